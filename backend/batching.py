@@ -1,0 +1,153 @@
+"""From trajectories to packed micro-batches. Pure: numpy in, index lists and arrays out.
+
+Pack first, distribute second: the trajectories of a mini-batch are packed into micro-batches under a token
+budget, and whole micro-batches are then dealt to the data-parallel ranks. Invariants (asserted by the tests):
+
+- every trajectory is in exactly one micro-batch of one mini-batch on one rank;
+- all ranks have the same number of micro-batches in a mini-batch, none of them empty (pipelines and
+  collectives stay in step);
+- no micro-batch is over the budget, unless a single trajectory is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollout.trajectory import UNSAMPLED, Trajectory
+
+Pack = list[int]
+"""Indices of the trajectories in one micro-batch."""
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """What one training step consumes."""
+
+    version: int
+    """The version whose weights the step starts from."""
+    trajectories: tuple[Trajectory, ...]
+    group_N: np.ndarray
+    """int64: which trajectories are siblings."""
+
+
+class StalenessViolation(RuntimeError):
+    """A token that carries loss is older than the bound permits, or from the future."""
+
+
+def check_staleness(batch: TrainBatch, max_lag: int) -> None:
+    """Raise StalenessViolation unless every token that carries loss has 0 <= lag <= ``max_lag``."""
+    for index, trajectory in enumerate(batch.trajectories):
+        lag_T = batch.version - trajectory.versions_T[trajectory.loss_mask_T]
+        if lag_T.size and not (0 <= lag_T.min() and lag_T.max() <= max_lag):
+            raise StalenessViolation(
+                f"trajectory {index} of group {batch.group_N[index]} holds tokens of lag {lag_T.min()}..{lag_T.max()} "
+                f"at version {batch.version}; rollout.max_head_offpolicyness allows 0..{max_lag}"
+            )
+
+
+def split_minibatches(n: int, minibatches: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """A random partition of n trajectories into ``minibatches`` parts of nearly equal size."""
+    return np.array_split(rng.permutation(n), minibatches)
+
+
+def pack(lengths: np.ndarray, indices: Sequence[int], budget: int, multiple: int) -> list[Pack]:
+    """First-fit decreasing; the number of packs is a multiple of ``multiple``.
+
+    Raises ValueError when there are fewer trajectories than ``multiple``: a rank would have nothing to do.
+    """
+    if len(indices) < multiple:
+        raise ValueError(f"{len(indices)} trajectories cannot keep {multiple} data-parallel ranks busy")
+    packs: list[Pack] = []
+    space: list[int] = []
+    for index in sorted(indices, key=lambda i: -lengths[i]):
+        for at, free in enumerate(space):
+            if lengths[index] <= free:
+                packs[at].append(int(index))
+                space[at] -= int(lengths[index])
+                break
+        else:
+            packs.append([int(index)])
+            space.append(budget - int(lengths[index]))
+    while len(packs) % multiple:
+        largest = max((p for p in packs if len(p) > 1), key=lambda p: sum(lengths[i] for i in p))
+        packs.remove(largest)
+        packs += [largest[::2], largest[1::2]]
+    return packs
+
+
+def deal(packs: list[Pack], lengths: np.ndarray, ranks: int) -> list[list[Pack]]:
+    """Packs to ranks, equally many each; rounds of similar size, the direction changing every round."""
+    ordered = sorted(packs, key=lambda p: -sum(lengths[i] for i in p))
+    dealt: list[list[Pack]] = [[] for _ in range(ranks)]
+    for start in range(0, len(ordered), ranks):
+        round_of = ordered[start : start + ranks]
+        if (start // ranks) % 2:
+            round_of.reverse()
+        for rank, one in enumerate(round_of):
+            dealt[rank].append(one)
+    return dealt
+
+
+def schedule(
+    lengths: np.ndarray, *, minibatches: int, ranks: int, budget: int, rng: np.random.Generator
+) -> list[list[list[Pack]]]:
+    """[mini-batch][rank][micro-batch] of packs. The same on every rank for the same ``rng`` state."""
+    return [
+        deal(pack(lengths, part.tolist(), budget, ranks), lengths, ranks)
+        for part in split_minibatches(len(lengths), minibatches, rng)
+    ]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One pack, concatenated. Position t predicts token t + 1 of the same trajectory.
+
+    The arrays named _M hold one value for each of the M positions whose prediction carries loss.
+    """
+
+    tokens_T: np.ndarray
+    position_T: np.ndarray
+    """Position within its trajectory."""
+    cu_seqlens: np.ndarray
+    """int32: where trajectories begin and end; the last segment may be padding."""
+    index_M: np.ndarray
+    """The positions whose prediction carries loss, ascending."""
+    target_M: np.ndarray
+    behaviour_logp_M: np.ndarray
+    lag_M: np.ndarray
+    advantage_M: np.ndarray
+
+    @property
+    def longest(self) -> int:
+        return int(np.diff(self.cu_seqlens).max())
+
+
+def assemble(batch: TrainBatch, advantage_N: np.ndarray, indices: Pack, multiple: int = 1) -> MicroBatch:
+    """Concatenate the trajectories ``indices``; pad the total to a ``multiple`` (sequence parallelism)."""
+    parts = [batch.trajectories[i] for i in indices]
+    lengths = [len(part.tokens_T) for part in parts]
+    tokens_T = np.concatenate([part.tokens_T for part in parts])
+    mask_T = np.concatenate([part.loss_mask_T for part in parts])
+    starts = np.cumsum([0, *lengths])
+    # The first token of a trajectory is predicted by nothing; it is a prompt token, hence never in the mask.
+    predicted_M = np.flatnonzero(mask_T)
+    if np.isin(predicted_M, starts[:-1]).any():
+        raise ValueError("a trajectory begins with a token that carries loss; it needs at least one prompt token")
+    logp_T = np.concatenate([part.logprobs_T for part in parts])
+    version_T = np.concatenate([part.versions_T for part in parts])
+    if (version_T[predicted_M] == UNSAMPLED).any():
+        raise ValueError("a token that carries loss has no policy version")
+    owner_T = np.repeat(indices, lengths)
+    padding = -len(tokens_T) % multiple
+    segments = [*lengths, padding] if padding else lengths
+    return MicroBatch(
+        tokens_T=np.pad(tokens_T, (0, padding)),
+        position_T=np.concatenate([np.arange(n) for n in segments]),
+        cu_seqlens=np.cumsum([0, *segments]).astype(np.int32),
+        index_M=predicted_M - 1,
+        target_M=tokens_T[predicted_M],
+        behaviour_logp_M=logp_T[predicted_M],
+        lag_M=batch.version - version_T[predicted_M],
+        advantage_M=advantage_N[owner_T[predicted_M]],
+    )

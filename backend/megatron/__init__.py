@@ -1,0 +1,1 @@
+"""Megatron-Core: parallel groups, model, optimizer, and support for machines without a GPU."""

@@ -1,0 +1,166 @@
+"""What Megatron-Core (0.16.1, 0.19.2) needs on a machine without a GPU. Called once, by ``parallel.initialize``.
+
+Megatron assumes a current CUDA device throughout, and touches it in places that have nothing to do with
+kernels. Each patch below answers one such place; the mathematics is untouched. They are process-wide, so this
+runs in trainer processes only, before any Megatron module that uses them is imported.
+"""
+
+import contextlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+_installed = False
+
+
+def install() -> None:
+    """Patch torch and Megatron for CPU tensors. Does nothing where there is a GPU, or the second time."""
+    global _installed
+    if _installed or torch.cuda.is_available():
+        return
+    _installed = True
+    _stand_in_for_triton_modules()
+    _no_compilation()
+    _current_device_is_the_cpu()
+    _streams_do_nothing()
+    _cuda_literals_mean_the_cpu()
+    _random_states_of_the_cpu()
+    _mixture_of_experts()
+    _tensor_type_names()
+
+
+def _stand_in_for_triton_modules() -> None:
+    """Since 0.18 one module on the training path imports triton unguarded: a CUDA-graph memory feature."""
+    name = "megatron.core.transformer.moe.ops.paged_stash"
+    if importlib.util.find_spec("triton") is not None:
+        return
+
+    class Absent(types.ModuleType):
+        def __getattr__(self, attribute: str) -> Callable[..., Any]:
+            if attribute.startswith("__"):
+                raise AttributeError(attribute)
+
+            def unavailable(*args: Any, **kwargs: Any) -> None:
+                raise RuntimeError(f"{name}.{attribute} needs triton")
+
+            return unavailable
+
+    sys.modules[name] = Absent(name)
+
+
+def _no_compilation() -> None:
+    """jit_fuser is torch.compile: slow to warm up, and it needs a C++ compiler at run time."""
+    from megatron.core import jit
+
+    jit.disable_jit_fuser()
+
+
+def _current_device_is_the_cpu() -> None:
+    """About 60 sites allocate on ``torch.cuda.current_device()``; pipeline schedules synchronize."""
+    torch.cuda.current_device = lambda: _CPU
+    torch.cuda.synchronize = lambda *args, **kwargs: None
+
+
+class _Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def record(self, *args: Any) -> None: ...
+    def wait(self, *args: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: "_Event") -> float:
+        return 0.0
+
+
+class _Stream:
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def wait_stream(self, *args: Any) -> None: ...
+    def wait_event(self, *args: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def record_event(self, *args: Any) -> _Event:
+        return _Event()
+
+
+def _streams_do_nothing() -> None:
+    """Token dispatchers, shared experts and overlapped gradient reduction create side streams."""
+    stream = _Stream()
+    torch.cuda.Stream, torch.cuda.Event = _Stream, _Event
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda *args, **kwargs: stream
+    torch.cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
+    torch.Tensor.record_stream = lambda self, *args: None
+
+
+def _cuda_literals_mean_the_cpu() -> None:
+    """``device="cuda"`` is written out for token counts, optimizer scalars and causal masks."""
+
+    def redirected(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if str(kwargs.get("device", "")).startswith("cuda"):
+                kwargs["device"] = _CPU
+            return create(*args, **kwargs)
+
+        return wrapped
+
+    for name in ("tensor", "zeros", "ones", "empty"):
+        setattr(torch, name, redirected(getattr(torch, name)))
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+
+
+def _random_states_of_the_cpu() -> None:
+    """The tensor-parallel random states, and those of activation recomputation, are CUDA generators'."""
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    class CpuStatesTracker(megatron_random.CudaRNGStatesTracker):
+        def add(self, name: str, seed: int) -> None:
+            self._is_initialized = True
+            if seed in self.seeds_ or name in self.states_:
+                raise ValueError(f"random state {name!r} or seed {seed} exists already")
+            self.seeds_.add(seed)
+            self.states_[name] = torch.Generator().manual_seed(seed).get_state()
+
+        @contextlib.contextmanager
+        def fork(self, name: str = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(outside)
+
+    megatron_random.CudaRNGStatesTracker = CpuStatesTracker
+    megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _mixture_of_experts() -> None:
+    """Without Transformer Engine 0.16 reads an undefined name; dispatch splits must be numbers, not tensors."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+
+
+def _tensor_type_names() -> None:
+    """Optimizers and gradient clipping compare ``Tensor.type()`` with 'torch.cuda.FloatTensor'."""
+    original = torch.Tensor.type
+
+    def cuda_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return original(self, *args, **kwargs)
+        return original(self).replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = cuda_name

@@ -1,0 +1,51 @@
+"""Process groups of one trainer rank."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from configs.schema import ParallelConfig
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """Where this process stands among the trainer's ranks, and where they meet."""
+
+    rank: int
+    world_size: int
+    address: str
+    """Address of rank 0."""
+    port: int
+
+
+def initialize(spec: RankSpec, parallel: ParallelConfig, *, seed: int, timeout_s: float) -> torch.device:
+    """Join the default group, make Megatron's groups, seed; the device of this rank.
+
+    The order of ranks is Megatron's own (tensor fastest, then data, then pipeline), and every rank makes all
+    groups in the same order.
+    """
+    from backend.megatron import cpu
+
+    cpu.install()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(0)  # Ray shows each rank its own GPU only
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=f"tcp://{spec.address}:{spec.port}",
+        rank=spec.rank,
+        world_size=spec.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    return torch.device("cuda", 0) if on_gpu else torch.device("cpu")

@@ -1,0 +1,130 @@
+"""The metrics of a run: ``metrics.jsonl`` for programs, TensorBoard events for people, from the same values.
+
+A record is one JSON line::
+
+    {"step": 12, "time": 1767225600.5, "reward/mean": 0.61, "staleness/token_lag": [[0, 0, 812], [1, 1, 301]]}
+
+- `step` is the number of the training step, `time` is in Unix seconds. A step may have more than one record.
+- A scalar that is not finite is `null`: JSON has no word for it. TensorBoard gets it as it is and marks it.
+- A histogram is a list of buckets [first, last, count] of integers, without gaps.
+- A tag that has no value in a step is left out.
+"""
+
+import difflib
+import json
+import math
+import operator
+import os
+import reprlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from backend.monitor.tags import TAGS
+from backend.monitor.tensorboard import Bucket, EventWriter, integer_buckets
+
+METRICS_FILE = "metrics.jsonl"
+
+Value = float | int | str | Iterable[int] | Mapping[int, int]
+
+
+class MetricsLog:
+    """Appends the records of a run to ``metrics.jsonl`` and to an event file, both directly in `folder`.
+
+    A record is in both files when `log` returns, so a killed run leaves whole lines except perhaps the last;
+    reopening the folder removes such a rest. Not for use from several threads. `clock` gives Unix seconds.
+    """
+
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / METRICS_FILE
+        _drop_unfinished_line(path)
+        self._clock = clock
+        self._lines = path.open("a", encoding="utf-8", buffering=1)
+        self._now = 0.0
+        descriptions = {name: tag.description for name, tag in TAGS.items()}
+        self._events = EventWriter(folder, clock=lambda: self._now, descriptions=descriptions)
+
+    def log(self, step: int, values: Mapping[str, Value]) -> None:
+        """Write one record: numbers, integers or {integer: count} for a histogram, markdown for a text.
+
+        Numbers may be of any type that converts to float, such as a NumPy scalar or a tensor of one element.
+
+        Raises:
+            ValueError: a tag is not declared in `TAGS`, or its value is of another kind. Nothing is written.
+        """
+        scalars: dict[str, float | int] = {}
+        histograms: dict[str, list[Bucket]] = {}
+        texts: dict[str, str] = {}
+        for name, value in values.items():
+            kind = _declared_kind(name)
+            try:
+                if kind == "scalar":
+                    scalars[name] = _number(value)
+                elif kind == "histogram":
+                    histograms[name] = integer_buckets(value)
+                else:
+                    texts[name] = _text(value)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{name} takes a {kind}, not {reprlib.repr(value)}: {error}") from error
+
+        self._now = self._clock()
+        finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
+        parts = {**finite, **histograms, **texts}
+        record = {"step": step, "time": round(self._now, 3)} | {name: parts[name] for name in values}
+        self._lines.write(json.dumps(record, allow_nan=False) + "\n")
+
+        if scalars:
+            self._events.scalars(step, scalars)
+        for name, buckets in histograms.items():
+            if buckets:
+                self._events.histogram(step, name, buckets)
+        for name, text in texts.items():
+            self._events.text(step, name, text)
+        self._events.flush()
+
+    def close(self) -> None:
+        """End both files."""
+        self._lines.close()
+        self._events.close()
+
+
+def _declared_kind(name: str) -> str:
+    if name in TAGS:
+        return TAGS[name].kind
+    nearest = difflib.get_close_matches(name, TAGS, n=1, cutoff=0.0)[0]
+    raise ValueError(
+        f"metric tag {name!r} is not declared; the nearest one is {nearest!r}. "
+        "Declare new tags in backend/monitor/tags.py and docs/metrics.md."
+    )
+
+
+def _number(value: Value) -> float | int:
+    if isinstance(value, str):
+        raise TypeError("text is not a number")
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        return float(value)
+
+
+def _text(value: Value) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} is not text")
+    return value
+
+
+def _drop_unfinished_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - 65536)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        file.truncate(end)

@@ -1,0 +1,252 @@
+"""What the user sees while a run goes on: one live line on a terminal, plain lines in a file."""
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol, TextIO
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from backend.monitor.units import clock_face, count, seconds
+
+FIRST_SILENCE_S = 30.0
+"""A log that has said nothing for this long gets a sign of life; each further one takes twice as long."""
+
+ETA_STEPS = 20
+"""The time left is reckoned from this many of the latest steps: answers get longer as a policy learns."""
+
+GAP, MIN_BAR, MAX_BAR = 2, 4, 30
+"""Columns between the figures of the live line, and of its bar."""
+
+
+class Progress(Protocol):
+    """Tells the user what a run is doing. To be called from one thread."""
+
+    def phase(self, text: str) -> None:
+        """Say what begins now, such as ``starting engine 1/1``; the display adds how long it takes."""
+
+    def step(
+        self, step: int, *, reward: float, head_lag: int, tokens_per_s: float, accuracy: float | None = None
+    ) -> None:
+        """Report a finished training step: mean reward, largest head lag (versions), generated tokens per
+        second, and the held-out accuracy (0 to 1) if it was measured at this step."""
+
+    def note(self, text: str) -> None:
+        """Keep a warning or an event on the screen."""
+
+    def close(self) -> None:
+        """End the display. The last line stays visible."""
+
+
+def open_progress(
+    total_steps: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+) -> Progress:
+    """The display that fits `stream` (default: stderr): a live line on a terminal, plain lines elsewhere.
+
+    `clock` gives seconds from any origin.
+    """
+    stream = stream or sys.stderr
+    if stream.isatty() and os.environ.get("TERM") != "dumb":
+        return LiveProgress(total_steps, stream, clock)
+    return PlainProgress(total_steps, stream, clock)
+
+
+class StepTimer:
+    """Estimates the time left from the intervals between finished steps; pure."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._finished: deque[tuple[int, float]] = deque(maxlen=ETA_STEPS + 1)
+
+    def finish(self, step: int, now: float) -> float | None:
+        """Seconds left after `step` was finished at `now`; None until two steps are finished."""
+        self._finished.append((step, now))
+        (first_step, first_time), steps = self._finished[0], step - self._finished[0][0]
+        if steps <= 0:
+            return None
+        return (now - first_time) / steps * (self._total_steps - first_step - steps)
+
+
+class PlainProgress:
+    """One line per phase, step and note, without control characters, for files and Slurm's output.
+
+    A thread adds a line after `silence_s` seconds of silence, so that waiting and hanging look different.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        stream: TextIO,
+        clock: Callable[[], float],
+        *,
+        silence_s: float = FIRST_SILENCE_S,
+    ) -> None:
+        self._total_steps = total_steps
+        self._stream = stream
+        self._clock = clock
+        self._silence_s = silence_s
+        self._timer = StepTimer(total_steps)
+        self._start = self._waiting_since = clock()
+        self._waiting_for = "starting"
+        self._lines = 0
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._break_silence, name="progress", daemon=True)
+        self._thread.start()
+
+    def phase(self, text: str) -> None:
+        self._say(text, waiting_for=text)
+
+    def step(
+        self, step: int, *, reward: float, head_lag: int, tokens_per_s: float, accuracy: float | None = None
+    ) -> None:
+        left_s = self._timer.finish(step, self._clock())
+        width = len(str(self._total_steps))
+        line = "  ".join(
+            (
+                f"step {step:{width}d}/{self._total_steps}",
+                f"reward {reward:6.3f}",
+                f"accuracy {'-' if accuracy is None else format(accuracy, '.3f'):>5}",
+                f"lag {head_lag:2d}",
+                f"{count(tokens_per_s):>6} tok/s",
+                f"left {'-' if left_s is None else clock_face(left_s)}",
+            )
+        )
+        self._say(line, waiting_for=f"step {step + 1}")
+
+    def note(self, text: str) -> None:
+        self._say(f"note: {text}")
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _say(self, text: str, *, waiting_for: str | None = None) -> None:
+        with self._changed:
+            if waiting_for is not None:
+                self._waiting_for, self._waiting_since = waiting_for, self._clock()
+            self._lines += 1
+            self._changed.notify_all()
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        print(f"{clock_face(self._clock() - self._start):>8}  {text}", file=self._stream, flush=True)
+
+    def _break_silence(self) -> None:
+        with self._changed:
+            silence_s = self._silence_s
+            while not self._closed:
+                lines = self._lines
+                spoke = self._changed.wait_for(lambda n=lines: self._closed or self._lines != n, silence_s)
+                if spoke:
+                    silence_s = self._silence_s
+                    continue
+                silence_s *= 2
+                waited = seconds(self._clock() - self._waiting_since)
+                self._print(f"... {self._waiting_for} ({waited})")
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What the live line says; replaced as a whole, because another thread draws it."""
+
+    step: int = 0
+    reward: float = 0.0
+    head_lag: int = 0
+    tokens_per_s: float = 0.0
+    accuracy: float | None = None
+    left_s: float | None = None
+    phase: str | None = None
+    since: float = 0.0
+
+
+class LiveProgress:
+    """One line, redrawn in place: spinner, step, bar, figures, and either the time left or the current phase.
+
+    Whatever else the process prints, and every note, appears above it. A narrow terminal has no bar and
+    fewer figures.
+    """
+
+    def __init__(self, total_steps: int, stream: TextIO, clock: Callable[[], float]) -> None:
+        self._total_steps = total_steps
+        self._clock = clock
+        self._timer = StepTimer(total_steps)
+        self._shown = _Shown(phase="starting", since=clock())
+        self._spinner: Spinner | Text = Spinner("dots", style="cyan")
+        self._console = Console(file=stream, highlight=False)
+        self._live = Live(
+            self,
+            console=self._console,
+            refresh_per_second=8,
+            # Output that the user sends to a file stays out of the terminal.
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        self._live.start()
+
+    def phase(self, text: str) -> None:
+        self._shown = replace(self._shown, phase=text, since=self._clock())
+
+    def step(
+        self, step: int, *, reward: float, head_lag: int, tokens_per_s: float, accuracy: float | None = None
+    ) -> None:
+        now = self._clock()
+        self._shown = _Shown(
+            step=step,
+            reward=reward,
+            head_lag=head_lag,
+            tokens_per_s=tokens_per_s,
+            accuracy=self._shown.accuracy if accuracy is None else accuracy,
+            left_s=self._timer.finish(step, now),
+            since=now,
+        )
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(text, style="yellow"))
+
+    def close(self) -> None:
+        self._spinner = Text(" ")
+        self._live.stop()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        shown = self._shown
+        figures: list[Text] = []
+        if shown.step:
+            figures.append(Text(f"step {shown.step}/{self._total_steps}", style="bold"))
+            figures.append(Text(f"reward {shown.reward:.3f}", style="green"))
+            if shown.accuracy is not None:
+                figures.append(Text(f"acc {shown.accuracy:.3f}", style="green"))
+            figures.append(Text(f"lag {shown.head_lag}", style="magenta"))
+            figures.append(Text(f"{count(shown.tokens_per_s)} tok/s"))
+        waited_s = self._clock() - shown.since
+        if shown.phase is not None:
+            end = [Text(f"{shown.phase} {clock_face(waited_s)}", style="cyan")]
+        elif shown.left_s is not None:
+            end = [Text(f"{clock_face(max(0.0, shown.left_s - waited_s))} left", style="dim")]
+        else:
+            end = []
+
+        def room() -> int:
+            return options.max_width - 1 - sum(GAP + text.cell_len for text in figures + end)
+
+        while len(figures) > 1 and room() < 0:
+            figures.pop()
+        cells: list[Spinner | ProgressBar | Text] = [self._spinner, *figures, *end]
+        if figures and room() >= GAP + MIN_BAR:
+            cells.insert(2, ProgressBar(self._total_steps, shown.step, width=min(MAX_BAR, room() - GAP)))
+        line = Table.grid(padding=(0, GAP, 0, 0))
+        for _ in cells:
+            line.add_column(no_wrap=True)
+        line.add_row(*cells)
+        yield line

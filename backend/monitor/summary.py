@@ -1,0 +1,142 @@
+"""``summary.json``: what a run came to, for programs; and the same as a small table, for people."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal, TextIO
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt
+from rich.box import ROUNDED
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from backend.monitor.units import count, seconds
+
+SUMMARY_FILE = "summary.json"
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+EXIT_STYLES = {"done": "green", "stopped": "yellow", "failed": "red"}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class GroupCounts(_Strict):
+    """Groups of the whole run. Those admitted and in none of the other fields were unfinished at the end."""
+
+    admitted: NonNegativeInt
+    trained: NonNegativeInt
+    filtered: NonNegativeInt
+    expired: NonNegativeInt
+    failed: NonNegativeInt
+
+
+class RunSummary(_Strict):
+    """A finished run. Fields that need at least one training step, or an evaluation, are None without one."""
+
+    exit: Literal["done", "failed", "stopped"] = Field(
+        description="stopped: ended by the user or the scheduler."
+    )
+    steps: NonNegativeInt = Field(description="Training steps that were finished.")
+    wall_s: NonNegativeFloat = Field(description="Seconds from start to end, with setup and evaluation.")
+    training_s: NonNegativeFloat = Field(
+        description="Of these, seconds from the first admission to the last step."
+    )
+    accuracy_before: Fraction | None = Field(description="Held-out accuracy of the initial policy.")
+    accuracy_after: Fraction | None = Field(description="Held-out accuracy of the last policy.")
+    head_lag_max: NonNegativeInt | None = Field(description="Largest head lag trained, in versions.")
+    head_lag_mean: NonNegativeFloat | None = Field(
+        description="Mean head lag of trained trajectories, in versions."
+    )
+    multi_version_fraction: Fraction | None = Field(
+        description="Share of trained trajectories with tokens of more than one version."
+    )
+    tokens_generated: NonNegativeInt = Field(
+        description="Response tokens from the engines, evaluation left out."
+    )
+    tokens_trained: NonNegativeInt = Field(description="Tokens that carried loss.")
+    versions: NonNegativeInt = Field(description="Policy versions published.")
+    stall_s_mean: NonNegativeFloat | None = Field(
+        description="Mean seconds generation stood still per version."
+    )
+    engine_restarts: NonNegativeInt
+    trainer_wait_fraction: Fraction | None = Field(
+        description="Share of training_s spent waiting for batches."
+    )
+    groups: GroupCounts
+
+
+def write_summary(folder: Path, summary: RunSummary) -> Path:
+    """Write ``summary.json`` into `folder`: at any instant a reader finds the old file or the new one."""
+    path = folder / SUMMARY_FILE
+    draft = path.with_name(f".{SUMMARY_FILE}.tmp")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(summary.model_dump_json(indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+    return path
+
+
+def print_summary(summary: RunSummary, stream: TextIO, *, name: str) -> None:
+    """Show the summary of the run `name`: a table on a terminal, plain lines elsewhere."""
+    title = f"{name}: {summary.exit} after {summary.steps} steps"
+    rows = summary_rows(summary)
+    if not stream.isatty():
+        width = max(len(label) for label, _ in rows)
+        lines = [title, *(f"  {label:{width}}  {value}" for label, value in rows)]
+        print("\n".join(lines), file=stream, flush=True)
+        return
+    table = Table(
+        title=Text(title, style=f"bold {EXIT_STYLES[summary.exit]}"),
+        box=ROUNDED,
+        show_header=False,
+        border_style="dim",
+    )
+    table.add_column(style="dim")
+    table.add_column()
+    for label, value in rows:
+        table.add_row(label, Text(value.replace("->", "→"), style="bold" if label == "accuracy" else ""))
+    Console(file=stream, highlight=False).print(table)
+
+
+def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
+    """The table's rows as (label, value) in ASCII; a row without a value is left out."""
+    rows: list[tuple[str, str]] = []
+    before, after = summary.accuracy_before, summary.accuracy_after
+    if before is not None and after is not None:
+        rows.append(("accuracy", f"{before:.1%} -> {after:.1%}  ({100 * (after - before):+.1f} points)"))
+    elif before is not None:
+        rows.append(("accuracy", f"{before:.1%} before training"))
+    time = f"{seconds(summary.wall_s)} in all, {seconds(summary.training_s)} of training"
+    if summary.steps:
+        time += f", {seconds(summary.training_s / summary.steps)} per step"
+    rows.append(("time", time))
+    if summary.head_lag_max is not None and summary.head_lag_mean is not None:
+        lag = f"head lag {summary.head_lag_max} at most, {summary.head_lag_mean:.2f} on average"
+        if summary.multi_version_fraction is not None:
+            lag += f"; {summary.multi_version_fraction:.0%} of trajectories span versions"
+        rows.append(("staleness", lag))
+    throughput = (
+        f"{count(summary.tokens_generated)} tokens generated, {count(summary.tokens_trained)} trained"
+    )
+    if summary.training_s > 0:
+        throughput += f"; {count(summary.tokens_generated / summary.training_s)} generated per second"
+    rows.append(("throughput", throughput))
+    if summary.trainer_wait_fraction is not None:
+        rows.append(("trainer", f"waited for batches {summary.trainer_wait_fraction:.0%} of its time"))
+    versions = f"{summary.versions} published"
+    if summary.stall_s_mean is not None:
+        versions += f", generation paused {seconds(summary.stall_s_mean)} for each"
+    rows.append(("versions", versions))
+    rows.append(("engines", f"{summary.engine_restarts} restarts"))
+    groups = ", ".join(f"{number} {what}" for what, number in summary.groups if number or what == "trained")
+    rows.append(("groups", groups))
+    return rows

@@ -1,0 +1,138 @@
+"""Every tag a run may log, with its unit and its meaning; ``docs/metrics.md`` shows the same to users."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Tag:
+    """What one tag stands for.
+
+    `unit` is what a value of 1 means. `kind` decides what is logged under the tag: a number, integers to be
+    counted into a histogram, or markdown.
+    """
+
+    unit: str
+    meaning: str
+    kind: Literal["scalar", "histogram", "text"] = "scalar"
+
+    @property
+    def description(self) -> str:
+        """One line of markdown: meaning and unit."""
+        return f"{self.meaning} [{self.unit}]"
+
+
+TAGS: dict[str, Tag] = {
+    "run/recipe": Tag("YAML", "The recipe of the run with every default filled in.", "text"),
+    # reward
+    "reward/mean": Tag("reward", "Mean reward of the trajectories trained in this step."),
+    "reward/std": Tag(
+        "reward", "Standard deviation of the reward over the trajectories trained in this step."
+    ),
+    # eval
+    "eval/accuracy": Tag(
+        "fraction",
+        "Share of held-out prompts answered correctly by greedy decoding; step 0 is before training.",
+    ),
+    "eval/response_length": Tag("tokens", "Mean length of the held-out answers."),
+    # staleness
+    "staleness/head_max": Tag(
+        "versions",
+        "Largest head lag in the batch; never above `rollout.max_head_offpolicyness`.",
+    ),
+    "staleness/head_mean": Tag("versions", "Mean head lag of the trajectories in the batch."),
+    "staleness/token_mean": Tag("versions", "Mean lag of the trained tokens."),
+    "staleness/token_lag": Tag("tokens per lag", "How many trained tokens have which lag.", "histogram"),
+    "staleness/logprob_abs_mean": Tag(
+        "nats",
+        "Mean distance of trainer and behaviour log-prob over tokens of lag > 0: staleness plus mismatch.",
+    ),
+    # rollout
+    "rollout/response_length": Tag("tokens", "Mean response length in the batch."),
+    "rollout/response_length_max": Tag("tokens", "Longest response in the batch."),
+    "rollout/response_lengths": Tag(
+        "trajectories per length",
+        "How many trajectories of the batch have which response length.",
+        "histogram",
+    ),
+    "rollout/multi_version_fraction": Tag(
+        "fraction", "Share of trajectories in the batch whose tokens come from more than one policy version."
+    ),
+    "rollout/truncated_fraction": Tag(
+        "fraction", "Share of trajectories in the batch that were cut off by the token limit."
+    ),
+    "rollout/groups_admitted": Tag("groups, whole run", "Groups that were allowed to start."),
+    "rollout/groups_trained": Tag("groups, whole run", "Groups that a training step has consumed."),
+    "rollout/groups_filtered": Tag(
+        "groups, whole run",
+        "Finished groups that the group filter kept from training, e.g. all rewards equal.",
+    ),
+    "rollout/groups_expired": Tag(
+        "groups, whole run", "Finished groups given up because their lag would break the bound."
+    ),
+    "rollout/groups_failed": Tag(
+        "groups, whole run", "Groups given up because an episode failed in every one of its attempts."
+    ),
+    "rollout/groups_in_flight": Tag("groups, now", "Admitted groups still being generated or judged."),
+    "rollout/groups_ready": Tag("groups, now", "Finished groups that wait for a training step."),
+    "rollout/episode_retries": Tag(
+        "episodes, whole run", "Attempts at an episode that failed and were made again."
+    ),
+    "rollout/retractions": Tag(
+        "requests, whole run",
+        "Running requests whose KV cache was dropped and computed again under newer weights.",
+    ),
+    # train
+    "train/loss": Tag("1", "Token mean of the policy loss; its size says little, its jumps do."),
+    "train/grad_norm": Tag("1", "Global gradient norm before clipping."),
+    "train/lr": Tag("1", "Learning rate of this step."),
+    "train/clip_fraction": Tag(
+        "fraction",
+        "Share of trained tokens whose gradient the clip of the ratio current / proximal has removed.",
+    ),
+    "train/ratio_max": Tag("1", "Largest ratio current / proximal over the trained tokens."),
+    "train/approx_kl": Tag(
+        "nats", "Token mean of r - 1 - log r with r = current / proximal: how far this step moved the policy."
+    ),
+    "train/behaviour_weight_mean": Tag(
+        "1",
+        "Token mean of the behaviour weight proximal / behaviour before its cap; near 1 when all is well.",
+    ),
+    "train/behaviour_weight_capped_fraction": Tag(
+        "fraction", "Share of trained tokens whose behaviour weight the cap has lowered."
+    ),
+    "train/ess": Tag(
+        "fraction",
+        "Effective sample size of the behaviour weights w over N tokens: (sum w)^2 / (N sum w^2); at most 1.",
+    ),
+    "train/entropy": Tag("nats", "Token mean of the entropy of the current policy."),
+    "train/tokens": Tag("tokens", "Tokens that carried loss in this step."),
+    "train/zero_advantage_fraction": Tag(
+        "fraction", "Share of trained tokens with advantage 0: from groups whose rewards are all equal."
+    ),
+    # mismatch
+    "mismatch/logprob_abs_mean": Tag(
+        "nats",
+        "Mean distance of trainer and engine log-prob over tokens of lag 0: equal weights, two programs.",
+    ),
+    "mismatch/logprob_abs_max": Tag(
+        "nats", "Largest distance of trainer and engine log-prob over tokens of lag 0."
+    ),
+    "mismatch/tokens": Tag(
+        "tokens", "Tokens of lag 0 in this step: what the two figures above are based on."
+    ),
+    # perf
+    "perf/step_s": Tag("s", "From the end of the step before to the end of this one."),
+    "perf/train_s": Tag("s", "Computing this step on the trainer: log-probs, gradients, optimizer."),
+    "perf/generate_tokens_per_s": Tag("tokens/s", "Response tokens generated by all engines together."),
+    "perf/train_tokens_per_s": Tag("tokens/s", "Tokens that carried loss per second of `perf/train_s`."),
+    "perf/weight_update_s": Tag(
+        "s", "Publishing a version: from its start until the last engine is running again."
+    ),
+    "perf/weight_update_stall_s": Tag("s", "How long generation stood still for publishing a version."),
+    "perf/weight_bytes": Tag("bytes", "Size of the weights sent to one engine."),
+    "perf/weight_gb_per_s": Tag("GB/s", "`perf/weight_bytes` / `perf/weight_update_s` / 10^9."),
+    "perf/trainer_wait_s": Tag("s", "How long the trainer waited for its batch in this step."),
+    "perf/trainer_wait_fraction": Tag("fraction", "`perf/trainer_wait_s` / `perf/step_s`."),
+    "perf/engine_restarts": Tag("engines, whole run", "Engines that were lost and started again."),
+}

@@ -1,0 +1,117 @@
+"""What a training step reports about its tokens: sums and maxima, reduced once at the end of the step."""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from backend.objective.policy_loss import PolicyLoss
+
+Sums = dict[str, Tensor]
+
+
+def token_statistics(
+    *,
+    loss: PolicyLoss,
+    entropy_M: Tensor,
+    advantage_M: Tensor,
+    lag_M: Tensor,
+    behaviour_logp_M: Tensor,
+    proximal_logp_M: Tensor | None,
+    weight_cap: float,
+) -> dict[str, Tensor]:
+    """Sums (and maxima, named ``max/...``) over one micro-batch, float64 scalars.
+
+    Mismatch is measured on tokens of lag 0, where trainer and engine hold the same weights; staleness on the
+    others. Both need recomputed log-probs.
+    """
+    found = {
+        "tokens": torch.ones_like(entropy_M),
+        "loss": loss.loss_T.detach(),
+        "clipped": loss.clipped_T.float(),
+        "entropy": entropy_M,
+        "zero_advantage": (advantage_M == 0).float(),
+    }
+    maxima = {"max/ratio": loss.ratio_T}
+    if proximal_logp_M is not None:
+        gap_M = proximal_logp_M - behaviour_logp_M
+        fresh_M = lag_M == 0
+        weight_M = gap_M.exp()
+        found |= {
+            "weight": loss.weight_T,
+            "raw_weight": weight_M,
+            "raw_weight_squared": weight_M**2,
+            "capped": (weight_M > weight_cap).float(),
+            "fresh": fresh_M.float(),
+            "fresh_gap": gap_M.abs() * fresh_M,
+            "stale": (~fresh_M).float(),
+            "stale_gap": gap_M.abs() * ~fresh_M,
+        }
+        maxima["max/fresh_gap"] = gap_M.abs() * fresh_M
+    sums = {name: values.double().sum() for name, values in found.items()}
+    return sums | {name: values.max().double() for name, values in maxima.items()}
+
+
+@dataclass
+class StepStatistics:
+    """Collects the statistics of a step's micro-batches and updates."""
+
+    _totals: dict[str, Tensor] = field(default_factory=dict)
+    _grad_norms: list[float] = field(default_factory=list)
+    _failed_updates: int = 0
+    _lr: float = 0.0
+
+    def add_update(self, results: list[dict[str, Tensor]], *, grad_norm: float, lr: float, succeeded: bool) -> None:
+        for result in results:
+            for name, value in result.items():
+                known = self._totals.get(name)
+                if known is None:
+                    self._totals[name] = value
+                else:
+                    self._totals[name] = torch.maximum(known, value) if name.startswith("max/") else known + value
+        self._grad_norms.append(grad_norm)
+        self._lr = lr
+        self._failed_updates += not succeeded
+
+    def reduced(self, group: dist.ProcessGroup) -> dict[str, float]:
+        """Metrics of the step over all data-parallel ranks. Collective over ``group``."""
+        names = sorted(self._totals)
+        for operation, chosen in (
+            (dist.ReduceOp.SUM, [n for n in names if not n.startswith("max/")]),
+            (dist.ReduceOp.MAX, [n for n in names if n.startswith("max/")]),
+        ):
+            values = torch.stack([self._totals[name] for name in chosen])
+            dist.all_reduce(values, operation, group)
+            self._totals.update(zip(chosen, values, strict=True))
+        total = {name: value.item() for name, value in self._totals.items()}
+        return self._metrics(total)
+
+    def _metrics(self, total: dict[str, float]) -> dict[str, float]:
+        tokens = total["tokens"]
+        metrics = {
+            "train/loss": total["loss"] / tokens,
+            "train/grad_norm": sum(self._grad_norms) / len(self._grad_norms),
+            "train/lr": self._lr,
+            "train/clip_fraction": total["clipped"] / tokens,
+            "train/entropy": total["entropy"] / tokens,
+            "train/zero_advantage_fraction": total["zero_advantage"] / tokens,
+            "train/ratio_max": total["max/ratio"],
+            "train/tokens": tokens,
+            "train/skipped_updates": float(self._failed_updates),
+        }
+        if "weight" in total:
+            metrics |= {
+                "train/behaviour_weight_mean": total["weight"] / tokens,
+                "train/behaviour_weight_capped_fraction": total["capped"] / tokens,
+                "train/ess": total["raw_weight"] ** 2 / (total["raw_weight_squared"] * tokens),
+            }
+            if total["fresh"]:
+                metrics |= {
+                    "mismatch/logprob_abs_mean": total["fresh_gap"] / total["fresh"],
+                    "mismatch/logprob_abs_max": total["max/fresh_gap"],
+                    "mismatch/tokens": total["fresh"],
+                }
+            if total["stale"]:
+                metrics["staleness/logprob_abs_mean"] = total["stale_gap"] / total["stale"]
+        return metrics

@@ -1,0 +1,276 @@
+"""One training step on one rank: recompute, advantages, loss, optimizer; and the way out for the weights."""
+
+import asyncio
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from backend.batching import MicroBatch, TrainBatch, assemble, check_staleness, schedule
+from backend.megatron.parallel import RankSpec, initialize
+from backend.objective import policy_loss
+from backend.objective.advantage import group_normalized
+from backend.objective.logprob import vocab_parallel_logprob
+from backend.objective.statistics import StepStatistics, token_statistics
+from bridge.export import ExportRank, export, write_hf
+from bridge.families import model_spec
+from bridge.layout import Layout
+from bridge.plan import make_plan
+from bridge.publish import Publisher, PublishReport
+from configs.schema import RunConfig
+from rollout.engine.client import EngineAddress, EngineClient
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one training step did."""
+
+    version: int
+    """The version that the step produced."""
+    metrics: dict[str, float]
+
+
+class TrainerRank:
+    """One rank of the trainer. All ranks are called with the same arguments, in the same order."""
+
+    def __init__(self, config: RunConfig, rank: RankSpec, device: str) -> None:
+        if device == "cpu":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+            torch.set_num_threads(1)  # ranks and engines share the cores of one machine
+        self._config = config
+        self._address = rank.address
+        self._device = initialize(
+            rank, config.actor.parallel, seed=config.run.seed, timeout_s=config.run.step_timeout_s
+        )
+        from megatron.core import parallel_state
+
+        from backend.megatron import model
+
+        self._groups = parallel_state
+        self._spec = model_spec(config.model.path)
+        dtype = getattr(torch, config.model.dtype)
+        actor = config.actor
+        self._ddp = model.wrap_ddp(model.build_model(self._spec, actor, dtype, self._device), actor)
+        self._optimizer = model.build_optimizer(self._ddp, actor, dtype)
+        self._parameters = model.named_shards(self._ddp)
+        self._learning_rate = partial(model.learning_rate, actor)
+        self.version = 0
+        self._plan = make_plan(
+            self._spec,
+            Layout(actor.parallel.tensor, actor.parallel.pipeline),
+            config.weights.transport.bucket_mb * 2**20,
+            dtype.itemsize,
+        )
+        self._publisher: Publisher | None = None
+
+    # ---- one training step
+
+    def train(self, batch: TrainBatch) -> StepResult | None:
+        """Train on ``batch`` and move to the next version. The result on the reporting rank, None elsewhere.
+
+        Raises StalenessViolation when a token that carries loss is outside the bound: the last gate, at the
+        place where it matters.
+        """
+        if batch.version != self.version:
+            raise ValueError(f"a batch for version {batch.version} reached a trainer at version {self.version}")
+        check_staleness(batch, self._config.rollout.max_head_offpolicyness)
+        minibatches = self._assemble(batch)
+        every_microbatch = [micro for minibatch in minibatches for micro in minibatch]
+        recompute = self._config.actor.recompute_logprobs
+        proximal = self._log_probs(every_microbatch) if recompute else [None] * len(every_microbatch)
+        statistics = StepStatistics()
+        remaining = iter(proximal)
+        for minibatch in minibatches:
+            self._update(minibatch, list(itertools.islice(remaining, len(minibatch))), statistics)
+        self.version += 1
+        metrics = statistics.reduced(self._groups.get_data_parallel_group()) if self._is_last_stage else {}
+        return StepResult(self.version, metrics) if self._reports else None
+
+    def _assemble(self, batch: TrainBatch) -> list[list[MicroBatch]]:
+        """This rank's micro-batches, by mini-batch."""
+        actor = self._config.actor
+        reward_N = torch.tensor([trajectory.reward for trajectory in batch.trajectories])
+        advantage_N = group_normalized(reward_N, torch.from_numpy(batch.group_N)).numpy()
+        plan = schedule(
+            np.array([len(trajectory.tokens_T) for trajectory in batch.trajectories]),
+            minibatches=actor.minibatches,
+            ranks=actor.parallel.data,
+            budget=actor.microbatch_tokens,
+            rng=np.random.default_rng((self._config.run.seed, batch.version)),
+        )
+        rank = self._groups.get_data_parallel_rank()
+        multiple = actor.parallel.tensor if actor.parallel.sequence else 1
+        return [
+            [assemble(batch, advantage_N, pack, multiple) for pack in minibatch[rank]] for minibatch in plan
+        ]
+
+    def _update(
+        self, minibatch: list[MicroBatch], proximal: list[Tensor | None], statistics: StepStatistics
+    ) -> None:
+        """One optimizer update."""
+        self._ddp.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        lr = self._learning_rate(self.version)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_mult", 1.0)
+        loss = {id(micro): partial(self._loss, micro, old) for micro, old in zip(minibatch, proximal, strict=True)}
+        results = self._pipeline(minibatch, lambda micro: loss[id(micro)], forward_only=False)
+        succeeded, grad_norm, _ = self._optimizer.step()
+        statistics.add_update(results, grad_norm=float(grad_norm), lr=lr, succeeded=bool(succeeded))
+
+    def _log_probs(self, microbatches: list[MicroBatch]) -> list[Tensor | None]:
+        """Log-probs [M] of every micro-batch under the present weights; None except on the last stage."""
+        self._ddp.eval()
+        with torch.no_grad():
+            found = self._pipeline(
+                microbatches, lambda micro: partial(self._log_probs_of, micro), forward_only=True
+            )
+        self._ddp.train()
+        return found if self._is_last_stage else [None] * len(microbatches)
+
+    def _pipeline(self, microbatches: list[MicroBatch], head: Any, *, forward_only: bool) -> list[Any]:
+        """Run micro-batches through Megatron's pipeline schedule; what ``head`` gave on the last stage."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        def forward(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
+            micro = next(iterator)
+            return self._forward(micro, model), head(micro)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(microbatches),
+            model=[self._ddp],
+            num_microbatches=len(microbatches),
+            seq_length=max(len(micro.tokens_T) for micro in microbatches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _forward(self, micro: MicroBatch, model: torch.nn.Module) -> Tensor:
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        cu_seqlens = self._tensor(micro.cu_seqlens)
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=micro.longest,
+            max_seqlen_kv=micro.longest,
+        )
+        return model(
+            input_ids=self._tensor(micro.tokens_T)[None],
+            position_ids=self._tensor(micro.position_T)[None],
+            attention_mask=None,
+            packed_seq_params=packed,
+        )
+
+    def _log_probs_of(self, micro: MicroBatch, logits: Tensor, non_loss_data: bool = True) -> Tensor:
+        return self._logprob_and_entropy(micro, logits)[0]
+
+    def _logprob_and_entropy(self, micro: MicroBatch, logits_1TV: Tensor) -> tuple[Tensor, Tensor]:
+        parallel = self._config.actor.parallel
+        return vocab_parallel_logprob(
+            logits_1TV[0].index_select(0, self._tensor(micro.index_M)),
+            self._tensor(micro.target_M),
+            temperature=self._config.rollout.sampling.temperature,
+            vocab=self._spec.geometry.vocab,
+            group=self._groups.get_tensor_model_parallel_group() if parallel.tensor > 1 else None,
+        )
+
+    def _loss(self, micro: MicroBatch, proximal_M: Tensor | None, logits: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Sum of token losses, token count, statistics: what Megatron's per-token loss asks for."""
+        actor = self._config.actor
+        objective = actor.objective
+        clip = {"clip_low": objective.clip_low, "clip_high": objective.clip_high}
+        logp_M, entropy_M = self._logprob_and_entropy(micro, logits)
+        behaviour_M = self._tensor(micro.behaviour_logp_M)
+        advantage_M = self._tensor(micro.advantage_M)
+        if actor.use_decoupled_loss:
+            assert proximal_M is not None
+            loss = policy_loss.decoupled_ppo(
+                logp_M, proximal_M, behaviour_M, advantage_M, weight_cap=objective.behaviour_weight_cap, **clip
+            )
+        else:
+            old_M = behaviour_M if proximal_M is None else proximal_M
+            loss = policy_loss.ppo(logp_M, old_M, advantage_M, **clip)
+        measured = token_statistics(
+            loss=loss,
+            entropy_M=entropy_M,
+            advantage_M=advantage_M,
+            lag_M=self._tensor(micro.lag_M),
+            behaviour_logp_M=behaviour_M,
+            proximal_logp_M=proximal_M,
+            weight_cap=objective.behaviour_weight_cap,
+        )
+        tokens = torch.tensor(len(micro.index_M), dtype=torch.int, device=self._device)
+        return loss.loss_T.sum(), tokens, measured
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    @property
+    def _is_last_stage(self) -> bool:
+        return self._groups.is_pipeline_last_stage()
+
+    @property
+    def _reports(self) -> bool:
+        first_of_tensor = self._groups.get_tensor_model_parallel_rank() == 0
+        return self._is_last_stage and first_of_tensor and self._groups.get_data_parallel_rank() == 0
+
+    # ---- the weights' way out
+
+    def publish(self, engines: Sequence[EngineAddress]) -> PublishReport | None:
+        """Bring ``engines`` to this trainer's version. The report on the sender, None elsewhere."""
+        if self._groups.get_data_parallel_rank() != 0:
+            return None
+        rank = self._export_rank
+        buckets = export(self._plan, self._parameters, rank)
+        if not rank.is_sender:
+            for _ in buckets:
+                """Takes part in the collectives."""
+            return None
+        if self._publisher is None:
+            self._publisher = Publisher(
+                address=self._address,
+                backend="nccl" if self._device.type == "cuda" else "gloo",
+                interrupt=self._config.weights.interrupt,
+                timeout_s=self._config.weights.timeout_s,
+            )
+        return asyncio.run(_publish(self._publisher, self.version, engines, buckets))
+
+    def export_hf(self, folder: Path) -> None:
+        """Write the present weights as an HF checkpoint directory."""
+        if self._groups.get_data_parallel_rank() == 0:
+            write_hf(export(self._plan, self._parameters, self._export_rank), self._spec.path, folder)
+
+    @property
+    def _export_rank(self) -> ExportRank:
+        return ExportRank(
+            stage=self._groups.get_pipeline_model_parallel_rank(),
+            tensor_rank=self._groups.get_tensor_model_parallel_rank(),
+            tensor_group=self._groups.get_tensor_model_parallel_group(),
+            pipeline_group=self._groups.get_pipeline_model_parallel_group(),
+        )
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+async def _publish(
+    publisher: Publisher, version: int, engines: Sequence[EngineAddress], buckets: Iterator[Any]
+) -> PublishReport:
+    clients = [EngineClient(address) for address in engines]
+    try:
+        return await publisher.publish(version, clients, buckets)
+    finally:
+        for client in clients:
+            await client.close()

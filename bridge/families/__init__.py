@@ -1,0 +1,42 @@
+"""One declarative mapping per model family, found by the ``model_type`` of an HF config.
+
+Adding a family is one file and one line here.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from bridge.families import llama, qwen2, qwen3
+from bridge.geometry import Geometry, UnsupportedModel, read_config
+from bridge.mapping import Mappings
+
+
+class Family(Protocol):
+    """A module in this package."""
+
+    def geometry(self, hf: dict[str, Any]) -> Geometry: ...
+    def mappings(self, geometry: Geometry) -> Mappings: ...
+
+
+FAMILIES: dict[str, Family] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """An HF checkpoint directory, understood."""
+
+    path: Path
+    hf: dict[str, Any]
+    geometry: Geometry
+    mappings: Mappings
+
+
+def model_spec(model_path: Path) -> ModelSpec:
+    """Geometry and mapping of the HF checkpoint at ``model_path``. Raises UnsupportedModel."""
+    hf = read_config(model_path)
+    kind = hf.get("model_type")
+    if kind not in FAMILIES:
+        raise UnsupportedModel(f"model_type {kind!r} is not mapped; supported: {', '.join(sorted(FAMILIES))}")
+    geometry = FAMILIES[kind].geometry(hf)
+    return ModelSpec(Path(model_path), hf, geometry, FAMILIES[kind].mappings(geometry))

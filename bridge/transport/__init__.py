@@ -1,0 +1,1 @@
+"""Ways for a flat bucket of weights to reach the engines."""

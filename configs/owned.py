@@ -1,0 +1,75 @@
+"""Fields of Megatron and SGLang that Slipstream sets itself, each with what to use instead.
+
+A second value for the same thing would be ignored or win silently, so a recipe may not write one. SGLang
+fields are listed under the names of their command line flags too, by which they are better known.
+"""
+
+from collections.abc import Mapping
+
+
+def _all(names: str, instead: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), instead)
+
+
+def _use(setting: str) -> str:
+    return f"Slipstream sets this field: use {setting}"
+
+
+_ADAM = "Slipstream trains with Adam: its settings are in actor.optimizer"
+_FROM_MODEL = "it follows from config.json in model.path and cannot be changed for a trained checkpoint"
+_NO_LAYOUT = "Slipstream builds the process groups from actor.parallel, which does not have this dimension"
+_BY_SLIPSTREAM = "Slipstream sets this field, and the loss and the batches depend on it"
+
+MEGATRON_OWNED: Mapping[str, str] = {
+    "tensor_model_parallel_size": _use("actor.parallel.tensor"),
+    "pipeline_model_parallel_size": _use("actor.parallel.pipeline"),
+    "sequence_parallel": _use("actor.parallel.sequence"),
+    **_all(
+        "virtual_pipeline_model_parallel_size context_parallel_size hierarchical_context_parallel_sizes "
+        "hybrid_context_parallel expert_model_parallel_size expert_tensor_parallel_size",
+        _NO_LAYOUT,
+    ),
+    **_all("lr min_lr", _use("actor.optimizer.lr and actor.optimizer.warmup_steps")),
+    "weight_decay": _use("actor.optimizer.weight_decay"),
+    "adam_beta1": _use("actor.optimizer.beta1"),
+    "adam_beta2": _use("actor.optimizer.beta2"),
+    "adam_eps": _use("actor.optimizer.eps"),
+    "clip_grad": _use("actor.optimizer.clip_grad"),
+    "use_distributed_optimizer": _use("actor.optimizer.distributed"),
+    "optimizer": _ADAM,
+    **_all("bf16 fp16 params_dtype pipeline_dtype enable_autocast autocast_dtype", _use("model.dtype")),
+    **_all(
+        "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
+        "normalization layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear add_qkv_bias "
+        "gated_linear_unit activation_func qk_layernorm qk_l2_norm multi_latent_attention "
+        "rotary_interleaved window_size window_attn_skip_freq softmax_scale softmax_type num_moe_experts "
+        "moe_ffn_hidden_size moe_layer_freq moe_router_topk moe_router_score_function "
+        "moe_router_pre_softmax moe_shared_expert_intermediate_size",
+        _FROM_MODEL,
+    ),
+    **_all(
+        "hidden_dropout attention_dropout",
+        "Slipstream trains without dropout: the engines have none, so log-probs would never agree",
+    ),
+    **_all("calculate_per_token_loss variable_seq_lengths use_cpu_initialization", _BY_SLIPSTREAM),
+}
+
+SGLANG_OWNED: Mapping[str, str] = {
+    **_all("model_path model tokenizer_path", _use("model.path")),
+    "device": _use("cluster.device"),
+    "dtype": _use("model.dtype"),
+    **_all("tp_size tp tensor_parallel_size", _use("rollout.engine.tensor_parallel")),
+    **_all("dp_size dp data_parallel_size", _use("rollout.engine.count for more servers")),
+    **_all(
+        "pp_size pp pipeline_parallel_size",
+        _use("rollout.engine.tensor_parallel, the only way in which one server is split"),
+    ),
+    "random_seed": _use("run.seed"),
+    **_all("preferred_sampling_params sampling_defaults", _use("rollout.sampling")),
+    **_all(
+        "host port nccl_port dist_init_addr nnodes node_rank base_gpu_id gpu_id_step",
+        "Slipstream places the servers and chooses their addresses",
+    ),
+    "weight_version": "Slipstream sets this field with each policy version that it publishes",
+    "skip_server_warmup": "Slipstream sets this field: it waits until a server is healthy instead",
+}

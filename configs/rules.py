@@ -1,0 +1,273 @@
+"""What must hold between settings, and between settings and the files they name.
+
+Each rule is a small function from a ``RunConfig`` to violations. ``RULES`` lists them with the settings that
+they read: a rule is skipped when one of those is itself in error, so that one mistake is reported once. What
+can be said about a single value is in the schema; what the installed packages accept is in ``installed``.
+"""
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from configs.schema import RunConfig
+from configs.violations import Violation, one_of
+
+USUAL_OFFPOLICYNESS = 16
+"""Largest bound on the lag without a second word: behind it most importance weights are clipped."""
+
+PROMPT_SUFFIXES = (".jsonl", ".parquet")
+
+PROMPTS = ("data.path", "eval.path")
+PLUGINS = ("rollout.workflow", "rollout.reward", "rollout.group_filter", "prepare")
+RESPONSE_LENGTHS = ("rollout.sampling.max_new_tokens", "eval.max_new_tokens")
+TENSOR_RANKS = ("actor.parallel.tensor", "rollout.engine.tensor_parallel")
+
+LONGEST_NAME = 255
+"""Bytes of one path component on every file system in use."""
+
+UNEVEN_STAGES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Fields of Megatron's TransformerConfig with which the stages need not have equally many layers."""
+
+
+def check_rules(config: RunConfig, unsure: Collection[str] = ()) -> Iterator[Violation]:
+    """The violations of each rule that reads none of the ``unsure`` paths, nor anything in or around one."""
+    for rule in RULES:
+        if not any(_touches(read, path) for read in rule.reads for path in unsure):
+            yield from rule.check(config)
+
+
+def decoupled_needs_recompute(config: RunConfig) -> Iterator[Violation]:
+    if config.actor.use_decoupled_loss and not config.actor.recompute_logprobs:
+        yield Violation(
+            "actor.recompute_logprobs",
+            False,
+            "the decoupled loss clips against the proximal policy, whose log-probs would never be computed: "
+            "set actor.recompute_logprobs to true, or actor.use_decoupled_loss to false",
+        )
+
+
+def offpolicyness_is_usual(config: RunConfig) -> Iterator[Violation]:
+    bound = config.rollout.max_head_offpolicyness
+    if bound > USUAL_OFFPOLICYNESS and not config.rollout.allow_extreme_offpolicyness:
+        yield Violation(
+            "rollout.max_head_offpolicyness",
+            bound,
+            f"expected at most {USUAL_OFFPOLICYNESS} (2 to 8 is usual); to train tokens that stale, "
+            "set rollout.allow_extreme_offpolicyness to true",
+        )
+
+
+def group_has_a_spread(config: RunConfig) -> Iterator[Violation]:
+    samples = config.rollout.n_samples_per_prompt
+    if config.actor.advantage == "grpo" and samples < 2:
+        yield Violation(
+            "rollout.n_samples_per_prompt",
+            samples,
+            "expected at least 2: a reward minus the mean of a group of one is 0, so nothing is learned",
+        )
+
+
+def batch_feeds_every_rank(config: RunConfig) -> Iterator[Violation]:
+    trajectories = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    shares = config.actor.minibatches * config.actor.parallel.data
+    if trajectories < shares:
+        yield Violation(
+            "rollout.batch_size",
+            config.rollout.batch_size,
+            f"a step has {trajectories} trajectories (batch_size * n_samples_per_prompt), "
+            f"expected at least {shares}: one for each minibatch on each data-parallel rank "
+            "(actor.minibatches * actor.parallel.data)",
+        )
+
+
+def sequence_parallel_needs_tensor(config: RunConfig) -> Iterator[Violation]:
+    parallel = config.actor.parallel
+    if parallel.sequence and parallel.tensor < 2:
+        yield Violation(
+            "actor.parallel.sequence",
+            True,
+            "sequence parallelism splits activations over the tensor-parallel group: "
+            "set actor.parallel.tensor to at least 2, or this to false",
+        )
+
+
+def sampling_keeps_the_distribution(config: RunConfig) -> Iterator[Violation]:
+    """Truncated sampling is refused: SGLang's log-prob is that of the full softmax at the temperature, so a
+    token drawn from the renormalised rest would enter the loss with too small a behaviour probability."""
+    why = (
+        "tokens would be sampled from a truncated distribution, while the engine returns log-probs of the "
+        "whole one, so every importance weight would be wrong"
+    )
+    sampling = config.rollout.sampling
+    if sampling.top_p < 1:
+        yield Violation("rollout.sampling.top_p", sampling.top_p, f"expected 1: {why}")
+    if sampling.top_k == 0 or sampling.top_k < -1:
+        reason = "expected -1, the whole vocabulary; 0 would keep nothing, and less than -1 has no meaning"
+        yield Violation("rollout.sampling.top_k", sampling.top_k, reason)
+    elif sampling.top_k > 0:
+        yield Violation("rollout.sampling.top_k", sampling.top_k, f"expected -1, the whole vocabulary: {why}")
+
+
+def run_folder_can_be_made(config: RunConfig) -> Iterator[Violation]:
+    if len(config.run.name) > LONGEST_NAME:
+        reason = f"expected at most {LONGEST_NAME} characters, as it names a folder"
+        yield Violation("run.name", config.run.name, reason)
+    elif os.path.exists(config.run.root) and not os.path.isdir(config.run.root):
+        reason = "expected a directory, or a path where one can be made"
+        yield Violation("run.root", str(config.run.root), reason)
+    elif os.path.exists(config.run.folder) and not os.path.isdir(config.run.folder):
+        reason = f"{config.run.folder} is there and is not a directory; choose another name"
+        yield Violation("run.name", config.run.name, reason)
+
+
+def prompts_have_a_known_format(config: RunConfig, path: str) -> Iterator[Violation]:
+    file = _setting(config, path)
+    if file is not None and file.suffix not in PROMPT_SUFFIXES:
+        yield Violation(path, str(file), f"expected a file that ends in {one_of(PROMPT_SUFFIXES)}")
+
+
+def prompts_exist(config: RunConfig, path: str) -> Iterator[Violation]:
+    file = _setting(config, path)
+    if file is None or config.prepare is not None:
+        return
+    if file.suffix in PROMPT_SUFFIXES and not os.path.isfile(file):
+        yield Violation(path, str(file), "there is no such file, and no `prepare` that would make it")
+
+
+def model_exists(config: RunConfig) -> Iterator[Violation]:
+    if config.prepare is None and not os.path.isfile(config.model.path / "config.json"):
+        reason = (
+            "there is no config.json in it, and no `prepare` that would make it; "
+            "expected a Hugging Face checkpoint directory on this machine"
+        )
+        yield Violation("model.path", str(config.model.path), reason)
+
+
+def plugin_can_be_found(config: RunConfig, path: str) -> Iterator[Violation]:
+    """Only the package of an import path is looked for: importing the rest could bring in torch."""
+    plugin = _setting(config, path)
+    package = plugin.path.partition(".")[0] if plugin else None
+    if package and not _is_importable(package):
+        reason = f"there is no Python package {package!r}; install it or add its folder to PYTHONPATH"
+        yield Violation(path, plugin.path, reason)
+
+
+def model_config_is_readable(config: RunConfig) -> Iterator[Violation]:
+    file = config.model.path / "config.json"
+    if os.path.isfile(file) and _model_config(config) is None:
+        reason = "its config.json is not a JSON object that can be read"
+        yield Violation("model.path", str(config.model.path), reason)
+
+
+def response_fits_the_model(config: RunConfig, path: str) -> Iterator[Violation]:
+    """The prompt's length is not known here, but it has at least one token."""
+    length = _setting(config, path)
+    context = _model_number(config, "max_position_embeddings")
+    if length is not None and context is not None and length >= context:
+        reason = f"expected less than {context}: the prompt too has to fit into max_position_embeddings"
+        yield Violation(path, length, reason)
+
+
+def heads_split_over_ranks(config: RunConfig, path: str) -> Iterator[Violation]:
+    """What Megatron and SGLang refuse, known before any of their processes starts."""
+    ranks = _setting(config, path)
+    heads = _model_number(config, "num_attention_heads")
+    groups = _model_number(config, "num_key_value_heads")
+    if heads and heads % ranks:
+        reason = f"expected a divisor of {heads}, the number of attention heads of the model"
+        yield Violation(path, ranks, reason)
+    elif groups and groups % ranks and ranks % groups:
+        reason = f"expected a divisor or a multiple of {groups}, the number of key-value heads of the model"
+        yield Violation(path, ranks, reason)
+
+
+def layers_split_over_stages(config: RunConfig) -> Iterator[Violation]:
+    stages = config.actor.parallel.pipeline
+    layers = _model_number(config, "num_hidden_layers")
+    if layers and layers % stages and not any(name in config.actor.megatron for name in UNEVEN_STAGES):
+        reason = (
+            f"expected a divisor of {layers}, the number of layers of the model; "
+            f"for uneven stages set actor.megatron.{UNEVEN_STAGES[0]}"
+        )
+        yield Violation("actor.parallel.pipeline", stages, reason)
+
+
+@dataclass(frozen=True)
+class Rule:
+    check: Callable[[RunConfig], Iterator[Violation]]
+    reads: tuple[str, ...]
+    """Every setting that ``check`` looks at."""
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(decoupled_needs_recompute, ("actor.use_decoupled_loss", "actor.recompute_logprobs")),
+    Rule(
+        offpolicyness_is_usual,
+        ("rollout.max_head_offpolicyness", "rollout.allow_extreme_offpolicyness"),
+    ),
+    Rule(group_has_a_spread, ("actor.advantage", "rollout.n_samples_per_prompt")),
+    Rule(
+        batch_feeds_every_rank,
+        (
+            "rollout.batch_size",
+            "rollout.n_samples_per_prompt",
+            "actor.minibatches",
+            "actor.parallel.data",
+        ),
+    ),
+    Rule(sequence_parallel_needs_tensor, ("actor.parallel.sequence", "actor.parallel.tensor")),
+    Rule(sampling_keeps_the_distribution, ("rollout.sampling.top_p", "rollout.sampling.top_k")),
+    Rule(run_folder_can_be_made, ("run.name", "run.root")),
+    *(Rule(partial(prompts_have_a_known_format, path=path), (path,)) for path in PROMPTS),
+    *(Rule(partial(prompts_exist, path=path), ("prepare", path)) for path in PROMPTS),
+    Rule(model_exists, ("prepare", "model.path")),
+    *(Rule(partial(plugin_can_be_found, path=path), (path,)) for path in PLUGINS),
+    Rule(model_config_is_readable, ("model.path",)),
+    *(Rule(partial(response_fits_the_model, path=path), ("model.path", path)) for path in RESPONSE_LENGTHS),
+    *(Rule(partial(heads_split_over_ranks, path=path), ("model.path", path)) for path in TENSOR_RANKS),
+    Rule(layers_split_over_stages, ("model.path", "actor.parallel.pipeline", "actor.megatron")),
+)
+
+
+def _touches(read: str, path: str) -> bool:
+    return read == path or read.startswith(f"{path}.") or path.startswith(f"{read}.")
+
+
+def _setting(config: RunConfig, path: str) -> Any:
+    """The value at a dotted path, or None where an optional section on the way is not given."""
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+        if value is None:
+            return None
+    return value
+
+
+def _is_importable(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # ValueError: a module without a spec, such as __main__
+        return False
+
+
+def _model_config(config: RunConfig) -> dict[str, Any] | None:
+    try:
+        found = json.loads((config.model.path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _model_number(config: RunConfig, key: str) -> int | None:
+    found = (_model_config(config) or {}).get(key)
+    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None

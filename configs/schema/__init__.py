@@ -1,0 +1,32 @@
+"""The typed recipe, one short file per section."""
+
+from configs.schema.actor import ActorConfig, ObjectiveConfig, OptimizerConfig, ParallelConfig
+from configs.schema.plugin import PluginConfig
+from configs.schema.rollout import EngineConfig, RolloutConfig, SamplingConfig
+from configs.schema.run import (
+    DataConfig,
+    EvalConfig,
+    LocalCluster,
+    ModelConfig,
+    RunConfig,
+    SlurmCluster,
+    WeightsConfig,
+)
+
+__all__ = [
+    "ActorConfig",
+    "DataConfig",
+    "EngineConfig",
+    "EvalConfig",
+    "LocalCluster",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PluginConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "SlurmCluster",
+    "WeightsConfig",
+]

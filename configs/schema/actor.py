@@ -1,0 +1,70 @@
+"""``actor``: the policy being trained."""
+
+from typing import Any, Literal
+
+from pydantic import AliasChoices, Field
+
+from configs.schema.base import Section
+
+
+class ParallelConfig(Section):
+    """How many ways the model is split. The trainer has tensor * pipeline * data ranks."""
+
+    tensor: int = Field(1, ge=1, description="Tensor-parallel ranks.")
+    pipeline: int = Field(1, ge=1, description="Pipeline stages.")
+    data: int = Field(1, ge=1, description="Data-parallel replicas.")
+    sequence: bool = Field(False, description="Sequence parallelism inside the tensor-parallel group.")
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+
+class OptimizerConfig(Section):
+    """Adam as Megatron's optimizer runs it, with a linear warm-up to a constant learning rate."""
+
+    lr: float = Field(1e-6, gt=0, description="Learning rate after warm-up.")
+    warmup_steps: int = Field(0, ge=0, description="Training steps of linear warm-up.")
+    weight_decay: float = Field(0.0, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    clip_grad: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 switches clipping off.")
+    distributed: bool = Field(
+        False, description="Shard the optimizer state over data-parallel ranks (DistributedOptimizer)."
+    )
+
+
+class ObjectiveConfig(Section):
+    """PPO's clipped surrogate, token-averaged over the batch. Formulas: ``backend/objective/policy_loss.py``."""
+
+    clip_low: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped from below at 1 - clip_low.")
+    clip_high: float = Field(0.28, gt=0, description="The ratio is clipped from above at 1 + clip_high.")
+    behaviour_weight_cap: float = Field(
+        5.0, ge=1, description="Largest weight proximal / behaviour of the decoupled loss."
+    )
+
+
+class ActorConfig(Section):
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    use_decoupled_loss: bool = Field(
+        True, description="Clip against the proximal policy and weight by proximal / behaviour (AReaL)."
+    )
+    recompute_logprobs: bool = Field(
+        True,
+        validation_alias=AliasChoices("recompute_logprobs", "recompute_logprob"),
+        description="Recompute the log-probs of a batch with the weights that the step starts from.",
+    )
+    advantage: Literal["grpo"] = Field(
+        "grpo", description="Group advantage: (reward - mean) / standard deviation within a group."
+    )
+    minibatches: int = Field(1, ge=1, description="Optimizer updates per training step.")
+    microbatch_tokens: int = Field(
+        8192, ge=1, description="Token budget of one packed forward pass on one data-parallel rank."
+    )
+    megatron: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further fields of Megatron's TransformerConfig and OptimizerConfig, by their own names.",
+    )

@@ -1,0 +1,76 @@
+"""What is wrong with a recipe: one ``Violation`` per mistake, all of them in one ``RecipeError``.
+
+Also what every check shares: how a value is shown, and which known name an unknown one resembles.
+"""
+
+import difflib
+import reprlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "(absent)"
+
+
+ABSENT = _Absent()
+"""The value of a violation about something that is not there. ``None`` is taken: it is YAML's null."""
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+_SHORT.maxlevel = 3
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One mistake: where it is (dotted path), what was found there, and what was expected instead."""
+
+    path: str
+    value: object
+    reason: str
+
+    def __str__(self) -> str:
+        found = "" if self.value is ABSENT else f" = {shown(self.value)}"
+        return f"{self.path}{found}: {self.reason}"
+
+
+class RecipeError(Exception):
+    """A recipe that cannot be run. ``violations`` holds every mistake that was found, not only the first."""
+
+    def __init__(self, violations: Iterable[Violation], source: str = "the recipe") -> None:
+        self.violations = tuple(violations)
+        self.source = source
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        count = len(self.violations)
+        noun = "violation" if count == 1 else "violations"
+        return "\n  ".join([f"{count} {noun} in {self.source}:", *map(str, self.violations)])
+
+
+def shown(value: object) -> str:
+    """``value`` in at most about one line, with YAML's words for true, false and null."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return _SHORT.repr(value)
+
+
+def join(*keys: str) -> str:
+    """A dotted path; a key that would break the line is shown quoted."""
+    return ".".join(key if key.isprintable() and key else repr(key) for key in keys)
+
+
+def nearest(name: str, known: Sequence[str], cutoff: float = 0.6) -> str | None:
+    """The name in ``known`` that is spelled most like ``name``; None when none is ``cutoff`` alike."""
+    plain = {candidate.lower(): candidate for candidate in known}
+    matches = difflib.get_close_matches(name.lower().replace("-", "_"), plain, n=1, cutoff=cutoff)
+    return plain[matches[0]] if matches else None
+
+
+def one_of(choices: Iterable[object]) -> str:
+    """``a, b or c``."""
+    *head, last = (shown(choice) if not isinstance(choice, str) else choice for choice in choices)
+    return f"{', '.join(head)} or {last}" if head else last

@@ -1,0 +1,1 @@
+"""Which groups may start and which may be trained: the bound on staleness, and the account of all work."""

@@ -1,0 +1,64 @@
+"""Prompt sets: jsonl or parquet with the columns ``prompt`` and ``label``, in a seeded endless order."""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rollout.trajectory import Prompt
+
+
+class PromptError(ValueError):
+    """A prompt file that cannot be used; the message names the file, the line and what was expected."""
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Any]]:
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        yield from enumerate(pyarrow.parquet.read_table(path).to_pylist(), start=1)
+        return
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise PromptError(f"{path}, line {number}: not JSON: {error}") from None
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """All prompts of a file, numbered in file order. Raises PromptError, OSError."""
+    prompts = []
+    for number, row in _rows(path):
+        if not isinstance(row, dict) or "prompt" not in row:
+            raise PromptError(f"{path}, line {number}: expected an object with `prompt` (and `label`)")
+        if not isinstance(row["prompt"], str | list) or not row["prompt"]:
+            raise PromptError(f"{path}, line {number}: `prompt` must be a text or a list of chat messages")
+        rest = {key: value for key, value in row.items() if key not in ("prompt", "label")}
+        prompts.append(Prompt(len(prompts), row["prompt"], row.get("label"), rest))
+    if not prompts:
+        raise PromptError(f"{path} holds no prompts")
+    return prompts
+
+
+class PromptStream:
+    """An endless order over a prompt set; epoch e is shuffled by (seed, e), so a position can be restored."""
+
+    def __init__(self, prompts: list[Prompt], *, shuffle: bool, seed: int, position: int = 0) -> None:
+        self._prompts = prompts
+        self._shuffle = shuffle
+        self._seed = seed
+        self.position = position
+        self._epoch = -1
+        self._order: list[Prompt] = []
+
+    def next(self) -> Prompt:
+        epoch, offset = divmod(self.position, len(self._prompts))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, list(self._prompts)
+            if self._shuffle:
+                random.Random(f"{self._seed}:{epoch}").shuffle(self._order)
+        self.position += 1
+        return self._order[offset]

@@ -1,0 +1,1 @@
+"""SGLang: its process, its HTTP client, the pool of engines, and support for machines without a GPU."""

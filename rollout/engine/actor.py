@@ -1,0 +1,78 @@
+"""The Ray actor that owns one SGLang server."""
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollout.engine.process import ServerProcess, ServerSpec
+
+
+def free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+class EngineActor:
+    """Starts, watches and ends one server. Constructed on the node (and with the GPUs) that it serves from."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        model_path: str,
+        dtype: str,
+        device: str,
+        tensor_parallel: int,
+        seed: int,
+        args: Mapping[str, Any],
+        log_folder: str,
+        loopback: bool,
+        start_timeout_s: float,
+    ) -> None:
+        import ray
+
+        self._name = name
+        self._host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
+        self._log_path = Path(log_folder) / f"{name}.log"
+        self._start_timeout_s = start_timeout_s
+        self._settings = {
+            "model_path": Path(model_path),
+            "dtype": dtype,
+            "device": device,
+            "tensor_parallel": tensor_parallel,
+            "seed": seed,
+            "args": args,
+        }
+        self._server: ServerProcess | None = None
+
+    async def start(self, version: int) -> str:
+        """Start (again) from model_path, whose weights are ``version``; the server's URL once it is healthy.
+
+        Raises EngineStartError.
+        """
+        await self.stop()
+        spec = ServerSpec(host=self._host, port=free_port(self._host), version=version, **self._settings)
+        self._server = ServerProcess(spec, self._log_path)
+        try:
+            await self._server.wait_healthy(self._start_timeout_s)
+        except BaseException:
+            await self.stop()
+            raise
+        return self._server.url
+
+    async def wait_exit(self) -> int:
+        """Returns the exit code when the server has ended, however that came."""
+        if self._server is None:
+            raise RuntimeError(f"{self._name} was never started")
+        return await self._server.wait_exit()
+
+    async def server_pid(self) -> int | None:
+        return self._server.pid if self._server else None
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            server, self._server = self._server, None
+            await asyncio.to_thread(server.stop)

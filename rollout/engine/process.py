@@ -1,0 +1,142 @@
+"""One SGLang server as a child process: its command line, start, health, end."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollout.engine import cpu
+
+
+class EngineStartError(RuntimeError):
+    """The server did not become healthy; the message ends with the tail of its log."""
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """What decides a server's command line."""
+
+    model_path: Path
+    dtype: str
+    device: str
+    """``cuda`` or ``cpu``."""
+    tensor_parallel: int
+    host: str
+    port: int
+    version: int
+    """The policy version of the weights at model_path."""
+    seed: int
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Further ServerArgs, by field name."""
+
+
+def command_line(spec: ServerSpec) -> list[str]:
+    """The arguments of sglang.launch_server. A true flag is given bare, None and a false one not at all."""
+    arguments: dict[str, Any] = {
+        "model_path": spec.model_path,
+        "dtype": spec.dtype,
+        "device": spec.device,
+        "tp_size": spec.tensor_parallel,
+        "host": spec.host,
+        "port": spec.port,
+        "weight_version": spec.version,
+        "random_seed": spec.seed,
+        "skip_server_warmup": True,
+    }
+    if spec.device == "cpu":
+        arguments |= cpu.SERVER_ARGS
+    arguments |= spec.args
+    line = []
+    for name, value in arguments.items():
+        if value is None or value is False:
+            continue
+        line.append("--" + name.replace("_", "-"))
+        if isinstance(value, list | tuple):
+            line += map(str, value)
+        elif value is not True:
+            line.append(str(value))
+    return line
+
+
+class ServerProcess:
+    """Owns the server's process group. ``stop`` on every exit path; ``launch`` covers the owner's own death."""
+
+    def __init__(self, spec: ServerSpec, log_path: Path) -> None:
+        self.url = f"http://{spec.host}:{spec.port}"
+        self._log_path = log_path
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        environment = dict(os.environ, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+        environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # else a paused engine looks dead
+        if spec.device == "cpu":
+            environment |= cpu.environment(spec.tensor_parallel)
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rollout.engine.launch", *command_line(spec)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def wait_healthy(self, timeout_s: float) -> None:
+        """Wait for /health to answer 200. Raises EngineStartError, with the log's tail, when it will not."""
+        deadline = time.monotonic() + timeout_s
+        exited = asyncio.ensure_future(self.wait_exit())
+        try:
+            while time.monotonic() < deadline:
+                if await asyncio.to_thread(self._answers):
+                    return
+                # SGLang announces its readiness nowhere but here, so it is asked; its exit is an event.
+                done, _ = await asyncio.wait({exited}, timeout=0.25)
+                if done:
+                    raise EngineStartError(f"SGLang exited with code {exited.result()} while starting{self._tail()}")
+        finally:
+            exited.cancel()
+        raise EngineStartError(f"SGLang was not healthy within {timeout_s:.0f} s{self._tail()}")
+
+    async def wait_exit(self) -> int:
+        """The exit code, once the server has ended."""
+        return await asyncio.to_thread(self._process.wait)
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        """End the whole process group: SIGTERM, then SIGKILL after ``grace_s``. Does nothing the second time."""
+        try:
+            if self._process.poll() is None:
+                self._process.terminate()
+                self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self._process.wait()
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+                return response.status == 200
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def _tail(self, lines: int = 25) -> str:
+        with self._log_path.open(errors="replace") as log:
+            tail = "".join(deque(log, lines))
+        return f"; the end of {self._log_path}:\n{tail}"

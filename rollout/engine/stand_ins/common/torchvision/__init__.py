@@ -1,0 +1,30 @@
+"""Import-only torchvision: text serving calls none of it."""
+
+import enum
+
+__version__ = "0.0.0+cpu"
+
+
+class InterpolationMode(enum.Enum):
+    NEAREST = "nearest"
+    NEAREST_EXACT = "nearest-exact"
+    BILINEAR = "bilinear"
+    BICUBIC = "bicubic"
+    BOX = "box"
+    HAMMING = "hamming"
+    LANCZOS = "lanczos"
+
+
+def unavailable(module):
+    """A module-level __getattr__ whose names exist and raise when called."""
+
+    def __getattr__(name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args, **kwargs):
+            raise NotImplementedError(f"{module}.{name} needs the real torchvision")
+
+        return call
+
+    return __getattr__

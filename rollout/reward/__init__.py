@@ -1,0 +1,18 @@
+"""What an episode is worth. A reward is any class with this one method, named by import path."""
+
+from typing import Protocol
+
+from rollout.reward.final_answer import FinalAnswer
+from rollout.trajectory import Prompt, Trajectory
+
+__all__ = ["FinalAnswer", "Reward"]
+
+
+class Reward(Protocol):
+    async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
+        """The reward of one finished episode.
+
+        ``response`` is the decoded text of the trajectory's last completion. Raise when the episode cannot
+        be judged: that is a failure, which is retried and counted, not a wrong answer.
+        """
+        ...

@@ -1,0 +1,17 @@
+"""Exact match of the text after a marker."""
+
+from rollout.trajectory import Finish, Prompt, Trajectory
+
+
+class FinalAnswer:
+    """1.0 when the response ended by itself and the text after its only ``marker`` equals the label, else 0.0."""
+
+    def __init__(self, marker: str = "#") -> None:
+        if not marker:
+            raise ValueError("marker must not be empty")
+        self._marker = marker
+
+    async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
+        before, marker, answer = response.partition(self._marker)
+        well_formed = marker != "" and self._marker not in answer and trajectory.finish is Finish.STOP
+        return float(well_formed and answer.strip() == str(prompt.label))

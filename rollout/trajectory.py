@@ -1,0 +1,170 @@
+"""What is generated: prompts, engine outputs, trajectories, groups. Plain data, no I/O.
+
+Legend for array names: T tokens of one trajectory, prompt included.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of a prompt set. ``label`` is whatever the reward compares with."""
+
+    id: int
+    prompt: str | Messages
+    label: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def messages(self) -> Messages:
+        """The prompt as a chat: plain text is one user message."""
+        return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
+
+
+class Finish(StrEnum):
+    """Why generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens [start, end) of one output were sampled from policy ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One engine answer: the engine's own token ids, log-probs and version spans, never re-tokenized."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    spans: tuple[Span, ...]
+    finish: Finish
+    retractions: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.logprobs):
+            raise ValueError(f"{len(self.tokens)} tokens but {len(self.logprobs)} log-probs")
+        at = 0
+        for span in self.spans:
+            if span.start != at or span.end <= span.start:
+                raise ValueError(f"version spans {self.spans} do not tile {len(self.tokens)} tokens")
+            at = span.end
+        if at != len(self.tokens):
+            raise ValueError(f"version spans {self.spans} do not tile {len(self.tokens)} tokens")
+
+    def versions(self) -> np.ndarray:
+        """int32 [tokens]: the version of each token."""
+        lengths = [span.end - span.start for span in self.spans]
+        return np.repeat(np.array([span.version for span in self.spans], dtype=np.int32), lengths)
+
+
+UNSAMPLED = -1
+"""The version of a token that no policy sampled (prompt, tool output)."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One episode as the trainer sees it: all of its tokens, and which of them carry loss."""
+
+    tokens_T: np.ndarray
+    """int64"""
+    loss_mask_T: np.ndarray
+    """bool: sampled by the policy and to be trained."""
+    logprobs_T: np.ndarray
+    """float32 log-probs under the behaviour policy; 0 where not sampled, never read there."""
+    versions_T: np.ndarray
+    """int32 policy version of each token; UNSAMPLED where not sampled."""
+    finish: Finish
+    retractions: int = 0
+    reward: float | None = None
+
+    @property
+    def response_length(self) -> int:
+        return int(self.loss_mask_T.sum())
+
+    @property
+    def oldest_version(self) -> int:
+        """The smallest version among the tokens that carry loss."""
+        return int(self.versions_T[self.loss_mask_T].min())
+
+    @property
+    def n_versions(self) -> int:
+        return len(np.unique(self.versions_T[self.loss_mask_T]))
+
+
+class TrajectoryBuilder:
+    """Grows a trajectory from the parts of an episode, in order.
+
+        builder = TrajectoryBuilder(prompt_ids)
+        builder.add_completion(completion)      # carries loss
+        builder.add_context(tool_output_ids)    # does not
+        trajectory = builder.build()
+    """
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self._tokens: list[int] = []
+        self._mask: list[np.ndarray] = []
+        self._logprobs: list[np.ndarray] = []
+        self._versions: list[np.ndarray] = []
+        self._finish = Finish.STOP
+        self._retractions = 0
+        self.add_context(prompt_ids)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Everything so far: what the next generation request has to send."""
+        return list(self._tokens)
+
+    def add_context(self, tokens: Sequence[int]) -> None:
+        n = len(tokens)
+        self._tokens += tokens
+        self._mask.append(np.zeros(n, bool))
+        self._logprobs.append(np.zeros(n, np.float32))
+        self._versions.append(np.full(n, UNSAMPLED, np.int32))
+
+    def add_completion(self, completion: Completion) -> None:
+        self._tokens += completion.tokens
+        self._mask.append(np.ones(len(completion.tokens), bool))
+        self._logprobs.append(np.array(completion.logprobs, np.float32))
+        self._versions.append(completion.versions())
+        self._finish = completion.finish
+        self._retractions += completion.retractions
+
+    def build(self) -> Trajectory:
+        return Trajectory(
+            np.array(self._tokens, np.int64),
+            np.concatenate(self._mask),
+            np.concatenate(self._logprobs),
+            np.concatenate(self._versions),
+            self._finish,
+            self._retractions,
+        )
+
+
+@dataclass(frozen=True)
+class Group:
+    """The n trajectories of one prompt instance, complete and judged."""
+
+    id: int
+    """Admission order over the run's life."""
+    prompt: Prompt
+    admitted_at: int
+    """The policy version that was current at admission."""
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float64 [n]"""
+        return np.array([t.reward for t in self.trajectories], np.float64)

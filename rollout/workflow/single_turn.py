@@ -1,0 +1,26 @@
+"""One prompt, one answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rollout.trajectory import Prompt, Trajectory, TrajectoryBuilder
+
+if TYPE_CHECKING:
+    from rollout.workflow import WorkflowContext
+
+
+class SingleTurn:
+    """Applies the chat template, generates once, asks for the reward."""
+
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> Trajectory:
+        prompt_ids = context.tokenizer.apply_chat_template(
+            prompt.messages(), add_generation_prompt=True, return_dict=False
+        )
+        completion = await context.generator.generate(prompt_ids, context.sampling)
+        builder = TrajectoryBuilder(prompt_ids)
+        builder.add_completion(completion)
+        trajectory = builder.build()
+        response = context.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        return replace(trajectory, reward=await context.reward.score(prompt, response, trajectory))

@@ -1,0 +1,56 @@
+#!/bin/bash
+# One node's Ray, from start to the last process gone. train.sbatch runs it once on every node, as an srun task:
+#
+#     ray_node.sh HEAD_NODE HEAD_ADDRESS PORT TMP_DIR LOG_DIR TIMEOUT_S
+#
+# The node named HEAD_NODE becomes the head, the others join it. Ray runs until stdin ends (see contain.py).
+set -uo pipefail
+head_node=$1 head_address=$2 port=$3 tmp_dir=$4 log_dir=$5 timeout_s=$6
+here=$(dirname "$0")
+# srun numbers and names tasks by Slurm's node names, which need not be host names.
+node=$SLURMD_NODENAME
+
+# scancel sends SIGTERM to every step at once. Ray has to outlive it: the run is about to save its state.
+trap '' TERM INT
+
+# Ray opens thousands of sockets on a large run.
+if [[ $(ulimit -n) != unlimited && $(ulimit -n) -lt 65536 ]]; then
+    ulimit -n 65536 2>/dev/null || ulimit -n "$(ulimit -Hn)"
+fi
+
+if [[ $node == "$head_node" ]]; then
+    address=$head_address
+    role=(--head --port="$port" --include-dashboard=false)
+    # Unasked, the head also serves Ray Client on a fixed port wherever grpc is installed, and no option turns it off.
+    if python -c 'import importlib.util as util, sys; sys.exit(util.find_spec("grpc") is None)'; then
+        role+=(--ray-client-server-port="$((port + 1))")
+    fi
+else
+    address=$(python "$here/own_address.py" "$head_address" --port "$port" --timeout-s "$timeout_s") || exit 1
+    role=(--address="$head_address:$port")
+fi
+cpus=${SLIPSTREAM_CPUS_PER_NODE:-$SLURM_CPUS_ON_NODE}
+gpus=${SLURM_GPUS_ON_NODE:-0}
+store=()
+if [[ -n ${SLIPSTREAM_OBJECT_STORE:-} ]]; then
+    store=(--object-store-memory="$SLIPSTREAM_OBJECT_STORE")
+fi
+echo "$node: Ray at $address with $cpus CPUs and $gpus GPUs"
+
+# Nobody migrates work away from this node while it stops, so draining would only spend time that scancel limits.
+export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
+# Ports other than the head's are left to the kernel (0): jobs that share a node cannot ask for the same one.
+python "$here/contain.py" --until-stdin-closes -- ray start "${role[@]}" --block --disable-usage-stats \
+    --node-ip-address="$address" --num-cpus="$cpus" --num-gpus="$gpus" "${store[@]}" \
+    --resources="{\"slurm_node:$node\": 1}" --temp-dir="$tmp_dir" \
+    --min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0
+code=$?
+
+# Node-local disks are out of reach once the job is over: bring Ray's own logs to the others, and leave nothing.
+for session in "$tmp_dir"/session_2*; do
+    if [[ -d $session/logs ]]; then
+        mkdir -p "$log_dir/ray-$node" && cp -r "$session/logs/." "$log_dir/ray-$node/"
+    fi
+done
+rm -rf "$tmp_dir"
+exit "$code"

@@ -1,0 +1,69 @@
+#!/usr/bin/env python
+"""Stands in for `slipstream` in the tests of train.sbatch: one Ray actor on every node, then what RECIPE says.
+
+Called like the real one: stand_in_driver.py train RECIPE cluster.type=slurm [key=value ...]. RECIPE is JSON:
+    exit_code     what to exit with
+    linger        wait for SIGTERM after the actors are placed, then take a second to write `saved` beside RECIPE
+    leave_behind  start a process that detaches itself, on every node
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+CLEAN_UP_S = 1.0
+
+
+@ray.remote(num_cpus=1)
+class Probe:
+    def look(self, leave_behind: bool) -> dict[str, object]:
+        if leave_behind:
+            subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        node = ray.get_runtime_context().get_node_id()
+        ip = next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node)
+        return {"node": os.environ["SLURMD_NODENAME"], "ip": ip}
+
+
+def main() -> int:
+    verb, recipe_path, *overrides = sys.argv[1:]
+    recipe = json.loads(Path(recipe_path).read_text())
+    signals: list[int] = []
+    terminated = threading.Event()
+
+    def on_term(signum: int, _frame: object) -> None:
+        signals.append(signum)
+        terminated.set()
+
+    ray.init(log_to_driver=False)  # finds the cluster by RAY_ADDRESS
+    signal.signal(signal.SIGTERM, on_term)
+    nodes = [n for n in ray.nodes() if n["Alive"]]
+    group = placement_group([{"CPU": 1}] * len(nodes), strategy="STRICT_SPREAD")
+    probes = [
+        Probe.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, i)).remote()  # type: ignore[attr-defined]
+        for i in range(len(nodes))
+    ]
+    seen = ray.get([probe.look.remote(recipe.get("leave_behind", False)) for probe in probes], timeout=60)
+    facts = {"verb": verb, "overrides": overrides, "actors": seen, "driver": os.environ["SLURMD_NODENAME"]}
+    print("FACTS " + json.dumps(facts), flush=True)
+    if recipe.get("linger"):
+        terminated.wait(timeout=120)
+        threading.Event().wait(CLEAN_UP_S)
+        # Ray must still be there: a real run saves its state through its actors.
+        ray.get([probe.look.remote(False) for probe in probes], timeout=20)
+        Path(recipe_path).with_name("saved").write_text(f"{len(signals)} signal(s)")
+        print("SAVED", flush=True)
+    return int(recipe.get("exit_code", 0))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""slurm/train.sbatch on a real Slurm of two fake nodes, with a real Ray and a stand-in for `slipstream`."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.slurm_cluster import JobResult, SlurmCluster, tree
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = "slurm/train.sbatch"
+JOB_TIMEOUT_S = 90.0
+"""A job takes 10 to 15 s; the rest is for a loaded machine."""
+
+
+class Jobs:
+    """Submits train.sbatch as a user would, with all that it writes below one folder."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
+        self.cluster = cluster
+        self.folder = folder
+
+    def submit(
+        self, recipe: dict[str, object], *overrides: str, nodes: int, env: dict[str, str] | None = None
+    ) -> int:
+        path = self.folder / "a recipe.json"  # with a space, and absolute
+        path.write_text(json.dumps(recipe))
+        return self.submit_arguments(str(path), *overrides, nodes=nodes, env=env)
+
+    def submit_arguments(self, *arguments: str, nodes: int, env: dict[str, str] | None = None) -> int:
+        environment = {
+            "SLIPSTREAM_VENV": sys.prefix,
+            "SLIPSTREAM_COMMAND": str(Path(__file__).with_name("stand_in_driver.py")),
+            "SLIPSTREAM_LOG_DIR": str(self.folder / "node logs"),
+            "SLIPSTREAM_CPUS_PER_NODE": "1",
+            "SLIPSTREAM_OBJECT_STORE": "100000000",
+        }
+        return self.cluster.submit(
+            SCRIPT,
+            *arguments,
+            cwd=REPOSITORY,
+            env=environment | (env or {}),
+            nodes=nodes,
+            gpus_per_node=0,
+            output=self.folder / "out.log",
+        )
+
+    def finish(self, job: int) -> JobResult:
+        """The job's result, once nothing of it is left on any node."""
+        result = self.cluster.wait(job, JOB_TIMEOUT_S)
+        for node in self.cluster.node_ips:
+            left = self.cluster.processes(node)
+            assert not left, f"left on {node}:\n{tree(left)}\n{result.output}"
+            folders = self.cluster.run_on(node, "find", "/tmp/ray", "-mindepth", "1", "-maxdepth", "1")
+            assert not folders, f"left on {node}: {folders}"
+        return result
+
+
+@pytest.fixture
+def jobs(slurm_cluster: SlurmCluster, tmp_path: Path) -> Jobs:
+    return Jobs(slurm_cluster, tmp_path)
+
+
+def facts(output: str) -> dict[str, object]:
+    line = next(line for line in output.splitlines() if line.startswith("FACTS "))
+    found: dict[str, object] = json.loads(line.removeprefix("FACTS "))
+    return found
+
+
+def test_a_completed_run_had_an_actor_on_every_node_and_leaves_nothing_running(jobs: Jobs) -> None:
+    job = jobs.submit({"leave_behind": True}, "a.b=1 2", "c=[3]", nodes=2)
+    result = jobs.finish(job)
+    assert (result.state, result.exit_code) == ("COMPLETED", 0), result.output
+    seen = facts(result.output)
+    assert seen["verb"] == "train"
+    assert seen["overrides"] == ["cluster.type=slurm", "a.b=1 2", "c=[3]"]
+    assert seen["driver"] == "node1"
+    actors = {actor["node"]: actor["ip"] for actor in seen["actors"]}  # type: ignore[attr-defined]
+    assert actors == jobs.cluster.node_ips
+    for node in jobs.cluster.node_ips:  # node-local logs were brought home
+        assert (jobs.folder / "node logs" / f"ray-{node}" / "raylet.out").exists()
+
+
+def test_a_failed_run_fails_the_job_with_its_own_exit_code(jobs: Jobs) -> None:
+    result = jobs.finish(jobs.submit({"exit_code": 1}, nodes=1))
+    assert (result.state, result.exit_code) == ("FAILED", 1), result.output
+
+
+def test_scancel_lets_the_run_save_its_state_while_ray_is_still_up(jobs: Jobs) -> None:
+    job = jobs.submit({"linger": True, "leave_behind": True}, nodes=2)
+    jobs.cluster.wait_for_output(job, "FACTS", JOB_TIMEOUT_S)
+    jobs.cluster.cancel(job)
+    result = jobs.finish(job)
+    assert result.state == "CANCELLED", result.output
+    assert (jobs.folder / "saved").read_text() == "1 signal(s)", result.output
+
+
+def test_sigterm_to_the_batch_script_as_before_the_time_limit_lets_the_run_decide(jobs: Jobs) -> None:
+    job = jobs.submit({"linger": True, "exit_code": 9}, nodes=1)
+    jobs.cluster.wait_for_output(job, "FACTS", JOB_TIMEOUT_S)
+    jobs.cluster.cancel(job, "--batch", "--signal=TERM")
+    result = jobs.finish(job)
+    assert (result.state, result.exit_code) == ("FAILED", 9), result.output
+    assert (jobs.folder / "saved").read_text() == "1 signal(s)", result.output
+
+
+def test_a_node_that_does_not_join_is_named_and_the_run_never_starts(jobs: Jobs) -> None:
+    # /dev/shm is a node's own: with the environment there, only node1 has one.
+    jobs.cluster.run_on("node1", "ln", "-s", sys.prefix, "/dev/shm/venv")
+    try:
+        job = jobs.submit({}, nodes=2, env={"SLIPSTREAM_VENV": "/dev/shm/venv", "SLIPSTREAM_NODES_TIMEOUT_S": "10"})
+        result = jobs.finish(job)
+    finally:
+        jobs.cluster.run_on("node1", "rm", "/dev/shm/venv")
+    assert (result.state, result.exit_code) == ("FAILED", 1), result.output
+    assert "1 of 2 node(s) have not joined Ray: node2" in result.output
+    assert "FACTS" not in result.output
+
+
+def test_a_missing_recipe_argument_is_a_usage_error(jobs: Jobs) -> None:
+    result = jobs.finish(jobs.submit_arguments(nodes=1))
+    assert (result.state, result.exit_code) == ("FAILED", 2)
+    assert "usage: sbatch" in result.output
+
+
+def test_a_recipe_that_does_not_exist_is_refused_before_ray_starts(jobs: Jobs) -> None:
+    result = jobs.finish(jobs.submit_arguments("no/such.yaml", nodes=1))
+    assert (result.state, result.exit_code) == ("FAILED", 2)
+    assert "no recipe no/such.yaml" in result.output

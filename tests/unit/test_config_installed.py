@@ -1,0 +1,291 @@
+"""Megatron and SGLang fields are read from source, in every layout those packages have had."""
+
+import importlib.util
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from configs import installed
+from configs.installed import MEGATRON, SGLANG, Library, check_passthrough, read_megatron, read_sglang
+from configs.schema import ActorConfig, EngineConfig, RunConfig
+
+CONFIG = RunConfig.model_validate(
+    {
+        "run": {"name": "x", "steps": 1},
+        "model": {"path": "m"},
+        "data": {"path": "d.jsonl"},
+        "rollout": {
+            "max_head_offpolicyness": 0,
+            "batch_size": 1,
+            "n_samples_per_prompt": 2,
+            "reward": "a.B",
+        },
+    }
+)
+
+
+def check(megatron: dict | None = None, sglang: dict | None = None) -> dict[str, str]:
+    rollout = CONFIG.rollout.model_copy(update={"engine": EngineConfig(args=sglang or {})})
+    config = CONFIG.model_copy(update={"actor": ActorConfig(megatron=megatron or {}), "rollout": rollout})
+    return {violation.path: violation.reason for violation in check_passthrough(config)}
+
+
+def write(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        file = root.joinpath(*name.split("__")).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(text))
+    return root
+
+
+@pytest.fixture
+def megatron(tmp_path):
+    return write(
+        tmp_path / "megatron/core",
+        model_parallel_config="""
+            import torch
+            @dataclass
+            class ModelParallelConfig:
+                bf16: bool = False
+                inherited: Optional[Literal['nccl', 'ucc']] = None
+                _private: int = 0
+                shared: int = 0
+            """,
+        transformer__transformer_config="""
+            @dataclass
+            class TransformerConfig(ModelParallelConfig):
+                eps: float = field(default=1e-5, metadata={"argparse_meta": {}})
+                layers: "Optional[int]" = None
+                either: int | str = 0
+                many: Union[int, List[int]] = 1
+                hook: Optional[Callable[[torch.Tensor], None]] = None
+                dtype: torch.dtype = torch.float32
+                constant: ClassVar[int] = 3
+                shared: str = ""
+                def method(self): ...
+            class MLATransformerConfig(TransformerConfig):
+                not_ours: int = 0
+            """,
+        optimizer__optimizer_config="""
+            class ParamKey:
+                name: str
+            class OptimizerConfig:
+                optimizer_only: bool = True
+                shared: float = 0.0
+            """,
+    )
+
+
+@pytest.fixture
+def sglang_structs(tmp_path):
+    return write(
+        tmp_path / "sglang",
+        srt__arg_groups__choices="""
+            BACKENDS = ["triton", "fa3"]
+            GRAMMARS = {"xgrammar"}
+            LATER = []
+            """,
+        srt__arg_groups__fields__model="""
+            import msgspec
+            from sglang.srt.arg_groups.arg_utils import A, Arg, Derived
+            from sglang.srt.arg_groups.choices import BACKENDS, GRAMMARS
+            from sglang.srt.elsewhere import ENUM
+            class Model(msgspec.Struct):
+                _NS_PATH = "model"
+                model_path: A[str, Arg(help="x")] = None
+                backend: A[Optional[str], Arg(help="x", choices=BACKENDS)] = None
+                more: A[str, Arg(choices=BACKENDS + ["own"])] = "own"
+                grammar: A[str, Arg(choices=GRAMMARS)] = "xgrammar"
+                dynamic: A[str, Arg(choices=ENUM.ALL)] = "a"
+                unresolved: A[str, Arg(choices=ENUM)] = "a"
+                width: A[int, Arg(choices=[16, 32])] = 16
+                fraction: A[Optional[float], "help"] = None
+                _explicitly_set: A[bool, Arg(no_cli=True)] = False
+                rank = Derived(doc="x")
+            class Helper:
+                not_a_field: int = 0
+            """,
+        srt__arg_groups__fields____init__="",
+    )
+
+
+@pytest.fixture
+def sglang_dataclass(tmp_path):
+    return write(
+        tmp_path / "sglang",
+        srt__server_args="""
+            @dataclasses.dataclass
+            class ServerArgs:
+                model_path: str
+                mem_fraction_static: Optional[float] = None
+                tp_size: int = 1
+            @dataclasses.dataclass
+            class PortArgs:
+                other: int
+            """,
+    )
+
+
+def test_megatron_fields_come_from_all_three_classes(megatron):
+    fields = read_megatron(megatron)
+    assert set(fields) == {
+        *(
+            "bf16",
+            "inherited",
+            "shared",
+            "eps",
+            "layers",
+            "either",
+            "many",
+            "hook",
+            "dtype",
+            "optimizer_only",
+        ),
+    }
+    assert "text" in fields["shared"] and 3 not in fields["shared"]
+
+
+@pytest.mark.parametrize(
+    ("field", "right", "wrong"),
+    [
+        ("bf16", [True, False], [1, "true", None]),
+        ("inherited", ["nccl", None], ["gloo", True]),
+        ("eps", [1e-5, 1], [True, "1", None]),
+        ("layers", [3, None], [3.5, True, "3"]),
+        ("either", [3, "3"], [3.5, None]),
+        ("many", [3, [1, 2], "anything"], []),
+        ("hook", [None], ["torch.relu", 1]),
+        ("dtype", [], ["bfloat16", None]),
+    ],
+)
+def test_values_are_checked_against_simple_annotations(megatron, field, right, wrong):
+    accepts = read_megatron(megatron)[field]
+    assert [value in accepts for value in right] == [True] * len(right)
+    assert [value in accepts for value in wrong] == [False] * len(wrong)
+
+
+def test_sglang_choices_are_followed_to_where_they_are_declared(sglang_structs):
+    fields = read_sglang(sglang_structs)
+    assert set(fields) == {
+        *("model_path", "backend", "more", "grammar", "dynamic", "unresolved", "width", "fraction"),
+    }
+    assert str(fields["backend"]) == "'triton', 'fa3' or null"
+    assert "own" in fields["more"] and "fa3" in fields["more"] and None not in fields["more"]
+    assert "xgrammar" in fields["grammar"] and "x" not in fields["grammar"]
+    assert (
+        "any text" in fields["dynamic"] and "any text" in fields["unresolved"] and 3 not in fields["dynamic"]
+    )
+    assert 16 in fields["width"] and 17 not in fields["width"]
+
+
+def test_sglang_before_the_structs_is_one_dataclass(sglang_dataclass):
+    assert set(read_sglang(sglang_dataclass)) == {"model_path", "mem_fraction_static", "tp_size"}
+
+
+def test_a_package_that_is_not_installed_is_reported_only_when_it_is_used(monkeypatch):
+    missing = Library("rollout.engine.args", "nosuchpackage", "nosuchpackage", "ServerArgs", {}, read_sglang)
+    monkeypatch.setattr(installed, "SGLANG", missing)
+    assert check() == {}
+    assert check(sglang={"a": 1, "b": 2}) == {
+        "rollout.engine.args": "a or b cannot be checked: nosuchpackage is not installed"
+    }
+
+
+def test_a_package_laid_out_in_another_way_is_reported(monkeypatch, tmp_path):
+    write(tmp_path / "sglang", srt__config="class Renamed: ...")
+    monkeypatch.setattr(installed, "_package", lambda name: tmp_path / "sglang")
+    assert "does not declare ServerArgs" in check(sglang={"a": 1})["rollout.engine.args"]
+
+
+@pytest.mark.parametrize(
+    ("field", "setting"),
+    [
+        ("tensor_model_parallel_size", "actor.parallel.tensor"),
+        ("lr", "actor.optimizer.lr"),
+        ("params_dtype", "model.dtype"),
+        ("num_layers", "config.json"),
+        ("calculate_per_token_loss", "Slipstream sets this field"),
+    ],
+)
+def test_megatron_fields_that_slipstream_sets_are_refused(field, setting):
+    assert setting in check(megatron={field: 1})[f"actor.megatron.{field}"]
+
+
+@pytest.mark.parametrize(
+    ("field", "setting"),
+    [
+        ("model_path", "model.path"),
+        ("port", "chooses their addresses"),
+        ("device", "cluster.device"),
+        ("tp_size", "rollout.engine.tensor_parallel"),
+        ("tp", "rollout.engine.tensor_parallel"),
+        ("random_seed", "run.seed"),
+        ("weight_version", "policy version"),
+    ],
+)
+def test_sglang_fields_that_slipstream_sets_are_refused(field, setting):
+    assert setting in check(sglang={field: 1})[f"rollout.engine.args.{field}"]
+
+
+needs_megatron = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="no megatron-core")
+needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="no sglang")
+
+
+@needs_megatron
+def test_installed_megatron_is_understood():
+    fields = installed._fields(MEGATRON)
+    assert {"recompute_granularity", "moe_grouped_gemm", "optimizer_cpu_offload"} <= set(fields)
+    assert set(MEGATRON.owned) <= set(fields), "a field that Slipstream sets has another name in this version"
+    good = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    assert check(megatron=good) == {}
+
+
+@needs_megatron
+def test_mistakes_in_megatron_fields_are_explained():
+    reasons = check(
+        megatron={
+            "recompute_granularity": "ful",
+            "tensor_parallel_size": 2,
+            "moe_grouped_gemm": 1,
+            "mem_fraction_static": 0.3,
+        }
+    )
+    assert (
+        "'full', 'selective' or null; did you mean full?" in reasons["actor.megatron.recompute_granularity"]
+    )
+    assert "use actor.parallel.tensor" in reasons["actor.megatron.tensor_parallel_size"]
+    assert "expects true or false" in reasons["actor.megatron.moe_grouped_gemm"]
+
+
+@needs_sglang
+def test_installed_sglang_is_understood():
+    fields = installed._fields(SGLANG)
+    known = {
+        "tp",
+        "tensor_parallel_size",
+        "dp",
+        "data_parallel_size",
+        "pp",
+        "pipeline_parallel_size",
+        "model",
+    }
+    assert set(SGLANG.owned) - known <= set(fields)
+    assert check(sglang={"mem_fraction_static": 0.5, "max_running_requests": 8, "log_level": "info"}) == {}
+    assert check(sglang={"mem_fraction_static": "half", "attention_backend": None}).keys() == {
+        "rollout.engine.args.mem_fraction_static"
+    }
+
+
+@needs_sglang
+@needs_megatron
+def test_a_field_of_the_other_library_is_sent_there():
+    reasons = check(megatron={"mem_fraction_static": 0.3}, sglang={"recompute_granularity": "full"})
+    assert (
+        "did you mean rollout.engine.args.mem_fraction_static?"
+        in reasons["actor.megatron.mem_fraction_static"]
+    )
+    assert (
+        "did you mean actor.megatron.recompute_granularity?"
+        in (reasons["rollout.engine.args.recompute_granularity"])
+    )

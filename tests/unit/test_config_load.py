@@ -1,0 +1,316 @@
+"""Loading recipes: every violation is in one report, and nothing but ``RecipeError`` comes out."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import configs
+from configs.document import RECIPES, read_document
+from configs.load import load_recipe, schema_fields, schema_paths, section_type
+from configs.schema import PluginConfig, RunConfig
+from configs.violations import ABSENT, RecipeError, Violation
+
+VALID = {
+    "run": {"name": "valid", "steps": 2},
+    "prepare": "backend.quickstart.prepare",
+    "model": {"path": "nowhere"},
+    "data": {"path": "nowhere.jsonl"},
+    "rollout": {
+        "max_head_offpolicyness": 4,
+        "batch_size": 4,
+        "n_samples_per_prompt": 4,
+        "reward": "rollout.reward.FinalAnswer",
+    },
+}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Writes recipes: text as it is, anything else as YAML."""
+
+    def write(content) -> Path:
+        file = tmp_path / "recipe.yaml"
+        text = content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False)
+        file.write_text(text, encoding="utf-8")
+        return file
+
+    return write
+
+
+def changed(path: str, value: object) -> dict:
+    """VALID with the value at one dotted path replaced."""
+    data = copy.deepcopy(VALID)
+    *outer, last = path.split(".")
+    section = data
+    for key in outer:
+        if not isinstance(section.get(key), dict):
+            section[key] = {"path": section[key]} if isinstance(section.get(key), str) else {}
+        section = section[key]
+    section[last] = value
+    return data
+
+
+def violations(file: Path, overrides: tuple[str, ...] = ()) -> dict[str, Violation]:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(file, overrides)
+    assert caught.value.violations
+    return {violation.path: violation for violation in caught.value.violations}
+
+
+@pytest.mark.parametrize("file", sorted(RECIPES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_bundled_recipe_loads_by_file_and_by_name(file):
+    try:
+        assert isinstance(load_recipe(file), RunConfig)
+        assert load_recipe(Path(file.stem)) == load_recipe(file)
+    except RecipeError as error:  # recipes for a cluster name files that only exist there
+        reasons = {violation.reason.partition(",")[0] for violation in error.violations}
+        assert reasons <= {"there is no such file", "there is no config.json in it"}, error
+
+
+def test_five_mistakes_are_all_named(recipe):
+    data = copy.deepcopy(VALID)
+    data["rollout"]["lr"] = 3e-4
+    data["actor"] = {
+        "minibatches": "four",
+        "use_decoupled_loss": True,
+        "recompute_logprobs": False,
+        "megatron": {"recompute_granularityy": "full"},
+    }
+    data["rollout"]["engine"] = {"args": {"max_running_request": 3}}
+    found = violations(recipe(data))
+    assert set(found) == {
+        "rollout.lr",
+        "actor.minibatches",
+        "actor.recompute_logprobs",
+        "actor.megatron.recompute_granularityy",
+        "rollout.engine.args.max_running_request",
+    }
+    assert "did you mean actor.optimizer.lr?" in found["rollout.lr"].reason
+    assert found["actor.minibatches"].value == "four"
+    assert found["actor.minibatches"].reason == "expected a whole number of at least 1"
+    for way_out in ("actor.recompute_logprobs to true", "actor.use_decoupled_loss to false"):
+        assert way_out in found["actor.recompute_logprobs"].reason
+    assert "did you mean recompute_granularity?" in found["actor.megatron.recompute_granularityy"].reason
+    assert "did you mean max_running_requests?" in found["rollout.engine.args.max_running_request"].reason
+
+
+def test_the_report_counts_and_lists_every_violation(recipe):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe(VALID), ("run.steps=0", "actor.optimizer.lr=-1"))
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("2 violations in ")
+    assert lines[1:] == [
+        "  run.steps = 0: expected a whole number of at least 1",
+        "  actor.optimizer.lr = -1: expected a number greater than 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("rollout.n_sample_per_prompt", "did you mean rollout.n_samples_per_prompt?"),
+        ("rollout.max-concurrent", "did you mean rollout.max_concurrent?"),
+        ("rollout.temperature", "did you mean rollout.sampling.temperature?"),
+        ("optimizer", "did you mean actor.optimizer?"),
+        ("rollout.engine.mem_fraction_static", "did you mean rollout.engine.args.mem_fraction_static?"),
+        ("actor.recompute_granularity", "did you mean actor.megatron.recompute_granularity?"),
+        ("model.frobnicate", "the keys here are path (required), dtype"),
+    ],
+)
+def test_an_unknown_key_comes_with_the_nearest_valid_one(recipe, key, hint):
+    assert hint in violations(recipe(changed(key, 1)))[key].reason
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("run.steps", "40", "expected a whole number of at least 1"),
+        ("run.steps", True, "expected a whole number of at least 1"),
+        ("run.steps", 1.5, "expected a whole number of at least 1"),
+        ("run.steps", None, "expected a whole number of at least 1"),
+        ("run.name", 3, "expected text that matches "),
+        ("run.name", "a/b", "expected text that matches "),
+        ("actor.optimizer.lr", "fast", "expected a number greater than 0"),
+        ("actor.optimizer.lr", float("inf"), "expected a number greater than 0"),
+        ("actor.optimizer.beta1", 1, "expected a number of at least 0 and less than 1"),
+        ("actor.use_decoupled_loss", "yes", "expected true or false"),
+        ("actor.use_decoupled_loss", 1, "expected true or false"),
+        ("actor.advantage", "gae", "expected 'grpo'"),
+        ("actor.megatron", [1], "expected a mapping"),
+        ("model.dtype", "float16", "expected 'bfloat16' or 'float32'"),
+        ("model.path", 3, "expected a path"),
+        ("model", "somewhere", "expected a mapping with path (required), dtype"),
+        ("eval", 3, "expected a mapping with path (required), every, max_prompts, max_new_tokens or null"),
+        ("rollout.reward", 3, "expected an import path or a mapping with path (required), args"),
+        ("rollout.reward.path", "Name", "expected a dotted import path such as 'my_package.module.Name'"),
+        ("cluster.type", "slrum", "expected 'local' or 'slurm'"),
+    ],
+)
+def test_a_wrong_value_is_shown_with_what_was_expected(recipe, path, value, expected):
+    found = violations(recipe(changed(path, value)))
+    assert list(found) == [path]
+    assert found[path].value == value
+    assert found[path].reason.startswith(expected)
+
+
+def test_a_missing_setting_is_named_and_does_not_hide_others(recipe):
+    data = changed("run.steps", 0)
+    del data["rollout"]["reward"], data["model"]
+    found = violations(recipe(data))
+    assert set(found) == {"run.steps", "rollout.reward", "model"}
+    assert found["model"].value is ABSENT
+    assert found["model"].reason == "missing; expected a mapping with path (required), dtype"
+
+
+def test_a_wrong_cluster_type_does_not_hide_the_settings_below_it(recipe):
+    data = {**VALID, "cluster": {"type": "slrum", "trainer_nodes": 0}}
+    assert set(violations(recipe(data))) == {"cluster.type", "cluster.trainer_nodes"}
+    found = violations(recipe({**VALID, "cluster": {"device": "cpu"}}))
+    assert found["cluster.type"].reason == "missing; expected 'local' or 'slurm'"
+
+
+def test_a_misspelt_setting_silences_the_rules_that_read_it(recipe):
+    data = {**VALID, "actor": {"recompute_logprobs": False, "use_decoupled_los": False}}
+    assert set(violations(recipe(data))) == {"actor.use_decoupled_los"}
+
+
+def test_both_spellings_of_recompute_logprobs_are_read_but_not_at_once(recipe):
+    other = {"recompute_logprob": False, "use_decoupled_loss": False}
+    assert load_recipe(recipe({**VALID, "actor": other})).actor.recompute_logprobs is False
+    file = recipe({**VALID, "actor": {"recompute_logprob": True, "recompute_logprobs": True}})
+    assert "also given as recompute_logprob" in violations(file)["actor.recompute_logprobs"].reason
+
+
+@pytest.mark.parametrize("spelling", ["recompute_logprob", "recompute_logprobs"])
+def test_an_override_wins_over_the_other_spelling_in_the_file(recipe, spelling):
+    file = recipe({**VALID, "actor": {"recompute_logprob": False, "use_decoupled_loss": True}})
+    assert load_recipe(file, (f"actor.{spelling}=true",)).actor.recompute_logprobs is True
+
+
+def test_an_import_path_stands_for_a_plugin_without_arguments(recipe):
+    config = load_recipe(recipe(VALID))
+    assert config.rollout.reward.path == "rollout.reward.FinalAnswer"
+    assert config.rollout.workflow.path == "rollout.workflow.SingleTurn"
+    assert config.rollout.reward.args == {}
+
+
+def test_a_recipe_without_violations_is_what_the_schema_itself_makes_of_it(recipe):
+    assert load_recipe(recipe(VALID)) == RunConfig.model_validate(VALID)
+
+
+LEAVES = sorted({".".join(path) for path, _, field in schema_fields() if section_type(field) is None})
+PLUGIN_ARGS = {
+    ".".join(path) for path, section, _ in schema_fields() if section is PluginConfig and path[-1] == "args"
+}
+
+
+@pytest.mark.parametrize("path", LEAVES)
+def test_junk_in_any_setting_is_reported_at_that_setting(recipe, path):
+    data = changed(path, [{"junk": 1}])
+    if path.startswith("eval."):
+        data["eval"].setdefault("path", "heldout.jsonl")
+    if path.startswith("cluster."):
+        data["cluster"].setdefault("type", "slurm")
+    if path in PLUGIN_ARGS:
+        data = changed(path.removesuffix(".args"), {"path": "rollout.Thing", "args": [{"junk": 1}]})
+    assert list(violations(recipe(data))) == [path]
+
+
+def test_nothing_heavy_is_imported():
+    program = (
+        "import sys, time; start = time.perf_counter()\n"
+        "from pathlib import Path\n"
+        "from configs.load import load_recipe\n"
+        "overrides = ['actor.megatron.recompute_granularity=full', 'run.steps=3']\n"
+        "load_recipe(Path('quickstart'), overrides)\n"
+        "print(time.perf_counter() - start)\n"
+        "heavy = {'torch', 'sglang', 'megatron', 'ray', 'transformers', 'rollout', 'backend', 'bridge'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    root = str(Path(configs.__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": root}
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=root, capture_output=True, text=True, timeout=60
+    )
+    assert found.returncode == 0, found.stderr
+    assert float(found.stdout) < 5  # about 0.3 s; the rest is for a loaded machine
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=12),
+    st.sampled_from(["rollout.reward.FinalAnswer", "local", "slurm", "../x", "a.jsonl", "\0", "x" * 300]),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=6) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+PATHS = st.one_of(
+    st.sampled_from(schema_paths()),
+    st.builds(
+        lambda path, extra: f"{path}.{extra}",
+        st.sampled_from(schema_paths()),
+        st.text(alphabet="abcxyz_-. é\n", min_size=1, max_size=8),
+    ),
+)
+QUIET = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def corrupt(data: dict, path: str, value: object) -> None:
+    *outer, last = path.split(".")
+    for key in outer:
+        inner = data.get(key)
+        if not isinstance(inner, dict):
+            inner = data[key] = {}
+        data = inner
+    data[last] = value
+
+
+@QUIET
+@given(st.lists(st.tuples(PATHS, VALUES), min_size=1, max_size=4), st.sets(st.sampled_from(schema_paths())))
+def test_random_corruption_raises_recipe_errors_only(recipe, changes, removed):
+    data = copy.deepcopy(VALID)
+    for path, value in changes:
+        corrupt(data, path, value)
+    for path in list(removed)[:2]:
+        *outer, last = path.split(".")
+        section = data
+        for key in outer:
+            section = section.get(key, {}) if isinstance(section, dict) else {}
+        if isinstance(section, dict):
+            section.pop(last, None)
+    file = recipe(yaml.safe_dump(data, allow_unicode=True))
+    try:
+        config = load_recipe(file)
+    except RecipeError as error:
+        assert error.violations
+        assert not any("Input should" in violation.reason for violation in error.violations)
+        str(error).encode()
+    else:
+        assert config == RunConfig.model_validate(read_document(file, ()).data)
+
+
+@QUIET
+@given(
+    st.lists(
+        st.one_of(st.text(max_size=30), st.builds("{}={}".format, PATHS, st.text(max_size=20))), max_size=3
+    )
+)
+def test_random_overrides_raise_recipe_errors_only(recipe, overrides):
+    try:
+        load_recipe(recipe(VALID), overrides)
+    except RecipeError as error:
+        assert error.violations

@@ -1,0 +1,147 @@
+"""Rules between settings: each names its setting, and declares what it reads."""
+
+import json
+
+import pytest
+
+from configs.load import load_recipe
+from configs.rules import RULES, check_rules
+from configs.schema import RunConfig
+from configs.schema.base import Section
+from configs.violations import RecipeError
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A recipe whose inputs all exist: 4 layers, 4 heads, 2 key-value heads, a context of 128."""
+    (tmp_path / "model").mkdir()
+    shape = {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    }
+    (tmp_path / "model/config.json").write_text(json.dumps(shape))
+    for name in ("train.jsonl", "heldout.parquet"):
+        (tmp_path / name).write_text("")
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        f"run: {{name: base, steps: 2, root: {tmp_path / 'runs'}}}\n"
+        f"model: {{path: {tmp_path / 'model'}}}\n"
+        f"data: {{path: {tmp_path / 'train.jsonl'}}}\n"
+        f"eval: {{path: {tmp_path / 'heldout.parquet'}}}\n"
+        "rollout:\n"
+        "  {max_head_offpolicyness: 4, batch_size: 2, n_samples_per_prompt: 2,\n"
+        "   reward: rollout.reward.FinalAnswer, sampling: {max_new_tokens: 64}}\n"
+    )
+    return file
+
+
+def found(file, *overrides: str) -> dict[str, str]:
+    try:
+        load_recipe(file, overrides)
+    except RecipeError as error:
+        return {violation.path: violation.reason for violation in error.violations}
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "part"),
+    [
+        (["actor.recompute_logprobs=false"], "actor.recompute_logprobs", "use_decoupled_loss to false"),
+        (["rollout.max_head_offpolicyness=17"], "rollout.max_head_offpolicyness", "allow_extreme_offpol"),
+        (["rollout.n_samples_per_prompt=1"], "rollout.n_samples_per_prompt", "at least 2"),
+        (["actor.minibatches=5"], "rollout.batch_size", "4 trajectories"),
+        (["actor.minibatches=3", "actor.parallel.data=2"], "rollout.batch_size", "at least 6"),
+        (["actor.parallel.sequence=true"], "actor.parallel.sequence", "actor.parallel.tensor"),
+        (["rollout.sampling.top_p=0.9"], "rollout.sampling.top_p", "truncated"),
+        (["rollout.sampling.top_k=20"], "rollout.sampling.top_k", "truncated"),
+        (["rollout.sampling.top_k=0"], "rollout.sampling.top_k", "expected -1"),
+        (["rollout.sampling.top_k=-2"], "rollout.sampling.top_k", "expected -1"),
+        (["run.name=" + "x" * 256], "run.name", "at most 255"),
+        (["run.root=/dev/null"], "run.root", "a directory"),
+        (["run.root=/dev", "run.name=null-device"], None, ""),
+        (["data.path=train.csv"], "data.path", "ends in .jsonl or .parquet"),
+        (["data.path=nowhere.jsonl"], "data.path", "no such file"),
+        (["eval.path=nowhere.parquet"], "eval.path", "no such file"),
+        (["model.path=nowhere"], "model.path", "no config.json"),
+        (["model.path=nowhere", "data.path=x.jsonl", "prepare=backend.quickstart.prepare"], None, ""),
+        (["rollout.reward=nosuchpackage.Reward"], "rollout.reward", "no Python package 'nosuchpackage'"),
+        (["rollout.workflow=nosuchpackage.Flow"], "rollout.workflow", "PYTHONPATH"),
+        (["rollout.sampling.max_new_tokens=128"], "rollout.sampling.max_new_tokens", "less than 128"),
+        (["eval.max_new_tokens=128"], "eval.max_new_tokens", "less than 128"),
+        (["actor.parallel.tensor=3"], "actor.parallel.tensor", "divisor of 4"),
+        (["actor.parallel.tensor=4"], None, ""),
+        (["rollout.engine.tensor_parallel=8"], "rollout.engine.tensor_parallel", "divisor of 4"),
+        (["actor.parallel.pipeline=3"], "actor.parallel.pipeline", "divisor of 4"),
+        (["actor.parallel.pipeline=3", "actor.megatron.num_layers_in_last_pipeline_stage=2"], None, ""),
+        (["rollout.max_head_offpolicyness=17", "rollout.allow_extreme_offpolicyness=true"], None, ""),
+        (["actor.recompute_logprobs=false", "actor.use_decoupled_loss=false"], None, ""),
+        (["eval=null"], None, ""),
+        ([], None, ""),
+    ],
+)
+def test_a_rule_reports_its_own_setting_and_only_that(base, overrides, path, part):
+    reasons = found(base, *overrides)
+    assert list(reasons) == ([path] if path else [])
+    assert part in reasons.get(path, "")
+
+
+def test_a_name_taken_by_a_file_is_refused(base):
+    runs = base.parent / "runs"
+    runs.mkdir()
+    (runs / "base").write_text("")
+    assert list(found(base)) == ["run.name"]
+
+
+def test_a_model_config_that_is_no_json_object_is_reported(base):
+    for text in ("[1]", "{", "\ud800".encode("utf-8", "surrogatepass").decode("latin-1")):
+        (base.parent / "model/config.json").write_text(text, encoding="latin-1", errors="replace")
+        assert list(found(base)) == ["model.path"]
+
+
+def test_a_rule_is_skipped_when_a_setting_that_it_reads_is_wrong(base):
+    overrides = ["actor.recompute_logprobs=false", "actor.use_decoupled_loss=perhaps", "actor.minibatches=5"]
+    assert set(found(base, *overrides)) == {"actor.use_decoupled_loss", "rollout.batch_size"}
+
+
+class Recorder:
+    """Stands in for a config and notes the path of every setting that is read."""
+
+    def __init__(self, section: Section, path: str, reads: set[str]) -> None:
+        self._section, self._path, self._reads = section, path, reads
+
+    def __getattr__(self, name: str):
+        attribute = getattr(type(self._section), name, None)
+        if isinstance(attribute, property):
+            return attribute.fget(self)
+        value = getattr(self._section, name)
+        path = f"{self._path}.{name}".lstrip(".")
+        if isinstance(value, Section):
+            return Recorder(value, path, self._reads)
+        self._reads.add(path)
+        return value
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.reads[-1]}")
+@pytest.mark.parametrize("overrides", [(), ("eval=null",), ("prepare=backend.quickstart.prepare",)])
+def test_a_rule_declares_every_setting_that_it_reads(base, rule, overrides):
+    reads: set[str] = set()
+    list(rule.check(Recorder(load_recipe(base, overrides), "", reads)))
+    for read in reads:
+        assert any(
+            read == declared or read.startswith(f"{declared}.") or declared.startswith(f"{read}.")
+            for declared in rule.reads
+        ), f"{read} is read but not declared"
+
+
+def test_declared_reads_are_settings_of_the_schema():
+    from configs.load import schema_paths
+
+    assert {read for rule in RULES for read in rule.reads} <= set(schema_paths())
+
+
+def test_every_rule_is_skipped_when_everything_is_unsure(base):
+    assert isinstance(load_recipe(base), RunConfig)
+    every = {"run", "model", "data", "eval", "actor", "rollout", "prepare"}
+    assert not list(check_rules(None, every))

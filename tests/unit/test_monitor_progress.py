@@ -1,0 +1,149 @@
+import io
+import re
+import threading
+
+import pytest
+from rich.console import Console
+
+from backend.monitor.progress import LiveProgress, PlainProgress, StepTimer, open_progress
+from backend.monitor.units import clock_face, count, seconds
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    """A clock that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def a_short_run(progress, clock: Clock) -> None:
+    progress.phase("preparing policy")
+    clock.now += 12
+    progress.phase("starting engine 1/1")
+    clock.now += 30
+    progress.note("accuracy 0.412 before training")
+    for step in (1, 2, 10):
+        clock.now += 5
+        progress.step(
+            step, reward=step / 10, head_lag=step, tokens_per_s=8_123.0, accuracy=0.5 if step == 2 else None
+        )
+    progress.close()
+
+
+def test_output_that_is_no_terminal_gets_plain_lines():
+    stream, clock = io.StringIO(), Clock()
+    progress = open_progress(10, stream=stream, clock=clock)
+    assert isinstance(progress, PlainProgress)
+    a_short_run(progress, clock)
+    assert stream.getvalue().splitlines() == [
+        "    0:00  preparing policy",
+        "    0:12  starting engine 1/1",
+        "    0:42  note: accuracy 0.412 before training",
+        "    0:47  step  1/10  reward  0.100  accuracy     -  lag  1    8.1k tok/s  left -",
+        "    0:52  step  2/10  reward  0.200  accuracy 0.500  lag  2    8.1k tok/s  left 0:40",
+        "    0:57  step 10/10  reward  1.000  accuracy     -  lag 10    8.1k tok/s  left 0:00",
+    ]
+
+
+def test_plain_lines_have_no_ansi_even_when_colour_is_forced(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    stream, clock = io.StringIO(), Clock()
+    a_short_run(open_progress(10, stream=stream, clock=clock), clock)
+    assert "\x1b" not in stream.getvalue()
+    assert "\r" not in stream.getvalue()
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    progress = open_progress(10, stream=Terminal())
+    progress.close()
+    assert isinstance(progress, PlainProgress)
+
+
+def test_a_long_wait_is_not_silent():
+    spoke = threading.Event()
+
+    class Listening(io.StringIO):
+        def write(self, text: str) -> int:
+            if "..." in text:
+                spoke.set()
+            return super().write(text)
+
+    stream, clock = Listening(), Clock()
+    progress = PlainProgress(10, stream, clock, silence_s=0.05)
+    progress.phase("starting engine 1/1")
+    clock.now += 42
+    assert spoke.wait(10)
+    progress.close()
+    assert "    0:42  ... starting engine 1/1 (42 s)" in stream.getvalue().splitlines()
+
+
+def test_closing_does_not_wait_for_the_next_sign_of_life():
+    progress = PlainProgress(10, io.StringIO(), Clock(), silence_s=3600)
+    closer = threading.Thread(target=progress.close)
+    closer.start()
+    closer.join(10)
+    assert not closer.is_alive()
+
+
+def test_a_terminal_gets_one_live_line_whose_last_state_stays(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream, clock = Terminal(), Clock()
+    progress = open_progress(10, stream=stream, clock=clock)
+    assert isinstance(progress, LiveProgress)
+    a_short_run(progress, clock)
+    written = stream.getvalue()
+    assert "accuracy 0.412 before training" in written
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written).rstrip().splitlines()[-1]
+    for figure in ("step 10/10", "reward 1.000", "acc 0.500", "lag 10", "8.1k tok/s"):
+        assert figure in last
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 120, 200])
+def test_the_live_line_is_one_line_and_keeps_step_and_time_left(monkeypatch, width):
+    clock = Clock()
+    progress = LiveProgress(100, Terminal(), clock)
+    for step in (1, 2):
+        clock.now += 60
+        progress.step(step, reward=0.5, head_lag=3, tokens_per_s=12_345, accuracy=0.5)
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(progress)
+    progress.close()
+    (line,) = console.file.getvalue().splitlines()
+    assert len(line) <= width
+    assert "step 2/100" in line
+    assert "1:38:00 left" in line
+
+
+def test_time_left_follows_the_latest_steps():
+    timer = StepTimer(200)
+    assert timer.finish(1, 100.0) is None
+    assert timer.finish(2, 110.0) == pytest.approx(1980)
+    for step in range(3, 101):
+        left = timer.finish(step, 110.0 + step)
+    assert left == pytest.approx(100)
+
+
+def test_time_left_after_a_resume_counts_from_the_first_step_seen():
+    timer = StepTimer(100)
+    timer.finish(51, 0.0)
+    assert timer.finish(52, 4.0) == pytest.approx(4 * 48)
+
+
+def test_numbers_read_well():
+    assert [count(n) for n in (0, 812, 999.6, 8_123, 999_960, 12_300_000, 1.2e9)] == [
+        "0", "812", "1.0k", "8.1k", "1.0M", "12.3M", "1.2G",
+    ]  # fmt: skip
+    assert [seconds(s) for s in (0.48, 7.26, 9.97, 42, 59.7, 185)] == [
+        "0.48 s", "7.3 s", "10 s", "42 s", "1:00", "3:05",
+    ]  # fmt: skip
+    assert [clock_face(s) for s in (0, 7, 59.6, 185, 3750)] == ["0:00", "0:07", "1:00", "3:05", "1:02:30"]

@@ -1,0 +1,136 @@
+import io
+import json
+import math
+import os
+
+import pytest
+from pydantic import ValidationError
+
+from backend.monitor.summary import GroupCounts, RunSummary, print_summary, write_summary
+
+FIELDS = {
+    "exit": "done",
+    "steps": 100,
+    "wall_s": 185.0,
+    "training_s": 160.0,
+    "accuracy_before": 0.412,
+    "accuracy_after": 0.873,
+    "head_lag_max": 4,
+    "head_lag_mean": 1.83,
+    "multi_version_fraction": 0.37,
+    "tokens_generated": 812_345,
+    "tokens_trained": 790_000,
+    "versions": 100,
+    "stall_s_mean": 0.12,
+    "engine_restarts": 0,
+    "trainer_wait_fraction": 0.11,
+    "groups": {"admitted": 836, "trained": 800, "filtered": 12, "expired": 0, "failed": 1},
+}
+EARLY_FAILURE = FIELDS | {
+    "exit": "failed",
+    "steps": 0,
+    "training_s": 0.0,
+    "accuracy_after": None,
+    "head_lag_max": None,
+    "head_lag_mean": None,
+    "multi_version_fraction": None,
+    "tokens_generated": 0,
+    "tokens_trained": 0,
+    "versions": 0,
+    "stall_s_mean": None,
+    "trainer_wait_fraction": None,
+    "groups": GroupCounts(admitted=3, trained=0, filtered=0, expired=0, failed=3),
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_summary_reads_back_as_it_was_written(tmp_path):
+    summary = RunSummary(**FIELDS)
+    path = write_summary(tmp_path, summary)
+    assert path == tmp_path / "summary.json"
+    assert json.loads(path.read_text()) == FIELDS
+    assert RunSummary.model_validate_json(path.read_text()) == summary
+
+
+def test_a_reader_never_finds_a_half_written_summary(tmp_path, monkeypatch):
+    write_summary(tmp_path, RunSummary(**FIELDS))
+    seen = []
+    real_fsync, real_replace = os.fsync, os.replace
+
+    def fsync(descriptor):
+        seen.append("fsync")
+        real_fsync(descriptor)
+
+    def replace(source, target):
+        assert json.loads((tmp_path / "summary.json").read_text())["exit"] == "done"
+        assert json.loads(source.read_text())["exit"] == "failed"
+        seen.append("replace")
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    write_summary(tmp_path, RunSummary(**EARLY_FAILURE))
+    assert seen == ["fsync", "replace", "fsync"]
+    assert json.loads((tmp_path / "summary.json").read_text())["exit"] == "failed"
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_failed_write_leaves_the_old_summary(tmp_path, monkeypatch):
+    write_summary(tmp_path, RunSummary(**FIELDS))
+
+    def full_disk(descriptor):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        write_summary(tmp_path, RunSummary(**EARLY_FAILURE))
+    assert json.loads((tmp_path / "summary.json").read_text()) == FIELDS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"exit": "ok"}, {"accuracy_after": 87.3}, {"head_lag_mean": math.nan}, {"steps": -1}, {"surprise": 1}],
+)
+def test_what_a_summary_cannot_mean_is_refused(change):
+    with pytest.raises(ValidationError, match=next(iter(change))):
+        RunSummary(**FIELDS | change)
+
+
+def test_plain_summary_is_ascii_and_complete():
+    stream = io.StringIO()
+    print_summary(RunSummary(**FIELDS), stream, name="quickstart")
+    assert stream.getvalue().isascii()
+    assert "\x1b" not in stream.getvalue()
+    assert stream.getvalue().splitlines() == [
+        "quickstart: done after 100 steps",
+        "  accuracy    41.2% -> 87.3%  (+46.1 points)",
+        "  time        3:05 in all, 2:40 of training, 1.6 s per step",
+        "  staleness   head lag 4 at most, 1.83 on average; 37% of trajectories span versions",
+        "  throughput  812.3k tokens generated, 790.0k trained; 5.1k generated per second",
+        "  trainer     waited for batches 11% of its time",
+        "  versions    100 published, generation paused 0.12 s for each",
+        "  engines     0 restarts",
+        "  groups      836 admitted, 800 trained, 12 filtered, 1 failed",
+    ]
+
+
+def test_a_run_that_failed_before_its_first_step_has_a_summary_too():
+    stream = io.StringIO()
+    print_summary(RunSummary(**EARLY_FAILURE), stream, name="quickstart")
+    text = stream.getvalue()
+    assert text.startswith("quickstart: failed after 0 steps\n  accuracy    41.2% before training\n")
+    assert "None" not in text
+    assert "staleness" not in text
+
+
+def test_a_terminal_gets_a_table(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    stream = Terminal()
+    print_summary(RunSummary(**FIELDS), stream, name="quickstart")
+    assert "╭" in stream.getvalue()
+    assert "41.2% → 87.3%" in stream.getvalue()
