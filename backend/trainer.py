@@ -2,9 +2,7 @@
 
 import asyncio
 import itertools
-import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from backend.objective import policy_loss
 from backend.objective.advantage import group_normalized
 from backend.objective.logprob import vocab_parallel_logprob
 from backend.objective.statistics import StepStatistics, token_statistics
+from backend.trainer_result import StepResult
 from bridge.export import ExportRank, export, write_hf
 from bridge.families import model_spec
 from bridge.layout import Layout
@@ -29,22 +28,10 @@ from configs.schema import RunConfig
 from rollout.engine.client import EngineAddress, EngineClient
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What one training step did."""
-
-    version: int
-    """The version that the step produced."""
-    metrics: dict[str, float]
-
-
 class TrainerRank:
     """One rank of the trainer. All ranks are called with the same arguments, in the same order."""
 
-    def __init__(self, config: RunConfig, rank: RankSpec, device: str) -> None:
-        if device == "cpu":
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""
-            torch.set_num_threads(1)  # ranks and engines share the cores of one machine
+    def __init__(self, config: RunConfig, rank: RankSpec) -> None:
         self._config = config
         self._address = rank.address
         self._device = initialize(

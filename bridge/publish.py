@@ -13,10 +13,10 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from bridge.export import FlatBucket
+from bridge.report import PublishReport
 from bridge.transport.distributed import BroadcastGroup, free_port
 
 log = logging.getLogger(__name__)
@@ -48,19 +48,6 @@ class EngineEndpoint(Protocol):
     ) -> None: ...
     async def end_update(self) -> None: ...
     async def resume(self) -> None: ...
-
-
-@dataclass
-class PublishReport:
-    """What one publication did. Times in seconds."""
-
-    version: int
-    updated: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-    bytes_sent: int = 0
-    stall_s: float = 0.0
-    """From the first engine paused to the last one resumed."""
-    total_s: float = 0.0
 
 
 class Publisher:

@@ -107,7 +107,7 @@ def _check(library: Library, given: Mapping[str, object]) -> Iterator[Violation]
             hint = f"; did you mean {near}?" if near else ""
             yield Violation(path, value, f"{_version(library)} expects {fields[name]}{hint}")
     if unchecked:
-        reason = f"{one_of(unchecked)} cannot be checked: {_why_unread(library)}"
+        reason = f"{', '.join(unchecked)} cannot be checked: {_why_unread(library)}"
         yield Violation(library.section, dict(given), reason)
 
 

@@ -2,15 +2,16 @@
 
     contain.py [--until-stdin-closes] -- COMMAND [ARGUMENT ...]
 
-The command gets its own session. This process adopts whatever the command's descendants orphan (it is their
-"child subreaper"), so daemons that detach themselves are found as well; it kills all of them, by pid, once the
-command has ended or this process has lost its parent. A site whose Slurm tracks processes by cgroup does the same
-when a job is over; this one works on every site, and while the job is still running.
+The command gets its own session. This process adopts whatever the command's descendants orphan (it is
+their "child subreaper"), so daemons that detach themselves are found as well. It kills all of them, by pid,
+once the command has ended (SIGTERM, then SIGKILL) or this process has lost its parent (SIGKILL at once: the
+job is over, and its nodes may already belong to the next one). A site whose Slurm tracks processes by cgroup
+does the same when a job is over; this works on every site, and while the job is still running.
 
 Without --until-stdin-closes: SIGTERM and SIGINT go to the command, which may take all the time it wants.
-With it: the command ends when stdin does. That is how the batch script stops a node: srun hands its stdin to every
-task, and the pipe closes on *every* end of the batch script, SIGKILL included. SIGTERM and SIGINT are ignored then,
-because `scancel` sends them to all steps at once, and Ray has to live until the run has saved its state.
+With it: the command ends when stdin does. That is how the batch script stops a node: srun hands its stdin to
+every task, and the pipe closes on *every* end of the batch script, SIGKILL included. SIGTERM and SIGINT are
+ignored then, because `scancel` sends them to all steps at once, and Ray has to outlive the run's last save.
 
 Exits with the command's code (128 + N when signal N killed it), or 0 when it was stopped by the end of stdin.
 """
@@ -29,7 +30,7 @@ from pathlib import Path
 GRACE_S = 10.0
 """Between SIGTERM and SIGKILL. Ray needs about 2 s; most sites kill a cancelled job after 30 s."""
 GIVE_UP_S = 20.0
-"""After SIGKILL. What is left then hangs in the kernel (a lost file system or GPU), and no wait would help."""
+"""After SIGKILL. What is left then hangs in the kernel (a lost file system or GPU); no wait would help."""
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -97,7 +98,7 @@ class Container:
                     send([self._pid], event)
         if asked_to_end and not parent_died:
             self._let_it_end(GRACE_S)
-        self._kill_rest()
+        self._kill_rest(signal.SIGKILL if parent_died else signal.SIGTERM)
         if asked_to_end:
             return 0
         return 128 + PARENT_DIED if self._code is None or parent_died else self._code
@@ -130,7 +131,7 @@ class Container:
             os._exit(127)
 
     def _events(self, timeout_s: float | None) -> list[int | None]:
-        """Wait for signals (their numbers) and the end of stdin (None); ended children are reaped on the way."""
+        """Wait for signals (their numbers) and the end of stdin (None); reap ended children on the way."""
         watched = [self._wakeup] + ([0] if self._stdin_is_open else [])
         ready, _, _ = select.select(watched, [], [], timeout_s)
         events: list[int | None] = []
@@ -160,9 +161,11 @@ class Container:
         while self._code is None and time.monotonic() < deadline:
             self._events(max(0.0, deadline - time.monotonic()))
 
-    def _kill_rest(self) -> None:
-        """SIGTERM once to all that is still below this process, then SIGKILL."""
+    def _kill_rest(self, first: signal.Signals) -> None:
+        """SIGTERM once to all that is still below this process, then SIGKILL; or SIGKILL `first`."""
         for signum, seconds in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GIVE_UP_S)):
+            if signum == signal.SIGTERM != first:
+                continue
             deadline = time.monotonic() + seconds
             signalled: set[int] = set()
             while left := descendants(os.getpid()):

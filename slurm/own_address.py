@@ -1,11 +1,11 @@
 """Print the address under which this node talks to another one.
 
     own_address.py HOST                          where the route to HOST starts; sends nothing
-    own_address.py HOST --port P --timeout-s S   the same, once HOST accepts connections on port P; the end of stdin
-                                                 ends the wait as well (contain.py says who closes it)
+    own_address.py HOST --port P --timeout-s S   the same, once HOST accepts connections on port P; the end
+                                                 of stdin ends the wait too (contain.py: who closes it)
 
-A node of a cluster has several addresses, and `hostname --ip-address` may well give 127.0.1.1, a container bridge
-or a management network. The source address of the route to a peer is the one that the peer can answer to.
+A node of a cluster has several addresses, and `hostname --ip-address` may well give 127.0.1.1, a container
+bridge or a management network. The source address of the route to a peer is one that the peer can answer to.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ def await_port(host: str, port: int, timeout_s: float, lifeline: BinaryIO | None
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            with socket.create_connection((host, port), timeout=max(RETRY_S, deadline - time.monotonic())) as sock:
+            patience_s = max(RETRY_S, deadline - time.monotonic())
+            with socket.create_connection((host, port), timeout=patience_s) as sock:
                 return str(sock.getsockname()[0])
         except OSError as error:
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"{host}:{port} accepted no connection in {timeout_s:.0f} s: {error}") from None
+                message = f"{host}:{port} accepted no connection in {timeout_s:.0f} s: {error}"
+                raise TimeoutError(message) from None
         ready, _, _ = select.select(watched, [], [], RETRY_S)
         if lifeline and ready and not lifeline.read(1):
             raise TimeoutError(f"the job ended before {host}:{port} accepted a connection")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Print the address under which this node talks to another one.")
+    parser = argparse.ArgumentParser(description="Print this node's address as a peer sees it.")
     parser.add_argument("host")
     parser.add_argument("--port", type=int)
     parser.add_argument("--timeout-s", type=float, default=60.0)

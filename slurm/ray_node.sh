@@ -1,5 +1,5 @@
 #!/bin/bash
-# One node's Ray, from start to the last process gone. train.sbatch runs it once on every node, as an srun task:
+# One node's Ray, from start to the last process gone. train.sbatch runs it on every node, as an srun task:
 #
 #     ray_node.sh HEAD_NODE HEAD_ADDRESS PORT TMP_DIR LOG_DIR TIMEOUT_S
 #
@@ -21,7 +21,7 @@ fi
 if [[ $node == "$head_node" ]]; then
     address=$head_address
     role=(--head --port="$port" --include-dashboard=false)
-    # Unasked, the head also serves Ray Client on a fixed port wherever grpc is installed, and no option turns it off.
+    # Where grpc is installed, the head serves Ray Client as well, on a fixed port, and cannot be told not to.
     if python -c 'import importlib.util as util, sys; sys.exit(util.find_spec("grpc") is None)'; then
         role+=(--ray-client-server-port="$((port + 1))")
     fi
@@ -37,7 +37,10 @@ if [[ -n ${SLIPSTREAM_OBJECT_STORE:-} ]]; then
 fi
 echo "$node: Ray at $address with $cpus CPUs and $gpus GPUs"
 
-# Nobody migrates work away from this node while it stops, so draining would only spend time that scancel limits.
+# /tmp/ray is every user's; made by Ray itself, it would belong to the first one only.
+tmp_root=$(dirname "$tmp_dir")
+[[ -d $tmp_root ]] || { mkdir -p "$tmp_root" && chmod 1777 "$tmp_root"; }
+# Nobody moves work away from a node that stops; draining would only spend time that scancel limits.
 export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
 # Ports other than the head's are left to the kernel (0): jobs that share a node cannot ask for the same one.
 python "$here/contain.py" --until-stdin-closes -- ray start "${role[@]}" --block --disable-usage-stats \
@@ -46,7 +49,7 @@ python "$here/contain.py" --until-stdin-closes -- ray start "${role[@]}" --block
     --min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0
 code=$?
 
-# Node-local disks are out of reach once the job is over: bring Ray's own logs to the others, and leave nothing.
+# Node-local disks are out of reach once the job is over: bring Ray's own logs home, and leave nothing.
 for session in "$tmp_dir"/session_2*; do
     if [[ -d $session/logs ]]; then
         mkdir -p "$log_dir/ray-$node" && cp -r "$session/logs/." "$log_dir/ray-$node/"

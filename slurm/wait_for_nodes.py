@@ -2,14 +2,15 @@
 
     wait_for_nodes.py --timeout-s S --log-dir DIR NODE [NODE ...]
 
-ray_node.sh gives the Ray of node N the resource `slurm_node:N`. A placement group with one bundle for each of these
-is ready exactly when all nodes are there, and Ray tells us so: nothing is polled. On a time-out, or at the end of
-stdin, exits with 1 and names the missing nodes, each with the end of its log.
+ray_node.sh gives the Ray of node N the resource `slurm_node:N`. A placement group with one bundle for each
+of these is ready exactly when all nodes are there, and Ray tells us so: nothing is polled. On a time-out, or
+at the end of stdin, exits with 1 and names the missing nodes, each with the end of its log.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import threading
@@ -37,7 +38,7 @@ def missing_nodes(names: list[str], timeout_s: float) -> list[str]:
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    ray.init(log_to_driver=False, logging_level="ERROR")
+    ray.init(log_to_driver=False, logging_level=logging.ERROR)
     try:
         group = placement_group([{f"slurm_node:{name}": 0.001} for name in names], strategy="SPREAD")
         if group.wait(max(1.0, deadline - time.monotonic())):
@@ -56,7 +57,7 @@ def report(names: list[str], log_dir: Path) -> None:
 
 
 def exit_when_stdin_ends(names: list[str], log_dir: Path) -> None:
-    """Thread body. train.sbatch gives us srun's output pipe as stdin: it ends when Ray is gone from every node."""
+    """Thread body. Our stdin is the pipe that srun holds open: it ends when Ray is gone from every node."""
     while os.read(0, 4096):
         pass
     print("slipstream: Ray ended on every node before all nodes had joined", file=sys.stderr)
@@ -79,7 +80,8 @@ def main() -> int:
         print(f"slipstream: Ray on the first node does not answer: {error}", file=sys.stderr)
         missing = options.nodes
     if not missing:
-        print(f"slipstream: {total} of {total} node(s) joined in {time.monotonic() - start:.1f} s", flush=True)
+        seconds = time.monotonic() - start
+        print(f"slipstream: {total} of {total} node(s) joined in {seconds:.1f} s", flush=True)
         return 0
     print(
         f"slipstream: after {options.timeout_s:.0f} s, {len(missing)} of {total} node(s) have not joined Ray:"

@@ -107,6 +107,9 @@ TAGS: dict[str, Tag] = {
     ),
     "train/entropy": Tag("nats", "Token mean of the entropy of the current policy."),
     "train/tokens": Tag("tokens", "Tokens that carried loss in this step."),
+    "train/skipped_updates": Tag(
+        "updates", "Optimizer updates of this step that were left out because a gradient was not finite."
+    ),
     "train/zero_advantage_fraction": Tag(
         "fraction", "Share of trained tokens with advantage 0: from groups whose rewards are all equal."
     ),

@@ -30,6 +30,7 @@ def token_statistics(
         "tokens": torch.ones_like(entropy_M),
         "loss": loss.loss_T.detach(),
         "clipped": loss.clipped_T.float(),
+        "approx_kl": loss.ratio_T - 1 - loss.ratio_T.log(),
         "entropy": entropy_M,
         "zero_advantage": (advantage_M == 0).float(),
     }
@@ -39,9 +40,8 @@ def token_statistics(
         fresh_M = lag_M == 0
         weight_M = gap_M.exp()
         found |= {
-            "weight": loss.weight_T,
-            "raw_weight": weight_M,
-            "raw_weight_squared": weight_M**2,
+            "weight": weight_M,
+            "weight_squared": weight_M**2,
             "capped": (weight_M > weight_cap).float(),
             "fresh": fresh_M.float(),
             "fresh_gap": gap_M.abs() * fresh_M,
@@ -94,6 +94,7 @@ class StepStatistics:
             "train/grad_norm": sum(self._grad_norms) / len(self._grad_norms),
             "train/lr": self._lr,
             "train/clip_fraction": total["clipped"] / tokens,
+            "train/approx_kl": total["approx_kl"] / tokens,
             "train/entropy": total["entropy"] / tokens,
             "train/zero_advantage_fraction": total["zero_advantage"] / tokens,
             "train/ratio_max": total["max/ratio"],
@@ -104,7 +105,7 @@ class StepStatistics:
             metrics |= {
                 "train/behaviour_weight_mean": total["weight"] / tokens,
                 "train/behaviour_weight_capped_fraction": total["capped"] / tokens,
-                "train/ess": total["raw_weight"] ** 2 / (total["raw_weight_squared"] * tokens),
+                "train/ess": total["weight"] ** 2 / (total["weight_squared"] * tokens),
             }
             if total["fresh"]:
                 metrics |= {

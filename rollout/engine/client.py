@@ -154,6 +154,9 @@ class EngineClient:
         """``retract`` or ``in_place``. SGLang's own default would abort the running requests."""
         await self._post("/pause_generation", {"mode": mode})
 
+    async def abort_all(self) -> None:
+        await self._post("/abort_request", {"abort_all": True})
+
     async def resume(self) -> None:
         await self._post("/continue_generation", {})
 

@@ -1,11 +1,12 @@
 """The SGLang server as a program that cannot outlive the process that started it.
 
-    python -m rollout.engine.launch <arguments of sglang.launch_server>
+    python -m rollout.engine.launch '{"model_path": ..., ...}'      fields of SGLang's ServerArgs, as JSON
 
 Standard input is a pipe from the owner. It closes when the owner is gone, however that happened (kill -9
 included), and the whole process group, with the scheduler and detokenizer in it, is killed at once.
 """
 
+import json
 import os
 import signal
 import sys
@@ -21,11 +22,11 @@ def _die_with_owner() -> None:
 def main() -> None:
     threading.Thread(target=_die_with_owner, name="die-with-owner", daemon=True).start()
     from sglang.launch_server import run_server
-    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
     try:
-        run_server(prepare_server_args(sys.argv[1:]))
+        run_server(ServerArgs(**json.loads(sys.argv[1])))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

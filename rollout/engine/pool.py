@@ -70,6 +70,10 @@ class EnginePool:
                 self.tokens_generated += len(completion.tokens)
                 return completion
 
+    async def abort_running(self) -> None:
+        """Make every engine give up what it is generating. For the end of a run, when nobody waits for it."""
+        await asyncio.gather(*(client.abort_all() for client in self._load), return_exceptions=True)
+
     def _cache_key(self) -> str | None:
         """With in-place updates old KV survives in the prefix cache; new requests must not build on it."""
         return f"v{self.version}" if self._isolate_versions else None

@@ -1,6 +1,7 @@
-"""One SGLang server as a child process: its command line, start, health, end."""
+"""One SGLang server as a child process: its arguments, start, health, end."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ class EngineStartError(RuntimeError):
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """What decides a server's command line."""
+    """What decides a server's arguments."""
 
     model_path: Path
     dtype: str
@@ -39,32 +40,20 @@ class ServerSpec:
     """Further ServerArgs, by field name."""
 
 
-def command_line(spec: ServerSpec) -> list[str]:
-    """The arguments of sglang.launch_server. A true flag is given bare, None and a false one not at all."""
+def server_args(spec: ServerSpec) -> dict[str, Any]:
+    """The fields of SGLang's ServerArgs: ours, over them the CPU's, over them the recipe's."""
     arguments: dict[str, Any] = {
-        "model_path": spec.model_path,
+        "model_path": str(spec.model_path),
         "dtype": spec.dtype,
         "device": spec.device,
         "tp_size": spec.tensor_parallel,
         "host": spec.host,
         "port": spec.port,
-        "weight_version": spec.version,
+        "weight_version": str(spec.version),
         "random_seed": spec.seed,
         "skip_server_warmup": True,
     }
-    if spec.device == "cpu":
-        arguments |= cpu.SERVER_ARGS
-    arguments |= spec.args
-    line = []
-    for name, value in arguments.items():
-        if value is None or value is False:
-            continue
-        line.append("--" + name.replace("_", "-"))
-        if isinstance(value, list | tuple):
-            line += map(str, value)
-        elif value is not True:
-            line.append(str(value))
-    return line
+    return arguments | (cpu.SERVER_ARGS if spec.device == "cpu" else {}) | dict(spec.args)
 
 
 class ServerProcess:
@@ -80,7 +69,7 @@ class ServerProcess:
             environment |= cpu.environment(spec.tensor_parallel)
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rollout.engine.launch", *command_line(spec)],
+                [sys.executable, "-m", "rollout.engine.launch", json.dumps(server_args(spec))],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

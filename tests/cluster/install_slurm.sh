@@ -20,14 +20,14 @@ fi
 echo "install_slurm.sh: installing ${missing[*]}"
 
 if ! command -v apt-get >/dev/null; then
-    echo "install_slurm.sh: missing ${missing[*]}, and there is no apt-get here to install them with." >&2
-    echo "Install Slurm (slurmctld, slurmd, clients), munge and iproute2 with this system's package manager." >&2
+    echo "install_slurm.sh: missing ${missing[*]}, and there is no apt-get here." >&2
+    echo "Install Slurm (daemons and clients), munge and iproute2 with this system's package manager." >&2
     exit 1
 fi
 as_root=()
 if ((EUID != 0)); then
     if ! command -v sudo >/dev/null; then
-        echo "install_slurm.sh: missing ${missing[*]}; installing them needs root, and there is no sudo here." >&2
+        echo "install_slurm.sh: missing ${missing[*]}; that needs root, and there is no sudo here." >&2
         echo "Run as root: apt-get install --no-install-recommends ${missing[*]}" >&2
         exit 1
     fi

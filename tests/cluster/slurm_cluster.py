@@ -1,21 +1,22 @@
 """A real Slurm of several fake nodes on this one machine, for tests of what `sbatch` does.
 
     host
-     └─ machine room: own net, pid, mount, uts and ipc namespaces; munged, slurmctld, a bridge 10.77.0.254
+     └─ machine room: own net, pid, mount, uts, ipc namespaces; munged, slurmctld, a bridge 10.77.0.254
          ├─ node1: the same five namespaces again; slurmd; eth0 10.77.0.11; own /dev/shm and /tmp/ray
          └─ node2: ...                                        10.77.0.12
 
-Everything else of the file system is shared, so the repository and the virtual environment have the same path on
-every node, as on a cluster with a shared file system. The nodes reach each other and nothing outside.
+Everything else of the file system is shared, so the repository and the virtual environment have the same
+path on every node, as on a cluster with a shared file system. The nodes reach each other and nothing outside.
 
-No process can be left behind. Every process lives below the room's pid namespace, whose first process dies with the
-Python process (thread) that built the cluster, even when that is killed with SIGKILL; the kernel then kills the
-rest, and the interfaces go with the namespaces. Because the interfaces and addresses exist only inside the room,
-any number of clusters (two checkouts, two runs) can be up at once.
+No process can be left behind. Every process lives below the room's pid namespace, whose first process dies
+with the Python process (thread) that built the cluster, even when that is killed with SIGKILL; the kernel
+then kills the rest, and the interfaces go with the namespaces. Because interfaces and addresses exist only
+inside the room, any number of clusters (two checkouts, two runs) can be up at once.
 
-The daemons are the distribution's (Slurm 22.05 on Debian 12). What differs from a production cluster: no cgroups,
-so no limit on CPU, memory or devices is enforced, and no accounting database. `proctrack/pgid` is chosen because
-it signals a step the way `proctrack/cgroup` does by default (the step's own task, not everything below it).
+The daemons are the distribution's (Slurm 22.05 on Debian 12). What differs from a production cluster: no
+cgroups, so no limit on CPU, memory or devices is enforced, and no accounting database. `proctrack/pgid` is
+chosen because scancel then signals what `proctrack/cgroup` signals by default: a step's own task, and not
+every process below it.
 """
 
 from __future__ import annotations
@@ -33,21 +34,31 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-NEEDED_COMMANDS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "ip", "unshare", "nsenter", "setpriv")
+NEEDED_COMMANDS = (
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "scontrol",
+    "munged",
+    "ip",
+    "unshare",
+    "nsenter",
+    "setpriv",
+)
 SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
 NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid")
 SUBNET = "10.77.0"
 CONTROLLER_IP = f"{SUBNET}.254"
 
 CLIENT_TIMEOUT_S = 20.0
-"""For one scontrol, sbatch or scancel: they answer in milliseconds, and hang for ever when slurmctld is gone."""
+"""For one scontrol, sbatch or scancel: they answer in milliseconds, and hang when slurmctld is gone."""
 UP_TIMEOUT_S = 30.0
 """Bring-up takes about half a second; the rest is for a loaded machine."""
 POLL_S = 0.1
-"""Slurm offers no event for "the job ended" that returns promptly: `sbatch --wait` backs off for up to 20 s."""
+"""Slurm has no prompt event for "the job ended": `sbatch --wait` backs off for up to 20 s."""
 
 TERMINAL_STATES = frozenset(
-    {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED"}
+    "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL OUT_OF_MEMORY BOOT_FAIL DEADLINE PREEMPTED".split()
 )
 FOLDER_PREFIX = "slipstream-slurm-"
 """Below /tmp, followed by the owner's pid: the path of munge's socket has to stay under 108 characters."""
@@ -116,7 +127,7 @@ PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 class ClusterError(RuntimeError):
-    """The fake cluster could not be built, or did not answer in time; the message ends with the Slurm logs."""
+    """The fake cluster could not be built or did not answer; a time-out's message holds the Slurm logs."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +193,7 @@ class SlurmCluster:
             return "fake Slurm nodes are Linux namespaces, which only root may create: run the tests as root"
         return ""
 
-    # ---- life cycle ------------------------------------------------------------------------------------------
+    # ---- life cycle ----------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         if reason := self.unavailable():
@@ -235,9 +246,11 @@ class SlurmCluster:
             if process.pid == self._first_pid(name):
                 os.kill(process.pid, signal.SIGKILL)
         self.wait_until(f"{name} to be dead", lambda: not self._node_processes(name))
-        self._client(*self._enter_room(), "ip", "netns", "delete", name)
+        # The interface first: with the namespace it would go too, but at some later time.
+        for thing in ("link", "netns"):
+            self._client(*self._enter_room(), "ip", thing, "delete", name)
 
-    # ---- jobs ------------------------------------------------------------------------------------------------
+    # ---- jobs ----------------------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -247,7 +260,7 @@ class SlurmCluster:
         env: dict[str, str] | None = None,
         **options: object,
     ) -> int:
-        """`sbatch [--option=value ...] script arguments...`, from `cwd`, with `env` added to this environment.
+        """`sbatch [--option=value ...] script arguments...` from `cwd`, with `env` added to the environment.
 
         Option names are spelled with underscores; True gives a bare flag. Returns the job id.
         """
@@ -274,7 +287,7 @@ class SlurmCluster:
         )
 
     def wait_for_output(self, job_id: int, text: str, timeout_s: float) -> None:
-        """Wait until the job's --output file contains `text`; a job that ends without writing it is an error."""
+        """Wait until the job's --output file contains `text`; raises ClusterError if the job ends without."""
 
         def settled() -> bool:
             ended = self.job(job_id)["JobState"] in TERMINAL_STATES
@@ -304,10 +317,10 @@ class SlurmCluster:
     def scontrol(self, *arguments: str) -> str:
         return self._client(*self._enter_network(), "scontrol", *arguments)
 
-    # ---- nodes -----------------------------------------------------------------------------------------------
+    # ---- nodes ---------------------------------------------------------------------------------------------
 
     def run_on(self, name: str, *command: str, timeout_s: float = CLIENT_TIMEOUT_S) -> str:
-        """Output of a command run on the node beside Slurm, as an administrator would by ssh; raises if it fails."""
+        """Output of a command run on the node beside Slurm, as by ssh; raises ClusterError if it fails."""
         target = f"--target={self._first_pid(name)}"
         return self._client("nsenter", target, *NAMESPACES, *command, timeout_s=timeout_s)
 
@@ -321,7 +334,7 @@ class SlurmCluster:
         parts = [f"---- {path.name} ----\n{_tail(path)}" for path in sorted((self._base / "log").glob("*"))]
         return "\n".join(parts)
 
-    # ---- inside ----------------------------------------------------------------------------------------------
+    # ---- inside --------------------------------------------------------------------------------------------
 
     def _write_files(self) -> None:
         base = self._base
@@ -412,12 +425,22 @@ class SlurmCluster:
         environment = self._environment() | (env or {})
         try:
             done = subprocess.run(
-                command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+                command,
+                cwd=cwd,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                check=False,
             )
         except subprocess.TimeoutExpired:
-            raise ClusterError(f"no answer in {timeout_s:.0f} s: {' '.join(command)}\n{self.logs()}") from None
+            raise ClusterError(
+                f"no answer in {timeout_s:.0f} s: {' '.join(command)}\n{self.logs()}"
+            ) from None
         if done.returncode:
-            raise ClusterError(f"exit code {done.returncode}: {' '.join(command)}\n{done.stderr}{done.stdout}")
+            raise ClusterError(
+                f"exit code {done.returncode}: {' '.join(command)}\n{done.stderr}{done.stdout}"
+            )
         return done.stdout
 
     def _environment(self) -> dict[str, str]:
@@ -446,7 +469,9 @@ class SlurmCluster:
             try:
                 if os.readlink(entry / "ns/pid") != namespace:
                     continue
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                command = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                )
                 found.append(NodeProcess(int(entry.name), (entry / "comm").read_text().strip(), command))
             except OSError:  # ended while we looked
                 continue
@@ -477,12 +502,12 @@ class SlurmCluster:
         except ClusterError as error:
             record = self.job(job_id)
             raise ClusterError(
-                f"{error}\n---- job {job_id}: {record['JobState']}, reason {record['Reason']}; its output ----\n"
+                f"{error}\n---- job {job_id}: {record['JobState']}, reason {record['Reason']} ----\n"
                 f"{_tail(self._output_path(job_id), 100)}"
             ) from None
 
     def _tear_down(self) -> None:
-        """Kill the room, hence everything in it. The nsenter processes outside reap the daemons, then end too."""
+        """Kill the room, hence everything in it. The nsenter processes outside reap the daemons and end too."""
         for child in self._children[:1]:
             child.kill()
         for child in self._children:
@@ -504,7 +529,9 @@ def _remove_stale_folders() -> None:
 
 def _fields(record: str) -> dict[str, str]:
     """`A=1 B=two words C=` as scontrol prints it; a value may hold spaces, a key never does."""
-    return {k: v.strip() for k, v in re.findall(r"(\w+(?::\w+)?)=(.*?)(?=\s+\w+(?::\w+)?=|\s*$)", record.strip())}
+    return {
+        k: v.strip() for k, v in re.findall(r"(\w+(?::\w+)?)=(.*?)(?=\s+\w+(?::\w+)?=|\s*$)", record.strip())
+    }
 
 
 def _tail(path: Path, lines: int = 30) -> str:

@@ -1,9 +1,10 @@
 #!/usr/bin/env python
-"""Stands in for `slipstream` in the tests of train.sbatch: one Ray actor on every node, then what RECIPE says.
+"""Stands in for `slipstream` in the tests of train.sbatch: one Ray actor on every node, then as RECIPE says.
 
 Called like the real one: stand_in_driver.py train RECIPE cluster.type=slurm [key=value ...]. RECIPE is JSON:
     exit_code     what to exit with
-    linger        wait for SIGTERM after the actors are placed, then take a second to write `saved` beside RECIPE
+    linger        once the actors are placed wait for SIGTERM, then take a second to write `saved` beside RECIPE
+    stubborn      ignore SIGTERM, and never end
     leave_behind  start a process that detaches itself, on every node
 """
 
@@ -48,13 +49,13 @@ def main() -> int:
     signal.signal(signal.SIGTERM, on_term)
     nodes = [n for n in ray.nodes() if n["Alive"]]
     group = placement_group([{"CPU": 1}] * len(nodes), strategy="STRICT_SPREAD")
-    probes = [
-        Probe.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, i)).remote()  # type: ignore[attr-defined]
-        for i in range(len(nodes))
-    ]
+    places = [PlacementGroupSchedulingStrategy(group, i) for i in range(len(nodes))]
+    probes = [Probe.options(scheduling_strategy=place).remote() for place in places]
     seen = ray.get([probe.look.remote(recipe.get("leave_behind", False)) for probe in probes], timeout=60)
     facts = {"verb": verb, "overrides": overrides, "actors": seen, "driver": os.environ["SLURMD_NODENAME"]}
     print("FACTS " + json.dumps(facts), flush=True)
+    while recipe.get("stubborn"):
+        signal.pause()
     if recipe.get("linger"):
         terminated.wait(timeout=120)
         threading.Event().wait(CLEAN_UP_S)

@@ -105,11 +105,23 @@ def test_sigterm_to_the_batch_script_as_before_the_time_limit_lets_the_run_decid
     assert (jobs.folder / "saved").read_text() == "1 signal(s)", result.output
 
 
+def test_nothing_survives_the_sigkill_of_the_batch_script(jobs: Jobs) -> None:
+    job = jobs.submit({"stubborn": True, "leave_behind": True}, nodes=1)
+    jobs.cluster.wait_for_output(job, "FACTS", JOB_TIMEOUT_S)
+    jobs.cluster.cancel(job, "--batch", "--signal=KILL")
+    result = jobs.cluster.wait(job, JOB_TIMEOUT_S)
+    assert (result.state, result.signal) == ("FAILED", 9), result.output
+    # Here Slurm does not know of the driver's own session; it is gone an instant after the job.
+    jobs.cluster.wait_until("node1 to be empty", lambda: not jobs.cluster.processes("node1"), timeout_s=5)
+
+
 def test_a_node_that_does_not_join_is_named_and_the_run_never_starts(jobs: Jobs) -> None:
     # /dev/shm is a node's own: with the environment there, only node1 has one.
     jobs.cluster.run_on("node1", "ln", "-s", sys.prefix, "/dev/shm/venv")
     try:
-        job = jobs.submit({}, nodes=2, env={"SLIPSTREAM_VENV": "/dev/shm/venv", "SLIPSTREAM_NODES_TIMEOUT_S": "10"})
+        job = jobs.submit(
+            {}, nodes=2, env={"SLIPSTREAM_VENV": "/dev/shm/venv", "SLIPSTREAM_NODES_TIMEOUT_S": "10"}
+        )
         result = jobs.finish(job)
     finally:
         jobs.cluster.run_on("node1", "rm", "/dev/shm/venv")

@@ -65,7 +65,7 @@ def forward_and_gradients(rank: RankSpec, config: RunConfig, batch: TrainBatch):
     from backend.trainer import TrainerRank
     from bridge.export import export
 
-    trainer = TrainerRank(config, rank, "cpu")
+    trainer = TrainerRank(config, rank)
     minibatches = trainer._assemble(batch)
     logps = trainer._log_probs(minibatches[0])
     by_target = [

@@ -188,7 +188,7 @@ def test_a_package_that_is_not_installed_is_reported_only_when_it_is_used(monkey
     monkeypatch.setattr(installed, "SGLANG", missing)
     assert check() == {}
     assert check(sglang={"a": 1, "b": 2}) == {
-        "rollout.engine.args": "a or b cannot be checked: nosuchpackage is not installed"
+        "rollout.engine.args": "a, b cannot be checked: nosuchpackage is not installed"
     }
 
 
@@ -256,6 +256,7 @@ def test_mistakes_in_megatron_fields_are_explained():
     )
     assert "use actor.parallel.tensor" in reasons["actor.megatron.tensor_parallel_size"]
     assert "expects true or false" in reasons["actor.megatron.moe_grouped_gemm"]
+    assert "no such field" in reasons["actor.megatron.mem_fraction_static"]
 
 
 @needs_sglang

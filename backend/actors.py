@@ -1,0 +1,61 @@
+"""The Ray actor of one trainer rank. Imports nothing heavy, so that the driver stays light."""
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from configs.schema import RunConfig
+
+if TYPE_CHECKING:
+    from backend.batching import TrainBatch
+    from backend.trainer import StepResult
+    from bridge.publish import PublishReport
+    from rollout.engine.client import EngineAddress
+
+
+def redirect_output(path: Path) -> None:
+    """Send this process's standard output and error, those of C libraries included, to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+class TrainerActor:
+    """Holds a ``TrainerRank``. ``connect`` is called on all ranks at once, with rank 0's meeting point."""
+
+    def __init__(self, config: RunConfig, rank: int, device: str, logs: str) -> None:
+        redirect_output(Path(logs) / f"trainer-{rank}.log")
+        self._config = config
+        self._rank = rank
+        self._device = device
+
+    def meeting_point(self) -> tuple[str, int]:
+        """An address and free port of this node for the trainer's process group."""
+        import ray
+
+        address = "127.0.0.1" if self._config.cluster.type == "local" else ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return address, probe.getsockname()[1]
+
+    def connect(self, address: str, port: int) -> None:
+        if self._device == "cpu":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
+        from backend.megatron.parallel import RankSpec
+        from backend.trainer import TrainerRank
+
+        world_size = self._config.actor.parallel.world_size
+        self._trainer = TrainerRank(self._config, RankSpec(self._rank, world_size, address, port))
+
+    def train(self, batch: "TrainBatch") -> "StepResult | None":
+        return self._trainer.train(batch)
+
+    def publish(self, engines: "Sequence[EngineAddress]") -> "PublishReport | None":
+        return self._trainer.publish(engines)
+
+    def export_hf(self, folder: str) -> None:
+        self._trainer.export_hf(Path(folder))

@@ -1,0 +1,94 @@
+"""``slipstream``: the command line. Exit codes: 0 done, 1 the run failed or was stopped, 2 the input was wrong."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from backend.doctor import examine, print_findings
+from configs.load import load_recipe
+from configs.schema import RunConfig
+from configs.violations import RecipeError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Asynchronous RL training of language models: Megatron trains, SGLang generates, nobody waits.",
+)
+_errors = Console(stderr=True, soft_wrap=True, highlight=False)
+
+FAILED, WRONG_INPUT = 1, 2
+
+Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of one that comes with Slipstream.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the recipe's.")
+]
+
+
+@app.command()
+def train(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Run a recipe from its first step to its last."""
+    config = _load(recipe, overrides)
+    from backend.monitor.progress import open_progress
+    from backend.monitor.summary import print_summary
+    from backend.run import Stopped, run
+
+    progress = open_progress(config.run.steps)
+    try:
+        summary = asyncio.run(run(config, progress))
+    except Stopped:
+        progress.close()
+        _errors.print(f"stopped; what there is lies in {config.run.folder}")
+        raise typer.Exit(FAILED) from None
+    except Exception as error:
+        progress.close()
+        for cause in _leaves(error):
+            _errors.print(f"[red]failed[/]: {type(cause).__name__}: ", end="")
+            _errors.print(str(cause), markup=False)
+        _errors.print(f"logs: {config.run.folder / 'logs'}")
+        raise typer.Exit(FAILED) from error
+    progress.close()
+    print_summary(summary, sys.stdout, name=config.run.name)
+
+
+@app.command()
+def check(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Say everything that is wrong with a recipe, or that nothing is."""
+    config = _load(recipe, overrides)
+    typer.echo(f"{recipe}: nothing wrong ({config.run.name}, {config.run.steps} steps)")
+
+
+@app.command()
+def doctor() -> None:
+    """Look at this machine and say what Slipstream finds on it."""
+    findings = examine()
+    print_findings(findings)
+    if any(finding.wrong for finding in findings):
+        raise typer.Exit(FAILED)
+
+
+def _load(recipe: str, overrides: list[str] | None) -> RunConfig:
+    try:
+        return load_recipe(Path(recipe), overrides or [])
+    except RecipeError as error:
+        _errors.print(str(error), markup=False)
+        raise typer.Exit(WRONG_INPUT) from None
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    """The errors themselves, out of the groups that parallel tasks raise."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

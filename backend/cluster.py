@@ -1,0 +1,101 @@
+"""The Ray cluster of a run: started here on one machine, joined in a Slurm job. The one Ray wrapper per role."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from backend.actors import TrainerActor
+from backend.placement import Node, Placement
+from configs.schema import RunConfig
+from rollout.engine.actor import EngineActor
+
+OBJECT_STORE_BYTES = 128 * 2**20
+"""Enough for the batches of a run on one machine; the object store is shared memory that a laptop lacks."""
+
+
+class ClusterError(RuntimeError):
+    """There is no cluster to run on."""
+
+
+@contextmanager
+def ray_cluster(config: RunConfig) -> Iterator[list[Node]]:
+    """A connected Ray; its nodes. A cluster that was started here ends, with all of its files, on exit."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    common = {"log_to_driver": False, "logging_level": "error", "include_dashboard": False}
+    temporary = None
+    try:
+        if config.cluster.type == "local":
+            # Ray's sockets live below this folder, and a socket's path may have about 100 characters.
+            temporary = Path(tempfile.mkdtemp(prefix="slipstream-ray-", dir="/tmp"))
+            ray.init(
+                address="local",
+                # Logical CPUs: on a small machine trainer and engines share the cores.
+                num_cpus=config.actor.parallel.world_size + config.rollout.engine.count,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(temporary),
+                _node_ip_address="127.0.0.1",
+                **common,
+            )
+        else:
+            address = os.environ.get("RAY_ADDRESS")
+            if not address:
+                raise ClusterError(
+                    "cluster.type is slurm, but RAY_ADDRESS is not set: launch with `sbatch slurm/train.sbatch RECIPE`"
+                )
+            ray.init(address=address, **{k: v for k, v in common.items() if k != "include_dashboard"})
+        yield [
+            Node(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get("GPU", 0)))
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+    finally:
+        ray.shutdown()
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _on(node: Node, gpus: int) -> dict[str, Any]:
+    strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
+    return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy, "max_restarts": 0}
+
+
+def create_trainer(config: RunConfig, placement: Placement, logs: Path) -> list[Any]:
+    """One actor handle per trainer rank."""
+    gpus = int(placement.device == "cuda")
+    remote = ray.remote(TrainerActor)
+    return [
+        remote.options(**_on(node, gpus)).remote(config, rank, placement.device, str(logs))
+        for rank, node in enumerate(placement.trainer)
+    ]
+
+
+def create_engine(config: RunConfig, placement: Placement, number: int, logs: Path) -> Any:
+    """The actor handle of engine ``number``. It waits for its server's end while it starts and stops it."""
+    engine = config.rollout.engine
+    gpus = engine.tensor_parallel if placement.device == "cuda" else 0
+    options = _on(placement.engines[number], gpus) | {"max_concurrency": 8}
+    return (
+        ray.remote(EngineActor)
+        .options(**options)
+        .remote(
+            name=f"engine-{number}",
+            model_path=str(config.model.path.resolve()),
+            dtype=config.model.dtype,
+            device=placement.device,
+            tensor_parallel=engine.tensor_parallel,
+            seed=config.run.seed + number,
+            args=engine.args,
+            log_folder=str(logs),
+            loopback=config.cluster.type == "local",
+            start_timeout_s=engine.start_timeout_s,
+        )
+    )
+

@@ -1,0 +1,88 @@
+"""``slipstream doctor``: what this machine has of what Slipstream needs. Imports none of it."""
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from rich.console import Console
+from rich.table import Table
+
+PACKAGES = {
+    "torch": "tensors",
+    "megatron-core": "trains the policy",
+    "sglang": "generates",
+    "ray": "places processes",
+    "transformers": "tokenizers",
+    "tensorboard": "shows metrics",
+    "transformer-engine": "fused layers, GPUs only",
+}
+OPTIONAL = {"transformer-engine"}
+NEEDED_SHM = 512 * 2**20
+"""Ray's object store and Torch's file descriptors live in shared memory."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    found: str
+    advice: str = ""
+    wrong: bool = False
+
+
+def examine() -> list[Finding]:
+    """Everything that is looked at, in the order it is shown."""
+    return [_python(), *map(_package, PACKAGES), _gpus(), _cpus(), _memory(), _shared_memory(), _slurm()]
+
+
+def _python() -> Finding:
+    found = ".".join(map(str, sys.version_info[:3]))
+    wrong = sys.version_info[:2] not in ((3, 11), (3, 12))
+    return Finding("Python", found, "3.11 or 3.12 is needed" if wrong else "", wrong)
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(name, version(name), PACKAGES[name])
+    except PackageNotFoundError:
+        optional = name in OPTIONAL
+        advice = PACKAGES[name] if optional else f"{PACKAGES[name]}: run `make install`"
+        return Finding(name, "not installed", advice, wrong=not optional)
+
+
+def _gpus() -> Finding:
+    if not os.path.exists("/dev/nvidiactl"):
+        return Finding("GPUs", "none", "the same stack runs on the CPU")
+    count = sum(entry.startswith("nvidia") and entry[6:].isdigit() for entry in os.listdir("/dev"))
+    return Finding("GPUs", str(count))
+
+
+def _cpus() -> Finding:
+    return Finding("CPU cores", str(len(os.sched_getaffinity(0))))
+
+
+def _memory() -> Finding:
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    small = size < 6 * 2**30
+    return Finding("memory", f"{size / 2**30:.0f} GiB", "the quickstart needs about 5 GiB" if small else "", small)
+
+
+def _shared_memory() -> Finding:
+    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+    small = free < NEEDED_SHM
+    advice = f"{NEEDED_SHM // 2**20} MiB are needed, in a container: --shm-size=1g" if small else ""
+    return Finding("free in /dev/shm", f"{free / 2**30:.1f} GiB", advice, small)
+
+
+def _slurm() -> Finding:
+    return Finding("Slurm", "sbatch found" if shutil.which("sbatch") else "none", "for multi-node runs")
+
+
+def print_findings(findings: list[Finding]) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for finding in findings:
+        mark = "[red]✗[/]" if finding.wrong else "[green]✓[/]"
+        table.add_row(mark, finding.what, finding.found, f"[dim]{finding.advice}[/]")
+    Console().print(table)
+

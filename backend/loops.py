@@ -1,0 +1,200 @@
+"""The loops of a run. They share one event loop and meet only in the admission gate and the engine pool.
+
+    collection:  slot -> prompt -> n episodes -> group            (never waits for training, only for slots)
+    training:    batch in admission order -> step -> publish -> free the slots
+    serving:     keeps every engine on the current version        (rollout.engine.supervisor)
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from backend.batching import TrainBatch
+from backend.recorder import Recorder, StepTimes
+from backend.remote import Trainer
+from configs.schema import RunConfig, SamplingConfig
+from rollout.control.filters import GroupFilter
+from rollout.control.gate import AdmissionGate
+from rollout.data import PromptStream
+from rollout.engine.client import EngineAddress
+from rollout.engine.pool import EnginePool, NoEngine
+from rollout.engine.supervisor import Supervisor
+from rollout.trajectory import Completion, Group, Prompt, Trajectory
+from rollout.workflow import Tokenizer, Workflow, WorkflowContext
+
+
+@dataclass
+class Loops:
+    """What the loops work on. Built by ``backend.run``."""
+
+    config: RunConfig
+    gate: AdmissionGate
+    pool: EnginePool
+    trainer: Trainer
+    supervisor: Supervisor
+    prompts: PromptStream
+    held_out: list[Prompt]
+    workflow: Workflow
+    context: WorkflowContext
+    group_filter: GroupFilter | None
+    recorder: Recorder
+    weights: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the trainer's weights change or travel: versions and engines move together."""
+
+
+# ---- training
+
+
+async def training_loop(loops: Loops) -> None:
+    """Train on batches in admission order and publish every new version. Evaluation goes on beside it."""
+    async with asyncio.TaskGroup() as evaluations:
+        for _ in range(loops.config.run.steps):
+            version = await training_step(loops)
+            if is_evaluated(loops.config, version):
+                evaluations.create_task(evaluate_and_record(loops, version))
+
+
+async def training_step(loops: Loops) -> int:
+    """One batch, one step, one published version; that version."""
+    asked = time.monotonic()
+    groups = await loops.gate.batch(loops.config.run.batch_timeout_s)
+    began = time.monotonic()
+    async with loops.weights:
+        result = await loops.trainer.train(as_batch(groups, loops.gate.version))
+        trained = time.monotonic()
+        report = await publish(loops, result.version)
+    await loops.gate.published(result.version)
+    times = StepTimes(wait_s=began - asked, train_s=trained - began, step_s=time.monotonic() - asked)
+    loops.recorder.step(groups, result, report, times)
+    return result.version
+
+
+def as_batch(groups: list[Group], version: int) -> TrainBatch:
+    """The trajectories of a batch of groups, in admission order."""
+    return TrainBatch(
+        version,
+        tuple(trajectory for group in groups for trajectory in group.trajectories),
+        np.repeat([group.id for group in groups], [len(group.trajectories) for group in groups]),
+    )
+
+
+async def publish(loops: Loops, version: int):
+    """Bring every serving engine to the trainer's version; those that miss it are fenced off and rebuilt."""
+    report = await loops.trainer.publish([client.address for client in loops.pool.clients])
+    for client in loops.pool.clients:
+        if client.name in report.failed:
+            await loops.pool.remove(client)
+            loops.supervisor.condemn(client.name, report.failed[client.name])
+    loops.pool.version = version
+    return report
+
+
+# ---- collection
+
+
+async def collection_loop(loops: Loops) -> None:
+    """Start a group whenever there is a slot. Ends only by cancellation, and its groups with it."""
+    async with asyncio.TaskGroup() as groups:
+        while True:
+            ticket = await loops.gate.slot()
+            groups.create_task(collect(loops, ticket, loops.prompts.next()))
+
+
+async def collect(loops: Loops, ticket, prompt: Prompt) -> None:
+    """One group, from its slot to ready, filtered or failed."""
+    n = loops.config.rollout.n_samples_per_prompt
+    failure = None
+    try:
+        async with asyncio.TaskGroup() as episodes:
+            tasks = [episodes.create_task(episode(loops, prompt)) for _ in range(n)]
+    except* EpisodeFailed as failures:
+        failure = failures.exceptions[0]
+    if failure is not None:
+        await loops.gate.failed(ticket, str(failure))
+        return
+    group = Group(ticket.id, prompt, ticket.version, tuple(task.result() for task in tasks))
+    if loops.group_filter is not None and not loops.group_filter.keep(group):
+        await loops.gate.filtered(ticket)
+    else:
+        await loops.gate.finished(group)
+
+
+class EpisodeFailed(RuntimeError):
+    """An episode has failed as often as ``rollout.episode_attempts`` allows."""
+
+
+async def episode(loops: Loops, prompt: Prompt) -> Trajectory:
+    """One judged episode. Whatever a workflow or reward raises is a failed attempt, never a neutral score."""
+    rollout = loops.config.rollout
+    for attempt in range(1, rollout.episode_attempts + 1):
+        try:
+            async with asyncio.timeout(rollout.episode_timeout_s):
+                trajectory = await loops.workflow.run(prompt, loops.context)
+            if trajectory.reward is None or not np.isfinite(trajectory.reward):
+                raise ValueError(f"{rollout.workflow.path} gave the reward {trajectory.reward}")
+            return trajectory
+        except NoEngine:
+            raise
+        except Exception as error:  # user code: whatever it raises, the episode has failed and is counted
+            loops.recorder.episode_failed(prompt, attempt, error)
+            last = error
+    raise EpisodeFailed(f"prompt {prompt.id}: {type(last).__name__}: {last}")
+
+
+# ---- evaluation
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """The pool as evaluation sees it: temperature 0."""
+
+    pool: EnginePool
+
+    async def generate(self, input_ids, sampling: SamplingConfig) -> Completion:
+        return await self.pool.generate(input_ids, sampling, greedy=True)
+
+
+def is_evaluated(config: RunConfig, version: int) -> bool:
+    """Whether the policy is evaluated while the run goes on; its last version is evaluated at the end."""
+    every = config.eval.every if config.eval else 0
+    return every > 0 and version % every == 0 and version < config.run.steps
+
+
+async def evaluate_and_record(loops: Loops, version: int) -> float:
+    accuracy, length = await evaluate(loops)
+    loops.recorder.evaluated(version, accuracy, length)
+    return accuracy
+
+
+async def evaluate(loops: Loops) -> tuple[float, float]:
+    """Mean reward and mean response length of greedy answers to the held-out prompts."""
+    settings = loops.config.eval
+    assert settings is not None
+    sampling = loops.context.sampling
+    if settings.max_new_tokens is not None:
+        sampling = sampling.model_copy(update={"max_new_tokens": settings.max_new_tokens})
+    context = replace(loops.context, generator=Greedy(loops.pool), sampling=sampling)
+    trajectories = await asyncio.gather(*(loops.workflow.run(prompt, context) for prompt in loops.held_out))
+    rewards = [trajectory.reward for trajectory in trajectories]
+    return float(np.mean(rewards)), float(np.mean([t.response_length for t in trajectories]))
+
+
+# ---- serving
+
+
+def sync_engine(loops: Loops) -> Callable[[EngineAddress, Callable[[], Awaitable[None]]], Awaitable[str | None]]:
+    """How a fresh engine, which holds version 0, is brought to the current version and admitted to the pool."""
+
+    async def sync(address: EngineAddress, admit: Callable[[], Awaitable[None]]) -> str | None:
+        async with loops.weights:
+            if loops.pool.version > 0:
+                report = await loops.trainer.publish([address])
+                if address.name in report.failed:
+                    return report.failed[address.name]
+            await admit()
+            return None
+
+    return sync

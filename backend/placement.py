@@ -1,0 +1,82 @@
+"""Which node each trainer rank and each engine runs on. Pure: node facts in, a placement out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from configs.schema import RunConfig
+
+
+class PlacementError(ValueError):
+    """The cluster is too small for the recipe; the message has both numbers."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the Ray cluster."""
+
+    id: str
+    address: str
+    gpus: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The node of every trainer rank and of every engine, and the device they compute on."""
+
+    trainer: tuple[Node, ...]
+    engines: tuple[Node, ...]
+    device: str
+    """``cuda`` or ``cpu``."""
+
+
+def place(nodes: Sequence[Node], config: RunConfig) -> Placement:
+    """Trainer ranks fill the first nodes, engines the nodes after them; on one node they share it.
+
+    On GPUs, a rank has one and an engine as many as its tensor-parallel size, never across nodes. On CPUs
+    nothing is counted. Raises PlacementError.
+    """
+    nodes = sorted(nodes, key=lambda node: tuple(map(int, node.address.split("."))))
+    device = _device(nodes, config)
+    if config.cluster.type == "slurm":
+        first = config.cluster.trainer_nodes
+        if len(nodes) <= first:
+            raise PlacementError(
+                f"the job has {len(nodes)} nodes: cluster.trainer_nodes={first} leaves none for the engines; "
+                "ask sbatch for more nodes"
+            )
+        trainer_nodes, engine_nodes = nodes[:first], nodes[first:]
+    else:
+        trainer_nodes = engine_nodes = list(nodes)
+    ranks, engines = config.actor.parallel.world_size, config.rollout.engine.count
+    if device == "cpu":
+        per_node = -(-ranks // len(trainer_nodes))
+        return Placement(
+            tuple(trainer_nodes[rank // per_node] for rank in range(ranks)),
+            tuple(engine_nodes[engine % len(engine_nodes)] for engine in range(engines)),
+            device,
+        )
+    free = {node.id: node.gpus for node in nodes}
+    trainer = _take(trainer_nodes, free, ranks, 1, "trainer ranks (actor.parallel)")
+    size = config.rollout.engine.tensor_parallel
+    return Placement(trainer, _take(engine_nodes, free, engines, size, "engines (rollout.engine)"), device)
+
+
+def _device(nodes: Sequence[Node], config: RunConfig) -> str:
+    wanted = config.cluster.device
+    if wanted == "auto":
+        return "cuda" if any(node.gpus for node in nodes) else "cpu"
+    if wanted == "gpu" and not any(node.gpus for node in nodes):
+        raise PlacementError("cluster.device is gpu, but no node of the cluster has one")
+    return "cuda" if wanted == "gpu" else "cpu"
+
+
+def _take(nodes: Sequence[Node], free: dict[str, int], count: int, gpus: int, what: str) -> tuple[Node, ...]:
+    taken: list[Node] = []
+    for node in nodes:
+        while len(taken) < count and free[node.id] >= gpus:
+            free[node.id] -= gpus
+            taken.append(node)
+    if len(taken) < count:
+        have = ", ".join(f"{node.address}: {node.gpus}" for node in nodes)
+        raise PlacementError(f"{count} {what} need {gpus} GPUs each; there is room for {len(taken)} (GPUs by node: {have})")
+    return tuple(taken)
