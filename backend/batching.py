@@ -4,9 +4,10 @@ Pack first, distribute second: the trajectories of a mini-batch are packed into 
 budget, and whole micro-batches are then dealt to the data-parallel ranks. Invariants (asserted by the tests):
 
 - every trajectory is in exactly one micro-batch of one mini-batch on one rank;
-- all ranks have the same number of micro-batches in a mini-batch, none of them empty (pipelines and
-  collectives stay in step);
-- no micro-batch is over the budget, unless a single trajectory is.
+- all ranks have the same number of micro-batches in a mini-batch (pipelines and collectives stay in step);
+- no micro-batch is over the budget, unless a single trajectory is;
+- a micro-batch is idle, which is to have no trajectory, only where every other one of the mini-batch has a
+  single one: 3 trajectories that fill the budget cannot be dealt evenly to 2 ranks.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ import numpy as np
 from rollout.trajectory import UNSAMPLED, Trajectory
 
 Pack = list[int]
-"""Indices of the trajectories in one micro-batch."""
+"""Indices of the trajectories in one micro-batch; none: the rank idles along with the others."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,24 @@ class TrainBatch:
 
 
 class StalenessViolation(RuntimeError):
-    """A token that carries loss is older than the bound permits, or from the future."""
+    """A token that carries loss is older than the bound permits, from the future, or of no version."""
 
 
 def check_staleness(batch: TrainBatch, max_lag: int) -> None:
     """Raise StalenessViolation unless every token that carries loss has 0 <= lag <= ``max_lag``."""
     for index, trajectory in enumerate(batch.trajectories):
-        lag_T = batch.version - trajectory.versions_T[trajectory.loss_mask_T]
-        if lag_T.size and not (0 <= lag_T.min() and lag_T.max() <= max_lag):
+        version_T = trajectory.versions_T[trajectory.loss_mask_T]
+        if (version_T == UNSAMPLED).any():
             raise StalenessViolation(
-                f"trajectory {index} of group {batch.group_N[index]} holds tokens of lag {lag_T.min()}..{lag_T.max()} "
-                f"at version {batch.version}; rollout.max_head_offpolicyness allows 0..{max_lag}"
+                f"trajectory {index} of group {batch.group_N[index]} trains tokens that no policy "
+                "version sampled"
+            )
+        lag_T = batch.version - version_T
+        if lag_T.size and not (lag_T.min() >= 0 and lag_T.max() <= max_lag):
+            raise StalenessViolation(
+                f"trajectory {index} of group {batch.group_N[index]} holds tokens of lag "
+                f"{lag_T.min()}..{lag_T.max()} at version {batch.version}; "
+                f"rollout.max_head_offpolicyness allows 0..{max_lag}"
             )
 
 
@@ -70,7 +78,11 @@ def pack(lengths: np.ndarray, indices: Sequence[int], budget: int, multiple: int
             packs.append([int(index)])
             space.append(budget - int(lengths[index]))
     while len(packs) % multiple:
-        largest = max((p for p in packs if len(p) > 1), key=lambda p: sum(lengths[i] for i in p))
+        divisible = [p for p in packs if len(p) > 1]
+        if not divisible:
+            packs.append([])
+            continue
+        largest = max(divisible, key=lambda p: sum(lengths[i] for i in p))
         packs.remove(largest)
         packs += [largest[::2], largest[1::2]]
     return packs
@@ -124,22 +136,25 @@ class MicroBatch:
 
 
 def assemble(batch: TrainBatch, advantage_N: np.ndarray, indices: Pack, multiple: int = 1) -> MicroBatch:
-    """Concatenate the trajectories ``indices``; pad the total to a ``multiple`` (sequence parallelism)."""
+    """Concatenate the trajectories ``indices``; pad the total to a ``multiple`` (sequence parallelism).
+
+    An idle micro-batch is all padding. Raises ValueError for a trajectory that cannot be trained on.
+    """
     parts = [batch.trajectories[i] for i in indices]
     lengths = [len(part.tokens_T) for part in parts]
-    tokens_T = np.concatenate([part.tokens_T for part in parts])
-    mask_T = np.concatenate([part.loss_mask_T for part in parts])
+    tokens_T = _joined([part.tokens_T for part in parts], np.int64)
+    mask_T = _joined([part.loss_mask_T for part in parts], np.bool_)
     starts = np.cumsum([0, *lengths])
     # The first token of a trajectory is predicted by nothing; it is a prompt token, hence never in the mask.
     predicted_M = np.flatnonzero(mask_T)
     if np.isin(predicted_M, starts[:-1]).any():
-        raise ValueError("a trajectory begins with a token that carries loss; it needs at least one prompt token")
-    logp_T = np.concatenate([part.logprobs_T for part in parts])
-    version_T = np.concatenate([part.versions_T for part in parts])
-    if (version_T[predicted_M] == UNSAMPLED).any():
-        raise ValueError("a token that carries loss has no policy version")
-    owner_T = np.repeat(indices, lengths)
-    padding = -len(tokens_T) % multiple
+        raise ValueError(
+            "a trajectory begins with a token that carries loss; it needs at least one prompt token"
+        )
+    logp_T = _joined([part.logprobs_T for part in parts], np.float32)
+    version_T = _joined([part.versions_T for part in parts], np.int32)
+    owner_T = np.repeat(np.array(indices, np.int64), np.array(lengths, np.int64))
+    padding = -len(tokens_T) % multiple if parts else multiple
     segments = [*lengths, padding] if padding else lengths
     return MicroBatch(
         tokens_T=np.pad(tokens_T, (0, padding)),
@@ -151,3 +166,7 @@ def assemble(batch: TrainBatch, advantage_N: np.ndarray, indices: Pack, multiple
         lag_M=batch.version - version_T[predicted_M],
         advantage_M=advantage_N[owner_T[predicted_M]],
     )
+
+
+def _joined(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.empty(0, dtype), *arrays])

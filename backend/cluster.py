@@ -1,17 +1,19 @@
 """The Ray cluster of a run: started here on one machine, joined in a Slurm job. The one Ray wrapper per role."""
 
 import os
-import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import backend.ray_settings  # noqa: F401, I001  before ray
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from backend.actors import TrainerActor
+from backend.guard import guarded
 from backend.placement import Node, Placement
 from configs.schema import RunConfig
 from rollout.engine.actor import EngineActor
@@ -27,39 +29,46 @@ class ClusterError(RuntimeError):
 @contextmanager
 def ray_cluster(config: RunConfig) -> Iterator[list[Node]]:
     """A connected Ray; its nodes. A cluster that was started here ends, with all of its files, on exit."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    common = {"log_to_driver": False, "logging_level": "error", "include_dashboard": False}
-    temporary = None
-    try:
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    with ExitStack() as stack:
         if config.cluster.type == "local":
             # Ray's sockets live below this folder, and a socket's path may have about 100 characters.
-            temporary = Path(tempfile.mkdtemp(prefix="slipstream-ray-", dir="/tmp"))
-            ray.init(
-                address="local",
-                # Logical CPUs: on a small machine trainer and engines share the cores.
-                num_cpus=config.actor.parallel.world_size + config.rollout.engine.count,
-                object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=str(temporary),
-                _node_ip_address="127.0.0.1",
-                **common,
-            )
+            folder = Path(tempfile.mkdtemp(prefix="slipstream-ray-", dir="/tmp"))
+            stack.enter_context(guarded(folder))
+        stack.callback(ray.shutdown)
+        if config.cluster.type == "local":
+            _start_local(config, folder)
         else:
-            address = os.environ.get("RAY_ADDRESS")
-            if not address:
-                raise ClusterError(
-                    "cluster.type is slurm, but RAY_ADDRESS is not set: launch with `sbatch slurm/train.sbatch RECIPE`"
-                )
-            ray.init(address=address, **{k: v for k, v in common.items() if k != "include_dashboard"})
+            _join_job()
+        signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts in one that exits without cleaning up
         yield [
             Node(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get("GPU", 0)))
             for node in ray.nodes()
             if node["Alive"]
         ]
-    finally:
-        ray.shutdown()
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _start_local(config: RunConfig, folder: Path) -> None:
+    ray.init(
+        address="local",
+        # Logical CPUs: on a small machine trainer and engines share the cores.
+        num_cpus=config.actor.parallel.world_size + config.rollout.engine.count,
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        _temp_dir=str(folder),
+        _node_ip_address="127.0.0.1",
+    )
+
+
+def _join_job() -> None:
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:
+        raise ClusterError(
+            "cluster.type is slurm, but RAY_ADDRESS is not set: launch with `sbatch slurm/train.sbatch RECIPE`"
+        )
+    ray.init(address=address, log_to_driver=False, logging_level="error")
 
 
 def _on(node: Node, gpus: int) -> dict[str, Any]:
@@ -98,4 +107,3 @@ def create_engine(config: RunConfig, placement: Placement, number: int, logs: Pa
             start_timeout_s=engine.start_timeout_s,
         )
     )
-

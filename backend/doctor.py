@@ -65,7 +65,9 @@ def _cpus() -> Finding:
 def _memory() -> Finding:
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     small = size < 6 * 2**30
-    return Finding("memory", f"{size / 2**30:.0f} GiB", "the quickstart needs about 5 GiB" if small else "", small)
+    return Finding(
+        "memory", f"{size / 2**30:.0f} GiB", "the quickstart needs about 5 GiB" if small else "", small
+    )
 
 
 def _shared_memory() -> Finding:
@@ -85,4 +87,3 @@ def print_findings(findings: list[Finding]) -> None:
         mark = "[red]✗[/]" if finding.wrong else "[green]✓[/]"
         table.add_row(mark, finding.what, finding.found, f"[dim]{finding.advice}[/]")
     Console().print(table)
-

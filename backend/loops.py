@@ -1,8 +1,8 @@
 """The loops of a run. They share one event loop and meet only in the admission gate and the engine pool.
 
-    collection:  slot -> prompt -> n episodes -> group            (never waits for training, only for slots)
-    training:    batch in admission order -> step -> publish -> free the slots
-    serving:     keeps every engine on the current version        (rollout.engine.supervisor)
+collection:  slot -> prompt -> n episodes -> group            (never waits for training, only for slots)
+training:    batch in admission order -> step -> publish -> free the slots
+serving:     keeps every engine on the current version        (rollout.engine.supervisor)
 """
 
 import asyncio
@@ -185,7 +185,9 @@ async def evaluate(loops: Loops) -> tuple[float, float]:
 # ---- serving
 
 
-def sync_engine(loops: Loops) -> Callable[[EngineAddress, Callable[[], Awaitable[None]]], Awaitable[str | None]]:
+def sync_engine(
+    loops: Loops,
+) -> Callable[[EngineAddress, Callable[[], Awaitable[None]]], Awaitable[str | None]]:
     """How a fresh engine, which holds version 0, is brought to the current version and admitted to the pool."""
 
     async def sync(address: EngineAddress, admit: Callable[[], Awaitable[None]]) -> str | None:

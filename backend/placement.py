@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 from configs.schema import RunConfig
 
@@ -35,7 +36,7 @@ def place(nodes: Sequence[Node], config: RunConfig) -> Placement:
     On GPUs, a rank has one and an engine as many as its tensor-parallel size, never across nodes. On CPUs
     nothing is counted. Raises PlacementError.
     """
-    nodes = sorted(nodes, key=lambda node: tuple(map(int, node.address.split("."))))
+    nodes = sorted(nodes, key=_by_address)
     device = _device(nodes, config)
     if config.cluster.type == "slurm":
         first = config.cluster.trainer_nodes
@@ -61,6 +62,15 @@ def place(nodes: Sequence[Node], config: RunConfig) -> Placement:
     return Placement(trainer, _take(engine_nodes, free, engines, size, "engines (rollout.engine)"), device)
 
 
+def _by_address(node: Node) -> tuple[int, int, str]:
+    """By number where the address is one, of either length; host names after them."""
+    try:
+        address = ip_address(node.address)
+    except ValueError:
+        return (99, 0, node.address)
+    return (address.version, int(address), "")
+
+
 def _device(nodes: Sequence[Node], config: RunConfig) -> str:
     wanted = config.cluster.device
     if wanted == "auto":
@@ -71,12 +81,15 @@ def _device(nodes: Sequence[Node], config: RunConfig) -> str:
 
 
 def _take(nodes: Sequence[Node], free: dict[str, int], count: int, gpus: int, what: str) -> tuple[Node, ...]:
+    have = ", ".join(f"{node.address}: {free[node.id]}" for node in nodes)
     taken: list[Node] = []
     for node in nodes:
         while len(taken) < count and free[node.id] >= gpus:
             free[node.id] -= gpus
             taken.append(node)
     if len(taken) < count:
-        have = ", ".join(f"{node.address}: {node.gpus}" for node in nodes)
-        raise PlacementError(f"{count} {what} need {gpus} GPUs each; there is room for {len(taken)} (GPUs by node: {have})")
+        raise PlacementError(
+            f"{count} {what} need {gpus} GPUs each; there is room for {len(taken)} "
+            f"(free GPUs by node: {have})"
+        )
     return tuple(taken)

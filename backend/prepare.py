@@ -1,10 +1,11 @@
 """Runs a recipe's ``prepare`` in a process of its own: it may need torch, and it must not outlive the run.
 
-    python -m backend.prepare '{"path": ..., "args": {...}}'      progress lines on standard output
+python -m backend.prepare '{"path": ..., "args": {...}}'      progress lines on standard output
 """
 
 import asyncio
 import json
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,9 +14,12 @@ from pathlib import Path
 from configs.schema import RunConfig
 from rollout.plugins import resolve
 
+LONGEST_LINE = 2**24
+"""Bytes; progress bars that redraw themselves write one very long line."""
+
 
 class PrepareFailed(RuntimeError):
-    """The recipe's ``prepare`` ended with an error; the message has its last lines."""
+    """The recipe's ``prepare`` ended with an error, or without having made what it was called for."""
 
 
 def input_paths(config: RunConfig) -> dict[str, Path]:
@@ -29,7 +33,9 @@ async def prepare_inputs(config: RunConfig, say: Callable[[str], None]) -> None:
     paths = input_paths(config)
     if config.prepare is None or all(path.exists() for path in paths.values()):
         return
-    arguments = {name: str(path) for name, path in paths.items()} | {"seed": config.run.seed} | config.prepare.args
+    arguments = (
+        {name: str(path) for name, path in paths.items()} | {"seed": config.run.seed} | config.prepare.args
+    )
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -37,20 +43,29 @@ async def prepare_inputs(config: RunConfig, say: Callable[[str], None]) -> None:
         json.dumps({"path": config.prepare.path, "args": arguments}),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
+        limit=LONGEST_LINE,
     )
-    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
     errors = asyncio.ensure_future(process.stderr.read())
     try:
         async for line in process.stdout:
             say(line.decode(errors="replace").rstrip())
-        if await process.wait() != 0:
+        code = await process.wait()
+        if code != 0:
             tail = (await errors).decode(errors="replace").strip().splitlines()[-15:]
-            raise PrepareFailed(f"{config.prepare.path} failed:\n" + "\n".join(tail))
+            raise PrepareFailed("\n".join([f"{config.prepare.path} {_ending(code)}:", *tail]))
     finally:
         errors.cancel()
         with suppress(ProcessLookupError):
             process.kill()
         await process.wait()
+    if absent := [str(path) for path in paths.values() if not path.exists()]:
+        raise PrepareFailed(f"{config.prepare.path} has ended well, but did not make {', '.join(absent)}")
+
+
+def _ending(code: int) -> str:
+    return f"failed with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
 
 
 def main() -> None:

@@ -66,6 +66,7 @@ class Recorder:
         self._shown_accuracy: float | None = None
         self._started = clock()
         self._tokens_before_training = 0
+        self._tokens_after_training: int | None = None
         self._training_began: float | None = None
         self._training_ended: float | None = None
         self._last_step = (self._started, 0)
@@ -78,16 +79,19 @@ class Recorder:
 
     def training_ends(self) -> None:
         self._training_ended = self._clock()
+        self._tokens_after_training = self._pool.tokens_generated
 
     def evaluated(self, version: int, accuracy: float, response_length: float) -> None:
-        """Held-out results of ``version``; measured beside training, they may hold a newer version's tokens."""
+        """Held-out results of ``version``; measured beside training, they may hold tokens of a newer one."""
         self._accuracy[version] = self._shown_accuracy = accuracy
         self._metrics.log(version, {"eval/accuracy": accuracy, "eval/response_length": response_length})
 
     def episode_failed(self, prompt: Prompt, attempt: int, error: Exception) -> None:
         self._totals.episode_retries += 1
         if self._totals.episode_retries <= 3:
-            self._progress.note(f"episode of prompt {prompt.id}, attempt {attempt}: {type(error).__name__}: {error}")
+            self._progress.note(
+                f"episode of prompt {prompt.id}, attempt {attempt}: {type(error).__name__}: {error}"
+            )
 
     def step(self, groups: list[Group], result: StepResult, report: PublishReport, times: StepTimes) -> None:
         """A training step on ``groups`` has produced and published ``result.version``."""
@@ -149,7 +153,8 @@ class Recorder:
 
     def _staleness(self, trajectories: list[Trajectory], version: int) -> dict:
         """Lags of a batch that was trained from ``version``."""
-        heads = np.array([version - t.oldest_version for t in trajectories])
+        # A workflow may give a trajectory without a single token to train.
+        heads = np.array([version - t.oldest_version for t in trajectories if t.response_length] or [0])
         lags: Counter[int] = Counter()
         for trajectory in trajectories:
             lags.update((version - trajectory.versions_T[trajectory.loss_mask_T]).tolist())
@@ -162,7 +167,7 @@ class Recorder:
         return {
             "staleness/head_max": int(heads.max()),
             "staleness/head_mean": heads.mean(),
-            "staleness/token_mean": sum(lag * n for lag, n in lags.items()) / lags.total(),
+            "staleness/token_mean": sum(lag * n for lag, n in lags.items()) / max(lags.total(), 1),
             "staleness/token_lag": dict(lags),
             "rollout/multi_version_fraction": several / len(trajectories),
         }
@@ -171,10 +176,16 @@ class Recorder:
         """The account of the run so far."""
         totals, counts = self._totals, self._gate.counts
         now = self._clock()
-        training_s = 0.0
+        training_s, generated = 0.0, 0
         if self._training_began is not None:
-            training_s = (self._training_ended or now) - self._training_began
-        after = max(self._accuracy, default=0)
+            training_s = (
+                now if self._training_ended is None else self._training_ended
+            ) - self._training_began
+            after = self._tokens_after_training
+            generated = (
+                self._pool.tokens_generated if after is None else after
+            ) - self._tokens_before_training
+        version = self._gate.version
         trained = totals.trajectories > 0
         return RunSummary(
             exit=end,
@@ -182,13 +193,13 @@ class Recorder:
             wall_s=now - self._started,
             training_s=training_s,
             accuracy_before=self._accuracy.get(0),
-            accuracy_after=self._accuracy[after] if after else None,
+            accuracy_after=self._accuracy.get(version) if version else None,
             head_lag_max=totals.head_lag_max if trained else None,
             head_lag_mean=totals.head_lag_sum / totals.trajectories if trained else None,
             multi_version_fraction=totals.multi_version / totals.trajectories if trained else None,
-            tokens_generated=self._pool.tokens_generated - self._tokens_before_training,
+            tokens_generated=generated,
             tokens_trained=totals.tokens_trained,
-            versions=self._gate.version,
+            versions=version,
             stall_s_mean=float(np.mean(totals.stalls_s)) if trained else None,
             engine_restarts=self._engine_restarts(),
             trainer_wait_fraction=min(1.0, totals.wait_s / training_s) if training_s else None,

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import backend.ray_settings  # noqa: F401, I001  before ray
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -41,7 +42,9 @@ class Trainer:
         self._logs = logs
 
     async def connect(self) -> None:
-        address, port = await within(self._timeout_s, "the first trainer rank", self._ranks[0].meeting_point.remote())
+        address, port = await within(
+            self._timeout_s, "the first trainer rank", self._ranks[0].meeting_point.remote()
+        )
         await self._all("building the model", "connect", address, port)
 
     async def train(self, batch: TrainBatch) -> StepResult:
@@ -76,7 +79,11 @@ class RayEngine:
     """An ``EngineHandle`` whose server is owned by a Ray actor. An actor that is gone is made anew."""
 
     def __init__(
-        self, name: str, create: Callable[[], Any], address: Callable[[str, str], EngineAddress], timeout_s: float
+        self,
+        name: str,
+        create: Callable[[], Any],
+        address: Callable[[str, str], EngineAddress],
+        timeout_s: float,
     ) -> None:
         self.name = name
         self._create = create

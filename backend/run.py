@@ -135,7 +135,9 @@ async def _run(config: RunConfig, folder: Path, progress: Progress) -> RunSummar
         return summary
 
 
-def build(config: RunConfig, folder: Path, nodes: list[Node], metrics: MetricsLog, progress: Progress) -> Loops:
+def build(
+    config: RunConfig, folder: Path, nodes: list[Node], metrics: MetricsLog, progress: Progress
+) -> Loops:
     """Everything that the loops work on. Actors are created, but nothing is started yet."""
     from transformers import AutoTokenizer
 
@@ -188,7 +190,9 @@ def build(config: RunConfig, folder: Path, nodes: list[Node], metrics: MetricsLo
         pool=pool,
         trainer=trainer,
         supervisor=supervisor,
-        prompts=PromptStream(read_prompts(config.data.path), shuffle=config.data.shuffle, seed=config.run.seed),
+        prompts=PromptStream(
+            read_prompts(config.data.path), shuffle=config.data.shuffle, seed=config.run.seed
+        ),
         held_out=read_prompts(config.eval.path)[: config.eval.max_prompts] if config.eval else [],
         workflow=plugins.build(rollout.workflow),
         context=WorkflowContext(pool, tokenizer, plugins.build(rollout.reward), rollout.sampling),

@@ -67,7 +67,9 @@ class TrainerRank:
         place where it matters.
         """
         if batch.version != self.version:
-            raise ValueError(f"a batch for version {batch.version} reached a trainer at version {self.version}")
+            raise ValueError(
+                f"a batch for version {batch.version} reached a trainer at version {self.version}"
+            )
         check_staleness(batch, self._config.rollout.max_head_offpolicyness)
         minibatches = self._assemble(batch)
         every_microbatch = [micro for minibatch in minibatches for micro in minibatch]
@@ -108,7 +110,9 @@ class TrainerRank:
         lr = self._learning_rate(self.version)
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
-        loss = {id(micro): partial(self._loss, micro, old) for micro, old in zip(minibatch, proximal, strict=True)}
+        loss = {
+            id(micro): partial(self._loss, micro, old) for micro, old in zip(minibatch, proximal, strict=True)
+        }
         results = self._pipeline(minibatch, lambda micro: loss[id(micro)], forward_only=False)
         succeeded, grad_norm, _ = self._optimizer.step()
         statistics.add_update(results, grad_norm=float(grad_norm), lr=lr, succeeded=bool(succeeded))
@@ -173,7 +177,9 @@ class TrainerRank:
             group=self._groups.get_tensor_model_parallel_group() if parallel.tensor > 1 else None,
         )
 
-    def _loss(self, micro: MicroBatch, proximal_M: Tensor | None, logits: Tensor) -> tuple[Tensor, Tensor, Any]:
+    def _loss(
+        self, micro: MicroBatch, proximal_M: Tensor | None, logits: Tensor
+    ) -> tuple[Tensor, Tensor, Any]:
         """Sum of token losses, token count, statistics: what Megatron's per-token loss asks for."""
         actor = self._config.actor
         objective = actor.objective
@@ -184,7 +190,12 @@ class TrainerRank:
         if actor.use_decoupled_loss:
             assert proximal_M is not None
             loss = policy_loss.decoupled_ppo(
-                logp_M, proximal_M, behaviour_M, advantage_M, weight_cap=objective.behaviour_weight_cap, **clip
+                logp_M,
+                proximal_M,
+                behaviour_M,
+                advantage_M,
+                weight_cap=objective.behaviour_weight_cap,
+                **clip,
             )
         else:
             old_M = behaviour_M if proximal_M is None else proximal_M

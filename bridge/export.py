@@ -50,7 +50,9 @@ class FlatBucket:
             yield name, part.view(shape)
 
 
-def _gather_stage(bucket: Bucket, plan: ExportPlan, parameters: dict[str, Tensor], rank: ExportRank) -> Tensor | None:
+def _gather_stage(
+    bucket: Bucket, plan: ExportPlan, parameters: dict[str, Tensor], rank: ExportRank
+) -> Tensor | None:
     """On tensor rank 0 of the bucket's stage: its HF tensors, flat. None on the other ranks of the stage."""
     size = plan.layout.tensor
     shards = [parameters[entry.parameter].detach() for entry in bucket.entries]
@@ -102,6 +104,13 @@ _SIDE_FILES = (
 """What belongs to a checkpoint besides its weights."""
 
 
+def _state_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Programs that are not told a dtype take the config's, which may be another one in the source."""
+    hf = json.loads(config.read_text())
+    spelling = "dtype" if "dtype" in hf else "torch_dtype"
+    config.write_text(json.dumps(hf | {spelling: str(dtype).removeprefix("torch.")}, indent=2) + "\n")
+
+
 def write_hf(buckets: Iterator[FlatBucket | None], source: Path, folder: Path) -> None:
     """Write the exported buckets as an HF checkpoint directory; config and tokenizer come from ``source``.
 
@@ -109,23 +118,30 @@ def write_hf(buckets: Iterator[FlatBucket | None], source: Path, folder: Path) -
     that are not the sender only take part in the collectives.
     """
     partial = folder.with_name(f".{folder.name}.partial")
+    dtype = None
     weight_map: dict[str, str] = {}
     total = 0
     for number, bucket in enumerate(buckets, start=1):
         if bucket is None:
             continue
-        partial.mkdir(parents=True, exist_ok=True)
+        if not weight_map:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
         file = f"model-{number:05d}.safetensors"
-        save_file({name: t.contiguous().cpu() for name, t in bucket.tensors()}, partial / file, {"format": "pt"})
+        save_file(
+            {name: t.contiguous().cpu() for name, t in bucket.tensors()}, partial / file, {"format": "pt"}
+        )
         weight_map.update(dict.fromkeys(bucket.names, file))
         total += bucket.flat.nbytes
-    if not weight_map:
+        dtype = bucket.flat.dtype
+    if dtype is None:
         return
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     for pattern in _SIDE_FILES:
         for file in source.glob(pattern):
             shutil.copy(file, partial)
+    _state_dtype(partial / "config.json", dtype)
     if folder.exists():
         shutil.rmtree(folder)
     partial.rename(folder)

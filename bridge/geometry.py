@@ -31,7 +31,7 @@ class Geometry:
     init_std: float
 
     def padded_vocab(self, tensor: int) -> int:
-        """Rows of the Megatron embedding: the vocabulary rounded up to a multiple of the tensor-parallel size."""
+        """Rows of the Megatron embedding: the vocabulary rounded up to a multiple of ``tensor``."""
         return -(-self.vocab // tensor) * tensor
 
 
@@ -39,11 +39,16 @@ def read_config(model_path: Path) -> dict[str, Any]:
     """``config.json`` of an HF checkpoint directory."""
     path = Path(model_path) / "config.json"
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except FileNotFoundError:
-        raise UnsupportedModel(f"{path} does not exist: model.path must be an HF checkpoint directory") from None
+        raise UnsupportedModel(
+            f"{path} does not exist: model.path must be an HF checkpoint directory"
+        ) from None
     except json.JSONDecodeError as error:
         raise UnsupportedModel(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UnsupportedModel(f"{path} holds no JSON object")
+    return found
 
 
 def rope_theta_of(hf: dict[str, Any]) -> float:
@@ -53,6 +58,17 @@ def rope_theta_of(hf: dict[str, Any]) -> float:
     if kind != "default":
         raise UnsupportedModel(f"rope type {kind!r} is not mapped; supported: 'default'")
     return float(rope.get("rope_theta", hf.get("rope_theta", 10000.0)))
+
+
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+"""What has no default: that of transformers would describe some other checkpoint."""
 
 
 def dense_geometry(family: str, hf: dict[str, Any], *, qkv_bias: bool, qk_norm: bool) -> Geometry:
@@ -65,14 +81,22 @@ def dense_geometry(family: str, hf: dict[str, Any], *, qkv_bias: bool, qk_norm: 
     }
     if wrong := [f"{key}={hf.get(key)!r}" for key, bad in refused.items() if bad]:
         raise UnsupportedModel(f"{family}: not mapped: {', '.join(wrong)}")
+    if absent := [key for key in _SIZES if not isinstance(hf.get(key), int)]:
+        raise UnsupportedModel(f"{family}: config.json has no number for: {', '.join(absent)}")
+    heads = hf["num_attention_heads"]
+    groups = hf.get("num_key_value_heads") or heads
+    if heads % groups:
+        raise UnsupportedModel(
+            f"{family}: {heads} attention heads do not divide into {groups} key-value groups"
+        )
     return Geometry(
         family=family,
         n_layers=hf["num_hidden_layers"],
         hidden=hf["hidden_size"],
         ffn_hidden=hf["intermediate_size"],
-        n_heads=hf["num_attention_heads"],
-        n_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-        head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+        n_heads=heads,
+        n_kv_heads=groups,
+        head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
         vocab=hf["vocab_size"],
         max_positions=hf["max_position_embeddings"],
         tied_embeddings=bool(hf.get("tie_word_embeddings", False)),

@@ -6,6 +6,10 @@ from typing import Literal
 LayerSpec = Literal["local", "transformer_engine"]
 
 
+class UnevenSplit(ValueError):
+    """The sizes of the model do not divide by the parallel layout."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """The model-parallel layout that an export plan or a load is made for."""
@@ -15,9 +19,9 @@ class Layout:
     layer_spec: LayerSpec = "local"
 
     def layers_of(self, stage: int, n_layers: int) -> range:
-        """Global indices of the decoder layers on pipeline stage ``stage`` (an even split)."""
+        """Global indices of the decoder layers on pipeline stage ``stage``. Raises UnevenSplit."""
         if n_layers % self.pipeline:
-            raise ValueError(
+            raise UnevenSplit(
                 f"{n_layers} layers cannot be split evenly over {self.pipeline} pipeline stages; "
                 "choose actor.parallel.pipeline as a divisor of the number of layers"
             )
@@ -32,9 +36,12 @@ class Shard:
     rank: int
     size: int
 
-    def range_of(self, n: int) -> tuple[int, int]:
-        """Start and end of this part of ``n`` rows. Raises ValueError when they cannot be split evenly."""
+    def range_of(self, n: int, what: str) -> tuple[int, int]:
+        """Start and end of this part of ``n`` things called ``what``. Raises UnevenSplit."""
         if n % self.size:
-            raise ValueError(f"{n} rows cannot be split over {self.size} tensor-parallel ranks")
+            raise UnevenSplit(
+                f"{n} {what} cannot be split evenly over {self.size} tensor-parallel ranks; "
+                "choose actor.parallel.tensor as a divisor"
+            )
         rows = n // self.size
         return self.rank * rows, (self.rank + 1) * rows

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Self
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bridge.families import ModelSpec
-from bridge.layout import Layout, Shard
+from bridge.layout import Layout, Shard, UnevenSplit
 from bridge.mapping import Slices
 from bridge.plan import Entry, stage_entries
 
@@ -35,9 +35,17 @@ class HFCheckpoint:
             files = [single.name]
         else:
             raise CheckpointError(f"{path} holds neither model.safetensors nor model.safetensors.index.json")
+        if absent := [file for file in files if not (path / file).exists()]:
+            raise CheckpointError(f"{path} lacks files that its index names: {', '.join(absent)}")
         self._file_of = {}
         for file in files:
-            handle = self._stack.enter_context(safe_open(path / file, framework="pt"))
+            try:
+                handle = self._stack.enter_context(safe_open(path / file, framework="pt"))
+            except SafetensorError as error:
+                self._stack.close()
+                raise CheckpointError(
+                    f"{path / file} cannot be read, perhaps it is cut off: {error}"
+                ) from error
             self._file_of.update(dict.fromkeys(handle.keys(), handle))
 
     def __enter__(self) -> Self:
@@ -90,7 +98,9 @@ def parameters_to_load(spec: ModelSpec, layout: Layout, stage: int) -> Iterator[
 
 
 @torch.no_grad()
-def load_hf(spec: ModelSpec, layout: Layout, stage: int, tensor_rank: int, parameters: dict[str, Tensor]) -> None:
+def load_hf(
+    spec: ModelSpec, layout: Layout, stage: int, tensor_rank: int, parameters: dict[str, Tensor]
+) -> None:
     """Fill ``parameters`` (name -> this rank's Megatron parameter) from the checkpoint at ``spec.path``.
 
     Raises CheckpointError unless every parameter is filled exactly once and every tensor is used.
@@ -104,9 +114,14 @@ def load_hf(spec: ModelSpec, layout: Layout, stage: int, tensor_rank: int, param
             if target is None:
                 raise CheckpointError(f"the Megatron model has no parameter {entry.parameter!r}")
             sources = [checkpoint.slices(name) for name in entry.hf_names]
-            value = entry.mapping.read(sources, spec.geometry, shard)
+            try:
+                value = entry.mapping.read(sources, spec.geometry, shard)
+            except UnevenSplit as error:
+                raise CheckpointError(f"{entry.parameter}: {error}") from None
             if value.shape != target.shape:
-                raise CheckpointError(f"{entry.parameter}: {tuple(value.shape)} read, {tuple(target.shape)} expected")
+                raise CheckpointError(
+                    f"{entry.parameter}: {tuple(value.shape)} read, {tuple(target.shape)} expected"
+                )
             target.copy_(value)
     if unfilled:
         raise CheckpointError(f"no HF tensor is mapped to: {', '.join(sorted(unfilled))}")

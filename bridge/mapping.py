@@ -28,10 +28,6 @@ class Slices(Protocol):
     def __getitem__(self, index: slice | tuple[slice, slice]) -> Tensor: ...
 
 
-Reader = Callable[[str], Slices]
-"""Gives access to an HF tensor by name."""
-
-
 class Mapping(Protocol):
     """One Megatron parameter. ``{layer}`` in a name stands for the layer's index."""
 
@@ -92,7 +88,7 @@ class VocabRows(_Named):
         return ((geometry.vocab, geometry.hidden),)
 
     def read(self, sources: Sequence[Slices], geometry: Geometry, shard: Shard) -> Tensor:
-        start, end = shard.range_of(geometry.padded_vocab(shard.size))
+        start, end = shard.range_of(geometry.padded_vocab(shard.size), "vocabulary rows")
         rows = sources[0][min(start, geometry.vocab) : min(end, geometry.vocab)]
         padding = rows.new_zeros(end - start - rows.shape[0], geometry.hidden)
         return _join([rows, padding])
@@ -114,7 +110,7 @@ class InputColumns(_Named):
         return ((geometry.hidden, self.inputs(geometry)),)
 
     def read(self, sources: Sequence[Slices], geometry: Geometry, shard: Shard) -> Tensor:
-        start, end = shard.range_of(self.inputs(geometry))
+        start, end = shard.range_of(self.inputs(geometry), "input columns")
         return sources[0][:, start:end]
 
     def merge(self, shards: Sequence[Tensor], geometry: Geometry) -> tuple[Tensor, ...]:
@@ -132,7 +128,7 @@ class GateUp(_Named):
         return ((geometry.ffn_hidden, geometry.hidden),) * 2
 
     def read(self, sources: Sequence[Slices], geometry: Geometry, shard: Shard) -> Tensor:
-        start, end = shard.range_of(geometry.ffn_hidden)
+        start, end = shard.range_of(geometry.ffn_hidden, "MLP rows")
         return _join([source[start:end] for source in sources])
 
     def merge(self, shards: Sequence[Tensor], geometry: Geometry) -> tuple[Tensor, ...]:
@@ -165,7 +161,7 @@ class GroupedQKV(_Named):
         return queries * geometry.head_dim, geometry.head_dim, geometry.head_dim
 
     def read(self, sources: Sequence[Slices], geometry: Geometry, shard: Shard) -> Tensor:
-        first, last = shard.range_of(geometry.n_kv_heads)
+        first, last = shard.range_of(geometry.n_kv_heads, "key-value heads")
         parts = []
         for source, rows in zip(sources, self._rows_per_group(geometry), strict=True):
             part = source[first * rows : last * rows]

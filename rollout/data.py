@@ -15,17 +15,26 @@ class PromptError(ValueError):
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
     if path.suffix == ".parquet":
+        import pyarrow
         import pyarrow.parquet
 
-        yield from enumerate(pyarrow.parquet.read_table(path).to_pylist(), start=1)
+        try:
+            rows = pyarrow.parquet.read_table(path).to_pylist()
+        except pyarrow.ArrowInvalid as error:
+            raise PromptError(f"{path}: not a parquet file: {error}") from None
+        yield from enumerate(rows, start=1)
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
-                    yield number, json.loads(line)
-                except json.JSONDecodeError as error:
+                    yield number, json.loads(line.decode())
+                except ValueError as error:  # also of the decoding
                     raise PromptError(f"{path}, line {number}: not JSON: {error}") from None
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(isinstance(turn, dict) and "role" in turn for turn in prompt)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -34,8 +43,10 @@ def read_prompts(path: Path) -> list[Prompt]:
     for number, row in _rows(path):
         if not isinstance(row, dict) or "prompt" not in row:
             raise PromptError(f"{path}, line {number}: expected an object with `prompt` (and `label`)")
-        if not isinstance(row["prompt"], str | list) or not row["prompt"]:
-            raise PromptError(f"{path}, line {number}: `prompt` must be a text or a list of chat messages")
+        if not row["prompt"] or not (isinstance(row["prompt"], str) or _is_chat(row["prompt"])):
+            raise PromptError(
+                f"{path}, line {number}: `prompt` must be a text or a list of chat messages with a `role`"
+            )
         rest = {key: value for key, value in row.items() if key not in ("prompt", "label")}
         prompts.append(Prompt(len(prompts), row["prompt"], row.get("label"), rest))
     if not prompts:

@@ -14,9 +14,11 @@ def resolve(path: str) -> Any:
     """The object at ``package.module.Name``. Raises PluginError."""
     module_path, _, name = path.rpartition(".")
     try:
-        return getattr(importlib.import_module(module_path), name)
+        module = importlib.import_module(module_path)
     except ImportError as error:
         raise PluginError(f"{path}: cannot import {module_path}: {error}") from error
+    try:
+        return getattr(module, name)
     except AttributeError:
         raise PluginError(f"{path}: {module_path} has no {name!r}") from None
 

@@ -96,7 +96,9 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """The smallest version among the tokens that carry loss."""
+        """The smallest version among the tokens that carry loss. Raises ValueError when none does."""
+        if not self.loss_mask_T.any():
+            raise ValueError("no token of this trajectory carries loss, so it has no oldest version")
         return int(self.versions_T[self.loss_mask_T].min())
 
     @property
@@ -111,6 +113,8 @@ class TrajectoryBuilder:
         builder.add_completion(completion)      # carries loss
         builder.add_context(tool_output_ids)    # does not
         trajectory = builder.build()
+
+    Tokens are never decoded and encoded again.
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
@@ -143,6 +147,9 @@ class TrajectoryBuilder:
         self._retractions += completion.retractions
 
     def build(self) -> Trajectory:
+        """Raises ValueError when no token was sampled: the episode has failed, nothing can be trained."""
+        if not any(mask.any() for mask in self._mask):
+            raise ValueError(f"an episode of {len(self._tokens)} tokens, none of them sampled by the policy")
         return Trajectory(
             np.array(self._tokens, np.int64),
             np.concatenate(self._mask),

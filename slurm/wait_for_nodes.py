@@ -83,9 +83,10 @@ def main() -> int:
         seconds = time.monotonic() - start
         print(f"slipstream: {total} of {total} node(s) joined in {seconds:.1f} s", flush=True)
         return 0
+    seconds = time.monotonic() - start
     print(
-        f"slipstream: after {options.timeout_s:.0f} s, {len(missing)} of {total} node(s) have not joined Ray:"
-        f" {' '.join(missing)} (the time-out is SLIPSTREAM_NODES_TIMEOUT_S; their logs end with:)",
+        f"slipstream: after {seconds:.0f} s, {len(missing)} of {total} node(s) have not joined Ray:"
+        f" {' '.join(missing)} (time-out: SLIPSTREAM_NODES_TIMEOUT_S). Their logs end with:",
         file=sys.stderr,
     )
     report(missing, options.log_dir)

@@ -10,7 +10,8 @@ from typing import Any
 from backend.megatron.parallel import RankSpec
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that is free on the loopback interface now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -29,7 +30,7 @@ def _main(function: Callable[..., Any], spec: RankSpec, args: tuple[Any, ...], o
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 180) -> list[Any]:
     """``function(RankSpec, *args)`` on every rank; the results in rank order. Fails with the first traceback."""
     context = multiprocessing.get_context("spawn")
-    port = _free_port()
+    port = free_port()
     pipes, processes = [], []
     try:
         for rank in range(world_size):
@@ -43,7 +44,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         results: dict[int, Any] = {}
         while len(results) < world_size:
             ready = wait([p for i, p in enumerate(pipes) if i not in results], timeout_s)
-            assert ready, f"ranks {sorted(set(range(world_size)) - set(results))} gave no answer in {timeout_s} s"
+            assert ready, (
+                f"ranks {sorted(set(range(world_size)) - set(results))} gave no answer in {timeout_s} s"
+            )
             for pipe in ready:
                 succeeded, value = pipe.recv()
                 assert succeeded, f"rank {pipes.index(pipe)}:\n{value}"

@@ -10,7 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -92,7 +96,8 @@ def build_model(spec: ModelSpec, actor: ActorConfig, dtype: torch.dtype, device:
     layout = Layout(actor.parallel.tensor, actor.parallel.pipeline)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     block = TransformerBlockSubmodules(
-        layer_specs=[layer_spec(geometry)] * len(layout.layers_of(stage, geometry.n_layers)), layer_norm=RMSNorm
+        layer_specs=[layer_spec(geometry)] * len(layout.layers_of(stage, geometry.n_layers)),
+        layer_norm=RMSNorm,
     )
     model = GPTModel(
         transformer_config(geometry, actor, dtype),
@@ -124,7 +129,9 @@ def wrap_ddp(model: GPTModel, actor: ActorConfig) -> DistributedDataParallel:
     return ddp
 
 
-def build_optimizer(ddp: DistributedDataParallel, actor: ActorConfig, dtype: torch.dtype) -> MegatronOptimizer:
+def build_optimizer(
+    ddp: DistributedDataParallel, actor: ActorConfig, dtype: torch.dtype
+) -> MegatronOptimizer:
     """Megatron's Adam with float32 main parameters; hooks loss scaling and gradient finalization into the model."""
     optimizer = actor.optimizer
     settings = {

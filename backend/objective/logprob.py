@@ -25,13 +25,16 @@ class _VocabParallelLogProb(torch.autograd.Function):
         column_T = local_T.clamp(0, logits_TV.shape[-1] - 1)
         # A column of -inf (padding) has probability 0 and must not make 0 * -inf of the entropy.
         weighted_T = (exp_TV * shifted_TV.nan_to_num(neginf=0.0)).sum(-1)
-        sums_3T = torch.stack([exp_TV.sum(-1), shifted_TV[row_T, column_T] * mine_T, weighted_T])
+        chosen_T = torch.where(mine_T, shifted_TV[row_T, column_T], 0.0)
+        sums_3T = torch.stack([exp_TV.sum(-1), chosen_T, weighted_T])
         if group is not None:
             dist.all_reduce(sums_3T, dist.ReduceOp.SUM, group)
         total_T, chosen_T, weighted_T = sums_3T
         log_total_T = total_T.log()
         ctx.save_for_backward(exp_TV.div_(total_T[:, None]), row_T, column_T, mine_T)
-        return chosen_T - log_total_T, log_total_T - weighted_T / total_T
+        entropy_T = log_total_T - weighted_T / total_T
+        ctx.mark_non_differentiable(entropy_T)
+        return chosen_T - log_total_T, entropy_T
 
     @staticmethod
     def backward(ctx, grad_T: Tensor, _entropy_grad: Tensor):

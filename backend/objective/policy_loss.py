@@ -9,6 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LOG_RATIO_BOUND = 20.0
+"""Ratios are held within exp(+-20): exp would overflow, and 0 * inf make NaN of the gradient. Clip ranges
+end long before, so only tokens are touched whose ratio has left the range on the side that is not clipped."""
+
 
 @dataclass(frozen=True)
 class PolicyLoss:
@@ -32,9 +36,9 @@ def ppo(
 ) -> PolicyLoss:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = pi / pi_old (PPO, arXiv:1707.06347, eq. 7).
 
-    Separate clip ranges: DAPO, arXiv:2503.14476, eq. 10.
+    Separate clip ranges: DAPO, arXiv:2503.14476, eq. 10. No gradient beyond LOG_RATIO_BOUND.
     """
-    ratio_T = (logp_T - old_logp_T).exp()
+    ratio_T = (logp_T - old_logp_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     plain_T = ratio_T * advantage_T
     clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high) * advantage_T
     return PolicyLoss(

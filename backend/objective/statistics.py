@@ -8,7 +8,8 @@ from torch import Tensor
 
 from backend.objective.policy_loss import PolicyLoss
 
-Sums = dict[str, Tensor]
+LARGEST_LOG_WEIGHT = 100.0
+"""Behaviour weights are reported before their cap; one such token must not make inf of a step's mean."""
 
 
 def token_statistics(
@@ -21,24 +22,25 @@ def token_statistics(
     proximal_logp_M: Tensor | None,
     weight_cap: float,
 ) -> dict[str, Tensor]:
-    """Sums (and maxima, named ``max/...``) over one micro-batch, float64 scalars.
+    """Sums (and maxima, named ``max/...``) over one micro-batch, which may have no tokens; float64 scalars.
 
     Mismatch is measured on tokens of lag 0, where trainer and engine hold the same weights; staleness on the
     others. Both need recomputed log-probs.
     """
+    ratio_M = loss.ratio_T.double()
     found = {
         "tokens": torch.ones_like(entropy_M),
         "loss": loss.loss_T.detach(),
         "clipped": loss.clipped_T.float(),
-        "approx_kl": loss.ratio_T - 1 - loss.ratio_T.log(),
+        "approx_kl": ratio_M - 1 - ratio_M.log(),
         "entropy": entropy_M,
         "zero_advantage": (advantage_M == 0).float(),
     }
-    maxima = {"max/ratio": loss.ratio_T}
+    maxima = {"max/ratio": ratio_M}
     if proximal_logp_M is not None:
-        gap_M = proximal_logp_M - behaviour_logp_M
+        gap_M = (proximal_logp_M - behaviour_logp_M).double()
         fresh_M = lag_M == 0
-        weight_M = gap_M.exp()
+        weight_M = gap_M.clamp(max=LARGEST_LOG_WEIGHT).exp()
         found |= {
             "weight": weight_M,
             "weight_squared": weight_M**2,
@@ -50,7 +52,8 @@ def token_statistics(
         }
         maxima["max/fresh_gap"] = gap_M.abs() * fresh_M
     sums = {name: values.double().sum() for name, values in found.items()}
-    return sums | {name: values.max().double() for name, values in maxima.items()}
+    # All of them are at least 0.
+    return sums | {name: values.max() if len(values) else values.sum() for name, values in maxima.items()}
 
 
 @dataclass
@@ -62,14 +65,18 @@ class StepStatistics:
     _failed_updates: int = 0
     _lr: float = 0.0
 
-    def add_update(self, results: list[dict[str, Tensor]], *, grad_norm: float, lr: float, succeeded: bool) -> None:
+    def add_update(
+        self, results: list[dict[str, Tensor]], *, grad_norm: float, lr: float, succeeded: bool
+    ) -> None:
         for result in results:
             for name, value in result.items():
                 known = self._totals.get(name)
                 if known is None:
                     self._totals[name] = value
                 else:
-                    self._totals[name] = torch.maximum(known, value) if name.startswith("max/") else known + value
+                    self._totals[name] = (
+                        torch.maximum(known, value) if name.startswith("max/") else known + value
+                    )
         self._grad_norms.append(grad_norm)
         self._lr = lr
         self._failed_updates += not succeeded
@@ -88,7 +95,7 @@ class StepStatistics:
         return self._metrics(total)
 
     def _metrics(self, total: dict[str, float]) -> dict[str, float]:
-        tokens = total["tokens"]
+        tokens = max(total["tokens"], 1.0)
         metrics = {
             "train/loss": total["loss"] / tokens,
             "train/grad_norm": sum(self._grad_norms) / len(self._grad_norms),
@@ -98,14 +105,14 @@ class StepStatistics:
             "train/entropy": total["entropy"] / tokens,
             "train/zero_advantage_fraction": total["zero_advantage"] / tokens,
             "train/ratio_max": total["max/ratio"],
-            "train/tokens": tokens,
+            "train/tokens": total["tokens"],
             "train/skipped_updates": float(self._failed_updates),
         }
         if "weight" in total:
             metrics |= {
                 "train/behaviour_weight_mean": total["weight"] / tokens,
                 "train/behaviour_weight_capped_fraction": total["capped"] / tokens,
-                "train/ess": total["weight"] ** 2 / (total["weight_squared"] * tokens),
+                "train/ess": total["weight"] ** 2 / max(total["weight_squared"] * tokens, 1e-300),
             }
             if total["fresh"]:
                 metrics |= {

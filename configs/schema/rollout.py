@@ -38,7 +38,9 @@ class RolloutConfig(Section):
     allow_extreme_offpolicyness: bool = Field(False, description="Permit a bound above 16.")
     batch_size: int = Field(ge=1, description="Groups per training step.")
     n_samples_per_prompt: int = Field(ge=1, description="Trajectories per group.")
-    max_concurrent: int = Field(256, ge=1, description="Trajectories being generated at one time, all engines.")
+    max_concurrent: int = Field(
+        256, ge=1, description="Trajectories being generated at one time, all engines."
+    )
     episode_attempts: int = Field(
         3, ge=1, description="Attempts of one episode before its group is `failed`; a lost engine costs none."
     )
@@ -46,7 +48,8 @@ class RolloutConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     workflow: Plugin = Field(
-        default="rollout.workflow.SingleTurn", description="What an episode does (`rollout.workflow.Workflow`)."
+        default="rollout.workflow.SingleTurn",
+        description="What an episode does (`rollout.workflow.Workflow`).",
     )
     reward: Plugin = Field(description="What an episode is worth (`rollout.reward.Reward`).")
     group_filter: Plugin | None = Field(

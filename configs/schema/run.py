@@ -28,7 +28,9 @@ class RunSection(Section):
 
 class ModelConfig(Section):
     path: Path = Field(description="HF checkpoint directory: config.json, safetensors, tokenizer.")
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Compute type of trainer and engines.")
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="Compute type of trainer and engines."
+    )
 
 
 class DataConfig(Section):

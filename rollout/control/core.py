@@ -67,6 +67,8 @@ class GroupCounts:
 
 @dataclass
 class _Slot:
+    version: int
+    """At admission."""
     state: _State = _State.GENERATING
     group: Group | None = None
 
@@ -99,12 +101,16 @@ class RolloutControl:
             raise ControlError(f"all {self.capacity} slots are taken")
         ticket = Ticket(self.counts.admitted, self.version)
         self.counts.admitted += 1
-        self._slots[ticket.id] = _Slot()
+        self._slots[ticket.id] = _Slot(ticket.version)
         return ticket
 
     def finished(self, group: Group) -> None:
         """The group is complete, judged, and to be trained."""
         slot = self._generating(group.id)
+        if group.admitted_at != slot.version:
+            raise ControlError(
+                f"group {group.id} was admitted at version {slot.version}, not at {group.admitted_at}"
+            )
         slot.state, slot.group = _State.READY, group
 
     def filtered(self, ticket_id: int) -> None:
@@ -142,6 +148,8 @@ class RolloutControl:
         if version != self.version + 1:
             raise ControlError(f"version {version} cannot follow {self.version}")
         trained = [i for i, slot in self._slots.items() if slot.state is _State.TRAINING]
+        if not trained:
+            raise ControlError(f"version {version} was trained on no batch of this run")
         for ticket_id in trained:
             del self._slots[ticket_id]
         self.counts.trained += len(trained)

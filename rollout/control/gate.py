@@ -1,10 +1,13 @@
-"""The control core for coroutines: one condition guards all waits."""
+"""The control core for coroutines: waits for slots and batches."""
 
 import asyncio
-from collections.abc import Callable
 
+from rollout.changes import Changes
 from rollout.control.core import GroupCounts, RolloutControl, Ticket
 from rollout.trajectory import Group
+
+LEAST_FAILURES = 8
+"""Failures in a row that are always borne: with few slots, one bad prompt must not end the run."""
 
 
 class StalledRun(RuntimeError):
@@ -12,11 +15,15 @@ class StalledRun(RuntimeError):
 
 
 class AdmissionGate:
-    """Waits for slots and batches. All users run on one event loop; the core itself is never awaited."""
+    """Waits for slots and batches. All users run on one event loop.
+
+    The events (``finished`` to ``published``) never suspend: a task that is cancelled has reported its group
+    or has not begun to. A wait that is cancelled or timed out has taken neither a slot nor a batch.
+    """
 
     def __init__(self, core: RolloutControl) -> None:
         self._core = core
-        self._changed = asyncio.Condition()
+        self._changes = Changes()
         self._failures_in_a_row = 0
         self._last_failure = ""
 
@@ -34,52 +41,44 @@ class AdmissionGate:
 
     async def slot(self) -> Ticket:
         """Wait until a group may start. Waits as long as the trainer holds all slots."""
-        async with self._changed:
-            await self._changed.wait_for(self._core.may_admit)
-            return self._core.admit()
+        return await self._changes.first(lambda: self._core.admit() if self._core.may_admit() else None)
 
     async def finished(self, group: Group) -> None:
+        self._core.finished(group)
         self._failures_in_a_row = 0
-        await self._event(lambda: self._core.finished(group))
+        self._changes.notify()
 
     async def filtered(self, ticket: Ticket) -> None:
+        self._core.filtered(ticket.id)
         self._failures_in_a_row = 0
-        await self._event(lambda: self._core.filtered(ticket.id))
+        self._changes.notify()
 
     async def failed(self, ticket: Ticket, reason: str) -> None:
+        self._core.failed(ticket.id)
         self._failures_in_a_row += 1
         self._last_failure = reason
-        await self._event(lambda: self._core.failed(ticket.id))
+        self._changes.notify()
 
     async def published(self, version: int) -> None:
-        await self._event(lambda: self._core.published(version))
+        self._core.published(version)
+        self._changes.notify()
 
     async def batch(self, timeout_s: float) -> list[Group]:
         """Wait for the next batch. Raises StalledRun after ``timeout_s``, or when only failures come."""
-        taken: list[list[Group]] = []
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._changes.first(self._next_batch)
+        except TimeoutError:
+            counts = self._core.counts
+            raise StalledRun(
+                f"no batch of {self._core.batch_size} groups within {timeout_s:.0f} s: "
+                f"{counts.in_flight} in flight, {self._core.ready} ready, {counts.filtered} filtered, "
+                f"{counts.failed} failed" + (f" ({self._last_failure})" if counts.failed else "")
+            ) from None
 
-        def ready() -> bool:
-            if self._failures_in_a_row >= self._core.capacity:
-                raise StalledRun(
-                    f"{self._failures_in_a_row} groups in a row have failed; the last one: {self._last_failure}"
-                )
-            batch = self._core.take_batch()
-            if batch is not None:
-                taken.append(batch)
-            return batch is not None
-
-        async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait_for(ready), timeout_s)
-            except TimeoutError:
-                counts = self._core.counts
-                raise StalledRun(
-                    f"no batch of {self._core.batch_size} groups within {timeout_s:.0f} s: {counts.in_flight} in "
-                    f"flight, {self._core.ready} ready, {counts.filtered} filtered, {counts.failed} failed"
-                ) from None
-        return taken[0]
-
-    async def _event(self, push: Callable[[], None]) -> None:
-        async with self._changed:
-            push()
-            self._changed.notify_all()
+    def _next_batch(self) -> list[Group] | None:
+        if self._failures_in_a_row >= max(self._core.capacity, LEAST_FAILURES):
+            raise StalledRun(
+                f"{self._failures_in_a_row} groups in a row have failed; the last one: {self._last_failure}"
+            )
+        return self._core.take_batch()

@@ -16,7 +16,7 @@ def free_port(host: str) -> int:
 
 
 class EngineActor:
-    """Starts, watches and ends one server. Constructed on the node (and with the GPUs) that it serves from."""
+    """Starts, watches and ends one server. Made on the node, and with the GPUs, that it serves from."""
 
     def __init__(
         self,

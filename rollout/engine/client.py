@@ -4,19 +4,22 @@ The one place that knows SGLang's request and answer formats (0.5.21). The contr
 ``EngineEndpoint`` that ``bridge.publish`` drives.
 """
 
-import asyncio
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, TypeVar
 
 import aiohttp
 
 from configs.schema import SamplingConfig
 from rollout.trajectory import Completion, Finish, Span
 
+T = TypeVar("T")
+
 
 class EngineError(RuntimeError):
-    """The server refused a request; the message is the server's own."""
+    """The server refused a request, or gave an answer that is none; the message is the server's own."""
 
 
 class EngineLost(ConnectionError):
@@ -33,18 +36,48 @@ class InvalidRequest(ValueError):
 
 def parse_completion(answer: Mapping[str, Any]) -> Completion:
     """One answer of /generate. Raises Aborted for one that was given up, ValueError for a malformed one."""
+    try:
+        meta = _finished(answer)
+        logprobs, tokens = [], []
+        for logprob, token, *_ in meta["output_token_logprobs"]:
+            logprobs.append(float(logprob))
+            tokens.append(int(token))
+        if tokens != list(answer["output_ids"]):
+            raise ValueError("the token ids of the log-probs differ from output_ids")
+        # SGLang gives an output without tokens one empty span.
+        spans = tuple(
+            Span(int(s["version"]), int(s["start"]), int(s["end"]))
+            for s in meta["weight_versions"]
+            if s["end"] != s["start"]
+        )
+        return Completion(
+            tuple(tokens),
+            tuple(logprobs),
+            spans,
+            Finish(meta["finish_reason"]["type"]),
+            int(meta.get("num_retractions") or 0),
+        )
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"not an answer of /generate: {type(error).__name__}: {error}") from error
+
+
+def parse_prompt_logprobs(answer: Mapping[str, Any], length: int) -> list[float]:
+    """The log-probs of all but the first of ``length`` prompt tokens. Raises as ``parse_completion`` does."""
+    try:
+        _first, *rest = _finished(answer)["input_token_logprobs"]
+        logprobs = [float(logprob) for logprob, *_ in rest]
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"not an answer of /generate: {type(error).__name__}: {error}") from error
+    if len(logprobs) != length - 1:
+        raise ValueError(f"log-probs of {len(logprobs) + 1} prompt tokens, expected {length}")
+    return logprobs
+
+
+def _finished(answer: Mapping[str, Any]) -> Mapping[str, Any]:
     meta = answer["meta_info"]
-    finish = meta["finish_reason"]["type"]
-    if finish == "abort":
+    if meta["finish_reason"]["type"] == "abort":
         raise Aborted(f"generation was aborted: {meta['finish_reason'].get('message', '')}")
-    logprobs, tokens = [], []
-    for logprob, token, *_ in meta["output_token_logprobs"]:
-        logprobs.append(float(logprob))
-        tokens.append(int(token))
-    if tokens != list(answer["output_ids"]):
-        raise ValueError("the token ids of the log-probs differ from output_ids")
-    spans = tuple(Span(int(s["version"]), s["start"], s["end"]) for s in meta["weight_versions"])
-    return Completion(tuple(tokens), tuple(logprobs), spans, Finish(finish), int(meta.get("num_retractions") or 0))
+    return meta
 
 
 @dataclass(frozen=True)
@@ -71,7 +104,9 @@ class EngineClient:
         self._session = aiohttp.ClientSession(
             base_url=address.url,
             timeout=aiohttp.ClientTimeout(total=address.timeout_s),
-            connector=aiohttp.TCPConnector(limit=0),
+            # A kept connection may be one that the idle server is just closing; a POST on it would look like
+            # the loss of the engine.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
         )
 
     async def __aenter__(self) -> Self:
@@ -84,15 +119,20 @@ class EngineClient:
         await self._session.close()
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: SamplingConfig, *, greedy: bool = False, cache_key: str | None = None
+        self,
+        input_ids: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        greedy: bool = False,
+        cache_key: str | None = None,
     ) -> Completion:
         """Continue ``input_ids``. ``cache_key`` keeps requests with another key out of this one's KV prefix.
 
         Raises InvalidRequest, EngineError, EngineLost, Aborted.
         """
         self._check(input_ids, sampling.max_new_tokens)
-        answer = await self._post(
-            "/generate",
+        return await self._generate(
+            parse_completion,
             {
                 "input_ids": list(input_ids),
                 "sampling_params": {
@@ -105,13 +145,12 @@ class EngineClient:
                 "extra_key": cache_key,
             },
         )
-        return parse_completion(answer)
 
     async def prompt_logprobs(self, input_ids: Sequence[int]) -> list[float]:
-        """Log-probs of input_ids[1:] given what precedes them, at temperature 1."""
+        """Log-probs of input_ids[1:] given what precedes them, at temperature 1. Raises like ``generate``."""
         self._check(input_ids, 0)
-        answer = await self._post(
-            "/generate",
+        return await self._generate(
+            partial(parse_prompt_logprobs, length=len(input_ids)),
             {
                 "input_ids": list(input_ids),
                 "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
@@ -119,17 +158,24 @@ class EngineClient:
                 "logprob_start_len": 0,
             },
         )
-        return [float(logprob) for logprob, *_ in answer["meta_info"]["input_token_logprobs"][1:]]
+
+    async def _generate(self, parse: Callable[[Any], T], body: Mapping[str, Any]) -> T:
+        answer = await self._post("/generate", body)
+        try:
+            return parse(answer)
+        except ValueError as error:
+            raise EngineError(f"{self.name} /generate: {error}") from error
 
     def _check(self, input_ids: Sequence[int], max_new_tokens: int) -> None:
         """An id outside the vocabulary indexes past the embedding and ends the server for everybody."""
+        vocab_size, max_length = self.address.vocab_size, self.address.max_length
         if not input_ids:
             raise InvalidRequest("input_ids is empty")
-        if bad := [i for i in input_ids if not 0 <= i < self.address.vocab_size]:
-            raise InvalidRequest(f"token ids {bad[:5]} are outside the vocabulary of {self.address.vocab_size}")
-        if len(input_ids) + max_new_tokens > self.address.max_length:
+        if bad := [i for i in input_ids if not 0 <= i < vocab_size]:
+            raise InvalidRequest(f"token ids {bad[:5]} are outside the vocabulary of {vocab_size}")
+        if len(input_ids) + max_new_tokens > max_length:
             raise InvalidRequest(
-                f"{len(input_ids)} prompt tokens + {max_new_tokens} new ones exceed the context of {self.address.max_length}"
+                f"{len(input_ids)} prompt + {max_new_tokens} new tokens exceed the context of {max_length}"
             )
 
     async def join_group(
@@ -206,16 +252,21 @@ class EngineClient:
         return await self._request("POST", path, body)
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        if self._session.closed:
+            raise EngineLost(f"{self.name} {path}: the engine has been given up")
         try:
             async with self._session.request(method, path, json=body) as response:
                 text = await response.text()
-                if response.status != 200:
-                    raise EngineError(f"{self.name} {path}: HTTP {response.status}: {text[:500]}")
-                answer = await response.json(content_type=None) if text.startswith(("{", "[")) else text
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise EngineLost(f"{self.name} {path}: no answer in {self.address.timeout_s:.0f} s") from error
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise EngineLost(f"{self.name} {path}: {type(error).__name__}: {error}") from error
+        if response.status != 200:
+            raise EngineError(f"{self.name} {path}: HTTP {response.status}: {text[:500]}")
+        try:
+            answer = json.loads(text) if text.startswith(("{", "[")) else text
+        except ValueError as error:
+            raise EngineError(f"{self.name} {path}: not JSON: {error}: {text[:500]}") from error
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineError(f"{self.name} {path}: {answer.get('message', answer)}")
         return answer

@@ -8,15 +8,16 @@ included), and the whole process group, with the scheduler and detokenizer in it
 
 import json
 import os
-import signal
 import sys
 import threading
+
+from rollout.engine.leftovers import kill_group
 
 
 def _die_with_owner() -> None:
     while os.read(0, 1):
         """Nothing is ever sent: this returns at end of file."""
-    os.killpg(os.getpgid(0), signal.SIGKILL)
+    kill_group(os.getpgid(0))
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Sequence
 
 from configs.schema import SamplingConfig
+from rollout.changes import Changes
 from rollout.engine.client import Aborted, EngineClient, EngineLost
 from rollout.trajectory import Completion
 
@@ -23,11 +24,11 @@ class EnginePool:
         self._wait_timeout_s = wait_timeout_s
         self._isolate_versions = isolate_versions
         self._load: dict[EngineClient, int] = {}
-        self._changed = asyncio.Condition()
+        self._changes = Changes()
         self._requests = asyncio.Semaphore(max_concurrent)
         self.version = 0
         self.lost: asyncio.Queue[EngineClient] = asyncio.Queue()
-        """Engines that did not answer and were fenced off; their supervisor decides what becomes of them."""
+        """Engines that did not answer and were fenced off, each once; their supervisor decides about them."""
         self.tokens_generated = 0
         self.requests_resent = 0
 
@@ -37,14 +38,12 @@ class EnginePool:
 
     async def add(self, client: EngineClient) -> None:
         """The engine serves, and holds the current version."""
-        async with self._changed:
-            self._load[client] = 0
-            self._changed.notify_all()
+        self._load.setdefault(client, 0)
+        self._changes.notify()
 
     async def remove(self, client: EngineClient) -> None:
         """Fence the engine off: no further request goes to it."""
-        async with self._changed:
-            self._load.pop(client, None)
+        self._load.pop(client, None)
 
     async def generate(
         self, input_ids: Sequence[int], sampling: SamplingConfig, *, greedy: bool = False
@@ -58,8 +57,8 @@ class EnginePool:
                         input_ids, sampling, greedy=greedy, cache_key=self._cache_key()
                     )
                 except EngineLost:
-                    await self.remove(client)
-                    self.lost.put_nowait(client)
+                    if self._load.pop(client, None) is not None:
+                        self.lost.put_nowait(client)
                     self.requests_resent += 1
                     continue
                 except Aborted:
@@ -79,14 +78,18 @@ class EnginePool:
         return f"v{self.version}" if self._isolate_versions else None
 
     async def _acquire(self) -> EngineClient:
-        async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait_for(lambda: self._load), self._wait_timeout_s)
-            except TimeoutError:
-                raise NoEngine(f"no engine has served for {self._wait_timeout_s:.0f} s") from None
-            client = min(self._load, key=self._load.__getitem__)
-            self._load[client] += 1
-            return client
+        try:
+            async with asyncio.timeout(self._wait_timeout_s):
+                return await self._changes.first(self._charge_least_loaded)
+        except TimeoutError:
+            raise NoEngine(f"no engine has served for {self._wait_timeout_s:.0f} s") from None
+
+    def _charge_least_loaded(self) -> EngineClient | None:
+        if not self._load:
+            return None
+        client = min(self._load, key=self._load.__getitem__)
+        self._load[client] += 1
+        return client
 
     def _release(self, client: EngineClient) -> None:
         if client in self._load:

@@ -1,21 +1,23 @@
 """One SGLang server as a child process: its arguments, start, health, end."""
 
 import asyncio
+import http.client
 import json
 import os
-import signal
 import subprocess
 import sys
+import threading
 import time
-import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rollout.engine import cpu
+from rollout.engine.leftovers import kill_group, members, shared_memory_of
 
 
 class EngineStartError(RuntimeError):
@@ -56,12 +58,20 @@ def server_args(spec: ServerSpec) -> dict[str, Any]:
     return arguments | (cpu.SERVER_ARGS if spec.device == "cpu" else {}) | dict(spec.args)
 
 
-class ServerProcess:
-    """Owns the server's process group. ``stop`` on every exit path; ``launch`` covers the owner's own death."""
+LAUNCHER = (sys.executable, "-m", "rollout.engine.launch")
+"""The server's program; its one further argument is ``server_args`` as JSON."""
 
-    def __init__(self, spec: ServerSpec, log_path: Path) -> None:
+_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""The server is a neighbour: an http_proxy of the environment would not reach it."""
+
+
+class ServerProcess:
+    """Owns the server's process group. ``stop`` on every exit path; ``launch`` covers the owner's death."""
+
+    def __init__(self, spec: ServerSpec, log_path: Path, launcher: Sequence[str] = LAUNCHER) -> None:
         self.url = f"http://{spec.host}:{spec.port}"
         self._log_path = log_path
+        self._shared_memory: set[Path] = set()
         log_path.parent.mkdir(parents=True, exist_ok=True)
         environment = dict(os.environ, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
         environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # else a paused engine looks dead
@@ -69,13 +79,17 @@ class ServerProcess:
             environment |= cpu.environment(spec.tensor_parallel)
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rollout.engine.launch", json.dumps(server_args(spec))],
+                [*launcher, json.dumps(server_args(spec))],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
             )
+
+        # A thread of its own, not the loop's executor: that one is joined when a loop ends.
+        self._exit: Future[int] = Future()
+        threading.Thread(target=self._watch, name="engine-exit", daemon=True).start()
 
     @property
     def pid(self) -> int:
@@ -87,42 +101,41 @@ class ServerProcess:
         exited = asyncio.ensure_future(self.wait_exit())
         try:
             while time.monotonic() < deadline:
-                if await asyncio.to_thread(self._answers):
+                # An answer while our server has ended is that of another server, which has taken the port.
+                if await asyncio.to_thread(self._answers) and not exited.done():
+                    self._shared_memory = shared_memory_of(members(self._process.pid))
                     return
                 # SGLang announces its readiness nowhere but here, so it is asked; its exit is an event.
                 done, _ = await asyncio.wait({exited}, timeout=0.25)
                 if done:
-                    raise EngineStartError(f"SGLang exited with code {exited.result()} while starting{self._tail()}")
+                    code = exited.result()
+                    raise EngineStartError(f"SGLang exited with code {code} while starting{self._tail()}")
         finally:
             exited.cancel()
         raise EngineStartError(f"SGLang was not healthy within {timeout_s:.0f} s{self._tail()}")
 
     async def wait_exit(self) -> int:
         """The exit code, once the server has ended."""
-        return await asyncio.to_thread(self._process.wait)
+        return await asyncio.shield(asyncio.wrap_future(self._exit))
 
-    def stop(self, grace_s: float = 5.0) -> None:
-        """End the whole process group: SIGTERM, then SIGKILL after ``grace_s``. Does nothing the second time."""
-        try:
-            if self._process.poll() is None:
-                self._process.terminate()
-                self._process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            self._process.wait()
-            if self._process.stdin is not None:
-                self._process.stdin.close()
+    def _watch(self) -> None:
+        self._exit.set_result(self._process.wait())
+
+    def stop(self) -> None:
+        """End the whole process group at once; there is nothing to drain. Does nothing the second time.
+
+        SGLang's own answer to SIGTERM takes seconds and ends in SIGKILL as well.
+        """
+        kill_group(self._process.pid, self._shared_memory)
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+            with _DIRECTLY.open(f"{self.url}/health", timeout=5) as response:
                 return response.status == 200
-        except (urllib.error.URLError, OSError):
+        except (OSError, http.client.HTTPException):
             return False
 
     def _tail(self, lines: int = 25) -> str:

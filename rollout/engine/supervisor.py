@@ -8,7 +8,6 @@ An engine is in the pool only while SERVING. ``sync`` brings one engine to the c
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,12 +33,14 @@ class EngineHandle(Protocol):
 
 
 Sync = Callable[[EngineAddress, Callable[[], Awaitable[None]]], Awaitable[str | None]]
-"""``sync(address, admit)``: None when the engine holds the current version and was admitted, else the reason."""
+"""``sync(address, admit)``: None when the engine holds the current version and was admitted, else why not."""
 
 
 @dataclass
 class _Engine:
     handle: EngineHandle
+    client: EngineClient | None = None
+    """Of the server as last started; None while there is none that could be condemned."""
     condemned: asyncio.Event = field(default_factory=asyncio.Event)
     reason: str = ""
     restarts: int = 0
@@ -69,14 +70,20 @@ class Supervisor:
         return sum(engine.restarts for engine in self._engines.values())
 
     def condemn(self, name: str, reason: str) -> None:
-        """The engine may hold wrong weights, or does not answer: it is to be started again."""
-        self._engines[name].reason = reason
-        self._engines[name].condemned.set()
+        """The engine may hold wrong weights, or does not answer: it is to be started again.
+
+        Does nothing while it is being started again already: a late verdict is about the server that is gone.
+        """
+        engine = self._engines[name]
+        if engine.client is not None and not engine.condemned.is_set():
+            engine.reason = reason
+            engine.condemned.set()
 
     async def run(self, serving: asyncio.Event) -> None:
         """Start all engines, set ``serving`` once every one of them serves, and keep them so.
 
-        Never returns. Raises EngineGone, or what the first start of an engine raised.
+        Never returns. Raises, in an ExceptionGroup, EngineGone, what the first start of an engine raised, or
+        what ``sync`` raised.
         """
         async with asyncio.TaskGroup() as tasks:
             started = [asyncio.Event() for _ in self._engines]
@@ -89,31 +96,45 @@ class Supervisor:
 
     async def stop(self) -> None:
         """End every server."""
-        await asyncio.gather(*(engine.handle.stop() for engine in self._engines.values()), return_exceptions=True)
+        stopping = (engine.handle.stop() for engine in self._engines.values())
+        await asyncio.gather(*stopping, return_exceptions=True)
 
     async def _watch_pool(self) -> None:
         while True:
             client = await self._pool.lost.get()
-            self.condemn(client.name, "it does not answer")
+            if self._engines[client.name].client is client:
+                self.condemn(client.name, "it does not answer")
 
     async def _keep(self, engine: _Engine, started: asyncio.Event) -> None:
         while True:
-            engine.condemned.clear()
-            client = EngineClient(await engine.handle.start())
-            try:
-                refused = await self._sync(client.address, lambda client=client: self._pool.add(client))
-                if refused is None:
-                    started.set()
-                    reason = await self._lost(engine)
-                else:
-                    reason = f"it could not be brought to the current version: {refused}"
-            finally:
-                await self._pool.remove(client)
-                await client.close()
+            reason = await self._serve(engine, started)
             engine.restarts += 1
             if engine.restarts > self._restarts_allowed:
-                raise EngineGone(f"{engine.handle.name} failed {engine.restarts} times; the last time {reason}")
+                raise EngineGone(
+                    f"{engine.handle.name} failed {engine.restarts} times; the last time {reason}"
+                )
             self._note(f"{engine.handle.name} is started again: {reason}")
+
+    async def _serve(self, engine: _Engine, started: asyncio.Event) -> str:
+        """One life of the engine, from its start to its loss; the reason of the loss."""
+        try:
+            client = EngineClient(await engine.handle.start())
+        except Exception as error:  # whatever it is, it may be over the next time; the budget is the limit
+            if engine.restarts == 0:  # most likely the recipe, which the next time would not change
+                raise
+            return f"it did not start: {error}"
+        engine.condemned.clear()
+        engine.client = client
+        try:
+            refused = await self._sync(client.address, lambda: self._pool.add(client))
+            if refused is not None:
+                return f"it could not be brought to the current version: {refused}"
+            started.set()
+            return await self._lost(engine)
+        finally:
+            engine.client = None
+            await self._pool.remove(client)
+            await client.close()
 
     async def _lost(self, engine: _Engine) -> str:
         """Wait for the end of the server, or for a verdict on it; the reason."""
@@ -122,8 +143,9 @@ class Supervisor:
         try:
             await asyncio.wait({exit_code, condemned}, return_when=asyncio.FIRST_COMPLETED)
             # A server that died is noticed by its clients first; its exit code tells more.
-            with suppress(TimeoutError):
-                return f"its server exited with code {await asyncio.wait_for(asyncio.shield(exit_code), 0.5)}"
+            await asyncio.wait({exit_code}, timeout=0.5)
+            if exit_code.done():
+                return f"its server exited with code {exit_code.result()}"
             return engine.reason
         finally:
             exit_code.cancel()

@@ -4,7 +4,10 @@ from rollout.trajectory import Finish, Prompt, Trajectory
 
 
 class FinalAnswer:
-    """1.0 when the response ended by itself and the text after its only ``marker`` equals the label, else 0.0."""
+    """1.0 when the response ended by itself and the text after its only ``marker`` is the label, else 0.0.
+
+    White space around either is ignored.
+    """
 
     def __init__(self, marker: str = "#") -> None:
         if not marker:
@@ -12,6 +15,8 @@ class FinalAnswer:
         self._marker = marker
 
     async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
-        before, marker, answer = response.partition(self._marker)
+        if prompt.label is None:
+            raise ValueError(f"prompt {prompt.id} has no label to compare with")
+        _, marker, answer = response.partition(self._marker)
         well_formed = marker != "" and self._marker not in answer and trajectory.finish is Finish.STOP
-        return float(well_formed and answer.strip() == str(prompt.label))
+        return float(well_formed and answer.strip() == str(prompt.label).strip())

@@ -58,7 +58,8 @@ POLL_S = 0.1
 """Slurm has no prompt event for "the job ended": `sbatch --wait` backs off for up to 20 s."""
 
 TERMINAL_STATES = frozenset(
-    "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL OUT_OF_MEMORY BOOT_FAIL DEADLINE PREEMPTED".split()
+    {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+    | {"OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED"}
 )
 FOLDER_PREFIX = "slipstream-slurm-"
 """Below /tmp, followed by the owner's pid: the path of munge's socket has to stay under 108 characters."""
@@ -242,9 +243,7 @@ class SlurmCluster:
 
     def kill_node(self, name: str) -> None:
         """Power off: every process of the node dies at once, and its network is gone."""
-        for process in self._node_processes(name):
-            if process.pid == self._first_pid(name):
-                os.kill(process.pid, signal.SIGKILL)
+        os.kill(self._first_pid(name), signal.SIGKILL)
         self.wait_until(f"{name} to be dead", lambda: not self._node_processes(name))
         # The interface first: with the namespace it would go too, but at some later time.
         for thing in ("link", "netns"):
@@ -507,7 +506,7 @@ class SlurmCluster:
             ) from None
 
     def _tear_down(self) -> None:
-        """Kill the room, hence everything in it. The nsenter processes outside reap the daemons and end too."""
+        """Kill the room, hence all that is in it. The nsenter processes outside reap the daemons and end."""
         for child in self._children[:1]:
             child.kill()
         for child in self._children:

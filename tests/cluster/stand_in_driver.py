@@ -3,7 +3,7 @@
 
 Called like the real one: stand_in_driver.py train RECIPE cluster.type=slurm [key=value ...]. RECIPE is JSON:
     exit_code     what to exit with
-    linger        once the actors are placed wait for SIGTERM, then take a second to write `saved` beside RECIPE
+    linger        then wait for SIGTERM, and take a second to write `saved` beside RECIPE
     stubborn      ignore SIGTERM, and never end
     leave_behind  start a process that detaches itself, on every node
 """

@@ -1,6 +1,5 @@
 """Megatron's log-probs and gradients against transformers, at every layout that two processes can run."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +22,19 @@ LAYOUTS = {
 }
 
 
-def config_for(model: Path, parallel: dict, **actor) -> RunConfig:
+def config_for(model: Path, parallel: dict, *, weights: dict | None = None, **actor) -> RunConfig:
     return RunConfig.model_validate(
         {
+            "weights": weights or {},
             "run": {"name": "test", "steps": 1, "step_timeout_s": 60},
             "model": {"path": str(model), "dtype": "float32"},
             "data": {"path": "unused.jsonl"},
-            "actor": {"parallel": parallel, "microbatch_tokens": 64, "optimizer": {"clip_grad": 0.0}, **actor},
+            "actor": {
+                "parallel": parallel,
+                "microbatch_tokens": 64,
+                "optimizer": {"clip_grad": 0.0},
+                **actor,
+            },
             "rollout": {
                 "max_head_offpolicyness": 4,
                 "batch_size": 4,
@@ -41,7 +46,7 @@ def config_for(model: Path, parallel: dict, **actor) -> RunConfig:
     )
 
 
-def make_batch(vocab: int, n: int = 8, seed: int = 0) -> TrainBatch:
+def make_batch(vocab: int, n: int = 8, seed: int = 0, version: int = 0) -> TrainBatch:
     rng = np.random.default_rng(seed)
     trajectories = []
     for i in range(n):
@@ -52,33 +57,35 @@ def make_batch(vocab: int, n: int = 8, seed: int = 0) -> TrainBatch:
                 rng.integers(0, vocab, prompt + response),
                 sampled,
                 np.where(sampled, -rng.exponential(2.0, prompt + response), 0).astype(np.float32),
-                np.where(sampled, 0, UNSAMPLED).astype(np.int32),
+                np.where(sampled, version, UNSAMPLED).astype(np.int32),
                 Finish.STOP,
                 reward=float(i % 3 == 0),
             )
         )
-    return TrainBatch(0, tuple(trajectories), np.arange(n) // 2)
+    return TrainBatch(version, tuple(trajectories), np.arange(n) // 2)
 
 
-def forward_and_gradients(rank: RankSpec, config: RunConfig, batch: TrainBatch):
-    """Proximal log-probs by trajectory, and the gradient of the step in HF names."""
+def logprobs_and_gradients(rank: RankSpec, config: RunConfig, batch: TrainBatch):
+    """On every rank: its log-probs before the step, {target tokens: values}; on rank 0 also the gradient of
+    the step's one update, in HF names."""
     from backend.trainer import TrainerRank
     from bridge.export import export
 
     trainer = TrainerRank(config, rank)
-    minibatches = trainer._assemble(batch)
-    logps = trainer._log_probs(minibatches[0])
-    by_target = [
-        (micro.target_M, None if logp is None else logp.numpy()) for micro, logp in zip(minibatches[0], logps)
-    ]
-    trainer._optimizer.step = lambda: (True, 0.0, 0)
-    result = trainer.train(batch)
-    grads = {name: p.main_grad for name, p in trainer._ddp.module.named_parameters()}
+    [microbatches] = trainer._assemble(batch)
+    logps = {
+        tuple(micro.target_M): logp.numpy()
+        for micro, logp in zip(microbatches, trainer._log_probs(microbatches), strict=True)
+        if logp is not None
+    }
+    trainer._optimizer.step = lambda: (True, 0.0, 0)  # leaves the gradient where it can be read
+    trainer.train(batch)
+    gradients = {name: p.main_grad for name, p in trainer._ddp.module.named_parameters()}
     exported = {}
-    for bucket in export(trainer._plan, grads, trainer._export_rank):
+    for bucket in export(trainer._plan, gradients, trainer._export_rank):
         if bucket is not None:
-            exported.update({name: t.clone().numpy() for name, t in bucket.tensors()})
-    return by_target, exported, None if result is None else result.metrics
+            exported.update({name: tensor.clone().numpy() for name, tensor in bucket.tensors()})
+    return logps, exported
 
 
 def reference_gradients(folder: Path, batch: TrainBatch, temperature: float):
@@ -87,7 +94,7 @@ def reference_gradients(folder: Path, batch: TrainBatch, temperature: float):
     rewards = torch.tensor([t.reward for t in batch.trajectories], dtype=torch.float64).view(-1, 2)
     advantage = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
     total, tokens, logps = 0.0, 0, []
-    for trajectory, a in zip(batch.trajectories, advantage):
+    for trajectory, a in zip(batch.trajectories, advantage, strict=True):
         logp = reference_logprobs(model, trajectory.tokens_T, temperature)
         mask = torch.from_numpy(trajectory.loss_mask_T[1:])
         behaviour = torch.from_numpy(trajectory.logprobs_T[1:])[mask]
@@ -100,23 +107,40 @@ def reference_gradients(folder: Path, batch: TrainBatch, temperature: float):
     return logps, {name: p.grad.numpy() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family,tied", [("qwen3", True), ("qwen2", False), ("llama", False)])
-def test_logprobs_and_gradients_equal_those_of_transformers(tmp_path, layout, family, tied):
-    if family != "qwen3" and layout not in ("one rank", "tensor 2", "pipeline 2"):
-        pytest.skip("covered by qwen3")
-    folder = make_checkpoint(tmp_path / family, family, tied=tied)
-    batch = make_batch(101)
-    config = config_for(folder, LAYOUTS[layout])
-    reference_logps, reference_grads = reference_gradients(folder, batch, 0.8)
-    results = run_ranks(config.actor.parallel.world_size, forward_and_gradients, config, batch)
+CASES = [("qwen3", True, layout) for layout in LAYOUTS] + [
+    (family, False, layout)
+    for family in ("qwen2", "llama")
+    for layout in ("one rank", "tensor 2", "pipeline 2")
+]
 
-    found = sorted(
-        (tuple(target), logp) for by_target, _, _ in results for target, logp in by_target if logp is not None
-    )
-    del found
-    grads = next(g for _, g, _ in results if g)
-    assert grads.keys() == reference_grads.keys()
-    for name, expected in reference_grads.items():
+
+@pytest.mark.parametrize(("family", "tied", "layout"), CASES)
+def test_logprobs_and_gradients_equal_those_of_transformers(
+    tmp_path: Path, family: str, tied: bool, layout: str
+):
+    folder = make_checkpoint(tmp_path / family, family, tied=tied)
+    batch = make_batch(vocab=101)
+    config = config_for(folder, LAYOUTS[layout])
+    expected_logps, expected_gradients = reference_gradients(folder, batch, temperature=0.8)
+    results = run_ranks(config.actor.parallel.world_size, logprobs_and_gradients, config, batch)
+
+    # A micro-batch is known by its target tokens: those of its trajectories, one after the other.
+    logp_of = {
+        tuple(t.tokens_T[t.loss_mask_T]): logp
+        for t, logp in zip(batch.trajectories, expected_logps, strict=True)
+    }
+    found = {targets: logp for logps, _ in results for targets, logp in logps.items()}
+    assert sum(map(len, found)) == sum(map(len, logp_of))
+    for targets, logp in found.items():
+        rest = targets
+        while rest:
+            mine = next(known for known in logp_of if rest[: len(known)] == known)
+            at = len(targets) - len(rest)
+            np.testing.assert_allclose(logp[at : at + len(mine)], logp_of[mine], atol=1e-4)
+            rest = rest[len(mine) :]
+
+    gradients = results[0][1]
+    assert gradients.keys() == expected_gradients.keys()
+    for name, expected in expected_gradients.items():
         scale = np.abs(expected).max()
-        np.testing.assert_allclose(grads[name] / scale, expected / scale, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(gradients[name] / scale, expected / scale, atol=1e-4, err_msg=name)

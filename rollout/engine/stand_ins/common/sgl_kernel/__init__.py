@@ -7,10 +7,14 @@ every layer takes its native path.
 __version__ = "0.0.0+cpu"
 
 
-def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len):
+def assign_req_to_token_pool_cpu(
+    req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len
+):
     """Write consecutive runs of out_cache_loc into rows of req_to_token, [start, end) of each."""
     taken = 0
-    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
+    for row, start, end in zip(
+        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
+    ):
         run = out_cache_loc[taken : taken + end - start]
         req_to_token[row, start:end] = run.to(req_to_token.dtype)
         taken += end - start

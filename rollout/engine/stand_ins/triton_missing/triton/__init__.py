@@ -1,4 +1,4 @@
-"""Import-only triton: every attribute of every ``triton.*`` module exists, and decorators pass functions through.
+"""Import-only triton: every attribute of every ``triton.*`` module exists, decorators pass functions through.
 
 No kernel can run, and none is launched on a machine without a GPU.
 """
@@ -12,7 +12,7 @@ __version__ = "3.9.0"
 
 
 class _Inert:
-    """Base of anything that looks like a class (capitalized), so that it can be subclassed and constructed."""
+    """Base of what looks like a class (capitalized), so that it can be subclassed and constructed."""
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__()

@@ -1,0 +1,54 @@
+# make quickstart   sets everything up and trains a small policy on this machine
+# make test         sets everything up and runs the tests
+# make lint         style and formatting
+# make clean        removes the environment (runs/ is kept)
+
+PYTHON ?= python3
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+ENVIRONMENT := configs/environment
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+
+.PHONY: quickstart test lint format install clean constraints
+.DELETE_ON_ERROR:
+
+quickstart: install
+	$(BIN)/slipstream train configs/recipes/quickstart.yaml
+
+test: install
+	bash tests/cluster/install_slurm.sh
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml $(ENVIRONMENT)/constraints.txt $(ENVIRONMENT)/sglang-cpu.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; \
+	  sys.exit(0 if v in ((3, 11), (3, 12)) else f"Python {v[0]}.{v[1]} found, 3.11 or 3.12 needed: make PYTHON=python3.11")'
+	@echo "making $(VENV) (once; two to three minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+ifeq ($(HAS_GPU),yes)
+	@$(PIP) -e '.[gpu,dev]' -c $(ENVIRONMENT)/constraints.txt
+else
+	@$(PIP) -e '.[cpu,dev]' -c $(ENVIRONMENT)/constraints.txt
+	@$(PIP) --no-deps -r $(ENVIRONMENT)/sglang-cpu.txt
+endif
+	@touch $@
+
+constraints: install
+	{ sed -n '1,3p' $(ENVIRONMENT)/constraints.txt; \
+	  $(BIN)/python -m pip freeze --exclude-editable | grep -viE '^(torch|megatron-core|sglang|compressed-tensors|xgrammar|nvidia-.*|triton)=='; \
+	} > $(ENVIRONMENT)/constraints.new
+	mv $(ENVIRONMENT)/constraints.new $(ENVIRONMENT)/constraints.txt
+
+clean:
+	rm -rf $(VENV)

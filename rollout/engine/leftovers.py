@@ -1,0 +1,53 @@
+"""What SGLang leaves in shared memory: its processes end by SIGKILL, which runs no clean-up of theirs."""
+
+import os
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def members(process_group: int) -> list[int]:
+    """The processes of a group."""
+    found = []
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with suppress(ProcessLookupError):  # processes come and go
+            if os.getpgid(pid) == process_group:
+                found.append(pid)
+    return found
+
+
+def shared_memory_of(processes: Iterable[int]) -> set[Path]:
+    """The files in /dev/shm that processes have mapped.
+
+    Told by inode: a named semaphore is mapped under a temporary name, which is gone when one looks.
+    """
+    path_of = {}
+    for entry in os.scandir(_SHARED_MEMORY):
+        with suppress(FileNotFoundError):
+            path_of[str(entry.stat(follow_symlinks=False).st_ino)] = Path(entry.path)
+    found = set()
+    for pid in processes:
+        with suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                _, _, _, _, inode, *name = line.split(maxsplit=5)
+                if name and name[0].startswith(f"{_SHARED_MEMORY}/") and inode in path_of:
+                    found.add(path_of[inode])
+    return found
+
+
+def unlink(segments: Iterable[Path]) -> None:
+    """Remove shared memory; who has it mapped keeps it until it ends."""
+    for segment in segments:
+        segment.unlink(missing_ok=True)
+
+
+def kill_group(process_group: int, known: Iterable[Path] = ()) -> None:
+    """Kill a process group and remove its shared memory, ``known`` included. The caller may be in it."""
+    try:
+        unlink({*shared_memory_of(members(process_group)), *known})
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process_group, signal.SIGKILL)

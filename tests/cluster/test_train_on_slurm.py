@@ -1,0 +1,60 @@
+"""The main job on a real Slurm of two fake nodes: the trainer on one, the engine on the other."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from backend.quickstart import prepare
+from tests.cluster.slurm_cluster import SlurmCluster, tree
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(600)
+def test_sbatch_trains_the_quickstart_policy_across_two_nodes(slurm_cluster: SlurmCluster, tmp_path: Path):
+    inputs = tmp_path / "inputs"
+    inputs.mkdir()
+    model, data, held_out = inputs / "policy", inputs / "train.jsonl", inputs / "heldout.jsonl"
+    prepare(model, data, held_out, say=lambda _: None, warm_start_steps=40)
+    job = slurm_cluster.submit(
+        "slurm/train.sbatch",
+        "configs/recipes/quickstart.yaml",
+        "run.steps=3",
+        f"run.root={tmp_path / 'runs'}",
+        f"model.path={model}",
+        f"data.path={data}",
+        f"eval.path={held_out}",
+        "eval.max_prompts=50",
+        "rollout.batch_size=4",
+        cwd=REPOSITORY,
+        env={
+            "SLIPSTREAM_VENV": sys.prefix,
+            "SLIPSTREAM_LOG_DIR": str(tmp_path / "node-logs"),
+            "SLIPSTREAM_CPUS_PER_NODE": "2",
+            "SLIPSTREAM_OBJECT_STORE": "100000000",
+        },
+        nodes=2,
+        gpus_per_node=0,
+        output=tmp_path / "out.log",
+    )
+    slurm_cluster.wait_for_output(job, "step 1/3", 240)
+    # ray::TrainerActor and the SGLang server: each where it belongs, and nowhere else.
+    where = {
+        part: [
+            node
+            for node in slurm_cluster.node_ips
+            if any(part in process.command for process in slurm_cluster.processes(node))
+        ]
+        for part in ("ray::TrainerActor", "sglang::scheduler")
+    }
+    result = slurm_cluster.wait(job, 240)
+    assert (result.state, result.exit_code) == ("COMPLETED", 0), result.output
+    assert where == {"ray::TrainerActor": ["node1"], "sglang::scheduler": ["node2"]}, result.output
+    for node in slurm_cluster.node_ips:
+        left = slurm_cluster.processes(node)
+        assert not left, f"left on {node}:\n{tree(left)}\n{result.output}"
+    summary = json.loads((tmp_path / "runs/quickstart/summary.json").read_text())
+    assert (summary["exit"], summary["steps"], summary["versions"]) == ("done", 3, 3)
+    assert (tmp_path / "runs/quickstart/checkpoint-hf/config.json").exists()

@@ -1,0 +1,110 @@
+"""Real parts for the integration tests: a policy, a server, a run as a process with its traces."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from backend.quickstart import prepare
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the quickstart's policy (hardly warmed up), train.jsonl and heldout.jsonl."""
+    folder = tmp_path_factory.mktemp("inputs")
+    prepare(
+        folder / "policy",
+        folder / "train.jsonl",
+        folder / "heldout.jsonl",
+        say=lambda _: None,
+        warm_start_steps=40,
+    )
+    return folder
+
+
+@dataclass
+class LaunchedRun:
+    """``slipstream train`` as a user starts it, findable by a mark that all of its descendants inherit."""
+
+    process: subprocess.Popen
+    folder: Path
+    mark: str
+    shared_memory_before: set[str]
+
+    def descendants(self) -> list[int]:
+        """Every living process that carries the mark, the run itself excepted."""
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):
+                environment = Path(f"/proc/{pid}/environ").read_bytes()
+                alive = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+                if alive and self.mark.encode() in environment and int(pid) != self.process.pid:
+                    found.append(int(pid))
+        return found
+
+    def pids_of(self, text: str) -> list[int]:
+        """Descendants whose command line holds ``text``."""
+        found = []
+        for pid in self.descendants():
+            with suppress(OSError):
+                if text in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "):
+                    found.append(pid)
+        return found
+
+    def output(self) -> str:
+        return self.folder.with_suffix(".out").read_text()
+
+    def assert_nothing_left(self) -> None:
+        left = [Path(f"/proc/{pid}/cmdline").read_text() for pid in self.descendants()]
+        assert not left, left
+        assert set(os.listdir("/dev/shm")) <= self.shared_memory_before
+
+
+@pytest.fixture
+def launch(inputs: Path, tmp_path: Path) -> Iterator[Callable[..., LaunchedRun]]:
+    """Starts runs of the quickstart recipe on ``inputs``; kills whatever a failed test leaves."""
+    runs: list[LaunchedRun] = []
+
+    def start(*overrides: str, name: str = "run") -> LaunchedRun:
+        mark = f"SLIPSTREAM_TEST={uuid.uuid4().hex}"
+        key, value = mark.split("=")
+        command = [
+            sys.executable,
+            "-m",
+            "backend.cli",
+            "train",
+            "quickstart",
+            f"run.root={tmp_path}",
+            f"run.name={name}",
+            f"model.path={inputs / 'policy'}",
+            f"data.path={inputs / 'train.jsonl'}",
+            f"eval.path={inputs / 'heldout.jsonl'}",
+            "eval.max_prompts=50",
+            "eval.every=0",
+            "rollout.batch_size=4",
+            "rollout.n_samples_per_prompt=4",
+            *overrides,
+        ]
+        before = set(os.listdir("/dev/shm"))
+        with (tmp_path / f"{name}.out").open("w") as output:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, key: value}
+            )
+        runs.append(LaunchedRun(process, tmp_path / name, mark, before))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        for pid in [*run.descendants(), run.process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        run.process.wait()
+    shutil.rmtree(tmp_path, ignore_errors=True)

@@ -1,0 +1,109 @@
+"""Whole runs as a user starts them: real Megatron, SGLang and Ray, in a few steps."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.integration.conftest import LaunchedRun
+
+
+def wait_for_step(run: LaunchedRun, step: int, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    metrics = run.folder / "metrics.jsonl"
+    while time.monotonic() < deadline:
+        if metrics.exists() and f'"step": {step}, ' in metrics.read_text():
+            return
+        assert run.process.poll() is None, run.output()
+        time.sleep(0.2)
+    pytest.fail(f"step {step} was not reached in {timeout_s} s:\n{run.output()}")
+
+
+def summary(run: LaunchedRun) -> dict:
+    return json.loads((run.folder / "summary.json").read_text())
+
+
+def records(run: LaunchedRun) -> list[dict]:
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "reward/mean" in record]
+
+
+def finish(run: LaunchedRun, timeout_s: float = 240) -> int:
+    try:
+        return run.process.wait(timeout_s)
+    except Exception:
+        pytest.fail(f"the run did not end in {timeout_s} s:\n{run.output()}")
+
+
+Launch = Callable[..., LaunchedRun]
+
+
+def test_a_synchronous_run_has_lag_zero_and_leaves_nothing_behind(launch: Launch):
+    run = launch("run.steps=3", "rollout.max_head_offpolicyness=0")
+    assert finish(run) == 0, run.output()
+    found = summary(run)
+    assert found["exit"] == "done"
+    assert (found["steps"], found["versions"], found["head_lag_max"]) == (3, 3, 0)
+    assert found["multi_version_fraction"] == 0
+    assert found["groups"]["trained"] == found["groups"]["admitted"] == 12
+    assert all(record["staleness/head_max"] == 0 for record in records(run))
+    assert all(record["mismatch/logprob_abs_max"] < 1e-3 for record in records(run))
+    run.assert_nothing_left()
+
+
+@pytest.mark.parametrize("interrupt", ["retract", "in_place"])
+def test_a_killed_engine_is_replaced_and_brought_to_the_current_version(launch: Launch, interrupt: str):
+    """Asynchronous, trained with tensor parallel 2 (retract) or pipeline parallel 2 (in place)."""
+    layout = {"retract": "actor.parallel.tensor=2", "in_place": "actor.parallel.pipeline=2"}[interrupt]
+    run = launch("run.steps=14", "rollout.max_head_offpolicyness=3", f"weights.interrupt={interrupt}", layout)
+    wait_for_step(run, 3)
+    killed = run.pids_of("rollout.engine.launch")
+    assert killed
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    assert finish(run) == 0, run.output()
+    found = summary(run)
+    assert found["engine_restarts"] == 1
+    assert (found["steps"], found["groups"]["trained"], found["groups"]["failed"]) == (14, 56, 0)
+    assert found["head_lag_max"] <= 3
+    # Tokens of lag 0 after the restart come from the replaced engine: they agree with the trainer.
+    fresh = [r["mismatch/logprob_abs_max"] for r in records(run) if "mismatch/logprob_abs_max" in r]
+    assert fresh
+    if interrupt == "retract":
+        assert max(fresh) < 1e-3
+    run.assert_nothing_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything(launch: Launch, number: signal.Signals):
+    run = launch("run.steps=1000", "rollout.max_head_offpolicyness=2")
+    wait_for_step(run, 2)
+    run.process.send_signal(number)
+    assert finish(run, 30) == 1
+    assert summary(run)["exit"] == "stopped"
+    run.assert_nothing_left()
+
+
+def test_a_lost_trainer_fails_the_run_with_its_name(launch: Launch):
+    run = launch("run.steps=1000", "rollout.max_head_offpolicyness=2")
+    wait_for_step(run, 1)
+    for pid in run.pids_of("ray::TrainerActor"):
+        os.kill(pid, signal.SIGKILL)
+    assert finish(run, 60) == 1
+    assert "trainer" in run.output()
+    assert summary(run)["exit"] == "failed"
+    run.assert_nothing_left()
+
+
+def test_a_killed_driver_takes_everything_with_it(launch: Launch):
+    run = launch("run.steps=1000", "rollout.max_head_offpolicyness=2")
+    wait_for_step(run, 1)
+    run.process.kill()
+    run.process.wait()
+    deadline = time.monotonic() + 30
+    while run.descendants() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    run.assert_nothing_left()

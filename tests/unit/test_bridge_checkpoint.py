@@ -1,0 +1,274 @@
+"""HF checkpoints in and out: loading refuses what does not fit; an export is the source again."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bridge.export import ExportRank, FlatBucket, export, write_hf
+from bridge.families import ModelSpec, model_spec
+from bridge.layout import Layout
+from bridge.load import CheckpointError, load_hf, parameters_to_load
+from bridge.plan import make_plan
+from tests.models import make_checkpoint
+from tests.ranks import run_ranks
+
+
+def empty_parameters(
+    spec: ModelSpec, layout: Layout, stage: int, dtype=torch.float32
+) -> dict[str, torch.Tensor]:
+    """As Megatron would have made them."""
+    return {
+        entry.parameter: torch.full(
+            entry.mapping.shard_shape(spec.geometry, layout.tensor), torch.nan, dtype=dtype
+        )
+        for entry in parameters_to_load(spec, layout, stage)
+    }
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def reshard(folder: Path, parts: int = 3) -> None:
+    """The checkpoint as several files with an index."""
+    tensors = tensors_of(folder)
+    (folder / "model.safetensors").unlink()
+    weight_map = {name: f"part-{i % parts}.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name, at in weight_map.items() if at == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+
+
+def change(folder: Path, **changed: torch.Tensor | None) -> None:
+    tensors = tensors_of(folder) | changed
+    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
+
+
+def load(folder: Path) -> dict[str, torch.Tensor]:
+    spec = model_spec(folder)
+    parameters = empty_parameters(spec, Layout(), 0)
+    load_hf(spec, Layout(), 0, 0, parameters)
+    return parameters
+
+
+# ---- loading
+
+
+def test_a_checkpoint_in_many_files_loads_like_one_in_a_single_file(tmp_path):
+    folder = make_checkpoint(tmp_path / "model")
+    single = load(folder)
+    reshard(folder)
+    sharded = load(folder)
+    assert single.keys() == sharded.keys()
+    assert all(torch.equal(single[name], sharded[name]) for name in single)
+    assert not any(tensor.isnan().any() for tensor in single.values())
+
+
+def test_every_tensor_that_does_not_fit_is_named_in_one_error(tmp_path):
+    folder = make_checkpoint(tmp_path)
+    change(
+        folder,
+        **{
+            "model.norm.weight": None,
+            "model.layers.1.mlp.up_proj.weight": None,
+            "model.layers.0.self_attn.sinks": torch.zeros(4),
+            "model.layers.9.mlp.up_proj.weight": torch.zeros(1),
+            "model.embed_tokens.weight": torch.zeros(100, 64),
+            "model.layers.2.self_attn.k_proj.weight": torch.zeros(7, 7),
+        },
+    )
+    with pytest.raises(CheckpointError) as raised:
+        load(folder)
+    message = str(raised.value)
+    for line in (
+        "missing: model.norm.weight",
+        "missing: model.layers.1.mlp.up_proj.weight",
+        "not mapped: model.layers.0.self_attn.sinks",
+        "not mapped: model.layers.9.mlp.up_proj.weight",
+        "model.embed_tokens.weight has shape (100, 64), config.json means (101, 64)",
+        "model.layers.2.self_attn.k_proj.weight has shape (7, 7), config.json means (48, 64)",
+    ):
+        assert line in message
+    assert len(message.splitlines()) == 7
+
+
+def test_buffers_and_the_head_of_a_tied_checkpoint_are_passed_over(tmp_path):
+    folder = make_checkpoint(tmp_path, tied=True)
+    change(
+        folder,
+        **{
+            "lm_head.weight": torch.zeros(101, 64),
+            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(12),
+        },
+    )
+    parameters = load(folder)
+    assert torch.equal(
+        parameters["embedding.word_embeddings.weight"], tensors_of(folder)["model.embed_tokens.weight"]
+    )
+
+
+def test_an_untied_checkpoint_without_a_head_is_refused(tmp_path):
+    folder = make_checkpoint(tmp_path, tied=False)
+    change(folder, **{"lm_head.weight": None})
+    with pytest.raises(CheckpointError, match=r"missing: lm_head\.weight"):
+        load(folder)
+
+
+def test_the_last_stage_gets_its_own_copy_of_a_tied_embedding(tmp_path):
+    folder = make_checkpoint(tmp_path, tied=True)
+    spec, layout = model_spec(folder), Layout(tensor=1, pipeline=2)
+    parameters = empty_parameters(spec, layout, 1)
+    load_hf(spec, layout, 1, 0, parameters)
+    assert torch.equal(parameters["output_layer.weight"], tensors_of(folder)["model.embed_tokens.weight"])
+
+
+def test_a_file_that_the_index_names_and_that_is_not_there_is_an_error(tmp_path):
+    folder = make_checkpoint(tmp_path)
+    reshard(folder)
+    (folder / "part-0.safetensors").unlink()
+    (folder / "part-2.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"part-0\.safetensors, part-2\.safetensors"):
+        load(folder)
+
+
+def test_a_file_that_is_cut_off_is_an_error(tmp_path):
+    folder = make_checkpoint(tmp_path)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        load(folder)
+
+
+def test_a_folder_without_weights_is_an_error(tmp_path):
+    folder = make_checkpoint(tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="holds neither"):
+        load(folder)
+
+
+def test_a_megatron_model_with_other_parameters_is_an_error(tmp_path):
+    folder = make_checkpoint(tmp_path)
+    spec = model_spec(folder)
+    parameters = empty_parameters(spec, Layout(), 0)
+    with pytest.raises(CheckpointError, match=r"no HF tensor is mapped to: a\.bias, b\.bias"):
+        load_hf(spec, Layout(), 0, 0, parameters | {"b.bias": torch.zeros(1), "a.bias": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"no parameter 'decoder\.final_layernorm\.weight'"):
+        load_hf(spec, Layout(), 0, 0, {k: v for k, v in parameters.items() if "final" not in k})
+    with pytest.raises(CheckpointError, match=r"final_layernorm.*\(64,\) read, \(65,\) expected"):
+        load_hf(spec, Layout(), 0, 0, parameters | {"decoder.final_layernorm.weight": torch.zeros(65)})
+
+
+def test_more_tensor_ranks_than_key_value_heads_are_refused_with_the_parameter_and_the_numbers(tmp_path):
+    spec, layout = model_spec(make_checkpoint(tmp_path)), Layout(tensor=4)
+    with pytest.raises(CheckpointError, match=r"layers\.0.*linear_qkv.*2 key-value heads.*4 tensor-parallel"):
+        load_hf(spec, layout, 0, 0, empty_parameters(spec, layout, 0))
+
+
+# ---- export
+
+
+def export_and_write(rank, jobs: list[tuple[Path, Path, Layout, int]]) -> int:
+    """Load each source's shards on two ranks and write the export."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{rank.address}:{rank.port}", rank=rank.rank, world_size=2
+    )
+    alone = [dist.new_group([0]), dist.new_group([1])][rank.rank]
+    together = dist.new_group([0, 1])
+    sent = 0
+    for source, target, layout, bucket_bytes in jobs:
+        by_tensor = layout.tensor == 2
+        stage, tensor_rank = (0, rank.rank) if by_tensor else (rank.rank, 0)
+        spec = model_spec(source)
+        parameters = empty_parameters(spec, layout, stage)
+        load_hf(spec, layout, stage, tensor_rank, parameters)
+        here = ExportRank(
+            stage, tensor_rank, together if by_tensor else alone, alone if by_tensor else together
+        )
+        buckets = export(make_plan(spec, layout, bucket_bytes, 4), parameters, here)
+        seen = []
+        write_hf((seen.append(bucket) or bucket for bucket in buckets), source, target)
+        sent += sum(bucket is not None for bucket in seen)
+        if seen[-1] is not None:
+            assert [bucket.last for bucket in seen] == [False] * (len(seen) - 1) + [True]
+    dist.destroy_process_group()
+    return sent
+
+
+def test_the_export_of_two_ranks_is_bit_identical_to_the_source_and_loads_in_transformers(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    jobs = []
+    for family, tied in (("qwen3", True), ("qwen2", False), ("llama", False)):
+        source = make_checkpoint(tmp_path / family, family, tied=tied)
+        for name, layout in (("tp2", Layout(tensor=2)), ("pp2", Layout(pipeline=2))):
+            jobs += [(source, tmp_path / f"{family}-{name}-{size}", layout, size) for size in (40_000, 10**9)]
+    sent = run_ranks(2, export_and_write, jobs)
+    assert sent[0] > len(jobs)
+    assert sent[1] == 0
+    for source, target, _, _ in jobs:
+        expected, found = tensors_of(source), tensors_of(target)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        index = json.loads((target / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == expected.keys()
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in expected.values())
+    for _, target, _, size in jobs:
+        if size == 40_000:
+            loaded = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
+            expected = tensors_of(target)
+            assert all(torch.equal(loaded.state_dict()[name], expected[name]) for name in expected)
+
+
+def one_bucket(dtype=torch.float32) -> FlatBucket:
+    return FlatBucket(("a", "b"), ((2, 3), (4,)), torch.arange(10).to(dtype), last=True)
+
+
+def source_folder(tmp_path: Path, **config) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", **config}))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_text("not to be copied")
+    return folder
+
+
+def test_a_flat_bucket_gives_its_tensors_back_as_views():
+    bucket = one_bucket()
+    tensors = dict(bucket.tensors())
+    assert tensors["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert tensors["b"].tolist() == [6, 7, 8, 9]
+    assert tensors["b"].untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
+
+
+def test_a_written_checkpoint_replaces_an_older_one_and_what_a_crash_has_left_behind(tmp_path):
+    source, folder, rest = source_folder(tmp_path), tmp_path / "out", tmp_path / ".out.partial"
+    for old in (folder, rest):
+        old.mkdir()
+        (old / "model-00009.safetensors").write_text("old")
+    write_hf(iter([one_bucket()]), source, folder)
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "config.json",
+        "model-00001.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
+    assert not rest.exists()
+
+
+@pytest.mark.parametrize("spelling", ["dtype", "torch_dtype"])
+def test_the_written_config_states_the_dtype_of_the_written_weights(tmp_path, spelling):
+    source, folder = source_folder(tmp_path, **{spelling: "float32"}), tmp_path / "out"
+    write_hf(iter([one_bucket(torch.bfloat16)]), source, folder)
+    assert json.loads((folder / "config.json").read_text()) == {"model_type": "qwen3", spelling: "bfloat16"}
+
+
+def test_a_rank_that_is_not_the_sender_writes_nothing(tmp_path):
+    write_hf(iter([None, None]), source_folder(tmp_path), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,333 @@
+"""The admission gate: waits that end, and cancellations that lose nothing."""
+
+import asyncio
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from rollout.changes import Changes
+from rollout.control.core import ControlError, RolloutControl, Ticket
+from rollout.control.gate import LEAST_FAILURES, AdmissionGate, StalledRun
+from rollout.trajectory import Finish, Group, Prompt, Trajectory
+
+
+def group(ticket: Ticket) -> Group:
+    tokens = np.zeros(1, np.int64)
+    trajectory = Trajectory(tokens, tokens == 0, tokens, tokens, Finish.STOP, reward=1.0)
+    return Group(ticket.id, Prompt(0, "?"), ticket.version, (trajectory,))
+
+
+def make(batch_size=1, eta=0) -> tuple[RolloutControl, AdmissionGate]:
+    core = RolloutControl(batch_size, eta)
+    return core, AdmissionGate(core)
+
+
+async def settle() -> None:
+    """Let every task run until it waits."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def cancelled(task: asyncio.Task) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+        raise AssertionError(f"{task} was cancelled, but returned {task.result()}")
+
+
+def test_a_slot_is_waited_for_until_its_version_is_published():
+    async def main():
+        _, gate = make()
+        first = await gate.slot()
+        waiting = asyncio.create_task(gate.slot())
+        await gate.finished(group(first))
+        assert [g.id for g in await gate.batch(1)] == [0]
+        await settle()
+        assert not waiting.done()
+        await gate.published(1)
+        assert await waiting == Ticket(id=1, version=1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["failed", "filtered"])
+def test_a_slot_that_comes_free_goes_to_the_waiter(end):
+    async def main():
+        core, gate = make()
+        first = await gate.slot()
+        waiting = asyncio.create_task(gate.slot())
+        await settle()
+        await (gate.failed(first, "why") if end == "failed" else gate.filtered(first))
+        assert (await waiting).id == 1
+        assert core.counts.in_flight == 1
+
+    asyncio.run(main())
+
+
+def test_slots_go_to_waiters_in_the_order_of_their_asking():
+    async def main():
+        _, gate = make()
+        tickets = [await gate.slot()]
+        waiting = [asyncio.create_task(gate.slot()) for _ in range(4)]
+        for task in waiting:
+            await settle()
+            await gate.failed(tickets[-1], "why")
+            tickets.append(await task)
+        assert [ticket.id for ticket in tickets] == [0, 1, 2, 3, 4]
+
+    asyncio.run(main())
+
+
+def test_a_batch_is_delivered_whatever_came_first():
+    async def main():
+        _, gate = make(batch_size=2)
+        tickets = [await gate.slot(), await gate.slot()]
+        waiting = asyncio.create_task(gate.batch(5))
+        await gate.finished(group(tickets[1]))
+        await settle()
+        assert not waiting.done()
+        await gate.finished(group(tickets[0]))
+        assert [g.id for g in await waiting] == [0, 1]
+
+    asyncio.run(main())
+
+
+def test_a_time_out_names_what_was_waited_for():
+    async def main():
+        _, gate = make(batch_size=3, eta=1)
+        await gate.finished(group(await gate.slot()))
+        await gate.filtered(await gate.slot())
+        await gate.failed(await gate.slot(), "prompt 7: TypeError: oops")
+        await gate.slot()
+        expected = (
+            r"no batch of 3 groups within 0 s: 2 in flight, 1 ready, 1 filtered, 1 failed "
+            r"\(prompt 7: TypeError: oops\)"
+        )
+        with pytest.raises(StalledRun, match=expected):
+            await gate.batch(0.01)
+
+    asyncio.run(main())
+
+
+def test_failures_in_a_row_stall_the_run_and_name_the_last_one():
+    async def main():
+        _, gate = make(batch_size=4, eta=2)
+        waiting = asyncio.create_task(gate.batch(5))
+        for number in range(12):
+            await settle()
+            assert not waiting.done()
+            await gate.failed(await gate.slot(), f"failure {number}")
+        with pytest.raises(StalledRun, match="12 groups in a row have failed; the last one: failure 11"):
+            await waiting
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["finished", "filtered"])
+def test_a_group_that_succeeds_ends_a_row_of_failures(end):
+    async def main():
+        _, gate = make(batch_size=2, eta=3)
+        tickets = [await gate.slot()]
+        waiting = asyncio.create_task(gate.batch(5))
+        for turn in range(4):
+            for _ in range(7):
+                await gate.failed(await gate.slot(), "why")
+            await settle()
+            assert not waiting.done(), turn
+            last = await gate.slot()
+            await (gate.finished(group(last)) if end == "finished" else gate.filtered(last))
+        await gate.finished(group(tickets[0]))
+        if end == "filtered":
+            await gate.finished(group(await gate.slot()))
+        assert len(await waiting) == 2
+
+    asyncio.run(main())
+
+
+def test_one_bad_prompt_does_not_end_a_run_with_few_slots():
+    async def main():
+        _, gate = make(batch_size=1, eta=0)
+        waiting = asyncio.create_task(gate.batch(5))
+        for _ in range(LEAST_FAILURES - 1):
+            await gate.failed(await gate.slot(), "why")
+            await settle()
+        await gate.finished(group(await gate.slot()))
+        assert len(await waiting) == 1
+
+    asyncio.run(main())
+
+
+def test_a_refused_event_does_not_count_as_a_failure():
+    async def main():
+        _, gate = make()
+        for _ in range(LEAST_FAILURES):
+            with pytest.raises(ControlError):
+                await gate.failed(Ticket(9, 0), "nobody generates it")
+        await gate.finished(group(await gate.slot()))
+        assert len(await gate.batch(1)) == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("steps", range(4))
+@pytest.mark.parametrize("free_first", [True, False])
+def test_a_cancelled_wait_for_a_slot_charges_none(steps, free_first):
+    """Cancelled before, at, and after the moment at which the slot comes free."""
+
+    async def main():
+        core, gate = make()
+        first = await gate.slot()
+        waiting = asyncio.create_task(gate.slot())
+        await settle()
+        if free_first:
+            await gate.failed(first, "why")
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        if waiting.done():
+            assert core.counts.in_flight == 1
+            return
+        waiting.cancel()
+        if not free_first:
+            await gate.failed(first, "why")
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert core.counts.in_flight == 0
+        assert (await asyncio.wait_for(gate.slot(), 1)).id == 1
+
+    asyncio.run(main())
+
+
+def test_a_free_slot_is_not_lost_with_the_waiter_that_is_cancelled():
+    async def main():
+        core, gate = make()
+        first = await gate.slot()
+        one, other = asyncio.create_task(gate.slot()), asyncio.create_task(gate.slot())
+        await settle()
+        await gate.failed(first, "why")
+        one.cancel()
+        assert (await asyncio.wait_for(other, 1)).id == 1
+        assert one.cancelled()
+        assert core.counts.in_flight == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("steps", range(4))
+@pytest.mark.parametrize("finish_first", [True, False])
+def test_a_cancelled_wait_for_a_batch_takes_none_and_is_cancelled(steps, finish_first):
+    """A cancellation must also not be swallowed when the batch comes at the same instant."""
+
+    async def main():
+        core, gate = make()
+        ticket = await gate.slot()
+        waiting = asyncio.create_task(gate.batch(5))
+        await settle()
+        if finish_first:
+            await gate.finished(group(ticket))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        if waiting.done():
+            assert len(waiting.result()) == 1
+            return
+        waiting.cancel()
+        if not finish_first:
+            await gate.finished(group(ticket))
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert core.ready == 1
+        assert [g.id for g in await gate.batch(1)] == [0]
+
+    asyncio.run(main())
+
+
+def test_a_batch_that_comes_at_the_instant_of_the_time_out_is_not_lost():
+    async def main():
+        for finishing_delay in np.linspace(0.004, 0.006, 40):
+            core, gate = make()
+            ticket = await gate.slot()
+            loop = asyncio.get_running_loop()
+            loop.call_later(finishing_delay, lambda: loop.create_task(gate.finished(group(ticket))))  # noqa: B023
+            try:
+                batch = await gate.batch(0.005)
+            except StalledRun:
+                await asyncio.sleep(0.002)
+                assert core.ready == 1
+                batch = await gate.batch(1)
+            assert [g.id for g in batch] == [0]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["finished", "filtered", "failed", "published"])
+def test_an_event_is_reported_although_its_task_is_being_cancelled(end):
+    """A task that has been cancelled but not yet run still reports its group: events do not suspend."""
+
+    async def main():
+        core, gate = make()
+        ticket = await gate.slot()
+        if end == "published":
+            await gate.finished(group(ticket))
+            await gate.batch(1)
+        events = {
+            "finished": lambda: gate.finished(group(ticket)),
+            "filtered": lambda: gate.filtered(ticket),
+            "failed": lambda: gate.failed(ticket, "why"),
+            "published": lambda: gate.published(1),
+        }
+        waiters = [asyncio.create_task(gate.slot()) for _ in range(3)]
+
+        async def report():
+            asyncio.current_task().cancel()
+            await events[end]()
+
+        await settle()
+        reporting = asyncio.create_task(report())
+        await asyncio.wait({reporting})
+        assert core.ready == (end == "finished")
+        assert core.counts.filtered == (end == "filtered")
+        assert core.counts.failed == (end == "failed")
+        assert core.version == (end == "published")
+        for waiter in waiters:
+            waiter.cancel()
+        await asyncio.gather(*waiters, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_two_trainers_cannot_take_batches_at_once():
+    async def main():
+        _, gate = make(batch_size=1, eta=1)
+        for _ in range(2):
+            await gate.finished(group(await gate.slot()))
+        await gate.batch(1)
+        with pytest.raises(ControlError, match="has not been published"):
+            await gate.batch(1)
+
+    asyncio.run(main())
+
+
+def test_changes_wake_every_waiter_and_keep_none():
+    async def main():
+        changes, box = Changes(), []
+        waiting = [asyncio.create_task(changes.first(lambda: box.pop() if box else None)) for _ in range(3)]
+        await settle()
+        box.extend(["a", "b"])
+        changes.notify()
+        await settle()
+        assert sorted(task.result() for task in waiting if task.done()) == ["a", "b"]
+        await cancelled(next(task for task in waiting if not task.done()))
+        changes.notify()
+        assert not changes._waiters
+
+    asyncio.run(main())
+
+
+def test_what_is_there_is_taken_without_suspending():
+    async def main():
+        taken = Changes().first(lambda: "it")
+        with pytest.raises(StopIteration) as stop:
+            taken.send(None)
+        assert stop.value.value == "it"
+
+    asyncio.run(main())

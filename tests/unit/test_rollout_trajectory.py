@@ -1,0 +1,155 @@
+"""Trajectories: what the engine said about each token arrives at the trainer unchanged."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.trajectory import (
+    UNSAMPLED,
+    Completion,
+    Finish,
+    Group,
+    Prompt,
+    Span,
+    Trajectory,
+    TrajectoryBuilder,
+)
+
+
+def completion(*versions: int, first_token: int = 100, finish=Finish.STOP, retractions=0) -> Completion:
+    """One token of each given version."""
+    n = len(versions)
+    spans = tuple(Span(version, i, i + 1) for i, version in enumerate(versions))
+    logprobs = tuple(-0.5 - i for i in range(n))
+    return Completion(tuple(range(first_token, first_token + n)), logprobs, spans, finish, retractions)
+
+
+def test_spans_give_each_token_its_version():
+    spans = (Span(3, 0, 2), Span(4, 2, 3), Span(7, 3, 5))
+    versions = Completion((1, 2, 3, 4, 5), (0.0,) * 5, spans, Finish.STOP).versions()
+    assert versions.tolist() == [3, 3, 4, 7, 7]
+    assert versions.dtype == np.int32
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=6))
+def test_spans_that_tile_the_tokens_are_accepted_and_repeat_their_versions(parts):
+    spans, at = [], 0
+    for version, length in parts:
+        spans.append(Span(version, at, at + length))
+        at += length
+    found = Completion((0,) * at, (0.0,) * at, tuple(spans), Finish.LENGTH).versions()
+    assert found.tolist() == [version for version, length in parts for _ in range(length)]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        (),
+        (Span(0, 0, 2),),
+        (Span(0, 0, 4),),
+        (Span(0, 1, 3),),
+        (Span(0, 0, 1), Span(1, 2, 3)),
+        (Span(0, 0, 2), Span(1, 1, 3)),
+        (Span(0, 0, 0), Span(0, 0, 3)),
+        (Span(0, 0, 3), Span(1, 3, 3)),
+        (Span(1, 1, 3), Span(0, 0, 1)),
+        (Span(0, 0, 2), Span(0, 2, 1), Span(0, 1, 3)),
+    ],
+)
+def test_spans_that_do_not_tile_the_tokens_are_refused(spans):
+    with pytest.raises(ValueError, match="do not tile 3 tokens"):
+        Completion((1, 2, 3), (0.0, 0.0, 0.0), spans, Finish.STOP)
+
+
+def test_every_token_needs_a_log_prob():
+    with pytest.raises(ValueError, match="2 tokens but 1 log-probs"):
+        Completion((1, 2), (0.0,), (Span(0, 0, 2),), Finish.STOP)
+
+
+def test_a_single_turn_masks_the_prompt():
+    builder = TrajectoryBuilder([7, 8, 9])
+    builder.add_completion(completion(2, 3, retractions=1))
+    trajectory = builder.build()
+    assert trajectory.tokens_T.tolist() == [7, 8, 9, 100, 101]
+    assert trajectory.loss_mask_T.tolist() == [False, False, False, True, True]
+    assert trajectory.logprobs_T.tolist() == [0, 0, 0, -0.5, -1.5]
+    assert trajectory.versions_T.tolist() == [UNSAMPLED, UNSAMPLED, UNSAMPLED, 2, 3]
+    assert (trajectory.response_length, trajectory.oldest_version, trajectory.n_versions) == (2, 2, 2)
+    assert (trajectory.finish, trajectory.retractions, trajectory.reward) == (Finish.STOP, 1, None)
+
+
+def test_context_between_turns_carries_no_loss():
+    builder = TrajectoryBuilder([1])
+    builder.add_completion(completion(5, 5, first_token=10, finish=Finish.STOP, retractions=2))
+    builder.add_context([20, 21])
+    builder.add_completion(completion(6, first_token=30, finish=Finish.LENGTH, retractions=1))
+    builder.add_context([40])
+    trajectory = builder.build()
+    assert trajectory.tokens_T.tolist() == builder.tokens == [1, 10, 11, 20, 21, 30, 40]
+    assert trajectory.loss_mask_T.astype(int).tolist() == [0, 1, 1, 0, 0, 1, 0]
+    assert trajectory.versions_T.tolist() == [-1, 5, 5, -1, -1, 6, -1]
+    assert trajectory.logprobs_T.tolist() == [0, -0.5, -1.5, 0, 0, -0.5, 0]
+    assert trajectory.finish is Finish.LENGTH, "the last completion decides"
+    assert trajectory.retractions == 3
+    assert trajectory.oldest_version == 5
+
+
+def test_arrays_have_the_documented_types_and_one_length():
+    builder = TrajectoryBuilder([1, 2])
+    builder.add_completion(completion(0))
+    trajectory = builder.build()
+    arrays = (trajectory.tokens_T, trajectory.loss_mask_T, trajectory.logprobs_T, trajectory.versions_T)
+    assert [array.dtype for array in arrays] == [np.int64, bool, np.float32, np.int32]
+    assert {array.shape for array in arrays} == {(3,)}
+
+
+def test_tokens_is_a_copy():
+    builder = TrajectoryBuilder([1])
+    builder.tokens.append(99)
+    builder.add_completion(completion(0))
+    assert builder.build().tokens_T.tolist() == [1, 100]
+
+
+def test_the_oldest_version_is_that_of_the_tokens_that_carry_loss():
+    builder = TrajectoryBuilder([1])
+    builder.add_completion(completion(2, 3, 4))
+    trajectory = builder.build()
+    masked = replace(trajectory, loss_mask_T=np.array([False, False, True, True]))
+    assert (masked.oldest_version, masked.n_versions, masked.response_length) == (3, 2, 2)
+
+
+def test_a_trajectory_without_loss_has_no_oldest_version():
+    nothing = Trajectory(
+        np.array([1]), np.array([False]), np.zeros(1, np.float32), np.array([UNSAMPLED]), Finish.STOP
+    )
+    with pytest.raises(ValueError, match="no token of this trajectory carries loss"):
+        _ = nothing.oldest_version
+    assert (nothing.response_length, nothing.n_versions) == (0, 0)
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_an_episode_in_which_nothing_was_sampled_cannot_be_built(empty):
+    """Such a trajectory would only fail in the training loop, and end the run."""
+    builder = TrajectoryBuilder([1, 2])
+    if empty:
+        builder.add_completion(Completion((), (), (), Finish.STOP))
+    with pytest.raises(ValueError, match="2 tokens, none of them sampled"):
+        builder.build()
+
+
+def test_a_group_gives_the_rewards_of_its_trajectories():
+    builder = TrajectoryBuilder([1])
+    builder.add_completion(completion(0))
+    trajectories = tuple(replace(builder.build(), reward=reward) for reward in (0.0, 0.25))
+    rewards = Group(0, Prompt(0, "?"), 0, trajectories).rewards
+    assert rewards.tolist() == [0.0, 0.25]
+    assert rewards.dtype == np.float64
+
+
+def test_plain_text_becomes_one_user_message_and_a_chat_stays():
+    assert Prompt(0, "2+2").messages() == [{"role": "user", "content": "2+2"}]
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2"}]
+    assert Prompt(0, chat).messages() == chat
