@@ -1,1 +1,1 @@
-"""The training side, and the run itself: Megatron, objectives, the four loops, monitoring, the command line."""
+"""The training side, and the run itself: Megatron, objectives, loops, monitoring, the command line."""

@@ -1,4 +1,7 @@
-"""``slipstream``: the command line. Exit codes: 0 done, 1 the run failed or was stopped, 2 the input was wrong."""
+"""``slipstream``, the command line.
+
+Exit codes: 0 done, 1 the run failed or was stopped, 2 the input was wrong.
+"""
 
 import asyncio
 import sys

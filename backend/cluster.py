@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: started here on one machine, joined in a Slurm job. The one Ray wrapper per role."""
+"""The Ray cluster of a run: started here on one machine, joined in a Slurm job; its actors."""
 
 import os
 import signal
@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import backend.ray_settings  # noqa: F401, I001  before ray
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+import backend.ray_settings  # noqa: F401  before ray
 from backend.actors import TrainerActor
 from backend.guard import guarded
 from backend.placement import Node, Placement
@@ -66,7 +66,8 @@ def _join_job() -> None:
     address = os.environ.get("RAY_ADDRESS")
     if not address:
         raise ClusterError(
-            "cluster.type is slurm, but RAY_ADDRESS is not set: launch with `sbatch slurm/train.sbatch RECIPE`"
+            "cluster.type is slurm, but RAY_ADDRESS is not set: "
+            "launch with `sbatch slurm/train.sbatch RECIPE`"
         )
     ray.init(address=address, log_to_driver=False, logging_level="error")
 

@@ -2,8 +2,8 @@
 
     python -m backend.guard MARK FOLDER
 
-Every process of a run inherits the environment variable SLIPSTREAM_RUN=MARK. Standard input is a pipe from the
-run; at its end the guard kills whatever still carries the mark and removes FOLDER. After an orderly end
+Every process of a run inherits the environment variable SLIPSTREAM_RUN=MARK. Standard input is a pipe from
+the run; at its end the guard kills whatever still carries the mark and removes FOLDER. After an orderly end
 there is nothing left to kill.
 """
 

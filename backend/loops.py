@@ -7,7 +7,7 @@ serving:     keeps every engine on the current version        (rollout.engine.su
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,7 +15,9 @@ import numpy as np
 from backend.batching import TrainBatch
 from backend.recorder import Recorder, StepTimes
 from backend.remote import Trainer
+from bridge.report import PublishReport
 from configs.schema import RunConfig, SamplingConfig
+from rollout.control.core import Ticket
 from rollout.control.filters import GroupFilter
 from rollout.control.gate import AdmissionGate
 from rollout.data import PromptStream
@@ -23,7 +25,7 @@ from rollout.engine.client import EngineAddress
 from rollout.engine.pool import EnginePool, NoEngine
 from rollout.engine.supervisor import Supervisor
 from rollout.trajectory import Completion, Group, Prompt, Trajectory
-from rollout.workflow import Tokenizer, Workflow, WorkflowContext
+from rollout.workflow import Workflow, WorkflowContext
 
 
 @dataclass
@@ -81,7 +83,7 @@ def as_batch(groups: list[Group], version: int) -> TrainBatch:
     )
 
 
-async def publish(loops: Loops, version: int):
+async def publish(loops: Loops, version: int) -> PublishReport:
     """Bring every serving engine to the trainer's version; those that miss it are fenced off and rebuilt."""
     report = await loops.trainer.publish([client.address for client in loops.pool.clients])
     for client in loops.pool.clients:
@@ -103,36 +105,47 @@ async def collection_loop(loops: Loops) -> None:
             groups.create_task(collect(loops, ticket, loops.prompts.next()))
 
 
-async def collect(loops: Loops, ticket, prompt: Prompt) -> None:
+async def collect(loops: Loops, ticket: Ticket, prompt: Prompt) -> None:
     """One group, from its slot to ready, filtered or failed."""
     n = loops.config.rollout.n_samples_per_prompt
     failure = None
     try:
         async with asyncio.TaskGroup() as episodes:
-            tasks = [episodes.create_task(episode(loops, prompt)) for _ in range(n)]
+            tasks = [episodes.create_task(episode(loops, prompt, loops.context)) for _ in range(n)]
+        group = Group(ticket.id, prompt, ticket.version, tuple(task.result() for task in tasks))
+        keep = kept(loops, group)
     except* EpisodeFailed as failures:
         failure = failures.exceptions[0]
     if failure is not None:
         await loops.gate.failed(ticket, str(failure))
-        return
-    group = Group(ticket.id, prompt, ticket.version, tuple(task.result() for task in tasks))
-    if loops.group_filter is not None and not loops.group_filter.keep(group):
-        await loops.gate.filtered(ticket)
-    else:
+    elif keep:
         await loops.gate.finished(group)
+    else:
+        await loops.gate.filtered(ticket)
+
+
+def kept(loops: Loops, group: Group) -> bool:
+    """Whether the recipe's filter wants the group trained. What the filter raises is an EpisodeFailed."""
+    if loops.group_filter is None:
+        return True
+    try:
+        return loops.group_filter.keep(group)
+    except Exception as error:  # user code
+        path = loops.config.rollout.group_filter.path
+        raise EpisodeFailed(f"prompt {group.prompt.id}: {path}: {type(error).__name__}: {error}") from error
 
 
 class EpisodeFailed(RuntimeError):
     """An episode has failed as often as ``rollout.episode_attempts`` allows."""
 
 
-async def episode(loops: Loops, prompt: Prompt) -> Trajectory:
+async def episode(loops: Loops, prompt: Prompt, context: WorkflowContext) -> Trajectory:
     """One judged episode. Whatever a workflow or reward raises is a failed attempt, never a neutral score."""
     rollout = loops.config.rollout
     for attempt in range(1, rollout.episode_attempts + 1):
         try:
             async with asyncio.timeout(rollout.episode_timeout_s):
-                trajectory = await loops.workflow.run(prompt, loops.context)
+                trajectory = await loops.workflow.run(prompt, context)
             if trajectory.reward is None or not np.isfinite(trajectory.reward):
                 raise ValueError(f"{rollout.workflow.path} gave the reward {trajectory.reward}")
             return trajectory
@@ -153,7 +166,7 @@ class Greedy:
 
     pool: EnginePool
 
-    async def generate(self, input_ids, sampling: SamplingConfig) -> Completion:
+    async def generate(self, input_ids: Sequence[int], sampling: SamplingConfig) -> Completion:
         return await self.pool.generate(input_ids, sampling, greedy=True)
 
 
@@ -163,10 +176,12 @@ def is_evaluated(config: RunConfig, version: int) -> bool:
     return every > 0 and version % every == 0 and version < config.run.steps
 
 
-async def evaluate_and_record(loops: Loops, version: int) -> float:
-    accuracy, length = await evaluate(loops)
-    loops.recorder.evaluated(version, accuracy, length)
-    return accuracy
+async def evaluate_and_record(loops: Loops, version: int) -> None:
+    """Evaluate what the engines serve. An evaluation that fails is told to the user, and the run goes on."""
+    try:
+        loops.recorder.evaluated(version, *await evaluate(loops))
+    except* EpisodeFailed as failures:
+        loops.recorder.note(f"no evaluation of version {version}: {failures.exceptions[0]}")
 
 
 async def evaluate(loops: Loops) -> tuple[float, float]:
@@ -177,7 +192,9 @@ async def evaluate(loops: Loops) -> tuple[float, float]:
     if settings.max_new_tokens is not None:
         sampling = sampling.model_copy(update={"max_new_tokens": settings.max_new_tokens})
     context = replace(loops.context, generator=Greedy(loops.pool), sampling=sampling)
-    trajectories = await asyncio.gather(*(loops.workflow.run(prompt, context) for prompt in loops.held_out))
+    async with asyncio.TaskGroup() as episodes:
+        tasks = [episodes.create_task(episode(loops, prompt, context)) for prompt in loops.held_out]
+    trajectories = [task.result() for task in tasks]
     rewards = [trajectory.reward for trajectory in trajectories]
     return float(np.mean(rewards)), float(np.mean([t.response_length for t in trajectories]))
 
@@ -188,7 +205,7 @@ async def evaluate(loops: Loops) -> tuple[float, float]:
 def sync_engine(
     loops: Loops,
 ) -> Callable[[EngineAddress, Callable[[], Awaitable[None]]], Awaitable[str | None]]:
-    """How a fresh engine, which holds version 0, is brought to the current version and admitted to the pool."""
+    """How a fresh engine, which holds version 0, is brought to the current version and admitted."""
 
     async def sync(address: EngineAddress, admit: Callable[[], Awaitable[None]]) -> str | None:
         async with loops.weights:

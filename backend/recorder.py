@@ -86,6 +86,10 @@ class Recorder:
         self._accuracy[version] = self._shown_accuracy = accuracy
         self._metrics.log(version, {"eval/accuracy": accuracy, "eval/response_length": response_length})
 
+    def note(self, text: str) -> None:
+        """Tell the user."""
+        self._progress.note(text)
+
     def episode_failed(self, prompt: Prompt, attempt: int, error: Exception) -> None:
         self._totals.episode_retries += 1
         if self._totals.episode_retries <= 3:

@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import backend.ray_settings  # noqa: F401, I001  before ray
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
+import backend.ray_settings  # noqa: F401  before ray
 from backend.batching import TrainBatch
 from backend.trainer_result import StepResult
 from bridge.report import PublishReport

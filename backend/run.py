@@ -40,7 +40,7 @@ class Stopped(Exception):
 
 
 def start_folder(config: RunConfig) -> Path:
-    """Make the run folder and write the recipe into it. A folder of an earlier run is set aside, never mixed."""
+    """Make the run folder and write the recipe into it. A folder of an earlier run is set aside."""
     folder = config.run.folder
     if folder.exists():
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
@@ -69,7 +69,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 @contextmanager
 def stop_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM call ``stop`` once; further ones are ignored, so that cleaning up is not cut short."""
+    """Ctrl-C and SIGTERM call ``stop`` once; further ones are ignored, so that clean-up is not cut short."""
     loop = asyncio.get_running_loop()
     pending = [stop]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -242,6 +243,7 @@ class TrainerRank:
                 backend="nccl" if self._device.type == "cuda" else "gloo",
                 interrupt=self._config.weights.interrupt,
                 timeout_s=self._config.weights.timeout_s,
+                label=f"weights-{uuid4().hex}",
             )
         return asyncio.run(_publish(self._publisher, self.version, engines, buckets))
 

@@ -58,8 +58,9 @@ class EngineGroup:
     holds up is left behind with its group.
     """
 
-    def __init__(self, *, address: str, backend: str, timeout_s: float) -> None:
+    def __init__(self, *, address: str, backend: str, timeout_s: float, label: str) -> None:
         self._address = address
+        self._label = label
         self._backend = backend
         self._timeout_s = timeout_s
         self.name = ""
@@ -101,7 +102,7 @@ class EngineGroup:
     async def _meet(self, engines: list[EngineEndpoint], fail: Fail) -> list[EngineEndpoint]:
         """Try to make a group of all ``engines``. Those to try again with; when it was made, that is all."""
         self._made += 1
-        name = f"slipstream-weights-{self._made}"
+        name = f"{self._label}-{self._made}"
         *offsets, world_size = itertools.accumulate((engine.ranks for engine in engines), initial=1)
         meeting = Rendezvous(self._address, world_size, self._timeout_s)
         thread = ThreadPoolExecutor(1, thread_name_prefix=name)

@@ -29,10 +29,15 @@ class Publisher:
     Single caller: one publication at a time.
     """
 
-    def __init__(self, *, address: str, backend: str, interrupt: Interrupt, timeout_s: float) -> None:
+    def __init__(
+        self, *, address: str, backend: str, interrupt: Interrupt, timeout_s: float, label: str
+    ) -> None:
+        """``label`` begins the names of this publisher's groups. An engine keeps the groups of a sender that
+        is gone, so no two senders may share one.
+        """
         self._interrupt: Interrupt = interrupt
         self._timeout_s = timeout_s
-        self._group = EngineGroup(address=address, backend=backend, timeout_s=timeout_s)
+        self._group = EngineGroup(address=address, backend=backend, timeout_s=timeout_s, label=label)
         self._gatherer = ThreadPoolExecutor(1, thread_name_prefix="gather")
 
     async def publish(

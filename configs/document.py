@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -48,7 +48,7 @@ def read_document(recipe: Path, overrides: Sequence[str]) -> Document:
 class _Loader(yaml.SafeLoader):
     """Safe construction with the scalar types of YAML 1.2's core schema."""
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
 
 
 _DIGITS = "-+0123456789"

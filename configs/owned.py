@@ -51,6 +51,11 @@ MEGATRON_OWNED: Mapping[str, str] = {
         "hidden_dropout attention_dropout",
         "Slipstream trains without dropout: the engines have none, so log-probs would never agree",
     ),
+    **_all(
+        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout "
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
+        "Slipstream splits the layers evenly over the pipeline stages",
+    ),
     **_all("calculate_per_token_loss variable_seq_lengths use_cpu_initialization", _BY_SLIPSTREAM),
 }
 

@@ -29,15 +29,6 @@ TENSOR_RANKS = ("actor.parallel.tensor", "rollout.engine.tensor_parallel")
 LONGEST_NAME = 255
 """Bytes of one path component on every file system in use."""
 
-UNEVEN_STAGES = (
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "pipeline_model_parallel_layout",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
-"""Fields of Megatron's TransformerConfig with which the stages need not have equally many layers."""
-
 
 def check_rules(config: RunConfig, unsure: Collection[str] = ()) -> Iterator[Violation]:
     """The violations of each rule that reads none of the ``unsure`` paths, nor anything in or around one."""
@@ -186,19 +177,17 @@ def heads_split_over_ranks(config: RunConfig, path: str) -> Iterator[Violation]:
     if heads and heads % ranks:
         reason = f"expected a divisor of {heads}, the number of attention heads of the model"
         yield Violation(path, ranks, reason)
-    elif groups and groups % ranks and ranks % groups:
-        reason = f"expected a divisor or a multiple of {groups}, the number of key-value heads of the model"
+    elif groups and groups % ranks and (path == "actor.parallel.tensor" or ranks % groups):
+        also = "" if path == "actor.parallel.tensor" else " or a multiple"
+        reason = f"expected a divisor{also} of {groups}, the number of key-value heads of the model"
         yield Violation(path, ranks, reason)
 
 
 def layers_split_over_stages(config: RunConfig) -> Iterator[Violation]:
     stages = config.actor.parallel.pipeline
     layers = _model_number(config, "num_hidden_layers")
-    if layers and layers % stages and not any(name in config.actor.megatron for name in UNEVEN_STAGES):
-        reason = (
-            f"expected a divisor of {layers}, the number of layers of the model; "
-            f"for uneven stages set actor.megatron.{UNEVEN_STAGES[0]}"
-        )
+    if layers and layers % stages:
+        reason = f"expected a divisor of {layers}, the number of layers of the model"
         yield Violation("actor.parallel.pipeline", stages, reason)
 
 

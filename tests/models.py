@@ -26,7 +26,7 @@ _CONFIGS = {
 def make_checkpoint(
     folder: Path, family: str = "qwen3", *, tied: bool = True, seed: int = 0, **sizes: int
 ) -> Path:
-    """Write a random checkpoint without a tokenizer. Norms and biases are random too, so that none is neutral."""
+    """Write a random checkpoint without a tokenizer. Norms and biases are random too: none is neutral."""
     torch.manual_seed(seed)
     config = _CONFIGS[family](**{**_SIZES, "tie_word_embeddings": tied, "rope_theta": 10000.0, **sizes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

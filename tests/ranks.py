@@ -28,7 +28,7 @@ def _main(function: Callable[..., Any], spec: RankSpec, args: tuple[Any, ...], o
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 180) -> list[Any]:
-    """``function(RankSpec, *args)`` on every rank; the results in rank order. Fails with the first traceback."""
+    """``function(RankSpec, *args)`` on every rank; results in rank order. Fails with the first traceback."""
     context = multiprocessing.get_context("spawn")
     port = free_port()
     pipes, processes = [], []

@@ -1,8 +1,8 @@
-"""What Megatron-Core (0.16.1, 0.19.2) needs on a machine without a GPU. Called once, by ``parallel.initialize``.
+"""What Megatron-Core (0.16.1, 0.19.2) needs on a machine without a GPU.
 
 Megatron assumes a current CUDA device throughout, and touches it in places that have nothing to do with
 kernels. Each patch below answers one such place; the mathematics is untouched. They are process-wide, so this
-runs in trainer processes only, before any Megatron module that uses them is imported.
+runs in trainer processes only (``parallel.initialize``), before Megatron modules that use them are imported.
 """
 
 import contextlib
@@ -142,7 +142,7 @@ def _random_states_of_the_cpu() -> None:
 
 
 def _mixture_of_experts() -> None:
-    """Without Transformer Engine 0.16 reads an undefined name; dispatch splits must be numbers, not tensors."""
+    """Without Transformer Engine 0.16 reads an undefined name; dispatch splits must be numbers."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     if not hasattr(moe_utils, "te_general_gemm"):

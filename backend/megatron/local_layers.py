@@ -4,6 +4,7 @@ sequence parallelism. Plain PyTorch, so they run on CPUs and GPUs alike.
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ def length_classes(cu_seqlens: list[int]) -> list[list[tuple[int, int]]]:
     [[(0, 3), (3, 7)], [(7, 20)]]
     """
     classes: dict[int, list[tuple[int, int]]] = {}
-    for start, end in zip(cu_seqlens, cu_seqlens[1:], strict=False):
+    for start, end in pairwise(cu_seqlens):
         if end > start:
             classes.setdefault(math.ceil(math.log2(end - start)), []).append((start, end))
     return list(classes.values())

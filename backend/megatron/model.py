@@ -65,7 +65,7 @@ def transformer_config(geometry: Geometry, actor: ActorConfig, dtype: torch.dtyp
         "bf16": dtype is torch.bfloat16,
         "calculate_per_token_loss": True,  # losses come as sums; Megatron divides by the tokens of the batch
         "variable_seq_lengths": True,  # packs differ in length from micro-batch to micro-batch
-        "moe_token_dispatcher_type": "alltoall",  # Megatron asks for it with variable lengths, dense models too
+        "moe_token_dispatcher_type": "alltoall",  # asked for with variable lengths, in dense models too
         "use_cpu_initialization": not on_gpu,
         "perform_initialization": False,  # every weight comes from the checkpoint
         "masked_softmax_fusion": False,
@@ -132,7 +132,7 @@ def wrap_ddp(model: GPTModel, actor: ActorConfig) -> DistributedDataParallel:
 def build_optimizer(
     ddp: DistributedDataParallel, actor: ActorConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Megatron's Adam with float32 main parameters; hooks loss scaling and gradient finalization into the model."""
+    """Megatron's Adam with float32 main parameters; hooks loss scaling and finalization into the model."""
     optimizer = actor.optimizer
     settings = {
         "optimizer": "adam",

@@ -36,7 +36,7 @@ class OptimizerConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    """PPO's clipped surrogate, token-averaged over the batch. Formulas: ``backend/objective/policy_loss.py``."""
+    """PPO's clipped surrogate, averaged over the batch's tokens (``backend/objective/policy_loss.py``)."""
 
     clip_low: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped from below at 1 - clip_low.")
     clip_high: float = Field(0.28, gt=0, description="The ratio is clipped from above at 1 + clip_high.")

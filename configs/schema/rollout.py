@@ -33,7 +33,7 @@ class EngineConfig(Section):
 class RolloutConfig(Section):
     max_head_offpolicyness: int = Field(
         ge=0,
-        description="Bound on the lag of every trained token: training version minus token version. 0 = synchronous.",
+        description="Bound on the lag of every trained token, in policy versions; 0: synchronous.",
     )
     allow_extreme_offpolicyness: bool = Field(False, description="Permit a bound above 16.")
     batch_size: int = Field(ge=1, description="Groups per training step.")

@@ -60,7 +60,7 @@ class WeightsConfig(Section):
     transport: DistributedTransport = DistributedTransport()
     interrupt: Literal["retract", "in_place"] = Field(
         "retract",
-        description="Running requests go on after an update with their KV recomputed (retract) or kept (in_place).",
+        description="Running requests go on with their KV recomputed (retract) or kept (in_place).",
     )
     timeout_s: float = Field(300, gt=0, description="Longest wait of any one step of publishing a version.")
 
@@ -96,5 +96,5 @@ class RunConfig(Section):
     cluster: Cluster = LocalCluster()
     prepare: Plugin | None = Field(
         None,
-        description="Called before the run when model.path, data.path or eval.path is not there, to make them.",
+        description="Makes model.path, data.path and eval.path before the run when one of them is not there.",
     )

@@ -30,6 +30,7 @@ class EnginePool:
         self.lost: asyncio.Queue[EngineClient] = asyncio.Queue()
         """Engines that did not answer and were fenced off, each once; their supervisor decides about them."""
         self.tokens_generated = 0
+        """Sampled ones: greedy answers are evaluation."""
         self.requests_resent = 0
 
     @property
@@ -66,7 +67,8 @@ class EnginePool:
                     continue
                 finally:
                     self._release(client)
-                self.tokens_generated += len(completion.tokens)
+                if not greedy:
+                    self.tokens_generated += len(completion.tokens)
                 return completion
 
     async def abort_running(self) -> None:

@@ -89,7 +89,7 @@ def logprobs_and_gradients(rank: RankSpec, config: RunConfig, batch: TrainBatch)
 
 
 def reference_gradients(folder: Path, batch: TrainBatch, temperature: float):
-    """The first update's gradient of decoupled PPO: the ratio is 1, so it is -w A grad log pi, token-averaged."""
+    """The first update's gradient of decoupled PPO: with ratio 1 it is -w A grad log pi, token-averaged."""
     model = reference_model(folder)
     rewards = torch.tensor([t.reward for t in batch.trajectories], dtype=torch.float64).view(-1, 2)
     advantage = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()

@@ -128,7 +128,13 @@ def world(monkeypatch) -> World:
 
 
 def publisher(interrupt="retract", timeout_s=TIMEOUT_S) -> Publisher:
-    return Publisher(address="127.0.0.1", backend="gloo", interrupt=interrupt, timeout_s=timeout_s)
+    return Publisher(
+        address="127.0.0.1",
+        backend="gloo",
+        interrupt=interrupt,
+        timeout_s=timeout_s,
+        label="slipstream-weights",
+    )
 
 
 class Buckets:

@@ -116,7 +116,9 @@ class RefusingEngine(RemoteEngine):
 def publish_twice(wire: TCPStore) -> dict:
     """First beside an engine that refuses to join, then alone in the group that is there by then."""
     engine = RemoteEngine(wire)
-    publisher = Publisher(address="127.0.0.1", backend="gloo", interrupt="retract", timeout_s=30)
+    publisher = Publisher(
+        address="127.0.0.1", backend="gloo", interrupt="retract", timeout_s=30, label="weights"
+    )
 
     def buckets(version: int):
         for i in range(2):
