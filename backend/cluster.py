@@ -8,11 +8,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-import backend.ray_settings  # noqa: F401  before ray
 from backend.actors import TrainerActor
+from backend.configured_ray import ray
 from backend.guard import guarded
 from backend.placement import Node, Placement
 from configs.schema import RunConfig
@@ -73,7 +70,7 @@ def _join_job() -> None:
 
 
 def _on(node: Node, gpus: int) -> dict[str, Any]:
-    strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node.id, soft=False)
     return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy, "max_restarts": 0}
 
 

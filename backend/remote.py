@@ -5,11 +5,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import ray
-from ray.exceptions import RayActorError, RayTaskError
-
-import backend.ray_settings  # noqa: F401  before ray
 from backend.batching import TrainBatch
+from backend.configured_ray import ray
 from backend.trainer_result import StepResult
 from bridge.report import PublishReport
 from rollout.engine.client import EngineAddress
@@ -64,9 +61,9 @@ class Trainer:
         calls = [getattr(rank, method).remote(*args) for rank in self._ranks]
         try:
             return await within(self._timeout_s, what, asyncio.gather(*calls))
-        except RayTaskError as error:
+        except ray.exceptions.RayTaskError as error:
             raise TrainerFailed(f"{what} failed: {error.cause or error} (logs: {self._logs})") from error
-        except RayActorError as error:
+        except ray.exceptions.RayActorError as error:
             raise TrainerFailed(f"a trainer process ended during {what} (logs: {self._logs})") from error
 
     @staticmethod
@@ -96,7 +93,7 @@ class RayEngine:
             self._actor = self._create()
         try:
             url = await within(self._timeout_s, f"starting {self.name}", self._actor.start.remote(0))
-        except RayActorError:
+        except ray.exceptions.RayActorError:
             self._actor = self._create()
             url = await within(self._timeout_s, f"starting {self.name}", self._actor.start.remote(0))
         return self._address(self.name, url)
@@ -104,7 +101,7 @@ class RayEngine:
     async def wait_exit(self) -> int:
         try:
             return await self._actor.wait_exit.remote()
-        except RayActorError:
+        except ray.exceptions.RayActorError:
             return -1
 
     async def stop(self) -> None:

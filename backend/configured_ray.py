@@ -1,6 +1,8 @@
-"""Ray's settings for a cluster of this run's own. Ray reads them when it is imported: import this first.
+"""Ray, with the settings of a run. Ray reads them when it is imported, so import it from here only.
 
-In a Slurm job (RAY_ADDRESS is set) they belong to slurm/train.sbatch.
+    from backend.configured_ray import ray
+
+In a Slurm job (RAY_ADDRESS is set) the cluster's own settings come from slurm/train.sbatch.
 """
 
 import os
@@ -14,3 +16,9 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # An engine's server cleans up behind itself when its actor is gone (rollout/engine/launch.py); Ray would
 # kill it before it could.
 os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "false")
+
+import ray
+import ray.exceptions
+import ray.util.scheduling_strategies
+
+__all__ = ["ray"]
