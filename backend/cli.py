@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 the run failed or was stopped, 2 the input was wrong.
 """
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,8 @@ import typer
 from rich.console import Console
 
 from backend.doctor import examine, print_findings
+from bridge.families import model_spec
+from bridge.geometry import UnsupportedModel
 from configs.load import load_recipe
 from configs.schema import RunConfig
 from configs.violations import RecipeError
@@ -36,8 +39,10 @@ Overrides = Annotated[
 def train(recipe: Recipe, overrides: Overrides = None) -> None:
     """Run a recipe from its first step to its last."""
     config = _load(recipe, overrides)
+    from backend.inputs import InputError
     from backend.monitor.progress import open_progress
     from backend.monitor.summary import print_summary
+    from backend.placement import PlacementError
     from backend.run import Stopped, run
 
     progress = open_progress(config.run.steps)
@@ -47,12 +52,17 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
         progress.close()
         _errors.print(f"stopped; what there is lies in {config.run.folder}")
         raise typer.Exit(FAILED) from None
+    except (InputError, PlacementError) as error:
+        progress.close()
+        _errors.print(str(error), markup=False)
+        raise typer.Exit(WRONG_INPUT) from None
     except Exception as error:
         progress.close()
         for cause in _leaves(error):
             _errors.print(f"[red]failed[/]: {type(cause).__name__}: ", end="")
             _errors.print(str(cause), markup=False)
-        _errors.print(f"logs: {config.run.folder / 'logs'}")
+        if config.run.folder.exists():
+            _errors.print(f"logs: {config.run.folder / 'logs'}", markup=False)
         raise typer.Exit(FAILED) from error
     progress.close()
     print_summary(summary, sys.stdout, name=config.run.name)
@@ -76,10 +86,15 @@ def doctor() -> None:
 
 def _load(recipe: str, overrides: list[str] | None) -> RunConfig:
     try:
-        return load_recipe(Path(recipe), overrides or [])
+        config = load_recipe(Path(recipe), overrides or [])
+        if config.model.path.exists():
+            model_spec(config.model.path)
+        return config
     except RecipeError as error:
         _errors.print(str(error), markup=False)
-        raise typer.Exit(WRONG_INPUT) from None
+    except UnsupportedModel as error:
+        _errors.print(f"model.path: {error}", markup=False)
+    raise typer.Exit(WRONG_INPUT)
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
@@ -90,6 +105,8 @@ def _leaves(error: BaseException) -> list[BaseException]:
 
 
 def main() -> None:
+    """The console script. The user's own workflows and rewards are importable from where it is called."""
+    sys.path.insert(0, os.getcwd())
     app()
 
 

@@ -2,26 +2,25 @@
 
 collection:  slot -> prompt -> n episodes -> group            (never waits for training, only for slots)
 training:    batch in admission order -> step -> publish -> free the slots
-serving:     keeps every engine on the current version        (rollout.engine.supervisor)
+serving:     keeps every engine on the current version                (rollout.engine.supervisor)
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from backend.batching import TrainBatch
 from backend.recorder import Recorder, StepTimes
 from backend.remote import Trainer
-from bridge.report import PublishReport
+from backend.served_weights import ServedWeights
 from configs.schema import RunConfig, SamplingConfig
 from rollout.control.core import Ticket
 from rollout.control.filters import GroupFilter
 from rollout.control.gate import AdmissionGate
 from rollout.data import PromptStream
-from rollout.engine.client import EngineAddress
 from rollout.engine.pool import EnginePool, NoEngine
 from rollout.engine.supervisor import Supervisor
 from rollout.trajectory import Completion, Group, Prompt, Trajectory
@@ -36,6 +35,7 @@ class Loops:
     gate: AdmissionGate
     pool: EnginePool
     trainer: Trainer
+    weights: ServedWeights
     supervisor: Supervisor
     prompts: PromptStream
     held_out: list[Prompt]
@@ -43,8 +43,6 @@ class Loops:
     context: WorkflowContext
     group_filter: GroupFilter | None
     recorder: Recorder
-    weights: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while the trainer's weights change or travel: versions and engines move together."""
 
 
 # ---- training
@@ -63,15 +61,14 @@ async def training_step(loops: Loops) -> int:
     """One batch, one step, one published version; that version."""
     asked = time.monotonic()
     groups = await loops.gate.batch(loops.config.run.batch_timeout_s)
-    began = time.monotonic()
-    async with loops.weights:
-        result = await loops.trainer.train(as_batch(groups, loops.gate.version))
-        trained = time.monotonic()
-        report = await publish(loops, result.version)
-    await loops.gate.published(result.version)
-    times = StepTimes(wait_s=began - asked, train_s=trained - began, step_s=time.monotonic() - asked)
-    loops.recorder.step(groups, result, report, times)
-    return result.version
+    waited_s = time.monotonic() - asked
+    advance = await loops.weights.advance(as_batch(groups, loops.gate.version))
+    for name, reason in advance.report.failed.items():
+        loops.supervisor.condemn(name, reason)
+    await loops.gate.published(advance.result.version)
+    times = StepTimes(wait_s=waited_s, train_s=advance.train_s, step_s=time.monotonic() - asked)
+    loops.recorder.step(groups, advance.result, advance.report, times)
+    return advance.result.version
 
 
 def as_batch(groups: list[Group], version: int) -> TrainBatch:
@@ -81,17 +78,6 @@ def as_batch(groups: list[Group], version: int) -> TrainBatch:
         tuple(trajectory for group in groups for trajectory in group.trajectories),
         np.repeat([group.id for group in groups], [len(group.trajectories) for group in groups]),
     )
-
-
-async def publish(loops: Loops, version: int) -> PublishReport:
-    """Bring every serving engine to the trainer's version; those that miss it are fenced off and rebuilt."""
-    report = await loops.trainer.publish([client.address for client in loops.pool.clients])
-    for client in loops.pool.clients:
-        if client.name in report.failed:
-            await loops.pool.remove(client)
-            loops.supervisor.condemn(client.name, report.failed[client.name])
-    loops.pool.version = version
-    return report
 
 
 # ---- collection
@@ -197,23 +183,3 @@ async def evaluate(loops: Loops) -> tuple[float, float]:
     trajectories = [task.result() for task in tasks]
     rewards = [trajectory.reward for trajectory in trajectories]
     return float(np.mean(rewards)), float(np.mean([t.response_length for t in trajectories]))
-
-
-# ---- serving
-
-
-def sync_engine(
-    loops: Loops,
-) -> Callable[[EngineAddress, Callable[[], Awaitable[None]]], Awaitable[str | None]]:
-    """How a fresh engine, which holds version 0, is brought to the current version and admitted."""
-
-    async def sync(address: EngineAddress, admit: Callable[[], Awaitable[None]]) -> str | None:
-        async with loops.weights:
-            if loops.pool.version > 0:
-                report = await loops.trainer.publish([address])
-                if address.name in report.failed:
-                    return report.failed[address.name]
-            await admit()
-            return None
-
-    return sync

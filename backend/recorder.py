@@ -54,7 +54,9 @@ class Recorder:
         pool: EnginePool,
         engine_restarts: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
+        started: float | None = None,
     ) -> None:
+        """``started``: when the run began, by ``clock``; now, if not given."""
         self._metrics = metrics
         self._progress = progress
         self._gate = gate
@@ -64,7 +66,7 @@ class Recorder:
         self._totals = _Totals()
         self._accuracy: dict[int, float] = {}
         self._shown_accuracy: float | None = None
-        self._started = clock()
+        self._started = clock() if started is None else started
         self._tokens_before_training = 0
         self._tokens_after_training: int | None = None
         self._training_began: float | None = None

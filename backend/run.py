@@ -12,20 +12,20 @@ from typing import Literal
 import yaml
 
 from backend.cluster import create_engine, create_trainer, ray_cluster
-from backend.loops import Loops, collection_loop, evaluate_and_record, sync_engine, training_loop
+from backend.inputs import Inputs, read_inputs
+from backend.loops import Loops, collection_loop, evaluate_and_record, training_loop
 from backend.monitor.metrics import MetricsLog
 from backend.monitor.progress import Progress
 from backend.monitor.summary import RunSummary, write_summary
-from backend.placement import Node, place
+from backend.placement import Placement, place
 from backend.prepare import prepare_inputs
 from backend.recorder import Recorder
 from backend.remote import RayEngine, Trainer
-from bridge.families import model_spec
+from backend.served_weights import ServedWeights
 from configs.schema import RunConfig
-from rollout import plugins
 from rollout.control.core import RolloutControl
 from rollout.control.gate import AdmissionGate
-from rollout.data import PromptStream, read_prompts
+from rollout.data import PromptStream
 from rollout.engine.client import EngineAddress
 from rollout.engine.pool import EnginePool
 from rollout.engine.supervisor import Supervisor
@@ -89,11 +89,10 @@ def stop_signals(stop: Callable[[], None]) -> Iterator[None]:
 async def run(config: RunConfig, progress: Progress) -> RunSummary:
     """Run the recipe to its end; the summary is also written to the run folder.
 
-    Raises Stopped on a signal, and whatever made the run fail; engines, trainer and Ray are ended first.
+    Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail;
+    engines, trainer and Ray are ended first.
     """
-    config = with_absolute_paths(config)
-    folder = start_folder(config)
-    task = asyncio.ensure_future(_run(config, folder, progress))
+    task = asyncio.ensure_future(_run(with_absolute_paths(config), progress))
     stopped = False
 
     def stop() -> None:
@@ -111,15 +110,20 @@ async def run(config: RunConfig, progress: Progress) -> RunSummary:
             raise
 
 
-async def _run(config: RunConfig, folder: Path, progress: Progress) -> RunSummary:
+async def _run(config: RunConfig, progress: Progress) -> RunSummary:
+    started = time.monotonic()
     await prepare_inputs(config, progress.phase)
+    progress.phase("reading model and prompts")
+    inputs = read_inputs(config)
+    folder = start_folder(config)
     progress.phase("starting Ray")
     with ExitStack() as stack:
         nodes = stack.enter_context(ray_cluster(config))
+        placement = place(nodes, config)
         metrics = MetricsLog(folder)
         stack.callback(metrics.close)
         metrics.log(0, {"run/recipe": f"```yaml\n{(folder / 'recipe.yaml').read_text()}```"})
-        loops = build(config, folder, nodes, metrics, progress)
+        loops = build(config, inputs, placement, folder, metrics, progress, started)
         end: Literal["done", "failed", "stopped"] = "failed"
         try:
             await drive(loops, folder, progress)
@@ -136,70 +140,73 @@ async def _run(config: RunConfig, folder: Path, progress: Progress) -> RunSummar
 
 
 def build(
-    config: RunConfig, folder: Path, nodes: list[Node], metrics: MetricsLog, progress: Progress
+    config: RunConfig,
+    inputs: Inputs,
+    placement: Placement,
+    folder: Path,
+    metrics: MetricsLog,
+    progress: Progress,
+    started: float,
 ) -> Loops:
     """Everything that the loops work on. Actors are created, but nothing is started yet."""
-    from transformers import AutoTokenizer
-
-    spec = model_spec(config.model.path)
     rollout, logs = config.rollout, folder / "logs"
-    placement = place(nodes, config)
+    ranks = create_trainer(config, placement, logs)
+    trainer = Trainer(ranks, step_timeout_s=config.run.step_timeout_s, logs=logs)
     pool = EnginePool(
         max_concurrent=rollout.max_concurrent,
         wait_timeout_s=rollout.engine.start_timeout_s,
         isolate_versions=config.weights.interrupt == "in_place",
     )
-    gate = AdmissionGate(RolloutControl(rollout.batch_size, rollout.max_head_offpolicyness))
-    trainer = Trainer(
-        create_trainer(config, placement, logs), step_timeout_s=config.run.step_timeout_s, logs=logs
+    weights = ServedWeights(trainer, pool)
+    supervisor = Supervisor(
+        engine_handles(config, inputs, placement, logs),
+        pool,
+        weights.bring_up_to_date,
+        restarts=rollout.engine.restarts,
+        note=progress.note,
     )
+    gate = AdmissionGate(
+        RolloutControl(rollout.batch_size, rollout.max_head_offpolicyness, last_version=config.run.steps)
+    )
+    return Loops(
+        config=config,
+        gate=gate,
+        pool=pool,
+        trainer=trainer,
+        weights=weights,
+        supervisor=supervisor,
+        prompts=PromptStream(inputs.prompts, shuffle=config.data.shuffle, seed=config.run.seed),
+        held_out=inputs.held_out,
+        workflow=inputs.workflow,
+        context=WorkflowContext(pool, inputs.tokenizer, inputs.reward, rollout.sampling),
+        group_filter=inputs.group_filter,
+        recorder=Recorder(metrics, progress, gate, pool, lambda: supervisor.restarts, started=started),
+    )
+
+
+def engine_handles(config: RunConfig, inputs: Inputs, placement: Placement, logs: Path) -> list[RayEngine]:
+    """One handle per engine; the actors come into being when the supervisor starts them."""
+    engine, geometry = config.rollout.engine, inputs.spec.geometry
 
     def address(name: str, url: str) -> EngineAddress:
         return EngineAddress(
             name,
             url,
-            ranks=rollout.engine.tensor_parallel,
-            vocab_size=spec.geometry.vocab,
-            max_length=spec.geometry.max_positions,
-            timeout_s=rollout.engine.request_timeout_s,
+            ranks=engine.tensor_parallel,
+            vocab_size=geometry.vocab,
+            max_length=geometry.max_positions,
+            timeout_s=engine.request_timeout_s,
         )
 
-    handles = [
+    return [
         RayEngine(
             f"engine-{number}",
             partial(create_engine, config, placement, number, logs),
             address,
-            timeout_s=rollout.engine.start_timeout_s + 60,
+            timeout_s=engine.start_timeout_s + 60,
         )
-        for number in range(rollout.engine.count)
+        for number in range(engine.count)
     ]
-    # The supervisor syncs through the loops, which hold the supervisor.
-    loops: Loops
-    supervisor = Supervisor(
-        handles,
-        pool,
-        lambda engine, admit: sync_engine(loops)(engine, admit),
-        restarts=rollout.engine.restarts,
-        note=progress.note,
-    )
-    recorder = Recorder(metrics, progress, gate, pool, lambda: supervisor.restarts)
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    loops = Loops(
-        config=config,
-        gate=gate,
-        pool=pool,
-        trainer=trainer,
-        supervisor=supervisor,
-        prompts=PromptStream(
-            read_prompts(config.data.path), shuffle=config.data.shuffle, seed=config.run.seed
-        ),
-        held_out=read_prompts(config.eval.path)[: config.eval.max_prompts] if config.eval else [],
-        workflow=plugins.build(rollout.workflow),
-        context=WorkflowContext(pool, tokenizer, plugins.build(rollout.reward), rollout.sampling),
-        group_filter=plugins.build(rollout.group_filter) if rollout.group_filter else None,
-        recorder=recorder,
-    )
-    return loops
 
 
 async def drive(loops: Loops, folder: Path, progress: Progress) -> None:

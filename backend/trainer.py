@@ -10,7 +10,6 @@ from uuid import uuid4
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from backend.batching import MicroBatch, TrainBatch, assemble, check_staleness, schedule
@@ -260,9 +259,6 @@ class TrainerRank:
             tensor_group=self._groups.get_tensor_model_parallel_group(),
             pipeline_group=self._groups.get_pipeline_model_parallel_group(),
         )
-
-    def close(self) -> None:
-        dist.destroy_process_group()
 
 
 async def _publish(

@@ -81,6 +81,8 @@ class RolloutControl:
     max_head_offpolicyness: int
     version: int = 0
     """The version that every serving engine has."""
+    last_version: int | None = None
+    """Where the run ends. What could not be trained by then is not admitted."""
     counts: GroupCounts = field(default_factory=GroupCounts)
     _slots: OrderedDict[int, _Slot] = field(default_factory=OrderedDict)
 
@@ -94,11 +96,14 @@ class RolloutControl:
         return sum(slot.state is _State.READY for slot in self._slots.values())
 
     def may_admit(self) -> bool:
-        return len(self._slots) < self.capacity
+        wanted = self.capacity
+        if self.last_version is not None:
+            wanted = min(wanted, (self.last_version - self.version) * self.batch_size)
+        return len(self._slots) < wanted
 
     def admit(self) -> Ticket:
         if not self.may_admit():
-            raise ControlError(f"all {self.capacity} slots are taken")
+            raise ControlError(f"{len(self._slots)} groups hold a slot already")
         ticket = Ticket(self.counts.admitted, self.version)
         self.counts.admitted += 1
         self._slots[ticket.id] = _Slot(ticket.version)

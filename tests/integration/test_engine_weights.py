@@ -49,8 +49,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(model: Path, log: Path) -> Iterator[Server]:
-    spec = ServerSpec(model, "float32", "cpu", 1, "127.0.0.1", free_port(), version=0, seed=0)
+def serve(model: Path, log: Path, device: str = "cpu") -> Iterator[Server]:
+    spec = ServerSpec(model, "float32", device, 1, "127.0.0.1", free_port(), version=0, seed=0)
     process = ServerProcess(spec, log)
     try:
         asyncio.run(process.wait_healthy(120))

@@ -22,12 +22,14 @@ LAYOUTS = {
 }
 
 
-def config_for(model: Path, parallel: dict, *, weights: dict | None = None, **actor) -> RunConfig:
+def config_for(
+    model: Path, parallel: dict, *, weights: dict | None = None, dtype: str = "float32", **actor
+) -> RunConfig:
     return RunConfig.model_validate(
         {
             "weights": weights or {},
             "run": {"name": "test", "steps": 1, "step_timeout_s": 60},
-            "model": {"path": str(model), "dtype": "float32"},
+            "model": {"path": str(model), "dtype": dtype},
             "data": {"path": "unused.jsonl"},
             "actor": {
                 "parallel": parallel,
@@ -74,7 +76,7 @@ def logprobs_and_gradients(rank: RankSpec, config: RunConfig, batch: TrainBatch)
     trainer = TrainerRank(config, rank)
     [microbatches] = trainer._assemble(batch)
     logps = {
-        tuple(micro.target_M): logp.numpy()
+        tuple(micro.target_M): logp.cpu().numpy()
         for micro, logp in zip(microbatches, trainer._log_probs(microbatches), strict=True)
         if logp is not None
     }
@@ -84,7 +86,7 @@ def logprobs_and_gradients(rank: RankSpec, config: RunConfig, batch: TrainBatch)
     exported = {}
     for bucket in export(trainer._plan, gradients, trainer._export_rank):
         if bucket is not None:
-            exported.update({name: tensor.clone().numpy() for name, tensor in bucket.tensors()})
+            exported.update({name: tensor.cpu().clone().numpy() for name, tensor in bucket.tensors()})
     return logps, exported
 
 

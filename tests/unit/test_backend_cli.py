@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.models import make_checkpoint
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -79,13 +81,35 @@ def test_a_recipe_with_nothing_wrong_is_exit_code_0(recipe, tmp_path):
     assert ended.stdout.strip().endswith("nothing wrong (test, 12 steps)")
 
 
-def test_a_run_that_fails_is_exit_code_1_with_the_cause_and_where_the_logs_are(recipe, tmp_path):
+def test_a_preparation_that_fails_is_exit_code_1_with_the_cause(recipe, tmp_path):
     ended = slipstream("train", recipe(), pythonpath=tmp_path)
     assert ended.returncode == 1
     assert "PrepareFailed: my_inputs.raises failed with exit code 1" in ended.stderr
     assert "OSError: no room [on] the disk" in ended.stderr
-    assert str(tmp_path / "runs" / "test" / "logs") in ended.stderr
-    assert (tmp_path / "runs" / "test" / "recipe.yaml").exists()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_inputs_that_cannot_be_used_are_exit_code_2_all_at_once_and_nothing_is_started(recipe, tmp_path):
+    make_checkpoint(tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text('{"question": 1}\n')
+    earlier = tmp_path / "runs" / "test"
+    earlier.mkdir(parents=True)
+    path = recipe(prepare=None)
+    ended = slipstream("train", path, "rollout.workflow=rollout.workflow.NoSuch", pythonpath=tmp_path)
+    assert ended.returncode == 2
+    for part in ("data.path", "line 1", "rollout.workflow", "NoSuch", "model.path"):  # it has no tokenizer
+        assert part in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert list(earlier.parent.iterdir()) == [earlier]
+
+
+def test_a_model_that_is_not_mapped_is_exit_code_2(recipe, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
+    ended = slipstream("check", recipe(prepare=None), pythonpath=tmp_path)
+    assert ended.returncode == 2
+    assert "model_type 'bert' is not mapped; supported: llama" in ended.stderr
 
 
 def test_the_doctor_says_what_it_found_and_its_exit_code_whether_something_is_wrong():

@@ -227,7 +227,7 @@ def training(core):
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
-        (lambda core: [core.admit() for _ in range(3)], "all 2 slots are taken"),
+        (lambda core: [core.admit() for _ in range(3)], "2 groups hold a slot already"),
         (lambda core: core.failed(0), "group 0 is not being generated"),
         (lambda core: core.filtered(5), "group 5 is not being generated"),
         (lambda core: core.finished(group(Ticket(3, 0))), "group 3 is not being generated"),
@@ -256,3 +256,26 @@ def test_the_filter_keeps_groups_whose_rewards_differ():
     assert keep(group(Ticket(0, 0), (0.0, 1.0)))
     assert not keep(group(Ticket(0, 0), (1.0, 1.0)))
     assert not keep(group(Ticket(0, 0), (0.5,)))
+
+
+@pytest.mark.parametrize("eta", [0, 1, 5])
+def test_no_group_is_admitted_that_the_last_step_would_not_train(eta):
+    core = RolloutControl(2, eta, last_version=3)
+    admitted = 0
+    for version in range(3):
+        while core.may_admit():
+            ticket = core.admit()
+            admitted += 1
+            core.finished(group(ticket))
+        assert core.take_batch() is not None
+        core.published(version + 1)
+    assert not core.may_admit()
+    assert (admitted, core.counts.trained, core.counts.in_flight) == (6, 6, 0)
+
+
+def test_a_lost_group_makes_room_for_another_one_before_the_last_version():
+    core = RolloutControl(1, 4, last_version=1)
+    ticket = core.admit()
+    assert not core.may_admit()
+    core.failed(ticket.id)
+    assert core.may_admit()

@@ -1,0 +1,76 @@
+"""What a run reads: everything that may be wrong with it is found before Ray or an engine is started."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from bridge.families import ModelSpec, model_spec
+from bridge.geometry import UnsupportedModel
+from configs.schema import RunConfig
+from rollout import plugins
+from rollout.control.filters import GroupFilter
+from rollout.data import PromptError, read_prompts
+from rollout.reward import Reward
+from rollout.trajectory import Prompt
+from rollout.workflow import Tokenizer, Workflow
+
+T = TypeVar("T")
+
+
+class InputError(ValueError):
+    """The inputs of a run cannot be used; the message lists every reason."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    prompts: list[Prompt]
+    held_out: list[Prompt]
+    workflow: Workflow
+    reward: Reward
+    group_filter: GroupFilter | None
+
+
+def read_inputs(config: RunConfig) -> Inputs:
+    """Read and construct what the recipe names. Raises InputError with all problems at once."""
+    problems: list[str] = []
+
+    def attempt(setting: str, read: Callable[[], T]) -> T | None:
+        try:
+            return read()
+        except (UnsupportedModel, PromptError, plugins.PluginError, OSError, ValueError) as error:
+            problems.append(f"{setting}: {error}")
+            return None
+
+    rollout, eval_ = config.rollout, config.eval
+    spec = attempt("model.path", lambda: model_spec(config.model.path))
+    found: dict[str, Any] = {
+        "spec": spec,
+        "tokenizer": attempt("model.path", lambda: _tokenizer(config, spec)),
+        "prompts": attempt("data.path", lambda: read_prompts(config.data.path)),
+        "held_out": attempt("eval.path", lambda: read_prompts(eval_.path)[: eval_.max_prompts])
+        if eval_
+        else [],
+        "workflow": attempt("rollout.workflow", lambda: plugins.build(rollout.workflow)),
+        "reward": attempt("rollout.reward", lambda: plugins.build(rollout.reward)),
+        "group_filter": attempt("rollout.group_filter", lambda: plugins.build(rollout.group_filter))
+        if rollout.group_filter
+        else None,
+    }
+    if problems:
+        raise InputError("\n".join(problems))
+    return Inputs(**found)
+
+
+def _tokenizer(config: RunConfig, spec: ModelSpec | None) -> Tokenizer:
+    """The checkpoint's tokenizer. One with ids that the model does not know would stop the engines."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    if spec is not None and len(tokenizer) > spec.geometry.vocab:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model {spec.geometry.vocab} "
+            "(vocab_size in config.json)"
+        )
+    return tokenizer

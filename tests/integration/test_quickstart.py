@@ -1,0 +1,41 @@
+"""The quickstart as shipped: from nothing to a policy that has learnt, and what its README section claims."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from backend.quickstart.policy import greedy_accuracy
+from backend.quickstart.task import Problem
+
+TIMEOUT_S = 600
+"""The job takes about two minutes on two free cores."""
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+def test_the_quickstart_learns_within_its_staleness_bound_and_exports_what_it_served(tmp_path: Path):
+    with (tmp_path / "out").open("w") as out:
+        command = [sys.executable, "-m", "backend.cli", "train", "quickstart"]
+        code = subprocess.run(command, cwd=tmp_path, stdout=out, stderr=out, timeout=TIMEOUT_S).returncode
+    assert code == 0, (tmp_path / "out").read_text()
+    run = tmp_path / "runs/quickstart"
+    summary = json.loads((run / "summary.json").read_text())
+
+    assert 0.2 <= summary["accuracy_before"] <= 0.4
+    assert summary["accuracy_after"] >= max(0.85, 2 * summary["accuracy_before"])
+    assert 0 < summary["head_lag_max"] <= 4
+    assert summary["multi_version_fraction"] > 0
+    assert summary["trainer_wait_fraction"] < 0.75
+    groups = summary["groups"]
+    assert groups["trained"] == 16 * summary["steps"]
+    assert groups["filtered"] == groups["expired"] == groups["failed"] == 0
+
+    exported = run / "checkpoint-hf"
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    lines = (tmp_path / "runs/.quickstart-inputs/heldout.jsonl").read_text().splitlines()
+    problems = [Problem(**json.loads(line)) for line in lines]
+    assert abs(greedy_accuracy(model, tokenizer, problems) - summary["accuracy_after"]) <= 0.02
