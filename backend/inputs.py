@@ -16,6 +16,9 @@ from rollout.workflow import Tokenizer, Workflow
 
 T = TypeVar("T")
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+"""Without any of these transformers makes up an empty tokenizer."""
+
 
 class InputError(ValueError):
     """The inputs of a run cannot be used; the message lists every reason."""
@@ -67,6 +70,10 @@ def _tokenizer(config: RunConfig, spec: ModelSpec | None) -> Tokenizer:
     """The checkpoint's tokenizer. One with ids that the model does not know would stop the engines."""
     from transformers import AutoTokenizer
 
+    if not any((config.model.path / name).exists() for name in _TOKENIZER_FILES):
+        raise ValueError(
+            f"{config.model.path} has no tokenizer; expected one of {', '.join(_TOKENIZER_FILES)}"
+        )
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     if spec is not None and len(tokenizer) > spec.geometry.vocab:
         raise ValueError(

@@ -95,7 +95,8 @@ def test_inputs_that_cannot_be_used_are_exit_code_2_all_at_once_and_nothing_is_s
     earlier = tmp_path / "runs" / "test"
     earlier.mkdir(parents=True)
     path = recipe(prepare=None)
-    ended = slipstream("train", path, "rollout.workflow=rollout.workflow.NoSuch", pythonpath=tmp_path)
+    overrides = ["rollout.workflow=rollout.workflow.NoSuch", "rollout.sampling.max_new_tokens=64"]
+    ended = slipstream("train", path, *overrides, pythonpath=tmp_path)
     assert ended.returncode == 2
     for part in ("data.path", "line 1", "rollout.workflow", "NoSuch", "model.path"):  # it has no tokenizer
         assert part in ended.stderr
