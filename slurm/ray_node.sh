@@ -10,6 +10,12 @@ here=$(dirname "$0")
 # srun numbers and names tasks by Slurm's node names, which need not be host names.
 node=$SLURMD_NODENAME
 
+# Another Ray that happens to be on the PATH would join with other packages.
+if [[ ! -x $SLIPSTREAM_VENV/bin/ray ]]; then
+    echo "$node: no $SLIPSTREAM_VENV/bin/ray on this node" >&2
+    exit 1
+fi
+
 # scancel sends SIGTERM to every step at once. Ray has to outlive it: the run is about to save its state.
 trap '' TERM INT
 
