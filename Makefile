@@ -37,7 +37,9 @@ $(VENV)/.installed: pyproject.toml $(ENVIRONMENT)/constraints.txt $(ENVIRONMENT)
 	@echo "making $(VENV) (once; two to three minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 ifeq ($(HAS_GPU),yes)
-	@$(PIP) -e '.[gpu,dev]' -c $(ENVIRONMENT)/constraints.txt
+	@$(PIP) -e '.[dev]' -c $(ENVIRONMENT)/constraints.txt setuptools==80.9.0 wheel
+	@# Transformer Engine's PyTorch part is built against the torch that was just installed.
+	@$(PIP) --no-build-isolation -e '.[gpu,dev]' -c $(ENVIRONMENT)/constraints.txt
 else
 	@$(PIP) -e '.[cpu,dev]' -c $(ENVIRONMENT)/constraints.txt
 	@$(PIP) --no-deps -r $(ENVIRONMENT)/sglang-cpu.txt

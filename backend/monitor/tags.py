@@ -32,7 +32,8 @@ TAGS: dict[str, Tag] = {
     # eval
     "eval/accuracy": Tag(
         "fraction",
-        "Share of held-out prompts answered correctly by greedy decoding; step 0 is before training.",
+        "Share of held-out prompts answered correctly by greedy decoding; step 0 is before training. "
+        "While training goes on, a newer version may answer some of them.",
     ),
     "eval/response_length": Tag("tokens", "Mean length of the held-out answers."),
     # staleness
