@@ -1,12 +1,12 @@
 """The Ray actor of one trainer rank. Imports nothing heavy, so that the driver stays light."""
 
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from configs.schema import RunConfig
+from rollout.engine.actor import free_port
 
 if TYPE_CHECKING:
     from backend.batching import TrainBatch
@@ -38,9 +38,7 @@ class TrainerActor:
         import ray
 
         address = "127.0.0.1" if self._config.cluster.type == "local" else ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return address, probe.getsockname()[1]
+        return address, free_port(address)
 
     def connect(self, address: str, port: int) -> None:
         if self._device == "cpu":

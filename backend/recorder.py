@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -67,8 +67,6 @@ class Recorder:
         self._accuracy: dict[int, float] = {}
         self._shown_accuracy: float | None = None
         self._started = clock() if started is None else started
-        self._tokens_before_training = 0
-        self._tokens_after_training: int | None = None
         self._training_began: float | None = None
         self._training_ended: float | None = None
         self._last_step = (self._started, 0)
@@ -76,12 +74,10 @@ class Recorder:
     def training_begins(self) -> None:
         """Admission is open from now on."""
         self._training_began = self._clock()
-        self._tokens_before_training = self._pool.tokens_generated
         self._last_step = (self._training_began, self._pool.tokens_generated)
 
     def training_ends(self) -> None:
         self._training_ended = self._clock()
-        self._tokens_after_training = self._pool.tokens_generated
 
     def evaluated(self, version: int, accuracy: float, response_length: float) -> None:
         """Held-out results of ``version``; measured beside training, they may hold tokens of a newer one."""
@@ -134,6 +130,7 @@ class Recorder:
                 "rollout/groups_ready": self._gate.ready,
                 "rollout/episode_retries": totals.episode_retries,
                 "rollout/retractions": totals.retractions,
+                "rollout/requests_resent": self._pool.requests_resent,
                 **result.metrics,
                 "perf/step_s": times.step_s,
                 "perf/train_s": times.train_s,
@@ -182,15 +179,11 @@ class Recorder:
         """The account of the run so far."""
         totals, counts = self._totals, self._gate.counts
         now = self._clock()
-        training_s, generated = 0.0, 0
+        training_s = 0.0
         if self._training_began is not None:
             training_s = (
                 now if self._training_ended is None else self._training_ended
             ) - self._training_began
-            after = self._tokens_after_training
-            generated = (
-                self._pool.tokens_generated if after is None else after
-            ) - self._tokens_before_training
         version = self._gate.version
         trained = totals.trajectories > 0
         return RunSummary(
@@ -203,17 +196,11 @@ class Recorder:
             head_lag_max=totals.head_lag_max if trained else None,
             head_lag_mean=totals.head_lag_sum / totals.trajectories if trained else None,
             multi_version_fraction=totals.multi_version / totals.trajectories if trained else None,
-            tokens_generated=generated,
+            tokens_generated=self._pool.tokens_generated,
             tokens_trained=totals.tokens_trained,
             versions=version,
             stall_s_mean=float(np.mean(totals.stalls_s)) if trained else None,
             engine_restarts=self._engine_restarts(),
             trainer_wait_fraction=min(1.0, totals.wait_s / training_s) if training_s else None,
-            groups=GroupCounts(
-                admitted=counts.admitted,
-                trained=counts.trained,
-                filtered=counts.filtered,
-                expired=counts.expired,
-                failed=counts.failed,
-            ),
+            groups=GroupCounts(**asdict(counts)),
         )

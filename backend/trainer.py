@@ -115,7 +115,12 @@ class TrainerRank:
         }
         results = self._pipeline(minibatch, lambda micro: loss[id(micro)], forward_only=False)
         succeeded, grad_norm, _ = self._optimizer.step()
-        statistics.add_update(results, grad_norm=float(grad_norm), lr=lr, succeeded=bool(succeeded))
+        statistics.add_update(
+            results,
+            grad_norm=float("nan") if grad_norm is None else float(grad_norm),
+            lr=lr,
+            succeeded=bool(succeeded),
+        )
 
     def _log_probs(self, microbatches: list[MicroBatch]) -> list[Tensor | None]:
         """Log-probs [M] of every micro-batch under the present weights; None except on the last stage."""

@@ -83,6 +83,10 @@ TAGS: dict[str, Tag] = {
         "requests, whole run",
         "Running requests whose KV cache was dropped and computed again under newer weights.",
     ),
+    "rollout/requests_resent": Tag(
+        "requests, whole run",
+        "Requests sent again because their engine was lost or had given them up.",
+    ),
     # train
     "train/loss": Tag("1", "Token mean of the policy loss; its size says little, its jumps do."),
     "train/grad_norm": Tag("1", "Global gradient norm before clipping."),

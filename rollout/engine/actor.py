@@ -10,6 +10,7 @@ from rollout.engine.process import ServerProcess, ServerSpec
 
 
 def free_port(host: str) -> int:
+    """A TCP port that is free on an address of this machine now."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
@@ -68,9 +69,6 @@ class EngineActor:
         if self._server is None:
             raise RuntimeError(f"{self._name} was never started")
         return await self._server.wait_exit()
-
-    async def server_pid(self) -> int | None:
-        return self._server.pid if self._server else None
 
     async def stop(self) -> None:
         if self._server is not None:
