@@ -1,43 +1,66 @@
-"""Slots and consumption in admission order: a head off-policyness bound that holds exactly.
+"""Which groups may start and which may be trained, so that no trained token is older than the bound.
 
 A pure state machine: no clock, no I/O, no tasks. Events are pushed in, decisions are read out.
 
-    admit()  ->  GENERATING  --finished-->  READY  --take_batch-->  TRAINING  --published-->  trained
-                     |                        (in admission order)
-                     +--failed-->  failed        filtered: a finished group that the filter refuses
+    admit() -> ADMITTED -> GENERATING <-> JUDGING -> READY --take_batch--> TRAINING --published--> trained
+                  |                                    |
+                  +---- failed, filtered               +---- expired: too old, or one more than needed
 
-A slot is charged by ``admit``. It is freed when the group is filtered or has failed, and otherwise only when
-the version that was trained on it is *published*: until then the engines still serve the old version, and a
-group admitted in its place would start one version too early.
+A slot is charged by ``admit``. It is freed when the group is filtered, has failed or has expired, and
+otherwise only when the version that was trained on it is *published*: until then the engines still serve
+the old version, and a group admitted in its place would start one version too early.
 
-Why the largest lag is eta. There are (eta + 1) * B slots. Let a group be admitted at version v. The groups
-before it in admission order hold at most (eta + 1) * B - 1 slots. Either step v has not taken its batch, and
-they fill less than eta + 1 batches, so that the group is trained at step v + eta at the latest; or B of them
-are in training, and the other eta * B - 1 fill less than eta batches from step v + 1 on: v + eta again.
-Groups that are filtered or fail only shorten the queue. Engines serve v or later from then on, so no token of
-the group is older than v. (Restarted engines serve only after they have been brought to the current version.)
+Why no lag exceeds the bound eta. Let B be the batch size and W(v) the groups of version v and older that are
+not in training. Claim: when step t is about to take its batch, W(v) <= B * (v + eta - t + 1) for every v.
+Admission: at most (eta + 1) * B slots are held at version t, and if B of them are in training, at most eta
+* B are not; both are what the claim asks for v = t, before and after the batch. Consumption: a policy takes
+a batch only if W(v) <= B * (v + eta - t) is left, which is the claim for step t + 1 (``Windowed`` checks
+just this; the B oldest groups, which ``Fifo`` takes, satisfy it always). For v = t - eta nothing is left:
+every group of version v has been trained at step v + eta or before. Filtered and failed groups only make W
+smaller. Engines serve v or later from a group's admission on, so that no token of it is older than v.
+Nobody waits forever: once the B oldest groups are ready, every policy takes them.
 
-    >>> control = RolloutControl(batch_size=1, max_head_offpolicyness=0)
+``ReadyFirst`` makes no such promise about groups, and removes tokens of a lag above eta from what is trained.
+
+    >>> control = RolloutControl(batch_size=1, bound=0)
     >>> ticket = control.admit()
     >>> control.may_admit()          # synchronous: the next group waits for version 1
     False
 """
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from rollout.control.admission import Admission, Occupancy, Slots
+from rollout.control.consumption import Consumption, Due, Fifo, OnStale
+from rollout.control.slots import OPEN, Slot, SlotTable, State
 from rollout.trajectory import Group
+
+REQUEUES = 3
+"""How often the prompt of a group that was too old is generated again: a prompt whose answers always take
+longer than the bound would otherwise hold a slot for the rest of the run."""
 
 
 class ControlError(RuntimeError):
     """An event that cannot happen in this state: a bug in the caller, never bad input."""
 
 
-class _State(StrEnum):
-    GENERATING = "generating"
-    READY = "ready"
-    TRAINING = "training"
+class Loss(StrEnum):
+    """Why a group was never trained."""
+
+    FILTERED = "filtered"
+    FAILED = "failed"
+    STALE = "stale"
+    """Expired: no token within the bound is left, or `on_stale: drop`."""
+    REQUEUED = "requeued"
+    """Expired: `on_stale: requeue`; its prompt is admitted again."""
+    SURPLUS = "surplus"
+    """Expired: over-sampled, and its deadline has passed."""
+
+    @property
+    def end(self) -> State:
+        return {Loss.FILTERED: State.FILTERED, Loss.FAILED: State.FAILED}.get(self, State.EXPIRED)
 
 
 @dataclass(frozen=True)
@@ -45,9 +68,21 @@ class Ticket:
     """Permission to generate one group."""
 
     id: int
-    """Admission order over the run's life."""
+    """Admission number over the run's life. After a restart, unfinished groups are admitted again."""
     version: int
     """The published version at admission."""
+    requeued_from: int | None = None
+    """The expired group whose prompt this one takes over."""
+
+
+@dataclass(frozen=True)
+class Expired:
+    """A group that the core has given up. What is still generating for it is to be cancelled."""
+
+    id: int
+    loss: Loss
+    group: Group | None
+    """If it was ready."""
 
 
 @dataclass
@@ -66,102 +101,240 @@ class GroupCounts:
 
 
 @dataclass
-class _Slot:
-    version: int
-    """At admission."""
-    state: _State = _State.GENERATING
-    group: Group | None = None
-
-
-@dataclass
 class RolloutControl:
     """Admission and consumption of groups. See the module for the lifecycle and the proof of the bound."""
 
     batch_size: int
-    max_head_offpolicyness: int
+    bound: int
+    """rollout.max_head_offpolicyness"""
+    admission: Admission = field(default_factory=Slots)
+    consumption: Consumption = field(default_factory=Fifo)
+    over_sampling: float = 1.0
+    """Groups admitted per group that a batch needs. What a batch did not need in time is given up."""
     version: int = 0
     """The version that every serving engine has."""
-    last_version: int | None = None
+    step: int = 0
+    """Training steps done on the way to it."""
+    last_step: int | None = None
     """Where the run ends. What could not be trained by then is not admitted."""
     counts: GroupCounts = field(default_factory=GroupCounts)
-    _slots: OrderedDict[int, _Slot] = field(default_factory=OrderedDict)
+    losses: Counter[Loss] = field(default_factory=Counter)
+    accepted: int = 0
+    """Groups that are ready, in training or trained, for ``VolumeGate``."""
+    _table: SlotTable = field(default_factory=SlotTable)
+    _training: list[Slot] = field(default_factory=list)
+    _unstarted: deque[int] = field(default_factory=deque)
+    """Groups admitted before a restart, of which nothing is left that could be continued."""
+    _requeued: deque[tuple[int, int]] = field(default_factory=deque)
+    """Expired groups whose prompts are to be admitted again, and how often that has happened to them."""
+    _expired: list[Expired] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._reserve = self.consumption.reserve(self.batch_size, self.bound)
+        self._surplus = int((self.over_sampling - 1) * self.batch_size + 0.5)
 
     @property
     def capacity(self) -> int:
         """Groups that may exist between admission and the publication of what they were trained into."""
-        return (self.max_head_offpolicyness + 1) * self.batch_size
+        return (self.bound + 1) * self.batch_size - self._reserve + self._surplus
 
     @property
     def ready(self) -> int:
-        return sum(slot.state is _State.READY for slot in self._slots.values())
+        return self.states[State.READY]
+
+    @property
+    def states(self) -> Counter[State]:
+        """Groups that have not ended, by state."""
+        return self._table.states
+
+    # ---- admission
 
     def may_admit(self) -> bool:
-        wanted = self.capacity
-        if self.last_version is not None:
-            wanted = min(wanted, (self.last_version - self.version) * self.batch_size)
-        return len(self._slots) < wanted
+        held = len(self._table)
+        if self.last_step is not None:
+            needed = (self.last_step - self.step) * self.batch_size
+            if held >= needed + (self._surplus if needed else 0):
+                return False
+        return self.admission.may_admit(
+            Occupancy(
+                self.batch_size,
+                self.bound,
+                self.step,
+                held,
+                self._table.open,
+                self.accepted,
+                self._reserve,
+                self._surplus,
+            )
+        )
 
     def admit(self) -> Ticket:
+        """A slot for the next group: one that a restart left unstarted, else a requeued prompt, else a new
+        one.
+        """
         if not self.may_admit():
-            raise ControlError(f"{len(self._slots)} groups hold a slot already")
-        ticket = Ticket(self.counts.admitted, self.version)
+            raise ControlError(f"{len(self._table)} groups hold a slot already")
+        if self._unstarted:
+            ticket = Ticket(self._unstarted.popleft(), self.version)
+            self._table.add(ticket.id, ticket.version)
+            return ticket
+        before, requeues = self._requeued.popleft() if self._requeued else (None, 0)
+        ticket = Ticket(self.counts.admitted, self.version, before)
         self.counts.admitted += 1
-        self._slots[ticket.id] = _Slot(ticket.version)
+        self._table.add(ticket.id, ticket.version, requeues)
         return ticket
+
+    # ---- events of one group
+
+    def generating(self, id_: int) -> None:
+        """A first answer of the group is asked for."""
+        self._table.move(self._open(id_), State.GENERATING)
+
+    def judging(self, id_: int) -> None:
+        """The group waits for nothing but rewards."""
+        self._table.move(self._open(id_), State.JUDGING)
 
     def finished(self, group: Group) -> None:
         """The group is complete, judged, and to be trained."""
-        slot = self._generating(group.id)
+        slot = self._open(group.id)
         if group.admitted_at != slot.version:
             raise ControlError(
                 f"group {group.id} was admitted at version {slot.version}, not at {group.admitted_at}"
             )
-        slot.state, slot.group = _State.READY, group
+        slot.group = group
+        self._table.move(slot, State.READY)
+        self.accepted += 1
 
-    def filtered(self, ticket_id: int) -> None:
+    def filtered(self, id_: int) -> None:
         """The group is complete and will not be trained."""
-        self._generating(ticket_id)
-        del self._slots[ticket_id]
-        self.counts.filtered += 1
+        self._lose(self._open(id_), Loss.FILTERED)
 
-    def failed(self, ticket_id: int) -> None:
+    def failed(self, id_: int) -> None:
         """The group could not be generated or judged."""
-        self._generating(ticket_id)
-        del self._slots[ticket_id]
-        self.counts.failed += 1
+        self._lose(self._open(id_), Loss.FAILED)
+
+    def is_open(self, id_: int) -> bool:
+        """Whether work on the group is wanted: False once it has ended, be it because it has expired."""
+        slot = self._table.get(id_)
+        return slot is not None and slot.state in OPEN
+
+    # ---- training
 
     def take_batch(self) -> list[Group] | None:
-        """The next ``batch_size`` groups in admission order, or None while one of them is not ready.
+        """The next ``batch_size`` groups, oldest first, or None while the policy wants to wait.
 
-        A slow group holds up its batch and is never overtaken: overtaking is what breaks the bound.
+        Groups that expire on the way are given by ``take_expired``.
         """
-        batch: list[_Slot] = []
-        for slot in self._slots.values():
-            if slot.state is _State.TRAINING:
-                raise ControlError("the batch before this one has not been published")
-            if slot.state is not _State.READY:
+        if self._training:
+            raise ControlError("the batch before this one has not been published")
+        due = Due(self.batch_size, self.bound, self.version, self._surplus)
+        if not self.consumption.complete(self._table, due):
+            return None
+        if self.consumption.on_stale not in (None, OnStale.TRAIN):
+            self._treat_stale(self.consumption.on_stale)
+            if not self.consumption.complete(self._table, due):
                 return None
-            batch.append(slot)
-            if len(batch) == self.batch_size:
-                for taken in batch:
-                    taken.state = _State.TRAINING
-                return [taken.group for taken in batch if taken.group is not None]
-        return None
+        self._training = [self._table.take_oldest_ready() for _ in range(self.batch_size)]
+        return [slot.group for slot in self._training if slot.group is not None]
 
     def published(self, version: int) -> None:
         """The version trained on the batch is served by every engine; its slots are free."""
         if version != self.version + 1:
             raise ControlError(f"version {version} cannot follow {self.version}")
-        trained = [i for i, slot in self._slots.items() if slot.state is _State.TRAINING]
-        if not trained:
+        if not self._training:
             raise ControlError(f"version {version} was trained on no batch of this run")
-        for ticket_id in trained:
-            del self._slots[ticket_id]
-        self.counts.trained += len(trained)
+        for slot in self._training:
+            self._table.remove(slot)
+        self.counts.trained += len(self._training)
+        self._training = []
         self.version = version
+        self.step += 1
+        if self.consumption.on_stale is None:
+            self._give_up_overdue()
 
-    def _generating(self, ticket_id: int) -> _Slot:
-        slot = self._slots.get(ticket_id)
-        if slot is None or slot.state is not _State.GENERATING:
-            raise ControlError(f"group {ticket_id} is not being generated")
+    def take_expired(self) -> list[Expired]:
+        """The groups that have expired since the last call."""
+        expired, self._expired = self._expired, []
+        return expired
+
+    def _give_up_overdue(self) -> None:
+        """Over-sampled groups whose deadline has passed. By the proof there are no others."""
+        oldest = self.version - self.bound
+        if min(self._table.waiting, default=oldest) < oldest:
+            for slot in [slot for slot in self._table if slot.version < oldest]:
+                self._expire(slot, Loss.SURPLUS)
+
+    def _treat_stale(self, on_stale: OnStale) -> None:
+        """Look at the groups that would be the next batch, until all of them are within the bound."""
+        oldest = self.version - self.bound
+        for slot in self._table.oldest_ready_slots(self.batch_size, lambda slot: self._is_late(slot, oldest)):
+            group = slot.group
+            assert group is not None
+            kept = tuple(trajectory.masked_before(oldest) for trajectory in group.trajectories)
+            if on_stale is OnStale.MASK and any(trajectory.response_length for trajectory in kept):
+                slot.group = replace(group, trajectories=kept)
+            elif on_stale is OnStale.REQUEUE and slot.requeues < REQUEUES:
+                self._requeued.append((slot.id, slot.requeues + 1))
+                self._expire(slot, Loss.REQUEUED)
+            else:
+                self._expire(slot, Loss.STALE)
+
+    # ---- restart
+
+    def restore_open(self, id_: int, version: int) -> Ticket | None:
+        """Go on with a group of which a part has survived, its oldest token of ``version``.
+
+        Call this and ``restore_ready`` in the order of versions, before anything is admitted. None: it could
+        not be trained within the bound any more, and must be generated again (``restore_unstarted``).
+        """
+        if not self._is_feasible(version):
+            return None
+        self._table.add(id_, version)
+        return Ticket(id_, version)
+
+    def restore_ready(self, group: Group) -> bool:
+        """Keep a finished group. False: it is too old by now, as for ``restore_open``."""
+        if self.restore_open(group.id, group.admitted_at) is None:
+            return False
+        self.finished(group)
+        return True
+
+    def restore_unstarted(self, id_: int) -> None:
+        """Admit the group anew, as soon as there is a slot."""
+        self._unstarted.append(id_)
+
+    def _is_feasible(self, version: int) -> bool:
+        """Whether one more group of ``version``, the newest so far, can meet its deadline beside the others.
+
+        The steps that are left until then have room for all groups of before, if each of those could.
+        """
+        steps = version + self.bound - self.version + 1
+        if self.consumption.on_stale is not None:
+            return steps > 0 or self.consumption.on_stale in (OnStale.MASK, OnStale.TRAIN)
+        return len(self._table) < steps * self.batch_size
+
+    # ----
+
+    def _is_late(self, slot: Slot, oldest: int) -> bool:
+        """Whether tokens of the ready group are outside the bound."""
+        if slot.version >= oldest or slot.group is None:
+            return False
+        return any(t.response_length and t.oldest_version < oldest for t in slot.group.trajectories)
+
+    def _open(self, id_: int) -> Slot:
+        slot = self._table.get(id_)
+        if slot is None or slot.state not in OPEN:
+            raise ControlError(f"group {id_} is not being generated or judged")
         return slot
+
+    def _expire(self, slot: Slot, loss: Loss) -> None:
+        self._expired.append(Expired(slot.id, loss, slot.group))
+        self._lose(slot, loss)
+
+    def _lose(self, slot: Slot, loss: Loss) -> None:
+        if slot.state is State.READY:
+            self.accepted -= 1
+        self._table.remove(slot)
+        self.losses[loss] += 1
+        end = loss.end
+        setattr(self.counts, end.value, getattr(self.counts, end.value) + 1)

@@ -1,0 +1,142 @@
+"""The groups between admission and the end of their training step, in admission order. Pure data."""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rollout.trajectory import Group
+
+
+class State(StrEnum):
+    """Where a group is. The last four are ends: a group reaches exactly one of them, once."""
+
+    ADMITTED = "admitted"
+    GENERATING = "generating"
+    JUDGING = "judging"
+    READY = "ready"
+    TRAINING = "training"
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    EXPIRED = "expired"
+    FAILED = "failed"
+
+
+OPEN = frozenset({State.ADMITTED, State.GENERATING, State.JUDGING})
+"""Work on the group goes on."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """What one group holds from its admission on."""
+
+    id: int
+    order: int
+    """Admission order within this life of the run; a restart admits anew what it found."""
+    version: int
+    """No token of the group is older than this version, which was current at admission."""
+    state: State = State.ADMITTED
+    group: Group | None = None
+    requeues: int = 0
+    """How often its prompt was generated before and was too old in the end."""
+
+
+@dataclass
+class SlotTable:
+    """Slots in admission order, and what policies ask of them, kept up to date: no query walks them all."""
+
+    states: Counter[State] = field(default_factory=Counter)
+    waiting: Counter[int] = field(default_factory=Counter)
+    """Slots that are not in training, by admission version."""
+    ready: Counter[int] = field(default_factory=Counter)
+    """Those of them that are ready."""
+    _slots: dict[int, Slot] = field(default_factory=dict)
+    _ready_order: list[tuple[int, int]] = field(default_factory=list)
+    """Heap of (order, id); ids that have left are skipped."""
+    _next_order: int = 0
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __iter__(self) -> Iterator[Slot]:
+        """In admission order."""
+        return iter(self._slots.values())
+
+    def get(self, id_: int) -> Slot | None:
+        return self._slots.get(id_)
+
+    @property
+    def open(self) -> int:
+        """Groups that are worked on."""
+        return sum(self.states[state] for state in OPEN)
+
+    def add(self, id_: int, version: int, requeues: int = 0) -> Slot:
+        slot = Slot(id_, self._next_order, version, requeues=requeues)
+        self._next_order += 1
+        self._slots[id_] = slot
+        self.states[State.ADMITTED] += 1
+        self.waiting[version] += 1
+        return slot
+
+    def move(self, slot: Slot, state: State) -> None:
+        """To another state before the end."""
+        self.states[slot.state] -= 1
+        self.states[state] += 1
+        if state is State.READY:
+            self.ready[slot.version] += 1
+            heapq.heappush(self._ready_order, (slot.order, slot.id))
+        elif slot.state is State.READY:
+            self._decrease(self.ready, slot.version)
+        if state is State.TRAINING:
+            self._decrease(self.waiting, slot.version)
+        slot.state = state
+
+    def remove(self, slot: Slot) -> None:
+        """The group has ended."""
+        self.states[slot.state] -= 1
+        if slot.state is not State.TRAINING:
+            self._decrease(self.waiting, slot.version)
+        if slot.state is State.READY:
+            self._decrease(self.ready, slot.version)
+        del self._slots[slot.id]
+
+    def oldest_ready(self) -> Slot | None:
+        """The ready slot that was admitted first; it stays."""
+        heap = self._ready_order
+        while heap:
+            slot = self._slots.get(heap[0][1])
+            if slot is not None and slot.state is State.READY and slot.order == heap[0][0]:
+                return slot
+            heapq.heappop(heap)
+        return None
+
+    def oldest_ready_slots(self, n: int, stop_at: Callable[[Slot], bool]) -> Iterator[Slot]:
+        """Those of the ``n`` oldest ready slots that satisfy ``stop_at``; each may be removed when it is
+        given.
+        """
+        passed: list[tuple[int, int]] = []
+        try:
+            while len(passed) < n and (slot := self.oldest_ready()) is not None:
+                if stop_at(slot):
+                    yield slot
+                    if slot.id not in self._slots:
+                        continue
+                passed.append(heapq.heappop(self._ready_order))
+        finally:
+            for entry in passed:
+                heapq.heappush(self._ready_order, entry)
+
+    def take_oldest_ready(self) -> Slot:
+        """Move the ready slot that was admitted first to training. There must be one."""
+        slot = self.oldest_ready()
+        assert slot is not None
+        heapq.heappop(self._ready_order)
+        self.move(slot, State.TRAINING)
+        return slot
+
+    @staticmethod
+    def _decrease(counter: Counter[int], version: int) -> None:
+        counter[version] -= 1
+        if not counter[version]:
+            del counter[version]
