@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -55,21 +56,25 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 class PromptStream:
-    """An endless order over a prompt set; epoch e is shuffled by (seed, e), so a position can be restored."""
+    """An endless order over a prompt set; epoch e is shuffled by (seed, e), so that any position can be looked up.
+
+    ``position`` is where the next fresh prompt is.
+    """
 
     def __init__(self, prompts: list[Prompt], *, shuffle: bool, seed: int, position: int = 0) -> None:
         self._prompts = prompts
         self._shuffle = shuffle
         self._seed = seed
         self.position = position
-        self._epoch = -1
-        self._order: list[Prompt] = []
+        self._order = lru_cache(maxsize=2)(self._order_of)
 
-    def next(self) -> Prompt:
-        epoch, offset = divmod(self.position, len(self._prompts))
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(self._prompts)
-            if self._shuffle:
-                random.Random(f"{self._seed}:{epoch}").shuffle(self._order)
-        self.position += 1
-        return self._order[offset]
+    def at(self, position: int) -> Prompt:
+        """The prompt at a position, passed or to come."""
+        epoch, offset = divmod(position, len(self._prompts))
+        return self._order(epoch)[offset]
+
+    def _order_of(self, epoch: int) -> list[Prompt]:
+        order = list(self._prompts)
+        if self._shuffle:
+            random.Random(f"{self._seed}:{epoch}").shuffle(order)
+        return order

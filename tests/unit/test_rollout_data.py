@@ -81,7 +81,8 @@ PROMPTS = [Prompt(i, f"prompt {i}") for i in range(17)]
 
 
 def take(stream: PromptStream, n: int) -> list[int]:
-    return [stream.next().id for _ in range(n)]
+    start, stream.position = stream.position, stream.position + n
+    return [stream.at(position).id for position in range(start, start + n)]
 
 
 def test_every_epoch_is_another_permutation():
