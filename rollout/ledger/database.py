@@ -11,7 +11,7 @@ FORMAT = 1
 
 TABLES = """
 CREATE TABLE meta (
-    key TEXT PRIMARY KEY,           -- format, batch_size, n_samples_per_prompt, bound
+    key TEXT PRIMARY KEY,           -- format, batch_size, n_samples_per_prompt
     value INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE epochs (               -- one row per start of the run: rollout.control.versions.Restart
@@ -19,6 +19,7 @@ CREATE TABLE epochs (               -- one row per start of the run: rollout.con
     restored INTEGER NOT NULL,
     version INTEGER NOT NULL,
     step INTEGER NOT NULL,          -- training steps done by the restored version
+    bound INTEGER NOT NULL,         -- rollout.max_head_offpolicyness
     began TEXT NOT NULL,
     process TEXT NOT NULL           -- host:pid
 );

@@ -82,8 +82,8 @@ def open_ledger(
     connection = open_for_writing(path)
     try:
         connection.execute("BEGIN IMMEDIATE")
-        restart = _begin_epoch(connection, restored, step)
-        settings = {"batch_size": batch_size, "n_samples_per_prompt": n_samples, "bound": bound}
+        restart = _begin_epoch(connection, restored, step, bound)
+        settings = {"batch_size": batch_size, "n_samples_per_prompt": n_samples}
         connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", settings.items())
         _undo_trainings(connection, restored)
         recovered = _recover(connection, restart, step)
@@ -100,7 +100,7 @@ def restarts(connection: sqlite3.Connection) -> list[Restart]:
     return [Restart(*row) for row in rows]
 
 
-def _begin_epoch(connection: sqlite3.Connection, restored: int, step: int) -> Restart:
+def _begin_epoch(connection: sqlite3.Connection, restored: int, step: int, bound: int) -> Restart:
     """A new epoch, in which the restored weights have a number that was never given before."""
     (last_epoch,) = connection.execute("SELECT max(epoch) FROM epochs").fetchone()
     if last_epoch is None:
@@ -111,12 +111,13 @@ def _begin_epoch(connection: sqlite3.Connection, restored: int, step: int) -> Re
         ).fetchone()
         restart = Restart(last_epoch + 1, restored, version)
     connection.execute(
-        "INSERT INTO epochs VALUES (?, ?, ?, ?, ?, ?)",
+        "INSERT INTO epochs VALUES (?, ?, ?, ?, ?, ?, ?)",
         (
             restart.epoch,
             restart.restored,
             restart.version,
             step,
+            bound,
             datetime.now(UTC).isoformat(timespec="seconds"),
             f"{socket.gethostname()}:{os.getpid()}",
         ),
