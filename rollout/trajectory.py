@@ -4,8 +4,9 @@ Legend for array names: T tokens of one trajectory, prompt included.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ class Finish(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    PARTIAL = "partial"
+    """Not over: what there is so far of an answer that goes on, here or in another request."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Completion:
         return np.repeat(np.array([span.version for span in self.spans], dtype=np.int32), lengths)
 
 
-UNSAMPLED = -1
+UNSAMPLED = int(np.iinfo(np.int32).min)
 """The version of a token that no policy sampled (prompt, tool output)."""
 
 
@@ -90,20 +93,34 @@ class Trajectory:
     retractions: int = 0
     reward: float | None = None
 
-    @property
+    @cached_property
     def response_length(self) -> int:
-        return int(self.loss_mask_T.sum())
+        """Tokens that carry loss."""
+        return int(np.count_nonzero(self.loss_mask_T))
 
-    @property
+    @cached_property
+    def sampled_length(self) -> int:
+        """Tokens that a policy sampled, those included that carry no loss because they are too old."""
+        return int(np.count_nonzero(self.versions_T != UNSAMPLED))
+
+    @cached_property
     def oldest_version(self) -> int:
         """The smallest version among the tokens that carry loss. Raises ValueError when none does."""
-        if not self.loss_mask_T.any():
+        if not self.response_length:
             raise ValueError("no token of this trajectory carries loss, so it has no oldest version")
         return int(self.versions_T[self.loss_mask_T].min())
 
     @property
     def n_versions(self) -> int:
         return len(np.unique(self.versions_T[self.loss_mask_T]))
+
+    def with_versions(self, versions_T: np.ndarray) -> "Trajectory":
+        """The same episode, its tokens numbered otherwise."""
+        return replace(self, versions_T=versions_T)
+
+    def masked_before(self, version: int) -> "Trajectory":
+        """The same episode, in which tokens older than ``version`` carry no loss."""
+        return replace(self, loss_mask_T=self.loss_mask_T & (self.versions_T >= version))
 
 
 class TrajectoryBuilder:

@@ -32,7 +32,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from rollout.control.admission import Admission, Occupancy, Slots
+from rollout.control.admission import Admission, Slots
 from rollout.control.consumption import Consumption, Due, Fifo, OnStale
 from rollout.control.slots import OPEN, Slot, SlotTable, State
 from rollout.trajectory import Group
@@ -130,20 +130,25 @@ class RolloutControl:
     _expired: list[Expired] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._reserve = self.consumption.reserve(self.batch_size, self.bound)
         self._surplus = int((self.over_sampling - 1) * self.batch_size + 0.5)
+        reserve = self.consumption.reserve(self.batch_size, self.bound)
+        self.capacity = (self.bound + 1) * self.batch_size - reserve + self._surplus
+        """Groups that may exist between admission and the publication of what they were trained into."""
 
     @property
-    def capacity(self) -> int:
-        """Groups that may exist between admission and the publication of what they were trained into."""
-        return (self.bound + 1) * self.batch_size - self._reserve + self._surplus
+    def held(self) -> int:
+        return len(self._table)
+
+    @property
+    def open(self) -> int:
+        return self._table.open
 
     @property
     def ready(self) -> int:
         return self.states[State.READY]
 
     @property
-    def states(self) -> Counter[State]:
+    def states(self) -> dict[State, int]:
         """Groups that have not ended, by state."""
         return self._table.states
 
@@ -155,18 +160,7 @@ class RolloutControl:
             needed = (self.last_step - self.step) * self.batch_size
             if held >= needed + (self._surplus if needed else 0):
                 return False
-        return self.admission.may_admit(
-            Occupancy(
-                self.batch_size,
-                self.bound,
-                self.step,
-                held,
-                self._table.open,
-                self.accepted,
-                self._reserve,
-                self._surplus,
-            )
-        )
+        return self.admission.may_admit(self)
 
     def admit(self) -> Ticket:
         """A slot for the next group: one that a restart left unstarted, else a requeued prompt, else a new

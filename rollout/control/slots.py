@@ -46,7 +46,7 @@ class Slot:
 class SlotTable:
     """Slots in admission order, and what policies ask of them, kept up to date: no query walks them all."""
 
-    states: Counter[State] = field(default_factory=Counter)
+    states: dict[State, int] = field(default_factory=lambda: dict.fromkeys(State, 0))
     waiting: Counter[int] = field(default_factory=Counter)
     """Slots that are not in training, by admission version."""
     ready: Counter[int] = field(default_factory=Counter)
@@ -69,7 +69,8 @@ class SlotTable:
     @property
     def open(self) -> int:
         """Groups that are worked on."""
-        return sum(self.states[state] for state in OPEN)
+        states = self.states
+        return states[State.ADMITTED] + states[State.GENERATING] + states[State.JUDGING]
 
     def add(self, id_: int, version: int, requeues: int = 0) -> Slot:
         slot = Slot(id_, self._next_order, version, requeues=requeues)

@@ -20,9 +20,10 @@ class _Spans(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, versions_T: np.ndarray) -> "_Spans":
-        last_R = np.flatnonzero(versions_T[1:] != versions_T[:-1])
-        end_R = np.append(last_R + 1, len(versions_T)) if len(versions_T) else last_R
-        return cls(np.stack([versions_T[end_R - 1], end_R], 1).astype("<i4").tobytes())
+        n = len(versions_T)
+        ends = [*(np.flatnonzero(versions_T[1:] != versions_T[:-1]) + 1).tolist(), n] if n else []
+        pairs = [(int(versions_T[end - 1]), end) for end in ends]
+        return cls(np.array(pairs, "<i4").tobytes())
 
     def pairs(self) -> np.ndarray:
         """int32 [R, 2]"""
@@ -62,7 +63,7 @@ _completions = msgspec.msgpack.Decoder(_Completion)
 def encode_trajectory(trajectory: Trajectory) -> bytes:
     return _encoder.encode(
         _Trajectory(
-            trajectory.tokens_T.astype("<i8", copy=False).tobytes(),
+            trajectory.tokens_T.astype("<i4").tobytes(),
             np.packbits(trajectory.loss_mask_T).tobytes(),
             trajectory.logprobs_T.astype("<f4", copy=False).tobytes(),
             _Spans.of(trajectory.versions_T),
@@ -77,7 +78,7 @@ def decode_trajectory(data: bytes) -> Trajectory:
     """Raises CorruptRecord."""
     try:
         record = _trajectories.decode(data)
-        tokens_T = np.frombuffer(record.tokens, "<i8").astype(np.int64)
+        tokens_T = np.frombuffer(record.tokens, "<i4").astype(np.int64)
         n = len(tokens_T)
         mask_T = np.unpackbits(np.frombuffer(record.loss_mask, np.uint8), count=n).astype(bool)
         logprobs_T = np.frombuffer(record.logprobs, "<f4").astype(np.float32)

@@ -87,11 +87,12 @@ def open_ledger(
         connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", settings.items())
         _undo_trainings(connection, restored)
         recovered = _recover(connection, restart, step)
+        with_partials = {key for (key,) in connection.execute("SELECT DISTINCT key FROM partials")}
         connection.execute("COMMIT")
     except (sqlite3.Error, LedgerError) as error:
         connection.close()
         raise error if isinstance(error, LedgerError) else explained(path, error) from error
-    return Ledger(connection, path, restart.epoch, n_samples), recovered
+    return Ledger(connection, path, restart.epoch, n_samples, with_partials), recovered
 
 
 def restarts(connection: sqlite3.Connection) -> list[Restart]:

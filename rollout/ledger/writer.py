@@ -1,16 +1,20 @@
 """The ledger while the run goes on: one writer thread, group commit.
 
-Callers never wait for the disk, except where they ask to (``flushed``): events are collected, and the thread
-writes all that have come meanwhile in one transaction. So the more there is to do, the cheaper each event
-becomes. An event counts as acknowledged when ``flushed`` has returned after it.
+Callers never wait for the disk, except where they ask to (``flushed``): events are collected on the event
+loop, and what has come while the thread was writing is its next transaction. So the more there is to do, the
+cheaper each event becomes. An event counts as acknowledged when ``flushed`` has returned after it.
 """
 
 import asyncio
 import sqlite3
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from queue import SimpleQueue
 
 from rollout.control.core import Expired, Loss, Ticket
 from rollout.ledger.database import LedgerError, explained
@@ -19,6 +23,9 @@ from rollout.trajectory import Completion, Group, Trajectory
 
 SAMPLES = 1 << 16
 """Keys of trajectories are group id * SAMPLES + sample."""
+
+COMMIT_DELAY_S = 0.001
+"""How long an event may wait for company. A commit costs an fsync, no matter how much is in it."""
 
 CLOSE_TIMEOUT_S = 60.0
 
@@ -33,38 +40,62 @@ class _Transaction:
     trainings: list[tuple] = field(default_factory=list)
     trajectories: dict[int, tuple] = field(default_factory=dict)
     partials: dict[tuple[int, int], tuple] = field(default_factory=dict)
-    states: list[tuple] = field(default_factory=list)
+    superseded: list[tuple[int]] = field(default_factory=list)
+    states: dict[int, tuple] = field(default_factory=dict)
     discards: list[tuple] = field(default_factory=list)
-    ended: list[tuple[int]] = field(default_factory=list)
-    released: list[tuple[int]] = field(default_factory=list)
-    waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    released: list[tuple[str, int, int]] = field(default_factory=list)
+    waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     def write(self, connection: sqlite3.Connection) -> None:
-        many = connection.executemany
-        many(
-            "INSERT INTO groups (id, position, requeued_from, version, epoch, state) "
-            "VALUES (?, ?, ?, ?, ?, 'admitted') ON CONFLICT (id) DO UPDATE SET "
+        write = partial(_write_rows, connection)
+        write(
+            "INSERT INTO groups (id, position, requeued_from, version, epoch, state) VALUES {rows} "
+            "ON CONFLICT (id) DO UPDATE SET "
             "version = excluded.version, epoch = excluded.epoch, state = 'admitted', tokens = NULL",
+            "(?, ?, ?, ?, ?, 'admitted')",
             self.groups,
         )
-        many("INSERT INTO steps VALUES (?, ?, ?, 0)", self.steps)
-        many("UPDATE steps SET published = 1 WHERE version = ?", self.published)
-        many("INSERT INTO trainings VALUES (?, ?, ?, ?, ?)", self.trainings)
-        many(
-            "INSERT OR REPLACE INTO partials VALUES (?, ?, ?, ?, ?, ?, ?)",
+        write("INSERT INTO steps VALUES {rows}", "(?, ?, ?, 0)", self.steps)
+        write("UPDATE steps SET published = 1 WHERE version IN (VALUES {rows})", "(?)", self.published)
+        write("INSERT INTO trainings VALUES {rows}", "(?, ?, ?, ?, ?)", self.trainings)
+        write(
+            "INSERT OR REPLACE INTO partials VALUES {rows}",
+            "(?, ?, ?, ?, ?, ?, ?)",
             [row for (key, _), row in self.partials.items() if key not in self.trajectories],
         )
-        many("INSERT OR REPLACE INTO trajectories VALUES (?, ?, ?, ?)", self.trajectories.values())
-        many("DELETE FROM partials WHERE key = ?", [(key,) for key in self.trajectories])
-        many("UPDATE groups SET state = ?, loss = ?, step = ?, tokens = ? WHERE id = ?", self.states)
-        many("INSERT INTO discards VALUES (?, ?, ?)", self.discards)
-        for (id_,) in self.ended:
-            _forget(connection, id_)
-        many(
-            f"DELETE FROM trajectories WHERE key IN (SELECT g.id * {SAMPLES} + s.value FROM groups g, "
-            "json_each(?) s WHERE g.state = 'trained' AND g.step > ? AND g.step <= ?)",
-            self.released,
+        write("INSERT OR REPLACE INTO trajectories VALUES {rows}", "(?, ?, ?, ?)", self.trajectories.values())
+        write("DELETE FROM partials WHERE key IN (VALUES {rows})", "(?)", self.superseded)
+        write(
+            "UPDATE groups SET state = v.column2, loss = v.column3, step = v.column4, tokens = v.column5 "
+            "FROM (VALUES {rows}) AS v WHERE groups.id = v.column1",
+            "(?, ?, ?, ?, ?)",
+            self.states.values(),
         )
+        write("INSERT INTO discards VALUES {rows}", "(?, ?, ?)", self.discards)
+        for id_ in self.ended:
+            _forget(connection, id_)
+        for bounds in self.released:
+            connection.execute(
+                f"DELETE FROM trajectories WHERE key IN (SELECT g.id * {SAMPLES} + s.value FROM groups g, "
+                "json_each(?) s WHERE g.state = 'trained' AND g.step > ? AND g.step <= ?)",
+                bounds,
+            )
+
+
+CHUNKS = (128, 16, 1)
+"""Rows per statement. SQLite gives up the interpreter lock once per statement; given up once per row, it
+would be waited for as often, while the event loop computes."""
+
+
+def _write_rows(connection: sqlite3.Connection, statement: str, row: str, rows: Iterable[tuple]) -> None:
+    """Execute ``statement``, its ``{rows}`` being as many of ``row`` as there are."""
+    left = list(rows)
+    for size in CHUNKS:
+        while len(left) >= size:
+            sql = statement.format(rows=", ".join([row] * size))
+            connection.execute(sql, list(chain.from_iterable(left[:size])))
+            del left[:size]
 
 
 def _forget(connection: sqlite3.Connection, id_: int) -> None:
@@ -75,30 +106,42 @@ def _forget(connection: sqlite3.Connection, id_: int) -> None:
 
 
 class Ledger:
-    """The open ledger of a running run. Use it from one thread; ``close`` it at the end.
+    """The open ledger of a running run. Use it from one event loop; ``close`` it at the end.
 
     Every method may raise LedgerError: what was given since the last ``flushed`` is then not in the ledger.
     """
 
-    def __init__(self, connection: sqlite3.Connection, path: Path, epoch: int, n_samples: int) -> None:
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        path: Path,
+        epoch: int,
+        n_samples: int,
+        with_partials: set[int],
+    ) -> None:
+        """``with_partials``: keys of the trajectories of which there is a part already."""
         self.path = path
         self.epoch = epoch
         self._samples = "[" + ",".join(map(str, range(n_samples))) + "]"
         self._connection = connection
         self._released = -1
-        self._wake = threading.Condition()
+        self._with_partials = with_partials
         self._next = _Transaction()
-        self._has_events = False
-        self._closing = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Where events come from; None until the first one that came from an event loop."""
+        self._is_due = False
+        self._is_writing = False
         self._failure: LedgerError | None = None
+        self._closed = False
+        self._handed_over: SimpleQueue[_Transaction | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._thread.start()
 
     # ---- events
 
     def admitted(self, ticket: Ticket, position: int) -> None:
-        with self._events() as events:
-            events.groups.append((ticket.id, position, ticket.requeued_from, ticket.version, self.epoch))
+        events = self._events()
+        events.groups.append((ticket.id, position, ticket.requeued_from, ticket.version, self.epoch))
 
     def partial(
         self, group_id: int, sample: int, call: int, asked: bytes, answer: Completion, *, done: bool
@@ -106,26 +149,30 @@ class Ledger:
         """What has been generated of the ``call``-th answer of an episode."""
         key = group_id * SAMPLES + sample
         row = (key, call, self.epoch, asked, done, len(answer.tokens), encode_completion(answer))
-        with self._events() as events:
-            events.partials[key, call] = row
+        events = self._events()
+        events.partials[key, call] = row
+        self._with_partials.add(key)
 
     def trajectory(self, group_id: int, sample: int, trajectory: Trajectory) -> None:
         """The episode is complete and judged."""
         key = group_id * SAMPLES + sample
         row = (key, self.epoch, trajectory.response_length, encode_trajectory(trajectory))
-        with self._events() as events:
-            events.trajectories[key] = row
+        events = self._events()
+        events.trajectories[key] = row
+        if key in self._with_partials:
+            events.superseded.append((key,))
+            self._with_partials.remove(key)
 
     def ready(self, group: Group) -> None:
         """All trajectories of the group have been given, and it is to be trained."""
-        with self._events() as events:
-            events.states.append(("ready", None, None, _tokens(group.trajectories), group.id))
+        events = self._events()
+        events.states[group.id] = (group.id, "ready", None, None, _tokens(group.trajectories))
 
     def lost(self, id_: int, loss: Loss, trajectories: Sequence[Trajectory] = ()) -> None:
         """The group will never be trained."""
-        with self._events() as events:
-            events.states.append((loss.end.value, loss.value, None, _tokens(trajectories), id_))
-            events.ended.append((id_,))
+        events = self._events()
+        events.states[id_] = (id_, loss.end.value, loss.value, None, _tokens(trajectories))
+        events.ended.append(id_)
 
     def expired(self, expired: Expired) -> None:
         self.lost(expired.id, expired.loss, expired.group.trajectories if expired.group else ())
@@ -135,72 +182,96 @@ class Ledger:
 
         Wait for ``flushed`` before it does: a transaction forgets after it has written.
         """
-        with self._events() as events:
-            events.discards.append((id_, self.epoch, tokens))
-            events.ended.append((id_,))
+        events = self._events()
+        events.discards.append((id_, self.epoch, tokens))
+        events.ended.append(id_)
 
     def step_begins(self, version: int, step: int) -> None:
         """From now on an engine may hold ``version``. Wait for ``flushed`` before it can."""
-        with self._events() as events:
-            events.steps.append((version, self.epoch, step))
+        events = self._events()
+        events.steps.append((version, self.epoch, step))
 
     def published(self, version: int, groups: Iterable[Group]) -> None:
         """``groups`` were trained, and what came of it is ``version``."""
-        with self._events() as events:
-            events.published.append((version,))
-            for group in groups:
-                sampled, trained, head_lag = _account(group, version - 1)
-                events.trainings.append((version, group.id, head_lag, trained, sampled - trained))
-                events.states.append(("trained", None, version, sampled, group.id))
+        events = self._events()
+        events.published.append((version,))
+        for group in groups:
+            sampled, trained, head_lag = _account(group, version - 1)
+            events.trainings.append((version, group.id, head_lag, trained, sampled - trained))
+            events.states[group.id] = (group.id, "trained", None, version, sampled)
 
     def release(self, version: int) -> None:
         """No checkpoint is left that lacks a training up to ``version``: forget what was trained by then."""
-        with self._events() as events:
-            events.released.append((self._samples, self._released, version))
+        events = self._events()
+        events.released.append((self._samples, self._released, version))
         self._released = version
 
     # ---- durability
 
     async def flushed(self) -> None:
         """Returns when all events so far are on disk. Raises LedgerError."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-        with self._events() as events:
-            events.waiters.append((loop, future))
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._events().waiters.append(future)
         await future
 
     def close(self) -> None:
         """Write what is left and close the file."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
+        if self._closed:
+            return
+        self._closed = True
+        if self._failure is None:
+            self._handed_over.put(self._next)
+        self._handed_over.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             raise LedgerError(f"{self.path}: the last events were not written in {CLOSE_TIMEOUT_S:.0f} s")
         if self._failure is not None:
             raise self._failure
 
-    def _events(self) -> "_Collecting":
-        return _Collecting(self)
+    def _events(self) -> _Transaction:
+        """The transaction that takes the next event; it is written within ``COMMIT_DELAY_S``."""
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise LedgerError(f"{self.path} is closed")
+        if not self._is_due:
+            with suppress(RuntimeError):  # no loop is running yet: the next event in one will do
+                self._loop = asyncio.get_running_loop()
+                self._loop.call_later(COMMIT_DELAY_S, self._hand_over)
+                self._is_due = True
+        return self._next
+
+    def _hand_over(self) -> None:
+        if self._is_writing or self._closed:
+            return
+        self._is_writing, self._is_due = True, False
+        transaction, self._next = self._next, _Transaction()
+        self._handed_over.put(transaction)
+
+    def _committed(self, transaction: _Transaction) -> None:
+        """On the event loop, when the thread is done with a transaction."""
+        self._is_writing = False
+        for future in transaction.waiters + (self._next.waiters if self._failure else []):
+            if not future.done():
+                if self._failure is None:
+                    future.set_result(None)
+                else:
+                    future.set_exception(self._failure)
+        if self._is_due:  # more has come meanwhile, and waited long enough
+            self._hand_over()
+
+    # ---- the thread
 
     def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not (self._has_events or self._closing):
-                    self._wake.wait()
-                if not self._has_events:
-                    break
-                transaction, self._next = self._next, _Transaction()
-                self._has_events = False
-            try:
-                self._commit(transaction)
-            except sqlite3.Error as error:
-                with self._wake:
+        while (transaction := self._handed_over.get()) is not None:
+            if self._failure is None:
+                try:
+                    self._commit(transaction)
+                except sqlite3.Error as error:
                     self._failure = explained(self.path, error)
-                    transaction.waiters += self._next.waiters
-                _answer(transaction.waiters, self._failure)
-                break
-            _answer(transaction.waiters, None)
+            if self._loop is not None:
+                with suppress(RuntimeError):  # the loop is closed: nobody waits
+                    self._loop.call_soon_threadsafe(self._committed, transaction)
         self._connection.close()
 
     def _commit(self, transaction: _Transaction) -> None:
@@ -212,47 +283,6 @@ class Ledger:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
-
-
-class _Collecting:
-    """``with`` this, events are added to the next transaction; the writer is woken after it."""
-
-    __slots__ = ("_ledger",)
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-
-    def __enter__(self) -> _Transaction:
-        ledger = self._ledger
-        ledger._wake.acquire()
-        if ledger._failure is not None or ledger._closing:
-            ledger._wake.release()
-            raise ledger._failure or LedgerError(f"{ledger.path} is closed")
-        return ledger._next
-
-    def __exit__(self, *exc: object) -> None:
-        ledger = self._ledger
-        ledger._has_events = True
-        ledger._wake.notify()
-        ledger._wake.release()
-
-
-def _answer(
-    waiters: Iterable[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]], failure: LedgerError | None
-) -> None:
-    """Tell those who wait, each event loop once."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
-    for loop, future in waiters:
-        by_loop.setdefault(loop, []).append(future)
-
-    def tell(futures: list[asyncio.Future[None]]) -> None:
-        for future in futures:
-            if not future.done():
-                future.set_result(None) if failure is None else future.set_exception(failure)
-
-    for loop, futures in by_loop.items():
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(tell, futures)
 
 
 def _tokens(trajectories: Iterable[Trajectory]) -> int:

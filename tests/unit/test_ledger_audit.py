@@ -112,6 +112,7 @@ class Life(RuleBasedStateMachine):
         Life.number = getattr(Life, "number", 0) + 1
         self.path = folder / f"{Life.number}.sqlite"
         self.line = {0: 0}
+        self.runner = asyncio.Runner()
         self.open(0)
 
     def open(self, restored: int) -> None:
@@ -131,10 +132,7 @@ class Life(RuleBasedStateMachine):
             self.ledger.admitted(Ticket(id_, self.version), position)
 
     def wait(self) -> None:
-        async def main():
-            await self.ledger.flushed()
-
-        asyncio.run(main())
+        self.runner.run(self.ledger.flushed())
 
     @rule(requeue=st.booleans())
     def admit(self, requeue):
@@ -208,6 +206,7 @@ class Life(RuleBasedStateMachine):
         self.wait()
         self.ledger.close()
         self.audit()
+        self.runner.close()
         self.path.unlink()
 
 
