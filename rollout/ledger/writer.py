@@ -183,6 +183,7 @@ class Ledger:
         Wait for ``flushed`` before it does: a transaction forgets after it has written.
         """
         events = self._events()
+        events.states[id_] = (id_, "admitted", None, None, None)
         events.discards.append((id_, self.epoch, tokens))
         events.ended.append(id_)
 
