@@ -3,8 +3,9 @@
     python -m backend.guard MARK FOLDER
 
 Every process of a run inherits the environment variable SLIPSTREAM_RUN=MARK. Standard input is a pipe from
-the run; at its end the guard kills whatever still carries the mark and removes FOLDER. After an orderly end
-there is nothing left to kill.
+the run; at its end the guard kills whatever still carries the mark, or has a file below FOLDER open (Ray's
+agents wipe their environment when they set their title), and removes FOLDER. After an orderly end there is
+nothing left to kill.
 """
 
 import os
@@ -43,16 +44,21 @@ def guarded(folder: Path) -> Iterator[None]:
         os.environ.pop(VARIABLE, None)
 
 
-def carriers(mark: str) -> list[int]:
-    """Processes that were started with the mark in their environment, this one excepted."""
+def carriers(mark: str, folder: Path) -> list[int]:
+    """Processes with the mark in their environment or a file below ``folder`` open, this one excepted."""
     wanted = f"{VARIABLE}={mark}".encode()
     found = []
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with suppress(OSError):  # processes come and go
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if wanted in environment and pid != os.getpid():
+            marked = wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if pid != os.getpid() and (marked or _has_open(pid, folder)):
                 found.append(pid)
     return found
+
+
+def _has_open(pid: int, folder: Path) -> bool:
+    descriptors = Path(f"/proc/{pid}/fd")
+    return any(os.readlink(descriptor).startswith(f"{folder}/") for descriptor in descriptors.iterdir())
 
 
 def main() -> None:
@@ -60,7 +66,7 @@ def main() -> None:
     while os.read(0, 1):
         """Nothing is ever sent: this returns at end of file."""
     for _ in range(SWEEPS):
-        left = carriers(mark)
+        left = carriers(mark, folder)
         unlink(shared_memory_of(left))
         for pid in left:
             with suppress(ProcessLookupError):
