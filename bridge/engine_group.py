@@ -10,7 +10,8 @@ from torch import Tensor
 
 from bridge.transport.distributed import BroadcastGroup, Rendezvous
 
-Interrupt = Literal["retract", "in_place"]
+Pause = Literal["retract", "in_place", "abort"]
+"""Running requests: their KV is computed again after the pause, or it is kept, or they are given up."""
 
 
 class EngineEndpoint(Protocol):
@@ -25,7 +26,7 @@ class EngineEndpoint(Protocol):
         self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
     ) -> None: ...
     async def leave_group(self, group: str) -> None: ...
-    async def pause(self, mode: Interrupt) -> None: ...
+    async def pause(self, mode: Pause) -> None: ...
     async def begin_update(self) -> None: ...
     async def receive(
         self,

@@ -2,9 +2,9 @@
 
     join -> pause -> begin -> buckets (the next is gathered while the last is sent) -> end -> resume
 
-Generation stops only between pause and resume. An engine counts as updated only when it has answered every
-step; one that has not is named in the report and must be fenced off and rebuilt by its owner. It is never
-resumed, because it may hold a mixture of two versions.
+Generation stops only between pause and resume; requests that come meanwhile wait. An engine counts as updated
+only when it has answered every step; one that has not is named in the report and must be fenced off and
+rebuilt by its owner. It is never resumed, because it may hold a mixture of two versions.
 """
 
 import asyncio
@@ -13,14 +13,27 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
-from bridge.engine_group import EngineEndpoint, EngineGroup, Interrupt, told
+from bridge.engine_group import EngineEndpoint, EngineGroup, Pause, told
 from bridge.export import FlatBucket
 from bridge.report import PublishReport
 
 __all__ = ["EngineEndpoint", "Interrupt", "PublishReport", "Publisher"]
 
 log = logging.getLogger(__name__)
+
+Interrupt = Literal["retract", "in_place", "abort", "drain"]
+
+PAUSE: dict[Interrupt, Pause] = {
+    "retract": "retract",
+    "in_place": "in_place",
+    "abort": "abort",
+    "drain": "retract",
+}
+"""Draining is done before, by whoever sends the requests: without a pause SGLang lets new ones run between
+any two steps of an update, on weights of two versions. The pause then finds an idle engine, but for requests
+that outlasted the draining."""
 
 
 class Publisher:
@@ -61,7 +74,7 @@ class Publisher:
         bucket = await self._next(buckets)
         engines = await self._join(engines, report)
         paused_at = time.monotonic()
-        engines = await self._all("pause", engines, lambda e: e.pause(self._interrupt), report)
+        engines = await self._all("pause", engines, lambda e: e.pause(PAUSE[self._interrupt]), report)
         engines = await self._all("begin", engines, lambda e: e.begin_update(), report)
         engines = await self._join(engines, report)
         while bucket is not None and engines:
@@ -119,7 +132,8 @@ class Publisher:
                     shapes=bucket.shapes,
                     dtype=str(bucket.flat.dtype).removeprefix("torch."),
                     group=self._group.name,
-                    flush_cache=bucket.last and self._interrupt == "retract",
+                    # KV that is kept cannot be flushed: SGLang refuses while requests hold some.
+                    flush_cache=bucket.last and self._interrupt != "in_place",
                     version=report.version if bucket.last else None,
                 )
             )

@@ -1,21 +1,27 @@
 """The HTTP client of one SGLang server: token ids in; token ids, log-probs and version spans out.
 
-The one place that knows SGLang's request and answer formats (0.5.21). The control calls are the
+Answers are streamed, so that what a server has generated is not lost with it. This file and ``answer`` are
+the only ones that know SGLang's request and answer formats (0.5.21). The control calls are the
 ``EngineEndpoint`` that ``bridge.publish`` drives.
 """
 
+import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import aiohttp
 
 from configs.schema import SamplingConfig
-from rollout.trajectory import Completion, Finish, Span
+from rollout.control.concurrency import EngineLoad
+from rollout.engine.answer import Aborted, Answer, events, parse_load, parse_prompt_logprobs
+from rollout.trajectory import Completion
 
-T = TypeVar("T")
+HEALTH_TIMEOUT_S = 20.0
+"""A server that takes longer than this to say that it is there does not serve either."""
 
 
 class EngineError(RuntimeError):
@@ -25,59 +31,18 @@ class EngineError(RuntimeError):
 class EngineLost(ConnectionError):
     """The server is gone or does not answer; another server may be asked for the same thing."""
 
+    def __init__(self, message: str, partial: Completion | None = None) -> None:
+        super().__init__(message)
+        self.partial = partial
+        """What had arrived of an answer by then; None if nothing had."""
 
-class Aborted(RuntimeError):
-    """The server gave this one answer up; it may be asked again."""
+
+class Silent(Aborted):
+    """A server that is well sent nothing of this answer for too long, and was told to give it up."""
 
 
 class InvalidRequest(ValueError):
     """A request that must not be sent: it would stop the server, or could not be answered."""
-
-
-def parse_completion(answer: Mapping[str, Any]) -> Completion:
-    """One answer of /generate. Raises Aborted for one that was given up, ValueError for a malformed one."""
-    try:
-        meta = _finished(answer)
-        logprobs, tokens = [], []
-        for logprob, token, *_ in meta["output_token_logprobs"]:
-            logprobs.append(float(logprob))
-            tokens.append(int(token))
-        if tokens != list(answer["output_ids"]):
-            raise ValueError("the token ids of the log-probs differ from output_ids")
-        # SGLang gives an output without tokens one empty span.
-        spans = tuple(
-            Span(int(s["version"]), int(s["start"]), int(s["end"]))
-            for s in meta["weight_versions"]
-            if s["end"] != s["start"]
-        )
-        return Completion(
-            tuple(tokens),
-            tuple(logprobs),
-            spans,
-            Finish(meta["finish_reason"]["type"]),
-            int(meta.get("num_retractions") or 0),
-        )
-    except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"not an answer of /generate: {type(error).__name__}: {error}") from error
-
-
-def parse_prompt_logprobs(answer: Mapping[str, Any], length: int) -> list[float]:
-    """The log-probs of all but the first of ``length`` prompt tokens. Raises as ``parse_completion`` does."""
-    try:
-        _first, *rest = _finished(answer)["input_token_logprobs"]
-        logprobs = [float(logprob) for logprob, *_ in rest]
-    except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"not an answer of /generate: {type(error).__name__}: {error}") from error
-    if len(logprobs) != length - 1:
-        raise ValueError(f"log-probs of {len(logprobs) + 1} prompt tokens, expected {length}")
-    return logprobs
-
-
-def _finished(answer: Mapping[str, Any]) -> Mapping[str, Any]:
-    meta = answer["meta_info"]
-    if meta["finish_reason"]["type"] == "abort":
-        raise Aborted(f"generation was aborted: {meta['finish_reason'].get('message', '')}")
-    return meta
 
 
 @dataclass(frozen=True)
@@ -91,7 +56,10 @@ class EngineAddress:
     max_length: int
     """Longest prompt plus answer, in tokens."""
     timeout_s: float
-    """Longest wait for any one answer."""
+    """Longest silence: nothing of an answer arrives for this long. A server is silent about a request while
+    it is paused for an update or has the request in its queue, so those times have to fit in."""
+    stream_interval: int = 64
+    """Tokens from one chunk of an answer to the next."""
 
 
 class EngineClient:
@@ -101,6 +69,7 @@ class EngineClient:
         self.address = address
         self.name = address.name
         self.ranks = address.ranks
+        self._streams: set[aiohttp.ClientResponse] = set()
         self._session = aiohttp.ClientSession(
             base_url=address.url,
             timeout=aiohttp.ClientTimeout(total=address.timeout_s),
@@ -116,6 +85,10 @@ class EngineClient:
         await self.close()
 
     async def close(self) -> None:
+        """End what is running: every request that waits for an answer raises EngineLost."""
+        # Closing the session alone leaves those waiting for ever that are in the middle of an answer.
+        for response in self._streams:
+            response.close()
         await self._session.close()
 
     async def generate(
@@ -125,32 +98,77 @@ class EngineClient:
         *,
         greedy: bool = False,
         cache_key: str | None = None,
+        version: int,
+        progress: Callable[[Completion], None] | None = None,
     ) -> Completion:
         """Continue ``input_ids``. ``cache_key`` keeps requests with another key out of this one's KV prefix.
 
-        Raises InvalidRequest, EngineError, EngineLost, Aborted.
+        ``version`` is one that the engine has had already; ``progress`` is called with the answer so far
+        whenever there is more of it. See ``Answer`` for the versions in there.
+
+        Raises InvalidRequest and EngineError; EngineLost, Aborted and Silent, with the answer so far.
         """
         self._check(input_ids, sampling.max_new_tokens)
-        return await self._generate(
-            parse_completion,
-            {
-                "input_ids": list(input_ids),
-                "sampling_params": {
-                    "temperature": 0.0 if greedy else sampling.temperature,
-                    "top_p": sampling.top_p,
-                    "top_k": sampling.top_k,
-                    "max_new_tokens": sampling.max_new_tokens,
-                },
-                "return_logprob": True,
-                "extra_key": cache_key,
+        rid = uuid.uuid4().hex
+        body = {
+            "rid": rid,
+            "input_ids": list(input_ids),
+            "sampling_params": {
+                "temperature": 0.0 if greedy else sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "max_new_tokens": sampling.max_new_tokens,
+                "stream_interval": self.address.stream_interval,
             },
-        )
+            "return_logprob": True,
+            "stream": True,
+            "extra_key": cache_key,
+        }
+        answer = Answer(version)
+        async with aclosing(self._ends(body, answer)) as ends:
+            while (end := await anext(ends)) is None:
+                if progress is not None and (partial := answer.partial) is not None:
+                    progress(partial)
+            return end
+
+    async def _ends(self, body: Mapping[str, Any], answer: Answer) -> AsyncGenerator[Completion | None]:
+        """Feed ``answer`` and tell of every chunk what ``Answer.add`` tells. Raises as ``generate`` does."""
+        self._check_open("/generate")
+        timeout_s = self.address.timeout_s
+        silence = aiohttp.ClientTimeout(sock_connect=timeout_s, sock_read=timeout_s)
+        try:
+            async with self._session.post("/generate", json=body, timeout=silence) as response:
+                if response.status != 200:
+                    raise self._refusal("/generate", response.status, await response.text())
+                self._streams.add(response)
+                try:
+                    async for chunk in events(response.content.iter_any()):
+                        yield answer.add(chunk)
+                finally:
+                    self._streams.discard(response)
+            # A server that goes away ends the stream as one does that is done.
+            raise aiohttp.ClientPayloadError("the answer stopped before its end")
+        except TimeoutError as error:
+            raise await self._silent(body["rid"], answer.partial) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost("/generate", error, answer.partial) from error
+        except ValueError as error:
+            raise EngineError(f"{self.name} /generate: {error}") from error
+
+    async def _silent(self, rid: str, partial: Completion | None) -> EngineLost | Silent:
+        """What the silence of an answer means. The request is given up in any case."""
+        what = f"{self.name} /generate: nothing came for {self.address.timeout_s:.0f} s"
+        if not await self.healthy():
+            return EngineLost(what, partial)
+        with suppress(EngineError, EngineLost):
+            await self.abort(rid)
+        return Silent(what, partial)
 
     async def prompt_logprobs(self, input_ids: Sequence[int]) -> list[float]:
         """Log-probs of input_ids[1:] given what precedes them, at temperature 1. Raises like ``generate``."""
         self._check(input_ids, 0)
-        return await self._generate(
-            partial(parse_prompt_logprobs, length=len(input_ids)),
+        answer = await self._post(
+            "/generate",
             {
                 "input_ids": list(input_ids),
                 "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
@@ -158,11 +176,8 @@ class EngineClient:
                 "logprob_start_len": 0,
             },
         )
-
-    async def _generate(self, parse: Callable[[Any], T], body: Mapping[str, Any]) -> T:
-        answer = await self._post("/generate", body)
         try:
-            return parse(answer)
+            return parse_prompt_logprobs(answer, len(input_ids))
         except ValueError as error:
             raise EngineError(f"{self.name} /generate: {error}") from error
 
@@ -197,8 +212,15 @@ class EngineClient:
         await self._post("/destroy_weights_update_group", {"group_name": group})
 
     async def pause(self, mode: str) -> None:
-        """``retract`` or ``in_place``. SGLang's own default would abort the running requests."""
+        """``retract``, ``in_place`` or ``abort``; new requests wait until ``resume``.
+
+        ``abort`` returns when nothing runs any more, which SGLang looks for once a second.
+        """
         await self._post("/pause_generation", {"mode": mode})
+
+    async def abort(self, rid: str) -> None:
+        """Give up one request. Does nothing when there is none of that name."""
+        await self._post("/abort_request", {"rid": rid})
 
     async def abort_all(self) -> None:
         await self._post("/abort_request", {"abort_all": True})
@@ -241,10 +263,19 @@ class EngineClient:
         answer = await self._request("GET", "/model_info", None)
         return int(answer["weight_version"])
 
+    async def load(self) -> EngineLoad:
+        """How busy the server was when it last looked: at most 15 decoding steps ago, unless it is paused."""
+        answer = await self._request("GET", "/v1/loads?include=core,queues", None)
+        try:
+            return parse_load(answer)
+        except ValueError as error:
+            raise EngineError(f"{self.name} /v1/loads: {error}") from error
+
     async def healthy(self) -> bool:
         try:
-            await self._request("GET", "/health", None)
-        except (EngineError, EngineLost):
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                await self._request("GET", "/health", None)
+        except (EngineError, EngineLost, TimeoutError):
             return False
         return True
 
@@ -252,17 +283,16 @@ class EngineClient:
         return await self._request("POST", path, body)
 
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
-        if self._session.closed:
-            raise EngineLost(f"{self.name} {path}: the engine has been given up")
+        self._check_open(path)
         try:
             async with self._session.request(method, path, json=body) as response:
                 text = await response.text()
         except TimeoutError as error:
             raise EngineLost(f"{self.name} {path}: no answer in {self.address.timeout_s:.0f} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineLost(f"{self.name} {path}: {type(error).__name__}: {error}") from error
+            raise self._lost(path, error) from error
         if response.status != 200:
-            raise EngineError(f"{self.name} {path}: HTTP {response.status}: {text[:500]}")
+            raise self._refusal(path, response.status, text)
         try:
             answer = json.loads(text) if text.startswith(("{", "[")) else text
         except ValueError as error:
@@ -270,3 +300,13 @@ class EngineClient:
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineError(f"{self.name} {path}: {answer.get('message', answer)}")
         return answer
+
+    def _check_open(self, path: str) -> None:
+        if self._session.closed:
+            raise EngineLost(f"{self.name} {path}: the engine has been given up")
+
+    def _lost(self, path: str, error: Exception, partial: Completion | None = None) -> EngineLost:
+        return EngineLost(f"{self.name} {path}: {type(error).__name__}: {error}", partial)
+
+    def _refusal(self, path: str, status: int, text: str) -> EngineError:
+        return EngineError(f"{self.name} {path}: HTTP {status}: {text[:500]}")

@@ -1,16 +1,36 @@
 """The serving engines, seen by workflows as one generator.
 
-A request goes to the least loaded engine and is sent again elsewhere when its engine is lost; when there is
-none, it waits until one serves again. Only engines that hold the current policy version are in the pool.
+A request goes to the least loaded engine. When its engine is lost or gives it up, another request goes on
+with what it had generated, on whichever engine; when there is none, it waits until one serves again. Only
+engines that hold the current policy version are in the pool.
+
+    limit -> engine -> whole answer
+               ^ |
+               | +-> lost, aborted: the answer so far is the prefix of the next request, for the rest of
+               +---- the token budget
 """
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 from configs.schema import SamplingConfig
 from rollout.changes import Changes
-from rollout.engine.client import Aborted, EngineClient, EngineLost
-from rollout.trajectory import Completion
+from rollout.engine.answer import Aborted
+from rollout.engine.client import EngineClient, EngineError, EngineLost, Silent
+from rollout.engine.continuation import ended, merge, tokens_left
+from rollout.engine.limit import Limit
+from rollout.engine.trace import RequestTrace, watched
+from rollout.trajectory import Completion, Finish
+
+log = logging.getLogger(__name__)
+
+SILENCES = 3
+"""How often one request may be met with silence by an engine that is well: once is a long pause; again and
+again is the request's fault, or a time-out that is too short."""
+
+Progress = Callable[[Completion], None]
 
 
 class NoEngine(RuntimeError):
@@ -20,22 +40,48 @@ class NoEngine(RuntimeError):
 class EnginePool:
     """Routes requests. Single event loop."""
 
-    def __init__(self, *, max_concurrent: int, wait_timeout_s: float, isolate_versions: bool) -> None:
+    def __init__(
+        self,
+        *,
+        max_concurrent: int,
+        wait_timeout_s: float,
+        isolate_versions: bool,
+        trace: Callable[[RequestTrace], None] | None = None,
+    ) -> None:
+        """``trace`` is called once for every engine request that has ended."""
         self._wait_timeout_s = wait_timeout_s
         self._isolate_versions = isolate_versions
+        self._trace = trace
         self._load: dict[EngineClient, int] = {}
         self._changes = Changes()
-        self._requests = asyncio.Semaphore(max_concurrent)
+        self._requests = Limit(max_concurrent)
+        self._held = False
         self.version = 0
         self.lost: asyncio.Queue[EngineClient] = asyncio.Queue()
         """Engines that did not answer and were fenced off, each once; their supervisor decides about them."""
         self.tokens_generated = 0
-        """Sampled ones: greedy answers are evaluation."""
+        """Sampled ones: greedy answers are evaluation. Each token counts once, prefixes of callers do not."""
+        self.tokens_continued = 0
+        """Tokens of interrupted answers that were gone on with, which would otherwise have been lost."""
         self.requests_resent = 0
 
     @property
     def clients(self) -> list[EngineClient]:
         return list(self._load)
+
+    @property
+    def limit(self) -> int:
+        """How many ``generate`` calls go on at one time. Lowering it disturbs none of those that do."""
+        return self._requests.size
+
+    @limit.setter
+    def limit(self, size: int) -> None:
+        self._requests.size = size
+
+    @property
+    def in_use(self) -> int:
+        """How many ``generate`` calls go on now; more than ``limit`` for a while after it was lowered."""
+        return self._requests.inside
 
     async def add(self, client: EngineClient) -> None:
         """The engine serves, and holds the current version."""
@@ -45,31 +91,107 @@ class EnginePool:
     async def remove(self, client: EngineClient) -> None:
         """Fence the engine off: no further request goes to it."""
         self._load.pop(client, None)
+        self._changes.notify()
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: SamplingConfig, *, greedy: bool = False
+        self,
+        input_ids: Sequence[int],
+        sampling: SamplingConfig,
+        *,
+        greedy: bool = False,
+        prefix: Completion | None = None,
+        progress: Progress | None = None,
     ) -> Completion:
-        """Continue ``input_ids`` on any engine. Raises InvalidRequest, EngineError, NoEngine."""
+        """Continue ``input_ids`` on any engine, up to ``sampling.max_new_tokens``.
+
+        ``prefix`` is a partial answer of before, of a run that was resumed for example: it is continued, and
+        counts as part of the answer and of its token budget. ``progress`` is called with the answer so far,
+        the prefix included, whenever there is more of it.
+
+        Raises InvalidRequest, EngineError, NoEngine.
+        """
+        so_far, silences = prefix, 0
+        if prefix is not None:
+            self.tokens_continued += len(prefix.tokens)
+            if not tokens_left(prefix, sampling.max_new_tokens):
+                return ended(prefix)
         async with self._requests:
-            while True:
-                client = await self._acquire()
+            while rest := tokens_left(so_far, sampling.max_new_tokens):
                 try:
-                    completion = await client.generate(
-                        input_ids, sampling, greedy=greedy, cache_key=self._cache_key()
-                    )
-                except EngineLost:
-                    if self._load.pop(client, None) is not None:
-                        self.lost.put_nowait(client)
+                    part = await self._ask(input_ids, sampling, so_far, rest, greedy, progress)
+                except (EngineLost, Aborted) as cut:
+                    silences += isinstance(cut, Silent)
+                    if silences == SILENCES:
+                        raise EngineError(
+                            f"given up after {silences} times: {cut}, though the engine is well; "
+                            "rollout.engine.request_timeout_s may be too short"
+                        ) from cut
                     self.requests_resent += 1
-                    continue
-                except Aborted:
-                    self.requests_resent += 1
-                    continue
-                finally:
-                    self._release(client)
+                    if cut.partial is None:
+                        continue
+                    part = cut.partial
+                    self.tokens_continued += len(part.tokens)
                 if not greedy:
-                    self.tokens_generated += len(completion.tokens)
-                return completion
+                    self.tokens_generated += len(part.tokens)
+                so_far = part if so_far is None else merge(so_far, part)
+                if progress is not None and so_far.finish is Finish.PARTIAL:
+                    progress(so_far)
+        return ended(so_far)
+
+    async def _ask(
+        self,
+        input_ids: Sequence[int],
+        sampling: SamplingConfig,
+        so_far: Completion | None,
+        rest: int,
+        greedy: bool,
+        progress: Progress | None,
+    ) -> Completion:
+        """One request to one engine, for what is missing of the answer. A lost engine is fenced off."""
+        client = await self._acquire()
+        ids = [*input_ids, *(so_far.tokens if so_far else ())]
+        try:
+            with watched(client.name, len(ids), self._trace) as watch:
+
+                def grown(part: Completion) -> None:
+                    watch.saw(part)
+                    if progress is not None:
+                        progress(merge(so_far, part) if so_far else part)
+
+                answer = await client.generate(
+                    ids,
+                    sampling.model_copy(update={"max_new_tokens": rest}),
+                    greedy=greedy,
+                    cache_key=self._cache_key(),
+                    version=self.version,
+                    progress=grown,
+                )
+                watch.saw(answer)
+                return answer
+        except EngineLost:
+            if self._load.pop(client, None) is not None:
+                self.lost.put_nowait(client)
+            raise
+        finally:
+            self._release(client)
+
+    @asynccontextmanager
+    async def drained(self, timeout_s: float) -> AsyncIterator[None]:
+        """Nothing is generated inside: new requests wait, and running ones are waited for.
+
+        Those that take longer than ``timeout_s`` are left to run. Not to be nested.
+        """
+        self._held = True
+        try:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._changes.first(lambda: None if any(self._load.values()) else True)
+            except TimeoutError:
+                log.warning("%d requests outlast %.0f s of draining", sum(self._load.values()), timeout_s)
+            yield
+        finally:
+            self._held = False
+            self._changes.notify()
 
     async def abort_running(self) -> None:
         """Make every engine give up what it is generating. For the end of a run, when nobody waits for it."""
@@ -80,14 +202,18 @@ class EnginePool:
         return f"v{self.version}" if self._isolate_versions else None
 
     async def _acquire(self) -> EngineClient:
-        try:
-            async with asyncio.timeout(self._wait_timeout_s):
-                return await self._changes.first(self._charge_least_loaded)
-        except TimeoutError:
-            raise NoEngine(f"no engine has served for {self._wait_timeout_s:.0f} s") from None
+        while True:
+            # Whoever holds requests back has a time-out of its own, so that the wait for it needs none here.
+            await self._changes.first(lambda: None if self._held else True)
+            try:
+                async with asyncio.timeout(self._wait_timeout_s):
+                    return await self._changes.first(self._charge_least_loaded)
+            except TimeoutError:
+                if not self._held:
+                    raise NoEngine(f"no engine has served for {self._wait_timeout_s:.0f} s") from None
 
     def _charge_least_loaded(self) -> EngineClient | None:
-        if not self._load:
+        if self._held or not self._load:
             return None
         client = min(self._load, key=self._load.__getitem__)
         self._load[client] += 1
@@ -96,3 +222,5 @@ class EnginePool:
     def _release(self, client: EngineClient) -> None:
         if client in self._load:
             self._load[client] -= 1
+        if self._held and not any(self._load.values()):
+            self._changes.notify()

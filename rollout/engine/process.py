@@ -54,6 +54,7 @@ def server_args(spec: ServerSpec) -> dict[str, Any]:
         "weight_version": str(spec.version),
         "random_seed": spec.seed,
         "skip_server_warmup": True,
+        "incremental_streaming_output": True,  # else every chunk of an answer repeats all before it
     }
     return arguments | (cpu.SERVER_ARGS if spec.device == "cpu" else {}) | dict(spec.args)
 

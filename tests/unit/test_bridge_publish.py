@@ -4,13 +4,15 @@ import asyncio
 import itertools
 import threading
 import time
+import typing
 
 import pytest
 import torch
 
 import bridge.engine_group
 from bridge.export import FlatBucket
-from bridge.publish import Publisher
+from bridge.publish import PAUSE, Publisher
+from configs.schema.run import WeightsConfig
 
 TIMEOUT_S = 0.3
 
@@ -185,6 +187,17 @@ def test_in_place_updates_keep_the_cache(world):
     publish(publisher("in_place"), 1, [FakeEngine(world, "a")], Buckets(world))
     assert world.did("pause") == [("a", "pause", "in_place")]
     assert [event[4] for event in world.did("receive")] == [False, False, False]
+
+
+@pytest.mark.parametrize(("interrupt", "pause"), [("abort", "abort"), ("drain", "retract")])
+def test_updates_that_let_no_request_go_on_flush_the_cache(world, interrupt, pause):
+    publish(publisher(interrupt), 1, [FakeEngine(world, "a")], Buckets(world))
+    assert world.did("pause") == [("a", "pause", pause)]
+    assert [event[4] for event in world.did("receive")] == [False, False, True]
+
+
+def test_every_way_to_interrupt_that_a_recipe_may_name_can_be_published():
+    assert set(typing.get_args(WeightsConfig.model_fields["interrupt"].annotation)) == set(PAUSE)
 
 
 def test_the_first_bucket_is_gathered_before_the_pause_and_the_next_while_one_is_sent(world):

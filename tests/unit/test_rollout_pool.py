@@ -1,16 +1,28 @@
 """The engine pool: a request survives the loss of engines, and leaves nothing behind however it ends."""
 
 import asyncio
+import random
+from itertools import pairwise
 
 import pytest
 
 from configs.schema import SamplingConfig
-from rollout.engine.client import Aborted, EngineError, EngineLost, InvalidRequest
-from rollout.engine.pool import EnginePool, NoEngine
+from rollout.engine.client import Aborted, EngineError, EngineLost, InvalidRequest, Silent
+from rollout.engine.pool import SILENCES, EnginePool, NoEngine
+from rollout.engine.trace import RequestTrace
 from rollout.trajectory import Completion, Finish, Span
 
 SAMPLING = SamplingConfig(max_new_tokens=4)
 COMPLETION = Completion((1, 2), (-1.0, -1.0), (Span(0, 0, 2),), Finish.STOP)
+
+
+def part(*tokens: int, version: int = 0, finish=Finish.PARTIAL, retractions: int = 0) -> Completion:
+    spans = (Span(version, 0, len(tokens)),) if tokens else ()
+    return Completion(tokens, tuple(-float(token) for token in tokens), spans, finish, retractions)
+
+
+def whole(*tokens: int, **more) -> Completion:
+    return part(*tokens, **{"finish": Finish.STOP} | more)
 
 
 class FakeEngine:
@@ -19,6 +31,7 @@ class FakeEngine:
     def __init__(self, name: str = "engine") -> None:
         self.name = name
         self.requests: list[dict] = []
+        self.progress: list = []
         self._pending: list[asyncio.Future] = []
         self.aborts = 0
 
@@ -26,8 +39,19 @@ class FakeEngine:
     def running(self) -> int:
         return sum(not future.done() for future in self._pending)
 
-    async def generate(self, input_ids, sampling, *, greedy=False, cache_key=None) -> Completion:
-        self.requests.append({"ids": list(input_ids), "greedy": greedy, "key": cache_key})
+    async def generate(
+        self, input_ids, sampling, *, greedy=False, cache_key=None, version, progress=None
+    ) -> Completion:
+        self.requests.append(
+            {
+                "ids": list(input_ids),
+                "budget": sampling.max_new_tokens,
+                "greedy": greedy,
+                "key": cache_key,
+                "version": version,
+            }
+        )
+        self.progress.append(progress)
         self._pending.append(asyncio.get_running_loop().create_future())
         return await self._pending[-1]
 
@@ -353,7 +377,8 @@ def test_greedy_is_passed_on():
         await settle()
         engine.end()
         await task
-        assert engine.requests == [{"ids": [7, 8], "greedy": True, "key": None}]
+        assert engine.requests == [{"ids": [7, 8], "budget": 4, "greedy": True, "key": None, "version": 0}]
+        assert pool.tokens_generated == 0
 
     asyncio.run(main())
 
@@ -365,5 +390,350 @@ def test_aborting_asks_every_engine_also_when_one_refuses():
             await pool.add(engine)
         await pool.abort_running()
         assert [engine.aborts for engine in engines] == [1, 1]
+
+    asyncio.run(main())
+
+
+# ---- continuing
+
+
+@pytest.mark.parametrize("cut", [EngineLost, Aborted], ids=["lost", "aborted"])
+def test_an_interrupted_answer_is_continued_and_not_begun_again(cut):
+    async def main():
+        pool, first, second = make(), FakeEngine("first"), FakeEngine("second")
+        await pool.add(first)
+        (task,) = start(pool)
+        await settle()
+        await pool.remove(first)
+        await pool.add(second)
+        pool.version = 2
+        first.end(cut("gone", part(1, 2, version=0, retractions=1)))
+        await settle()
+        assert second.requests == [
+            {"ids": [7, 1, 2], "budget": 2, "greedy": False, "key": None, "version": 2}
+        ]
+        second.end(whole(3, version=2, retractions=2))
+        assert await task == Completion(
+            (1, 2, 3), (-1.0, -2.0, -3.0), (Span(0, 0, 2), Span(2, 2, 3)), Finish.STOP, 3
+        )
+        assert (pool.tokens_generated, pool.tokens_continued, pool.requests_resent) == (3, 2, 1)
+
+    asyncio.run(main())
+
+
+def test_an_answer_may_be_interrupted_again_and_again():
+    async def main():
+        pool, engine = make(), FakeEngine()
+        await pool.add(engine)
+        task = asyncio.create_task(pool.generate([7], SamplingConfig(max_new_tokens=6)))
+        for cut in (part(1, 2), None, part(3), part(4, 5)):
+            await settle()
+            engine.end(Aborted("stop", cut))
+        await settle()
+        assert [(request["ids"], request["budget"]) for request in engine.requests] == [
+            ([7], 6),
+            ([7, 1, 2], 4),
+            ([7, 1, 2], 4),
+            ([7, 1, 2, 3], 3),
+            ([7, 1, 2, 3, 4, 5], 1),
+        ]
+        engine.end(whole(6, finish=Finish.LENGTH))
+        assert await task == whole(1, 2, 3, 4, 5, 6, finish=Finish.LENGTH)
+        assert (pool.tokens_generated, pool.tokens_continued, pool.requests_resent) == (6, 5, 4)
+
+    asyncio.run(main())
+
+
+def test_an_interrupted_answer_that_has_used_its_budget_is_not_asked_for_again():
+    async def main():
+        pool, engine = make(), FakeEngine()
+        await pool.add(engine)
+        (task,) = start(pool)
+        await settle()
+        engine.end(EngineLost("gone", part(1, 2, 3, 4)))
+        assert await task == whole(1, 2, 3, 4, finish=Finish.LENGTH)
+        assert len(engine.requests) == 1
+
+    asyncio.run(main())
+
+
+def test_a_prefix_is_continued_and_is_part_of_the_answer_and_of_the_budget():
+    async def main():
+        pool, engine = make(), FakeEngine()
+        await pool.add(engine)
+        task = asyncio.create_task(pool.generate([7], SAMPLING, prefix=part(1, version=-3)))
+        await settle()
+        assert [(request["ids"], request["budget"]) for request in engine.requests] == [([7, 1], 3)]
+        engine.end(whole(2))
+        assert (await task).spans == (Span(-3, 0, 1), Span(0, 1, 2))
+        assert (pool.tokens_generated, pool.tokens_continued, pool.requests_resent) == (1, 1, 0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("prefix", "answer"),
+    [
+        (whole(1), whole(1)),
+        (whole(1, finish=Finish.LENGTH), whole(1, finish=Finish.LENGTH)),
+        (part(1, 2, 3, 4), whole(1, 2, 3, 4, finish=Finish.LENGTH)),
+    ],
+    ids=["stopped", "at its length", "budget used"],
+)
+def test_a_prefix_that_has_ended_is_the_answer_without_asking_anyone(prefix, answer):
+    async def main():
+        assert await make().generate([7], SAMPLING, prefix=prefix) == answer
+
+    asyncio.run(main())
+
+
+def test_progress_is_told_the_whole_answer_so_far():
+    async def main():
+        pool, engine, seen = make(), FakeEngine(), []
+        await pool.add(engine)
+        sampling = SamplingConfig(max_new_tokens=9)
+        task = asyncio.create_task(pool.generate([7], sampling, prefix=part(1), progress=seen.append))
+        await settle()
+        engine.progress[0](part(2))
+        engine.end(Aborted("stop", part(2, 3, version=1)))
+        await settle()
+        engine.progress[1](part(4, version=1))
+        engine.end(whole(4, 5, version=2))
+        answer = await task
+        assert [one.tokens for one in seen] == [(1, 2), (1, 2, 3), (1, 2, 3, 4)]
+        assert [one.finish for one in seen] == [Finish.PARTIAL] * 3
+        assert seen[-1].spans == (Span(0, 0, 1), Span(1, 1, 4))
+        assert answer.tokens == (1, 2, 3, 4, 5)
+        assert answer.spans == (Span(0, 0, 1), Span(1, 1, 3), Span(2, 3, 5))
+
+    asyncio.run(main())
+
+
+def test_silence_is_not_held_against_an_engine_that_is_well():
+    async def main():
+        pool, engine = make(), FakeEngine()
+        await pool.add(engine)
+        (task,) = start(pool)
+        await settle()
+        engine.end(Silent("nothing came", part(1)))
+        await settle()
+        assert pool.clients == [engine]
+        assert pool.lost.empty()
+        engine.end(whole(2))
+        assert await task == whole(1, 2)
+
+    asyncio.run(main())
+
+
+def test_a_request_that_is_met_with_silence_again_and_again_fails():
+    async def main():
+        pool, engine = make(max_concurrent=1), FakeEngine()
+        await pool.add(engine)
+        (task,) = start(pool)
+        for _ in range(SILENCES):
+            await settle()
+            engine.end(Silent("nothing came for 600 s"))
+        with pytest.raises(EngineError, match=f"after {SILENCES} times: nothing came .*request_timeout_s"):
+            await task
+        assert pool.clients == [engine]
+        await assert_nothing_left(pool, engine, 1)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_however_often_answers_are_cut_the_engines_generate_every_token_once(seed):
+    """Engines that continue a counting sequence, and are cut off at random."""
+    chance = random.Random(seed)
+
+    class Counting(FakeEngine):
+        async def generate(self, input_ids, sampling, *, greedy, cache_key, version, progress) -> Completion:
+            await asyncio.sleep(0)
+            first, budget = input_ids[-1] + 1, sampling.max_new_tokens
+            n = min(budget, 20 - first + 1)
+            if chance.random() < 0.6:
+                cut = part(*range(first, first + chance.randint(0, n - 1)), version=version)
+                raise Aborted("stop", cut if cut.tokens else None)
+            finish = Finish.STOP if first + n - 1 == 20 else Finish.LENGTH
+            return whole(*range(first, first + n), version=version, finish=finish)
+
+    async def main():
+        pool = make()
+        await pool.add(Counting())
+        for budget in (1, 7, 20, 30):
+            answer = await pool.generate([0], SamplingConfig(max_new_tokens=budget))
+            assert answer.tokens == tuple(range(1, min(budget, 20) + 1))
+            assert answer.logprobs == tuple(-float(token) for token in answer.tokens)
+            assert answer.finish is (Finish.STOP if budget >= 20 else Finish.LENGTH)
+        assert pool.tokens_generated == 1 + 7 + 20 + 20
+
+    asyncio.run(main())
+
+
+# ---- the limit, and holding requests back
+
+
+def test_the_limit_may_change_while_requests_run():
+    async def main():
+        pool, engine = make(max_concurrent=4), FakeEngine()
+        await pool.add(engine)
+        tasks = start(pool, 6)
+        await settle()
+        pool.limit = 2
+        assert (engine.running, pool.in_use, pool.limit) == (4, 4, 2)
+        engine.end(n=2)
+        await settle()
+        assert engine.running == 2
+        pool.limit = 3
+        await settle()
+        assert engine.running == 3
+        for _ in range(2):
+            engine.end(n=3)
+            await settle()
+        assert await asyncio.gather(*tasks) == [COMPLETION] * 6
+
+    asyncio.run(main())
+
+
+def test_draining_waits_for_running_requests_while_new_ones_wait():
+    async def main():
+        pool, engines = make(wait_timeout_s=0.02), [FakeEngine(), FakeEngine()]
+        for engine in engines:
+            await pool.add(engine)
+        old = start(pool, 2)
+        await settle()
+        drained = pool.drained(timeout_s=5)
+        entering = asyncio.create_task(drained.__aenter__())
+        await settle()
+        new = start(pool, 4)
+        engines[0].end()
+        await settle()
+        assert not entering.done(), "the other engine is not idle yet"
+        engines[1].end()
+        await entering
+        assert await asyncio.gather(*old) == [COMPLETION] * 2
+        await asyncio.sleep(0.05)
+        assert [engine.running for engine in engines] == [0, 0]
+        assert not any(task.done() for task in new), "longer than requests wait for an engine"
+        await drained.__aexit__(None, None, None)
+        await settle()
+        assert [engine.running for engine in engines] == [2, 2]
+        for engine in engines:
+            engine.end(n=2)
+        assert await asyncio.gather(*new) == [COMPLETION] * 4
+
+    asyncio.run(main())
+
+
+def test_draining_continues_after_the_update_what_was_interrupted_during_it():
+    async def main():
+        pool, engine = make(), FakeEngine()
+        await pool.add(engine)
+        (task,) = start(pool)
+        await settle()
+        async with asyncio.timeout(1):
+            drained = pool.drained(timeout_s=5)
+            entering = asyncio.create_task(drained.__aenter__())
+            await settle()
+            engine.end(EngineLost("gone", part(1)))
+            await entering
+            await pool.add(engine)
+            await settle()
+            assert engine.running == 0
+            await drained.__aexit__(None, None, None)
+            await settle()
+            engine.end(whole(2))
+            assert await task == whole(1, 2)
+
+    asyncio.run(main())
+
+
+def test_draining_goes_on_without_requests_that_take_too_long(caplog):
+    async def main():
+        pool, engine = make(), FakeEngine()
+        await pool.add(engine)
+        (task,) = start(pool)
+        await settle()
+        async with pool.drained(timeout_s=0.02):
+            assert engine.running == 1
+        assert "1 requests outlast 0 s of draining" in caplog.text
+        engine.end()
+        assert await task == COMPLETION
+
+    asyncio.run(main())
+
+
+def test_draining_an_idle_pool_takes_no_time_and_an_error_ends_it():
+    async def main():
+        pool, engine = make(), FakeEngine()
+        await pool.add(engine)
+
+        async def fail() -> None:
+            async with asyncio.timeout(1), pool.drained(timeout_s=5):
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            await fail()
+        async with asyncio.timeout(1), pool.drained(timeout_s=5):
+            pass
+        await assert_nothing_left(pool, engine, 10)
+
+    asyncio.run(main())
+
+
+# ---- traces
+
+
+def traced() -> tuple[EnginePool, list[RequestTrace]]:
+    seen: list[RequestTrace] = []
+    return (
+        EnginePool(max_concurrent=4, wait_timeout_s=5, isolate_versions=False, trace=seen.append),
+        seen,
+    )
+
+
+def test_every_engine_request_is_traced_once():
+    async def main():
+        pool, seen = traced()
+        engine = FakeEngine()
+        await pool.add(engine)
+        (task,) = start(pool)
+        await settle()
+        engine.progress[0](part(1))
+        await asyncio.sleep(0.01)
+        engine.end(Aborted("stop", part(1, 2, retractions=1)))
+        await settle()
+        engine.end(whole(3))
+        await task
+        first, second = seen
+        assert (first.engine, first.prompt_tokens, first.new_tokens) == ("engine", 1, 2)
+        assert (first.retractions, first.interrupted) == (1, True)
+        assert first.start_s <= first.first_token_s < first.end_s - 0.005
+        assert (second.prompt_tokens, second.new_tokens, second.interrupted) == (3, 1, False)
+        times = [first.start_s, first.end_s, second.start_s, second.first_token_s, second.end_s]
+        assert all(a <= b for a, b in pairwise(times))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["refused", "lost", "cancelled"])
+def test_a_request_without_an_answer_is_traced_as_interrupted(end):
+    async def main():
+        pool, seen = traced()
+        engine = FakeEngine()
+        await pool.add(engine)
+        (task,) = start(pool)
+        await settle()
+        if end == "cancelled":
+            engine.progress[0](part(1))
+        else:
+            engine.end(EngineError("no") if end == "refused" else EngineLost("gone"))
+            await settle()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        (trace,) = seen
+        assert trace.interrupted
+        assert trace.new_tokens == (1 if end == "cancelled" else 0)
+        assert (trace.first_token_s is None) == (end != "cancelled")
 
     asyncio.run(main())

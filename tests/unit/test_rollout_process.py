@@ -119,6 +119,7 @@ def test_server_arguments_are_the_fields_of_server_args():
         "weight_version": "3",
         "random_seed": 11,
         "skip_server_warmup": True,
+        "incremental_streaming_output": True,
     }
 
 

@@ -1,0 +1,56 @@
+"""How many may be inside at one time: a semaphore whose size may change. Single event loop."""
+
+import asyncio
+
+
+class Limit:
+    """First come, first served.
+
+    async with limit: ...       # inside counts against limit.size
+    limit.size = 4              # nobody inside is disturbed; the next come in when fewer than 4 are
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = max(1, size)
+        self._waiters: dict[asyncio.Future[None], None] = {}
+        self.inside = 0
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @size.setter
+    def size(self, size: int) -> None:
+        self._size = max(1, size)
+        self._admit()
+
+    async def __aenter__(self) -> None:
+        if self.inside < self._size and not self._waiters:
+            self.inside += 1
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters[waiter] = None
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter in self._waiters:
+                del self._waiters[waiter]
+            else:
+                self._leave()  # admitted and cancelled at the same time
+            raise
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        self.inside -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        """Let in who waits. Whoever is taken off the waiters counts as inside, cancelled or not."""
+        while self._waiters and self.inside < self._size:
+            waiter = next(iter(self._waiters))
+            del self._waiters[waiter]
+            self.inside += 1
+            if not waiter.done():
+                waiter.set_result(None)

@@ -1,0 +1,40 @@
+"""Watches how busy the engines are, and lets the controller of the concurrency decide."""
+
+import asyncio
+from collections.abc import Sequence
+
+from rollout.control.concurrency import ConcurrencyController, EngineLoad
+from rollout.engine.client import EngineClient, EngineError, EngineLost
+from rollout.engine.pool import EnginePool
+
+SAMPLE_TIMEOUT_S = 5.0
+"""A sample that takes longer tells of another time than those of the other engines."""
+
+
+async def sample(clients: Sequence[EngineClient]) -> dict[str, EngineLoad]:
+    """The loads of those engines that say so in time, by name, all asked at once."""
+
+    async def ask(client: EngineClient) -> EngineLoad | None:
+        try:
+            async with asyncio.timeout(SAMPLE_TIMEOUT_S):
+                return await client.load()
+        except (EngineError, EngineLost, TimeoutError):
+            return None
+
+    loads = await asyncio.gather(*map(ask, clients))
+    return {client.name: load for client, load in zip(clients, loads, strict=True) if load is not None}
+
+
+async def follow_load(pool: EnginePool, controller: ConcurrencyController, every_s: float = 2.0) -> None:
+    """Sample, decide, set the pool's limit; for ever. A failed sample is no observation, never an error."""
+    version, seen = pool.version, {}
+    while True:
+        loads = await sample(pool.clients)
+        if pool.version != version:
+            version = pool.version
+            controller.disturbed()
+        # A paused engine repeats what it said before the pause.
+        fresh = [load for name, load in loads.items() if load != seen.get(name)]
+        controller.observe(fresh, in_use=pool.in_use)
+        pool.limit, seen = controller.limit, loads
+        await asyncio.sleep(every_s)
