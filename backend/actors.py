@@ -57,3 +57,18 @@ class TrainerActor:
 
     def export_hf(self, folder: str) -> None:
         self._trainer.export_hf(Path(folder))
+
+    def begin_checkpoint(self, folder: str) -> None:
+        self._trainer.begin_checkpoint(folder)
+
+    def checkpoint_done(self) -> bool:
+        return self._trainer.checkpoint_done()
+
+    def finish_checkpoint(self) -> None:
+        self._trainer.finish_checkpoint()
+
+    def restore(self, folder: str, version: int) -> int:
+        return self._trainer.restore(folder, version)
+
+    def renumber(self, version: int) -> None:
+        self._trainer.version = version

@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from backend.batching import TrainBatch
+from backend.checkpoints import CheckpointError
 from backend.configured_ray import ray
 from backend.trainer_result import StepResult
 from bridge.report import PublishReport
 from rollout.engine.client import EngineAddress
 
 T = TypeVar("T")
+
+POLL_S = 1.0
+"""Between two questions whether a checkpoint is written: short against the minutes between checkpoints."""
 
 
 class TrainerFailed(RuntimeError):
@@ -31,7 +35,10 @@ async def within(seconds: float, what: str, work: Awaitable[T]) -> T:
 
 
 class Trainer:
-    """All trainer ranks. One call at a time: the ranks meet in collectives."""
+    """All trainer ranks. One call at a time: the ranks meet in collectives.
+
+    ``checkpoint_written`` is the exception. It may be awaited beside any other call.
+    """
 
     def __init__(self, ranks: Sequence[Any], *, step_timeout_s: float, logs: Path) -> None:
         self._ranks = ranks
@@ -53,15 +60,61 @@ class Trainer:
     async def export_hf(self, folder: Path) -> None:
         await self._all("writing the HF checkpoint", "export_hf", str(folder))
 
+    async def begin_checkpoint(self, folder: Path) -> None:
+        """Have the ranks start to write their state into ``folder``. Training may go on when this returns.
+
+        Raises CheckpointError when a rank cannot write there.
+        """
+        await self._all("starting a checkpoint", "begin_checkpoint", str(folder.absolute()))
+
+    async def checkpoint_written(self) -> None:
+        """Wait until no rank is writing any more; only ``finish_checkpoint`` says whether it has gone well.
+
+        An actor runs one call at a time, so a call that waited on a rank would hold up training. The ranks
+        are asked every ``POLL_S`` instead; a question takes its turn behind the calls that came before it,
+        has its answer at once, and needs no other rank. The time-out is the caller's, who knows how long a
+        checkpoint may take (``checkpoint.timeout_s``).
+        """
+        writing = self._ranks
+        while writing:
+            calls = [rank.checkpoint_done.remote() for rank in writing]
+            done = await self._answers("writing a checkpoint", calls)
+            writing = [rank for rank, is_done in zip(writing, done, strict=True) if not is_done]
+            if writing:
+                await asyncio.sleep(POLL_S)
+
+    async def finish_checkpoint(self) -> None:
+        """Have the ranks make the checkpoint readable.
+
+        Raises CheckpointError when it has failed, say for want of disk space. The trainer can go on training
+        and write another one.
+        """
+        # It may have to wait for a training step that came before it.
+        await self._all("finishing a checkpoint", "finish_checkpoint", timeout_s=2 * self._timeout_s)
+
+    async def restore(self, folder: Path, version: int) -> int:
+        """Load a checkpoint as version ``version``; the training steps it had done."""
+        [step, *_] = await self._all("loading a checkpoint", "restore", str(folder.absolute()), version)
+        return step
+
+    async def renumber(self, version: int) -> None:
+        """The present weights are ``version`` from now on."""
+        await self._all("numbering the weights", "renumber", version)
+
     def kill(self) -> None:
         for rank in self._ranks:
             ray.kill(rank)
 
-    async def _all(self, what: str, method: str, *args: Any) -> list[Any]:
+    async def _all(self, what: str, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         calls = [getattr(rank, method).remote(*args) for rank in self._ranks]
+        return await within(timeout_s or self._timeout_s, what, self._answers(what, calls))
+
+    async def _answers(self, what: str, calls: Sequence[Awaitable[Any]]) -> list[Any]:
         try:
-            return await within(self._timeout_s, what, asyncio.gather(*calls))
+            return await asyncio.gather(*calls)
         except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, CheckpointError):
+                raise error.cause from None
             raise TrainerFailed(f"{what} failed: {error.cause or error} (logs: {self._logs})") from error
         except ray.exceptions.RayActorError as error:
             raise TrainerFailed(f"a trainer process ended during {what} (logs: {self._logs})") from error

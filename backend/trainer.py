@@ -40,6 +40,7 @@ class TrainerRank:
         from megatron.core import parallel_state
 
         from backend.megatron import model
+        from backend.megatron.checkpoint import RankCheckpoints
 
         self._groups = parallel_state
         self._spec = model_spec(config.model.path)
@@ -49,7 +50,19 @@ class TrainerRank:
         self._optimizer = model.build_optimizer(self._ddp, actor, dtype)
         self._parameters = model.named_shards(self._ddp)
         self._learning_rate = partial(model.learning_rate, actor)
+        self._checkpoints = RankCheckpoints(
+            self._ddp,
+            self._optimizer,
+            actor,
+            self._spec.geometry,
+            seed=config.run.seed,
+            # The other ranks wait in a collective meanwhile, which must not time out first.
+            finish_timeout_s=config.run.step_timeout_s / 2,
+        )
+        self.step = 0
+        """Training steps done. What is drawn or scheduled by time follows it."""
         self.version = 0
+        """The number of the present weights. Never used twice, so it can jump where a run goes on."""
         self._plan = make_plan(
             self._spec,
             Layout(actor.parallel.tensor, actor.parallel.pipeline),
@@ -61,7 +74,9 @@ class TrainerRank:
     # ---- one training step
 
     def train(self, batch: TrainBatch) -> StepResult | None:
-        """Train on ``batch`` and move to the next version. The result on the reporting rank, None elsewhere.
+        """Train on ``batch`` and move to the next step and version.
+
+        Gives the result on the reporting rank, None elsewhere.
 
         Raises StalenessViolation when a token that carries loss is outside the bound: the last gate, at the
         place where it matters.
@@ -79,6 +94,7 @@ class TrainerRank:
         remaining = iter(proximal)
         for minibatch in minibatches:
             self._update(minibatch, list(itertools.islice(remaining, len(minibatch))), statistics)
+        self.step += 1
         self.version += 1
         metrics = statistics.reduced(self._groups.get_data_parallel_group()) if self._is_last_stage else {}
         return StepResult(self.version, metrics) if self._reports else None
@@ -93,7 +109,7 @@ class TrainerRank:
             minibatches=actor.minibatches,
             ranks=actor.parallel.data,
             budget=actor.microbatch_tokens,
-            rng=np.random.default_rng((self._config.run.seed, batch.version)),
+            rng=np.random.default_rng((self._config.run.seed, self.step)),
         )
         rank = self._groups.get_data_parallel_rank()
         multiple = actor.parallel.tensor if actor.parallel.sequence else 1
@@ -107,7 +123,7 @@ class TrainerRank:
         """One optimizer update."""
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
-        lr = self._learning_rate(self.version)
+        lr = self._learning_rate(self.step)
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
         loss = {
@@ -228,6 +244,29 @@ class TrainerRank:
     def _reports(self) -> bool:
         first_of_tensor = self._groups.get_tensor_model_parallel_rank() == 0
         return self._is_last_stage and first_of_tensor and self._groups.get_data_parallel_rank() == 0
+
+    # ---- checkpoints
+
+    def begin_checkpoint(self, folder: str) -> None:
+        """Take a snapshot and start to write it into ``folder``, which all ranks see, in the background."""
+        self._checkpoints.begin(Path(folder), step=self.step, version=self.version)
+
+    def checkpoint_done(self) -> bool:
+        """Has this rank's writing ended, well or not. Does not wait, and needs no other rank."""
+        return self._checkpoints.written
+
+    def finish_checkpoint(self) -> None:
+        """Wait for the writing and make the checkpoint readable.
+
+        Raises CheckpointError on every rank when it has failed on any; training can go on all the same.
+        """
+        self._checkpoints.finish()
+
+    def restore(self, folder: str, version: int) -> int:
+        """Take over the state of a checkpoint, as version ``version``; the training steps it had done."""
+        self.step = self._checkpoints.load(Path(folder))
+        self.version = version
+        return self.step
 
     # ---- the weights' way out
 

@@ -1,0 +1,124 @@
+"""The trainer's whole state, as a checkpoint that any parallel layout of the same model can load.
+
+Weights, float32 main parameters, Adam's moments and update count, and each rank's random states. The learning
+rate is a function of the training step, so the step is all of its state. Settings (weight decay, betas, the
+kind of optimizer) are the recipe's, not the checkpoint's.
+"""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+
+from backend.checkpoints import CheckpointError
+from backend.megatron import optimizer_state, random_state
+from backend.megatron.checkpoint_writer import BackgroundSave
+from bridge.geometry import Geometry
+from configs.schema import ActorConfig
+
+
+class RankCheckpoints:
+    """Saves and loads one rank's share. ``begin``, ``finish`` and ``load`` are collective."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: MegatronOptimizer,
+        actor: ActorConfig,
+        geometry: Geometry,
+        *,
+        seed: int,
+        finish_timeout_s: float,
+    ) -> None:
+        self._ddp = ddp
+        self._optimizer = optimizer
+        self._seed = seed
+        self._finish_timeout_s = finish_timeout_s
+        self._running: BackgroundSave | None = None
+        weight = next(ddp.parameters())
+        self._content = asdict(geometry) | {"dtype": str(weight.dtype)}
+        self._layout = actor.parallel.model_dump() | {"device": weight.device.type}
+
+    # ---- saving
+
+    def begin(self, folder: Path, *, step: int, version: int) -> None:
+        """Take a snapshot and start to write it into ``folder``; training may go on when this returns.
+
+        A checkpoint that was begun and not finished is given up.
+        """
+        state = self._state() | {
+            "random": self._random_states(random_state.capture()),
+            "about": {
+                "step": step,
+                "version": version,
+                "updates": optimizer_state.updates(self._optimizer),
+                "content": self._content,
+                "layout": self._layout,
+            },
+        }
+        self._running = BackgroundSave.begin(state, folder)
+
+    @property
+    def written(self) -> bool:
+        """Has this rank's writing ended, well or not; also true when there is none."""
+        return self._running is None or self._running.done
+
+    def finish(self) -> None:
+        """Wait for the writing and make the checkpoint readable. Raises CheckpointError on all ranks."""
+        if self._running is None:
+            raise RuntimeError("no checkpoint is being written")
+        running, self._running = self._running, None
+        running.finish(self._finish_timeout_s)
+
+    # ---- loading
+
+    def load(self, folder: Path) -> int:
+        """Take over the state of a checkpoint; its training step.
+
+        In the layout that it was saved in, this rank's random states go on; in another one, states are
+        seeded anew (``random_state.reseed``). Raises CheckpointError when it holds another model.
+        """
+        about = dist_checkpointing.load_common_state_dict(str(folder))["about"]
+        self._check_content(folder, about["content"])
+        same_layout = about["layout"] == self._layout
+        state = self._state()
+        if same_layout:
+            state["random"] = self._random_states(None)
+        loaded = dist_checkpointing.load(state, str(folder))
+        self._ddp.module.load_state_dict(loaded["model"])
+        # The tensors of the optimizer's state were views: they are loaded.
+        optimizer_state.set_updates(self._optimizer, about["updates"])
+        if same_layout:
+            random_state.restore(loaded["random"])
+        else:
+            random_state.reseed(self._seed, about["step"], dist.get_rank())
+        return about["step"]
+
+    def _check_content(self, folder: Path, saved: dict[str, Any]) -> None:
+        differing = [
+            f"{name} is {saved.get(name)!r} there and {here!r} here"
+            for name, here in self._content.items()
+            if saved.get(name) != here
+        ]
+        if differing:
+            raise CheckpointError(
+                f"{folder} is a checkpoint of something else: {'; '.join(differing)}. "
+                "Use the recipe that it was written with, or another run.name"
+            )
+
+    @torch.no_grad()
+    def _state(self) -> dict[str, Any]:
+        """The tensors of this rank and their places in the whole model's."""
+        optimizer_state.allocate(self._optimizer)
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        model = self._ddp.module.sharded_state_dict(metadata={"dp_cp_group": replicas})
+        return {"model": model, "optimizer": optimizer_state.sharded_state(self._optimizer, model)}
+
+    def _random_states(self, states: dict[str, Any] | None) -> ShardedObject:
+        return ShardedObject("random", states, (dist.get_world_size(),), (dist.get_rank(),))

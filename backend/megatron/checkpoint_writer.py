@@ -1,0 +1,183 @@
+"""Writes a sharded state dict to disk while training goes on.
+
+    begin()    collective: who writes what; this rank's share is copied to host memory    training waits
+               a thread writes and syncs this rank's file                                 training goes on
+    finish()   collective: has it succeeded everywhere; rank 0 writes the index           training waits
+
+The files are those of Megatron's ``dist_checkpointing`` and are read by it. Its own writer is not used, as it
+forks or spawns processes: to fork a process that holds NCCL groups and threads is not safe, and a spawned
+one, or the shared memory that feeds it, outlives a trainer that is killed. The thread and its copy end with
+their process, and ``torch.save`` lets go of the GIL while it writes a tensor.
+"""
+
+import io
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    distribute_main_replicas_with_precomputed_distribution,
+)
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from backend.checkpoints import CheckpointError, describe
+
+
+class BackgroundSave:
+    """One checkpoint on its way to disk."""
+
+    def __init__(self, writer: "_Writer", metadata: Any, common: bytes | None, folder: Path) -> None:
+        self._writer = writer
+        self._metadata = metadata
+        self._folder = folder
+        self._results: list[WriteResult] = []
+        self._error: Exception | None = None
+        # A daemon: the end of the process must not wait for a disk.
+        self._thread = threading.Thread(
+            target=self._write, args=(common,), name=f"checkpoint {folder.name}", daemon=True
+        )
+        self._thread.start()
+
+    @classmethod
+    def begin(cls, state: dict[str, Any], folder: Path) -> "BackgroundSave":
+        """Snapshot ``state`` and start to write it into ``folder``. Collective; ``state`` is used up.
+
+        Raises CheckpointError on all ranks when ``folder`` is not a writable folder on each of them.
+        """
+        usable = os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
+        _agree(None if usable else CheckpointError(f"{folder} is not a folder that this rank can write into"))
+        sharded, common = save_preprocess(state)
+        _share_among_replicas(sharded)
+        by_key, *_ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+        writer = _Writer(folder)
+        (_, metadata, _), *_ = save_state_dict_async_plan(
+            mcore_to_pyt_state_dict(by_key), writer, planner=MCoreSavePlanner(flatten_state_dict=False)
+        )
+        # As bytes now: Adam's step count in it goes on with training.
+        return cls(writer, metadata, _serialized(common) if dist.get_rank() == 0 else None, folder)
+
+    @property
+    def done(self) -> bool:
+        """Has this rank's writing ended, well or not."""
+        return not self._thread.is_alive()
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for the writing and make the checkpoint readable. Collective.
+
+        Raises CheckpointError with the errors of all ranks, on all ranks.
+        """
+        self._thread.join(timeout_s)
+        late = CheckpointError(f"writing into {self._folder} has not ended in {timeout_s:.0f} s")
+        _agree(self._error if self.done else late)
+        first = dist.get_rank() == 0
+        results: list[Any] | None = [None] * dist.get_world_size() if first else None
+        dist.gather_object(self._results, results)
+        error = None
+        if first:
+            try:
+                self._writer.finish(self._metadata, results)
+                save_config(CheckpointingConfig("torch_dist"), str(self._folder))
+                _sync(self._folder / CONFIG_FNAME)
+            except OSError as found:
+                error = found
+        _agree(error)
+
+    def _write(self, common: bytes | None) -> None:
+        try:
+            self._results = self._writer.write_snapshot()
+            if common is not None:
+                (self._folder / COMMON_STATE_FNAME).write_bytes(common)
+                _sync(self._folder / COMMON_STATE_FNAME)
+        except Exception as error:  # of any kind: an exception in a thread is lost, finish() raises it
+            self._error = error
+
+
+class _Snapshot:
+    """Gives the writer copies in host memory where the planner would give the tensors themselves."""
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self._data = {item.index: self._copy(planner.resolve_data(item)) for item in plan.items}
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    @staticmethod
+    def _copy(data: Any) -> Any:
+        # Byte items are serialized already. non_blocking puts the copies of CUDA tensors into pinned memory.
+        return data.detach().to("cpu", copy=True, non_blocking=True) if torch.is_tensor(data) else data
+
+    def resolve_data(self, item: WriteItem) -> Any:
+        return self._data[item.index]
+
+
+class _Writer(FileSystemWriter):
+    """torch's writer of one file per rank, cut in two: the plan and a snapshot now, the file later."""
+
+    def __init__(self, folder: Path) -> None:
+        # One thread: with more, torch starts helpers whose errors are lost. No copies ahead: all are made.
+        super().__init__(folder, thread_count=1, per_thread_copy_ahead=0)
+        self._snapshot: tuple[SavePlan, _Snapshot] | RuntimeError | MemoryError
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        try:
+            self._snapshot = plan, _Snapshot(plan, planner)
+        except (RuntimeError, MemoryError) as error:  # no host memory: finish() tells all ranks of it
+            self._snapshot = error
+
+    def write_snapshot(self) -> list[WriteResult]:
+        snapshot = self._snapshot
+        del self._snapshot  # it is as large as the share; nothing else holds it when this returns
+        if isinstance(snapshot, Exception):
+            raise snapshot
+        return self.write_data(*snapshot).wait()
+
+
+def _serialized(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _share_among_replicas(sharded: dict[str, Any]) -> None:
+    """Give each data-parallel rank its part of what they all hold. Collective."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    shares = determine_main_replica_uniform_distribution(sharded, group)
+    distribute_main_replicas_with_precomputed_distribution(sharded, group, shares)
+
+
+def _agree(error: Exception | None) -> None:
+    """Raise on every rank when there is an error on any. Collective."""
+    said: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, None if error is None else _explain(error))
+    if failed := [f"rank {rank}: {what}" for rank, what in enumerate(said) if what]:
+        raise CheckpointError("; ".join(failed)) from error
+
+
+def _explain(error: BaseException) -> str:
+    """The OSError that is behind an error of torch's zip writer, if there is one."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return describe(cause)
+        cause = cause.__cause__ or cause.__context__
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

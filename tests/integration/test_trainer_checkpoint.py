@@ -1,0 +1,378 @@
+"""Checkpoints of the real trainer: exact in the same layout, close in another one, of the moment that they
+were begun at, and harmless when the disk is full."""
+
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from backend.checkpoints import CheckpointError
+from backend.megatron.parallel import RankSpec
+from configs.schema import RunConfig
+from tests.integration.test_megatron_parity import config_for, make_batch
+from tests.models import make_checkpoint
+from tests.ranks import free_port, run_ranks
+
+VOCAB = 101
+"""Odd: the embedding has another padding at every tensor-parallel size."""
+
+
+@dataclass(frozen=True)
+class Case:
+    parallel: dict[str, int]
+    dtype: str = "float32"
+    distributed: bool = False
+    tied: bool = True
+
+    @property
+    def ranks(self) -> int:
+        return int(np.prod(list(self.parallel.values()), dtype=int))
+
+    def config(self, models: Path) -> RunConfig:
+        return config_for(
+            models / ("tied" if self.tied else "untied"),
+            self.parallel,
+            dtype=self.dtype,
+            minibatches=2,
+            optimizer={
+                "lr": 1e-3,
+                "warmup_steps": 10,
+                "weight_decay": 0.1,
+                "clip_grad": 0.0,
+                "distributed": self.distributed,
+            },
+        )
+
+
+CASES = {
+    "one rank": Case({}),
+    "tensor 2": Case({"tensor": 2}),
+    "tensor 2 bfloat16": Case({"tensor": 2}, dtype="bfloat16"),
+    "pipeline 2": Case({"pipeline": 2}),
+    "pipeline 2 distributed": Case({"pipeline": 2}, distributed=True),
+    "data 2": Case({"data": 2}, tied=False),
+    "data 2 distributed": Case({"data": 2}, distributed=True),
+    "data 2 distributed bfloat16": Case({"data": 2}, dtype="bfloat16", distributed=True),
+}
+RESHARDED = {
+    "tensor 2 -> pipeline 2": ("tensor 2", Case({"pipeline": 2})),
+    "tensor 2 -> one rank": ("tensor 2", Case({})),
+    "one rank -> tensor 2": ("one rank", Case({"tensor": 2})),
+    "data 2 -> one rank": ("data 2", Case({}, tied=False)),
+    "data 2 distributed -> one rank": ("data 2 distributed", Case({})),
+    "data 2 distributed -> tensor 2 distributed": (
+        "data 2 distributed",
+        Case({"tensor": 2}, distributed=True),
+    ),
+    "pipeline 2 distributed -> data 2 distributed": (
+        "pipeline 2 distributed",
+        Case({"data": 2}, distributed=True),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a rank had after four training steps."""
+
+    metrics: dict[str, float]
+    weights: dict[str, np.ndarray]
+    """Of this rank, as bytes."""
+    exported: dict[str, np.ndarray]
+    """The whole model, on rank 0."""
+    drawn: list[float]
+    """From each random generator at step 2."""
+
+
+@contextmanager
+def trainer_of(rank: RankSpec, config: RunConfig) -> Iterator[Any]:
+    """A trainer whose process groups are gone afterwards, so that the process can have another one."""
+    import torch.distributed as dist
+
+    from backend.trainer import TrainerRank
+
+    trainer = TrainerRank(config, rank)
+    try:
+        yield trainer
+    finally:
+        trainer._groups.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def train(trainer: Any, steps: int) -> dict[str, float]:
+    metrics = {}
+    for _ in range(steps):
+        result = trainer.train(make_batch(VOCAB, seed=100 + trainer.step, version=trainer.version))
+        metrics = result.metrics if result else {}
+    return metrics
+
+
+def own_weights(trainer: Any) -> dict[str, np.ndarray]:
+    return {name: p.detach().view(torch.uint8).numpy().copy() for name, p in trainer._parameters.items()}
+
+
+def draw() -> list[float]:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    with get_cuda_rng_tracker().fork():
+        tensor_parallel = float(torch.rand(1))
+    return [random.random(), float(np.random.rand()), float(torch.rand(1)), tensor_parallel]
+
+
+def line(trainer: Any, drawn: list[float]) -> Line:
+    from bridge.export import export
+
+    metrics = train(trainer, 2)
+    exported = {}
+    if trainer._groups.get_data_parallel_rank() == 0:
+        for bucket in export(trainer._plan, trainer._parameters, trainer._export_rank):
+            if bucket is not None:
+                exported |= {name: tensor.float().numpy().copy() for name, tensor in bucket.tensors()}
+    return Line(metrics, own_weights(trainer), exported, drawn)
+
+
+@contextmanager
+def held_back() -> Iterator[threading.Event]:
+    """Nothing is written before the event is set."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    released = threading.Event()
+    write_data = FileSystemWriter.write_data
+
+    def wait_and_write(*args: Any) -> Any:
+        assert released.wait(60)
+        return write_data(*args)
+
+    with patch.object(FileSystemWriter, "write_data", wait_and_write):
+        yield released
+    released.set()
+
+
+def save_all(rank: RankSpec, cases: dict[str, tuple[int, RunConfig, Path]]) -> dict[str, Line]:
+    """Per case: two steps, a checkpoint, and two more steps before any of it is written."""
+    lines = {}
+    for name, (port, config, folder) in cases.items():
+        with trainer_of(replace(rank, port=port), config) as trainer:
+            train(trainer, 2)
+            random.seed(rank.rank)  # no two ranks alike
+            with held_back():
+                trainer.begin_checkpoint(str(folder))
+                lines[name] = line(trainer, draw())
+            trainer.finish_checkpoint()
+    return lines
+
+
+def resume_all(rank: RankSpec, cases: dict[str, tuple[int, RunConfig, Path]]) -> dict[str, Line]:
+    """Per case: load, and do the same two steps."""
+    lines = {}
+    for name, (port, config, folder) in cases.items():
+        with trainer_of(replace(rank, port=port), config) as trainer:
+            assert trainer.restore(str(folder), version=7) == trainer.step == 2
+            assert trainer.version == 7
+            lines[name] = line(trainer, draw())
+    return lines
+
+
+def on_ranks(
+    function: Any, cases: dict[str, Case], models: Path, folders: dict[str, Path]
+) -> dict[str, list]:
+    """``function`` on all cases, those of one world size in the same processes; the ranks' lines by case."""
+    found: dict[str, list] = {}
+    for world_size in sorted({case.ranks for case in cases.values()}):
+        work = {
+            name: (free_port(), case.config(models), folders[name])
+            for name, case in cases.items()
+            if case.ranks == world_size
+        }
+        by_rank = run_ranks(world_size, function, work)
+        found |= {name: [lines[name] for lines in by_rank] for name in work}
+    return found
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for tied in (True, False):
+        make_checkpoint(folder / ("tied" if tied else "untied"), tied=tied)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    return {name: tmp_path_factory.mktemp(name.replace(" ", "-")) for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(models: Path, folders: dict[str, Path]) -> dict[str, list[Line]]:
+    return on_ranks(save_all, CASES, models, folders)
+
+
+@pytest.fixture(scope="module")
+def resumed(
+    models: Path, folders: dict[str, Path], uninterrupted: dict[str, list[Line]]
+) -> dict[str, list[Line]]:
+    cases = CASES | {name: case for name, (_, case) in RESHARDED.items()}
+    sources = folders | {name: folders[source] for name, (source, _) in RESHARDED.items()}
+    return on_ranks(resume_all, cases, models, sources)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(name: str, uninterrupted, resumed):
+    for before, after in zip(uninterrupted[name], resumed[name], strict=True):
+        assert after.metrics == before.metrics
+        assert after.drawn == before.drawn
+        assert after.weights.keys() == before.weights.keys()
+        for parameter, value in before.weights.items():
+            np.testing.assert_array_equal(after.weights[parameter], value, err_msg=parameter)
+
+
+@pytest.mark.parametrize("name", RESHARDED)
+def test_a_checkpoint_loads_in_another_layout(name: str, uninterrupted, resumed):
+    source, _ = RESHARDED[name]
+    before, after = uninterrupted[source][0].exported, resumed[name][0].exported
+    assert after.keys() == before.keys()
+    for parameter, value in before.items():
+        np.testing.assert_allclose(after[parameter], value, rtol=1e-4, atol=2e-6, err_msg=parameter)
+    [expected] = [rank.metrics for rank in uninterrupted[source] if rank.metrics]
+    [found] = [rank.metrics for rank in resumed[name] if rank.metrics]
+    for metric in ("train/loss", "train/entropy", "train/lr"):
+        assert found[metric] == pytest.approx(expected[metric], rel=1e-3, abs=1e-5), metric
+
+
+def test_ranks_draw_anew_in_another_layout_and_replicas_of_a_shard_draw_alike(resumed):
+    [first], [second] = (
+        [rank.drawn for rank in resumed[name]] for name in ("tensor 2 -> one rank", "data 2 -> one rank")
+    )
+    assert first == second  # the same seed, step and rank
+    (python0, numpy0, torch0, tensor0), (python1, numpy1, torch1, tensor1) = (
+        rank.drawn for rank in resumed["one rank -> tensor 2"]
+    )
+    assert torch0 == torch1
+    assert python0 != python1 and numpy0 != numpy1 and tensor0 != tensor1
+
+
+# ---- one pair of ranks through everything that can happen to a checkpoint
+
+
+def error_of(call: Any, *args: Any) -> str | None:
+    try:
+        call(*args)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def mishaps(rank: RankSpec, config: RunConfig, folders: dict[str, Path]) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    found: dict[str, Any] = {}
+    shm = set(os.listdir("/dev/shm"))
+    with trainer_of(rank, config) as trainer:
+        found["at step 0"] = own_weights(trainer)
+        trainer.begin_checkpoint(str(folders["step 0"]))
+        trainer.finish_checkpoint()
+        train(trainer, 1)
+        begun = own_weights(trainer)
+        with held_back() as released:
+            trainer.begin_checkpoint(str(folders["snapshot"]))
+            train(trainer, 2)
+            with torch.no_grad():
+                for parameter in trainer._parameters.values():
+                    parameter.fill_(7.0)
+            found["done while held"] = trainer.checkpoint_done()
+            found["children"] = len(psutil.Process().children())
+            found["in /dev/shm"] = set(os.listdir("/dev/shm")) - shm
+            released.set()
+            deadline = time.monotonic() + 60
+            while not trainer.checkpoint_done():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        trainer.finish_checkpoint()
+        found["restored step"] = trainer.restore(str(folders["snapshot"]), version=5)
+        found["snapshot"] = (begun, own_weights(trainer))
+
+        if rank.rank == 1:  # real ENOSPC, for one rank's file and later for the index
+            (folders["full"] / "__1_0.distcp").symlink_to("/dev/full")
+            (folders["full index"] / ".metadata.tmp").symlink_to("/dev/full")
+        dist.barrier()
+        for name in ("full", "full index"):
+            trainer.begin_checkpoint(str(folders[name]))
+            found[name] = error_of(trainer.finish_checkpoint)
+        found["absent"] = error_of(trainer.begin_checkpoint, str(folders["full"] / "absent"))
+
+        with held_back():
+            trainer.begin_checkpoint(str(folders["given up"]))
+            trainer.begin_checkpoint(str(folders["afterwards"]))
+        found["after trouble"] = train(trainer, 1)
+        trainer.finish_checkpoint()
+        trainer.restore(str(folders["step 0"]), version=9)
+        found["restored at step 0"] = own_weights(trainer)
+        found["first step again"] = train(trainer, 1)
+        trainer.restore(str(folders["afterwards"]), version=10)
+        found["after restore"] = train(trainer, 1)
+    other = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    with trainer_of(replace(rank, port=folders["port"]), other) as trainer:
+        found["other dtype"] = error_of(trainer.restore, str(folders["afterwards"]), 11)
+    return found
+
+
+@pytest.fixture(scope="module")
+def endured(models: Path, tmp_path_factory) -> list[dict[str, Any]]:
+    names = ("step 0", "snapshot", "full", "full index", "given up", "afterwards")
+    folders: dict[str, Any] = {name: tmp_path_factory.mktemp(name.replace(" ", "-")) for name in names}
+    config = Case({"data": 2}, distributed=True).config(models)
+    return run_ranks(2, mishaps, config, folders | {"port": free_port()})
+
+
+def test_the_snapshot_does_not_see_training_that_goes_on(endured):
+    for rank in endured:
+        assert rank["done while held"] is False
+        assert rank["restored step"] == 1
+        begun, restored = rank["snapshot"]
+        for name, value in begun.items():
+            np.testing.assert_array_equal(restored[name], value, err_msg=name)
+
+
+def test_writing_needs_no_process_and_no_shared_memory(endured):
+    for rank in endured:
+        assert rank["children"] == 0
+        assert not rank["in /dev/shm"]
+
+
+def test_a_full_disk_is_told_on_every_rank(endured):
+    for rank in endured:
+        assert "rank 1: No space left on device" in rank["full"] and "rank 0" not in rank["full"]
+        assert "rank 0: No space left on device" in rank["full index"]
+        assert "free space" in rank["full"]
+
+
+def test_the_trainer_goes_on_after_a_failed_checkpoint_and_makes_another(endured):
+    first, last = endured[0]["after trouble"], endured[0]["after restore"]
+    assert first and first == last  # the same step, before the restart and after it
+
+
+def test_an_absent_folder_is_told_on_every_rank(endured):
+    for rank in endured:
+        assert "absent" in rank["absent"] and "rank 0" in rank["absent"] and "rank 1" in rank["absent"]
+
+
+def test_a_checkpoint_can_be_taken_before_the_first_step(endured):
+    for rank in endured:
+        for name, value in rank["at step 0"].items():
+            np.testing.assert_array_equal(rank["restored at step 0"][name], value, err_msg=name)
+
+
+def test_a_checkpoint_of_another_dtype_is_refused(endured):
+    for rank in endured:
+        assert "dtype is 'torch.float32' there and 'torch.bfloat16' here" in rank["other dtype"]
