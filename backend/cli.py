@@ -36,7 +36,13 @@ Overrides = Annotated[
 
 
 @app.command()
-def train(recipe: Recipe, overrides: Overrides = None) -> None:
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run of this name where its last process ended.")
+    ] = False,
+) -> None:
     """Run a recipe from its first step to its last."""
     config = _load(recipe, overrides)
     from backend.inputs import InputError
@@ -47,7 +53,7 @@ def train(recipe: Recipe, overrides: Overrides = None) -> None:
 
     progress = open_progress(config.run.steps)
     try:
-        summary = asyncio.run(run(config, progress))
+        summary = asyncio.run(run(config, progress, resume=resume))
     except Stopped:
         progress.close()
         _errors.print(f"stopped; what there is lies in {config.run.folder}")
@@ -73,6 +79,29 @@ def check(recipe: Recipe, overrides: Overrides = None) -> None:
     """Say everything that is wrong with a recipe, or that nothing is."""
     config = _load(recipe, overrides)
     typer.echo(f"{recipe}: nothing wrong ({config.run.name}, {config.run.steps} steps)")
+
+
+@app.command()
+def audit(
+    run: Annotated[Path, typer.Argument(help="The folder of a run that is not running now.")],
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts: one JSON document.")] = False,
+) -> None:
+    """Recount a run from its ledger and checkpoints: nothing lost, nothing trained twice."""
+    from backend.audit import as_json as json_of
+    from backend.audit import audit_run, print_audit
+    from rollout.ledger.database import LedgerError
+
+    try:
+        found = audit_run(run)
+    except LedgerError as error:
+        _errors.print(str(error), markup=False)
+        raise typer.Exit(WRONG_INPUT) from None
+    if as_json:
+        typer.echo(json_of(found))
+    else:
+        print_audit(found, Console(soft_wrap=True))
+    if found.discrepancies:
+        raise typer.Exit(FAILED)
 
 
 @app.command()

@@ -6,23 +6,25 @@ serving:     keeps every engine on the current version                (rollout.e
 """
 
 import asyncio
-import time
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from backend.batching import TrainBatch
+from backend.checkpointing import Checkpoints
 from backend.recorder import Recorder, StepTimes
 from backend.remote import Trainer
 from backend.served_weights import ServedWeights
 from configs.schema import RunConfig, SamplingConfig
-from rollout.control.core import Ticket
 from rollout.control.filters import GroupFilter
 from rollout.control.gate import AdmissionGate
-from rollout.data import PromptStream
+from rollout.control.intake import Assignment
+from rollout.control.journal import Journal
 from rollout.engine.pool import EnginePool, NoEngine
 from rollout.engine.supervisor import Supervisor
+from rollout.ledger.episode import JournaledGenerator, WatchedReward
 from rollout.trajectory import Completion, Group, Prompt, Trajectory
 from rollout.workflow import Workflow, WorkflowContext
 
@@ -33,16 +35,17 @@ class Loops:
 
     config: RunConfig
     gate: AdmissionGate
+    journal: Journal
     pool: EnginePool
     trainer: Trainer
     weights: ServedWeights
     supervisor: Supervisor
-    prompts: PromptStream
     held_out: list[Prompt]
     workflow: Workflow
     context: WorkflowContext
     group_filter: GroupFilter | None
     recorder: Recorder
+    checkpoints: Checkpoints
 
 
 # ---- training
@@ -51,22 +54,25 @@ class Loops:
 async def training_loop(loops: Loops) -> None:
     """Train on batches in admission order and publish every new version. Evaluation goes on beside it."""
     async with asyncio.TaskGroup() as evaluations:
-        for _ in range(loops.config.run.steps):
+        while loops.gate.step < loops.config.run.steps:
             version = await training_step(loops)
-            if is_evaluated(loops.config, version):
+            await loops.checkpoints.step_done(loops.gate)
+            if is_evaluated(loops.config, loops.gate.step):
                 evaluations.create_task(evaluate_and_record(loops, version))
 
 
 async def training_step(loops: Loops) -> int:
     """One batch, one step, one published version; that version."""
-    asked = time.monotonic()
+    clock = asyncio.get_running_loop().time
+    asked = clock()
     groups = await loops.gate.batch(loops.config.run.batch_timeout_s)
-    waited_s = time.monotonic() - asked
+    waited_s = clock() - asked
+    await loops.gate.step_begins()
     advance = await loops.weights.advance(as_batch(groups, loops.gate.version))
     for name, reason in advance.report.failed.items():
         loops.supervisor.condemn(name, reason)
-    await loops.gate.published(advance.result.version)
-    times = StepTimes(wait_s=waited_s, train_s=advance.train_s, step_s=time.monotonic() - asked)
+    loops.gate.published(advance.result.version)
+    times = StepTimes(wait_s=waited_s, train_s=advance.train_s, step_s=clock() - asked)
     loops.recorder.step(groups, advance.result, advance.report, times)
     return advance.result.version
 
@@ -85,29 +91,63 @@ def as_batch(groups: list[Group], version: int) -> TrainBatch:
 
 async def collection_loop(loops: Loops) -> None:
     """Start a group whenever there is a slot. Ends only by cancellation, and its groups with it."""
+    running: dict[int, asyncio.Task[None]] = {}
+
+    def abandon(id_: int) -> None:
+        if id_ in running:
+            running[id_].cancel()
+
+    loops.gate.abandon = abandon
     async with asyncio.TaskGroup() as groups:
         while True:
-            ticket = await loops.gate.slot()
-            groups.create_task(collect(loops, ticket, loops.prompts.next()))
+            assignment = await loops.gate.slot()
+            id_ = assignment.ticket.id
+            running[id_] = task = groups.create_task(collect(loops, assignment))
+            task.add_done_callback(lambda _, id_=id_: running.pop(id_))
 
 
-async def collect(loops: Loops, ticket: Ticket, prompt: Prompt) -> None:
+async def collect(loops: Loops, assignment: Assignment) -> None:
     """One group, from its slot to ready, filtered or failed."""
+    ticket, prompt, prior = assignment.ticket, assignment.prompt, assignment.prior
     n = loops.config.rollout.n_samples_per_prompt
+    to_judge = n - len(prior.trajectories if prior else ())
+
+    def judging() -> None:
+        nonlocal to_judge
+        to_judge -= 1
+        if to_judge == 0:
+            loops.gate.judging(ticket)
+
+    async def sample(number: int) -> Trajectory:
+        if prior and number in prior.trajectories:
+            return prior.trajectories[number]
+        answers = prior.partials.get(number, {}) if prior else {}
+        context = replace(
+            loops.context,
+            generator=JournaledGenerator(loops.pool, loops.journal, ticket.id, number, answers),
+            reward=WatchedReward(loops.context.reward, judging),
+        )
+        trajectory = await episode(loops, prompt, context)
+        loops.journal.trajectory(ticket.id, number, trajectory)
+        return trajectory
+
     failure = None
+    tasks: list[asyncio.Task[Trajectory]] = []
+    loops.gate.generating(ticket)
     try:
         async with asyncio.TaskGroup() as episodes:
-            tasks = [episodes.create_task(episode(loops, prompt, loops.context)) for _ in range(n)]
+            tasks += [episodes.create_task(sample(number)) for number in range(n)]
         group = Group(ticket.id, prompt, ticket.version, tuple(task.result() for task in tasks))
         keep = kept(loops, group)
     except* EpisodeFailed as failures:
         failure = failures.exceptions[0]
     if failure is not None:
-        await loops.gate.failed(ticket, str(failure))
+        finished = [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
+        loops.gate.failed(ticket, str(failure), finished)
     elif keep:
         await loops.gate.finished(group)
     else:
-        await loops.gate.filtered(ticket)
+        loops.gate.filtered(group)
 
 
 def kept(loops: Loops, group: Group) -> bool:
@@ -132,7 +172,7 @@ async def episode(loops: Loops, prompt: Prompt, context: WorkflowContext) -> Tra
         try:
             async with asyncio.timeout(rollout.episode_timeout_s):
                 trajectory = await loops.workflow.run(prompt, context)
-            if trajectory.reward is None or not np.isfinite(trajectory.reward):
+            if trajectory.reward is None or not math.isfinite(trajectory.reward):
                 raise ValueError(f"{rollout.workflow.path} gave the reward {trajectory.reward}")
             return trajectory
         except NoEngine:
@@ -156,10 +196,10 @@ class Greedy:
         return await self.pool.generate(input_ids, sampling, greedy=True)
 
 
-def is_evaluated(config: RunConfig, version: int) -> bool:
-    """Whether the policy is evaluated while the run goes on; its last version is evaluated at the end."""
+def is_evaluated(config: RunConfig, step: int) -> bool:
+    """Whether the policy is evaluated while the run goes on; the last one is evaluated at the end."""
     every = config.eval.every if config.eval else 0
-    return every > 0 and version % every == 0 and version < config.run.steps
+    return every > 0 and step % every == 0 and step < config.run.steps
 
 
 async def evaluate_and_record(loops: Loops, version: int) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -11,9 +11,12 @@ import numpy as np
 from backend.monitor.metrics import MetricsLog
 from backend.monitor.progress import Progress
 from backend.monitor.summary import GroupCounts, RunSummary
+from backend.monitor.trace import TraceLog
 from backend.trainer_result import StepResult
 from bridge.report import PublishReport
+from rollout.control.core import Loss
 from rollout.control.gate import AdmissionGate
+from rollout.control.slots import State
 from rollout.engine.pool import EnginePool
 from rollout.trajectory import Finish, Group, Prompt, Trajectory
 
@@ -41,6 +44,7 @@ class _Totals:
     stalls_s: list[float] = field(default_factory=list)
     retractions: int = 0
     episode_retries: int = 0
+    tokens_masked: int = 0
 
 
 class Recorder:
@@ -55,8 +59,12 @@ class Recorder:
         engine_restarts: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
         started: float | None = None,
+        resumed: int = 0,
+        trace: TraceLog | None = None,
     ) -> None:
-        """``started``: when the run began, by ``clock``; now, if not given."""
+        """``started``: when the run began, by ``clock`` (now, if not given). ``resumed``: earlier starts."""
+        self._resumed = resumed
+        self._trace = trace
         self._metrics = metrics
         self._progress = progress
         self._gate = gate
@@ -70,6 +78,9 @@ class Recorder:
         self._training_began: float | None = None
         self._training_ended: float | None = None
         self._last_step = (self._started, 0)
+        self._checkpoint_stall: dict[str, float] = {}
+        self._lost: dict[Loss, list[int]] = {loss: [] for loss in Loss}
+        """Lengths of what was lost since the last step."""
 
     def training_begins(self) -> None:
         """Admission is open from now on."""
@@ -95,6 +106,14 @@ class Recorder:
                 f"episode of prompt {prompt.id}, attempt {attempt}: {type(error).__name__}: {error}"
             )
 
+    def checkpoint_taken(self, stall_s: float) -> None:
+        """Training has waited so long for the state of the trainer to be copied."""
+        self._checkpoint_stall = {"perf/checkpoint_stall_s": stall_s}
+
+    def lost(self, loss: Loss, trajectories: Sequence[Trajectory]) -> None:
+        """A group has ended untrained; ``trajectories``: what was finished of it."""
+        self._lost[loss] += [trajectory.sampled_length for trajectory in trajectories]
+
     def step(self, groups: list[Group], result: StepResult, report: PublishReport, times: StepTimes) -> None:
         """A training step on ``groups`` has produced and published ``result.version``."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -110,7 +129,10 @@ class Recorder:
         totals.tokens_trained += int(result.metrics["train/tokens"])
         totals.stalls_s.append(report.stall_s)
         totals.retractions += sum(t.retractions for t in trajectories)
-        lengths = [t.response_length for t in trajectories]
+        lengths = [t.sampled_length for t in trajectories]
+        totals.tokens_masked += sum(lengths) - sum(t.response_length for t in trajectories)
+        lost = {f"lost/{loss}_lengths": found for loss, found in self._lost.items() if found}
+        self._lost = {loss: [] for loss in Loss}
         self._metrics.log(
             result.version,
             {
@@ -127,10 +149,17 @@ class Recorder:
                 "rollout/groups_expired": counts.expired,
                 "rollout/groups_failed": counts.failed,
                 "rollout/groups_in_flight": counts.in_flight - self._gate.ready,
+                "rollout/groups_generating": self._gate.in_state(State.GENERATING),
+                "rollout/groups_judging": self._gate.in_state(State.JUDGING),
                 "rollout/groups_ready": self._gate.ready,
                 "rollout/episode_retries": totals.episode_retries,
                 "rollout/retractions": totals.retractions,
                 "rollout/requests_resent": self._pool.requests_resent,
+                "train/step": self._gate.step,
+                **{f"lost/{loss}": self._gate.losses[loss] for loss in Loss},
+                "lost/tokens_masked": totals.tokens_masked,
+                **lost,
+                **self._checkpoint_stall,
                 **result.metrics,
                 "perf/step_s": times.step_s,
                 "perf/train_s": times.train_s,
@@ -145,8 +174,13 @@ class Recorder:
                 "perf/engine_restarts": self._engine_restarts(),
             },
         )
+        self._checkpoint_stall = {}
+        if self._trace:
+            tokens = sum(len(t.tokens_T) for t in trajectories)
+            self._trace.write("step", version=result.version, tokens=tokens, end_s=now, **asdict(times))
+            self._trace.write("publish", end_s=now, **asdict(report))
         self._progress.step(
-            result.version,
+            self._gate.step,
             reward=float(rewards.mean()),
             head_lag=int(staleness["staleness/head_max"]),
             tokens_per_s=tokens_per_s,
@@ -199,6 +233,7 @@ class Recorder:
             tokens_generated=self._pool.tokens_generated,
             tokens_trained=totals.tokens_trained,
             versions=version,
+            resumed=self._resumed,
             stall_s_mean=float(np.mean(totals.stalls_s)) if trained else None,
             engine_restarts=self._engine_restarts(),
             trainer_wait_fraction=min(1.0, totals.wait_s / training_s) if training_s else None,

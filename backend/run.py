@@ -5,30 +5,36 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import yaml
 
+from backend.checkpointing import TrainerCheckpoints
+from backend.checkpoints import CheckpointError, CheckpointFolder, describe
 from backend.cluster import create_engine, create_trainer, ray_cluster
-from backend.inputs import Inputs, read_inputs
+from backend.inputs import InputError, Inputs, read_inputs
 from backend.loops import Loops, collection_loop, evaluate_and_record, training_loop
 from backend.monitor.metrics import MetricsLog
 from backend.monitor.progress import Progress
 from backend.monitor.summary import RunSummary, write_summary
+from backend.monitor.trace import TraceLog
 from backend.placement import Placement, place
 from backend.prepare import prepare_inputs
 from backend.recorder import Recorder
 from backend.remote import RayEngine, Trainer
+from backend.resume import CHECKPOINTS, RunState, begin, can_resume, check_same_run, find_checkpoint
 from backend.served_weights import ServedWeights
 from configs.schema import RunConfig
-from rollout.control.core import RolloutControl
+from rollout.control.concurrency import ConcurrencyController
 from rollout.control.gate import AdmissionGate
-from rollout.data import PromptStream
 from rollout.engine.client import EngineAddress
+from rollout.engine.load import follow_load
 from rollout.engine.pool import EnginePool
 from rollout.engine.supervisor import Supervisor
+from rollout.ledger.database import LedgerError
 from rollout.workflow import WorkflowContext
 
 CHECKPOINT = "checkpoint-hf"
@@ -46,9 +52,13 @@ def start_folder(config: RunConfig) -> Path:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
         folder.rename(folder.with_name(f"{folder.name}.{stamp}"))
     (folder / "logs").mkdir(parents=True)
-    recipe = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-    (folder / "recipe.yaml").write_text(recipe)
+    (folder / "recipe.yaml").write_text(recipe_text(config))
     return folder
+
+
+def recipe_text(config: RunConfig) -> str:
+    """The recipe with every default filled in."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -86,13 +96,15 @@ def stop_signals(stop: Callable[[], None]) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-async def run(config: RunConfig, progress: Progress) -> RunSummary:
+async def run(config: RunConfig, progress: Progress, *, resume: bool = False) -> RunSummary:
     """Run the recipe to its end; the summary is also written to the run folder.
+
+    ``resume``: go on with the run in that folder, if there is one.
 
     Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail;
     engines, trainer and Ray are ended first.
     """
-    task = asyncio.ensure_future(_run(with_absolute_paths(config), progress))
+    task = asyncio.ensure_future(_run(with_absolute_paths(config), progress, resume))
     stopped = False
 
     def stop() -> None:
@@ -110,28 +122,32 @@ async def run(config: RunConfig, progress: Progress) -> RunSummary:
             raise
 
 
-async def _run(config: RunConfig, progress: Progress) -> RunSummary:
+async def _run(config: RunConfig, progress: Progress, resume: bool) -> RunSummary:
     started = time.monotonic()
     await prepare_inputs(config, progress.phase)
     progress.phase("reading model and prompts")
     inputs = read_inputs(config)
-    folder = start_folder(config)
-    progress.phase("starting Ray")
     with ExitStack() as stack:
-        nodes = stack.enter_context(ray_cluster(config))
-        placement = place(nodes, config)
+        folder, state = open_run(config, inputs, progress, resume)
+        stack.callback(state.ledger.close)
         metrics = MetricsLog(folder)
         stack.callback(metrics.close)
-        metrics.log(0, {"run/recipe": f"```yaml\n{(folder / 'recipe.yaml').read_text()}```"})
-        loops = build(config, inputs, placement, folder, metrics, progress, started)
+        trace = TraceLog(folder)
+        stack.callback(trace.close)
+        metrics.log(state.version, {"run/recipe": f"```yaml\n{recipe_text(config)}```"})
+        progress.phase("starting Ray")
+        nodes = stack.enter_context(ray_cluster(config))
+        placement = place(nodes, config)
+        loops = build(config, inputs, state, placement, folder, metrics, trace, progress, started)
         end: Literal["done", "failed", "stopped"] = "failed"
         try:
-            await drive(loops, folder, progress)
+            await drive(loops, state, folder, progress)
             end = "done"
         except asyncio.CancelledError:
             end = "stopped"
             raise
         finally:
+            await loops.checkpoints.cancel()
             summary = loops.recorder.summary(end)
             write_summary(folder, summary)
             await asyncio.shield(loops.supervisor.stop())
@@ -139,12 +155,40 @@ async def _run(config: RunConfig, progress: Progress) -> RunSummary:
         return summary
 
 
+def open_run(config: RunConfig, inputs: Inputs, progress: Progress, resume: bool) -> tuple[Path, RunState]:
+    """The run folder, and where the run stands: at its beginning, or where its last process has left it.
+
+    Raises InputError when the folder cannot be used.
+    """
+    folder = config.run.folder
+    try:
+        if resume and can_resume(folder):
+            check_same_run(config)
+            progress.phase("checking the last checkpoint")
+            state = begin(config, inputs, find_checkpoint(config))
+            (folder / "recipe.yaml").write_text(recipe_text(config))
+        else:
+            if resume:
+                progress.note(f"nothing to resume in {folder}: the run starts from the beginning")
+            start_folder(config)
+            state = begin(config, inputs, None)
+    except (LedgerError, CheckpointError) as error:
+        raise InputError(str(error)) from error
+    except OSError as error:
+        raise InputError(f"cannot use {folder}: {describe(error)}") from error
+    for note in state.notes:
+        progress.note(note)
+    return folder, state
+
+
 def build(
     config: RunConfig,
     inputs: Inputs,
+    state: RunState,
     placement: Placement,
     folder: Path,
     metrics: MetricsLog,
+    trace: TraceLog,
     progress: Progress,
     started: float,
 ) -> Loops:
@@ -156,8 +200,11 @@ def build(
         max_concurrent=rollout.max_concurrent,
         wait_timeout_s=rollout.engine.start_timeout_s,
         isolate_versions=config.weights.interrupt == "in_place",
+        trace=lambda request: trace.write("request", **asdict(request)),
     )
-    weights = ServedWeights(trainer, pool)
+    pool.version = state.version
+    drains = config.weights.interrupt == "drain"
+    weights = ServedWeights(trainer, pool, drain_s=config.weights.timeout_s if drains else None)
     supervisor = Supervisor(
         engine_handles(config, inputs, placement, logs),
         pool,
@@ -165,22 +212,43 @@ def build(
         restarts=rollout.engine.restarts,
         note=progress.note,
     )
-    gate = AdmissionGate(
-        RolloutControl(rollout.batch_size, rollout.max_head_offpolicyness, last_version=config.run.steps)
+    gate = AdmissionGate(state.control, state.intake, state.ledger, lambda *lost: recorder.lost(*lost))
+    recorder = Recorder(
+        metrics,
+        progress,
+        gate,
+        pool,
+        lambda: supervisor.restarts,
+        started=started,
+        resumed=state.ledger.epoch,
+        trace=trace,
+    )
+    checkpoints = TrainerCheckpoints(
+        config.checkpoint,
+        CheckpointFolder(
+            folder / CHECKPOINTS,
+            keep_last=config.checkpoint.keep_last,
+            keep_every=config.checkpoint.keep_every,
+        ),
+        trainer,
+        state.ledger,
+        recorder,
+        last_step=state.step,
     )
     return Loops(
         config=config,
         gate=gate,
+        journal=state.ledger,
         pool=pool,
         trainer=trainer,
         weights=weights,
         supervisor=supervisor,
-        prompts=PromptStream(inputs.prompts, shuffle=config.data.shuffle, seed=config.run.seed),
         held_out=inputs.held_out,
         workflow=inputs.workflow,
         context=WorkflowContext(pool, inputs.tokenizer, inputs.reward, rollout.sampling),
         group_filter=inputs.group_filter,
-        recorder=Recorder(metrics, progress, gate, pool, lambda: supervisor.restarts, started=started),
+        recorder=recorder,
+        checkpoints=checkpoints,
     )
 
 
@@ -196,6 +264,7 @@ def engine_handles(config: RunConfig, inputs: Inputs, placement: Placement, logs
             vocab_size=geometry.vocab,
             max_length=geometry.max_positions,
             timeout_s=engine.request_timeout_s,
+            stream_interval=engine.stream_interval,
         )
 
     return [
@@ -209,31 +278,37 @@ def engine_handles(config: RunConfig, inputs: Inputs, placement: Placement, logs
     ]
 
 
-async def drive(loops: Loops, folder: Path, progress: Progress) -> None:
-    """The run's course: start, evaluate, train while collecting, evaluate, export.
+async def drive(loops: Loops, state: RunState, folder: Path, progress: Progress) -> None:
+    """The run's course: start or restore, evaluate, train while collecting, evaluate, export.
 
     When a loop fails, the task group cancels the others and raises what it raised.
     """
     serving = asyncio.Event()
+    await state.ledger.flushed()
     async with asyncio.TaskGroup() as tasks:
-        keeping = tasks.create_task(loops.supervisor.run(serving), name="serving")
+        keeping = [tasks.create_task(loops.supervisor.run(serving), name="serving")]
         progress.phase("starting the engines and the trainer")
-        await loops.trainer.connect()
+        await loops.weights.connect(state.version, state.checkpoint.path if state.checkpoint else None)
         await serving.wait()
-        if loops.held_out:
+        if loops.held_out and not state.ledger.epoch:
             progress.phase("evaluating the initial policy")
             await evaluate_and_record(loops, 0)
         progress.phase("training")
         loops.recorder.training_begins()
+        if loops.config.rollout.engine.adaptive_concurrency:
+            controller = ConcurrencyController(maximum=loops.config.rollout.max_concurrent)
+            keeping.append(tasks.create_task(follow_load(loops.pool, controller), name="concurrency"))
         collecting = tasks.create_task(collection_loop(loops), name="collection")
         await training_loop(loops)
         loops.recorder.training_ends()
         collecting.cancel()
         await asyncio.wait({collecting})
         await loops.pool.abort_running()
+        await loops.checkpoints.last(loops.gate)
         if loops.held_out:
             progress.phase("evaluating the trained policy")
             await evaluate_and_record(loops, loops.gate.version)
         progress.phase("writing the trained policy")
         await loops.trainer.export_hf(folder / CHECKPOINT)
-        keeping.cancel()
+        for task in keeping:
+            task.cancel()

@@ -3,7 +3,9 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 from backend.batching import TrainBatch
 from backend.remote import Trainer
@@ -25,10 +27,21 @@ class Advance:
 class ServedWeights:
     """While weights change or travel, nobody else moves them: no engine starts to serve between the two."""
 
-    def __init__(self, trainer: Trainer, pool: EnginePool) -> None:
+    def __init__(self, trainer: Trainer, pool: EnginePool, drain_s: float | None = None) -> None:
+        """``drain_s``: wait so long for the running requests before a version is published."""
         self._trainer = trainer
         self._pool = pool
+        self._drain_s = drain_s
         self._moving = asyncio.Lock()
+
+    async def connect(self, version: int, checkpoint: Path | None) -> None:
+        """Start the trainer, from a checkpoint if there is one; its weights are ``version`` from now on."""
+        async with self._moving:
+            await self._trainer.connect()
+            if checkpoint is not None:
+                await self._trainer.restore(checkpoint, version)
+            else:
+                await self._trainer.renumber(version)
 
     async def advance(self, batch: TrainBatch) -> Advance:
         """Train one step and bring every serving engine to the new version.
@@ -39,12 +52,17 @@ class ServedWeights:
             began = time.monotonic()
             result = await self._trainer.train(batch)
             train_s = time.monotonic() - began
-            report = await self._trainer.publish([client.address for client in self._pool.clients])
-            for client in self._pool.clients:
-                if client.name in report.failed:
-                    await self._pool.remove(client)
-            self._pool.version = result.version
+            async with self._pool.drained(self._drain_s) if self._drain_s is not None else nullcontext():
+                report = await self._publish(result.version)
             return Advance(result, report, train_s)
+
+    async def _publish(self, version: int) -> PublishReport:
+        report = await self._trainer.publish([client.address for client in self._pool.clients])
+        for client in self._pool.clients:
+            if client.name in report.failed:
+                await self._pool.remove(client)
+        self._pool.version = version
+        return report
 
     async def bring_up_to_date(
         self, engine: EngineAddress, admit: Callable[[], Awaitable[None]]

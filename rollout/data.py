@@ -56,9 +56,9 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 class PromptStream:
-    """An endless order over a prompt set; epoch e is shuffled by (seed, e), so that any position can be looked up.
+    """An endless order over a prompt set, of which any position can be looked up.
 
-    ``position`` is where the next fresh prompt is.
+    Epoch e is shuffled by (seed, e). ``position`` is where the next fresh prompt is.
     """
 
     def __init__(self, prompts: list[Prompt], *, shuffle: bool, seed: int, position: int = 0) -> None:

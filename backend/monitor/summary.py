@@ -57,7 +57,10 @@ class RunSummary(_Strict):
         description="Response tokens from the engines, evaluation left out."
     )
     tokens_trained: NonNegativeInt = Field(description="Tokens that carried loss.")
-    versions: NonNegativeInt = Field(description="Policy versions published.")
+    versions: int = Field(description="The last policy version.")
+    resumed: NonNegativeInt = Field(
+        description="Restarts before this process; all other figures but groups and versions are its own."
+    )
     stall_s_mean: NonNegativeFloat | None = Field(
         description="Mean seconds generation stood still per version."
     )

@@ -1,6 +1,7 @@
 """The typed recipe, one short file per section."""
 
 from configs.schema.actor import ActorConfig, ObjectiveConfig, OptimizerConfig, ParallelConfig
+from configs.schema.checkpoint import CheckpointConfig
 from configs.schema.plugin import PluginConfig
 from configs.schema.rollout import EngineConfig, RolloutConfig, SamplingConfig
 from configs.schema.run import (
@@ -12,9 +13,11 @@ from configs.schema.run import (
     SlurmCluster,
     WeightsConfig,
 )
+from configs.schema.simulate import SimulateConfig
 
 __all__ = [
     "ActorConfig",
+    "CheckpointConfig",
     "DataConfig",
     "EngineConfig",
     "EvalConfig",
@@ -27,6 +30,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SamplingConfig",
+    "SimulateConfig",
     "SlurmCluster",
     "WeightsConfig",
 ]

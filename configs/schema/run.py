@@ -7,8 +7,10 @@ from pydantic import Field
 
 from configs.schema.actor import ActorConfig
 from configs.schema.base import Section
+from configs.schema.checkpoint import CheckpointConfig
 from configs.schema.plugin import Plugin
 from configs.schema.rollout import RolloutConfig
+from configs.schema.simulate import SimulateConfig
 
 
 class RunSection(Section):
@@ -58,9 +60,10 @@ class WeightsConfig(Section):
     """How a new policy version reaches the engines."""
 
     transport: DistributedTransport = DistributedTransport()
-    interrupt: Literal["retract", "in_place"] = Field(
+    interrupt: Literal["retract", "in_place", "abort", "drain"] = Field(
         "retract",
-        description="Running requests go on with their KV recomputed (retract) or kept (in_place).",
+        description="Running requests go on with their KV recomputed (retract) or kept (in_place), are cut "
+        "off and continued (abort), or end before, while new ones wait (drain; timeout_s at most).",
     )
     timeout_s: float = Field(300, gt=0, description="Longest wait of any one step of publishing a version.")
 
@@ -93,7 +96,11 @@ class RunConfig(Section):
     actor: ActorConfig = ActorConfig()
     rollout: RolloutConfig
     weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: Cluster = LocalCluster()
+    simulate: SimulateConfig | None = Field(
+        None, description="Cost model of `slipstream simulate`; null: the defaults."
+    )
     prepare: Plugin | None = Field(
         None,
         description="Makes model.path, data.path and eval.path before the run when one of them is not there.",

@@ -38,9 +38,13 @@ class LaunchedRun:
     folder: Path
     mark: str
     shared_memory_before: set[str]
+    ray_before: set[int]
 
     def descendants(self) -> list[int]:
-        """Every living process that carries the mark, the run itself excepted."""
+        """Every living process that carries the mark, the run itself excepted.
+
+        And Ray's new ones, whatever they carry: some wipe their environment when they set their title.
+        """
         found = []
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with suppress(OSError):
@@ -48,7 +52,7 @@ class LaunchedRun:
                 alive = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
                 if alive and self.mark.encode() in environment and int(pid) != self.process.pid:
                     found.append(int(pid))
-        return found
+        return [*found, *sorted(ray_processes() - self.ray_before - set(found))]
 
     def pids_of(self, text: str) -> list[int]:
         """Descendants whose command line holds ``text``."""
@@ -68,37 +72,54 @@ class LaunchedRun:
         assert set(os.listdir("/dev/shm")) <= self.shared_memory_before
 
 
+def ray_processes() -> set[int]:
+    """Those that Ray has given a title."""
+    found = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
+                found.add(int(pid))
+    return found
+
+
+def run_command(*arguments: str) -> list[str]:
+    """The command line of Slipstream, in this environment."""
+    return [sys.executable, "-m", "backend.cli", *arguments]
+
+
+def start_run(inputs: Path, root: Path, name: str, *overrides: str, resume: bool = False) -> LaunchedRun:
+    """Start, or resume, a small run of the quickstart recipe on ``inputs`` below ``root``."""
+    key, value = "SLIPSTREAM_TEST", uuid.uuid4().hex
+    command = run_command(
+        "train",
+        "quickstart",
+        f"run.root={root}",
+        f"run.name={name}",
+        f"model.path={inputs / 'policy'}",
+        f"data.path={inputs / 'train.jsonl'}",
+        f"eval.path={inputs / 'heldout.jsonl'}",
+        "eval.max_prompts=50",
+        "eval.every=0",
+        "rollout.batch_size=4",
+        "rollout.n_samples_per_prompt=4",
+        *overrides,
+        *(["--resume"] if resume else []),
+    )
+    before, ray_before = set(os.listdir("/dev/shm")), ray_processes()
+    with (root / f"{name}.out").open("a") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, key: value}
+        )
+    return LaunchedRun(process, root / name, f"{key}={value}", before, ray_before)
+
+
 @pytest.fixture
 def launch(inputs: Path, tmp_path: Path) -> Iterator[Callable[..., LaunchedRun]]:
     """Starts runs of the quickstart recipe on ``inputs``; kills whatever a failed test leaves."""
     runs: list[LaunchedRun] = []
 
-    def start(*overrides: str, name: str = "run") -> LaunchedRun:
-        mark = f"SLIPSTREAM_TEST={uuid.uuid4().hex}"
-        key, value = mark.split("=")
-        command = [
-            sys.executable,
-            "-m",
-            "backend.cli",
-            "train",
-            "quickstart",
-            f"run.root={tmp_path}",
-            f"run.name={name}",
-            f"model.path={inputs / 'policy'}",
-            f"data.path={inputs / 'train.jsonl'}",
-            f"eval.path={inputs / 'heldout.jsonl'}",
-            "eval.max_prompts=50",
-            "eval.every=0",
-            "rollout.batch_size=4",
-            "rollout.n_samples_per_prompt=4",
-            *overrides,
-        ]
-        before = set(os.listdir("/dev/shm"))
-        with (tmp_path / f"{name}.out").open("w") as output:
-            process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, key: value}
-            )
-        runs.append(LaunchedRun(process, tmp_path / name, mark, before))
+    def start(*overrides: str, name: str = "run", resume: bool = False) -> LaunchedRun:
+        runs.append(start_run(inputs, tmp_path, name, *overrides, resume=resume))
         return runs[-1]
 
     yield start

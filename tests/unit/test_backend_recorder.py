@@ -1,5 +1,6 @@
 """The numbers of a run, computed by hand from what the recorder was told."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 from backend.recorder import Recorder, StepTimes
 from backend.trainer_result import StepResult
 from bridge.report import PublishReport
-from rollout.control.core import GroupCounts
+from rollout.control.core import GroupCounts, Loss
+from rollout.control.slots import State
 from rollout.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
 
 
@@ -21,7 +23,14 @@ class Fakes:
         self.logged: list[tuple[int, dict]] = []
         self.shown: list[dict] = []
         self.notes: list[str] = []
-        self.gate = SimpleNamespace(counts=GroupCounts(), ready=0, version=0)
+        self.gate = SimpleNamespace(
+            counts=GroupCounts(),
+            ready=0,
+            version=0,
+            step=0,
+            losses=Counter(),
+            in_state=lambda state: {State.GENERATING: 2, State.JUDGING: 1}[state],
+        )
         self.pool = SimpleNamespace(tokens_generated=0, requests_resent=0)
         self.recorder = Recorder(
             SimpleNamespace(log=lambda step, values: self.logged.append((step, dict(values)))),
@@ -77,7 +86,8 @@ def test_a_step_is_logged_with_the_numbers_of_its_groups():
     fakes.recorder.training_begins()
     fakes.now, fakes.pool.tokens_generated = 10.0, 500
     fakes.gate.counts = GroupCounts(admitted=9, trained=2, filtered=1, expired=1, failed=1)
-    fakes.gate.ready = 1
+    fakes.gate.ready, fakes.gate.step = 1, 5
+    fakes.gate.losses.update([Loss.FILTERED, Loss.FAILED, Loss.REQUEUED])
     fakes.restarts, fakes.pool.requests_resent = 3, 7
     logged = fakes.step(two_groups(), 5)
     assert logged.pop("staleness/token_lag") == {0: 5, 1: 2, 2: 1}
@@ -99,10 +109,19 @@ def test_a_step_is_logged_with_the_numbers_of_its_groups():
             "rollout/groups_expired": 1,
             "rollout/groups_failed": 1,
             "rollout/groups_in_flight": 3,
+            "rollout/groups_generating": 2,
+            "rollout/groups_judging": 1,
             "rollout/groups_ready": 1,
             "rollout/episode_retries": 0,
             "rollout/retractions": 3,
             "rollout/requests_resent": 7,
+            "train/step": 5,
+            "lost/filtered": 1,
+            "lost/failed": 1,
+            "lost/stale": 0,
+            "lost/requeued": 1,
+            "lost/surplus": 0,
+            "lost/tokens_masked": 0,
             "train/tokens": 6.0,
             "train/loss": 0.5,
             "perf/step_s": 8.0,
@@ -191,6 +210,7 @@ def test_the_summary_adds_the_run_up():
             "tokens_generated": 1_000,
             "tokens_trained": 10,
             "versions": 6,
+            "resumed": 0,
             "stall_s_mean": 0.25,
             "engine_restarts": 1,
             "trainer_wait_fraction": 5 / 20,

@@ -44,9 +44,9 @@ def recipe(tmp_path):
     return write
 
 
-def changed(path: str, value: object) -> dict:
-    """VALID with the value at one dotted path replaced."""
-    data = copy.deepcopy(VALID)
+def changed(path: str, value: object, base: dict = VALID) -> dict:
+    """``base`` with the value at one dotted path replaced."""
+    data = copy.deepcopy(base)
     *outer, last = path.split(".")
     section = data
     for key in outer:
@@ -211,13 +211,24 @@ PLUGIN_ARGS = {
 }
 
 
+TYPE_THAT_HAS = {
+    "cluster.": "slurm",
+    "rollout.consumption.fraction": "windowed",
+    "rollout.consumption.on_stale": "ready_first",
+    "simulate.layout.": "cluster",
+}
+"""Of the sections with several types, where it is not the default."""
+
+
 @pytest.mark.parametrize("path", LEAVES)
 def test_junk_in_any_setting_is_reported_at_that_setting(recipe, path):
-    data = changed(path, [{"junk": 1}])
+    data = VALID
+    for start, type_ in TYPE_THAT_HAS.items():
+        if path.startswith(start):
+            data = changed(".".join([*path.split(".")[:-1], "type"]), type_, data)
+    data = changed(path, [{"junk": 1}], data)
     if path.startswith("eval."):
         data["eval"].setdefault("path", "heldout.jsonl")
-    if path.startswith("cluster."):
-        data["cluster"].setdefault("type", "slurm")
     if path in PLUGIN_ARGS:
         data = changed(path.removesuffix(".args"), {"path": "rollout.Thing", "args": [{"junk": 1}]})
     assert list(violations(recipe(data))) == [path]

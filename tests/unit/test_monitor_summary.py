@@ -21,6 +21,7 @@ FIELDS = {
     "tokens_generated": 812_345,
     "tokens_trained": 790_000,
     "versions": 100,
+    "resumed": 0,
     "stall_s_mean": 0.12,
     "engine_restarts": 0,
     "trainer_wait_fraction": 0.11,

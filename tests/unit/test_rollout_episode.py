@@ -7,7 +7,7 @@ import pytest
 
 from configs.schema import SamplingConfig
 from rollout.reward import FinalAnswer
-from rollout.trajectory import Completion, Finish, Prompt, Span, Trajectory
+from rollout.trajectory import UNSAMPLED, Completion, Finish, Prompt, Span, Trajectory
 from rollout.workflow import SingleTurn, WorkflowContext
 
 
@@ -92,7 +92,7 @@ def test_a_single_turn_generates_from_the_chat_and_is_judged():
     assert generator.requests == [(prompt_ids, setting.sampling)]
     assert episode.tokens_T.tolist() == [*prompt_ids, *map(ord, "so #42"), 0]
     assert episode.loss_mask_T.tolist() == [False] * 4 + [True] * 7
-    assert episode.versions_T.tolist() == [-1] * 4 + [3] + [4] * 6
+    assert episode.versions_T.tolist() == [UNSAMPLED] * 4 + [3] + [4] * 6
     assert (episode.reward, episode.finish, episode.retractions) == (1.0, Finish.STOP, 1)
 
 

@@ -90,7 +90,7 @@ def test_context_between_turns_carries_no_loss():
     trajectory = builder.build()
     assert trajectory.tokens_T.tolist() == builder.tokens == [1, 10, 11, 20, 21, 30, 40]
     assert trajectory.loss_mask_T.astype(int).tolist() == [0, 1, 1, 0, 0, 1, 0]
-    assert trajectory.versions_T.tolist() == [-1, 5, 5, -1, -1, 6, -1]
+    assert trajectory.versions_T.tolist() == [UNSAMPLED, 5, 5, UNSAMPLED, UNSAMPLED, 6, UNSAMPLED]
     assert trajectory.logprobs_T.tolist() == [0, -0.5, -1.5, 0, 0, -0.5, 0]
     assert trajectory.finish is Finish.LENGTH, "the last completion decides"
     assert trajectory.retractions == 3

@@ -1,0 +1,266 @@
+"""kill -9 of driver, trainer or engine at seeded instants of real runs; after each, audit and resume.
+
+    python -m tests.crash.sweep --kills 200 --seed 1
+    python -m tests.crash.sweep --kills 1 --seed 1 --first 57      only that one again
+
+One run after the other is started, killed, audited and resumed until it is done. The instants are seeded,
+and some are aimed: at a weight update, at a checkpoint being written, at its commit. Prints a line per kill
+and, as the last line, one JSON object. Exit code 1 if an audit was not clean or a run could not finish.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from backend.quickstart import prepare
+from tests.integration.conftest import LaunchedRun, run_command, start_run
+
+STEPS = 12
+START_TIMEOUT_S = 180
+"""From a start to the first training step on a busy machine."""
+END_TIMEOUT_S = 300
+"""To the end of a run that was left alone, or whose trainer was killed."""
+QUIET_TIMEOUT_S = 60
+"""From the driver's end to that of the last process of the run."""
+
+VICTIMS = {"driver": 4, "trainer": 3, "engine": 3}
+MOMENTS = {"any time": 4, "start": 1, "weight update": 2, "checkpoint": 2, "commit": 1}
+
+
+class SweepFailed(AssertionError):
+    """What must never happen; the message names the kill."""
+
+
+@dataclass
+class Kill:
+    """One act of violence, drawn from (seed, number)."""
+
+    number: int
+    victim: str
+    moment: str
+    delay_s: float
+
+    @classmethod
+    def draw(cls, seed: int, number: int) -> "Kill":
+        rng = random.Random(f"{seed}:{number}")
+        victim = rng.choices(list(VICTIMS), list(VICTIMS.values()))[0]
+        moment = rng.choices(list(MOMENTS), list(MOMENTS.values()))[0]
+        longest = {"any time": 6.0, "start": 12.0, "weight update": 0.1, "checkpoint": 1.5, "commit": 0.02}
+        return cls(number, victim, moment, rng.uniform(0, longest[moment]))
+
+
+@dataclass
+class Sweep:
+    inputs: Path
+    folder: Path
+    seed: int
+    say: Callable[[str], None]
+    overrides: tuple[str, ...] = ()
+    hits: Counter = field(default_factory=Counter)
+    run_number: int = 0
+    finished: int = 0
+    resumes: int = 0
+    recoveries_s: list[float] = field(default_factory=list)
+    """From a resume's start to its first training step."""
+
+    def run(self, kills: int, first: int = 0) -> None:
+        """``kills`` kills, from number ``first`` on; then the last run is left to finish."""
+        life = self.start()
+        for number in range(first, first + kills):
+            life = self.until_killed(life, Kill.draw(self.seed, number))
+        self.settle(life, None)
+        self.say(f"run {self.run_number - 1} finished after the last kill")
+
+    # ---- lives
+
+    def start(self) -> LaunchedRun:
+        """Resume the present run, or begin the next one."""
+        folder = self.folder / f"run-{self.run_number}"
+        if (folder / "ledger.sqlite").exists():
+            self.resumes += 1
+        return start_run(
+            self.inputs,
+            self.folder,
+            f"run-{self.run_number}",
+            f"run.steps={STEPS}",
+            "rollout.max_head_offpolicyness=2",
+            "checkpoint.every=2",
+            *self.overrides,
+            resume=True,
+        )
+
+    def until_killed(self, life: LaunchedRun, kill: Kill) -> LaunchedRun:
+        """Strike once; the next life."""
+        while not self.strike(life, kill):
+            self.settle(life, None)
+            life = self.start()
+        self.hits[f"{kill.victim}, {kill.moment}"] += 1
+        if kill.victim == "engine":
+            # The run lives on and replaces the engine; then it is stopped, to be audited.
+            with suppress(Ended):
+                self.wait(life, self.steps_logged(life) + 1, START_TIMEOUT_S)
+                life.process.send_signal(signal.SIGINT)
+        self.settle(life, kill)
+        return self.start()
+
+    def strike(self, life: LaunchedRun, kill: Kill) -> bool:
+        """Wait for the moment and kill; False if the run was done before."""
+        try:
+            self.await_moment(life, kill)
+            pids = {
+                "driver": lambda: [life.process.pid],
+                "trainer": lambda: life.pids_of("ray::TrainerActor"),
+                "engine": lambda: life.pids_of("rollout.engine.launch"),
+            }[kill.victim]()
+            if not pids:  # not yet there at this moment of a start
+                pids = [life.process.pid]
+            self.say(f"kill {kill.number}: {kill.victim}, {kill.moment} + {kill.delay_s:.2f} s")
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return True
+        except Ended:
+            return False
+
+    def await_moment(self, life: LaunchedRun, kill: Kill) -> None:
+        if kill.moment != "start":
+            began, resumed = time.monotonic(), (life.folder / "checkpoints").exists()
+            self.wait(life, self.steps_logged(life) + 1, START_TIMEOUT_S)
+            if resumed:
+                self.recoveries_s.append(time.monotonic() - began)
+        watched = {
+            "weight update": lambda: _grown(life.folder / "logs" / "engine-0.log", "/pause_generation"),
+            "checkpoint": lambda: lambda: any(life.folder.glob("checkpoints/*.partial")),
+            "commit": lambda: lambda: any(life.folder.glob("checkpoints/*.partial/checkpoint.json*")),
+        }.get(kill.moment)
+        if watched is not None:
+            seen, deadline = watched(), time.monotonic() + 20
+            while not seen() and time.monotonic() < deadline:
+                self.check_alive(life)
+                time.sleep(0.001)
+        until = time.monotonic() + kill.delay_s
+        while time.monotonic() < until:
+            self.check_alive(life)
+            time.sleep(min(0.05, max(0.0, until - time.monotonic())))
+
+    def check_alive(self, life: LaunchedRun) -> None:
+        if life.process.poll() is not None:
+            raise Ended
+
+    def steps_logged(self, life: LaunchedRun) -> int:
+        with suppress(FileNotFoundError):
+            return (life.folder / "metrics.jsonl").read_text().count('"reward/mean"')
+        return 0
+
+    def wait(self, life: LaunchedRun, steps: int, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.steps_logged(life) < steps:
+            self.check_alive(life)
+            if time.monotonic() > deadline:
+                raise SweepFailed(f"no step in {timeout_s} s:\n{life.output()}")
+            time.sleep(0.05)
+
+    def settle(self, life: LaunchedRun, kill: Kill | None) -> None:
+        """Wait until the life has ended and nothing is left of it; audit the run."""
+        try:
+            code = life.process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise SweepFailed(f"{life.folder} has not ended in {END_TIMEOUT_S} s:\n{life.output()}") from None
+        deadline = time.monotonic() + QUIET_TIMEOUT_S
+        while left := life.descendants():
+            if time.monotonic() > deadline:
+                commands = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:80] for pid in left]
+                raise SweepFailed(f"{QUIET_TIMEOUT_S} s after its end {life.folder} has left {commands}")
+            time.sleep(0.05)
+        self.audit(life, kill)
+        if code == 0:
+            trained = json.loads((life.folder / "summary.json").read_text())["groups"]["trained"]
+            if trained != STEPS * 4:
+                raise SweepFailed(f"{life.folder} has trained {trained} groups instead of {STEPS * 4}")
+            self.finished += 1
+            self.run_number += 1
+        elif kill is None:
+            raise SweepFailed(f"{life.folder} has ended with code {code} by itself:\n{life.output()}")
+
+    def audit(self, life: LaunchedRun, kill: Kill | None) -> None:
+        if not (life.folder / "ledger.sqlite").exists():
+            return
+        result = subprocess.run(
+            run_command("audit", str(life.folder), "--json"), capture_output=True, text=True, timeout=120
+        )
+        if result.returncode != 0:
+            raise SweepFailed(f"after {kill}: {result.stdout}{result.stderr}")
+
+
+class Ended(Exception):
+    """The life has ended by itself."""
+
+
+def _grown(log: Path, text: str) -> Callable[[], bool]:
+    """Whether ``text`` was written to a log since now."""
+    start = log.stat().st_size if log.exists() else 0
+
+    def seen() -> bool:
+        if not log.exists():
+            return False
+        with log.open("rb") as file:
+            file.seek(start)
+            return text.encode() in file.read()
+
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0, help="number of the first kill: go on with a sweep")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:7.0f} s  {text}", flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="slipstream-crash-") as scratch:
+        inputs = Path(scratch) / "inputs"
+        prepare(
+            inputs / "policy", inputs / "train.jsonl", inputs / "heldout.jsonl", say=say, warm_start_steps=40
+        )
+        sweep = Sweep(inputs, Path(scratch), arguments.seed, say)
+        failure = None
+        try:
+            sweep.run(arguments.kills, arguments.first)
+        except SweepFailed as error:
+            failure = str(error)
+            say(f"FAILED: {failure}")
+    recoveries = sorted(sweep.recoveries_s)
+    print(
+        json.dumps(
+            {
+                "kills": sum(sweep.hits.values()),
+                "seed": arguments.seed,
+                "resumes": sweep.resumes,
+                "runs_finished": sweep.finished,
+                "hits": dict(sweep.hits),
+                "median_s_to_first_step": recoveries[len(recoveries) // 2] if recoveries else None,
+                "clean": failure is None,
+                "failure": failure,
+            }
+        )
+    )
+    sys.exit(failure is not None)
+
+
+if __name__ == "__main__":
+    main()
