@@ -44,14 +44,14 @@ def guarded(folder: Path) -> Iterator[None]:
         os.environ.pop(VARIABLE, None)
 
 
-def carriers(mark: str, folder: Path) -> list[int]:
-    """Processes with the mark in their environment or a file below ``folder`` open, this one excepted."""
+def carriers(mark: str, folder: Path, spared: set[int]) -> list[int]:
+    """Processes with the mark in their environment or a file below ``folder`` open, but for ``spared``."""
     wanted = f"{VARIABLE}={mark}".encode()
     found = []
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with suppress(OSError):  # processes come and go
             marked = wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if pid != os.getpid() and (marked or _has_open(pid, folder)):
+            if pid not in spared and (marked or _has_open(pid, folder)):
                 found.append(pid)
     return found
 
@@ -63,10 +63,11 @@ def _has_open(pid: int, folder: Path) -> bool:
 
 def main() -> None:
     mark, folder = sys.argv[1], Path(sys.argv[2])
+    spared = {os.getpid(), os.getppid()}  # the run itself may be waiting for this to end
     while os.read(0, 1):
         """Nothing is ever sent: this returns at end of file."""
     for _ in range(SWEEPS):
-        left = carriers(mark, folder)
+        left = carriers(mark, folder, spared)
         unlink(shared_memory_of(left))
         for pid in left:
             with suppress(ProcessLookupError):
