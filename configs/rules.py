@@ -58,6 +58,23 @@ def offpolicyness_is_usual(config: RunConfig) -> Iterator[Violation]:
         )
 
 
+def volume_needs_ready_first(config: RunConfig) -> Iterator[Violation]:
+    rollout = config.rollout
+    if rollout.admission.type == "volume" and rollout.consumption.type != "ready_first":
+        yield Violation(
+            "rollout.consumption.type",
+            rollout.consumption.type,
+            "expected 'ready_first': rollout.admission.type: volume does not bound how old a group becomes, "
+            "so that whatever waits for slow groups could wait beyond the bound",
+        )
+    if rollout.admission.type == "volume" and rollout.over_sampling > 1:
+        yield Violation(
+            "rollout.over_sampling",
+            rollout.over_sampling,
+            "expected 1: rollout.admission.type: volume admits by its own formula, which knows no surplus",
+        )
+
+
 def group_has_a_spread(config: RunConfig) -> Iterator[Violation]:
     samples = config.rollout.n_samples_per_prompt
     if config.actor.advantage == "grpo" and samples < 2:
@@ -203,6 +220,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         offpolicyness_is_usual,
         ("rollout.max_head_offpolicyness", "rollout.allow_extreme_offpolicyness"),
+    ),
+    Rule(
+        volume_needs_ready_first,
+        ("rollout.admission", "rollout.consumption", "rollout.over_sampling"),
     ),
     Rule(group_has_a_spread, ("actor.advantage", "rollout.n_samples_per_prompt")),
     Rule(

@@ -50,6 +50,16 @@ def found(file, *overrides: str) -> dict[str, str]:
     [
         (["actor.recompute_logprobs=false"], "actor.recompute_logprobs", "use_decoupled_loss to false"),
         (["rollout.max_head_offpolicyness=17"], "rollout.max_head_offpolicyness", "allow_extreme_offpol"),
+        (["rollout.admission.type=volume"], "rollout.consumption.type", "ready_first"),
+        (
+            [
+                "rollout.admission.type=volume",
+                "rollout.consumption.type=ready_first",
+                "rollout.over_sampling=2",
+            ],
+            "rollout.over_sampling",
+            "no surplus",
+        ),
         (["rollout.n_samples_per_prompt=1"], "rollout.n_samples_per_prompt", "at least 2"),
         (["actor.minibatches=5"], "rollout.batch_size", "4 trajectories"),
         (["actor.minibatches=3", "actor.parallel.data=2"], "rollout.batch_size", "at least 6"),
