@@ -14,7 +14,7 @@ from rollout.control.intake import Intake
 from rollout.control.policies import make_control
 from rollout.control.versions import survives
 from rollout.data import PromptStream
-from rollout.ledger.database import open_for_reading
+from rollout.ledger.database import LedgerBusy, LedgerError, open_for_reading
 from rollout.ledger.recovery import LEDGER, Recovered, open_ledger, restarts
 from rollout.ledger.writer import Ledger
 from rollout.trajectory import Group
@@ -49,6 +49,16 @@ class RunState:
 
 def can_resume(folder: Path) -> bool:
     return (folder / LEDGER).exists()
+
+
+def refuse_if_running(folder: Path) -> None:
+    """Raise LedgerBusy when a process is running the run in ``folder``."""
+    try:
+        open_for_reading(folder / LEDGER).close()
+    except LedgerBusy:
+        raise
+    except LedgerError:
+        """No ledger, or a damaged one: nobody can be running it."""
 
 
 def check_same_run(config: RunConfig) -> None:

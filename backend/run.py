@@ -25,7 +25,15 @@ from backend.placement import Placement, place
 from backend.prepare import prepare_inputs
 from backend.recorder import Recorder
 from backend.remote import RayEngine, Trainer
-from backend.resume import CHECKPOINTS, RunState, begin, can_resume, check_same_run, find_checkpoint
+from backend.resume import (
+    CHECKPOINTS,
+    RunState,
+    begin,
+    can_resume,
+    check_same_run,
+    find_checkpoint,
+    refuse_if_running,
+)
 from backend.served_weights import ServedWeights
 from configs.schema import RunConfig
 from rollout.control.concurrency import ConcurrencyController
@@ -46,9 +54,13 @@ class Stopped(Exception):
 
 
 def start_folder(config: RunConfig) -> Path:
-    """Make the run folder and write the recipe into it. A folder of an earlier run is set aside."""
+    """Make the run folder and write the recipe into it. A folder of an earlier run is set aside.
+
+    Raises LedgerBusy when that run is still running.
+    """
     folder = config.run.folder
     if folder.exists():
+        refuse_if_running(folder)
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
         folder.rename(folder.with_name(f"{folder.name}.{stamp}"))
     (folder / "logs").mkdir(parents=True)

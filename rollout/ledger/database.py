@@ -78,6 +78,10 @@ class LedgerError(RuntimeError):
     """The ledger cannot be read or written; the message says why and what to do. What is in it stays."""
 
 
+class LedgerBusy(LedgerError):
+    """Another process has it open: the run is running."""
+
+
 def open_for_writing(path: Path) -> sqlite3.Connection:
     """The connection of the only writer. Makes the file. Raises LedgerError."""
     try:
@@ -128,8 +132,11 @@ def explained(path: Path, error: Exception) -> LedgerError:
     """What a failure of SQLite means to the user."""
     text = str(error)
     if "locked" in text:
-        advice = "another process is running this run, or looking at it: wait for its end, or end it"
-    elif "full" in text or "No space" in text:
+        return LedgerBusy(
+            f"{path}: {text}: another process is running this run, or looking at it: "
+            "wait for its end, or end it"
+        )
+    if "full" in text or "No space" in text:
         advice = "the disk is full: make room, then go on with `slipstream train RECIPE --resume`"
     elif "readonly" in text or "unable to open" in text or isinstance(error, PermissionError):
         advice = "the run folder cannot be written to: check its permissions and its mount"

@@ -26,7 +26,7 @@ from pathlib import Path
 from backend.quickstart import prepare
 from tests.integration.conftest import LaunchedRun, run_command, start_run
 
-STEPS = 12
+STEPS = 40
 START_TIMEOUT_S = 180
 """From a start to the first training step on a busy machine."""
 END_TIMEOUT_S = 300

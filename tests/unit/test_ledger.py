@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rollout.control.core import GroupCounts, Loss, Ticket
 from rollout.control.versions import Restart, renumber, survives
-from rollout.ledger.database import LedgerError, open_for_reading
+from rollout.ledger.database import LedgerBusy, LedgerError, open_for_reading
 from rollout.ledger.records import (
     CorruptRecord,
     decode_completion,
@@ -273,7 +273,7 @@ def test_a_second_process_is_refused_while_the_first_one_runs(tmp_path):
     ledger, _ = open_ledger(path, **BATCH)
     try:
         for opener in (lambda: open_ledger(path, **BATCH), lambda: open_for_reading(path)):
-            with pytest.raises(LedgerError, match="another process is running this run"):
+            with pytest.raises(LedgerBusy, match="another process is running this run"):
                 opener()
     finally:
         ledger.close()
