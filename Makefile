@@ -1,5 +1,6 @@
 # make quickstart   sets everything up and trains a small policy on this machine
 # make test         sets everything up and runs the tests
+# make crash-sweep N=200 SEED=1   kills runs N times, audits and resumes each (about half a minute per kill)
 # make lint         style and formatting
 # make clean        removes the environment (runs/ is kept)
 
@@ -11,7 +12,7 @@ ENVIRONMENT := configs/environment
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: quickstart test lint format install clean constraints
+.PHONY: quickstart test crash-sweep lint format install clean constraints
 .DELETE_ON_ERROR:
 
 quickstart: install
@@ -20,6 +21,9 @@ quickstart: install
 test: install
 	bash tests/cluster/install_slurm.sh
 	$(BIN)/python -m pytest
+
+crash-sweep: install
+	$(BIN)/python -m tests.crash.sweep --kills $(or $(N),200) --seed $(or $(SEED),1)
 
 lint: install
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,22 +64,26 @@ class Kill:
 class Sweep:
     inputs: Path
     folder: Path
-    seed: int
     say: Callable[[str], None]
     overrides: tuple[str, ...] = ()
     hits: Counter = field(default_factory=Counter)
     run_number: int = 0
     finished: int = 0
     resumes: int = 0
+    life: LaunchedRun = field(init=False)
+    """The present one."""
     recoveries_s: list[float] = field(default_factory=list)
     """From a resume's start to its first training step."""
 
-    def run(self, kills: int, first: int = 0) -> None:
-        """``kills`` kills, from number ``first`` on; then the last run is left to finish."""
-        life = self.start()
-        for number in range(first, first + kills):
-            life = self.until_killed(life, Kill.draw(self.seed, number))
-        self.settle(life, None)
+    def run(self, kills: Iterable[Kill]) -> None:
+        """One kill after the other; then the last run is left to finish."""
+        try:
+            life = self.start()
+            for kill in kills:
+                life = self.until_killed(life, kill)
+            self.settle(life, None)
+        finally:
+            self.life.end()
         self.say(f"run {self.run_number - 1} finished after the last kill")
 
     # ---- lives
@@ -89,7 +93,7 @@ class Sweep:
         folder = self.folder / f"run-{self.run_number}"
         if (folder / "ledger.sqlite").exists():
             self.resumes += 1
-        return start_run(
+        self.life = start_run(
             self.inputs,
             self.folder,
             f"run-{self.run_number}",
@@ -99,6 +103,7 @@ class Sweep:
             *self.overrides,
             resume=True,
         )
+        return self.life
 
     def until_killed(self, life: LaunchedRun, kill: Kill) -> LaunchedRun:
         """Strike once; the next life."""
@@ -237,10 +242,11 @@ def main() -> None:
         prepare(
             inputs / "policy", inputs / "train.jsonl", inputs / "heldout.jsonl", say=say, warm_start_steps=40
         )
-        sweep = Sweep(inputs, Path(scratch), arguments.seed, say)
+        sweep = Sweep(inputs, Path(scratch), say)
         failure = None
         try:
-            sweep.run(arguments.kills, arguments.first)
+            numbers = range(arguments.first, arguments.first + arguments.kills)
+            sweep.run(Kill.draw(arguments.seed, number) for number in numbers)
         except SweepFailed as error:
             failure = str(error)
             say(f"FAILED: {failure}")

@@ -63,6 +63,13 @@ class LaunchedRun:
                     found.append(pid)
         return found
 
+    def end(self) -> None:
+        """Kill whatever is left of it."""
+        for pid in [*self.descendants(), self.process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
     def output(self) -> str:
         return self.folder.with_suffix(".out").read_text()
 
@@ -124,8 +131,5 @@ def launch(inputs: Path, tmp_path: Path) -> Iterator[Callable[..., LaunchedRun]]
 
     yield start
     for run in runs:
-        for pid in [*run.descendants(), run.process.pid]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        run.process.wait()
+        run.end()
     shutil.rmtree(tmp_path, ignore_errors=True)

@@ -1,9 +1,7 @@
 """A run that was killed, resumed as a user resumes it: real Megatron, SGLang and Ray."""
 
 import json
-import os
 import shutil
-import signal
 import sqlite3
 import subprocess
 import tempfile
@@ -13,12 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollout.ledger.database import LedgerError, open_for_reading
 from rollout.ledger.records import decode_completion, decode_trajectory
-from rollout.ledger.writer import SAMPLES
+from rollout.trajectory import Trajectory
 from tests.integration.conftest import LaunchedRun, run_command, start_run
+from tests.integration.many_turns import TURNS
 
 BATCH_SIZE = 4
 SETTINGS = (
@@ -63,13 +63,6 @@ def kill(run: LaunchedRun) -> None:
     run.assert_nothing_left()
 
 
-def end(run: LaunchedRun) -> None:
-    for pid in [*run.descendants(), run.process.pid]:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    run.process.wait()
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("resume")
@@ -90,7 +83,7 @@ def story(inputs: Path, root: Path) -> Iterator[dict[str, str]]:
         kill(run)
         yield said
     finally:
-        end(run)
+        run.end()
 
 
 def given(inputs: Path) -> list[str]:
@@ -138,7 +131,7 @@ def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes(
     try:
         assert run.process.wait(240) == 0, run.output()
     finally:
-        end(run)
+        run.end()
     assert f"checkpoint {newest.name} is damaged: {shard.name} has a wrong checksum" in run.output()
     assert f"resumed from version {int(older.name[1:])}" in run.output()
     found = audit(folder)
@@ -156,46 +149,54 @@ def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes(
     assert versions == sorted(set(versions)), "a version number was used twice"
 
 
-def test_partial_answers_are_gone_on_with_after_a_restart(inputs: Path, root: Path):
-    """Answers of 400 tokens whatever the policy says: the kill finds every one of them half generated."""
+def test_unfinished_episodes_are_gone_on_with_after_a_restart(inputs: Path, root: Path):
+    """Nothing is asked twice of an engine, and a part of an answer is continued."""
     settings = (
         "run.steps=2",
         "rollout.max_head_offpolicyness=1",
-        "rollout.sampling.max_new_tokens=400",
-        "rollout.engine.stream_interval=4",
-        """rollout.engine.args.preferred_sampling_params='{"ignore_eos": true}'""",
+        "rollout.workflow=tests.integration.many_turns.ManyTurns",
+        "rollout.engine.stream_interval=2",
         "checkpoint.every=0",
     )
-    folder = root / "partial"
-    run = start_run(inputs, root, "partial", *settings)
+    folder, samples = root / "unfinished", 2 * BATCH_SIZE * 4
+    run = start_run(inputs, root, folder.name, *settings)
     try:
-        wait_for("partial answers", lambda: stored(folder, "partials", decode_completion), run)
+        wait_for("answers", lambda: len(stored(folder, "partials", "call", decode_completion)) > samples, run)
         kill(run)
-        partials = stored(folder, "partials", decode_completion)
-        assert all(0 < len(partial.tokens) < 400 for partial in partials.values())
-        run = start_run(inputs, root, "partial", *settings, resume=True)
+        answers = stored(folder, "partials", "call", decode_completion)
+        assert not stored(folder, "trajectories", "0", decode_trajectory)
+        run = start_run(inputs, root, folder.name, *settings, resume=True)
         assert run.process.wait(240) == 0, run.output()
     finally:
-        end(run)
-    assert f"0 groups ready, {len({key // SAMPLES for key in partials})} continued" in run.output()
-    trajectories = stored(folder, "trajectories", decode_trajectory)
-    for key, partial in partials.items():
-        answer = trajectories[key].tokens_T[-400:].tolist()
-        assert tuple(answer[: len(partial.tokens)]) == partial.tokens
+        run.end()
+    assert f"0 groups ready, {2 * BATCH_SIZE} continued, 0 to be generated again" in run.output()
+    trajectories = stored(folder, "trajectories", "0", decode_trajectory)
+    assert len(trajectories) == samples
+    for (key, call), answer in answers.items():
+        turns = sampled_runs(trajectories[key, 0])
+        assert len(turns) == TURNS
+        assert tuple(turns[call][: len(answer.tokens)]) == answer.tokens
     generated = json.loads((folder / "summary.json").read_text())["tokens_generated"]
-    saved = sum(len(partial.tokens) for partial in partials.values())
-    assert generated == 2 * BATCH_SIZE * 4 * 400 - saved
+    saved = sum(len(answer.tokens) for answer in answers.values())
+    assert saved > 0
+    assert generated == sum(t.sampled_length for t in trajectories.values()) - saved
     assert audit(folder)["clean"]
 
 
-def stored(folder: Path, table: str, decode: Callable[[bytes], Any]) -> dict[int, Any]:
-    """What a kill at this moment would leave in a table, by key; nothing while it cannot be read."""
+def sampled_runs(trajectory: Trajectory) -> list[list[int]]:
+    """The tokens of each answer of an episode."""
+    starts = np.flatnonzero(np.diff(trajectory.loss_mask_T.astype(int), prepend=0) == 1)
+    ends = np.flatnonzero(np.diff(trajectory.loss_mask_T.astype(int), append=0) == -1) + 1
+    return [trajectory.tokens_T[start:end].tolist() for start, end in zip(starts, ends, strict=True)]
+
+
+def stored(folder: Path, table: str, call: str, decode: Callable[[bytes], Any]) -> dict[tuple[int, int], Any]:
+    """What a kill at this moment would leave in a table, by key and call; nothing while it cannot be read."""
     with tempfile.TemporaryDirectory() as scratch:
         for file in folder.glob("ledger.sqlite*"):
             shutil.copy(file, scratch)
         with suppress(LedgerError, sqlite3.Error):
-            rows = open_for_reading(Path(scratch) / "ledger.sqlite").execute(
-                f"SELECT key, payload FROM {table}"
-            )
-            return {key: decode(payload) for key, payload in rows}
+            connection = open_for_reading(Path(scratch) / "ledger.sqlite")
+            rows = connection.execute(f"SELECT key, {call}, payload FROM {table}")
+            return {(key, number): decode(payload) for key, number, payload in rows}
     return {}
