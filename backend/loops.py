@@ -24,6 +24,7 @@ from rollout.control.intake import Assignment
 from rollout.control.journal import Journal
 from rollout.engine.pool import EnginePool, NoEngine
 from rollout.engine.supervisor import Supervisor
+from rollout.ledger.database import LedgerError
 from rollout.ledger.episode import JournaledGenerator, WatchedReward
 from rollout.trajectory import Completion, Group, Prompt, Trajectory
 from rollout.workflow import Workflow, WorkflowContext
@@ -175,7 +176,7 @@ async def episode(loops: Loops, prompt: Prompt, context: WorkflowContext) -> Tra
             if trajectory.reward is None or not math.isfinite(trajectory.reward):
                 raise ValueError(f"{rollout.workflow.path} gave the reward {trajectory.reward}")
             return trajectory
-        except NoEngine:
+        except (NoEngine, LedgerError):
             raise
         except Exception as error:  # user code: whatever it raises, the episode has failed and is counted
             loops.recorder.episode_failed(prompt, attempt, error)

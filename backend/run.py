@@ -160,10 +160,13 @@ async def _run(config: RunConfig, progress: Progress, resume: bool) -> RunSummar
             raise
         finally:
             await loops.checkpoints.cancel()
-            summary = loops.recorder.summary(end)
-            write_summary(folder, summary)
             await asyncio.shield(loops.supervisor.stop())
             loops.trainer.kill()
+            summary = loops.recorder.summary(end)
+            try:
+                write_summary(folder, summary)
+            except OSError as error:
+                progress.note(f"no summary.json: {describe(error)}")
         return summary
 
 

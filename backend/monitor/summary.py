@@ -135,7 +135,7 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     rows.append(("throughput", throughput))
     if summary.trainer_wait_fraction is not None:
         rows.append(("trainer", f"waited for batches {summary.trainer_wait_fraction:.0%} of its time"))
-    versions = f"{summary.versions} published"
+    versions = f"{summary.steps} published"
     if summary.stall_s_mean is not None:
         versions += f", generation paused {seconds(summary.stall_s_mean)} for each"
     rows.append(("versions", versions))

@@ -4,6 +4,7 @@ The writer holds the file exclusively. So a second driver of the same run is ref
 memory between processes, which network file systems do not have.
 """
 
+import os
 import sqlite3
 from pathlib import Path
 
@@ -110,7 +111,10 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
     if not path.exists():
         raise LedgerError(f"{path} does not exist: expected the folder of a run")
     try:
-        connection = sqlite3.connect(path, timeout=2, isolation_level=None)
+        # SQLite cannot read in WAL mode without writing, unless it is told that nobody writes.
+        archived = not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-wal").exists()
+        uri = f"{path.absolute().as_uri()}?{'immutable=1' if archived else 'mode=rw'}"
+        connection = sqlite3.connect(uri, uri=True, timeout=2, isolation_level=None)
         connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall()
     except (sqlite3.Error, OSError) as error:
         raise explained(path, error) from error

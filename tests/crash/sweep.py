@@ -35,7 +35,7 @@ QUIET_TIMEOUT_S = 60
 """From the driver's end to that of the last process of the run."""
 
 VICTIMS = {"driver": 4, "trainer": 3, "engine": 3}
-MOMENTS = {"any time": 4, "start": 1, "weight update": 2, "checkpoint": 2, "commit": 1}
+MOMENTS = {"any time": 3, "start": 4, "weight update": 2, "checkpoint": 2, "commit": 2}
 
 
 class SweepFailed(AssertionError):

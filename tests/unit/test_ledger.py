@@ -280,6 +280,14 @@ def test_a_second_process_is_refused_while_the_first_one_runs(tmp_path):
     open_for_reading(path).close()
 
 
+def test_the_ledger_of_an_archived_run_can_be_read_where_nothing_can_be_written(tmp_path, monkeypatch):
+    in_ledger(tmp_path / "ledger.sqlite", nothing)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    before = sorted(tmp_path.iterdir())
+    assert open_for_reading(tmp_path / "ledger.sqlite").execute("SELECT * FROM groups").fetchall() == []
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_a_file_that_is_no_ledger_is_refused(tmp_path):
     (tmp_path / "ledger.sqlite").write_bytes(b"something else" * 100)
     with pytest.raises(LedgerError, match="not a database: the file is damaged"):
