@@ -53,20 +53,25 @@ class Loops:
 
 
 async def training_loop(loops: Loops) -> None:
-    """Train on batches in admission order and publish every new version. Evaluation goes on beside it."""
+    """Train on batches and publish every new version, until all steps are done or the gate is ended."""
+    running: list[asyncio.Task[None]] = []
     async with asyncio.TaskGroup() as evaluations:
         while loops.gate.step < loops.config.run.steps:
-            version = await training_step(loops)
+            asked = asyncio.get_running_loop().time()
+            groups = await loops.gate.batch(loops.config.run.batch_timeout_s)
+            if not groups:
+                for evaluation in running:
+                    evaluation.cancel()
+                return
+            version = await training_step(loops, groups, asked)
             await loops.checkpoints.step_done(loops.gate)
             if is_evaluated(loops.config, loops.gate.step):
-                evaluations.create_task(evaluate_and_record(loops, version))
+                running.append(evaluations.create_task(evaluate_and_record(loops, version)))
 
 
-async def training_step(loops: Loops) -> int:
-    """One batch, one step, one published version; that version."""
+async def training_step(loops: Loops, groups: list[Group], asked: float) -> int:
+    """One step on a batch that was ``asked`` for then, one published version; that version."""
     clock = asyncio.get_running_loop().time
-    asked = clock()
-    groups = await loops.gate.batch(loops.config.run.batch_timeout_s)
     waited_s = clock() - asked
     await loops.gate.step_begins()
     advance = await loops.weights.advance(as_batch(groups, loops.gate.version))

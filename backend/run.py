@@ -1,10 +1,8 @@
 """Builds a run from a recipe, runs its loops, and ends everything that it started, on every path."""
 
 import asyncio
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -35,6 +33,7 @@ from backend.resume import (
     refuse_if_running,
 )
 from backend.served_weights import ServedWeights
+from backend.stop import Stop, Stopped
 from configs.schema import RunConfig
 from rollout.control.concurrency import ConcurrencyController
 from rollout.control.gate import AdmissionGate
@@ -47,10 +46,6 @@ from rollout.workflow import WorkflowContext
 
 CHECKPOINT = "checkpoint-hf"
 """The trained policy, in the run folder."""
-
-
-class Stopped(Exception):
-    """The user or the scheduler asked the run to end."""
 
 
 def start_folder(config: RunConfig) -> Path:
@@ -89,25 +84,6 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     )
 
 
-@contextmanager
-def stop_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM call ``stop`` once; further ones are ignored, so that clean-up is not cut short."""
-    loop = asyncio.get_running_loop()
-    pending = [stop]
-
-    def once() -> None:
-        if pending:
-            pending.pop()()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, once)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-
-
 async def run(config: RunConfig, progress: Progress, *, resume: bool = False) -> RunSummary:
     """Run the recipe to its end; the summary is also written to the run folder.
 
@@ -116,25 +92,18 @@ async def run(config: RunConfig, progress: Progress, *, resume: bool = False) ->
     Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail;
     engines, trainer and Ray are ended first.
     """
-    task = asyncio.ensure_future(_run(with_absolute_paths(config), progress, resume))
-    stopped = False
-
-    def stop() -> None:
-        nonlocal stopped
-        stopped = True
-        progress.phase("stopping")
-        task.cancel()
-
-    with stop_signals(stop):
+    stop = Stop(progress)
+    task = asyncio.ensure_future(_run(with_absolute_paths(config), progress, resume, stop))
+    with stop.on_signals(), stop.by("stopping", task.cancel):
         try:
             return await task
         except asyncio.CancelledError:
-            if stopped:
+            if stop.asked:
                 raise Stopped from None
             raise
 
 
-async def _run(config: RunConfig, progress: Progress, resume: bool) -> RunSummary:
+async def _run(config: RunConfig, progress: Progress, resume: bool, stop: Stop) -> RunSummary:
     started = time.monotonic()
     await prepare_inputs(config, progress.phase)
     progress.phase("reading model and prompts")
@@ -153,9 +122,9 @@ async def _run(config: RunConfig, progress: Progress, resume: bool) -> RunSummar
         loops = build(config, inputs, state, placement, folder, metrics, trace, progress, started)
         end: Literal["done", "failed", "stopped"] = "failed"
         try:
-            await drive(loops, state, folder, progress)
+            await drive(loops, state, folder, progress, stop)
             end = "done"
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, Stopped):
             end = "stopped"
             raise
         finally:
@@ -293,10 +262,11 @@ def engine_handles(config: RunConfig, inputs: Inputs, placement: Placement, logs
     ]
 
 
-async def drive(loops: Loops, state: RunState, folder: Path, progress: Progress) -> None:
+async def drive(loops: Loops, state: RunState, folder: Path, progress: Progress, stop: Stop) -> None:
     """The run's course: start or restore, evaluate, train while collecting, evaluate, export.
 
-    When a loop fails, the task group cancels the others and raises what it raised.
+    When a loop fails, the task group cancels the others and raises what it raised. Raises Stopped when the
+    run was asked to end; a checkpoint has been taken then.
     """
     serving = asyncio.Event()
     await state.ledger.flushed()
@@ -314,16 +284,25 @@ async def drive(loops: Loops, state: RunState, folder: Path, progress: Progress)
             controller = ConcurrencyController(maximum=loops.config.rollout.max_concurrent)
             keeping.append(tasks.create_task(follow_load(loops.pool, controller), name="concurrency"))
         collecting = tasks.create_task(collection_loop(loops), name="collection")
-        await training_loop(loops)
+        with stop.by("stopping behind this step; again to stop at once", loops.gate.end):
+            await training_loop(loops)
         loops.recorder.training_ends()
         collecting.cancel()
         await asyncio.wait({collecting})
         await loops.pool.abort_running()
         await loops.checkpoints.last(loops.gate)
-        if loops.held_out:
-            progress.phase("evaluating the trained policy")
-            await evaluate_and_record(loops, loops.gate.version)
-        progress.phase("writing the trained policy")
-        await loops.trainer.export_hf(folder / CHECKPOINT)
+        if not stop.asked:
+            await show_result(loops, folder, progress)
         for task in keeping:
             task.cancel()
+    if stop.asked:
+        raise Stopped
+
+
+async def show_result(loops: Loops, folder: Path, progress: Progress) -> None:
+    """Evaluate the trained policy, and write it for others to load."""
+    if loops.held_out:
+        progress.phase("evaluating the trained policy")
+        await evaluate_and_record(loops, loops.gate.version)
+    progress.phase("writing the trained policy")
+    await loops.trainer.export_hf(folder / CHECKPOINT)

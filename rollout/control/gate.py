@@ -40,6 +40,7 @@ class AdmissionGate:
         self._on_lost = on_lost
         self._changes = Changes()
         self._batch: list[Group] = []
+        self._is_ended = False
         self._failures_in_a_row = 0
         self._last_failure = ""
         self.abandon: Callable[[int], None] = lambda id_: None
@@ -116,8 +117,16 @@ class AdmissionGate:
 
     # ---- training
 
+    def end(self) -> None:
+        """No further batch is taken."""
+        self._is_ended = True
+        self._changes.notify()
+
     async def batch(self, timeout_s: float) -> list[Group]:
-        """Wait for the next batch. Raises StalledRun after ``timeout_s``, or when only failures come."""
+        """Wait for the next batch; an empty one when the gate was ended.
+
+        Raises StalledRun after ``timeout_s``, or when only failures come.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 self._batch = await self._changes.first(self._next_batch)
@@ -146,6 +155,8 @@ class AdmissionGate:
         self._changes.notify()
 
     def _next_batch(self) -> list[Group] | None:
+        if self._is_ended:
+            return []
         if self._failures_in_a_row >= max(self._core.capacity, LEAST_FAILURES):
             raise StalledRun(
                 f"{self._failures_in_a_row} groups in a row have failed; the last one: {self._last_failure}"

@@ -78,10 +78,23 @@ def test_a_killed_engine_is_replaced_and_brought_to_the_current_version(launch: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_everything(launch: Launch, number: signal.Signals):
-    run = launch("run.steps=1000", "rollout.max_head_offpolicyness=2")
+def test_a_signal_ends_everything_behind_a_checkpoint(launch: Launch, number: signal.Signals):
+    run = launch("run.steps=1000", "rollout.max_head_offpolicyness=2", "checkpoint.every=500")
     wait_for_step(run, 2)
     run.process.send_signal(number)
+    assert finish(run, 30) == 1
+    assert summary(run)["exit"] == "stopped"
+    [checkpoint] = run.folder.glob("checkpoints/v????????")
+    assert int(checkpoint.name[1:]) == summary(run)["versions"]
+    run.assert_nothing_left()
+
+
+def test_a_second_signal_waits_for_nothing(launch: Launch):
+    run = launch("run.steps=1000", "rollout.max_head_offpolicyness=2", "checkpoint.every=500")
+    wait_for_step(run, 2)
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    run.process.send_signal(signal.SIGINT)
     assert finish(run, 30) == 1
     assert summary(run)["exit"] == "stopped"
     run.assert_nothing_left()

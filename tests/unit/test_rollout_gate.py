@@ -365,6 +365,19 @@ class Written:
         await self.safe.wait()
 
 
+def test_an_ended_gate_gives_no_batch_to_those_who_wait_or_come():
+    async def main():
+        _, gate = make()
+        waiting = asyncio.create_task(gate.batch(10))
+        await settle()
+        gate.end()
+        assert await waiting == []
+        await gate.finished(group(await slot(gate)))
+        assert await gate.batch(10) == []
+
+    asyncio.run(main())
+
+
 def test_a_group_is_not_trained_before_the_journal_is_safe():
     async def main():
         core = RolloutControl(1, 0)
