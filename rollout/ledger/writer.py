@@ -24,7 +24,7 @@ from rollout.trajectory import Completion, Group, Trajectory
 SAMPLES = 1 << 16
 """Keys of trajectories are group id * SAMPLES + sample."""
 
-COMMIT_DELAY_S = 0.001
+COMMIT_DELAY_S = 0.002
 """How long an event may wait for company. A commit costs an fsync, no matter how much is in it."""
 
 CLOSE_TIMEOUT_S = 60.0
