@@ -149,6 +149,8 @@ class Recorder:
                 "rollout/groups_expired": counts.expired,
                 "rollout/groups_failed": counts.failed,
                 "rollout/groups_in_flight": counts.in_flight - self._gate.ready,
+                "rollout/requests_running": self._pool.in_use,
+                "rollout/requests_limit": self._pool.limit,
                 "rollout/groups_generating": self._gate.in_state(State.GENERATING),
                 "rollout/groups_judging": self._gate.in_state(State.JUDGING),
                 "rollout/groups_ready": self._gate.ready,

@@ -61,6 +61,15 @@ def refuse_if_running(folder: Path) -> None:
         """No ledger, or a damaged one: nobody can be running it."""
 
 
+def refuse_without_ledger(folder: Path) -> None:
+    """Raise InputError when there are checkpoints that nothing tells the history of."""
+    if CheckpointFolder(folder / CHECKPOINTS, keep_last=1).all():
+        raise InputError(
+            f"{folder} has checkpoints but no {LEDGER}, which says what they were trained on: "
+            "restore the file, or start anew without --resume (the folder is set aside)"
+        )
+
+
 def check_same_run(config: RunConfig) -> None:
     """Raise InputError if the recipe is not that of the run in its folder, as far as it must be."""
     recipe = config.run.folder / "recipe.yaml"

@@ -31,6 +31,7 @@ from backend.resume import (
     check_same_run,
     find_checkpoint,
     refuse_if_running,
+    refuse_without_ledger,
 )
 from backend.served_weights import ServedWeights
 from backend.stop import Stop, Stopped
@@ -153,6 +154,7 @@ def open_run(config: RunConfig, inputs: Inputs, progress: Progress, resume: bool
             (folder / "recipe.yaml").write_text(recipe_text(config))
         else:
             if resume:
+                refuse_without_ledger(folder)
                 progress.note(f"nothing to resume in {folder}: the run starts from the beginning")
             start_folder(config)
             state = begin(config, inputs, None)

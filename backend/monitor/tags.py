@@ -75,6 +75,11 @@ TAGS: dict[str, Tag] = {
         "groups, whole run", "Groups given up because an episode failed in every one of its attempts."
     ),
     "rollout/groups_in_flight": Tag("groups, now", "Admitted groups still being generated or judged."),
+    "rollout/requests_running": Tag("requests, now", "Requests that engines are answering."),
+    "rollout/requests_limit": Tag(
+        "requests, now",
+        "How many are allowed: `rollout.max_concurrent`, or what the engines' KV memory has room for.",
+    ),
     "rollout/groups_generating": Tag("groups, now", "Groups of which an answer is being generated."),
     "rollout/groups_judging": Tag("groups, now", "Groups that wait for nothing but rewards."),
     "rollout/groups_ready": Tag("groups, now", "Finished groups that wait for a training step."),

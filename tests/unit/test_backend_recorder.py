@@ -31,7 +31,7 @@ class Fakes:
             losses=Counter(),
             in_state=lambda state: {State.GENERATING: 2, State.JUDGING: 1}[state],
         )
-        self.pool = SimpleNamespace(tokens_generated=0, requests_resent=0)
+        self.pool = SimpleNamespace(tokens_generated=0, requests_resent=0, in_use=5, limit=6)
         self.recorder = Recorder(
             SimpleNamespace(log=lambda step, values: self.logged.append((step, dict(values)))),
             SimpleNamespace(
@@ -115,6 +115,8 @@ def test_a_step_is_logged_with_the_numbers_of_its_groups():
             "rollout/episode_retries": 0,
             "rollout/retractions": 3,
             "rollout/requests_resent": 7,
+            "rollout/requests_running": 5,
+            "rollout/requests_limit": 6,
             "train/step": 5,
             "lost/filtered": 1,
             "lost/failed": 1,
