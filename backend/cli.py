@@ -49,14 +49,15 @@ def train(
     from backend.monitor.progress import open_progress
     from backend.monitor.summary import print_summary
     from backend.placement import PlacementError
-    from backend.run import Stopped, run
+    from backend.run import run
+    from backend.stop import Stopped
 
     progress = open_progress(config.run.steps)
     try:
         summary = asyncio.run(run(config, progress, resume=resume))
     except Stopped:
         progress.close()
-        _errors.print(f"stopped; what there is lies in {config.run.folder}")
+        _errors.print(f"stopped; what there is lies in {config.run.folder}, and --resume goes on with it")
         raise typer.Exit(FAILED) from None
     except (InputError, PlacementError) as error:
         progress.close()
@@ -102,6 +103,38 @@ def audit(
         print_audit(found, Console(soft_wrap=True))
     if found.discrepancies:
         raise typer.Exit(FAILED)
+
+
+@app.command()
+def simulate(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    lengths: Annotated[
+        Path | None, typer.Option(help="Response lengths: a number a line, a JSON list, or JSON lines.")
+    ] = None,
+    nodes: Annotated[
+        list[str] | None, typer.Option(metavar="N ...", help="Sizes of the cluster, such as --nodes 1 2 4.")
+    ] = None,
+    fit: Annotated[
+        Path | None, typer.Option(help="Folder of a run: its cost model and lengths are used.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of all random numbers; default: run.seed.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts: one JSON document.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for simulation.json and the timeline as a picture.")
+    ] = None,
+) -> None:
+    """Run a recipe in virtual time: how fast it would be, and how other schedules would do."""
+    from backend.simulate.command import Failed, Options, run
+
+    try:
+        run(Options(recipe, tuple(overrides or ()), lengths, tuple(nodes or ()), fit, seed, as_json, out))
+    except RecipeError as error:
+        _errors.print(str(error), markup=False)
+        raise typer.Exit(WRONG_INPUT) from None
+    except Failed as error:
+        _errors.print(f"failed: {error}", markup=False)
+        raise typer.Exit(FAILED) from None
 
 
 @app.command()

@@ -83,7 +83,7 @@ class TrainerModel(Section):
     tokens_per_s: float = Field(13_000, gt=0, description="Tokens per second and GPU, the whole step.")
     step_s: float = Field(5.0, ge=0, description="Seconds of a step that do not depend on its batch.")
     slowdown: float = Field(
-        1.0, ge=1, description="A step takes this many times longer while engines decode."
+        1.0, ge=1, description="A step takes this many times longer if engines decode when it begins."
     )
 
 

@@ -278,6 +278,7 @@ def test_the_load_of_a_server_shows_its_running_requests(server: Server):
     asyncio.run(watch())
 
 
+@pytest.mark.usefixtures("version_0")
 @pytest.mark.parametrize(
     "parallel", [{}, {"tensor": 2}, {"pipeline": 2}], ids=["one rank", "tensor 2", "pipeline 2"]
 )

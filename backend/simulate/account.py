@@ -1,0 +1,206 @@
+"""What a simulated run came to."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from backend.simulate.failures import Failures
+from backend.simulate.pool import SimulatedPool
+from backend.simulate.trainer import SimulatedTrainer
+from backend.simulate.trajectory import SimulatedTrajectory
+from backend.trainer_result import StepResult
+from bridge.report import PublishReport
+from rollout.control.core import GroupCounts, Loss, RolloutControl
+from rollout.trajectory import Group
+
+
+@dataclass(frozen=True)
+class EngineSeconds:
+    """Of all engines together."""
+
+    decode: float
+    prefill: float
+    paused: float
+    idle: float
+    down: float
+    requests: float
+    """Of decoding, times the requests that ran meanwhile."""
+
+    @property
+    def total(self) -> float:
+        return self.decode + self.prefill + self.paused + self.idle + self.down
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One simulated run. Times in virtual seconds."""
+
+    steps: int
+    makespan_s: float
+    """From the first admission to the last publication."""
+    step_s: tuple[float, ...]
+    trajectories: int
+    """Trained ones."""
+    tokens_trained: int
+    """Those that carried loss."""
+    tokens_generated: int
+    """Also for what was never trained."""
+    tokens_masked: int
+    counts: GroupCounts
+    losses: dict[Loss, int]
+    """Groups."""
+    tokens_lost: dict[Loss, int]
+    """Of the finished answers in those."""
+    head_lags: dict[int, int]
+    """Trained trajectories by head lag."""
+    token_lags: dict[int, int]
+    train_s: float
+    publish_s: float
+    wait_s: float
+    engine_s: EngineSeconds
+    retractions: int
+    requests_resent: int
+    failed_attempts: int
+    engine_failures: int
+    failures: tuple[str, ...]
+    """The first of them, as messages."""
+
+    @property
+    def trainer_idle(self) -> float:
+        """Share of the time in which the trainer did not train: it waited for a batch, or was publishing."""
+        return 1 - self.train_s / self.makespan_s
+
+    @property
+    def engine_idle(self) -> float:
+        """Share of the engines' time in which nothing ran, or they were paused for an update."""
+        seconds = self.engine_s
+        return (seconds.idle + seconds.paused + seconds.down) / seconds.total
+
+    @property
+    def running(self) -> float:
+        """Mean number of requests that run on an engine while it decodes."""
+        return self.engine_s.requests / self.engine_s.decode if self.engine_s.decode else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Trained tokens."""
+        return self.tokens_trained / self.makespan_s
+
+    @property
+    def trajectories_per_s(self) -> float:
+        """Trained ones."""
+        return self.trajectories / self.makespan_s
+
+    @property
+    def max_lag(self) -> int:
+        return max(self.head_lags, default=0)
+
+    @property
+    def mean_lag(self) -> float:
+        total = sum(self.head_lags.values())
+        return sum(lag * number for lag, number in self.head_lags.items()) / total if total else 0.0
+
+    @property
+    def groups_wasted(self) -> float:
+        """Share of the ended groups that were neither trained nor filtered on purpose."""
+        lost = self.counts.expired + self.counts.failed
+        return lost / max(self.counts.trained + lost, 1)
+
+    @property
+    def tokens_wasted(self) -> float:
+        """Share of the generated tokens that were never trained; those of filtered groups count."""
+        return 1 - self.tokens_trained / max(self.tokens_generated, 1)
+
+
+@dataclass
+class Account:
+    """Seen by the loops as ``backend.recorder.Recorder`` is."""
+
+    step_s: list[float] = field(default_factory=list)
+    wait_s: float = 0.0
+    publish_s: float = 0.0
+    trajectories: int = 0
+    tokens_trained: int = 0
+    tokens_masked: int = 0
+    tokens_lost: Counter[Loss] = field(default_factory=Counter)
+    head_lags: Counter[int] = field(default_factory=Counter)
+    token_lags: Counter[int] = field(default_factory=Counter)
+    retractions: int = 0
+    failed_attempts: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def step(self, groups: list[Group], result: StepResult, report: PublishReport, times: Any) -> None:
+        version = result.version - 1
+        head_lags, token_lags = self.head_lags, self.token_lags
+        for group in groups:
+            for trajectory in group.trajectories:
+                spans = trajectory.spans
+                self.trajectories += 1
+                self.retractions += trajectory.retractions
+                self.tokens_trained += trajectory.response_length
+                self.tokens_masked += trajectory.sampled_length - trajectory.response_length
+                if spans:
+                    head_lags[version - spans[0][0]] += 1
+                    for of, tokens in spans:
+                        token_lags[version - of] += tokens
+        self.step_s.append(times.step_s)
+        self.wait_s += times.wait_s
+        self.publish_s += report.total_s
+
+    def lost(self, loss: Loss, trajectories: Sequence[SimulatedTrajectory]) -> None:
+        """Groups are counted by the control core."""
+        self.tokens_lost[loss] += sum(trajectory.sampled_length for trajectory in trajectories)
+
+    def episode_failed(self, prompt: Any, attempt: int, error: Exception) -> None:
+        self.failed_attempts += 1
+        if len(self.failures) < 3:
+            self.failures.append(f"prompt {prompt.id}, attempt {attempt}: {type(error).__name__}: {error}")
+
+    def evaluated(self, version: int, accuracy: float, response_length: float) -> None:
+        """Evaluations matter for the time that they take from the engines."""
+
+    def note(self, text: str) -> None:
+        self.failures.append(text)
+
+    def outcome(
+        self,
+        control: RolloutControl,
+        pool: SimulatedPool,
+        trainer: SimulatedTrainer,
+        failures: Failures,
+        now: float,
+    ) -> Outcome:
+        """Of a run that began at second 0 and has ended ``now``."""
+        pool.settle()
+        engines = pool.engines
+        return Outcome(
+            steps=len(self.step_s),
+            makespan_s=now,
+            step_s=tuple(self.step_s),
+            trajectories=self.trajectories,
+            tokens_trained=self.tokens_trained,
+            tokens_generated=pool.tokens_generated,
+            tokens_masked=self.tokens_masked,
+            counts=control.counts,
+            losses={loss: control.losses[loss] for loss in Loss},
+            tokens_lost={loss: self.tokens_lost[loss] for loss in Loss},
+            head_lags=dict(sorted(self.head_lags.items())),
+            token_lags=dict(sorted(self.token_lags.items())),
+            train_s=sum(end - begin for begin, end in trainer.training),
+            publish_s=self.publish_s,
+            wait_s=self.wait_s,
+            engine_s=EngineSeconds(
+                decode=sum(engine.decode_s for engine in engines),
+                prefill=sum(engine.prefill_s for engine in engines),
+                paused=sum(engine.paused_s for engine in engines),
+                idle=sum(engine.idle_s for engine in engines),
+                down=sum(engine.down_s for engine in engines),
+                requests=sum(engine.request_s for engine in engines),
+            ),
+            retractions=self.retractions,
+            requests_resent=pool.requests_resent,
+            failed_attempts=self.failed_attempts,
+            engine_failures=failures.count,
+            failures=tuple(self.failures),
+        )

@@ -1,0 +1,120 @@
+"""One simulated run: the loops of a real one, on models of everything that they wait for."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from backend.loops import Loops, collection_loop, training_loop
+from backend.served_weights import ServedWeights
+from backend.simulate import clock
+from backend.simulate.account import Account, Outcome
+from backend.simulate.failures import Failures
+from backend.simulate.layout import Layout, model_of
+from backend.simulate.pool import SimulatedPool
+from backend.simulate.schedules import Schedule
+from backend.simulate.trainer import SimulatedTrainer
+from backend.simulate.workload import (
+    SimulatedReward,
+    SimulatedStream,
+    SimulatedWorkflow,
+    Workload,
+    held_out_prompts,
+)
+from configs.schema import RunConfig
+from rollout.control.gate import AdmissionGate, StalledRun
+from rollout.control.intake import Intake
+from rollout.control.journal import NoJournal
+from rollout.plugins import build
+
+
+@dataclass(slots=True)
+class _Context:
+    """What ``rollout.workflow.WorkflowContext`` is to a real workflow."""
+
+    generator: Any
+    reward: Any
+    sampling: Any
+
+
+class _NoCheckpoints:
+    async def step_done(self, gate: AdmissionGate) -> None:
+        """Checkpoints are written beside training."""
+
+
+class SimulationStalled(RuntimeError):
+    """A real run would end here: no batch comes, or nothing but failures. Says who waits where."""
+
+
+class World:
+    """A run of ``config.run.steps`` training steps; ``run`` it once."""
+
+    pool: SimulatedPool
+    trainer: SimulatedTrainer
+
+    def __init__(
+        self, config: RunConfig, schedule: Schedule, layout: Layout, workload: Workload, held_out: int = 0
+    ) -> None:
+        """``held_out``: prompts of the evaluations that ``eval.every`` asks for; 0: there are none."""
+        self._config = config if held_out else config.model_copy(update={"eval": None})
+        self._schedule = schedule
+        self._layout = layout
+        self._workload = workload
+        self._held_out = held_out
+        self._waiting = ""
+
+    def run(self, on_advance: Callable[[float], None] | None = None) -> Outcome:
+        """Raises SimulationStalled when a real run would end with StalledRun, and Deadlock for a bug.
+
+        ``on_advance`` is called with each new time, while ``pool`` and ``trainer`` are still as they were.
+        """
+        try:
+            return clock.run(self._run(), on_advance)
+        except ExceptionGroup as errors:
+            stalled, _ = errors.split(StalledRun)
+            if stalled is None:
+                raise
+            raise SimulationStalled(f"{_first(stalled)}; {self._waiting}") from None
+
+    async def _run(self) -> Outcome:
+        rollout, model, workload = self._config.rollout, model_of(self._config), self._workload
+        self.pool = SimulatedPool(self._layout.engines, model.engine, workload, rollout.max_concurrent)
+        self.trainer = SimulatedTrainer(model, self._layout.trainer_gpus, self.pool, self._schedule.interrupt)
+        weights: Any = ServedWeights(self.trainer, self.pool)  # type: ignore[arg-type]
+        failures = Failures(model.failures, self.pool, weights, workload)
+        account = Account()
+        control = self._schedule.control(rollout, self._config.run.steps)
+        stream: Any = SimulatedStream()
+        parts: dict[str, Any] = {
+            "gate": AdmissionGate(control, Intake(stream), NoJournal(), account.lost),
+            "journal": NoJournal(),
+            "pool": self.pool,
+            "trainer": self.trainer,
+            "weights": weights,
+            "supervisor": failures,
+            "workflow": SimulatedWorkflow(workload),
+            "context": _Context(self.pool, SimulatedReward(), rollout.sampling),
+            "group_filter": build(rollout.group_filter) if rollout.group_filter else None,
+            "recorder": account,
+            "checkpoints": _NoCheckpoints(),
+        }
+        held_out: Any = held_out_prompts(self._held_out)
+        loops = Loops(config=self._config, held_out=held_out, **parts)
+        async with asyncio.TaskGroup() as tasks:
+            beside = [tasks.create_task(collection_loop(loops)), tasks.create_task(failures.run())]
+            try:
+                await training_loop(loops)
+            except* StalledRun:
+                self._waiting = clock.waiting(asyncio.get_running_loop())
+                raise
+            outcome = account.outcome(
+                control, self.pool, self.trainer, failures, asyncio.get_running_loop().time()
+            )
+            for task in beside:
+                task.cancel()
+        return outcome
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error itself, out of the groups around it."""
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
