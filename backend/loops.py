@@ -124,15 +124,15 @@ async def collect(loops: Loops, assignment: Assignment) -> None:
         if to_judge == 0:
             loops.gate.judging(ticket)
 
+    tokenizer, sampling = loops.context.tokenizer, loops.context.sampling
+    reward = WatchedReward(loops.context.reward, judging)
+
     async def sample(number: int) -> Trajectory:
         if prior and number in prior.trajectories:
             return prior.trajectories[number]
         answers = prior.partials.get(number, {}) if prior else {}
-        context = replace(
-            loops.context,
-            generator=JournaledGenerator(loops.pool, loops.journal, ticket.id, number, answers),
-            reward=WatchedReward(loops.context.reward, judging),
-        )
+        generator = JournaledGenerator(loops.pool, loops.journal, ticket.id, number, answers)
+        context = WorkflowContext(generator, tokenizer, reward, sampling)
         trajectory = await episode(loops, prompt, context)
         loops.journal.trajectory(ticket.id, number, trajectory)
         return trajectory

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from backend.loops import Loops, collection_loop, training_loop
@@ -26,15 +25,7 @@ from rollout.control.gate import AdmissionGate, StalledRun
 from rollout.control.intake import Intake
 from rollout.control.journal import NoJournal
 from rollout.plugins import build
-
-
-@dataclass(slots=True)
-class _Context:
-    """What ``rollout.workflow.WorkflowContext`` is to a real workflow."""
-
-    generator: Any
-    reward: Any
-    sampling: Any
+from rollout.workflow import WorkflowContext
 
 
 class _NoCheckpoints:
@@ -85,6 +76,9 @@ class World:
         account = Account()
         control = self._schedule.control(rollout, self._config.run.steps)
         stream: Any = SimulatedStream()
+        generator: Any = self.pool
+        tokenizer: Any = None  # no token is looked at
+        context = WorkflowContext(generator, tokenizer, SimulatedReward(), rollout.sampling)
         parts: dict[str, Any] = {
             "gate": AdmissionGate(control, Intake(stream), NoJournal(), account.lost),
             "journal": NoJournal(),
@@ -93,7 +87,7 @@ class World:
             "weights": weights,
             "supervisor": failures,
             "workflow": SimulatedWorkflow(workload),
-            "context": _Context(self.pool, SimulatedReward(), rollout.sampling),
+            "context": context,
             "group_filter": build(rollout.group_filter) if rollout.group_filter else None,
             "recorder": account,
             "checkpoints": _NoCheckpoints(),

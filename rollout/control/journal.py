@@ -12,7 +12,7 @@ class Journal(Protocol):
 
     def admitted(self, ticket: Ticket, position: int) -> None: ...
     def partial(
-        self, group_id: int, sample: int, call: int, asked: bytes, answer: Completion, *, done: bool
+        self, group_id: int, sample: int, call: int, asked: Sequence[int], answer: Completion, *, done: bool
     ) -> None: ...
     def trajectory(self, group_id: int, sample: int, trajectory: Trajectory) -> None: ...
     def ready(self, group: Group) -> None: ...
@@ -30,7 +30,7 @@ class NoJournal:
         pass
 
     def partial(
-        self, group_id: int, sample: int, call: int, asked: bytes, answer: Completion, *, done: bool
+        self, group_id: int, sample: int, call: int, asked: Sequence[int], answer: Completion, *, done: bool
     ) -> None:
         pass
 

@@ -55,9 +55,8 @@ class JournaledGenerator:
 
     async def generate(self, input_ids: Sequence[int], sampling: SamplingConfig) -> Completion:
         call, self._calls = self._calls, self._calls + 1
-        asked = digest(input_ids)
         prior = self._prior.get(call)
-        if prior is not None and prior.asked != asked:
+        if prior is not None and prior.asked != digest(input_ids):
             self._prior, prior = {}, None
         if prior is not None and prior.done:
             return prior.answer
@@ -68,11 +67,11 @@ class JournaledGenerator:
             now = self._clock()
             if len(answer.spans) != versions or now - written_s >= JOURNAL_EVERY_S:
                 versions, written_s = len(answer.spans), now
-                self._journal.partial(self._group_id, self._sample, call, asked, answer, done=False)
+                self._journal.partial(self._group_id, self._sample, call, input_ids, answer, done=False)
 
         prefix = prior.answer if prior is not None else None
         answer = await self._engines.generate(input_ids, sampling, prefix=prefix, progress=progress)
-        self._journal.partial(self._group_id, self._sample, call, asked, answer, done=True)
+        self._journal.partial(self._group_id, self._sample, call, input_ids, answer, done=True)
         return answer
 
 

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 
 from rollout.control.core import Expired, Loss, Ticket
 from rollout.ledger.database import LedgerError, explained
-from rollout.ledger.records import encode_completion, encode_trajectory
+from rollout.ledger.records import digest, encode_completion, encode_trajectory
 from rollout.trajectory import Completion, Group, Trajectory
 
 SAMPLES = 1 << 16
@@ -144,11 +144,11 @@ class Ledger:
         events.groups.append((ticket.id, position, ticket.requeued_from, ticket.version, self.epoch))
 
     def partial(
-        self, group_id: int, sample: int, call: int, asked: bytes, answer: Completion, *, done: bool
+        self, group_id: int, sample: int, call: int, asked: Sequence[int], answer: Completion, *, done: bool
     ) -> None:
-        """What has been generated of the ``call``-th answer of an episode."""
+        """What has been generated of the ``call``-th answer of an episode, to the input ``asked``."""
         key = group_id * SAMPLES + sample
-        row = (key, call, self.epoch, asked, done, len(answer.tokens), encode_completion(answer))
+        row = (key, call, self.epoch, digest(asked), done, len(answer.tokens), encode_completion(answer))
         events = self._events()
         events.partials[key, call] = row
         self._with_partials.add(key)

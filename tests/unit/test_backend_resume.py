@@ -78,7 +78,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_what_the_ledger_kept(config: Run
         checkpoint(config, 1, 1)
         await trained(ledger, 1, 2)
         ledger.admitted(Ticket(2, 2), 2)
-        ledger.partial(2, 0, 0, b"asked", completion((2, 3)), done=False)
+        ledger.partial(2, 0, 0, (), completion((2, 3)), done=False)
         ledger.admitted(Ticket(3, 2), 3)
         await ledger.flushed()
 

@@ -30,6 +30,8 @@ from rollout.trajectory import UNSAMPLED, Completion, Finish, Group, Prompt, Spa
 
 BATCH = {"batch_size": 1, "n_samples": 2, "bound": 2}
 
+ASKED, AGAIN = (1, 2, 3), (4, 5)
+
 
 def trajectory(versions, reward: float | None = 1.0) -> Trajectory:
     versions_T = np.array([UNSAMPLED, *versions], np.int32)
@@ -153,11 +155,11 @@ def test_every_kind_of_group_is_found_again(tmp_path):
     async def act(ledger):
         for id_ in range(7):
             ledger.admitted(Ticket(id_, 0), id_ + 10)
-        ledger.partial(1, 0, 0, b"asked", completion((0, 3)), done=False)
-        ledger.partial(1, 1, 0, b"asked", completion((0, 2)), done=True)
-        ledger.partial(1, 1, 1, b"again", completion((0, 1)), done=False)
+        ledger.partial(1, 0, 0, ASKED, completion((0, 3)), done=False)
+        ledger.partial(1, 1, 0, ASKED, completion((0, 2)), done=True)
+        ledger.partial(1, 1, 1, AGAIN, completion((0, 1)), done=False)
         await ledger.flushed()
-        ledger.partial(1, 0, 0, b"asked", completion((0, 5)), done=False)
+        ledger.partial(1, 0, 0, ASKED, completion((0, 5)), done=False)
         ledger.trajectory(2, 0, trajectory([0]))
         ledger.lost(3, Loss.FILTERED, [trajectory([0])])
         ledger.lost(4, Loss.FAILED)
@@ -174,7 +176,7 @@ def test_every_kind_of_group_is_found_again(tmp_path):
     _, partial, half, _ = found.open
     assert len(partial.partials[0][0].answer.tokens) == 5
     assert partial.partials[1][0].done
-    assert partial.partials[1][1].asked == b"again"
+    assert partial.partials[1][1].asked == digest(AGAIN)
     assert partial.tokens == 8
     assert [span.version for span in partial.partials[0][0].answer.spans] == [1], "0 is served as 1 now"
     assert half.trajectories[0].versions_T.tolist() == [UNSAMPLED, 1]
@@ -186,9 +188,9 @@ def test_a_finished_trajectory_replaces_its_partial_answers(tmp_path):
 
     async def act(ledger):
         ledger.admitted(Ticket(0, 0), 0)
-        ledger.partial(0, 0, 0, b"", completion((0, 3)), done=True)
+        ledger.partial(0, 0, 0, (), completion((0, 3)), done=True)
         ledger.trajectory(0, 0, trajectory([0]))
-        ledger.partial(0, 1, 0, b"", completion((0, 3)), done=True)
+        ledger.partial(0, 1, 0, (), completion((0, 3)), done=True)
 
     in_ledger(path, act)
     [group] = in_ledger(path, nothing).open
@@ -241,7 +243,7 @@ def test_a_group_that_starts_again_forgets_what_it_had(tmp_path):
 
     async def act(ledger):
         ready_group(ledger, 0, [0])
-        ledger.partial(0, 1, 3, b"", completion((0, 3)), done=True)
+        ledger.partial(0, 1, 3, (), completion((0, 3)), done=True)
         await ledger.flushed()
         ledger.discarded(0, 2)
         await ledger.flushed()
@@ -353,7 +355,7 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path, seed):
             ledger, _ = open_ledger(Path({str(path)!r}), **BATCH)
             for id_ in range(10**6):
                 ready_group(ledger, id_, [0] * 50)
-                ledger.partial(id_, 1, 1, b"", completion((0, 9)), done=False)
+                ledger.partial(id_, 1, 1, (), completion((0, 9)), done=False)
                 if id_ % 3 == 0:
                     await ledger.flushed()
                     print(id_, flush=True)

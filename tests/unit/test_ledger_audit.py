@@ -25,7 +25,7 @@ def path(tmp_path):
             ledger.step_begins(version, version)
             ledger.published(version, [group])
         ledger.admitted(Ticket(3, 3), 3)
-        ledger.partial(3, 0, 0, b"", completion((3, 4)), done=False)
+        ledger.partial(3, 0, 0, (), completion((3, 4)), done=False)
         ledger.admitted(Ticket(4, 3), 4)
         ledger.expired(Expired(4, Loss.REQUEUED, None))
         ledger.admitted(Ticket(5, 3, requeued_from=4), 4)
@@ -149,7 +149,7 @@ class Life(RuleBasedStateMachine):
     def go_on(self, data, end):
         id_ = data.draw(st.sampled_from(self.open_ids))
         if end == "partial":
-            self.ledger.partial(id_, 0, 0, b"", completion((self.version, 3)), done=False)
+            self.ledger.partial(id_, 0, 0, (), completion((self.version, 3)), done=False)
             return
         if end is Loss.REQUEUED:
             return
