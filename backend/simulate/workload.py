@@ -140,16 +140,19 @@ class SimulatedWorkflow:
 class SimulatedReward:
     """Takes its time, and then says what the workload says."""
 
-    async def score(self, prompt: SimulatedPrompt, response: str, trajectory: SimulatedTrajectory) -> float:
+    def score(
+        self, prompt: SimulatedPrompt, response: str, trajectory: SimulatedTrajectory
+    ) -> asyncio.Future[float]:
         _, _, seconds, reward = trajectory.sample
+        loop = asyncio.get_running_loop()
+        judged: asyncio.Future[float] = loop.create_future()
         if seconds:
-            # What asyncio.sleep does, in half the time.
-            loop = asyncio.get_running_loop()
-            judged = loop.create_future()
-            timer = loop.call_later(seconds, judged.set_result, None)
-            try:
-                await judged
-            except asyncio.CancelledError:
-                timer.cancel()
-                raise
-        return float(reward)
+            loop.call_later(seconds, _judge, judged, float(reward))
+        else:
+            judged.set_result(float(reward))
+        return judged
+
+
+def _judge(judged: asyncio.Future[float], reward: float) -> None:
+    if not judged.done():  # its episode may have been cancelled
+        judged.set_result(reward)

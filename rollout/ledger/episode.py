@@ -1,7 +1,7 @@
 """What one episode may use: engines whose answers are journaled, and a reward that is seen to be asked."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from configs.schema import SamplingConfig
@@ -82,6 +82,6 @@ class WatchedReward:
         self._reward = reward
         self._on_asked = on_asked
 
-    async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
+    def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> Awaitable[float]:
         self._on_asked()
-        return await self._reward.score(prompt, response, trajectory)
+        return self._reward.score(prompt, response, trajectory)
