@@ -45,6 +45,8 @@ def train(
 ) -> None:
     """Run a recipe from its first step to its last."""
     config = _load(recipe, overrides)
+    import uvloop
+
     from backend.inputs import InputError
     from backend.monitor.progress import open_progress
     from backend.monitor.summary import print_summary
@@ -54,7 +56,8 @@ def train(
 
     progress = open_progress(config.run.steps)
     try:
-        summary = asyncio.run(run(config, progress, resume=resume))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            summary = runner.run(run(config, progress, resume=resume))
     except Stopped:
         progress.close()
         _errors.print(f"stopped; what there is lies in {config.run.folder}, and --resume goes on with it")

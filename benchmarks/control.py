@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import uvloop
 from rich.console import Console
 from rich.table import Table
 
@@ -157,7 +158,8 @@ def measure(
             )
 
         try:
-            return asyncio.run(main())
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as `slipstream train` does
+                return runner.run(main())
         finally:
             if durable:
                 ledger.close()
@@ -187,7 +189,8 @@ def flatness(total: int = 100_000) -> list[tuple[int, float]]:
             return points
 
         try:
-            return asyncio.run(main())
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(main())
         finally:
             ledger.close()
 
