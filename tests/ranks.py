@@ -1,20 +1,13 @@
 """Runs a function on several gloo ranks, each a process of its own, and brings the results back."""
 
 import multiprocessing
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from backend.megatron.parallel import RankSpec
-
-
-def free_port() -> int:
-    """A TCP port that is free on the loopback interface now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from rollout.engine.actor import free_port
 
 
 def _main(function: Callable[..., Any], spec: RankSpec, args: tuple[Any, ...], out: Connection) -> None:
@@ -30,7 +23,7 @@ def _main(function: Callable[..., Any], spec: RankSpec, args: tuple[Any, ...], o
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 180) -> list[Any]:
     """``function(RankSpec, *args)`` on every rank; results in rank order. Fails with the first traceback."""
     context = multiprocessing.get_context("spawn")
-    port = free_port()
+    port = free_port("127.0.0.1")
     pipes, processes = [], []
     try:
         for rank in range(world_size):

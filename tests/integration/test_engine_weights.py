@@ -13,13 +13,14 @@ from transformers import AutoTokenizer
 from backend.megatron.parallel import RankSpec
 from backend.quickstart.tokenizer import build_tokenizer
 from configs.schema import RunConfig, SamplingConfig
+from rollout.engine.actor import free_port
 from rollout.engine.client import EngineAddress, EngineClient, EngineError, EngineLost, Silent
 from rollout.engine.pool import EnginePool
 from rollout.engine.process import ServerProcess, ServerSpec
 from rollout.trajectory import Completion, Finish
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import make_checkpoint, reference_logprobs, reference_model
-from tests.ranks import free_port, run_ranks
+from tests.ranks import run_ranks
 
 VOCAB = 48
 ONE_TOKEN = SamplingConfig(max_new_tokens=1)
@@ -79,7 +80,7 @@ class Server:
 
 @contextlib.contextmanager
 def serve(model: Path, log: Path, device: str = "cpu") -> Iterator[Server]:
-    spec = ServerSpec(model, "float32", device, 1, "127.0.0.1", free_port(), version=0, seed=0)
+    spec = ServerSpec(model, "float32", device, 1, "127.0.0.1", free_port("127.0.0.1"), version=0, seed=0)
     process = ServerProcess(spec, log)
     try:
         asyncio.run(process.wait_healthy(120))

@@ -20,9 +20,10 @@ import torch
 from backend.checkpoints import CheckpointError
 from backend.megatron.parallel import RankSpec
 from configs.schema import RunConfig
+from rollout.engine.actor import free_port
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import make_checkpoint
-from tests.ranks import free_port, run_ranks
+from tests.ranks import run_ranks
 
 VOCAB = 101
 """Odd: the embedding has another padding at every tensor-parallel size."""
@@ -191,7 +192,7 @@ def on_ranks(
     found: dict[str, list] = {}
     for world_size in sorted({case.ranks for case in cases.values()}):
         work = {
-            name: (free_port(), case.config(models), folders[name])
+            name: (free_port("127.0.0.1"), case.config(models), folders[name])
             for name, case in cases.items()
             if case.ranks == world_size
         }
@@ -332,7 +333,7 @@ def endured(models: Path, tmp_path_factory) -> list[dict[str, Any]]:
     names = ("step 0", "snapshot", "full", "full index", "given up", "afterwards")
     folders: dict[str, Any] = {name: tmp_path_factory.mktemp(name.replace(" ", "-")) for name in names}
     config = Case({"data": 2}, distributed=True).config(models)
-    return run_ranks(2, mishaps, config, folders | {"port": free_port()})
+    return run_ranks(2, mishaps, config, folders | {"port": free_port("127.0.0.1")})
 
 
 def test_the_snapshot_does_not_see_training_that_goes_on(endured):

@@ -167,6 +167,11 @@ def test_a_free_port_can_be_bound():
         probe.bind(("127.0.0.1", free_port("127.0.0.1")))
 
 
+def test_a_free_port_is_none_that_the_kernel_gives_away():
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(free_port("127.0.0.1") < lowest for _ in range(20))
+
+
 # ---- start
 
 
