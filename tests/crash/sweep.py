@@ -146,8 +146,8 @@ class Sweep:
                 self.recoveries_s.append(time.monotonic() - began)
         watched = {
             "weight update": lambda: _grown(life.folder / "logs" / "engine-0.log", "/pause_generation"),
-            "checkpoint": lambda: lambda: any(life.folder.glob("checkpoints/*.partial")),
-            "commit": lambda: lambda: any(life.folder.glob("checkpoints/*.partial/checkpoint.json*")),
+            "checkpoint": lambda: lambda: _there(life.folder, "checkpoints/*.partial"),
+            "commit": lambda: lambda: _there(life.folder, "checkpoints/*.partial/checkpoint.json*"),
         }.get(kill.moment)
         if watched is not None:
             seen, deadline = watched(), time.monotonic() + 20
@@ -210,6 +210,12 @@ class Sweep:
 
 class Ended(Exception):
     """The life has ended by itself."""
+
+
+def _there(folder: Path, pattern: str) -> bool:
+    with suppress(FileNotFoundError):  # renamed while it was looked into
+        return any(folder.glob(pattern))
+    return False
 
 
 def _grown(log: Path, text: str) -> Callable[[], bool]:
