@@ -22,8 +22,7 @@ def audit_run(folder: Path) -> Audit:
     for path in checkpoints.all():
         problems = checkpoints.verify(path)
         if problems:
-            audit.checkpoints[path.name] = "; ".join(problems)
-            audit.notes.append(f"checkpoint {path.name} is damaged: {'; '.join(problems)}")
+            audit.checkpoints[path.name] = f"damaged: {'; '.join(problems)}"
             continue
         record = checkpoints.record(path)
         if not survives(record.version, record.epoch, starts):
@@ -69,7 +68,8 @@ def print_audit(audit: Audit, console: Console) -> None:
     for name, state in audit.checkpoints.items():
         console.print(f"checkpoint {name}: {state}", markup=False)
     for text in audit.discrepancies:
-        console.print(f"[red]wrong[/]: {text}")
+        console.print("[red]wrong[/]: ", end="")
+        console.print(text, markup=False)
     if not audit.discrepancies:
         console.print("[green]nothing lost, nothing trained twice, nothing beyond the bound[/]")
 

@@ -62,8 +62,8 @@ class TrainerCheckpoints:
             self._writing = None
         if self._config.every and gate.step > self._last_step:
             await self._begin(gate)
-            if self._writing is not None:
-                await self._writing
+        if self._writing is not None:
+            await self._writing
 
     async def cancel(self) -> None:
         """Give up what is being written: the run ends. Nothing half-written will ever be read."""

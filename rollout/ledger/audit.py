@@ -47,10 +47,8 @@ class Audit:
     """trained, masked; discarded: given up by restarts."""
     max_head_lag: int | None = None
     checkpoints: dict[str, str] = field(default_factory=dict)
-    """By name: sound, or what is wrong."""
+    """By name: sound, or what is wrong. One that is damaged is no fault of the account beside a sound one."""
     discrepancies: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """What is worth knowing and no fault of the account, like a damaged checkpoint beside a sound one."""
 
 
 def audit_ledger(path: Path) -> tuple[Audit, Line, list[Restart]]:
