@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollout.trajectory import UNSAMPLED, Trajectory
+from rollout.trajectory import Trajectory
 
 Pack = list[int]
 """Indices of the trajectories in one micro-batch; none: the rank idles along with the others."""
@@ -40,7 +40,7 @@ def check_staleness(batch: TrainBatch, max_lag: int) -> None:
     """Raise StalenessViolation unless every token that carries loss has 0 <= lag <= ``max_lag``."""
     for index, trajectory in enumerate(batch.trajectories):
         version_T = trajectory.versions_T[trajectory.loss_mask_T]
-        if (version_T == UNSAMPLED).any():
+        if (version_T < 0).any():
             raise StalenessViolation(
                 f"trajectory {index} of group {batch.group_N[index]} trains tokens that no policy "
                 "version sampled"

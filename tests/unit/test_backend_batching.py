@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from backend.batching import (
@@ -202,6 +202,7 @@ def versioned(draw):
 
 @settings(max_examples=200, deadline=None)
 @given(versioned())
+@example((batch_of(trajectory(2, 1, version=-1), version=0), 1))  # of no version, though its lag is 1
 def test_the_staleness_check_passes_exactly_when_every_trained_token_is_within_the_bound(case):
     batch, max_lag = case
     versions = [
