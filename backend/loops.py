@@ -1,7 +1,7 @@
 """The loops of a run. They share one event loop and meet only in the admission gate and the engine pool.
 
 collection:  slot -> prompt -> n episodes -> group            (never waits for training, only for slots)
-training:    batch in admission order -> step -> publish -> free the slots
+training:    oldest ready groups -> step -> publish -> free the slots
 serving:     keeps every engine on the current version                (rollout.engine.supervisor)
 """
 
@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -131,7 +132,8 @@ async def collect(loops: Loops, assignment: Assignment) -> None:
         if prior and number in prior.trajectories:
             return prior.trajectories[number]
         answers = prior.partials.get(number, {}) if prior else {}
-        generator = JournaledGenerator(loops.pool, loops.journal, ticket.id, number, answers)
+        wanted = partial(loops.gate.is_open, ticket.id)
+        generator = JournaledGenerator(loops.pool, loops.journal, ticket.id, number, answers, wanted)
         context = WorkflowContext(generator, tokenizer, reward, sampling)
         trajectory = await episode(loops, prompt, context)
         loops.journal.trajectory(ticket.id, number, trajectory)

@@ -61,6 +61,17 @@ class VolumeAdmission(Section):
 Admission = Annotated[SlotsAdmission | VolumeAdmission, Field(discriminator="type")]
 
 
+class ReadyFirstConsumption(Section):
+    """What is ready is trained, oldest first, but for its tokens that are older than the bound by then."""
+
+    type: Literal["ready_first"] = "ready_first"
+    on_stale: Literal["mask", "requeue", "drop"] = Field(
+        "mask",
+        description="A group with tokens outside the bound: they get no loss (mask), its prompt is generated "
+        "again (requeue), or it is given up (drop).",
+    )
+
+
 class FifoConsumption(Section):
     """Batches in admission order exactly. A slow group holds up its batch."""
 
@@ -79,19 +90,8 @@ class WindowedConsumption(Section):
     )
 
 
-class ReadyFirstConsumption(Section):
-    """What is ready is trained. Tokens that have become older than the bound are not."""
-
-    type: Literal["ready_first"] = "ready_first"
-    on_stale: Literal["mask", "requeue", "drop"] = Field(
-        "mask",
-        description="A group with tokens outside the bound: they get no loss (mask), its prompt is generated "
-        "again (requeue), or it is given up (drop).",
-    )
-
-
 Consumption = Annotated[
-    FifoConsumption | WindowedConsumption | ReadyFirstConsumption, Field(discriminator="type")
+    ReadyFirstConsumption | FifoConsumption | WindowedConsumption, Field(discriminator="type")
 ]
 
 
@@ -104,7 +104,9 @@ class RolloutConfig(Section):
     batch_size: int = Field(ge=1, description="Groups per training step.")
     n_samples_per_prompt: int = Field(ge=1, description="Trajectories per group.")
     admission: Admission = Field(SlotsAdmission(), description="When one more group may start.")
-    consumption: Consumption = Field(FifoConsumption(), description="Which ready groups make the next batch.")
+    consumption: Consumption = Field(
+        ReadyFirstConsumption(), description="Which ready groups make the next batch."
+    )
     over_sampling: float = Field(
         1.0,
         ge=1,

@@ -21,6 +21,10 @@ smaller. Engines serve v or later from a group's admission on, so that no token 
 Nobody waits forever: once the B oldest groups are ready, every policy takes them.
 
 ``ReadyFirst`` makes no such promise about groups, and removes tokens of a lag above eta from what is trained.
+Nor does a group lose all of its tokens. What is trained between the moment at which it becomes ready, at
+version w, and its own training is older and was there already: with the group itself at most (eta + 1) * B
+slots, of which a batch in training holds B. So it is trained at step w + eta or before, and its last tokens
+are of version w. (This needs a reward that takes no longer than a step, and no over-sampling.)
 
     >>> control = RolloutControl(batch_size=1, bound=0)
     >>> ticket = control.admit()
@@ -281,15 +285,19 @@ class RolloutControl:
         Call this and ``restore_ready`` in the order of versions, before anything is admitted. None: it could
         not be trained within the bound any more, and must be generated again (``restore_unstarted``).
         """
-        if not self._is_feasible(version):
+        if not self._has_room_for(self.version if self._may_train_parts else version):
             return None
         self._table.add(id_, version)
         return Ticket(id_, version)
 
     def restore_ready(self, group: Group) -> bool:
         """Keep a finished group. False: it is too old by now, as for ``restore_open``."""
-        if self.restore_open(group.id, group.admitted_at) is None:
+        newest = max(
+            int(t.versions_T[t.loss_mask_T].max(initial=group.admitted_at)) for t in group.trajectories
+        )
+        if not self._has_room_for(newest if self._may_train_parts else group.admitted_at):
             return False
+        self._table.add(group.id, group.admitted_at)
         self.finished(group)
         return True
 
@@ -297,15 +305,18 @@ class RolloutControl:
         """Admit the group anew, as soon as there is a slot."""
         self._unstarted.append(id_)
 
-    def _is_feasible(self, version: int) -> bool:
-        """Whether one more group of ``version``, the newest so far, can meet its deadline beside the others.
+    def _has_room_for(self, version: int) -> bool:
+        """Whether the steps until tokens of ``version`` are too old have room for one more group.
 
-        The steps that are left until then have room for all groups of before, if each of those could.
+        What has been restored before is older, and is trained before.
         """
         steps = version + self.bound - self.version + 1
-        if self.consumption.on_stale is not None:
-            return steps > 0 or self.consumption.on_stale in (OnStale.MASK, OnStale.TRAIN)
         return len(self._table) < steps * self.batch_size
+
+    @property
+    def _may_train_parts(self) -> bool:
+        """Whether a group may be trained although some of its tokens are too old to be."""
+        return self.consumption.on_stale in (OnStale.MASK, OnStale.TRAIN)
 
     # ----
 

@@ -71,6 +71,10 @@ class AdmissionGate:
         """Groups that are there now."""
         return self._core.states[state]
 
+    def is_open(self, id_: int) -> bool:
+        """Whether work on the group is wanted: False once it has ended, be it because it has expired."""
+        return self._core.is_open(id_)
+
     @property
     def position(self) -> int:
         """Prompts drawn from the prompt set so far."""

@@ -1,11 +1,14 @@
 """What one episode may use: engines whose answers are journaled, and a reward that is seen to be asked."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from configs.schema import SamplingConfig
 from rollout.control.journal import Journal
+from rollout.ledger.database import LedgerError
 from rollout.ledger.records import digest
 from rollout.ledger.recovery import PartialAnswer
 from rollout.reward import Reward
@@ -43,13 +46,16 @@ class JournaledGenerator:
         group_id: int,
         sample: int,
         prior: Mapping[int, PartialAnswer],
+        is_wanted: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``is_wanted``: whether the group is still to be completed when an answer is cancelled."""
         self._engines = engines
         self._journal = journal
         self._group_id = group_id
         self._sample = sample
         self._prior = prior
+        self._is_wanted = is_wanted
         self._clock = clock
         self._calls = 0
 
@@ -60,18 +66,28 @@ class JournaledGenerator:
             self._prior, prior = {}, None
         if prior is not None and prior.done:
             return prior.answer
-        versions, written_s = 0, self._clock()
+        so_far = written = prior.answer if prior is not None else None
+        written_s = self._clock()
+
+        def write(answer: Completion, *, done: bool) -> None:
+            self._journal.partial(self._group_id, self._sample, call, input_ids, answer, done=done)
 
         def progress(answer: Completion) -> None:
-            nonlocal versions, written_s
-            now = self._clock()
-            if len(answer.spans) != versions or now - written_s >= JOURNAL_EVERY_S:
-                versions, written_s = len(answer.spans), now
-                self._journal.partial(self._group_id, self._sample, call, input_ids, answer, done=False)
+            nonlocal so_far, written, written_s
+            so_far, now = answer, self._clock()
+            new_version = written is None or len(answer.spans) != len(written.spans)
+            if new_version or now - written_s >= JOURNAL_EVERY_S:
+                written, written_s = answer, now
+                write(answer, done=False)
 
-        prefix = prior.answer if prior is not None else None
-        answer = await self._engines.generate(input_ids, sampling, prefix=prefix, progress=progress)
-        self._journal.partial(self._group_id, self._sample, call, input_ids, answer, done=True)
+        try:
+            answer = await self._engines.generate(input_ids, sampling, prefix=so_far, progress=progress)
+        except asyncio.CancelledError:
+            if so_far is not None and so_far is not written and self._is_wanted():
+                with suppress(LedgerError):  # then the run ends for that reason
+                    write(so_far, done=False)
+            raise
+        write(answer, done=True)
         return answer
 
 

@@ -50,7 +50,11 @@ def found(file, *overrides: str) -> dict[str, str]:
     [
         (["actor.recompute_logprobs=false"], "actor.recompute_logprobs", "use_decoupled_loss to false"),
         (["rollout.max_head_offpolicyness=17"], "rollout.max_head_offpolicyness", "allow_extreme_offpol"),
-        (["rollout.admission.type=volume"], "rollout.consumption.type", "ready_first"),
+        (
+            ["rollout.admission.type=volume", "rollout.consumption.type=fifo"],
+            "rollout.consumption.type",
+            "ready_first",
+        ),
         (
             [
                 "rollout.admission.type=volume",

@@ -235,6 +235,12 @@ class Schedule(RuleBasedStateMachine):
         assert sum(self.core.states.values()) == held
 
     @invariant()
+    def masking_never_takes_all_of_a_group(self):
+        _, _, admission, over_sampling = self.settings
+        if self.core.consumption == ReadyFirst(OnStale.MASK) and over_sampling == 1:
+            assert isinstance(admission, VolumeGate) or Loss.STALE not in self.ended.values()
+
+    @invariant()
     def somebody_can_always_go_on(self):
         """Unless a group is being generated or trained, one can start or a batch is due."""
         if not self.generating and not self.training:
@@ -254,6 +260,7 @@ class Schedule(RuleBasedStateMachine):
             while self.core.may_admit():
                 self.admit()
             for ticket in list(self.generating.values()):
+                self.sampled[ticket.id].append(self.engine_version)
                 self.finish(self.generating.pop(ticket.id))
             self.the_trainer_asks_for_a_batch()
             self.every_group_is_accounted_for()

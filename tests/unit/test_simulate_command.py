@@ -57,7 +57,7 @@ def test_the_tables_show_the_run_the_schedules_and_the_cost_model(recipe):
         "decode step 20 ms + 1 ms per running request",
     ):
         assert told in ended.stdout, told
-    matrix = ended.stdout.split("speed-up of fifo over")[1]
+    matrix = ended.stdout.split("speed-up of ready_first over")[1]
     for bound in BOUNDS:
         assert re.search(rf"^\s+{bound}(\s+\d+\.\d\dx){{{len(INTERRUPTS)}}}\s*$", matrix, re.M), bound
 
