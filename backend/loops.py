@@ -8,7 +8,7 @@ serving:     keeps every engine on the current version                (rollout.e
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -18,6 +18,7 @@ from backend.checkpointing import Checkpoints
 from backend.recorder import Recorder, StepTimes
 from backend.remote import Trainer
 from backend.served_weights import ServedWeights
+from backend.time_limit import TimeLimit
 from configs.schema import RunConfig, SamplingConfig
 from rollout.control.filters import GroupFilter
 from rollout.control.gate import AdmissionGate
@@ -48,6 +49,10 @@ class Loops:
     group_filter: GroupFilter | None
     recorder: Recorder
     checkpoints: Checkpoints
+    episode_limit: TimeLimit = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.episode_limit = TimeLimit(self.config.rollout.episode_timeout_s)
 
 
 # ---- training
@@ -178,7 +183,7 @@ async def episode(loops: Loops, prompt: Prompt, context: WorkflowContext) -> Tra
     rollout = loops.config.rollout
     for attempt in range(1, rollout.episode_attempts + 1):
         try:
-            async with asyncio.timeout(rollout.episode_timeout_s):
+            with loops.episode_limit():
                 trajectory = await loops.workflow.run(prompt, context)
             if trajectory.reward is None or not math.isfinite(trajectory.reward):
                 raise ValueError(f"{rollout.workflow.path} gave the reward {trajectory.reward}")

@@ -63,7 +63,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> Call:
-        call = Call((callback, args, 0.0, 0))
+        call = Call((callback, args))
         self._ready.append(call)
         return call
 
@@ -94,7 +94,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if not ready:
                 self._advance()
             for _ in range(len(ready)):
-                callback, args, _, _ = ready.popleft()
+                callback, args = ready.popleft()
                 if callback is not None:
                     callback(*args)
 

@@ -187,6 +187,14 @@ def test_evaluations_take_time_from_the_engines_and_count_for_nothing():
     assert beside.tokens_trained <= beside.tokens_generated == without.tokens_generated
 
 
+def test_an_episode_that_takes_too_long_is_a_failed_attempt():
+    found = simulated(config(episode_timeout_s=3.0, episode_attempts=2))
+    assert found.failed_attempts > 0
+    assert all(failure.endswith("TimeoutError: not done within 3 s") for failure in found.failures)
+    assert found.losses[Loss.FAILED] > 0
+    assert found.counts.trained == 24
+
+
 def test_a_run_that_cannot_go_on_says_who_waits():
     recipe = config(simulate={"failures": {"episode": 1.0}})
     with pytest.raises(SimulationStalled, match=r"groups in a row have failed.*tasks wait"):

@@ -1,0 +1,73 @@
+"""One time limit for many coroutines at once, at the price of one timer."""
+
+import asyncio
+from types import TracebackType
+from typing import Any
+
+
+class TimeLimit:
+    """A limit of one length for any number of tasks.
+
+        limit = TimeLimit(600)
+        with limit():               # TimeoutError unless the block ends within 600 seconds
+            await something()
+
+    ``asyncio.timeout`` sets a timer for each use and cancels it again: a good part of what an episode costs
+    this process. But limits of one length run out in the order in which they were set, and so only the first
+    of them needs a timer. Use it from one event loop.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._entered: dict[_Entry, None] = {}
+        """In the order in which they run out."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __call__(self) -> "_Entry":
+        """For the task that runs; its time begins when the block does."""
+        return _Entry(self)
+
+    def _enter(self, entry: "_Entry", loop: asyncio.AbstractEventLoop) -> None:
+        entry.due = loop.time() + self.seconds
+        self._entered[entry] = None
+        if self._timer is None:
+            self._timer = loop.call_at(entry.due, self._run_out, loop)
+
+    def _run_out(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer, now = None, loop.time()
+        while self._entered:
+            entry = next(iter(self._entered))
+            if entry.due > now:
+                self._timer = loop.call_at(entry.due, self._run_out, loop)
+                return
+            del self._entered[entry]
+            entry.has_run_out = True
+            entry.task.cancel()
+
+
+class _Entry:
+    __slots__ = ("_cancelling", "_limit", "due", "has_run_out", "task")
+
+    task: asyncio.Task[Any]
+    due: float
+
+    def __init__(self, limit: TimeLimit) -> None:
+        self._limit = limit
+        self.has_run_out = False
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("a time limit is for the inside of a task")
+        self.task = task
+        self._cancelling = task.cancelling()
+        self._limit._enter(self, task.get_loop())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if not self.has_run_out:
+            del self._limit._entered[self]
+        # As asyncio.timeout has it: a cancellation that is not ours alone goes on.
+        elif self.task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            raise TimeoutError(f"not done within {self._limit.seconds:g} s") from error
