@@ -110,25 +110,46 @@ class Trajectory:
     reward: float | None = None
 
     @computed_once
+    def runs(self) -> list[tuple[int, bool, int]]:
+        """Runs of tokens that are alike: their version, whether they carry loss, and where the run ends."""
+        versions_T, loss_mask_T = self.versions_T, self.loss_mask_T
+        if not len(versions_T):
+            return []
+        changes_T = (versions_T[1:] != versions_T[:-1]) | (loss_mask_T[1:] != loss_mask_T[:-1])
+        lasts = [*changes_T.nonzero()[0].tolist(), len(versions_T) - 1]
+        return [(versions_T.item(last), loss_mask_T.item(last), last + 1) for last in lasts]
+
+    @computed_once
     def response_length(self) -> int:
         """Tokens that carry loss."""
-        return int(np.count_nonzero(self.loss_mask_T))
+        found = start = 0
+        for _, trained, end in self.runs:
+            if trained:
+                found += end - start
+            start = end
+        return found
 
     @computed_once
     def sampled_length(self) -> int:
         """Tokens that a policy sampled, those included that carry no loss because they are too old."""
-        return int(np.count_nonzero(self.versions_T != UNSAMPLED))
+        found = start = 0
+        for version, _, end in self.runs:
+            if version != UNSAMPLED:
+                found += end - start
+            start = end
+        return found
 
-    @computed_once
+    @property
     def oldest_version(self) -> int:
         """The smallest version among the tokens that carry loss. Raises ValueError when none does."""
-        if not self.response_length:
-            raise ValueError("no token of this trajectory carries loss, so it has no oldest version")
-        return int(self.versions_T[self.loss_mask_T].min())
+        try:
+            return min([version for version, trained, _ in self.runs if trained])
+        except ValueError:
+            raise ValueError("no token of this trajectory carries loss: it has no oldest version") from None
 
     @property
     def n_versions(self) -> int:
-        return len(np.unique(self.versions_T[self.loss_mask_T]))
+        return len({version for version, trained, _ in self.runs if trained})
 
     def with_versions(self, versions_T: np.ndarray) -> "Trajectory":
         """The same episode, its tokens numbered otherwise."""

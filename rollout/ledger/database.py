@@ -8,7 +8,7 @@ import os
 import sqlite3
 from pathlib import Path
 
-FORMAT = 1
+FORMAT = 2
 
 TABLES = """
 CREATE TABLE meta (

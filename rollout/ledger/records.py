@@ -13,35 +13,11 @@ class CorruptRecord(ValueError):
     """Bytes that are no record."""
 
 
-class _Spans(msgspec.Struct, array_like=True):
-    """Runs of equal versions: [version, end] pairs, int32."""
-
-    runs: bytes
-
-    @classmethod
-    def of(cls, versions_T: np.ndarray) -> "_Spans":
-        n = len(versions_T)
-        ends = [*(np.flatnonzero(versions_T[1:] != versions_T[:-1]) + 1).tolist(), n] if n else []
-        pairs = [(int(versions_T[end - 1]), end) for end in ends]
-        return cls(np.array(pairs, "<i4").tobytes())
-
-    def pairs(self) -> np.ndarray:
-        """int32 [R, 2]"""
-        return np.frombuffer(self.runs, "<i4").reshape(-1, 2)
-
-    def versions(self, n: int) -> np.ndarray:
-        """int32 [n]"""
-        pairs_R2 = self.pairs()
-        if (np.diff(pairs_R2[:, 1], prepend=0) <= 0).any() or pairs_R2[-1:, 1].sum() != n:
-            raise CorruptRecord(f"version runs that do not tile {n} tokens")
-        return np.repeat(pairs_R2[:, 0], np.diff(pairs_R2[:, 1], prepend=0)).astype(np.int32)
-
-
 class _Trajectory(msgspec.Struct, array_like=True):
     tokens: bytes
-    loss_mask: bytes
     logprobs: bytes
-    versions: _Spans
+    runs: list[tuple[int, bool, int]]
+    """``Trajectory.runs``"""
     finish: str
     retractions: int
     reward: float | None
@@ -50,7 +26,8 @@ class _Trajectory(msgspec.Struct, array_like=True):
 class _Completion(msgspec.Struct, array_like=True):
     tokens: bytes
     logprobs: bytes
-    versions: _Spans
+    spans: list[tuple[int, int]]
+    """Version and end of each."""
     finish: str
     retractions: int
 
@@ -64,9 +41,8 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
     return _encoder.encode(
         _Trajectory(
             trajectory.tokens_T.astype("<i4").tobytes(),
-            np.packbits(trajectory.loss_mask_T).tobytes(),
             trajectory.logprobs_T.astype("<f4", copy=False).tobytes(),
-            _Spans.of(trajectory.versions_T),
+            trajectory.runs,
             trajectory.finish.value,
             trajectory.retractions,
             trajectory.reward,
@@ -79,34 +55,34 @@ def decode_trajectory(data: bytes) -> Trajectory:
     try:
         record = _trajectories.decode(data)
         tokens_T = np.frombuffer(record.tokens, "<i4").astype(np.int64)
-        n = len(tokens_T)
-        mask_T = np.unpackbits(np.frombuffer(record.loss_mask, np.uint8), count=n).astype(bool)
         logprobs_T = np.frombuffer(record.logprobs, "<f4").astype(np.float32)
-        versions_T = record.versions.versions(n)
-        if len(logprobs_T) != n or len(mask_T) != n:
-            raise CorruptRecord(f"{n} tokens, {len(logprobs_T)} log-probs, {len(mask_T)} mask bits")
-        if (versions_T[mask_T] == UNSAMPLED).any():
+        versions, trained, ends = zip(*record.runs, strict=True) if record.runs else ((), (), ())
+        lengths = np.diff(ends, prepend=0).astype(np.int64)
+        if (lengths <= 0).any() or not len(tokens_T) == len(logprobs_T) == lengths.sum():
+            raise CorruptRecord(
+                f"{len(tokens_T)} tokens, {len(logprobs_T)} log-probs, and runs that end at {list(ends)}"
+            )
+        if any(version == UNSAMPLED and carries for version, carries, _ in record.runs):
             raise CorruptRecord("a token that carries loss has no version")
         return Trajectory(
             tokens_T,
-            mask_T,
+            np.repeat(np.array(trained, bool), lengths),
             logprobs_T,
-            versions_T,
+            np.repeat(np.array(versions, np.int32), lengths),
             Finish(record.finish),
             record.retractions,
             record.reward,
         )
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, OverflowError) as error:
         raise CorruptRecord(f"not a trajectory: {error}") from error
 
 
 def encode_completion(completion: Completion) -> bytes:
-    runs = [(span.version, span.end) for span in completion.spans]
     return _encoder.encode(
         _Completion(
             np.array(completion.tokens, "<i4").tobytes(),
             np.array(completion.logprobs, "<f4").tobytes(),
-            _Spans(np.array(runs, "<i4").tobytes()),
+            [(span.version, span.end) for span in completion.spans],
             completion.finish.value,
             completion.retractions,
         )
@@ -118,7 +94,7 @@ def decode_completion(data: bytes) -> Completion:
     try:
         record = _completions.decode(data)
         start, spans = 0, []
-        for version, end in record.versions.pairs().tolist():
+        for version, end in record.spans:
             spans.append(Span(version, start, end))
             start = end
         return Completion(
@@ -128,7 +104,7 @@ def decode_completion(data: bytes) -> Completion:
             Finish(record.finish),
             record.retractions,
         )
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, OverflowError) as error:
         raise CorruptRecord(f"not a partial answer: {error}") from error
 
 

@@ -121,6 +121,25 @@ def test_the_oldest_version_is_that_of_the_tokens_that_carry_loss():
     assert (masked.oldest_version, masked.n_versions, masked.response_length) == (3, 2, 2)
 
 
+@given(st.lists(st.tuples(st.sampled_from([UNSAMPLED, 0, 1, 2]), st.booleans()), max_size=30))
+def test_lengths_and_versions_are_those_of_the_arrays(tokens):
+    versions_T = np.array([version for version, _ in tokens], np.int32)
+    loss_mask_T = np.array([carries for _, carries in tokens], bool) & (versions_T != UNSAMPLED)
+    zeros = np.zeros(len(tokens), np.float32)
+    one = Trajectory(zeros.astype(np.int64), loss_mask_T, zeros, versions_T, Finish.STOP)
+    assert one.response_length == np.count_nonzero(loss_mask_T)
+    assert one.sampled_length == np.count_nonzero(versions_T != UNSAMPLED)
+    assert one.n_versions == len(np.unique(versions_T[loss_mask_T]))
+    if loss_mask_T.any():
+        assert one.oldest_version == versions_T[loss_mask_T].min()
+    start, whole = 0, []
+    for version, carries, end in one.runs:
+        assert end > start
+        whole += [(version, carries)] * (end - start)
+        start = end
+    assert whole == list(zip(versions_T, loss_mask_T, strict=True))
+
+
 def test_a_trajectory_without_loss_has_no_oldest_version():
     nothing = Trajectory(
         np.array([1]), np.array([False]), np.zeros(1, np.float32), np.array([UNSAMPLED]), Finish.STOP
