@@ -122,16 +122,15 @@ async def collect(loops: Loops, assignment: Assignment) -> None:
     """One group, from its slot to ready, filtered or failed."""
     ticket, prompt, prior = assignment.ticket, assignment.prompt, assignment.prior
     n = loops.config.rollout.n_samples_per_prompt
-    to_judge = n - len(prior.trajectories if prior else ())
+    generating = set(range(n)).difference(prior.trajectories if prior else ())
 
-    def judging() -> None:
-        nonlocal to_judge
-        to_judge -= 1
-        if to_judge == 0:
-            loops.gate.judging(ticket)
+    def judging(number: int) -> None:
+        if number in generating:  # else it is judged again
+            generating.remove(number)
+            if not generating:
+                loops.gate.judging(ticket)
 
     tokenizer, sampling = loops.context.tokenizer, loops.context.sampling
-    reward = WatchedReward(loops.context.reward, judging)
 
     async def sample(number: int) -> Trajectory:
         if prior and number in prior.trajectories:
@@ -139,6 +138,7 @@ async def collect(loops: Loops, assignment: Assignment) -> None:
         answers = prior.partials.get(number, {}) if prior else {}
         wanted = partial(loops.gate.is_open, ticket.id)
         generator = JournaledGenerator(loops.pool, loops.journal, ticket.id, number, answers, wanted)
+        reward = WatchedReward(loops.context.reward, partial(judging, number))
         context = WorkflowContext(generator, tokenizer, reward, sampling)
         trajectory = await episode(loops, prompt, context)
         loops.journal.trajectory(ticket.id, number, trajectory)

@@ -92,7 +92,7 @@ class JournaledGenerator:
 
 
 class WatchedReward:
-    """The reward, for the episodes of one group; ``on_asked`` is called with each question."""
+    """The reward, for one episode; ``on_asked`` is called with each question."""
 
     def __init__(self, reward: Reward, on_asked: Callable[[], None]) -> None:
         self._reward = reward
