@@ -130,13 +130,13 @@ async def collect(loops: Loops, assignment: Assignment) -> None:
             if not generating:
                 loops.gate.judging(ticket)
 
+    wanted = partial(loops.gate.is_open, ticket.id)
     tokenizer, sampling = loops.context.tokenizer, loops.context.sampling
 
     async def sample(number: int) -> Trajectory:
         if prior and number in prior.trajectories:
             return prior.trajectories[number]
         answers = prior.partials.get(number, {}) if prior else {}
-        wanted = partial(loops.gate.is_open, ticket.id)
         generator = JournaledGenerator(loops.pool, loops.journal, ticket.id, number, answers, wanted)
         reward = WatchedReward(loops.context.reward, partial(judging, number))
         context = WorkflowContext(generator, tokenizer, reward, sampling)

@@ -39,6 +39,8 @@ class JournaledGenerator:
     (a tool gave another output), nothing that was journaled from there on is used.
     """
 
+    __slots__ = ("_calls", "_clock", "_engines", "_group_id", "_is_wanted", "_journal", "_prior", "_sample")
+
     def __init__(
         self,
         engines: Continuing,
@@ -93,6 +95,8 @@ class JournaledGenerator:
 
 class WatchedReward:
     """The reward, for one episode; ``on_asked`` is called with each question."""
+
+    __slots__ = ("_on_asked", "_reward")
 
     def __init__(self, reward: Reward, on_asked: Callable[[], None]) -> None:
         self._reward = reward

@@ -25,7 +25,7 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class WorkflowContext:
     """What an episode may use."""
 
