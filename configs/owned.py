@@ -24,9 +24,11 @@ MEGATRON_OWNED: Mapping[str, str] = {
     "tensor_model_parallel_size": _use("actor.parallel.tensor"),
     "pipeline_model_parallel_size": _use("actor.parallel.pipeline"),
     "sequence_parallel": _use("actor.parallel.sequence"),
+    "virtual_pipeline_model_parallel_size": _use("actor.parallel.virtual_pipeline"),
+    "expert_model_parallel_size": _use("actor.parallel.expert"),
+    "expert_tensor_parallel_size": _use("actor.parallel.expert_tensor"),
     **_all(
-        "virtual_pipeline_model_parallel_size context_parallel_size hierarchical_context_parallel_sizes "
-        "hybrid_context_parallel expert_model_parallel_size expert_tensor_parallel_size",
+        "context_parallel_size hierarchical_context_parallel_sizes hybrid_context_parallel",
         _NO_LAYOUT,
     ),
     **_all("lr min_lr", _use("actor.optimizer.lr and actor.optimizer.warmup_steps")),
@@ -44,7 +46,8 @@ MEGATRON_OWNED: Mapping[str, str] = {
         "gated_linear_unit activation_func qk_layernorm qk_l2_norm multi_latent_attention "
         "rotary_interleaved window_size window_attn_skip_freq softmax_scale softmax_type num_moe_experts "
         "moe_ffn_hidden_size moe_layer_freq moe_router_topk moe_router_score_function "
-        "moe_router_pre_softmax moe_shared_expert_intermediate_size",
+        "moe_router_pre_softmax moe_router_enable_expert_bias moe_router_topk_scaling_factor "
+        "moe_router_num_groups moe_router_group_topk moe_shared_expert_intermediate_size",
         _FROM_MODEL,
     ),
     **_all(
@@ -54,7 +57,7 @@ MEGATRON_OWNED: Mapping[str, str] = {
     **_all(
         "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout "
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
-        "Slipstream splits the layers evenly over the pipeline stages",
+        _use("actor.parallel.layers"),
     ),
     **_all("calculate_per_token_loss variable_seq_lengths use_cpu_initialization", _BY_SLIPSTREAM),
 }

@@ -24,6 +24,7 @@ PROMPT_SUFFIXES = (".jsonl", ".parquet")
 PROMPTS = ("data.path", "eval.path")
 PLUGINS = ("rollout.workflow", "rollout.reward", "rollout.group_filter", "prepare")
 RESPONSE_LENGTHS = ("rollout.sampling.max_new_tokens", "eval.max_new_tokens")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 TENSOR_RANKS = ("actor.parallel.tensor", "rollout.engine.tensor_parallel")
 
 LONGEST_NAME = 255
@@ -87,14 +88,18 @@ def group_has_a_spread(config: RunConfig) -> Iterator[Violation]:
 
 def batch_feeds_every_rank(config: RunConfig) -> Iterator[Violation]:
     trajectories = config.rollout.batch_size * config.rollout.n_samples_per_prompt
-    shares = config.actor.minibatches * config.actor.parallel.data
+    parallel = config.actor.parallel
+    # An interleaved schedule has a micro-batch for each stage at least.
+    stages = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
+    shares = config.actor.minibatches * parallel.data * stages
     if trajectories < shares:
+        by_stage = " and, with virtual_pipeline, for each pipeline stage" if stages > 1 else ""
         yield Violation(
             "rollout.batch_size",
             config.rollout.batch_size,
             f"a step has {trajectories} trajectories (batch_size * n_samples_per_prompt), "
             f"expected at least {shares}: one for each minibatch on each data-parallel rank "
-            "(actor.minibatches * actor.parallel.data)",
+            f"(actor.minibatches * actor.parallel.data){by_stage}",
         )
 
 
@@ -201,11 +206,59 @@ def heads_split_over_ranks(config: RunConfig, path: str) -> Iterator[Violation]:
 
 
 def layers_split_over_stages(config: RunConfig) -> Iterator[Violation]:
-    stages = config.actor.parallel.pipeline
+    parallel = config.actor.parallel
+    parts = parallel.pipeline * parallel.virtual_pipeline
     layers = _model_number(config, "num_hidden_layers")
-    if layers and layers % stages:
-        reason = f"expected a divisor of {layers}, the number of layers of the model"
-        yield Violation("actor.parallel.pipeline", stages, reason)
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        reason = (
+            "expected 1: the schedule that interleaves parts of the model needs actor.parallel.pipeline > 1"
+        )
+        yield Violation("actor.parallel.virtual_pipeline", parallel.virtual_pipeline, reason)
+    elif parallel.layers is not None:
+        if len(parallel.layers) != parts or layers not in (None, sum(parallel.layers)):
+            of = f", that sum to {layers}, the number of layers of the model" if layers else ""
+            reason = f"expected {parts} numbers (actor.parallel.pipeline * virtual_pipeline){of}"
+            yield Violation("actor.parallel.layers", parallel.layers, reason)
+    elif layers and layers % parts:
+        interleaved = parallel.virtual_pipeline > 1
+        path = f"actor.parallel.{'virtual_pipeline' if interleaved else 'pipeline'}"
+        also = " for pipeline * virtual_pipeline" if interleaved else ""
+        reason = (
+            f"expected a divisor of {layers}{also}, the number of layers of the model, or "
+            "actor.parallel.layers: how many each part has"
+        )
+        yield Violation(path, _setting(config, path), reason)
+
+
+def experts_split_over_ranks(config: RunConfig) -> Iterator[Violation]:
+    parallel = config.actor.parallel
+    expert_tensor = parallel.expert_tensor or parallel.tensor
+    experts = next(filter(None, (_model_number(config, name) for name in EXPERT_COUNTS)), None)
+    known = _model_config(config) is not None
+    if known and experts is None:
+        for name in ("expert", "expert_tensor"):
+            if (found := getattr(parallel, name)) not in (None, 1):
+                yield Violation(f"actor.parallel.{name}", found, "expected 1: the model has no experts")
+        return
+    ranks = parallel.tensor * parallel.data
+    if ranks % (parallel.expert * expert_tensor):
+        reason = (
+            f"with {expert_tensor} ranks for each expert (expert_tensor, or tensor) expected a divisor of "
+            f"{ranks}, the ranks of a pipeline stage (tensor * data)"
+        )
+        yield Violation("actor.parallel.expert", parallel.expert, reason)
+    if experts and experts % parallel.expert:
+        reason = f"expected a divisor of {experts}, the number of experts of the model"
+        yield Violation("actor.parallel.expert", parallel.expert, reason)
+    width = _model_number(config, "moe_intermediate_size")
+    if width and width % expert_tensor:
+        reason = f"expected a divisor of {width}, the width of an expert"
+        yield Violation("actor.parallel.expert_tensor", expert_tensor, reason)
+    if experts and parallel.tensor > 1 and not parallel.sequence:
+        reason = (
+            "expected true: Megatron trains experts on tensor-parallel ranks with sequence parallelism only"
+        )
+        yield Violation("actor.parallel.sequence", False, reason)
 
 
 @dataclass(frozen=True)
@@ -232,7 +285,7 @@ RULES: tuple[Rule, ...] = (
             "rollout.batch_size",
             "rollout.n_samples_per_prompt",
             "actor.minibatches",
-            "actor.parallel.data",
+            "actor.parallel",
         ),
     ),
     Rule(sequence_parallel_needs_tensor, ("actor.parallel.sequence", "actor.parallel.tensor")),
@@ -245,7 +298,8 @@ RULES: tuple[Rule, ...] = (
     Rule(model_config_is_readable, ("model.path",)),
     *(Rule(partial(response_fits_the_model, path=path), ("model.path", path)) for path in RESPONSE_LENGTHS),
     *(Rule(partial(heads_split_over_ranks, path=path), ("model.path", path)) for path in TENSOR_RANKS),
-    Rule(layers_split_over_stages, ("model.path", "actor.parallel.pipeline", "actor.megatron")),
+    Rule(layers_split_over_stages, ("model.path", "actor.parallel")),
+    Rule(experts_split_over_ranks, ("model.path", "actor.parallel")),
 )
 
 

@@ -12,8 +12,20 @@ class ParallelConfig(Section):
 
     tensor: int = Field(1, ge=1, description="Tensor-parallel ranks.")
     pipeline: int = Field(1, ge=1, description="Pipeline stages.")
+    virtual_pipeline: int = Field(
+        1, ge=1, description="Parts of the model that each pipeline stage holds (interleaved schedule)."
+    )
+    layers: list[int] | None = Field(
+        None,
+        description="Layers of each part of the pipeline, in order: `pipeline * virtual_pipeline` numbers; "
+        "null: the same in each.",
+    )
     data: int = Field(1, ge=1, description="Data-parallel replicas.")
     sequence: bool = Field(False, description="Sequence parallelism inside the tensor-parallel group.")
+    expert: int = Field(1, ge=1, description="Ranks that different experts are spread over.")
+    expert_tensor: int | None = Field(
+        None, ge=1, description="Tensor-parallel ranks of each expert; null: as `tensor`."
+    )
 
     @property
     def world_size(self) -> int:

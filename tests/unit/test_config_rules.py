@@ -89,6 +89,22 @@ def found(file, *overrides: str) -> dict[str, str]:
         (["rollout.engine.tensor_parallel=4"], None, ""),
         (["rollout.engine.tensor_parallel=8"], "rollout.engine.tensor_parallel", "divisor of 4"),
         (["actor.parallel.pipeline=3"], "actor.parallel.pipeline", "divisor of 4"),
+        (["actor.parallel.pipeline=3", "actor.parallel.layers=[1,2,1]"], None, ""),
+        (["actor.parallel.pipeline=2", "actor.parallel.layers=[1,2]"], "actor.parallel.layers", "sum to 4"),
+        (["actor.parallel.layers=[2,2]"], "actor.parallel.layers", "expected 1 numbers"),
+        (["actor.parallel.virtual_pipeline=2"], "actor.parallel.virtual_pipeline", "pipeline > 1"),
+        (["actor.parallel.pipeline=2", "actor.parallel.virtual_pipeline=2"], None, ""),
+        (
+            ["actor.parallel.pipeline=2", "actor.parallel.virtual_pipeline=4"],
+            "actor.parallel.virtual_pipeline",
+            "divisor of 4 for pipeline",
+        ),
+        (
+            ["actor.parallel.pipeline=2", "actor.parallel.virtual_pipeline=2", "actor.minibatches=3"],
+            "rollout.batch_size",
+            "for each pipeline stage",
+        ),
+        (["actor.parallel.data=2", "actor.parallel.expert=2"], "actor.parallel.expert", "has no experts"),
         (["rollout.max_head_offpolicyness=17", "rollout.allow_extreme_offpolicyness=true"], None, ""),
         (["actor.recompute_logprobs=false", "actor.use_decoupled_loss=false"], None, ""),
         (["eval=null"], None, ""),
@@ -159,3 +175,28 @@ def test_every_rule_is_skipped_when_everything_is_unsure(base):
     assert isinstance(load_recipe(base), RunConfig)
     every = {"run", "model", "data", "eval", "actor", "rollout", "prepare"}
     assert not list(check_rules(None, every))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "part"),
+    [
+        (["actor.parallel.data=2", "actor.parallel.expert=2"], None, ""),
+        (["actor.parallel.data=4", "actor.parallel.expert=2", "actor.parallel.expert_tensor=2"], None, ""),
+        (["actor.parallel.expert=2"], "actor.parallel.expert", "divisor of 1, the ranks of a pipeline stage"),
+        (["actor.parallel.data=3", "actor.parallel.expert=3"], "actor.parallel.expert", "divisor of 8"),
+        (
+            ["actor.parallel.data=3", "actor.parallel.expert_tensor=3"],
+            "actor.parallel.expert_tensor",
+            "divisor of 32",
+        ),
+        (["actor.parallel.tensor=2"], "actor.parallel.sequence", "with sequence parallelism only"),
+        (["actor.parallel.tensor=2", "actor.parallel.sequence=true"], None, ""),
+    ],
+)
+def test_experts_have_to_fit_on_the_ranks(base, overrides, path, part):
+    config = base.parent / "model/config.json"
+    experts = {"n_routed_experts": 8, "moe_intermediate_size": 32}
+    config.write_text(json.dumps(json.loads(config.read_text()) | experts))
+    violations = found(base, *overrides, "rollout.batch_size=8")
+    assert violations.keys() == ({path} if path else set())
+    assert part in violations.get(path, "")
