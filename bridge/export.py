@@ -1,41 +1,30 @@
 """Executes an export plan: gathers shards bucket by bucket and yields HF-named tensors on the sender.
 
-Collective: every rank of the first data-parallel replica iterates to the end, in step. Only the sender
-(tensor rank 0 of stage 0) is given tensors; peak extra memory is the bucket in hand and the one being made.
+Each part of an HF tensor goes from the rank that holds it straight to its place in the sender's flat bucket.
+It is copied on the way only where it must be: where the shard is made of runs (fused query, key and value),
+where the place is (row-parallel weights), and where parts are so small that they travel together.
 """
 
-import json
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
-from bridge.plan import Bucket, ExportPlan
+from bridge.plan import SENDER, ExportPlan, Part
 
+Parameters = Sequence[Mapping[str, Tensor]]
+"""A rank's shards by name, for each of its model chunks."""
 
-@dataclass(frozen=True)
-class ExportRank:
-    """Where this process stands and which groups it gathers over."""
-
-    stage: int
-    tensor_rank: int
-    tensor_group: dist.ProcessGroup
-    pipeline_group: dist.ProcessGroup
-
-    @property
-    def is_sender(self) -> bool:
-        return self.stage == 0 and self.tensor_rank == 0
+SMALL_BYTES = 1 << 18
+"""Parts up to this size travel together: a message has its price."""
 
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """The HF tensors of one bucket, back to back in one flat tensor."""
+    """The HF tensors of one bucket, back to back in a flat tensor that is used again for the next but one."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -50,98 +39,86 @@ class FlatBucket:
             yield name, part.view(shape)
 
 
-def _gather_stage(
-    bucket: Bucket, plan: ExportPlan, parameters: dict[str, Tensor], rank: ExportRank
-) -> Tensor | None:
-    """On tensor rank 0 of the bucket's stage: its HF tensors, flat. None on the other ranks of the stage."""
-    size = plan.layout.tensor
-    shards = [parameters[entry.parameter].detach() for entry in bucket.entries]
-    if size == 1:
-        gathered = [[shard] for shard in shards]
-    else:
-        flat = torch.cat([shard.flatten() for shard in shards])
-        parts = [torch.empty_like(flat) for _ in range(size)] if rank.tensor_rank == 0 else None
-        dist.gather(flat, parts, group=rank.tensor_group, group_dst=0)
-        if parts is None:
-            return None
-        lengths = [shard.numel() for shard in shards]
-        by_rank = [part.split(lengths) for part in parts]
-        gathered = [[part[i].view_as(shard) for part in by_rank] for i, shard in enumerate(shards)]
-    tensors = (
-        tensor
-        for entry, parts in zip(bucket.entries, gathered, strict=True)
-        for tensor in entry.mapping.merge(parts, plan.spec.geometry)
-    )
-    return torch.cat([tensor.flatten() for tensor in tensors])
-
-
 @torch.no_grad()
-def export(plan: ExportPlan, parameters: dict[str, Tensor], rank: ExportRank) -> Iterator[FlatBucket | None]:
-    """Yield each bucket in plan order: a FlatBucket on the sender, None on every other rank."""
-    sample = next(iter(parameters.values()))
-    for bucket in plan.buckets:
-        flat = _gather_stage(bucket, plan, parameters, rank) if rank.stage == bucket.stage else None
-        if bucket.stage != 0 and rank.tensor_rank == 0:
-            if rank.stage == bucket.stage:
-                dist.send(flat, group=rank.pipeline_group, group_dst=0)
-            elif rank.stage == 0:
-                flat = torch.empty(bucket.numel, dtype=sample.dtype, device=sample.device)
-                dist.recv(flat, group=rank.pipeline_group, group_src=bucket.stage)
-        last = bucket is plan.buckets[-1]
-        yield FlatBucket(bucket.hf_names, bucket.hf_shapes, flat, last) if rank.is_sender else None
+def export(
+    plan: ExportPlan, parameters: Parameters, rank: int, group: dist.ProcessGroup | None = None
+) -> Iterator[FlatBucket | None]:
+    """Yield each bucket in plan order: a FlatBucket on the sender, None on every other rank.
 
-
-_SIDE_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "chat_template*",
-)
-"""What belongs to a checkpoint besides its weights."""
-
-
-def _state_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Programs that are not told a dtype take the config's, which may be another one in the source."""
-    hf = json.loads(config.read_text())
-    spelling = "dtype" if "dtype" in hf else "torch_dtype"
-    config.write_text(json.dumps(hf | {spelling: str(dtype).removeprefix("torch.")}, indent=2) + "\n")
-
-
-def write_hf(buckets: Iterator[FlatBucket | None], source: Path, folder: Path) -> None:
-    """Write the exported buckets as an HF checkpoint directory; config and tokenizer come from ``source``.
-
-    One safetensors file per bucket and an index, in a temporary folder that is renamed at the end. Ranks
-    that are not the sender only take part in the collectives.
+    Every rank iterates to the end, in step; one that holds nothing of a bucket waits for nobody. Extra memory
+    on the sender: the bucket in hand, the one being made, and an eighth of one.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
-    dtype = None
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, bucket in enumerate(buckets, start=1):
-        if bucket is None:
-            continue
-        if not weight_map:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        file = f"model-{number:05d}.safetensors"
-        save_file(
-            {name: t.contiguous().cpu() for name, t in bucket.tensors()}, partial / file, {"format": "pt"}
-        )
-        weight_map.update(dict.fromkeys(bucket.names, file))
-        total += bucket.flat.nbytes
-        dtype = bucket.flat.dtype
-    if dtype is None:
+    if rank != SENDER:
+        for bucket in plan.buckets:
+            for parts in plan.rounds(bucket):
+                _send([part for part in parts if part.owner == rank], parameters, group)
+            yield None
         return
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    for pattern in _SIDE_FILES:
-        for file in source.glob(pattern):
-            shutil.copy(file, partial)
-    _state_dtype(partial / "config.json", dtype)
-    if folder.exists():
-        shutil.rmtree(folder)
-    partial.rename(folder)
+    some = next(iter(parameters[0].values()))
+    spaces = [some.new_empty(0), some.new_empty(0)]
+    for number, bucket in enumerate(plan.buckets):
+        if bucket.float32:
+            space = some.new_empty(bucket.numel, dtype=torch.float32)
+        elif spaces[number % 2].numel() < bucket.numel:
+            spaces[number % 2] = space = some.new_empty(max(b.numel for b in plan.buckets[number % 2 :: 2]))
+        else:
+            space = spaces[number % 2]
+        flat = space[: bucket.numel]
+        for parts in plan.rounds(bucket):
+            _receive(parts, parameters, flat, group)
+        last = number == len(plan.buckets) - 1
+        yield FlatBucket(bucket.hf_names, bucket.hf_shapes, flat, last)
+
+
+def _send(parts: Sequence[Part], parameters: Parameters, group: dist.ProcessGroup | None) -> None:
+    """This rank's parts of one round."""
+    large, small = [], []
+    for part in parts:
+        shard = parameters[part.entry.chunk][part.entry.parameter]
+        values = part.piece.in_shard(shard.detach())
+        (small if _is_small(values) else large).append(values.contiguous())
+    if small:
+        large.append(torch.cat([values.flatten() for values in small]))
+    for work in _begin([dist.P2POp(dist.isend, values, SENDER, group) for values in large]):
+        work.wait()
+
+
+def _receive(
+    parts: Sequence[Part], parameters: Parameters, flat: Tensor, group: dist.ProcessGroup | None
+) -> None:
+    """The parts of one round into their places in ``flat``."""
+    operations, staged, own = [], [], []
+    small: dict[int, list[Tensor]] = {}
+    for part in parts:
+        tensor = flat[part.offset : part.offset + prod(part.shape)].view(part.shape)
+        place = part.piece.in_hf(tensor)
+        if part.owner == SENDER:
+            shard = parameters[part.entry.chunk][part.entry.parameter]
+            own.append((place, part.piece.in_shard(shard.detach())))
+        elif _is_small(place):
+            small.setdefault(part.owner, []).append(place)
+        elif part.in_place:
+            operations.append(dist.P2POp(dist.irecv, place, part.owner, group))
+        else:
+            staged.append((place, flat.new_empty(place.shape)))
+            operations.append(dist.P2POp(dist.irecv, staged[-1][1], part.owner, group))
+    for owner, places in small.items():
+        together = flat.new_empty(sum(place.numel() for place in places))
+        operations.append(dist.P2POp(dist.irecv, together, owner, group))
+        values = together.split([place.numel() for place in places])
+        staged += [(place, v.view(place.shape)) for place, v in zip(places, values, strict=True)]
+    works = _begin(operations)
+    for place, values in own:
+        place.copy_(values)
+    for work in works:
+        work.wait()
+    for place, values in staged:
+        place.copy_(values)
+
+
+def _is_small(values: Tensor) -> bool:
+    return values.nbytes <= SMALL_BYTES
+
+
+def _begin(operations: list[dist.P2POp]) -> list[dist.Work]:
+    return dist.batch_isend_irecv(operations) if operations else []

@@ -1,19 +1,20 @@
 """How one Megatron parameter relates to HF tensors: the vocabulary that family mappings are written in.
 
-Each kind knows three things, all pure: which rows or columns of the HF tensors make up a tensor-parallel
-shard (``read``), how shards join to HF tensors again (``merge``), and the shapes of both, so that a plan
-can be made without a tensor. ``merge(shards of read) == HF tensors``, bit for bit: only slicing and
-concatenation happen here, never arithmetic. Plans and checks need this module without torch, so it is
-imported by the one function that joins tensors.
+A *split* knows which part of which HF tensor is where in a rank's shard, as ``Piece``s, and nothing else: no
+arithmetic, no order of reading or writing. Loading copies along the pieces in one direction, export in the
+other, so that a round trip is bit-exact because there is one description and only copies.
+
+Plans and checks need this module without torch, so it is not imported here: tensors come in as arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
-from bridge.geometry import Geometry
 from bridge.layout import LayerSpec, Shard
 
 if TYPE_CHECKING:
@@ -22,162 +23,175 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 
-class Slices(Protocol):
-    """Part of one HF tensor: indexing reads only what is asked for (a safetensors slice, or a Tensor)."""
-
-    def __getitem__(self, index: slice | tuple[slice, slice]) -> Tensor: ...
-
-
-class Mapping(Protocol):
-    """One Megatron parameter. ``{layer}`` in a name stands for the layer's index."""
-
-    megatron: str
-    hf: tuple[str, ...]
-
-    def name(self, spec: LayerSpec) -> str: ...
-    def shard_shape(self, geometry: Geometry, size: int) -> Shape: ...
-    def hf_shapes(self, geometry: Geometry) -> tuple[Shape, ...]: ...
-    def read(self, sources: Sequence[Slices], geometry: Geometry, shard: Shard) -> Tensor: ...
-    def merge(self, shards: Sequence[Tensor], geometry: Geometry) -> tuple[Tensor, ...]: ...
-
-
-def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    import torch
-
-    return torch.cat(tuple(parts), dim=dim)
-
-
 @dataclass(frozen=True)
-class _Named:
-    megatron: str
-    hf: tuple[str, ...]
-    transformer_engine: str | None = None
-    """Megatron's name under the Transformer Engine layer spec, where it differs (fused layer norms)."""
+class Piece:
+    """Part of one HF tensor, and where it is in a shard.
 
-    def name(self, spec: LayerSpec) -> str:
-        return self.transformer_engine or self.megatron if spec == "transformer_engine" else self.megatron
-
-
-@dataclass(frozen=True)
-class Replicated(_Named):
-    """A vector that every tensor-parallel rank holds whole (norm weights)."""
-
-    size: Callable[[Geometry], int] = lambda g: g.hidden
-
-    def shard_shape(self, geometry: Geometry, size: int) -> Shape:
-        return (self.size(geometry),)
-
-    def hf_shapes(self, geometry: Geometry) -> tuple[Shape, ...]:
-        return ((self.size(geometry),),)
-
-    def read(self, sources: Sequence[Slices], geometry: Geometry, shard: Shard) -> Tensor:
-        return sources[0][:]
-
-    def merge(self, shards: Sequence[Tensor], geometry: Geometry) -> tuple[Tensor, ...]:
-        return (shards[0],)
-
-
-@dataclass(frozen=True)
-class VocabRows(_Named):
-    """[vocab, hidden], split by rows; Megatron pads the vocabulary with zero rows to an even split."""
-
-    def shard_shape(self, geometry: Geometry, size: int) -> Shape:
-        return (geometry.padded_vocab(size) // size, geometry.hidden)
-
-    def hf_shapes(self, geometry: Geometry) -> tuple[Shape, ...]:
-        return ((geometry.vocab, geometry.hidden),)
-
-    def read(self, sources: Sequence[Slices], geometry: Geometry, shard: Shard) -> Tensor:
-        start, end = shard.range_of(geometry.padded_vocab(shard.size), "vocabulary rows")
-        rows = sources[0][min(start, geometry.vocab) : min(end, geometry.vocab)]
-        padding = rows.new_zeros(end - start - rows.shape[0], geometry.hidden)
-        return _join([rows, padding])
-
-    def merge(self, shards: Sequence[Tensor], geometry: Geometry) -> tuple[Tensor, ...]:
-        return (_join(shards)[: geometry.vocab],)
-
-
-@dataclass(frozen=True)
-class InputColumns(_Named):
-    """[hidden, inputs], split over the inputs: Megatron's row-parallel linear layer."""
-
-    inputs: Callable[[Geometry], int] = lambda g: g.ffn_hidden
-
-    def shard_shape(self, geometry: Geometry, size: int) -> Shape:
-        return (geometry.hidden, self.inputs(geometry) // size)
-
-    def hf_shapes(self, geometry: Geometry) -> tuple[Shape, ...]:
-        return ((geometry.hidden, self.inputs(geometry)),)
-
-    def read(self, sources: Sequence[Slices], geometry: Geometry, shard: Shard) -> Tensor:
-        start, end = shard.range_of(self.inputs(geometry), "input columns")
-        return sources[0][:, start:end]
-
-    def merge(self, shards: Sequence[Tensor], geometry: Geometry) -> tuple[Tensor, ...]:
-        return (_join(shards, dim=1),)
-
-
-@dataclass(frozen=True)
-class GateUp(_Named):
-    """Gate over up projection; every rank holds its rows of the gate, then its rows of the up projection."""
-
-    def shard_shape(self, geometry: Geometry, size: int) -> Shape:
-        return (2 * geometry.ffn_hidden // size, geometry.hidden)
-
-    def hf_shapes(self, geometry: Geometry) -> tuple[Shape, ...]:
-        return ((geometry.ffn_hidden, geometry.hidden),) * 2
-
-    def read(self, sources: Sequence[Slices], geometry: Geometry, shard: Shard) -> Tensor:
-        start, end = shard.range_of(geometry.ffn_hidden, "MLP rows")
-        return _join([source[start:end] for source in sources])
-
-    def merge(self, shards: Sequence[Tensor], geometry: Geometry) -> tuple[Tensor, ...]:
-        gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
-        return _join(gates), _join(ups)
-
-
-@dataclass(frozen=True)
-class GroupedQKV(_Named):
-    """Fused query, key, value, interleaved by key-value group: [q q .. k v] per group, split over groups.
-
-    A ``bias`` has the same rows and no columns.
+    The HF tensor's ``start`` to ``stop`` along ``dim`` are ``groups`` equal runs. The shard is as many groups
+    along the same dimension, and each run is at ``offset`` in its group.
     """
 
-    bias: bool = False
+    hf: int
+    """Which of the parameter's HF tensors."""
+    start: int
+    stop: int
+    dim: int = 0
+    groups: int = 1
+    offset: int = 0
 
-    def _tail(self, geometry: Geometry) -> Shape:
-        return () if self.bias else (geometry.hidden,)
+    def in_hf(self, tensor: Tensor) -> Tensor:
+        """A view of ``tensor``, the HF one: [groups, run, ...] along ``dim``."""
+        return tensor.narrow(self.dim, self.start, self.stop - self.start).unflatten(
+            self.dim, (self.groups, -1)
+        )
 
-    def shard_shape(self, geometry: Geometry, size: int) -> Shape:
-        rows = (geometry.n_heads + 2 * geometry.n_kv_heads) * geometry.head_dim
-        return (rows // size, *self._tail(geometry))
+    def in_shard(self, tensor: Tensor) -> Tensor:
+        """A view of ``tensor``, the shard, of the same shape and order as ``in_hf``."""
+        run = (self.stop - self.start) // self.groups
+        if self.groups == 1:
+            return tensor.narrow(self.dim, self.offset, run).unflatten(self.dim, (1, -1))
+        return tensor.unflatten(self.dim, (self.groups, -1)).narrow(self.dim + 1, self.offset, run)
 
-    def hf_shapes(self, geometry: Geometry) -> tuple[Shape, ...]:
-        heads = (geometry.n_heads, geometry.n_kv_heads, geometry.n_kv_heads)
-        return tuple((n * geometry.head_dim, *self._tail(geometry)) for n in heads)
 
-    def _rows_per_group(self, geometry: Geometry) -> tuple[int, int, int]:
-        queries = geometry.n_heads // geometry.n_kv_heads
-        return queries * geometry.head_dim, geometry.head_dim, geometry.head_dim
+class Split(Protocol):
+    """How a parameter is shared by the ranks of a tensor-parallel group."""
 
-    def read(self, sources: Sequence[Slices], geometry: Geometry, shard: Shard) -> Tensor:
-        first, last = shard.range_of(geometry.n_kv_heads, "key-value heads")
-        parts = []
-        for source, rows in zip(sources, self._rows_per_group(geometry), strict=True):
-            part = source[first * rows : last * rows]
-            parts.append(part.reshape(last - first, rows, *self._tail(geometry)))
-        return _join(parts, dim=1).flatten(0, 1)
+    hf_shapes: tuple[Shape, ...]
 
-    def merge(self, shards: Sequence[Tensor], geometry: Geometry) -> tuple[Tensor, ...]:
-        rows = self._rows_per_group(geometry)
-        groups = _join(shards).reshape(geometry.n_kv_heads, sum(rows), *self._tail(geometry))
-        return tuple(part.flatten(0, 1) for part in groups.split(rows, dim=1))
+    def shard_shape(self, size: int) -> Shape: ...
+
+    def pieces(self, shard: Shard) -> tuple[Piece, ...]:
+        """What is in a shard. Raises UnevenSplit."""
+        ...
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Every rank holds all of it; the first one speaks for them."""
+
+    shape: Shape
+
+    @property
+    def hf_shapes(self) -> tuple[Shape, ...]:
+        return (self.shape,)
+
+    def shard_shape(self, size: int) -> Shape:
+        return self.shape
+
+    def pieces(self, shard: Shard) -> tuple[Piece, ...]:
+        return (Piece(0, 0, self.shape[0]),)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """[rows, columns], split over the rows: Megatron's column-parallel linear layer, or its bias.
+
+    Several HF tensors are fused unit by unit: a unit holds its share of the rows of each of them, and ranks
+    hold whole units. ``units`` are key-value groups for fused query, key and value; without it each rank is
+    one unit, as for gate and up projection.
+    """
+
+    rows: tuple[int, ...]
+    columns: int | None
+    """None: a vector."""
+    units: int | None = None
+    what: str = "rows"
+    """What ranks share, for messages."""
+
+    @cached_property
+    def hf_shapes(self) -> tuple[Shape, ...]:
+        return tuple((rows,) if self.columns is None else (rows, self.columns) for rows in self.rows)
+
+    def shard_shape(self, size: int) -> Shape:
+        rows = sum(self.rows) // size
+        return (rows,) if self.columns is None else (rows, self.columns)
+
+    def pieces(self, shard: Shard) -> tuple[Piece, ...]:
+        units = self.units or shard.size
+        shard.range_of(units, self.what)
+        ranges = [shard.range_of(rows, self.what) for rows in self.rows]
+        groups = units // shard.size if len(self.rows) > 1 else 1
+        offsets = accumulate((rows // units for rows in self.rows), initial=0)
+        return tuple(
+            Piece(hf, *range_, groups=groups, offset=offset)
+            for hf, (range_, offset) in enumerate(zip(ranges, offsets, strict=False))
+        )
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """[vocabulary, hidden], split over the rows; Megatron adds rows of zeros to make the split even."""
+
+    vocab: int
+    hidden: int
+
+    @property
+    def hf_shapes(self) -> tuple[Shape, ...]:
+        return ((self.vocab, self.hidden),)
+
+    def shard_shape(self, size: int) -> Shape:
+        return (-(-self.vocab // size), self.hidden)
+
+    def pieces(self, shard: Shard) -> tuple[Piece, ...]:
+        rows = -(-self.vocab // shard.size)
+        start, stop = min(shard.rank * rows, self.vocab), min((shard.rank + 1) * rows, self.vocab)
+        return (Piece(0, start, stop),) if stop > start else ()
+
+
+@dataclass(frozen=True)
+class Columns:
+    """[rows, columns], split over the columns: Megatron's row-parallel linear layer."""
+
+    rows: int
+    columns: int
+    what: str = "columns"
+
+    @property
+    def hf_shapes(self) -> tuple[Shape, ...]:
+        return ((self.rows, self.columns),)
+
+    def shard_shape(self, size: int) -> Shape:
+        return (self.rows, self.columns // size)
+
+    def pieces(self, shard: Shard) -> tuple[Piece, ...]:
+        return (Piece(0, *shard.range_of(self.columns, self.what), dim=1),)
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """One Megatron parameter.
+
+    In names ``{layer}`` stands for the layer's number, and ``{expert}`` for the expert's: in Megatron's among
+    those of its rank, in HF's among all.
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    split: Split
+    te: str | None = None
+    """Megatron's name under its Transformer Engine layer spec, where it is another."""
+    of_expert: bool = False
+    """There is one for each expert; expert-parallel ranks have different ones."""
+    float32: bool = False
+    """Kept in single precision, whatever the model's dtype is."""
+
+    def name(self, spec: LayerSpec) -> str:
+        return self.te if self.te and spec == "transformer_engine" else self.megatron
 
 
 @dataclass(frozen=True)
 class Mappings:
-    """All parameters of a model: before the decoder, per layer, after the decoder."""
+    """All parameters of a model: before the decoder, of each layer, after the decoder."""
 
     embedding: tuple[Mapping, ...]
-    layer: tuple[Mapping, ...]
+    layers: tuple[tuple[Mapping, ...], ...]
     head: tuple[Mapping, ...]
+
+
+def copy_in(target: Tensor, sources: Sequence[Tensor], pieces: Sequence[Piece]) -> None:
+    """Fill a shard from its HF tensors. What no piece covers is padding, and zero."""
+    views = [(piece.in_shard(target), piece.in_hf(sources[piece.hf])) for piece in pieces]
+    if sum(view.numel() for view, _ in views) < target.numel():
+        target.zero_()
+    for view, source in views:
+        view.copy_(source)

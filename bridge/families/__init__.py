@@ -1,14 +1,15 @@
 """One declarative mapping per model family, found by the ``model_type`` of an HF config.
 
-Adding a family is one file and one line here.
+Adding a family is one file and one line here (docs/adding_a_model.md).
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from bridge.families import llama, qwen2, qwen3
-from bridge.geometry import Geometry, UnsupportedModel, read_config
+from bridge.families import deepseek_v3, glm4_moe, llama, mistral, qwen2, qwen3, qwen3_moe
+from bridge.geometry import Geometry
+from bridge.hf_config import UnsupportedModel, read_config
 from bridge.mapping import Mappings
 
 
@@ -19,7 +20,15 @@ class Family(Protocol):
     def mappings(self, geometry: Geometry) -> Mappings: ...
 
 
-FAMILIES: dict[str, Family] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3}
+FAMILIES: dict[str, Family] = {
+    "deepseek_v3": deepseek_v3,
+    "glm4_moe": glm4_moe,
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+}
 
 
 @dataclass(frozen=True)

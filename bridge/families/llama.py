@@ -2,15 +2,14 @@
 
 from typing import Any
 
-from bridge.families.dense import dense_mappings as mappings
-from bridge.geometry import Geometry, UnsupportedModel, dense_geometry
+from bridge.families.parts import decoder as mappings
+from bridge.geometry import Geometry, geometry_of, grouped_attention
+from bridge.hf_config import refuse
+from bridge.rope import rope_of
 
 __all__ = ["geometry", "mappings"]
 
 
 def geometry(hf: dict[str, Any]) -> Geometry:
-    if hf.get("attention_bias", False):
-        raise UnsupportedModel(
-            "llama: attention_bias=True also biases the output projection, which is not mapped"
-        )
-    return dense_geometry("llama", hf, qkv_bias=False, qk_norm=False)
+    refuse(hf, attention_bias=(False, None))  # it would bias the output projection as well
+    return geometry_of(hf, grouped_attention(hf), rope_of(hf))

@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from bridge.families.dense import dense_mappings as mappings
-from bridge.geometry import Geometry, dense_geometry
+from bridge.families.parts import decoder as mappings
+from bridge.geometry import Geometry, geometry_of, grouped_attention
+from bridge.rope import rope_of
 
 __all__ = ["geometry", "mappings"]
 
 
 def geometry(hf: dict[str, Any]) -> Geometry:
-    return dense_geometry("qwen2", hf, qkv_bias=True, qk_norm=False)
+    return geometry_of(hf, grouped_attention(hf, qkv_bias=True), rope_of(hf))

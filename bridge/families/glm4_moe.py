@@ -1,0 +1,17 @@
+"""GLM-4.5 and 4.6: attention that rotates half of each head, and DeepSeek-V3's router and experts."""
+
+from typing import Any
+
+from bridge.families.deepseek_v3 import sigmoid_experts
+from bridge.families.parts import decoder as mappings
+from bridge.geometry import Geometry, geometry_of, grouped_attention
+from bridge.rope import rope_of
+
+__all__ = ["geometry", "mappings"]
+
+
+def geometry(hf: dict[str, Any]) -> Geometry:
+    attention = grouped_attention(
+        hf, qkv_bias=bool(hf.get("attention_bias", False)), qk_norm=bool(hf.get("use_qk_norm", False))
+    )
+    return geometry_of(hf, attention, rope_of(hf, fraction=0.5), experts=sigmoid_experts(hf))

@@ -1,0 +1,98 @@
+"""HF checkpoint directories: tensors read where they lie, and written bucket by bucket."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from bridge.export import FlatBucket
+from bridge.hf_index import INDEX, CheckpointError, StoredTensor
+
+
+class HFCheckpoint:
+    """The tensors of a checkpoint directory, mapped into memory: only what is used of them is read."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+        """``stored``: what ``hf_index.stored_tensors`` has found."""
+        self._stored = stored
+        self._stack = ExitStack()
+        self._opened: dict[Path, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def tensor(self, name: str) -> Tensor:
+        """A view into the file: to be copied from while the checkpoint is open. Raises CheckpointError."""
+        file = self._stored[name].file
+        if file not in self._opened:
+            try:
+                self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+            except SafetensorError as error:
+                raise CheckpointError(f"{file} cannot be read: {error}") from error
+        return self._opened[file].get_tensor(name)
+
+
+_SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+)
+"""What belongs to a checkpoint besides its weights."""
+
+
+def _state_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Programs that are not told a dtype take the config's, which may be another one in the source."""
+    hf = json.loads(config.read_text())
+    spelling = "dtype" if "dtype" in hf else "torch_dtype"
+    config.write_text(json.dumps(hf | {spelling: str(dtype).removeprefix("torch.")}, indent=2) + "\n")
+
+
+def write_hf(buckets: Iterator[FlatBucket | None], source: Path, folder: Path) -> None:
+    """Write the exported buckets as an HF checkpoint directory; config and tokenizer come from ``source``.
+
+    One safetensors file per bucket and an index, in a temporary folder that is renamed at the end. Ranks
+    that are not the sender only send their parts.
+    """
+    partial = folder.with_name(f".{folder.name}.partial")
+    dtype = None
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, bucket in enumerate(buckets, start=1):
+        if bucket is None:
+            continue
+        if not weight_map:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        file = f"model-{number:05d}.safetensors"
+        save_file(
+            {name: t.contiguous().cpu() for name, t in bucket.tensors()}, partial / file, {"format": "pt"}
+        )
+        weight_map.update(dict.fromkeys(bucket.names, file))
+        total += bucket.flat.nbytes
+        dtype = dtype or bucket.flat.dtype
+    if dtype is None:
+        return
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (partial / INDEX).write_text(json.dumps(index, indent=2))
+    for pattern in _SIDE_FILES:
+        for file in source.glob(pattern):
+            shutil.copy(file, partial)
+    _state_dtype(partial / "config.json", dtype)
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)

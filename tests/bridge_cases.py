@@ -1,0 +1,114 @@
+"""Random small models of every family, and layouts that they can be split in."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from bridge.families import FAMILIES, ModelSpec
+from bridge.layout import Layout
+from bridge.plan import entries, entries_of
+
+LAYOUTS = {
+    "one rank": Layout(),
+    "tensor 2": Layout(tensor=2),
+    "pipeline 2": Layout(pipeline=2),
+    "virtual pipeline 2": Layout(pipeline=2, chunks=2),
+    "uneven pipeline": Layout(pipeline=2, layers=(1, 3)),
+    "data 2": Layout(data=2),
+    "expert 2": Layout(data=2, expert=2),
+    "tensor 2, expert 2": Layout(tensor=2, expert=2, expert_tensor=1),
+    "expert tensor 2": Layout(tensor=2, data=2, expert=2, expert_tensor=2),
+    "expert tensor 2 over data": Layout(data=2, expert_tensor=2),
+    "tensor 2, pipeline 2": Layout(tensor=2, pipeline=2),
+    "pipeline 2, expert 2": Layout(pipeline=2, data=2, expert=2),
+    "virtual pipeline 2, tensor 2": Layout(tensor=2, pipeline=2, layers=(1, 0, 1, 2), chunks=2),
+}
+"""For models of four layers."""
+
+MIXTURES = ("deepseek_v3", "glm4_moe", "qwen3_moe")
+
+
+@st.composite
+def hf_configs(draw, family: str | None = None) -> dict[str, Any]:
+    """A config of four layers whose sizes are divisible by two wherever ranks may share them."""
+    even = st.integers(1, 4).map(lambda n: 2 * n)
+    some = st.integers(1, 9)
+    family = family or draw(st.sampled_from(sorted(FAMILIES)))
+    groups = draw(even)
+    hf = {
+        "model_type": family,
+        "num_hidden_layers": 4,
+        "hidden_size": draw(some),
+        "intermediate_size": draw(even),
+        "num_attention_heads": groups * draw(st.integers(1, 3)),
+        "num_key_value_heads": groups,
+        "head_dim": draw(even),
+        "vocab_size": draw(st.integers(1, 23)),
+        "max_position_embeddings": 32,
+        "tie_word_embeddings": draw(st.booleans()),
+    }
+    if family in MIXTURES:
+        experts = draw(even)
+        hf |= {
+            "num_experts" if family == "qwen3_moe" else "n_routed_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": draw(even),
+        }
+    if family == "qwen3_moe":
+        hf |= {"mlp_only_layers": draw(st.lists(st.integers(0, 3), max_size=3))}
+    if family in ("deepseek_v3", "glm4_moe"):
+        hf |= {
+            "first_k_dense_replace": draw(st.integers(0, 4)),
+            "n_shared_experts": draw(st.integers(0, 2)),
+        }
+    if family == "glm4_moe":
+        hf |= {"attention_bias": draw(st.booleans()), "use_qk_norm": draw(st.booleans())}
+    if family == "deepseek_v3":
+        hf |= {
+            "q_lora_rank": draw(st.none() | even),
+            "kv_lora_rank": draw(even),
+            "qk_nope_head_dim": draw(some),
+            "qk_rope_head_dim": draw(even),
+            "v_head_dim": draw(some),
+        }
+    return hf
+
+
+def spec_of(hf: dict[str, Any], path: Path = Path()) -> ModelSpec:
+    geometry = FAMILIES[hf["model_type"]].geometry(hf)
+    return ModelSpec(path, hf, geometry, FAMILIES[hf["model_type"]].mappings(geometry))
+
+
+def empty_parameters(
+    spec: ModelSpec, layout: Layout, rank: int, dtype: torch.dtype = torch.float32
+) -> list[dict[str, torch.Tensor]]:
+    """As Megatron would have made them."""
+    found: list[dict[str, torch.Tensor]] = [{} for _ in range(layout.chunks)]
+    for entry, shard in entries_of(spec, layout, rank):
+        kind = torch.float32 if entry.mapping.float32 else dtype
+        found[entry.chunk][entry.parameter] = torch.full(
+            entry.split.shard_shape(shard.size), torch.nan, dtype=kind
+        )
+    return found
+
+
+def random_tensors(spec: ModelSpec, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
+    """By HF name; NaN and infinities are among them, because nothing is computed."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for entry in entries(spec, Layout()):
+        single = torch.float32 if entry.mapping.float32 else dtype
+        for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
+            bits = torch.randint(-(2**15), 2**15, (*shape, single.itemsize // 2), generator=generator)
+            found[name] = bits.to(torch.int16).view(single).view(shape)
+    return found
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and torch.equal(one.contiguous().view(torch.int16), other.contiguous().view(torch.int16))
+    )

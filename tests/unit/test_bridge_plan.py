@@ -1,0 +1,225 @@
+"""Layouts and export plans: who holds what, in which order it is exported, and that nothing is missing."""
+
+from itertools import pairwise
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.layout import Coordinates, Layout, UnevenSplit
+from bridge.mapping import copy_in
+from bridge.plan import entries, entries_of, make_plan, pieces_of
+from tests.bridge_cases import LAYOUTS, hf_configs, random_tensors, same_bits, spec_of
+
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+QWEN3 = spec_of(CONFIG)
+MOE = spec_of(
+    CONFIG
+    | {
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 32,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+    }
+)
+
+
+# ---- layouts
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+)
+def test_ranks_stand_where_megatron_puts_them(tensor, pipeline, data, expert, expert_tensor):
+    from megatron.core.parallel_state import RankGenerator
+
+    layout = Layout(tensor, pipeline, data, expert=expert, expert_tensor=expert_tensor)
+    stage_ranks = tensor * data
+    if stage_ranks % (expert * expert_tensor):
+        with pytest.raises(UnevenSplit, match=f"do not divide the {stage_ranks} ranks"):
+            layout.check()
+        return
+    replicas = stage_ranks // (expert * expert_tensor)
+    order = "tp-cp-ep-dp-pp"
+    dense = RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=1, order=order)
+    experts = RankGenerator(tp=expert_tensor, ep=expert, dp=replicas, pp=pipeline, cp=1, order=order)
+    places = [Coordinates.of(rank, layout) for rank in range(layout.world_size)]
+    for group in dense.get_ranks("tp"):
+        assert [places[rank].tensor for rank in group] == list(range(tensor))
+    for group in dense.get_ranks("pp"):
+        assert [places[rank].stage for rank in group] == list(range(pipeline))
+    for group in experts.get_ranks("ep"):
+        assert [places[rank].expert for rank in group] == list(range(expert))
+    for group in experts.get_ranks("tp"):
+        assert [places[rank].expert_tensor for rank in group] == list(range(expert_tensor))
+    for stage in range(pipeline):
+        assert layout.owners(stage) in dense.get_ranks("tp")
+        for one in range(expert):
+            owners = layout.owners(stage, expert=one)
+            assert owners in experts.get_ranks("tp")
+            assert {(places[rank].stage, places[rank].expert) for rank in owners} == {(stage, one)}
+
+
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3))
+def test_parts_of_the_pipeline_own_consecutive_layers_each_once(layers, stages, chunks):
+    layout = Layout(pipeline=stages, chunks=chunks)
+    if layers % (stages * chunks):
+        with pytest.raises(UnevenSplit, match=f"{layers} layers.*{stages * chunks} parts"):
+            layout.places(layers)
+        return
+    places = layout.places(layers)
+    parts = [place.chunk * stages + place.stage for place in places]
+    assert parts == sorted(parts)
+    for part in set(parts):
+        inside = [place.layer for place, of in zip(places, parts, strict=True) if of == part]
+        assert inside == list(range(layers // (stages * chunks)))
+
+
+def test_an_uneven_pipeline_has_the_layers_that_it_was_given():
+    layout = Layout(pipeline=2, chunks=2, layers=(1, 2, 0, 1))
+    assert [(p.stage, p.chunk, p.layer) for p in layout.places(4)] == [
+        (0, 0, 0),
+        (1, 0, 0),
+        (1, 0, 1),
+        (1, 1, 0),
+    ]
+    with pytest.raises(
+        UnevenSplit, match=r"\[1, 2, 0, 1\]: expected 4 numbers that sum to the model's 5 layers"
+    ):
+        layout.places(5)
+
+
+# ---- plans
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    hf_configs(),
+    st.sampled_from(sorted(LAYOUTS)),
+    st.sampled_from(["local", "transformer_engine"]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(1, 5000),
+    st.integers(0, 2**31),
+)
+def test_what_the_owners_hold_makes_every_tensor_again_bit_for_bit(hf, name, layer_spec, dtype, size, seed):
+    """Loading and export along a plan, all ranks in one process."""
+    spec = spec_of(hf)
+    layout = Layout(**{**LAYOUTS[name].__dict__, "layer_spec": layer_spec})
+    tensors = random_tensors(spec, dtype, seed)
+    ranks = []
+    for rank in range(layout.world_size):
+        held = {}
+        for entry, shard in entries_of(spec, layout, rank):
+            kind = torch.float32 if entry.mapping.float32 else dtype
+            target = held[entry.chunk, entry.parameter] = torch.empty(
+                entry.split.shard_shape(shard.size), dtype=kind
+            )
+            copy_in(target, [tensors[hf] for hf in entry.hf_names], pieces_of(entry.split, shard))
+        ranks.append(held)
+    plan = make_plan(spec, layout, size, dtype.itemsize)
+    found = {}
+    for bucket in plan.buckets:
+        flat = torch.full((bucket.numel,), torch.nan, dtype=torch.float32 if bucket.float32 else dtype)
+        for parts in plan.rounds(bucket):
+            for part in parts:
+                tensor = flat[part.offset : part.offset + prod(part.shape)].view(part.shape)
+                place = part.piece.in_hf(tensor)
+                assert place.numel() == part.numel
+                assert place.is_contiguous() or not part.in_place
+                place.copy_(part.piece.in_shard(ranks[part.owner][part.entry.chunk, part.entry.parameter]))
+        split = flat.split([prod(shape) for shape in bucket.hf_shapes])
+        for hf_name, shape, values in zip(bucket.hf_names, bucket.hf_shapes, split, strict=True):
+            assert hf_name not in found
+            found[hf_name] = values.view(shape)
+    assert found.keys() == tensors.keys()
+    assert all(same_bits(found[key], tensors[key]) for key in tensors)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 200_000), st.sampled_from([2, 4]), st.sampled_from(sorted(LAYOUTS)))
+def test_buckets_are_bounded_and_as_full_as_the_order_permits(bucket_bytes, itemsize, name):
+    plan = make_plan(MOE, LAYOUTS[name], bucket_bytes, itemsize)
+    regular = [bucket for bucket in plan.buckets if not bucket.float32]
+    for bucket in regular:
+        assert bucket.numel * itemsize <= bucket_bytes or len(bucket.entries) == 1
+        assert bucket.numel == sum(map(prod, bucket.hf_shapes))
+    for one, other in pairwise(regular):
+        assert (one.numel + other.entries[0].numel) * itemsize > bucket_bytes
+    for bucket in regular:
+        for parts in plan.rounds(bucket):
+            staged = [part.numel for part in parts if part.owner != 0 and not part.in_place]
+            assert sum(staged) * itemsize <= bucket_bytes / 8 or len(staged) == 1
+
+
+def test_the_order_of_a_plan_is_that_of_the_forward_pass_and_depends_on_nothing_else():
+    plans = [make_plan(QWEN3, Layout(2, 2), size, 2) for size in (10_000, 10_000, 10**9)]
+    assert plans[0] == plans[1]
+    orders = [[name for bucket in plan.buckets for name in bucket.hf_names] for plan in plans]
+    assert orders[0] == orders[2]
+    assert orders[0][0] == "model.embed_tokens.weight"
+    layers = [int(name.split(".")[2]) for name in orders[0] if name.startswith("model.layers.")]
+    assert layers == sorted(layers)
+
+
+def test_names_are_local_to_the_rank_in_megatron_and_global_in_hf():
+    layout = Layout(pipeline=2, data=2, expert=2)
+    [expert] = [
+        entry
+        for entry in entries(MOE, layout)
+        if "model.layers.3.mlp.experts.5.down_proj.weight" in entry.hf_names
+    ]
+    assert expert.parameter == "decoder.layers.1.mlp.experts.local_experts.1.linear_fc2.weight"
+    assert (expert.stage, expert.expert) == (1, 1)
+    assert layout.owners(expert.stage, expert=expert.expert) == [3]
+
+
+def test_transformer_engine_has_norms_inside_linear_layers_and_experts_in_one_module():
+    names = {e.parameter for e in entries(QWEN3, Layout(layer_spec="transformer_engine"))}
+    assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in names
+    assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in names
+    assert not any("input_layernorm" in name or "pre_mlp" in name for name in names)
+    names = {e.parameter for e in entries(MOE, Layout(layer_spec="transformer_engine"))}
+    assert "decoder.layers.1.mlp.experts.linear_fc1.weight7" in names
+    assert "decoder.layers.1.pre_mlp_layernorm.weight" in names
+    assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in names
+    assert "decoder.layers.1.self_attention.linear_q_up_proj.layer_norm_weight" in names
+
+
+def test_a_trillion_parameters_on_a_thousand_ranks_are_planned_at_once():
+    spec = spec_of(
+        CONFIG
+        | MOE.hf
+        | {
+            "num_hidden_layers": 61,
+            "n_routed_experts": 384,
+            "hidden_size": 7168,
+            "moe_intermediate_size": 2048,
+        }
+    )
+    layout = Layout(tensor=8, pipeline=8, data=16, expert=32, expert_tensor=1, layers=(8,) * 7 + (5,))
+    assert layout.world_size == 1024
+    plan = make_plan(spec, layout, 2**30, 2)
+    assert sum(bucket.numel for bucket in plan.buckets) > 10**12
