@@ -1,6 +1,7 @@
 # make quickstart   sets everything up and trains a small policy on this machine
 # make test         sets everything up and runs the tests
 # make crash-sweep N=200 SEED=1   kills runs N times, audits and resumes each (about half a minute per kill)
+# make test-other-megatron   the trainer's parity tests on Megatron-Core 0.19.2, which Python 3.11 does not get
 # make lint         style and formatting
 # make clean        removes the environment (runs/ is kept)
 
@@ -12,7 +13,7 @@ ENVIRONMENT := configs/environment
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: quickstart test crash-sweep lint format install clean constraints
+.PHONY: quickstart test test-other-megatron crash-sweep lint format install clean constraints
 .DELETE_ON_ERROR:
 
 quickstart: install
@@ -21,6 +22,12 @@ quickstart: install
 test: install
 	bash tests/cluster/install_slurm.sh
 	$(BIN)/python -m pytest
+
+OTHER_MEGATRON := $(VENV)/megatron-core-0.19.2
+test-other-megatron: install
+	$(PIP) --no-deps --only-binary=:all: --python-version 3.12 --upgrade --target $(OTHER_MEGATRON) megatron-core==0.19.2
+	PYTHONPATH=$(CURDIR)/$(OTHER_MEGATRON) $(BIN)/python -m pytest tests/integration/test_bridge_logits.py \
+	  tests/integration/test_megatron_parity.py
 
 crash-sweep: install
 	$(BIN)/python -m tests.crash.sweep --kills $(or $(N),200) --seed $(or $(SEED),1)

@@ -102,11 +102,20 @@ def deal(packs: list[Pack], lengths: np.ndarray, ranks: int) -> list[list[Pack]]
 
 
 def schedule(
-    lengths: np.ndarray, *, minibatches: int, ranks: int, budget: int, rng: np.random.Generator
+    lengths: np.ndarray,
+    *,
+    minibatches: int,
+    ranks: int,
+    budget: int,
+    rng: np.random.Generator,
+    multiple: int = 1,
 ) -> list[list[list[Pack]]]:
-    """[mini-batch][rank][micro-batch] of packs. The same on every rank for the same ``rng`` state."""
+    """[mini-batch][rank][micro-batch] of packs. The same on every rank for the same ``rng`` state.
+
+    Every rank has as many micro-batches as the others, a ``multiple`` of them.
+    """
     return [
-        deal(pack(lengths, part.tolist(), budget, ranks), lengths, ranks)
+        deal(pack(lengths, part.tolist(), budget, ranks * multiple), lengths, ranks)
         for part in split_minibatches(len(lengths), minibatches, rng)
     ]
 

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from backend.batching import MicroBatch, TrainBatch, assemble, check_staleness, schedule
@@ -19,10 +20,11 @@ from backend.objective.advantage import group_normalized
 from backend.objective.logprob import vocab_parallel_logprob
 from backend.objective.statistics import StepStatistics, token_statistics
 from backend.trainer_result import StepResult
-from bridge.export import ExportRank, export, write_hf
+from bridge.export import FlatBucket, export
 from bridge.families import model_spec
+from bridge.hf_files import write_hf
 from bridge.layout import Layout
-from bridge.plan import make_plan
+from bridge.plan import SENDER, make_plan
 from bridge.publish import Publisher, PublishReport
 from configs.schema import RunConfig
 from rollout.engine.client import EngineAddress, EngineClient
@@ -46,12 +48,12 @@ class TrainerRank:
         self._spec = model_spec(config.model.path)
         dtype = getattr(torch, config.model.dtype)
         actor = config.actor
-        self._ddp = model.wrap_ddp(model.build_model(self._spec, actor, dtype, self._device), actor)
-        self._optimizer = model.build_optimizer(self._ddp, actor, dtype)
-        self._parameters = model.named_shards(self._ddp)
+        self._parts = model.wrap_ddp(model.build_model(self._spec, actor, dtype, self._device), actor)
+        self._optimizer = model.build_optimizer(self._parts, actor, dtype)
+        self._parameters = [model.named_shards(part.module) for part in self._parts]
         self._learning_rate = partial(model.learning_rate, actor)
         self._checkpoints = RankCheckpoints(
-            self._ddp,
+            self._parts,
             self._optimizer,
             actor,
             self._spec.geometry,
@@ -65,7 +67,7 @@ class TrainerRank:
         """The number of the present weights. Never used twice, so it can jump where a run goes on."""
         self._plan = make_plan(
             self._spec,
-            Layout(actor.parallel.tensor, actor.parallel.pipeline),
+            Layout.of(actor.parallel),
             config.weights.transport.bucket_mb * 2**20,
             dtype.itemsize,
         )
@@ -108,6 +110,7 @@ class TrainerRank:
             np.array([len(trajectory.tokens_T) for trajectory in batch.trajectories]),
             minibatches=actor.minibatches,
             ranks=actor.parallel.data,
+            multiple=actor.parallel.pipeline if actor.parallel.virtual_pipeline > 1 else 1,
             budget=actor.microbatch_tokens,
             rng=np.random.default_rng((self._config.run.seed, self.step)),
         )
@@ -121,7 +124,8 @@ class TrainerRank:
         self, minibatch: list[MicroBatch], proximal: list[Tensor | None], statistics: StepStatistics
     ) -> None:
         """One optimizer update."""
-        self._ddp.zero_grad_buffer()
+        for part in self._parts:
+            part.zero_grad_buffer()
         self._optimizer.zero_grad()
         lr = self._learning_rate(self.step)
         for group in self._optimizer.param_groups:
@@ -140,12 +144,14 @@ class TrainerRank:
 
     def _log_probs(self, microbatches: list[MicroBatch]) -> list[Tensor | None]:
         """Log-probs [M] of every micro-batch under the present weights; None except on the last stage."""
-        self._ddp.eval()
+        for part in self._parts:
+            part.eval()
         with torch.no_grad():
             found = self._pipeline(
                 microbatches, lambda micro: partial(self._log_probs_of, micro), forward_only=True
             )
-        self._ddp.train()
+        for part in self._parts:
+            part.train()
         return found if self._is_last_stage else [None] * len(microbatches)
 
     def _pipeline(self, microbatches: list[MicroBatch], head: Any, *, forward_only: bool) -> list[Any]:
@@ -158,8 +164,8 @@ class TrainerRank:
 
         return get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iter(microbatches),
-            model=[self._ddp],
+            data_iterator=[iter(microbatches) for _ in self._parts],
+            model=self._parts,
             num_microbatches=len(microbatches),
             seq_length=max(len(micro.tokens_T) for micro in microbatches),
             micro_batch_size=1,
@@ -272,13 +278,10 @@ class TrainerRank:
 
     def publish(self, engines: Sequence[EngineAddress]) -> PublishReport | None:
         """Bring ``engines`` to this trainer's version. The report on the sender, None elsewhere."""
-        if self._groups.get_data_parallel_rank() != 0:
-            return None
-        rank = self._export_rank
-        buckets = export(self._plan, self._parameters, rank)
-        if not rank.is_sender:
+        buckets = self._export()
+        if dist.get_rank() != SENDER:
             for _ in buckets:
-                """Takes part in the collectives."""
+                """Sends its parts."""
             return None
         if self._publisher is None:
             self._publisher = Publisher(
@@ -292,17 +295,10 @@ class TrainerRank:
 
     def export_hf(self, folder: Path) -> None:
         """Write the present weights as an HF checkpoint directory."""
-        if self._groups.get_data_parallel_rank() == 0:
-            write_hf(export(self._plan, self._parameters, self._export_rank), self._spec.path, folder)
+        write_hf(self._export(), self._spec.path, folder)
 
-    @property
-    def _export_rank(self) -> ExportRank:
-        return ExportRank(
-            stage=self._groups.get_pipeline_model_parallel_rank(),
-            tensor_rank=self._groups.get_tensor_model_parallel_rank(),
-            tensor_group=self._groups.get_tensor_model_parallel_group(),
-            pipeline_group=self._groups.get_pipeline_model_parallel_group(),
-        )
+    def _export(self) -> Iterator[FlatBucket | None]:
+        return export(self._plan, self._parameters, dist.get_rank())
 
 
 async def _publish(

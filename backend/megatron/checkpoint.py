@@ -28,7 +28,7 @@ class RankCheckpoints:
 
     def __init__(
         self,
-        ddp: DistributedDataParallel,
+        parts: list[DistributedDataParallel],
         optimizer: MegatronOptimizer,
         actor: ActorConfig,
         geometry: Geometry,
@@ -36,12 +36,12 @@ class RankCheckpoints:
         seed: int,
         finish_timeout_s: float,
     ) -> None:
-        self._ddp = ddp
+        self._parts = parts
         self._optimizer = optimizer
         self._seed = seed
         self._finish_timeout_s = finish_timeout_s
         self._running: BackgroundSave | None = None
-        weight = next(ddp.parameters())
+        weight = next(parts[0].parameters())
         self._content = asdict(geometry) | {"dtype": str(weight.dtype)}
         self._layout = actor.parallel.model_dump() | {"device": weight.device.type}
 
@@ -91,7 +91,10 @@ class RankCheckpoints:
         if same_layout:
             state["random"] = self._random_states(None)
         loaded = dist_checkpointing.load(state, str(folder))
-        self._ddp.module.load_state_dict(loaded["model"])
+        for number, part in enumerate(self._parts):
+            prefix = f"{number}."
+            own = {name: value for name, value in loaded["model"].items() if name.startswith(prefix)}
+            part.module.load_state_dict({name.removeprefix(prefix): value for name, value in own.items()})
         # The tensors of the optimizer's state were views: they are loaded.
         optimizer_state.set_updates(self._optimizer, about["updates"])
         if same_layout:
@@ -117,7 +120,11 @@ class RankCheckpoints:
         """The tensors of this rank and their places in the whole model's."""
         optimizer_state.allocate(self._optimizer)
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        model = self._ddp.module.sharded_state_dict(metadata={"dp_cp_group": replicas})
+        model = {
+            f"{number}.{name}": value
+            for number, part in enumerate(self._parts)
+            for name, value in part.module.sharded_state_dict(metadata={"dp_cp_group": replicas}).items()
+        }
         return {"model": model, "optimizer": optimizer_state.sharded_state(self._optimizer, model)}
 
     def _random_states(self, states: dict[str, Any] | None) -> ShardedObject:

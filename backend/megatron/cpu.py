@@ -31,6 +31,7 @@ def install() -> None:
     _cuda_literals_mean_the_cpu()
     _random_states_of_the_cpu()
     _mixture_of_experts()
+    _latent_attention()
     _tensor_type_names()
 
 
@@ -152,6 +153,14 @@ def _mixture_of_experts() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+
+
+def _latent_attention() -> None:
+    """Without Transformer Engine it asks whether a layer is an instance of something that is no class."""
+    from megatron.core.transformer import multi_latent_attention
+
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
 
 
 def _tensor_type_names() -> None:

@@ -1,5 +1,5 @@
-"""Two modules for Megatron's local layer spec, which lacks them: packed attention, and a norm that knows
-sequence parallelism. Plain PyTorch, so they run on CPUs and GPUs alike.
+"""Modules for Megatron's local layer spec, which lacks them: packed attention, a norm that knows sequence
+parallelism, the down projections of latent attention. Plain PyTorch, so they run on CPUs and GPUs alike.
 """
 
 import math
@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,6 +27,29 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class DownProjection(torch.nn.Module):
+    """A narrow projection of latent attention, whole on every tensor-parallel rank.
+
+    Megatron's local layer spec splits it and gathers its output again. The ``rotated`` last outputs are every
+    head's, and the gather's backward leaves out what the other ranks' heads have to say about them.
+    """
+
+    def __init__(self, config: TransformerConfig, inputs: int, outputs: int, *, rotated: int = 0) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+        # Under sequence parallelism each rank projects its own tokens; the gradient is then summed.
+        self.weight.sequence_parallel = config.sequence_parallel
+        self._rotated = 0 if config.sequence_parallel else rotated
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """[..., inputs] -> [..., outputs], and no bias."""
+        found = F.linear(hidden, self.weight)
+        if self._rotated:
+            plain, rotated = found.split([found.shape[-1] - self._rotated, self._rotated], dim=-1)
+            found = torch.cat([plain, copy_to_tensor_model_parallel_region(rotated)], dim=-1)
+        return found, None
 
 
 def length_classes(cu_seqlens: list[int]) -> list[list[tuple[int, int]]]:

@@ -3,26 +3,24 @@
 The one place that constructs Megatron objects, so that a change of Megatron is a change here.
 """
 
-import dataclasses
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from backend.megatron.local_layers import PackedAttention, RMSNorm
+from backend.megatron.config import fields_of, layer_specs, transformer_config
+from backend.megatron.local_layers import DownProjection, RMSNorm
 from bridge.families import ModelSpec
 from bridge.geometry import Geometry
 from bridge.layout import Layout
@@ -30,107 +28,94 @@ from bridge.load import load_hf
 from configs.schema import ActorConfig
 
 
-def _fields_of(config_class: type, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a recipe's ``actor.megatron`` that belongs to one of Megatron's configs."""
-    names = {field.name for field in dataclasses.fields(config_class)}
-    return {name: value for name, value in settings.items() if name in names}
-
-
-def transformer_config(geometry: Geometry, actor: ActorConfig, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's config of the model; the recipe's ``actor.megatron`` goes over it."""
-    on_gpu = torch.cuda.is_available()
-    parallel = actor.parallel
-    settings = {
-        "num_layers": geometry.n_layers,
-        "hidden_size": geometry.hidden,
-        "ffn_hidden_size": geometry.ffn_hidden,
-        "num_attention_heads": geometry.n_heads,
-        "num_query_groups": geometry.n_kv_heads,
-        "kv_channels": geometry.head_dim,
-        "layernorm_epsilon": geometry.norm_eps,
-        "init_method_std": geometry.init_std,
-        "normalization": "RMSNorm",
-        "activation_func": F.silu,
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "add_qkv_bias": geometry.qkv_bias,
-        "qk_layernorm": geometry.qk_norm,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "tensor_model_parallel_size": parallel.tensor,
-        "pipeline_model_parallel_size": parallel.pipeline,
-        "sequence_parallel": parallel.sequence,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype is torch.bfloat16,
-        "calculate_per_token_loss": True,  # losses come as sums; Megatron divides by the tokens of the batch
-        "variable_seq_lengths": True,  # packs differ in length from micro-batch to micro-batch
-        "moe_token_dispatcher_type": "alltoall",  # asked for with variable lengths, in dense models too
-        "use_cpu_initialization": not on_gpu,
-        "perform_initialization": False,  # every weight comes from the checkpoint
-        "masked_softmax_fusion": False,
-        "bias_dropout_fusion": False,
-        "persist_layer_norm": False,
-        "gradient_accumulation_fusion": False,  # needs Apex
-    }
-    return TransformerConfig(**settings | _fields_of(TransformerConfig, actor.megatron))
-
-
-def layer_spec(geometry: Geometry) -> ModuleSpec:
-    """Megatron's local layer spec with packed attention and norms that know sequence parallelism."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=geometry.qk_norm, normalization="RMSNorm")
-    layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention = layer.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if geometry.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return spec
-
-
-def build_model(spec: ModelSpec, actor: ActorConfig, dtype: torch.dtype, device: torch.device) -> GPTModel:
-    """This rank's part of the model, with the weights of the HF checkpoint."""
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    geometry = spec.geometry
-    layout = Layout(actor.parallel.tensor, actor.parallel.pipeline)
+def build_model(
+    spec: ModelSpec, actor: ActorConfig, dtype: torch.dtype, device: torch.device
+) -> list[GPTModel]:
+    """This rank's part of the model for each virtual pipeline stage, with the HF checkpoint's weights."""
+    geometry, layout = spec.geometry, Layout.of(actor.parallel)
+    config = transformer_config(geometry, actor, dtype)
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    block = TransformerBlockSubmodules(
-        layer_specs=[layer_spec(geometry)] * len(layout.layers_of(stage, geometry.n_layers)),
-        layer_norm=RMSNorm,
-    )
-    model = GPTModel(
-        transformer_config(geometry, actor, dtype),
-        block,
+    specs = layer_specs(geometry)
+    parts = [
+        _build_part(geometry, config, part_specs, stage, chunk, layout).to(device=device, dtype=dtype)
+        for chunk, part_specs in enumerate(_specs_of_stage(specs, layout, stage))
+    ]
+    for module in (module for part in parts for module in part.modules()):
+        if getattr(module, "expert_bias", None) is not None:
+            module.expert_bias.data = module.expert_bias.float()  # a tiny step in a bias decides a choice
+    load_hf(spec, layout, torch.distributed.get_rank(), [named_shards(part) for part in parts])
+    return parts
+
+
+def _specs_of_stage(specs: list[ModuleSpec], layout: Layout, stage: int) -> list[list[ModuleSpec]]:
+    found: list[list[ModuleSpec]] = [[] for _ in range(layout.chunks)]
+    for spec, place in zip(specs, layout.places(len(specs)), strict=True):
+        if place.stage == stage:
+            found[place.chunk].append(spec)
+    return found
+
+
+def _build_part(
+    geometry: Geometry,
+    config: TransformerConfig,
+    specs: list[ModuleSpec],
+    stage: int,
+    chunk: int,
+    layout: Layout,
+) -> GPTModel:
+    part = GPTModel(
+        config,
+        TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm),
         vocab_size=geometry.padded_vocab(layout.tensor),
         max_sequence_length=geometry.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=stage == 0 and chunk == 0,
+        post_process=stage == layout.pipeline - 1 and chunk == layout.chunks - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=geometry.tied_embeddings,
         position_embedding_type="rope",
-        rotary_base=geometry.rope_theta,
-    ).to(device=device, dtype=dtype)
-    load_hf(
-        spec, layout, stage, parallel_state.get_tensor_model_parallel_rank(), dict(model.named_parameters())
+        rotary_percent=geometry.rope.fraction,
+        rotary_base=geometry.rope.theta,
+        vp_stage=chunk if layout.chunks > 1 else None,
     )
-    return model
+    for module in list(part.modules()):
+        if type(module) is RotaryEmbedding:
+            frequencies = geometry.rope.frequencies(geometry.rotated_dim)
+            module.inv_freq = torch.tensor(frequencies, dtype=torch.float32, device=module.inv_freq.device)
+        if isinstance(module, MLASelfAttention):
+            _complete(module)
+    return part
 
 
-def wrap_ddp(model: GPTModel, actor: ActorConfig) -> DistributedDataParallel:
+def _complete(attention: MLASelfAttention) -> None:
+    """Down projections and norms of latent attention, which Megatron's specs cannot say for all models: 0.19
+    has no norm of keys and values without one of queries.
+    """
+    config = attention.config
+    rotated = config.qk_pos_emb_head_dim
+    attention.linear_kv_down_proj = DownProjection(
+        config, config.hidden_size, config.kv_lora_rank + rotated, rotated=rotated
+    )
+    attention.kv_layernorm = RMSNorm(config, config.kv_lora_rank, config.layernorm_epsilon)
+    if config.q_lora_rank is not None:
+        attention.linear_q_down_proj = DownProjection(config, config.hidden_size, config.q_lora_rank)
+        attention.q_layernorm = RMSNorm(config, config.q_lora_rank, config.layernorm_epsilon)
+
+
+def wrap_ddp(parts: list[GPTModel], actor: ActorConfig) -> list[DistributedDataParallel]:
     """Megatron's DDP: contiguous float32 gradients, reduced once per optimizer update."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=actor.optimizer.distributed,
         overlap_grad_reduce=False,
     )
-    ddp = DistributedDataParallel(model.config, config, model)
-    ddp.broadcast_params()
-    return ddp
+    wrapped = [DistributedDataParallel(part.config, config, part) for part in parts]
+    for part in wrapped:
+        part.broadcast_params()
+    return wrapped
 
 
 def build_optimizer(
-    ddp: DistributedDataParallel, actor: ActorConfig, dtype: torch.dtype
+    parts: list[DistributedDataParallel], actor: ActorConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
     """Megatron's Adam with float32 main parameters; hooks loss scaling and finalization into the model."""
     optimizer = actor.optimizer
@@ -146,10 +131,11 @@ def build_optimizer(
         "bf16": dtype is torch.bfloat16,
         "params_dtype": dtype,
     }
-    config = OptimizerConfig(**settings | _fields_of(OptimizerConfig, actor.megatron))
-    made = get_megatron_optimizer(config, [ddp])
-    ddp.config.grad_scale_func = made.scale_loss
-    ddp.config.finalize_model_grads_func = finalize_model_grads
+    config = OptimizerConfig(**settings | fields_of(OptimizerConfig, actor.megatron))
+    made = get_megatron_optimizer(config, parts)
+    for part in parts:
+        part.config.grad_scale_func = made.scale_loss
+        part.config.finalize_model_grads_func = finalize_model_grads
     return made
 
 
@@ -159,6 +145,10 @@ def learning_rate(actor: ActorConfig, step: int) -> float:
     return actor.optimizer.lr * min(1.0, (step + 1) / warmup if warmup else 1.0)
 
 
-def named_shards(ddp: DistributedDataParallel) -> dict[str, Tensor]:
-    """This rank's parameters by the names that the bridge uses."""
-    return dict(ddp.module.named_parameters())
+def named_shards(part: torch.nn.Module) -> dict[str, Tensor]:
+    """What this rank has of one part of the model, by the names that the bridge uses.
+
+    Besides the parameters that is the bias that decides which experts are chosen.
+    """
+    biases = {name: tensor for name, tensor in part.named_buffers() if name.endswith("router.expert_bias")}
+    return dict(part.named_parameters()) | biases

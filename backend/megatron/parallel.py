@@ -42,9 +42,17 @@ def initialize(spec: RankSpec, parallel: ParallelConfig, *, seed: int, timeout_s
         world_size=spec.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+    virtual = parallel.virtual_pipeline
+    if virtual > 1 and parallel.pipeline == 2:
+        from backend.megatron import pipeline_shapes
+
+        pipeline_shapes.install()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)

@@ -19,6 +19,9 @@ LAYOUTS = {
     "tensor 2 + sequence": {"tensor": 2, "sequence": True},
     "pipeline 2": {"pipeline": 2},
     "data 2": {"data": 2},
+    "virtual pipeline 2": {"pipeline": 2, "virtual_pipeline": 2},
+    "expert 2": {"data": 2, "expert": 2},
+    "expert 2, tensor 2": {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1},
 }
 
 
@@ -82,9 +85,12 @@ def logprobs_and_gradients(rank: RankSpec, config: RunConfig, batch: TrainBatch)
     }
     trainer._optimizer.step = lambda: (True, 0.0, 0)  # leaves the gradient where it can be read
     trainer.train(batch)
-    gradients = {name: p.main_grad for name, p in trainer._ddp.module.named_parameters()}
+    gradients = [
+        {name: getattr(tensor, "main_grad", tensor) for name, tensor in part.items()}
+        for part in trainer._parameters
+    ]
     exported = {}
-    for bucket in export(trainer._plan, gradients, trainer._export_rank):
+    for bucket in export(trainer._plan, gradients, rank.rank):
         if bucket is not None:
             exported.update({name: tensor.cpu().clone().numpy() for name, tensor in bucket.tensors()})
     return logps, exported
@@ -106,13 +112,35 @@ def reference_gradients(folder: Path, batch: TrainBatch, temperature: float):
         tokens += int(mask.sum())
         logps.append(logp.detach().numpy())
     (total / tokens).backward()
-    return logps, {name: p.grad.numpy() for name, p in model.named_parameters()}
+    return logps, dict(unfused((name, p.grad.numpy()) for name, p in model.named_parameters()))
 
 
-CASES = [("qwen3", True, layout) for layout in LAYOUTS] + [
+def unfused(gradients):
+    """transformers keeps the experts of a layer in two tensors; in a checkpoint each has its own three."""
+    for name, value in gradients:
+        layer, _, which = name.partition(".experts.")
+        if which == "gate_up_proj":
+            for i, expert in enumerate(value):
+                gate, up = np.split(expert, 2)
+                yield f"{layer}.experts.{i}.gate_proj.weight", gate
+                yield f"{layer}.experts.{i}.up_proj.weight", up
+        elif which == "down_proj":
+            for i, expert in enumerate(value):
+                yield f"{layer}.experts.{i}.down_proj.weight", expert
+        else:
+            yield name, value
+
+
+CASES = [("qwen3", True, layout) for layout in LAYOUTS if "expert" not in layout] + [
     (family, False, layout)
-    for family in ("qwen2", "llama")
-    for layout in ("one rank", "tensor 2", "pipeline 2")
+    for family, layouts in {
+        "qwen2": ("one rank", "tensor 2", "pipeline 2"),
+        "llama": ("tensor 2", "pipeline 2", "virtual pipeline 2"),
+        "qwen3_moe": ("one rank", "data 2", "expert 2"),
+        "glm4_moe": ("expert 2", "expert 2, tensor 2"),
+        "deepseek_v3": ("expert 2", "expert 2, tensor 2", "pipeline 2"),
+    }.items()
+    for layout in layouts
 ]
 
 
@@ -141,7 +169,8 @@ def test_logprobs_and_gradients_equal_those_of_transformers(
             np.testing.assert_allclose(logp[at : at + len(mine)], logp_of[mine], atol=1e-4)
             rest = rest[len(mine) :]
 
-    gradients = results[0][1]
+    # The bias that decides which experts are chosen is exported too, and has no gradient.
+    gradients = {name: g for name, g in results[0][1].items() if not name.endswith("e_score_correction_bias")}
     assert gradients.keys() == expected_gradients.keys()
     for name, expected in expected_gradients.items():
         scale = np.abs(expected).max()

@@ -19,7 +19,7 @@ import torch
 
 from backend.checkpoints import CheckpointError
 from backend.megatron.parallel import RankSpec
-from configs.schema import RunConfig
+from configs.schema import ParallelConfig, RunConfig
 from rollout.engine.actor import free_port
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import make_checkpoint
@@ -34,15 +34,15 @@ class Case:
     parallel: dict[str, int]
     dtype: str = "float32"
     distributed: bool = False
-    tied: bool = True
+    model: str = "tied"
 
     @property
     def ranks(self) -> int:
-        return int(np.prod(list(self.parallel.values()), dtype=int))
+        return ParallelConfig.model_validate(self.parallel).world_size
 
     def config(self, models: Path) -> RunConfig:
         return config_for(
-            models / ("tied" if self.tied else "untied"),
+            models / self.model,
             self.parallel,
             dtype=self.dtype,
             minibatches=2,
@@ -62,7 +62,10 @@ CASES = {
     "tensor 2 bfloat16": Case({"tensor": 2}, dtype="bfloat16"),
     "pipeline 2": Case({"pipeline": 2}),
     "pipeline 2 distributed": Case({"pipeline": 2}, distributed=True),
-    "data 2": Case({"data": 2}, tied=False),
+    "virtual pipeline 2": Case({"pipeline": 2, "virtual_pipeline": 2}),
+    "expert 2": Case({"data": 2, "expert": 2}, model="mixture"),
+    "expert 2 distributed": Case({"data": 2, "expert": 2}, distributed=True, model="mixture"),
+    "data 2": Case({"data": 2}, model="untied"),
     "data 2 distributed": Case({"data": 2}, distributed=True),
     "data 2 distributed bfloat16": Case({"data": 2}, dtype="bfloat16", distributed=True),
 }
@@ -70,7 +73,10 @@ RESHARDED = {
     "tensor 2 -> pipeline 2": ("tensor 2", Case({"pipeline": 2})),
     "tensor 2 -> one rank": ("tensor 2", Case({})),
     "one rank -> tensor 2": ("one rank", Case({"tensor": 2})),
-    "data 2 -> one rank": ("data 2", Case({}, tied=False)),
+    "virtual pipeline 2 -> one rank": ("virtual pipeline 2", Case({})),
+    "expert 2 -> one rank": ("expert 2", Case({}, model="mixture")),
+    "expert 2 distributed -> data 2": ("expert 2 distributed", Case({"data": 2}, model="mixture")),
+    "data 2 -> one rank": ("data 2", Case({}, model="untied")),
     "data 2 distributed -> one rank": ("data 2 distributed", Case({})),
     "data 2 distributed -> tensor 2 distributed": (
         "data 2 distributed",
@@ -120,7 +126,11 @@ def train(trainer: Any, steps: int) -> dict[str, float]:
 
 
 def own_weights(trainer: Any) -> dict[str, np.ndarray]:
-    return {name: p.detach().view(torch.uint8).numpy().copy() for name, p in trainer._parameters.items()}
+    return {
+        f"{chunk}.{name}": tensor.detach().view(torch.uint8).numpy().copy()
+        for chunk, part in enumerate(trainer._parameters)
+        for name, tensor in part.items()
+    }
 
 
 def draw() -> list[float]:
@@ -132,14 +142,12 @@ def draw() -> list[float]:
 
 
 def line(trainer: Any, drawn: list[float]) -> Line:
-    from bridge.export import export
 
     metrics = train(trainer, 2)
     exported = {}
-    if trainer._groups.get_data_parallel_rank() == 0:
-        for bucket in export(trainer._plan, trainer._parameters, trainer._export_rank):
-            if bucket is not None:
-                exported |= {name: tensor.float().numpy().copy() for name, tensor in bucket.tensors()}
+    for bucket in trainer._export():
+        if bucket is not None:
+            exported |= {name: tensor.float().numpy().copy() for name, tensor in bucket.tensors()}
     return Line(metrics, own_weights(trainer), exported, drawn)
 
 
@@ -204,8 +212,9 @@ def on_ranks(
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for tied in (True, False):
-        make_checkpoint(folder / ("tied" if tied else "untied"), tied=tied)
+    make_checkpoint(folder / "tied", tied=True)
+    make_checkpoint(folder / "untied", tied=False)
+    make_checkpoint(folder / "mixture", "glm4_moe", tied=False)
     return folder
 
 
@@ -289,7 +298,7 @@ def mishaps(rank: RankSpec, config: RunConfig, folders: dict[str, Path]) -> dict
             trainer.begin_checkpoint(str(folders["snapshot"]))
             train(trainer, 2)
             with torch.no_grad():
-                for parameter in trainer._parameters.values():
+                for parameter in trainer._parameters[0].values():
                     parameter.fill_(7.0)
             found["done while held"] = trainer.checkpoint_done()
             found["children"] = len(psutil.Process().children())

@@ -36,7 +36,7 @@ def gradients(rank, config: RunConfig, budgets: list[int]):
         trainer.version = 0
         sizes = [len(micro.index_M) for micro in trainer._assemble(batch)[0]]
         result = trainer.train(batch)
-        grads = {name: p.main_grad.clone().numpy() for name, p in trainer._ddp.module.named_parameters()}
+        grads = {name: p.main_grad.clone().numpy() for name, p in trainer._parts[0].module.named_parameters()}
         found.append((sizes, grads, result and result.metrics))
     return found
 

@@ -1,0 +1,181 @@
+"""Megatron's ``TransformerConfig`` of a model, and its layer specs.
+
+What follows from the HF config and from the recipe's layout is set here; ``actor.megatron`` goes over it.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from backend.megatron.local_layers import PackedAttention, RMSNorm
+from bridge.geometry import Experts, Geometry, GroupedAttention, LatentAttention
+from bridge.layout import Layout
+from bridge.rope import Rope
+from configs.schema import ActorConfig
+
+
+def fields_of(config_class: type, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a recipe's ``actor.megatron`` that belongs to one of Megatron's configs."""
+    names = {field.name for field in dataclasses.fields(config_class)}
+    return {name: value for name, value in settings.items() if name in names}
+
+
+def transformer_config(geometry: Geometry, actor: ActorConfig, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's config of the model; the recipe's ``actor.megatron`` goes over it."""
+    on_gpu = torch.cuda.is_available()
+    layout = Layout.of(actor.parallel)
+    settings = {
+        "num_layers": geometry.n_layers,
+        "hidden_size": geometry.hidden,
+        "ffn_hidden_size": geometry.ffn_hidden,
+        "num_attention_heads": geometry.attention.heads,
+        "layernorm_epsilon": geometry.norm_eps,
+        "init_method_std": geometry.init_std,
+        "normalization": "RMSNorm",
+        "activation_func": F.silu,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "sequence_parallel": actor.parallel.sequence,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "calculate_per_token_loss": True,  # losses come as sums; Megatron divides by the tokens of the batch
+        "variable_seq_lengths": True,  # packs differ in length from micro-batch to micro-batch
+        "moe_token_dispatcher_type": "alltoall",  # asked for with variable lengths, in dense models too
+        "use_cpu_initialization": not on_gpu,
+        "perform_initialization": False,  # every weight comes from the checkpoint
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,  # needs Apex
+    }
+    if layout.pipeline > 1:
+        settings |= _pipeline(layout, geometry.n_layers)
+    if geometry.experts:
+        settings |= _experts(geometry.experts, layout, geometry.n_layers)
+    kind: type[TransformerConfig] = TransformerConfig
+    if isinstance(geometry.attention, LatentAttention):
+        kind = MLATransformerConfig
+        settings |= _latent_attention(geometry.attention, geometry.rope)
+    else:
+        settings |= _grouped_attention(geometry.attention)
+    config = kind(**settings | fields_of(kind, actor.megatron))
+    if kind is TransformerConfig and geometry.rope.kind == "yarn":
+        # Where attention looks for the factor of its cosines and sines.
+        config.yarn_rotary_scaling_factor = geometry.rope.factor
+        config.yarn_mscale = geometry.rope.magnitude
+        config.yarn_mscale_all_dim = geometry.rope.magnitude_all
+    return config
+
+
+def _pipeline(layout: Layout, n_layers: int) -> dict[str, Any]:
+    parts = [["decoder"] * size for size in layout.part_sizes(n_layers)]
+    parts[0] = ["embedding", *parts[0]]
+    parts[-1] = [*parts[-1], "loss"]
+    found: dict[str, Any] = {"pipeline_model_parallel_layout": parts}
+    if layout.chunks > 1:
+        found |= {
+            "virtual_pipeline_model_parallel_size": layout.chunks,
+            # In one batch, sends in both directions between the same two stages would be mixed up.
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
+    return found
+
+
+def _grouped_attention(attention: GroupedAttention) -> dict[str, Any]:
+    return {
+        "num_query_groups": attention.kv_heads,
+        "kv_channels": attention.head_dim,
+        "add_qkv_bias": attention.qkv_bias,
+        "qk_layernorm": attention.qk_norm,
+    }
+
+
+def _latent_attention(attention: LatentAttention, rope: Rope) -> dict[str, Any]:
+    settings = {
+        "q_lora_rank": attention.query_rank,
+        "kv_lora_rank": attention.kv_rank,
+        "qk_head_dim": attention.plain_dim,
+        "qk_pos_emb_head_dim": attention.rotated_dim,
+        "v_head_dim": attention.value_dim,
+        "kv_channels": attention.plain_dim + attention.rotated_dim,
+        "rope_type": "rope",
+        "rotary_base": rope.theta,
+        "rotary_scaling_factor": 1.0,
+    }
+    if rope.kind == "yarn":
+        settings |= {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": rope.factor,
+            "original_max_position_embeddings": rope.original_positions,
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "mscale": rope.magnitude,
+            "mscale_all_dim": rope.magnitude_all or 0.0,
+        }
+    return settings
+
+
+def _experts(experts: Experts, layout: Layout, n_layers: int) -> dict[str, Any]:
+    return {
+        "num_moe_experts": experts.count,
+        "moe_router_topk": experts.per_token,
+        "moe_ffn_hidden_size": experts.ffn_hidden,
+        "moe_layer_freq": [int(layer not in experts.dense_layers) for layer in range(n_layers)],
+        "moe_router_score_function": experts.score,
+        # The softmax over the chosen experts is that over all, normalized.
+        "moe_router_pre_softmax": experts.score == "softmax" and not experts.normalized,
+        "moe_router_enable_expert_bias": experts.bias,
+        "moe_router_bias_update_rate": 0.0,  # reinforcement learning leaves the balance as it is
+        "moe_router_topk_scaling_factor": experts.scaling if experts.scaling != 1.0 else None,
+        "moe_router_num_groups": experts.groups if experts.groups > 1 else None,
+        "moe_router_group_topk": experts.groups_per_token if experts.groups > 1 else None,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden or None,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.etp,
+    }
+
+
+def layer_specs(geometry: Geometry) -> list[ModuleSpec]:
+    """Megatron's local layer spec of every layer, with packed attention and norms that know sequence
+    parallelism.
+    """
+    latent = isinstance(geometry.attention, LatentAttention)
+    qk_norm = isinstance(geometry.attention, GroupedAttention) and geometry.attention.qk_norm
+
+    def spec(experts: int | None) -> ModuleSpec:
+        found = copy.deepcopy(
+            get_gpt_layer_local_spec(
+                num_experts=experts,
+                qk_layernorm=qk_norm,
+                multi_latent_attention=latent,
+                normalization="RMSNorm",
+            )
+        )
+        layer = found.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        attention = layer.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if qk_norm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        return found
+
+    dense = spec(None)
+    mixed = spec(geometry.experts.count) if geometry.experts else dense
+    return [mixed if geometry.has_experts(layer) else dense for layer in range(geometry.n_layers)]
