@@ -13,8 +13,9 @@ import typer
 from rich.console import Console
 
 from backend.doctor import examine, print_findings
-from bridge.families import model_spec
-from bridge.geometry import UnsupportedModel
+from bridge.families import ModelSpec, model_spec
+from bridge.hf_config import UnsupportedModel
+from bridge.plan import ExportPlan
 from configs.load import load_recipe
 from configs.schema import RunConfig
 from configs.violations import RecipeError
@@ -80,9 +81,40 @@ def train(
 
 @app.command()
 def check(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Say everything that is wrong with a recipe, or that nothing is."""
+    """Say everything that is wrong with a recipe and its model, or that nothing is."""
     config = _load(recipe, overrides)
+    if (config.model.path / "config.json").exists():  # else `prepare` makes it
+        from bridge.check import check_names
+        from bridge.hf_index import CheckpointError
+
+        spec = _model_spec(config)
+        _plan(config, spec)
+        try:
+            check_names(spec)
+        except CheckpointError as error:
+            _errors.print(str(error), markup=False)
+            raise typer.Exit(WRONG_INPUT) from None
     typer.echo(f"{recipe}: nothing wrong ({config.run.name}, {config.run.steps} steps)")
+
+
+@app.command()
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Also in which order and from which ranks the weights leave.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For scripts: one JSON document.")] = False,
+) -> None:
+    """Show how a recipe lays out the model on the trainer's ranks. Needs its config.json, no weights."""
+    from backend import planning
+
+    config = _load(recipe, overrides)
+    found = _plan(config, _model_spec(config))
+    if as_json:
+        typer.echo(planning.as_json(config, found))
+    else:
+        planning.print_plan(config, found, Console(soft_wrap=True, highlight=False), weights=weights)
 
 
 @app.command()
@@ -160,6 +192,25 @@ def _load(recipe: str, overrides: list[str] | None) -> RunConfig:
     except UnsupportedModel as error:
         _errors.print(f"model.path: {error}", markup=False)
     raise typer.Exit(WRONG_INPUT)
+
+
+def _model_spec(config: RunConfig) -> ModelSpec:
+    try:
+        return model_spec(config.model.path)
+    except UnsupportedModel as error:
+        _errors.print(f"model.path: {error}", markup=False)
+        raise typer.Exit(WRONG_INPUT) from None
+
+
+def _plan(config: RunConfig, spec: ModelSpec) -> ExportPlan:
+    from backend.planning import export_plan
+    from bridge.layout import UnevenSplit
+
+    try:
+        return export_plan(config, spec)
+    except UnevenSplit as error:
+        _errors.print(f"actor.parallel: {error}", markup=False)
+        raise typer.Exit(WRONG_INPUT) from None
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

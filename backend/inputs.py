@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from bridge.families import ModelSpec, model_spec
-from bridge.geometry import UnsupportedModel
+from bridge.hf_config import UnsupportedModel
 from configs.schema import RunConfig
 from rollout import plugins
 from rollout.control.filters import GroupFilter
