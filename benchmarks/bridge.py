@@ -1,0 +1,298 @@
+"""The bridge against what the machine can do: gathering weights, loading them, planning their way.
+
+    python -m benchmarks.bridge            # the shape of Qwen3-1.7B, bfloat16: four minutes, 12 GB
+    python -m benchmarks.bridge --layers 4 # a smaller one
+
+Export: from the ranks of a trainer into the sender's buckets, against the faster of a bare gather and bare
+sends of the same bytes, in the same buckets, by the same processes. Load: every rank its slices of the
+checkpoint's files, against every rank reading as many bytes, both from the page cache. Plan: a mixture
+of experts of 10^12 parameters on 1,024 ranks.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+
+from backend.megatron.parallel import RankSpec
+from bridge.export import export
+from bridge.families import FAMILIES, ModelSpec
+from bridge.layout import Layout
+from bridge.load import load_hf
+from bridge.plan import ExportPlan, entries, entries_of, make_plan
+from rollout.engine.actor import free_port
+
+QWEN3_1_7B = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 28,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
+TRILLION = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 64,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+    "max_position_embeddings": 131072,
+}
+THOUSAND_RANKS = Layout(
+    tensor=8, pipeline=8, data=16, expert=32, expert_tensor=1, layers=(8, 8, 8, 8, 8, 8, 8, 5)
+)
+LAYOUTS = {
+    "tensor 2": Layout(tensor=2),
+    "pipeline 2": Layout(pipeline=2),
+    "tensor 2, pipeline 2": Layout(tensor=2, pipeline=2),
+    "tensor 4": Layout(tensor=4),
+}
+BUCKET_MB = 256
+REPEATS = 3
+DTYPE = torch.bfloat16
+
+
+def spec_of(hf: dict[str, Any], path: Path = Path()) -> ModelSpec:
+    family = FAMILIES[hf["model_type"]]
+    geometry = family.geometry(hf)
+    return ModelSpec(path, hf, geometry, family.mappings(geometry))
+
+
+def write_checkpoint(folder: Path, hf: dict[str, Any]) -> None:
+    """In files of about a gigabyte, as checkpoints are."""
+    (folder / "config.json").write_text(json.dumps(hf))
+    weight_map, pending, size, number = {}, {}, 0, 0
+
+    def flush() -> None:
+        nonlocal pending, size, number
+        number += 1
+        file = f"model-{number:05d}.safetensors"
+        save_file(pending, folder / file)
+        weight_map.update(dict.fromkeys(pending, file))
+        pending, size = {}, 0
+
+    for entry in entries(spec_of(hf), Layout()):
+        for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
+            pending[name] = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).view(DTYPE)
+            size += pending[name].nbytes
+        if size > 1e9:
+            flush()
+    flush()
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+# ---- on the ranks
+
+
+def peak_mb() -> float:
+    """The largest resident size since ``reset_peak``."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line]
+    return int(line.split()[1]) / 1024
+
+
+def reset_peak() -> float:
+    """Forget the peak so far; the resident size now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_mb()
+
+
+def timed(work: Callable[[], None]) -> float:
+    """Seconds until the last rank is done."""
+    dist.barrier()
+    began = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - began
+
+
+@dataclass
+class Measured:
+    export_s: list[float]
+    gather_s: list[float]
+    send_s: list[float]
+    load_s: list[float]
+    read_s: list[float]
+    peak_extra_mb: float
+    """Of the sender while it exports, the buckets included."""
+
+
+def on_rank(rank: RankSpec, folder: Path, hf: dict[str, Any], layout: Layout) -> Measured:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{rank.address}:{rank.port}", rank=rank.rank, world_size=rank.world_size
+    )
+    spec = spec_of(hf, folder)
+    parameters: list[dict[str, torch.Tensor]] = [{} for _ in range(layout.chunks)]
+    for entry, shard in entries_of(spec, layout, rank.rank):
+        parameters[entry.chunk][entry.parameter] = torch.zeros(
+            entry.split.shard_shape(shard.size), dtype=DTYPE
+        )
+    plan = make_plan(spec, layout, BUCKET_MB * 2**20, DTYPE.itemsize)
+    found = Measured([], [], [], [], [], 0.0)
+    own_bytes = sum(tensor.nbytes for part in parameters for tensor in part.values())
+    room = torch.zeros(own_bytes, dtype=torch.uint8)
+    for _ in range(REPEATS):
+        found.read_s.append(timed(lambda: read_bytes(folder, rank, room)))
+        found.load_s.append(timed(lambda: load_hf(spec, layout, rank.rank, parameters)))
+    for _ in range(REPEATS):
+        found.gather_s.append(timed(lambda: bare_gather(plan, rank)))
+        found.send_s.append(timed(lambda: bare_sends(plan, rank)))
+        before = reset_peak()
+        found.export_s.append(timed(lambda: drain(plan, parameters, rank)))
+        found.peak_extra_mb = max(found.peak_extra_mb, peak_mb() - before)
+    dist.destroy_process_group()
+    return found
+
+
+def drain(plan: ExportPlan, parameters: list[dict[str, torch.Tensor]], rank: RankSpec) -> None:
+    for _ in export(plan, parameters, rank.rank):
+        """Nobody takes the buckets: what is measured is how fast they come."""
+
+
+def bare_gather(plan: ExportPlan, rank: RankSpec) -> None:
+    """As many bytes in as many buckets: an equal part of each from every rank."""
+    longest = max(bucket.numel for bucket in plan.buckets)
+    part = torch.zeros(-(-longest // rank.world_size), dtype=DTYPE)
+    room = [torch.empty_like(part) for _ in range(rank.world_size)] if rank.rank == 0 else None
+    for bucket in plan.buckets:
+        n = -(-bucket.numel // rank.world_size)
+        dist.gather(part[:n], [r[:n] for r in room] if room else None, dst=0)
+
+
+def bare_sends(plan: ExportPlan, rank: RankSpec) -> None:
+    """The same, each part sent by itself; the sender's own is copied."""
+    longest = max(bucket.numel for bucket in plan.buckets)
+    part = torch.zeros(-(-longest // rank.world_size), dtype=DTYPE)
+    room = [torch.empty_like(part) for _ in range(rank.world_size)] if rank.rank == 0 else []
+    for bucket in plan.buckets:
+        n = -(-bucket.numel // rank.world_size)
+        if rank.rank:
+            dist.send(part[:n], 0)
+            continue
+        works = [dist.irecv(room[other][:n], other) for other in range(1, rank.world_size)]
+        room[0][:n].copy_(part[:n])
+        for work in works:
+            work.wait()
+
+
+def read_bytes(folder: Path, rank: RankSpec, room: torch.Tensor) -> None:
+    """As many bytes of the checkpoint's files as this rank loads, into memory that is there."""
+    view = memoryview(room.numpy())
+    files = sorted(folder.glob("*.safetensors"))
+    at, turn = 0, rank.rank
+    while at < len(view):
+        with files[turn % len(files)].open("rb", buffering=0) as file:
+            while at < len(view) and (n := file.readinto(view[at : at + 2**24])):
+                at += n
+        turn += 1
+
+
+# ---- in this process
+
+
+def run_ranks(world_size: int, *args: Any) -> list[Measured]:
+    context = torch.multiprocessing.get_context("spawn")
+    queue, port = context.Queue(), free_port("127.0.0.1")
+    processes = [
+        context.Process(target=_report, args=(queue, RankSpec(r, world_size, "127.0.0.1", port), *args))
+        for r in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        found = dict(queue.get(timeout=600) for _ in processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [found[rank] for rank in range(world_size)]
+
+
+def _report(queue: Any, rank: RankSpec, *args: Any) -> None:
+    queue.put((rank.rank, on_rank(rank, *args)))
+    queue.close()
+    queue.join_thread()
+
+
+def plan_s() -> float:
+    spec = spec_of(TRILLION)
+    began = time.perf_counter()
+    make_plan(spec, THOUSAND_RANKS, 2**30, 2)
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=QWEN3_1_7B["num_hidden_layers"])
+    hf = QWEN3_1_7B | {"num_hidden_layers": parser.parse_args().layers}
+    size = sum(prod(s) for e in entries(spec_of(hf), Layout()) for s in e.hf_shapes) * DTYPE.itemsize
+    console = Console()
+    table = Table("layout", "export", "bare", "ratio", "load", "read", "ratio", "extra memory")
+    found: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), hf)
+        for name, layout in LAYOUTS.items():
+            ranks = run_ranks(layout.world_size, Path(folder), hf, replace(layout))
+            sender = ranks[0]
+            export_s = median(sender.export_s)
+            bare_s = min(median(sender.gather_s), median(sender.send_s))
+            load_s, read_s = median(sender.load_s), median(sender.read_s)
+            found[name] = {
+                "export_ratio": round(bare_s / export_s, 3),
+                "load_ratio": round(read_s / load_s, 3),
+                "peak_extra_mb": round(sender.peak_extra_mb),
+                "export_gb_per_s": round(size / export_s / 1e9, 3),
+            }
+            rate = [f"{size / seconds / 1e9:.2f} GB/s" for seconds in (export_s, bare_s, load_s, read_s)]
+            table.add_row(
+                name,
+                *rate[:2],
+                f"{bare_s / export_s:.2f}",
+                *rate[2:],
+                f"{read_s / load_s:.2f}",
+                f"{sender.peak_extra_mb:.0f} MB",
+            )
+    planning = plan_s()
+    console.print(table)
+    console.print(f"{size / 1e9:.2f} GB; buckets of {BUCKET_MB} MB, the embedding has one of its own")
+    console.print(f"plan of {THOUSAND_RANKS.world_size} ranks and 10^12 parameters: {planning:.2f} s")
+    worst = {key: min(one[key] for one in found.values()) for key in ("export_ratio", "load_ratio")}
+    peak = max(one["peak_extra_mb"] for one in found.values())
+    print(
+        json.dumps(
+            {**worst, "peak_extra_mb": peak, "plan_s": round(planning, 3), "bytes": size, "layouts": found}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
