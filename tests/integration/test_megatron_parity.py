@@ -1,5 +1,6 @@
 """Megatron's log-probs and gradients against transformers, at every layout that two processes can run."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from backend.batching import TrainBatch
 from backend.megatron.parallel import RankSpec
 from configs.schema import RunConfig
+from rollout.engine.actor import free_port
 from rollout.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.models import make_checkpoint, reference_logprobs, reference_model
 from tests.ranks import run_ranks
@@ -131,29 +133,55 @@ def unfused(gradients):
             yield name, value
 
 
-CASES = [("qwen3", True, layout) for layout in LAYOUTS if "expert" not in layout] + [
-    (family, False, layout)
-    for family, layouts in {
-        "qwen2": ("one rank", "tensor 2", "pipeline 2"),
-        "llama": ("tensor 2", "pipeline 2", "virtual pipeline 2"),
-        "qwen3_moe": ("one rank", "data 2", "expert 2"),
-        "glm4_moe": ("expert 2", "expert 2, tensor 2"),
-        "deepseek_v3": ("expert 2", "expert 2, tensor 2", "pipeline 2"),
-    }.items()
-    for layout in layouts
-]
+def one_after_the_other(rank: RankSpec, work: list[tuple[int, RunConfig]], batch: TrainBatch):
+    """``logprobs_and_gradients`` for each port and config, in processes that start once."""
+    import torch.distributed as dist
+
+    found = []
+    for port, config in work:
+        found.append(logprobs_and_gradients(replace(rank, port=port), config, batch))
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+    return found
 
 
-@pytest.mark.parametrize(("family", "tied", "layout"), CASES)
-def test_logprobs_and_gradients_equal_those_of_transformers(
-    tmp_path: Path, family: str, tied: bool, layout: str
-):
-    folder = make_checkpoint(tmp_path / family, family, tied=tied)
-    batch = make_batch(vocab=101)
-    config = config_for(folder, LAYOUTS[layout])
-    expected_logps, expected_gradients = reference_gradients(folder, batch, temperature=0.8)
-    results = run_ranks(config.actor.parallel.world_size, logprobs_and_gradients, config, batch)
+FAMILIES = {
+    "one rank": ("qwen3, tied", "qwen2", "qwen3_moe"),
+    "tensor 2": ("qwen3, tied", "qwen2", "llama"),
+    "tensor 2 + sequence": ("qwen3, tied", "mistral"),
+    "pipeline 2": ("qwen3, tied", "qwen2", "llama", "deepseek_v3"),
+    "data 2": ("qwen3, tied", "qwen3_moe"),
+    "virtual pipeline 2": ("qwen3, tied", "llama", "glm4_moe"),
+    "expert 2": ("qwen3_moe", "glm4_moe", "deepseek_v3"),
+    "expert 2, tensor 2": ("glm4_moe", "deepseek_v3"),
+}
 
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """By family: its checkpoint, and what transformers says of the batch."""
+    batch, found = make_batch(vocab=101), {}
+    for name in {name for names in FAMILIES.values() for name in names}:
+        family, _, tied = name.partition(", ")
+        folder = make_checkpoint(tmp_path_factory.mktemp(family), family, tied=bool(tied))
+        found[name] = (folder, *reference_gradients(folder, batch, temperature=0.8))
+    return found
+
+
+@pytest.mark.parametrize("layout", FAMILIES)
+def test_logprobs_and_gradients_equal_those_of_transformers(references, layout: str):
+    batch, names = make_batch(vocab=101), FAMILIES[layout]
+    configs = [config_for(references[name][0], LAYOUTS[layout]) for name in names]
+    work = [(free_port("127.0.0.1"), config) for config in configs]
+    by_rank = run_ranks(configs[0].actor.parallel.world_size, one_after_the_other, work, batch)
+    for name, *results in zip(names, *by_rank, strict=True):
+        _, expected_logps, expected_gradients = references[name]
+        check(name, batch, results, expected_logps, expected_gradients)
+
+
+def check(name: str, batch: TrainBatch, results, expected_logps, expected_gradients):
     # A micro-batch is known by its target tokens: those of its trajectories, one after the other.
     logp_of = {
         tuple(t.tokens_T[t.loss_mask_T]): logp
@@ -166,12 +194,12 @@ def test_logprobs_and_gradients_equal_those_of_transformers(
         while rest:
             mine = next(known for known in logp_of if rest[: len(known)] == known)
             at = len(targets) - len(rest)
-            np.testing.assert_allclose(logp[at : at + len(mine)], logp_of[mine], atol=1e-4)
+            np.testing.assert_allclose(logp[at : at + len(mine)], logp_of[mine], atol=1e-4, err_msg=name)
             rest = rest[len(mine) :]
 
     # The bias that decides which experts are chosen is exported too, and has no gradient.
     gradients = {name: g for name, g in results[0][1].items() if not name.endswith("e_score_correction_bias")}
     assert gradients.keys() == expected_gradients.keys()
-    for name, expected in expected_gradients.items():
-        scale = np.abs(expected).max()
-        np.testing.assert_allclose(gradients[name] / scale, expected / scale, atol=1e-4, err_msg=name)
+    for tensor, expected in expected_gradients.items():
+        scale, told = np.abs(expected).max(), f"{name}: {tensor}"
+        np.testing.assert_allclose(gradients[tensor] / scale, expected / scale, atol=1e-4, err_msg=told)
