@@ -56,6 +56,7 @@ def export(
         return
     some = next(iter(parameters[0].values()))
     spaces = [some.new_empty(0), some.new_empty(0)]
+    staging = some.new_empty(0)
     for number, bucket in enumerate(plan.buckets):
         if bucket.float32:
             space = some.new_empty(bucket.numel, dtype=torch.float32)
@@ -65,7 +66,7 @@ def export(
             space = spaces[number % 2]
         flat = space[: bucket.numel]
         for parts in plan.rounds(bucket):
-            _receive(parts, parameters, flat, group)
+            staging = _receive(parts, parameters, flat, staging, group)
         last = number == len(plan.buckets) - 1
         yield FlatBucket(bucket.hf_names, bucket.hf_shapes, flat, last)
 
@@ -84,10 +85,22 @@ def _send(parts: Sequence[Part], parameters: Parameters, group: dist.ProcessGrou
 
 
 def _receive(
-    parts: Sequence[Part], parameters: Parameters, flat: Tensor, group: dist.ProcessGroup | None
-) -> None:
-    """The parts of one round into their places in ``flat``."""
+    parts: Sequence[Part],
+    parameters: Parameters,
+    flat: Tensor,
+    staging: Tensor,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """The parts of one round into their places in ``flat``.
+
+    ``staging`` is where parts arrive that have no place of one piece; it, or a larger one, is given back.
+    Fresh memory would cost more than the copying.
+    """
     operations, staged, own = [], [], []
+    needed = sum(part.numel for part in parts if part.owner != SENDER and not part.in_place)
+    if staging.numel() < needed or staging.dtype is not flat.dtype:
+        staging = flat.new_empty(needed)
+    taken = 0
     small: dict[int, list[Tensor]] = {}
     for part in parts:
         tensor = flat[part.offset : part.offset + prod(part.shape)].view(part.shape)
@@ -100,8 +113,10 @@ def _receive(
         elif part.in_place:
             operations.append(dist.P2POp(dist.irecv, place, part.owner, group))
         else:
-            staged.append((place, flat.new_empty(place.shape)))
-            operations.append(dist.P2POp(dist.irecv, staged[-1][1], part.owner, group))
+            values = staging[taken : taken + part.numel].view(place.shape)
+            taken += part.numel
+            staged.append((place, values))
+            operations.append(dist.P2POp(dist.irecv, values, part.owner, group))
     for owner, places in small.items():
         together = flat.new_empty(sum(place.numel() for place in places))
         operations.append(dist.P2POp(dist.irecv, together, owner, group))
@@ -114,6 +129,7 @@ def _receive(
         work.wait()
     for place, values in staged:
         place.copy_(values)
+    return staging
 
 
 def _is_small(values: Tensor) -> bool:

@@ -154,6 +154,8 @@ class Columns:
         return (self.rows, self.columns // size)
 
     def pieces(self, shard: Shard) -> tuple[Piece, ...]:
+        if shard.size == 1:
+            return (Piece(0, 0, self.rows),)
         return (Piece(0, *shard.range_of(self.columns, self.what), dim=1),)
 
 

@@ -9,6 +9,7 @@ that hold its shards to the sender, so that ranks which hold nothing of a bucket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from heapq import heappop, heappush
 from itertools import accumulate
 from math import prod
 
@@ -209,13 +210,32 @@ def entries_of(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[tuple[Ent
         yield Entry(words, words.split, last, chunk, "output_layer.weight", words.hf, None), dense
 
 
+def _in_turns(found: list[Entry], stages: int) -> Iterator[Entry]:
+    """Each stage's in their order; next is always the stage of which the smallest part has been."""
+    if stages == 1:
+        yield from found
+        return
+    queues = [[entry for entry in found if entry.stage == stage] for stage in range(stages)]
+    totals = [max(sum(entry.numel for entry in queue), 1) for queue in queues]
+    turns = [(0.0, stage, 0) for stage in range(stages) if queues[stage]]
+    while turns:
+        done, stage, number = heappop(turns)
+        entry = queues[stage][number]
+        yield entry
+        if number + 1 < len(queues[stage]):
+            heappush(turns, (done + entry.numel / totals[stage], stage, number + 1))
+
+
 def make_plan(spec: ModelSpec, layout: Layout, bucket_bytes: int, itemsize: int) -> ExportPlan:
-    """Buckets of at most ``bucket_bytes`` (a single larger parameter has a bucket of its own)."""
+    """Buckets of at most ``bucket_bytes`` (a single larger parameter has a bucket of its own).
+
+    Pipeline stages take turns, so that several ranks send at a time while the sender copies what is its own.
+    """
     buckets: list[Bucket] = []
     pending: list[Entry] = []
     single: list[Entry] = []
     size = 0
-    for entry in entries(spec, layout):
+    for entry in _in_turns(list(entries(spec, layout)), layout.pipeline):
         if entry.mapping.float32 and itemsize != 4:
             single.append(entry)
             continue

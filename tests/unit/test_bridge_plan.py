@@ -174,14 +174,28 @@ def test_buckets_are_bounded_and_as_full_as_the_order_permits(bucket_bytes, item
             assert sum(staged) * itemsize <= bucket_bytes / 8 or len(staged) == 1
 
 
-def test_the_order_of_a_plan_is_that_of_the_forward_pass_and_depends_on_nothing_else():
+def test_the_order_of_a_plan_is_that_of_the_forward_pass_in_each_stage_and_depends_on_nothing_else():
     plans = [make_plan(QWEN3, Layout(2, 2), size, 2) for size in (10_000, 10_000, 10**9)]
     assert plans[0] == plans[1]
     orders = [[name for bucket in plan.buckets for name in bucket.hf_names] for plan in plans]
     assert orders[0] == orders[2]
     assert orders[0][0] == "model.embed_tokens.weight"
     layers = [int(name.split(".")[2]) for name in orders[0] if name.startswith("model.layers.")]
-    assert layers == sorted(layers)
+    for stage in ({0, 1}, {2, 3}):
+        own = [layer for layer in layers if layer in stage]
+        assert own == sorted(own)
+
+
+def test_stages_take_turns():
+    """At any moment the same share of every stage has been exported, give or take a parameter."""
+    [bucket] = make_plan(QWEN3, Layout(pipeline=2), 10**9, 4).buckets
+    totals, done = [0, 0], [0, 0]
+    for entry in bucket.entries:
+        totals[entry.stage] += entry.numel
+    for entry in bucket.entries:
+        done[entry.stage] += entry.numel
+        shares = [part / total for part, total in zip(done, totals, strict=True)]
+        assert abs(shares[0] - shares[1]) < max(e.numel for e in bucket.entries) / min(totals)
 
 
 def test_names_are_local_to_the_rank_in_megatron_and_global_in_hf():
