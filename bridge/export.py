@@ -46,7 +46,7 @@ def export(
     """Yield each bucket in plan order: a FlatBucket on the sender, None on every other rank.
 
     Every rank iterates to the end, in step; one that holds nothing of a bucket waits for nobody. Extra memory
-    on the sender: the bucket in hand, the one being made, and an eighth of one.
+    on the sender: the bucket in hand, the one being made, and what the plan lets be staged.
     """
     if rank != SENDER:
         for bucket in plan.buckets:

@@ -2,8 +2,9 @@
 
     family mappings + layout  ->  ExportPlan (ordered buckets)
 
-Every rank computes the same plan and walks it in the same order. A parameter goes straight from the ranks
-that hold its shards to the sender, so that ranks which hold nothing of a bucket have nothing to do with it.
+Every rank computes the same plan and walks it in the same order, which is what keeps sends and receives
+matched. A parameter goes straight from the ranks that hold its shards to the sender; a rank that holds nothing
+of a bucket has nothing to do with it.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from itertools import accumulate
 from math import prod
 
 from bridge.families import ModelSpec
-from bridge.layout import Coordinates, Layout, Place, Shard
+from bridge.layout import Coordinates, Layout, Place, Shard, UnevenSplit
 from bridge.mapping import Mapping, Piece, Shape, Split, Whole
 
 SENDER = 0
@@ -29,7 +30,6 @@ class Entry:
     """One Megatron parameter and the HF tensors that it becomes."""
 
     mapping: Mapping
-    split: Split
     stage: int
     chunk: int
     parameter: str
@@ -37,6 +37,10 @@ class Entry:
     hf_names: tuple[str, ...]
     expert: int | None
     """The expert-parallel rank that has it; None: it is no expert's."""
+
+    @property
+    def split(self) -> Split:
+        return self.mapping.split
 
     @property
     def hf_shapes(self) -> tuple[Shape, ...]:
@@ -154,8 +158,7 @@ def entries(spec: ModelSpec, layout: Layout) -> Iterator[Entry]:
     last = layout.pipeline - 1
 
     def entry(mapping: Mapping, stage: int, chunk: int) -> Entry:
-        split, name = mapping.split, mapping.name(layout.layer_spec)
-        return Entry(mapping, split, stage, chunk, name, mapping.hf, None)
+        return Entry(mapping, stage, chunk, mapping.name(layout.layer_spec), mapping.hf, None)
 
     yield from (entry(mapping, 0, 0) for mapping in mappings.embedding)
     places = layout.places(geometry.n_layers)
@@ -175,7 +178,6 @@ def _of_layer(
     number, local, rank = expert or ("", "", None)
     return Entry(
         mapping,
-        mapping.split,
         place.stage,
         place.chunk,
         mapping.name(layout.layer_spec).format(layer=place.layer, expert=local),
@@ -187,7 +189,12 @@ def _of_layer(
 def _experts(mapping: Mapping, spec: ModelSpec, layout: Layout, layer: int, place: Place) -> Iterator[Entry]:
     experts = spec.geometry.experts
     assert experts is not None
-    _, per_rank = Shard(0, layout.expert).range_of(experts.count, "experts")
+    per_rank, left = divmod(experts.count, layout.expert)
+    if left:
+        raise UnevenSplit(
+            f"{experts.count} experts cannot be split evenly over {layout.expert} expert-parallel ranks; "
+            "choose actor.parallel.expert as a divisor"
+        )
     for number in range(experts.count):
         rank, local = divmod(number, per_rank)
         yield _of_layer(mapping, layout, layer, place, (number, local, rank))
@@ -207,7 +214,7 @@ def entries_of(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[tuple[Ent
     if spec.geometry.tied_embeddings and at.stage == last > 0:
         [words] = spec.mappings.embedding
         chunk = layout.chunks - 1
-        yield Entry(words, words.split, last, chunk, "output_layer.weight", words.hf, None), dense
+        yield Entry(words, last, chunk, "output_layer.weight", words.hf, None), dense
 
 
 def _in_turns(found: list[Entry], stages: int) -> Iterator[Entry]:
@@ -227,20 +234,21 @@ def _in_turns(found: list[Entry], stages: int) -> Iterator[Entry]:
 
 
 def make_plan(spec: ModelSpec, layout: Layout, bucket_bytes: int, itemsize: int) -> ExportPlan:
-    """Buckets of at most ``bucket_bytes`` (a single larger parameter has a bucket of its own).
+    """Buckets of which two, and what is staged, take at most twice ``bucket_bytes`` (but a single larger
+    parameter has a bucket of its own).
 
     Pipeline stages take turns, so that several ranks send at a time while the sender copies what is its own.
     """
     buckets: list[Bucket] = []
     pending: list[Entry] = []
     single: list[Entry] = []
-    size = 0
+    size, room = 0, bucket_bytes - bucket_bytes // (2 * STAGED)
     for entry in _in_turns(list(entries(spec, layout)), layout.pipeline):
         if entry.mapping.float32 and itemsize != 4:
             single.append(entry)
             continue
         added = entry.numel * itemsize
-        if pending and size + added > bucket_bytes:
+        if pending and size + added > room:
             buckets.append(Bucket(tuple(pending), float32=False))
             pending, size = [], 0
         pending.append(entry)

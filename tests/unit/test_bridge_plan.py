@@ -167,11 +167,12 @@ def test_buckets_are_bounded_and_as_full_as_the_order_permits(bucket_bytes, item
         assert bucket.numel * itemsize <= bucket_bytes or len(bucket.entries) == 1
         assert bucket.numel == sum(map(prod, bucket.hf_shapes))
     for one, other in pairwise(regular):
-        assert (one.numel + other.entries[0].numel) * itemsize > bucket_bytes
+        assert (one.numel + other.entries[0].numel) * itemsize > bucket_bytes * 15 / 16
     for bucket in regular:
         for parts in plan.rounds(bucket):
             staged = [part.numel for part in parts if part.owner != 0 and not part.in_place]
-            assert sum(staged) * itemsize <= bucket_bytes / 8 or len(staged) == 1
+            largest = max((b.numel for b in regular if len(b.entries) > 1), default=0)
+            assert (2 * largest + sum(staged)) * itemsize <= 2 * bucket_bytes or len(staged) == 1
 
 
 def test_the_order_of_a_plan_is_that_of_the_forward_pass_in_each_stage_and_depends_on_nothing_else():
