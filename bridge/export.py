@@ -22,6 +22,10 @@ SMALL_BYTES = 1 << 18
 """Parts up to this size travel together: a message has its price."""
 
 
+class ExportError(RuntimeError):
+    """A rank did not send or take its parts; the message says which one and what."""
+
+
 @dataclass(frozen=True)
 class FlatBucket:
     """The HF tensors of one bucket, back to back in a flat tensor that is used again for the next but one."""
@@ -80,8 +84,8 @@ def _send(parts: Sequence[Part], parameters: Parameters, group: dist.ProcessGrou
         (small if _is_small(values) else large).append(values.contiguous())
     if small:
         large.append(torch.cat([values.flatten() for values in small]))
-    for work in _begin([dist.P2POp(dist.isend, values, SENDER, group) for values in large]):
-        work.wait()
+    operations = [dist.P2POp(dist.isend, values, SENDER, group) for values in large]
+    _finish(operations, _begin(operations), parts)
 
 
 def _receive(
@@ -125,8 +129,7 @@ def _receive(
     works = _begin(operations)
     for place, values in own:
         place.copy_(values)
-    for work in works:
-        work.wait()
+    _finish(operations, works, parts)
     for place, values in staged:
         place.copy_(values)
     return staging
@@ -138,3 +141,16 @@ def _is_small(values: Tensor) -> bool:
 
 def _begin(operations: list[dist.P2POp]) -> list[dist.Work]:
     return dist.batch_isend_irecv(operations) if operations else []
+
+
+def _finish(operations: list[dist.P2POp], works: list[dist.Work], parts: Sequence[Part]) -> None:
+    """Wait, each time at most as long as the process group's time-out."""
+    for number, work in enumerate(works):
+        try:
+            work.wait()
+        except RuntimeError as error:
+            # With NCCL there is one wait for all of them.
+            own = operations[number : number + 1] if len(works) == len(operations) else operations
+            ranks = ", ".join(str(rank) for rank in sorted({operation.peer for operation in own}))
+            first = parts[0].entry.hf_names[0]
+            raise ExportError(f"waited in vain for rank {ranks} to export {first} and on: {error}") from error

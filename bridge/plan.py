@@ -3,8 +3,8 @@
     family mappings + layout  ->  ExportPlan (ordered buckets)
 
 Every rank computes the same plan and walks it in the same order, which is what keeps sends and receives
-matched. A parameter goes straight from the ranks that hold its shards to the sender; a rank that holds nothing
-of a bucket has nothing to do with it.
+matched. A parameter goes straight from the ranks that hold its shards to the sender, and a rank that holds
+nothing of a bucket has nothing to do with it.
 """
 
 from collections.abc import Iterator

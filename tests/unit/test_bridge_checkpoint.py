@@ -280,3 +280,35 @@ def test_the_written_config_states_the_dtype_of_the_written_weights(tmp_path, sp
 def test_a_rank_that_is_not_the_sender_writes_nothing(tmp_path):
     write_hf(iter([None, None]), source_folder(tmp_path), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def export_without_one(rank) -> str:
+    """Rank 1 never sends; what the sender says."""
+    import datetime
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{rank.address}:{rank.port}",
+        rank=rank.rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=2),
+    )
+    hf = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 8}
+    hf |= {"num_attention_heads": 2, "vocab_size": 9, "max_position_embeddings": 8}
+    spec, layout = spec_of(hf), Layout(pipeline=2)
+    parameters = empty_parameters(spec, layout, rank.rank)
+    if rank.rank == 1:
+        import time
+
+        time.sleep(4)
+        return ""
+    try:
+        list(export(make_plan(spec, layout, 10**6, 4), parameters, 0))
+    except bridge.export.ExportError as error:
+        return str(error)
+    return "no error"
+
+
+def test_the_sender_says_which_rank_it_has_waited_for():
+    told, _ = run_ranks(2, export_without_one)
+    assert told.startswith("waited in vain for rank 1 to export model.embed_tokens.weight and on")
