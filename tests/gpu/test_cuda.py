@@ -5,6 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bridge.families import FAMILIES
+from tests.integration.test_bridge_logits import logits_of, reference_logits
 from tests.integration.test_megatron_parity import (
     config_for,
     logprobs_and_gradients,
@@ -32,6 +34,13 @@ def test_one_rank_on_a_gpu_gives_the_gradients_of_transformers(tmp_path: Path, d
         np.testing.assert_allclose(
             gradients[name] / scale, reference / scale, atol=TOLERANCE[dtype], err_msg=name
         )
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_logits_on_a_gpu_are_those_of_transformers(tmp_path: Path, family: str):
+    folder = make_checkpoint(tmp_path / "model", family, tied=False)
+    [[found]] = run_ranks(1, logits_of, [folder], {})
+    assert np.abs(found - reference_logits(folder)).max() < 1e-3
 
 
 def test_published_weights_are_bit_for_bit_those_of_the_exported_checkpoint_on_a_gpu(tmp_path: Path):

@@ -50,20 +50,22 @@ def logits_of(rank: RankSpec, folders: list[Path], parallel: dict) -> list[np.nd
         parts = model.build_model(spec, actor, torch.float32, device)
         for part in parts:
             part.eval()
-        found.append(forward(parts, actor, spec.geometry.vocab))
+        found.append(forward(parts, actor, spec.geometry.vocab, device))
     return found
 
 
 @torch.no_grad()
-def forward(parts: list[torch.nn.Module], actor: ActorConfig, vocab: int) -> np.ndarray | None:
+def forward(
+    parts: list[torch.nn.Module], actor: ActorConfig, vocab: int, device: torch.device
+) -> np.ndarray | None:
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-    ids = torch.from_numpy(np.concatenate(tokens()))
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    cu_seqlens = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32)
+    ids = torch.from_numpy(np.concatenate(tokens())).to(device)
+    positions = torch.cat([torch.arange(length, device=device) for length in LENGTHS])
+    cu_seqlens = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32, device=device)
     packed = PackedSeqParams("thd", cu_seqlens, cu_seqlens, None, None, max(LENGTHS), max(LENGTHS))
 
     def step(_, part):
@@ -84,11 +86,11 @@ def forward(parts: list[torch.nn.Module], actor: ActorConfig, vocab: int) -> np.
     if not parallel_state.is_pipeline_last_stage():
         return None
     assert len(results) == microbatches
-    return results[-1][0, :, :vocab].numpy()
+    return results[-1][0, :, :vocab].cpu().numpy()
 
 
 @torch.no_grad()
-def reference(folder: Path) -> np.ndarray:
+def reference_logits(folder: Path) -> np.ndarray:
     model = reference_model(folder)
     return np.concatenate([model(torch.from_numpy(ids)[None]).logits[0].numpy() for ids in tokens()])
 
@@ -113,7 +115,7 @@ def checkpoints(tmp_path_factory) -> dict[str, tuple[Path, np.ndarray]]:
             ("deepseek_v3", "yarn, DeepSeek"),
         )
     }
-    return {name: (path, reference(path)) for name, path in made.items()}
+    return {name: (path, reference_logits(path)) for name, path in made.items()}
 
 
 @pytest.mark.parametrize("layout", [*DENSE, *MIXED])
