@@ -71,14 +71,18 @@ class Publisher:
     async def _publish(
         self, engines: list[EngineEndpoint], buckets: Iterator[FlatBucket | None], report: PublishReport
     ) -> None:
-        bucket = await self._next(buckets)
-        engines = await self._join(engines, report)
+        with report.timed("gather"):
+            bucket = await self._next(buckets)
+        with report.timed("join"):
+            engines = await self._join(engines, report)
         paused_at = time.monotonic()
         engines = await self._all("pause", engines, lambda e: e.pause(PAUSE[self._interrupt]), report)
         engines = await self._all("begin", engines, lambda e: e.begin_update(), report)
-        engines = await self._join(engines, report)
-        while bucket is not None and engines:
-            engines, bucket = await asyncio.gather(self._send(engines, bucket, report), self._next(buckets))
+        with report.timed("send"):
+            engines = await self._join(engines, report)  # again without those that have just dropped out
+            while bucket is not None and engines:
+                sending = self._send(engines, bucket, report)
+                engines, bucket = await asyncio.gather(sending, self._next(buckets))
         engines = await self._all("end", engines, lambda e: e.end_update(), report)
         engines = await self._all("resume", engines, lambda e: e.resume(), report)
         report.stall_s = time.monotonic() - paused_at
@@ -107,7 +111,9 @@ class Publisher:
             self._fail(engine, f"{what} for version {report.version}: {reason}", report)
             return None
 
-        return [engine for engine in await asyncio.gather(*map(attempt, engines)) if engine is not None]
+        with report.timed(what):
+            done = await asyncio.gather(*map(attempt, engines))
+        return [engine for engine in done if engine is not None]
 
     def _fail(self, engine: EngineEndpoint, reason: str, report: PublishReport) -> None:
         log.warning("engine %s dropped out: %s", engine.name, reason)
