@@ -6,11 +6,14 @@
 Export: from the ranks of a trainer into the sender's buckets, against the faster of a bare gather and bare
 sends of the same bytes, in the same buckets, by the same processes. Load: every rank its slices of the
 checkpoint's files, against every rank reading as many bytes, both from the page cache. Plan: a mixture
-of experts of 10^12 parameters on 1,024 ranks.
+of experts of 10^12 parameters on 1,024 ranks. Stall: how long engines stand still for an update, in a short
+quickstart.
 """
 
 import argparse
 import json
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -250,6 +253,28 @@ def plan_s() -> float:
     return time.perf_counter() - began
 
 
+STALL = ("pause", "begin", "send", "end", "resume")
+
+
+def stall(console: Console) -> float:
+    """Of a short quickstart: the median seconds from pause to resume, by what they went into."""
+    with tempfile.TemporaryDirectory() as root:
+        command = [sys.executable, "-m", "backend.cli", "train", "quickstart", f"run.root={root}"]
+        settings = ["run.steps=15", "eval.every=0", "eval.max_prompts=10", "checkpoint.every=0"]
+        done = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=600)
+        if done.returncode:
+            sys.exit(f"the quickstart has failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        lines = [json.loads(line) for line in (Path(root) / "quickstart/trace.jsonl").open()]
+    reports = [line for line in lines if line["kind"] == "publish"][1:]  # the first one joins the group
+    whole = median(report["stall_s"] for report in reports)
+    parts = ", ".join(
+        f"{part} {median(report['parts_s'].get(part, 0.0) for report in reports) * 1e3:.1f}" for part in STALL
+    )
+    size = reports[0]["bytes_sent"] / 1e6
+    console.print(f"stall of an update, {size:.1f} MB into one engine, ms: {whole * 1e3:.1f} ({parts})")
+    return whole
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=QWEN3_1_7B["num_hidden_layers"])
@@ -283,15 +308,13 @@ def main() -> None:
             )
     planning = plan_s()
     console.print(table)
+    stalled = stall(console)
     console.print(f"{size / 1e9:.2f} GB; buckets of {BUCKET_MB} MB, the embedding has one of its own")
     console.print(f"plan of {THOUSAND_RANKS.world_size} ranks and 10^12 parameters: {planning:.2f} s")
     worst = {key: min(one[key] for one in found.values()) for key in ("export_ratio", "load_ratio")}
     peak = max(one["peak_extra_mb"] for one in found.values())
-    print(
-        json.dumps(
-            {**worst, "peak_extra_mb": peak, "plan_s": round(planning, 3), "bytes": size, "layouts": found}
-        )
-    )
+    worst |= {"stall_s": round(stalled, 4), "plan_s": round(planning, 3), "peak_extra_mb": peak}
+    print(json.dumps(worst | {"bytes": size, "layouts": found}))
 
 
 if __name__ == "__main__":
