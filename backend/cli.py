@@ -87,8 +87,7 @@ def check(recipe: Recipe, overrides: Overrides = None) -> None:
         from bridge.check import check_names
         from bridge.hf_index import CheckpointError
 
-        spec = _model_spec(config)
-        _plan(config, spec)
+        spec, _ = _plan(config)
         try:
             check_names(spec)
         except CheckpointError as error:
@@ -110,7 +109,7 @@ def plan(
     from backend import planning
 
     config = _load(recipe, overrides)
-    found = _plan(config, _model_spec(config))
+    _, found = _plan(config)
     if as_json:
         typer.echo(planning.as_json(config, found))
     else:
@@ -183,34 +182,25 @@ def doctor() -> None:
 
 def _load(recipe: str, overrides: list[str] | None) -> RunConfig:
     try:
-        config = load_recipe(Path(recipe), overrides or [])
-        if config.model.path.exists():
-            model_spec(config.model.path)
-        return config
+        return load_recipe(Path(recipe), overrides or [])
     except RecipeError as error:
         _errors.print(str(error), markup=False)
-    except UnsupportedModel as error:
-        _errors.print(f"model.path: {error}", markup=False)
-    raise typer.Exit(WRONG_INPUT)
-
-
-def _model_spec(config: RunConfig) -> ModelSpec:
-    try:
-        return model_spec(config.model.path)
-    except UnsupportedModel as error:
-        _errors.print(f"model.path: {error}", markup=False)
         raise typer.Exit(WRONG_INPUT) from None
 
 
-def _plan(config: RunConfig, spec: ModelSpec) -> ExportPlan:
+def _plan(config: RunConfig) -> tuple[ModelSpec, ExportPlan]:
+    """The model that a recipe names, and how it is laid out."""
     from backend.planning import export_plan
     from bridge.layout import UnevenSplit
 
     try:
-        return export_plan(config, spec)
+        spec = model_spec(config.model.path)
+        return spec, export_plan(config, spec)
+    except UnsupportedModel as error:
+        _errors.print(f"model.path: {error}", markup=False)
     except UnevenSplit as error:
         _errors.print(f"actor.parallel: {error}", markup=False)
-        raise typer.Exit(WRONG_INPUT) from None
+    raise typer.Exit(WRONG_INPUT)
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from bridge.families import ModelSpec
 from bridge.layout import Layout
-from bridge.plan import SENDER, Bucket, ExportPlan, make_plan
+from bridge.plan import SENDER, ExportPlan, make_plan
 from configs.schema import RunConfig
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
@@ -94,15 +94,13 @@ def print_plan(config: RunConfig, plan: ExportPlan, console: Console, *, weights
             table.add_row("...")
         bucket, found = plan.buckets[number], about["buckets"][number]
         ranks = _ranges(list(found["bytes_from_rank"]))
-        table.add_row(str(number), str(_tensors(bucket)), _size(found["bytes"]), bucket.hf_names[0], ranks)
+        table.add_row(
+            str(number), str(len(bucket.hf_names)), _size(found["bytes"]), bucket.hf_names[0], ranks
+        )
     console.print(table)
     console.print(
         "sent by rank: " + ", ".join(f"{r}: {_size(n)}" for r, n in about["bytes_from_rank"].items())
     )
-
-
-def _tensors(bucket: Bucket) -> int:
-    return len(bucket.hf_names)
 
 
 def _size(n: int) -> str:

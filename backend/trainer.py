@@ -19,12 +19,12 @@ from backend.objective import policy_loss
 from backend.objective.advantage import group_normalized
 from backend.objective.logprob import vocab_parallel_logprob
 from backend.objective.statistics import StepStatistics, token_statistics
+from backend.planning import export_plan
 from backend.trainer_result import StepResult
 from bridge.export import FlatBucket, export
 from bridge.families import model_spec
 from bridge.hf_files import write_hf
-from bridge.layout import Layout
-from bridge.plan import SENDER, make_plan
+from bridge.plan import SENDER
 from bridge.publish import Publisher, PublishReport
 from configs.schema import RunConfig
 from rollout.engine.client import EngineAddress, EngineClient
@@ -65,12 +65,7 @@ class TrainerRank:
         """Training steps done. What is drawn or scheduled by time follows it."""
         self.version = 0
         """The number of the present weights. Never used twice, so it can jump where a run goes on."""
-        self._plan = make_plan(
-            self._spec,
-            Layout.of(actor.parallel),
-            config.weights.transport.bucket_mb * 2**20,
-            dtype.itemsize,
-        )
+        self._plan = export_plan(config, self._spec)
         self._publisher: Publisher | None = None
 
     # ---- one training step
@@ -110,7 +105,7 @@ class TrainerRank:
             np.array([len(trajectory.tokens_T) for trajectory in batch.trajectories]),
             minibatches=actor.minibatches,
             ranks=actor.parallel.data,
-            multiple=actor.parallel.pipeline if actor.parallel.virtual_pipeline > 1 else 1,
+            multiple=actor.parallel.microbatch_multiple,
             budget=actor.microbatch_tokens,
             rng=np.random.default_rng((self._config.run.seed, self.step)),
         )

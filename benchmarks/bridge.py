@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -31,11 +31,11 @@ from safetensors.torch import save_file
 
 from backend.megatron.parallel import RankSpec
 from bridge.export import export
-from bridge.families import FAMILIES, ModelSpec
+from bridge.families import spec_of
 from bridge.layout import Layout
 from bridge.load import load_hf
 from bridge.plan import ExportPlan, entries, entries_of, make_plan
-from rollout.engine.actor import free_port
+from tests.ranks import run_ranks
 
 QWEN3_1_7B = {
     "model_type": "qwen3",
@@ -83,12 +83,6 @@ REPEATS = 3
 DTYPE = torch.bfloat16
 
 
-def spec_of(hf: dict[str, Any], path: Path = Path()) -> ModelSpec:
-    family = FAMILIES[hf["model_type"]]
-    geometry = family.geometry(hf)
-    return ModelSpec(path, hf, geometry, family.mappings(geometry))
-
-
 def write_checkpoint(folder: Path, hf: dict[str, Any]) -> None:
     """In files of about a gigabyte, as checkpoints are."""
     (folder / "config.json").write_text(json.dumps(hf))
@@ -102,7 +96,7 @@ def write_checkpoint(folder: Path, hf: dict[str, Any]) -> None:
         weight_map.update(dict.fromkeys(pending, file))
         pending, size = {}, 0
 
-    for entry in entries(spec_of(hf), Layout()):
+    for entry in entries(spec_of(hf, Path()), Layout()):
         for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
             pending[name] = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16).view(DTYPE)
             size += pending[name].nbytes
@@ -149,7 +143,6 @@ class Measured:
 
 
 def on_rank(rank: RankSpec, folder: Path, hf: dict[str, Any], layout: Layout) -> Measured:
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"tcp://{rank.address}:{rank.port}", rank=rank.rank, world_size=rank.world_size
     )
@@ -222,32 +215,8 @@ def read_bytes(folder: Path, rank: RankSpec, room: torch.Tensor) -> None:
 # ---- in this process
 
 
-def run_ranks(world_size: int, *args: Any) -> list[Measured]:
-    context = torch.multiprocessing.get_context("spawn")
-    queue, port = context.Queue(), free_port("127.0.0.1")
-    processes = [
-        context.Process(target=_report, args=(queue, RankSpec(r, world_size, "127.0.0.1", port), *args))
-        for r in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        found = dict(queue.get(timeout=600) for _ in processes)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    return [found[rank] for rank in range(world_size)]
-
-
-def _report(queue: Any, rank: RankSpec, *args: Any) -> None:
-    queue.put((rank.rank, on_rank(rank, *args)))
-    queue.close()
-    queue.join_thread()
-
-
 def plan_s() -> float:
-    spec = spec_of(TRILLION)
+    spec = spec_of(TRILLION, Path())
     began = time.perf_counter()
     make_plan(spec, THOUSAND_RANKS, 2**30, 2)
     return time.perf_counter() - began
@@ -279,14 +248,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=QWEN3_1_7B["num_hidden_layers"])
     hf = QWEN3_1_7B | {"num_hidden_layers": parser.parse_args().layers}
-    size = sum(prod(s) for e in entries(spec_of(hf), Layout()) for s in e.hf_shapes) * DTYPE.itemsize
+    size = sum(prod(s) for e in entries(spec_of(hf, Path()), Layout()) for s in e.hf_shapes) * DTYPE.itemsize
     console = Console()
     table = Table("layout", "export", "bare", "ratio", "load", "read", "ratio", "extra memory")
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), hf)
         for name, layout in LAYOUTS.items():
-            ranks = run_ranks(layout.world_size, Path(folder), hf, replace(layout))
+            ranks = run_ranks(layout.world_size, on_rank, Path(folder), hf, layout, timeout_s=600)
             sender = ranks[0]
             export_s = median(sender.export_s)
             bare_s = min(median(sender.gather_s), median(sender.send_s))

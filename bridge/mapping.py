@@ -133,7 +133,7 @@ class Vocabulary:
         return (-(-self.vocab // size), self.hidden)
 
     def pieces(self, shard: Shard) -> tuple[Piece, ...]:
-        rows = -(-self.vocab // shard.size)
+        rows, _ = self.shard_shape(shard.size)
         start, stop = min(shard.rank * rows, self.vocab), min((shard.rank + 1) * rows, self.vocab)
         return (Piece(0, start, stop),) if stop > start else ()
 

@@ -77,11 +77,6 @@ class Rope:
             return _magnitude(self.factor, self.magnitude) / _magnitude(self.factor, self.magnitude_all)
         return _magnitude(self.factor, 1.0)
 
-    @property
-    def softmax_factor(self) -> float:
-        """What latent attention multiplies its softmax scale by (``mscale_all_dim``)."""
-        return _magnitude(self.factor, self.magnitude_all or 0.0) ** 2 if self.kind == "yarn" else 1.0
-
 
 def _magnitude(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0

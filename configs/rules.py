@@ -89,8 +89,7 @@ def group_has_a_spread(config: RunConfig) -> Iterator[Violation]:
 def batch_feeds_every_rank(config: RunConfig) -> Iterator[Violation]:
     trajectories = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     parallel = config.actor.parallel
-    # An interleaved schedule has a micro-batch for each stage at least.
-    stages = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
+    stages = parallel.microbatch_multiple
     shares = config.actor.minibatches * parallel.data * stages
     if trajectories < shares:
         by_stage = " and, with virtual_pipeline, for each pipeline stage" if stages > 1 else ""

@@ -1,6 +1,5 @@
 """Random small models of every family, and layouts that they can be split in."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +8,31 @@ from hypothesis import strategies as st
 from bridge.families import FAMILIES, ModelSpec
 from bridge.layout import Layout
 from bridge.plan import entries, entries_of
+
+CONFIG = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+"""Sizes that every family has."""
+
+DEEPSEEK = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+"""Those that DeepSeek-V3 has besides."""
 
 LAYOUTS = {
     "one rank": Layout(),
@@ -74,11 +98,6 @@ def hf_configs(draw, family: str | None = None) -> dict[str, Any]:
             "v_head_dim": draw(some),
         }
     return hf
-
-
-def spec_of(hf: dict[str, Any], path: Path = Path()) -> ModelSpec:
-    geometry = FAMILIES[hf["model_type"]].geometry(hf)
-    return ModelSpec(path, hf, geometry, FAMILIES[hf["model_type"]].mappings(geometry))
 
 
 def empty_parameters(

@@ -7,14 +7,10 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.bridge_cases import CONFIG
+
 _SIZES = {
-    "vocab_size": 101,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
+    **CONFIG,
     "initializer_range": 0.1,
     "rope_theta": 10000.0,
 }

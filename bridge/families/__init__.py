@@ -43,9 +43,13 @@ class ModelSpec:
 
 def model_spec(model_path: Path) -> ModelSpec:
     """Geometry and mapping of the HF checkpoint at ``model_path``. Raises UnsupportedModel."""
-    hf = read_config(model_path)
+    return spec_of(read_config(model_path), Path(model_path))
+
+
+def spec_of(hf: dict[str, Any], path: Path) -> ModelSpec:
+    """Of a config that has been read; ``path`` is where the weights are, if they are needed."""
     kind = hf.get("model_type")
     if kind not in FAMILIES:
         raise UnsupportedModel(f"model_type {kind!r} is not mapped; supported: {', '.join(sorted(FAMILIES))}")
     geometry = FAMILIES[kind].geometry(hf)
-    return ModelSpec(Path(model_path), hf, geometry, FAMILIES[kind].mappings(geometry))
+    return ModelSpec(path, hf, geometry, FAMILIES[kind].mappings(geometry))

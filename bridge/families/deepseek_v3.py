@@ -57,4 +57,10 @@ def geometry(hf: dict[str, Any]) -> Geometry:
         hf, "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
     )
     attention = LatentAttention(heads, hf.get("q_lora_rank"), kv_rank, plain_dim, rotated_dim, value_dim)
-    return geometry_of(hf, attention, rope_of(hf), experts=sigmoid_experts(hf))
+    rope = rope_of(hf)
+    if rope.fraction != 1 or not rope.truncate:
+        raise UnsupportedModel(
+            "deepseek_v3: rotary embeddings of a part of the rotated dimensions, or yarn with "
+            "truncate=false, are not mapped: Megatron's latent attention has neither"
+        )
+    return geometry_of(hf, attention, rope, experts=sigmoid_experts(hf))

@@ -28,6 +28,11 @@ class ParallelConfig(Section):
     )
 
     @property
+    def microbatch_multiple(self) -> int:
+        """A rank's micro-batches come in multiples of this: interleaved, there is one for each stage."""
+        return self.pipeline if self.virtual_pipeline > 1 else 1
+
+    @property
     def world_size(self) -> int:
         return self.tensor * self.pipeline * self.data
 

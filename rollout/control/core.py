@@ -292,9 +292,8 @@ class RolloutControl:
 
     def restore_ready(self, group: Group) -> bool:
         """Keep a finished group. False: it is too old by now, as for ``restore_open``."""
-        newest = max(
-            int(t.versions_T[t.loss_mask_T].max(initial=group.admitted_at)) for t in group.trajectories
-        )
+        runs = (run for trajectory in group.trajectories for run in trajectory.runs)
+        newest = max((version for version, trained, _ in runs if trained), default=group.admitted_at)
         if not self._has_room_for(newest if self._may_train_parts else group.admitted_at):
             return False
         self._table.add(group.id, group.admitted_at)

@@ -1,6 +1,7 @@
 """HF checkpoints in and out: loading refuses what does not fit; an export is the source again."""
 
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,13 @@ from safetensors.torch import load_file, save_file
 
 import bridge.export
 from bridge.export import FlatBucket, export
-from bridge.families import FAMILIES, model_spec
+from bridge.families import FAMILIES, model_spec, spec_of
 from bridge.hf_files import write_hf
 from bridge.hf_index import CheckpointError
 from bridge.layout import Layout
 from bridge.load import load_hf
 from bridge.plan import make_plan
-from tests.bridge_cases import LAYOUTS, empty_parameters, hf_configs, random_tensors, same_bits, spec_of
+from tests.bridge_cases import LAYOUTS, empty_parameters, hf_configs, random_tensors, same_bits
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 
@@ -198,7 +199,7 @@ def write_source(folder: Path, hf: dict, dtype: torch.dtype, seed: int) -> Path:
     """A checkpoint of random bits."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(hf))
-    save_file(random_tensors(spec_of(hf), dtype, seed), folder / "model.safetensors")
+    save_file(random_tensors(spec_of(hf, folder), dtype, seed), folder / "model.safetensors")
     return folder
 
 
@@ -284,23 +285,18 @@ def test_a_rank_that_is_not_the_sender_writes_nothing(tmp_path):
 
 def export_without_one(rank) -> str:
     """Rank 1 never sends; what the sender says."""
-    import datetime
-
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://{rank.address}:{rank.port}",
         rank=rank.rank,
         world_size=2,
-        timeout=datetime.timedelta(seconds=2),
+        timeout=timedelta(seconds=2),
     )
     hf = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 8}
     hf |= {"num_attention_heads": 2, "vocab_size": 9, "max_position_embeddings": 8}
-    spec, layout = spec_of(hf), Layout(pipeline=2)
+    spec, layout = spec_of(hf, Path()), Layout(pipeline=2)
     parameters = empty_parameters(spec, layout, rank.rank)
     if rank.rank == 1:
-        import time
-
-        time.sleep(4)
         return ""
     try:
         list(export(make_plan(spec, layout, 10**6, 4), parameters, 0))

@@ -11,30 +11,10 @@ from bridge.geometry import Experts
 from bridge.hf_config import UnsupportedModel
 from bridge.layout import Layout
 from bridge.plan import entries
+from tests.bridge_cases import CONFIG, DEEPSEEK
 from tests.models import ROPES, make_checkpoint
 
-CONFIG = {
-    "vocab_size": 101,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
 QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-DEEPSEEK = {
-    "q_lora_rank": 32,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-}
 
 
 def tensors_in(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -170,6 +150,12 @@ def test_the_config_of_deepseek_v3_itself_is_read():
         ("deepseek_v3", {**DEEPSEEK, "scoring_func": "softmax"}, "scoring_func='softmax'"),
         ("deepseek_v3", {**DEEPSEEK, "norm_topk_prob": False}, "not normalized"),
         ("deepseek_v3", {**DEEPSEEK, "n_group": 4, "topk_group": 2}, "2 experts from 2 groups"),
+        ("deepseek_v3", {**DEEPSEEK, "partial_rotary_factor": 0.5}, "a part of the rotated dimensions"),
+        (
+            "deepseek_v3",
+            {**DEEPSEEK, "rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False}},
+            "truncate=false",
+        ),
         ("glm4_moe", {**DEEPSEEK, "num_experts_per_tok": 1}, "not normalized"),
     ],
 )

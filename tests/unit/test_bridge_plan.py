@@ -2,44 +2,21 @@
 
 from itertools import pairwise
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bridge.families import spec_of
 from bridge.layout import Coordinates, Layout, UnevenSplit
 from bridge.mapping import copy_in
 from bridge.plan import entries, entries_of, make_plan, pieces_of
-from tests.bridge_cases import LAYOUTS, hf_configs, random_tensors, same_bits, spec_of
+from tests.bridge_cases import CONFIG, DEEPSEEK, LAYOUTS, hf_configs, random_tensors, same_bits
 
-CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 101,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
-QWEN3 = spec_of(CONFIG)
-MOE = spec_of(
-    CONFIG
-    | {
-        "model_type": "deepseek_v3",
-        "q_lora_rank": 32,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 1,
-    }
-)
+QWEN3 = spec_of({"model_type": "qwen3", **CONFIG}, Path())
+MOE = spec_of({"model_type": "deepseek_v3", **CONFIG, **DEEPSEEK}, Path())
 
 
 # ---- layouts
@@ -126,7 +103,7 @@ def test_an_uneven_pipeline_has_the_layers_that_it_was_given():
 )
 def test_what_the_owners_hold_makes_every_tensor_again_bit_for_bit(hf, name, layer_spec, dtype, size, seed):
     """Loading and export along a plan, all ranks in one process."""
-    spec = spec_of(hf)
+    spec = spec_of(hf, Path())
     layout = Layout(**{**LAYOUTS[name].__dict__, "layer_spec": layer_spec})
     tensors = random_tensors(spec, dtype, seed)
     ranks = []
@@ -224,16 +201,8 @@ def test_transformer_engine_has_norms_inside_linear_layers_and_experts_in_one_mo
 
 
 def test_a_trillion_parameters_on_a_thousand_ranks_are_planned_at_once():
-    spec = spec_of(
-        CONFIG
-        | MOE.hf
-        | {
-            "num_hidden_layers": 61,
-            "n_routed_experts": 384,
-            "hidden_size": 7168,
-            "moe_intermediate_size": 2048,
-        }
-    )
+    sizes = {"num_hidden_layers": 61, "n_routed_experts": 384, "hidden_size": 7168}
+    spec = spec_of(MOE.hf | sizes | {"moe_intermediate_size": 2048}, Path())
     layout = Layout(tensor=8, pipeline=8, data=16, expert=32, expert_tensor=1, layers=(8,) * 7 + (5,))
     assert layout.world_size == 1024
     plan = make_plan(spec, layout, 2**30, 2)
