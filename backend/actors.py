@@ -55,6 +55,9 @@ class TrainerActor:
     def publish(self, engines: "Sequence[EngineAddress]") -> "PublishReport | None":
         return self._trainer.publish(engines)
 
+    def logprobs(self, ids: list[int]) -> list[float] | None:
+        return self._trainer.logprobs(ids)
+
     def export_hf(self, folder: str) -> None:
         self._trainer.export_hf(Path(folder))
 

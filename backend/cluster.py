@@ -1,5 +1,6 @@
 """The Ray cluster of a run: started here on one machine, joined in a Slurm job; its actors."""
 
+import hashlib
 import os
 import signal
 import tempfile
@@ -14,6 +15,7 @@ from backend.guard import guarded
 from backend.placement import Node, Placement
 from configs.schema import RunConfig
 from rollout.engine.actor import EngineActor
+from rollout.engine.process import ReplicaSpec
 
 OBJECT_STORE_BYTES = 128 * 2**20
 """Enough for the batches of a run on one machine; the object store is shared memory that a laptop lacks."""
@@ -84,6 +86,17 @@ def create_trainer(config: RunConfig, placement: Placement, logs: Path) -> list[
     ]
 
 
+def replica_of(config: RunConfig, engine: str) -> ReplicaSpec | None:
+    """Where an engine keeps a copy of the weights, if the transport wants one. A run's next start finds the
+    same folder, so that what a crash has left does not stay.
+    """
+    transport = config.weights.transport
+    if transport.type != "delta":
+        return None
+    run = hashlib.sha256(str(config.run.folder.resolve()).encode()).hexdigest()[:12]
+    return ReplicaSpec("bridge.replica.mount", str(transport.memory / f"slipstream-{run}-{engine}"))
+
+
 def create_engine(config: RunConfig, placement: Placement, number: int, logs: Path) -> Any:
     """The actor handle of engine ``number``. It waits for its server's end while it starts and stops it."""
     engine = config.rollout.engine
@@ -103,5 +116,6 @@ def create_engine(config: RunConfig, placement: Placement, number: int, logs: Pa
             log_folder=str(logs),
             loopback=config.cluster.type == "local",
             start_timeout_s=engine.start_timeout_s,
+            replica=replica_of(config, f"engine-{number}"),
         )
     )

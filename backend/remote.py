@@ -57,6 +57,10 @@ class Trainer:
     async def publish(self, engines: Sequence[EngineAddress]) -> PublishReport:
         return self._only(await self._all("publishing the weights", "publish", list(engines)))
 
+    async def logprobs(self, ids: Sequence[int]) -> list[float]:
+        """Log-probs of ids[1:] given what precedes them, at temperature 1, under the present weights."""
+        return self._only(await self._all("computing log-probs", "logprobs", list(ids)))
+
     async def export_hf(self, folder: Path) -> None:
         await self._all("writing the HF checkpoint", "export_hf", str(folder))
 

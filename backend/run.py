@@ -35,7 +35,8 @@ from backend.resume import (
 )
 from backend.served_weights import ServedWeights
 from backend.stop import Stop, Stopped
-from configs.schema import RunConfig
+from backend.verification import Verifier, probe_text
+from configs.schema import RunConfig, WeightsConfig
 from rollout.control.concurrency import ConcurrencyController
 from rollout.control.gate import AdmissionGate
 from rollout.engine.client import EngineAddress
@@ -78,11 +79,20 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     return config.model_copy(
         update={
             "run": absolute(config.run, root=config.run.root),
+            "weights": _with_absolute_path(config.weights),
             "model": absolute(config.model, path=config.model.path),
             "data": absolute(config.data, path=config.data.path),
             "eval": config.eval and absolute(config.eval, path=config.eval.path),
         }
     )
+
+
+def _with_absolute_path(weights: WeightsConfig) -> WeightsConfig:
+    transport = weights.transport
+    if transport.type != "disk" or transport.path is None:
+        return weights
+    there = transport.model_copy(update={"path": transport.path.resolve()})
+    return weights.model_copy(update={"transport": there})
 
 
 async def run(config: RunConfig, progress: Progress, *, resume: bool = False) -> RunSummary:
@@ -130,6 +140,7 @@ async def _run(config: RunConfig, progress: Progress, resume: bool, stop: Stop) 
             raise
         finally:
             await loops.checkpoints.cancel()
+            await loops.weights.cancel()
             await asyncio.shield(loops.supervisor.stop())
             loops.trainer.kill()
             summary = loops.recorder.summary(end)
@@ -190,7 +201,12 @@ def build(
     )
     pool.version = state.version
     drains = config.weights.interrupt == "drain"
-    weights = ServedWeights(trainer, pool, drain_s=config.weights.timeout_s if drains else None)
+    weights = ServedWeights(
+        trainer,
+        pool,
+        drain_s=config.weights.timeout_s if drains else None,
+        verifier=make_verifier(config, inputs),
+    )
     supervisor = Supervisor(
         engine_handles(config, inputs, placement, logs),
         pool,
@@ -236,6 +252,15 @@ def build(
         recorder=recorder,
         checkpoints=checkpoints,
     )
+
+
+def make_verifier(config: RunConfig, inputs: Inputs) -> Verifier | None:
+    verify = config.weights.verify
+    if verify.type == "off":
+        return None
+    length = min(verify.tokens, inputs.spec.geometry.max_positions - 1)
+    text = probe_text(inputs.prompts, inputs.tokenizer, length)
+    return Verifier(verify, text, config.model.dtype, timeout_s=config.weights.timeout_s)
 
 
 def engine_handles(config: RunConfig, inputs: Inputs, placement: Placement, logs: Path) -> list[RayEngine]:

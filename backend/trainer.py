@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from backend.objective.advantage import group_normalized
 from backend.objective.logprob import vocab_parallel_logprob
 from backend.objective.statistics import StepStatistics, token_statistics
 from backend.planning import export_plan
+from backend.publishing import make_publisher
 from backend.trainer_result import StepResult
 from bridge.export import FlatBucket, export
 from bridge.families import model_spec
@@ -28,6 +28,7 @@ from bridge.plan import SENDER
 from bridge.publish import Publisher, PublishReport
 from configs.schema import RunConfig
 from rollout.engine.client import EngineAddress, EngineClient
+from rollout.trajectory import Completion, Finish, Span, TrajectoryBuilder
 
 
 class TrainerRank:
@@ -86,7 +87,10 @@ class TrainerRank:
         minibatches = self._assemble(batch)
         every_microbatch = [micro for minibatch in minibatches for micro in minibatch]
         recompute = self._config.actor.recompute_logprobs
-        proximal = self._log_probs(every_microbatch) if recompute else [None] * len(every_microbatch)
+        temperature = self._config.rollout.sampling.temperature
+        proximal: list[Tensor | None] = [None] * len(every_microbatch)
+        if recompute:
+            proximal = self._log_probs(every_microbatch, temperature)
         statistics = StepStatistics()
         remaining = iter(proximal)
         for minibatch in minibatches:
@@ -110,9 +114,9 @@ class TrainerRank:
             rng=np.random.default_rng((self._config.run.seed, self.step)),
         )
         rank = self._groups.get_data_parallel_rank()
-        multiple = actor.parallel.tensor if actor.parallel.sequence else 1
         return [
-            [assemble(batch, advantage_N, pack, multiple) for pack in minibatch[rank]] for minibatch in plan
+            [assemble(batch, advantage_N, pack, self._multiple) for pack in minibatch[rank]]
+            for minibatch in plan
         ]
 
     def _update(
@@ -137,17 +141,35 @@ class TrainerRank:
             succeeded=bool(succeeded),
         )
 
-    def _log_probs(self, microbatches: list[MicroBatch]) -> list[Tensor | None]:
+    def _log_probs(self, microbatches: list[MicroBatch], temperature: float) -> list[Tensor | None]:
         """Log-probs [M] of every micro-batch under the present weights; None except on the last stage."""
         for part in self._parts:
             part.eval()
         with torch.no_grad():
             found = self._pipeline(
-                microbatches, lambda micro: partial(self._log_probs_of, micro), forward_only=True
+                microbatches,
+                lambda micro: partial(self._log_probs_of, micro, temperature),
+                forward_only=True,
             )
         for part in self._parts:
             part.train()
         return found if self._is_last_stage else [None] * len(microbatches)
+
+    def logprobs(self, ids: Sequence[int]) -> list[float] | None:
+        """Log-probs of ids[1:] given what precedes them, at temperature 1, under the present weights.
+
+        The result on the reporting rank, None elsewhere.
+        """
+        n = len(ids) - 1
+        text = TrajectoryBuilder(ids[:1])
+        text.add_completion(
+            Completion(tuple(ids[1:]), (0.0,) * n, (Span(self.version, 0, n),), Finish.LENGTH)
+        )
+        batch = TrainBatch(self.version, (text.build(),), np.zeros(1, np.int64))
+        micro = assemble(batch, np.zeros(1), [0], self._multiple)
+        times = self._config.actor.parallel.microbatch_multiple
+        found = self._log_probs([micro] * times, temperature=1.0)
+        return found[0].tolist() if self._reports else None
 
     def _pipeline(self, microbatches: list[MicroBatch], head: Any, *, forward_only: bool) -> list[Any]:
         """Run micro-batches through Megatron's pipeline schedule; what ``head`` gave on the last stage."""
@@ -186,15 +208,19 @@ class TrainerRank:
             packed_seq_params=packed,
         )
 
-    def _log_probs_of(self, micro: MicroBatch, logits: Tensor, non_loss_data: bool = True) -> Tensor:
-        return self._logprob_and_entropy(micro, logits)[0]
+    def _log_probs_of(
+        self, micro: MicroBatch, temperature: float, logits: Tensor, non_loss_data: bool = True
+    ) -> Tensor:
+        return self._logprob_and_entropy(micro, temperature, logits)[0]
 
-    def _logprob_and_entropy(self, micro: MicroBatch, logits_1TV: Tensor) -> tuple[Tensor, Tensor]:
+    def _logprob_and_entropy(
+        self, micro: MicroBatch, temperature: float, logits_1TV: Tensor
+    ) -> tuple[Tensor, Tensor]:
         parallel = self._config.actor.parallel
         return vocab_parallel_logprob(
             logits_1TV[0].index_select(0, self._tensor(micro.index_M)),
             self._tensor(micro.target_M),
-            temperature=self._config.rollout.sampling.temperature,
+            temperature=temperature,
             vocab=self._spec.geometry.vocab,
             group=self._groups.get_tensor_model_parallel_group() if parallel.tensor > 1 else None,
         )
@@ -206,7 +232,9 @@ class TrainerRank:
         actor = self._config.actor
         objective = actor.objective
         clip = {"clip_low": objective.clip_low, "clip_high": objective.clip_high}
-        logp_M, entropy_M = self._logprob_and_entropy(micro, logits)
+        logp_M, entropy_M = self._logprob_and_entropy(
+            micro, self._config.rollout.sampling.temperature, logits
+        )
         behaviour_M = self._tensor(micro.behaviour_logp_M)
         advantage_M = self._tensor(micro.advantage_M)
         if actor.use_decoupled_loss:
@@ -236,6 +264,12 @@ class TrainerRank:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    @property
+    def _multiple(self) -> int:
+        """The length of a micro-batch is one of it."""
+        parallel = self._config.actor.parallel
+        return parallel.tensor if parallel.sequence else 1
 
     @property
     def _is_last_stage(self) -> bool:
@@ -279,13 +313,8 @@ class TrainerRank:
                 """Sends its parts."""
             return None
         if self._publisher is None:
-            self._publisher = Publisher(
-                address=self._address,
-                backend="nccl" if self._device.type == "cuda" else "gloo",
-                interrupt=self._config.weights.interrupt,
-                timeout_s=self._config.weights.timeout_s,
-                label=f"weights-{uuid4().hex}",
-            )
+            backend = "nccl" if self._device.type == "cuda" else "gloo"
+            self._publisher = make_publisher(self._config, self._plan, address=self._address, backend=backend)
         return asyncio.run(_publish(self._publisher, self.version, engines, buckets))
 
     def export_hf(self, folder: Path) -> None:

@@ -62,11 +62,11 @@ def _state_dtype(config: Path, dtype: torch.dtype) -> None:
     config.write_text(json.dumps(hf | {spelling: str(dtype).removeprefix("torch.")}, indent=2) + "\n")
 
 
-def write_hf(buckets: Iterator[FlatBucket | None], source: Path, folder: Path) -> None:
+def write_hf(buckets: Iterator[FlatBucket | None], source: Path, folder: Path) -> int:
     """Write the exported buckets as an HF checkpoint directory; config and tokenizer come from ``source``.
 
     One safetensors file per bucket and an index, in a temporary folder that is renamed at the end. Ranks
-    that are not the sender only send their parts.
+    that are not the sender only send their parts. Gives the bytes of the tensors; 0 on those ranks.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     dtype = None
@@ -86,7 +86,7 @@ def write_hf(buckets: Iterator[FlatBucket | None], source: Path, folder: Path) -
         total += bucket.flat.nbytes
         dtype = dtype or bucket.flat.dtype
     if dtype is None:
-        return
+        return 0
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (partial / INDEX).write_text(json.dumps(index, indent=2))
     for pattern in _SIDE_FILES:
@@ -96,3 +96,4 @@ def write_hf(buckets: Iterator[FlatBucket | None], source: Path, folder: Path) -
     if folder.exists():
         shutil.rmtree(folder)
     partial.rename(folder)
+    return total

@@ -11,6 +11,10 @@ SINGLE = "model.safetensors"
 LONGEST_HEADER = 100_000_000
 """What safetensors itself permits."""
 
+SPELLINGS = {"float32": "F32", "bfloat16": "BF16"}
+"""Of the dtypes that are written: torch's, and that of safetensors."""
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 """Buffers that old checkpoints carry and every implementation recomputes."""
 

@@ -58,7 +58,7 @@ class SectionType:
     tag: str | None
     nullable: bool
     before: Callable[[Any], Any] | None
-    """Turns the short form of the section (an import path) into the full one."""
+    """Turns the short form of the section (an import path, or a tag alone) into the full one."""
 
 
 class _Reading:
@@ -240,7 +240,9 @@ def _expected(field: FieldInfo) -> str:
     annotation, metadata, nullable = _unwrap(field)
     if kind is not None:
         words = f"a mapping with {_keys(next(iter(kind.choices.values())))}"
-        words = f"an import path or {words}" if kind.before else words
+        if kind.before:
+            short = f"{_named(list(kind.choices))}, or" if kind.tag else "an import path or"
+            words = f"{short} {words}"
     elif get_origin(annotation) is Literal:
         words = _named(get_args(annotation))
     elif get_origin(annotation) is dict:

@@ -11,14 +11,26 @@ from configs.schema.run import (
     ModelConfig,
     RunConfig,
     SlurmCluster,
-    WeightsConfig,
 )
 from configs.schema.simulate import SimulateConfig
+from configs.schema.weights import (
+    DeltaTransport,
+    DiskTransport,
+    DistributedTransport,
+    TensorTransport,
+    Transport,
+    Verify,
+    VerifyOff,
+    WeightsConfig,
+)
 
 __all__ = [
     "ActorConfig",
     "CheckpointConfig",
     "DataConfig",
+    "DeltaTransport",
+    "DiskTransport",
+    "DistributedTransport",
     "EngineConfig",
     "EvalConfig",
     "LocalCluster",
@@ -32,5 +44,9 @@ __all__ = [
     "SamplingConfig",
     "SimulateConfig",
     "SlurmCluster",
+    "TensorTransport",
+    "Transport",
+    "Verify",
+    "VerifyOff",
     "WeightsConfig",
 ]

@@ -11,6 +11,7 @@ from configs.schema.checkpoint import CheckpointConfig
 from configs.schema.plugin import Plugin
 from configs.schema.rollout import RolloutConfig
 from configs.schema.simulate import SimulateConfig
+from configs.schema.weights import WeightsConfig
 
 
 class RunSection(Section):
@@ -47,25 +48,6 @@ class EvalConfig(Section):
     every: int = Field(0, ge=0, description="Evaluate after every this many steps; 0: only before and after.")
     max_prompts: int | None = Field(None, ge=1)
     max_new_tokens: int | None = Field(None, ge=1, description="Default: rollout.sampling.max_new_tokens.")
-
-
-class DistributedTransport(Section):
-    """Broadcast from the trainer into the engines over a process group (NCCL on GPUs, gloo on CPUs)."""
-
-    type: Literal["distributed"] = "distributed"
-    bucket_mb: int = Field(256, ge=1, description="Bytes of weights sent at one time, in MiB.")
-
-
-class WeightsConfig(Section):
-    """How a new policy version reaches the engines."""
-
-    transport: DistributedTransport = DistributedTransport()
-    interrupt: Literal["retract", "in_place", "abort", "drain"] = Field(
-        "retract",
-        description="Running requests go on with their KV recomputed (retract) or kept (in_place), are cut "
-        "off and continued (abort), or end before, while new ones wait (drain; timeout_s at most).",
-    )
-    timeout_s: float = Field(300, gt=0, description="Longest wait of any one step of publishing a version.")
 
 
 class LocalCluster(Section):

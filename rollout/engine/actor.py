@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rollout.engine.process import ServerProcess, ServerSpec
+from rollout.engine.process import ReplicaSpec, ServerProcess, ServerSpec
 
 FIRST_PORT = 20_000
 """Ray takes those from 10,002 on for its workers."""
@@ -46,6 +46,7 @@ class EngineActor:
         log_folder: str,
         loopback: bool,
         start_timeout_s: float,
+        replica: ReplicaSpec | None = None,
     ) -> None:
         import ray
 
@@ -60,6 +61,7 @@ class EngineActor:
             "tensor_parallel": tensor_parallel,
             "seed": seed,
             "args": args,
+            "replica": replica,
         }
         self._server: ServerProcess | None = None
 

@@ -154,14 +154,19 @@ def parse_completion(answer: Any) -> Completion:
     return completion
 
 
-def parse_prompt_logprobs(answer: Any, length: int) -> list[float]:
-    """The log-probs of all but the first of ``length`` prompt tokens. Raises as ``parse_completion`` does."""
+def parse_prompt_logprobs(answer: Any, length: int, version: int | None = None) -> list[float]:
+    """The log-probs of all but the first of ``length`` prompt tokens, under ``version`` if it is given.
+
+    Raises as ``parse_completion`` does.
+    """
     try:
         meta = answer["meta_info"]
         if meta["finish_reason"]["type"] == "abort":
             raise Aborted(f"generation was aborted: {meta['finish_reason'].get('message', '')}")
         _first, *rest = meta["input_token_logprobs"]
         logprobs = [float(logprob) for logprob, *_ in rest]
+        if version is not None and int(meta["weight_version"]) != version:
+            raise ValueError(f"log-probs of version {meta['weight_version']}, expected {version}")
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"not an answer of /generate: {type(error).__name__}: {error}") from error
     if len(logprobs) != length - 1:

@@ -6,11 +6,13 @@ the only ones that know SGLang's request and answer formats (0.5.21). The contro
 """
 
 import asyncio
+import base64
 import json
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
@@ -19,6 +21,9 @@ from configs.schema import SamplingConfig
 from rollout.control.concurrency import EngineLoad
 from rollout.engine.answer import Aborted, Answer, events, parse_load, parse_prompt_logprobs
 from rollout.trajectory import Completion
+
+REPLICA = "/slipstream/replica"
+"""What ``bridge.replica`` adds to a server."""
 
 HEALTH_TIMEOUT_S = 20.0
 """A server that takes longer than this to say that it is there does not serve either."""
@@ -164,8 +169,12 @@ class EngineClient:
             await self.abort(rid)
         return Silent(what, partial)
 
-    async def prompt_logprobs(self, input_ids: Sequence[int]) -> list[float]:
-        """Log-probs of input_ids[1:] given what precedes them, at temperature 1. Raises like ``generate``."""
+    async def prompt_logprobs(self, input_ids: Sequence[int], *, version: int | None = None) -> list[float]:
+        """Log-probs of input_ids[1:] given what precedes them, at temperature 1.
+
+        No KV of before is used for them. Raises like ``generate``, and EngineError when the engine's weights
+        are not ``version``.
+        """
         self._check(input_ids, 0)
         answer = await self._post(
             "/generate",
@@ -174,10 +183,11 @@ class EngineClient:
                 "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
                 "return_logprob": True,
                 "logprob_start_len": 0,
+                "extra_key": uuid.uuid4().hex,
             },
         )
         try:
-            return parse_prompt_logprobs(answer, len(input_ids))
+            return parse_prompt_logprobs(answer, len(input_ids), version)
         except ValueError as error:
             raise EngineError(f"{self.name} /generate: {error}") from error
 
@@ -258,6 +268,51 @@ class EngineClient:
             },
         )
 
+    async def take(self, handles: Sequence[bytes], *, flush_cache: bool, version: int | None) -> None:
+        """Take a flat bucket from shared memory; ``handles``: one for each rank."""
+        await self._post(
+            "/update_weights_from_tensor",
+            {
+                "serialized_named_tensors": [base64.b64encode(handle).decode() for handle in handles],
+                "load_format": "flattened_bucket",
+                "flush_cache": flush_cache,
+                "weight_version": None if version is None else str(version),
+            },
+        )
+
+    async def load_files(self, folder: Path, *, flush_cache: bool, version: int) -> None:
+        """Take all weights from a checkpoint that the server can read."""
+        await self._post(
+            "/update_weights_from_disk",
+            {"model_path": str(folder), "flush_cache": flush_cache, "weight_version": str(version)},
+        )
+
+    async def replica_version(self) -> int | None:
+        """The version of the weights that are kept beside the server; None when they are incomplete."""
+        return (await self._request("GET", REPLICA, None))["version"]
+
+    async def replica_begin(self, files: bytes) -> None:
+        await self._request("POST", f"{REPLICA}/begin", files)
+
+    async def replica_patch(self, number: int, patch: bytes) -> None:
+        await self._request("POST", f"{REPLICA}/patch/{number}", patch)
+
+    async def replica_commit(self, version: int) -> None:
+        await self._request("POST", f"{REPLICA}/commit/{version}", b"")
+
+    async def load_replica(self, *, flush_cache: bool, version: int) -> None:
+        """Take all weights from what is kept beside the server."""
+        folder = (await self._request("GET", REPLICA, None))["folder"]
+        await self.load_files(Path(folder), flush_cache=flush_cache, version=version)
+
+    async def checksum(self) -> str:
+        """Of the weights in memory: the same on engines that hold the same on as many ranks."""
+        answer = await self._post("/weights_checker", {"action": "checksum"})
+        try:
+            return str(answer["per_engine_checksum"])
+        except LookupError as error:
+            raise EngineError(f"{self.name} /weights_checker: no checksum in {answer}") from error
+
     async def version(self) -> int:
         """The policy version that the server says it has."""
         answer = await self._request("GET", "/model_info", None)
@@ -282,10 +337,11 @@ class EngineClient:
     async def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         return await self._request("POST", path, body)
 
-    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | bytes | None) -> Any:
         self._check_open(path)
+        content = {"data": body} if isinstance(body, bytes) else {"json": body}
         try:
-            async with self._session.request(method, path, json=body) as response:
+            async with self._session.request(method, path, **content) as response:
                 text = await response.text()
         except TimeoutError as error:
             raise EngineLost(f"{self.name} {path}: no answer in {self.address.timeout_s:.0f} s") from error

@@ -1,33 +1,50 @@
 """The SGLang server as a program that cannot outlive the process that started it.
 
-    python -m rollout.engine.launch '{"model_path": ..., ...}'      fields of SGLang's ServerArgs, as JSON
+    python -m rollout.engine.launch '{"server": {"model_path": ..., ...}, "replica": null}'
+
+``server``: fields of SGLang's ServerArgs. ``replica``: null, or {"mount": the import path of a function that
+adds routes for a copy of the weights to the server, "folder": where that copy is}.
 
 Standard input is a pipe from the owner. It closes when the owner is gone, however that happened (kill -9
 included), and the whole process group, with the scheduler and detokenizer in it, is killed at once.
 """
 
+import importlib
 import json
 import os
 import sys
 import threading
+from pathlib import Path
 
 from rollout.engine.leftovers import kill_group
 
 
-def _die_with_owner() -> None:
+def _die_with_owner(leftovers: list[Path]) -> None:
     while os.read(0, 1):
         """Nothing is ever sent: this returns at end of file."""
-    kill_group(os.getpgid(0))
+    kill_group(os.getpgid(0), leftovers)
+
+
+def _add_routes(mount: str, folder: str) -> None:
+    from sglang.srt.entrypoints.http_server import app
+
+    module, _, name = mount.rpartition(".")
+    getattr(importlib.import_module(module), name)(app, folder)
 
 
 def main() -> None:
-    threading.Thread(target=_die_with_owner, name="die-with-owner", daemon=True).start()
+    settings = json.loads(sys.argv[1])
+    replica = settings["replica"]
+    leftovers = [Path(replica["folder"])] if replica else []
+    threading.Thread(target=_die_with_owner, args=(leftovers,), name="die-with-owner", daemon=True).start()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
+    if replica:
+        _add_routes(**replica)
     try:
-        run_server(ServerArgs(**json.loads(sys.argv[1])))
+        run_server(ServerArgs(**settings["server"]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

@@ -1,6 +1,7 @@
 """What SGLang leaves in shared memory: its processes end by SIGKILL, which runs no clean-up of theirs."""
 
 import os
+import shutil
 import signal
 from collections.abc import Iterable
 from contextlib import suppress
@@ -39,9 +40,12 @@ def shared_memory_of(processes: Iterable[int]) -> set[Path]:
 
 
 def unlink(segments: Iterable[Path]) -> None:
-    """Remove shared memory; who has it mapped keeps it until it ends."""
+    """Remove shared memory, files or folders; who has it mapped keeps it until it ends."""
     for segment in segments:
-        segment.unlink(missing_ok=True)
+        if segment.is_dir():
+            shutil.rmtree(segment, ignore_errors=True)
+        else:
+            segment.unlink(missing_ok=True)
 
 
 def kill_group(process_group: int, known: Iterable[Path] = ()) -> None:

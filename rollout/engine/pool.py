@@ -14,12 +14,13 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from weakref import WeakKeyDictionary
 
 from configs.schema import SamplingConfig
 from rollout.changes import Changes
 from rollout.engine.answer import Aborted
 from rollout.engine.client import EngineClient, EngineError, EngineLost, Silent
-from rollout.engine.continuation import ended, merge, tokens_left
+from rollout.engine.continuation import ended, head, merge, tokens_left
 from rollout.engine.limit import Limit
 from rollout.engine.trace import RequestTrace, watched
 from rollout.trajectory import Completion, Finish
@@ -57,8 +58,10 @@ class EnginePool:
         self._requests = Limit(max_concurrent)
         self._held = False
         self.version = 0
-        self.lost: asyncio.Queue[EngineClient] = asyncio.Queue()
-        """Engines that did not answer and were fenced off, each once; their supervisor decides about them."""
+        self._doubted: WeakKeyDictionary[EngineClient, int] = WeakKeyDictionary()
+        """Engines, also such as are gone, by the first version that they have not been found to hold."""
+        self.lost: asyncio.Queue[tuple[EngineClient, str]] = asyncio.Queue()
+        """Engines that were fenced off, each once, and why; their supervisor decides about them."""
         self.tokens_generated = 0
         """Sampled ones: greedy answers are evaluation. Each token counts once, prefixes of callers do not."""
         self.tokens_continued = 0
@@ -91,6 +94,25 @@ class EnginePool:
     async def remove(self, client: EngineClient) -> None:
         """Fence the engine off: no further request goes to it."""
         self._load.pop(client, None)
+        self._changes.notify()
+
+    async def condemn(self, client: EngineClient, reason: str) -> None:
+        """Fence an engine off that is not to serve again as it is. Does nothing when that is so already."""
+        if self._load.pop(client, None) is not None:
+            self.lost.put_nowait((client, reason))
+            self._changes.notify()
+
+    def doubt(self, version: int) -> None:
+        """What the present engines sample from ``version`` on is held back until they are trusted.
+
+        Before the version is published: what has arrived by now is older, and is not held back.
+        """
+        for client in self._load:
+            self._doubted[client] = version
+
+    def trust(self, client: EngineClient) -> None:
+        """The engine was found to hold what it says it does."""
+        self._doubted.pop(client, None)
         self._changes.notify()
 
     async def generate(
@@ -147,14 +169,22 @@ class EnginePool:
         greedy: bool,
         progress: Progress | None,
     ) -> Completion:
-        """One request to one engine, for what is missing of the answer. A lost engine is fenced off."""
+        """One request to one engine, for what is missing of the answer. A lost engine is fenced off.
+
+        Gives and tells nothing that was sampled from weights in doubt.
+        """
         client = await self._acquire()
         ids = [*input_ids, *(so_far.tokens if so_far else ())]
+        sure = 0
         try:
             with watched(client.name, len(ids), self._trace) as watch:
 
                 def grown(part: Completion) -> None:
+                    nonlocal sure
                     watch.saw(part)
+                    if client in self._doubted:
+                        return  # the versions of an answer that goes on are lower bounds
+                    sure = len(part.tokens)
                     if progress is not None:
                         progress(merge(so_far, part) if so_far else part)
 
@@ -167,13 +197,45 @@ class EnginePool:
                     progress=grown,
                 )
                 watch.saw(answer)
-                return answer
-        except EngineLost:
-            if self._load.pop(client, None) is not None:
-                self.lost.put_nowait(client)
+        except (EngineLost, Silent) as cut:
+            if client in self._doubted and cut.partial is not None:
+                cut.partial = head(cut.partial, sure) if sure else None
+            if isinstance(cut, EngineLost):
+                await self.condemn(client, "it does not answer")
+            raise
+        except Aborted as cut:
+            if cut.partial is not None:
+                cut.partial = self._undoubted(client, cut.partial)
             raise
         finally:
             self._release(client)
+        return await self._vouched_for(client, answer)
+
+    async def _vouched_for(self, client: EngineClient, answer: Completion) -> Completion:
+        """``answer``, once the engine is trusted with the versions in it. Raises EngineLost if it is not."""
+        if self._undoubted(client, answer) is answer:
+            return answer
+
+        def verdict() -> bool | None:
+            return True if client not in self._doubted else False if client not in self._load else None
+
+        try:
+            async with asyncio.timeout(self._wait_timeout_s):
+                right = await self._changes.first(verdict)
+        except TimeoutError:
+            right = False
+            await self.condemn(client, f"no verdict on its weights in {self._wait_timeout_s:g} s")
+        if right:
+            return answer
+        raise EngineLost(f"{client.name} held wrong weights", self._undoubted(client, answer))
+
+    def _undoubted(self, client: EngineClient, answer: Completion) -> Completion | None:
+        """The tokens before the first that was sampled from weights in doubt; None when there is none."""
+        version = self._doubted.get(client)
+        if version is None:
+            return answer
+        n = next((span.start for span in answer.spans if span.version >= version), None)
+        return answer if n is None else head(answer, n) if n else None
 
     @asynccontextmanager
     async def drained(self, timeout_s: float) -> AsyncIterator[None]:

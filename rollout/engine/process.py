@@ -12,12 +12,12 @@ import urllib.request
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rollout.engine import cpu
-from rollout.engine.leftovers import kill_group, members, shared_memory_of
+from rollout.engine.leftovers import kill_group, members, shared_memory_of, unlink
 
 
 class EngineStartError(RuntimeError):
@@ -40,6 +40,17 @@ class ServerSpec:
     seed: int
     args: Mapping[str, Any] = field(default_factory=dict)
     """Further ServerArgs, by field name."""
+    replica: "ReplicaSpec | None" = None
+
+
+@dataclass(frozen=True)
+class ReplicaSpec:
+    """A copy of the weights beside the server."""
+
+    mount: str
+    """Import path of the function that adds its routes."""
+    folder: str
+    """Belongs to this server: what is in it before goes, and it goes with the server."""
 
 
 def server_args(spec: ServerSpec) -> dict[str, Any]:
@@ -60,7 +71,7 @@ def server_args(spec: ServerSpec) -> dict[str, Any]:
 
 
 LAUNCHER = (sys.executable, "-m", "rollout.engine.launch")
-"""The server's program; its one further argument is ``server_args`` as JSON."""
+"""The server's program; its one further argument is JSON."""
 
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """The server is a neighbour: an http_proxy of the environment would not reach it."""
@@ -72,15 +83,17 @@ class ServerProcess:
     def __init__(self, spec: ServerSpec, log_path: Path, launcher: Sequence[str] = LAUNCHER) -> None:
         self.url = f"http://{spec.host}:{spec.port}"
         self._log_path = log_path
-        self._shared_memory: set[Path] = set()
+        self._leftovers: set[Path] = {Path(spec.replica.folder)} if spec.replica else set()
+        unlink(self._leftovers)
         log_path.parent.mkdir(parents=True, exist_ok=True)
         environment = dict(os.environ, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
         environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # else a paused engine looks dead
         if spec.device == "cpu":
             environment |= cpu.environment(spec.tensor_parallel)
+        replica = asdict(spec.replica) if spec.replica else None
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [*launcher, json.dumps(server_args(spec))],
+                [*launcher, json.dumps({"server": server_args(spec), "replica": replica})],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -104,7 +117,7 @@ class ServerProcess:
             while time.monotonic() < deadline:
                 # An answer while our server has ended is that of another server, which has taken the port.
                 if await asyncio.to_thread(self._answers) and not exited.done():
-                    self._shared_memory = shared_memory_of(members(self._process.pid))
+                    self._leftovers |= shared_memory_of(members(self._process.pid))
                     return
                 # SGLang announces its readiness nowhere but here, so it is asked; its exit is an event.
                 done, _ = await asyncio.wait({exited}, timeout=0.25)
@@ -127,7 +140,7 @@ class ServerProcess:
 
         SGLang's own answer to SIGTERM takes seconds and ends in SIGKILL as well.
         """
-        kill_group(self._process.pid, self._shared_memory)
+        kill_group(self._process.pid, self._leftovers)
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()

@@ -101,9 +101,9 @@ class Supervisor:
 
     async def _watch_pool(self) -> None:
         while True:
-            client = await self._pool.lost.get()
+            client, reason = await self._pool.lost.get()
             if self._engines[client.name].client is client:
-                self.condemn(client.name, "it does not answer")
+                self.condemn(client.name, reason)
 
     async def _keep(self, engine: _Engine, started: asyncio.Event) -> None:
         while True:

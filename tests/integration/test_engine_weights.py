@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from configs.schema import RunConfig, SamplingConfig
 from rollout.engine.actor import free_port
 from rollout.engine.client import EngineAddress, EngineClient, EngineError, EngineLost, Silent
 from rollout.engine.pool import EnginePool
-from rollout.engine.process import ServerProcess, ServerSpec
+from rollout.engine.process import ReplicaSpec, ServerProcess, ServerSpec
 from rollout.trajectory import Completion, Finish
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import make_checkpoint, reference_logprobs, reference_model
@@ -79,12 +80,31 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(model: Path, log: Path, device: str = "cpu") -> Iterator[Server]:
-    spec = ServerSpec(model, "float32", device, 1, "127.0.0.1", free_port("127.0.0.1"), version=0, seed=0)
+def serve(
+    model: Path,
+    log: Path,
+    device: str = "cpu",
+    *,
+    name: str = "engine",
+    ranks: int = 1,
+    replica: bool = False,
+) -> Iterator[Server]:
+    """``replica``: with a copy of the weights beside it."""
+    spec = ServerSpec(
+        model,
+        "float32",
+        device,
+        ranks,
+        "127.0.0.1",
+        free_port("127.0.0.1"),
+        version=0,
+        seed=0,
+        replica=ReplicaSpec("bridge.replica.mount", f"/dev/shm/{uuid4().hex}") if replica else None,
+    )
     process = ServerProcess(spec, log)
     try:
         asyncio.run(process.wait_healthy(120))
-        yield Server(EngineAddress("engine", process.url, 1, VOCAB, 256, 60, stream_interval=8), process)
+        yield Server(EngineAddress(name, process.url, ranks, VOCAB, 256, 60, stream_interval=8), process)
     finally:
         process.stop()
 
@@ -144,7 +164,9 @@ def version_0(server: Server, checkpoint: Path) -> Iterator[None]:
 
 
 def publishing(checkpoint: Path, interrupt: str) -> RunConfig:
-    return config_for(checkpoint, {}, weights={"interrupt": interrupt, "transport": {"bucket_mb": 1}})
+    return config_for(
+        checkpoint, {}, weights={"interrupt": interrupt, "transport": {"type": "distributed", "bucket_mb": 1}}
+    )
 
 
 def assert_logprobs_are_those_of_their_version(
@@ -287,7 +309,12 @@ def test_published_weights_are_bit_for_bit_those_of_the_exported_checkpoint(
     server: Server, checkpoint: Path, probes: list[list[int]], tmp_path: Path, parallel: dict
 ):
     """The probe set scores the same, to the last bit, on a server that was started from the export."""
-    config = config_for(checkpoint, parallel, optimizer={"lr": 1e-2}, weights={"transport": {"bucket_mb": 1}})
+    config = config_for(
+        checkpoint,
+        parallel,
+        optimizer={"lr": 1e-2},
+        weights={"transport": {"type": "distributed", "bucket_mb": 1}},
+    )
     folder = tmp_path / "exported"
     before = server.probe(probes)
     reports = run_ranks(config.actor.parallel.world_size, train_and_publish, config, [server.address], folder)

@@ -23,7 +23,7 @@ def recipe(tmp_path):
         "rollout: {max_head_offpolicyness: 4, batch_size: 4, n_samples_per_prompt: 4,\n"
         "          reward: rollout.reward.FinalAnswer, sampling: {max_new_tokens: 64}}\n"
         "actor: {parallel: {tensor: 2, sequence: true, pipeline: 2, data: 2, expert: 4, expert_tensor: 1}}\n"
-        "weights: {transport: {bucket_mb: 1}}\n"
+        "weights: {transport: {type: distributed, bucket_mb: 1}}\n"
     )
     return file
 

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from bridge.export import FlatBucket
+from bridge.publication import Patience
 from bridge.publish import Publisher
-from bridge.transport.distributed import BroadcastGroup, Rendezvous
+from bridge.transport.distributed import DistributedTransport
+from bridge.transport.rendezvous import BroadcastGroup, Rendezvous
 from tests.ranks import run_ranks
 
 PATIENCE = timedelta(seconds=60)
@@ -116,9 +118,9 @@ class RefusingEngine(RemoteEngine):
 def publish_twice(wire: TCPStore) -> dict:
     """First beside an engine that refuses to join, then alone in the group that is there by then."""
     engine = RemoteEngine(wire)
-    publisher = Publisher(
-        address="127.0.0.1", backend="gloo", interrupt="retract", timeout_s=30, label="weights"
-    )
+    patience = Patience(30, 30)
+    transport = DistributedTransport(address="127.0.0.1", backend="gloo", patience=patience, label="weights")
+    publisher = Publisher(transport, interrupt="retract", patience=patience)
 
     def buckets(version: int):
         for i in range(2):

@@ -34,7 +34,8 @@ def settings() -> dict[str, str]:
     found: dict[str, str] = {}
     for path, section, field in schema_fields():
         kind = section_type(field)
-        if section is not PluginConfig and (kind is None or kind.before is not None):
+        is_plugin = kind is not None and kind.before is not None and kind.tag is None
+        if section is not PluginConfig and (kind is None or is_plugin):
             found.setdefault(".".join(path), documented_default(field))
     return found
 

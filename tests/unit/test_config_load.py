@@ -216,16 +216,21 @@ TYPE_THAT_HAS = {
     "rollout.consumption.fraction": "windowed",
     "rollout.consumption.on_stale": "ready_first",
     "simulate.layout.": "cluster",
+    "weights.transport.path": "disk",
+    "weights.transport.memory": "delta",
+    "weights.transport.": "distributed",
+    "weights.verify.n": "every_n",
+    "weights.verify.": "always",
 }
-"""Of the sections with several types, where it is not the default."""
+"""Of the sections with several types; the first that fits."""
 
 
 @pytest.mark.parametrize("path", LEAVES)
 def test_junk_in_any_setting_is_reported_at_that_setting(recipe, path):
     data = VALID
-    for start, type_ in TYPE_THAT_HAS.items():
-        if path.startswith(start):
-            data = changed(".".join([*path.split(".")[:-1], "type"]), type_, data)
+    section = path.rpartition(".")[0]
+    if type_ := next((type_ for start, type_ in TYPE_THAT_HAS.items() if path.startswith(start)), None):
+        data = changed(f"{section}.type", type_, data)
     data = changed(path, [{"junk": 1}], data)
     if path.startswith("eval."):
         data["eval"].setdefault("path", "heldout.jsonl")

@@ -8,6 +8,7 @@ import pytest
 
 from configs.schema import SamplingConfig
 from rollout.engine.client import Aborted, EngineError, EngineLost, InvalidRequest, Silent
+from rollout.engine.continuation import joined
 from rollout.engine.pool import SILENCES, EnginePool, NoEngine
 from rollout.engine.trace import RequestTrace
 from rollout.trajectory import Completion, Finish, Span
@@ -144,7 +145,7 @@ def test_a_lost_engine_is_fenced_off_reported_once_and_its_requests_go_elsewhere
         await settle()
         assert pool.clients == [good]
         assert good.running == 3
-        assert pool.lost.get_nowait() is bad
+        assert pool.lost.get_nowait() == (bad, "it does not answer")
         assert pool.lost.empty(), "three lost requests are one lost engine"
         good.end(n=3)
         assert await asyncio.gather(*tasks) == [COMPLETION] * 3
@@ -735,5 +736,195 @@ def test_a_request_without_an_answer_is_traced_as_interrupted(end):
         assert trace.interrupted
         assert trace.new_tokens == (1 if end == "cancelled" else 0)
         assert (trace.first_token_s is None) == (end != "cancelled")
+
+    asyncio.run(main())
+
+
+# ---- weights in doubt
+
+
+def mixed(*versions: int, finish=Finish.STOP) -> Completion:
+    """Token k is k + 1, of the k-th of ``versions``."""
+    tokens = tuple(range(1, len(versions) + 1))
+    spans = tuple(Span(version, k, k + 1) for k, version in enumerate(versions))
+    return Completion(tokens, tuple(-float(token) for token in tokens), joined(spans), finish)
+
+
+def test_an_answer_with_tokens_of_a_version_in_doubt_waits_for_the_verdict():
+    async def main():
+        pool, engine = make(), FakeEngine()
+        await pool.add(engine)
+        [task] = start(pool)
+        await settle()
+        pool.doubt(5)
+        engine.end(mixed(4, 5))
+        await settle()
+        assert not task.done()
+        pool.trust(engine)
+        assert await task == mixed(4, 5)
+
+    asyncio.run(main())
+
+
+def test_an_answer_of_older_versions_waits_for_nothing():
+    async def main():
+        pool, engine = make(), FakeEngine()
+        await pool.add(engine)
+        [task] = start(pool)
+        await settle()
+        pool.doubt(5)
+        engine.end(mixed(3, 4))
+        assert await task == mixed(3, 4)
+
+    asyncio.run(main())
+
+
+def test_what_a_condemned_engine_sampled_from_the_version_in_doubt_is_sampled_again_elsewhere():
+    async def main():
+        pool, bad, good = make(), FakeEngine("bad"), FakeEngine("good")
+        await pool.add(bad)
+        [task] = start(pool)
+        await settle()
+        await pool.add(good)
+        pool.doubt(5)
+        bad.end(mixed(4, 4, 5))
+        await settle()
+        pool.trust(good)
+        await pool.condemn(bad, "wrong weights")
+        await settle()
+        assert pool.lost.get_nowait() == (bad, "wrong weights")
+        assert pool.lost.empty()
+        assert good.requests[0]["ids"] == [7, 1, 2], "the two tokens of version 4 are kept"
+        assert good.requests[0]["budget"] == 2
+        good.end(whole(9, version=5))
+        answer = await task
+        assert answer.tokens == (1, 2, 9)
+        assert [span.version for span in answer.spans] == [4, 5]
+        assert pool.tokens_generated == 3
+
+    asyncio.run(main())
+
+
+def test_a_request_that_was_only_sampled_in_doubt_begins_again():
+    async def main():
+        pool, bad, good = make(), FakeEngine("bad"), FakeEngine("good")
+        await pool.add(bad)
+        pool.doubt(5)
+        [task] = start(pool)
+        await settle()
+        bad.end(mixed(5, 5))
+        await settle()
+        await pool.condemn(bad, "wrong weights")
+        await pool.add(good)
+        await settle()
+        assert good.requests[0]["ids"] == [7]
+        good.end(whole(3, version=5))
+        assert (await task).tokens == (3,)
+
+    asyncio.run(main())
+
+
+def test_progress_in_doubt_is_told_to_nobody_and_goes_on_with_the_next_after_the_verdict():
+    async def main():
+        pool, engine, told = make(), FakeEngine(), []
+        await pool.add(engine)
+        task = asyncio.create_task(pool.generate([7], SAMPLING, progress=told.append))
+        await settle()
+        engine.progress[0](part(1, version=4))
+        pool.doubt(5)
+        engine.progress[0](part(1, 2, version=4))  # perhaps newer than it says
+        assert [len(so_far.tokens) for so_far in told] == [1]
+        pool.trust(engine)
+        engine.progress[0](part(1, 2, 3, version=4))
+        assert [len(so_far.tokens) for so_far in told] == [1, 3]
+        engine.end(mixed(4, 5, 5))
+        await task
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("cut", [EngineLost, Silent])
+def test_of_an_engine_lost_in_doubt_only_what_had_come_before_is_kept(cut):
+    async def main():
+        pool, bad, good = make(), FakeEngine("bad"), FakeEngine("good")
+        await pool.add(bad)
+        told = []
+        task = asyncio.create_task(pool.generate([7], SAMPLING, progress=told.append))
+        await settle()
+        bad.progress[0](part(1, version=4))
+        pool.doubt(5)
+        bad.progress[0](part(1, 2, version=4))
+        await pool.add(good)
+        bad.end(cut("x", part(1, 2, 3, version=4)))
+        await settle()
+        assert [request["ids"] for request in bad.requests[1:] + good.requests] == [[7, 1]]
+        (bad if cut is Silent else good).end(whole(9, version=4))
+        assert (await task).tokens == (1, 9)
+
+    asyncio.run(main())
+
+
+def test_an_answer_aborted_in_doubt_keeps_its_tokens_of_older_versions():
+    async def main():
+        pool, engine = make(), FakeEngine()
+        await pool.add(engine)
+        [task] = start(pool)
+        await settle()
+        pool.doubt(5)
+        engine.end(Aborted("paused", mixed(4, 4, 5, finish=Finish.PARTIAL)))
+        await settle()
+        assert engine.requests[1]["ids"] == [7, 1, 2]
+        pool.trust(engine)
+        engine.end(whole(9, version=5))
+        assert (await task).tokens == (1, 2, 9)
+
+    asyncio.run(main())
+
+
+def test_an_answer_of_an_engine_that_was_fenced_off_without_a_verdict_is_not_believed():
+    """It missed a version: what it says of its tokens may be as wrong as its weights."""
+
+    async def main():
+        pool, bad, good = make(), FakeEngine("bad"), FakeEngine("good")
+        await pool.add(bad)
+        [task] = start(pool)
+        await settle()
+        pool.doubt(5)
+        await pool.remove(bad)
+        await pool.add(good)
+        bad.end(mixed(4, 5))
+        await settle()
+        assert good.requests[0]["ids"] == [7, 1]
+        good.end(whole(9, version=5))
+        await task
+
+    asyncio.run(main())
+
+
+def test_without_a_verdict_in_time_the_engine_is_given_up():
+    async def main():
+        pool, bad, good = make(wait_timeout_s=0.1), FakeEngine("bad"), FakeEngine("good")
+        await pool.add(bad)
+        [task] = start(pool)
+        await settle()
+        pool.doubt(5)
+        bad.end(mixed(5))
+        await pool.add(good)
+        await asyncio.sleep(0.2)
+        assert pool.lost.get_nowait() == (bad, "no verdict on its weights in 0.1 s")
+        good.end(whole(9, version=5))
+        assert (await task).tokens == (9,)
+
+    asyncio.run(main())
+
+
+def test_an_engine_is_condemned_once():
+    async def main():
+        pool, engine = make(), FakeEngine()
+        await pool.add(engine)
+        await pool.condemn(engine, "first")
+        await pool.condemn(engine, "second")
+        assert pool.clients == []
+        assert pool.lost.qsize() == 1
 
     asyncio.run(main())

@@ -26,13 +26,16 @@ STAND_IN = textwrap.dedent(
     """
     import http.server, json, mmap, os, signal, subprocess, sys, threading
 
-    mode, arguments = sys.argv[1], json.loads(sys.argv[-1])
+    mode, settings = sys.argv[1], json.loads(sys.argv[-1])
+    arguments = settings["server"]
     if mode == "dies":
         print("a line before", flush=True)
         sys.exit("there is no such model")
     if mode == "launched":
         from rollout.engine.launch import _die_with_owner
-        threading.Thread(target=_die_with_owner, daemon=True).start()
+        from pathlib import Path
+        leftovers = [Path(settings["replica"]["folder"])] if settings["replica"] else []
+        threading.Thread(target=_die_with_owner, args=(leftovers,), daemon=True).start()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen(["sleep", "300"])
     with open(f"/dev/shm/slipstream-test-{os.getpid()}", "w+b") as file:

@@ -221,11 +221,11 @@ def test_a_late_loss_of_the_old_server_does_not_condemn_the_new_one():
             world.handle.may_start.clear()
             world.handle.exit(1)
             await until(lambda: world.handle.starts == 2)
-            world.pool.lost.put_nowait(old)
+            world.pool.lost.put_nowait((old, "it does not answer"))
             await settle()
             world.handle.may_start.set()
             await until(lambda: world.urls)
-            world.pool.lost.put_nowait(old)
+            world.pool.lost.put_nowait((old, "it does not answer"))
             await asyncio.sleep(0.6)  # a verdict takes up to half a second to act
             assert world.handle.starts == 2
             assert world.urls == ["http://127.0.0.1:2"]
@@ -297,7 +297,7 @@ def test_an_engine_that_is_lost_as_soon_as_it_is_admitted_is_noticed():
                 if world.handle.starts == 1:
                     (client,) = world.pool.clients
                     await world.pool.remove(client)
-                    world.pool.lost.put_nowait(client)
+                    world.pool.lost.put_nowait((client, "it does not answer"))
                     await settle()
                 return refused
 
@@ -314,7 +314,7 @@ def test_an_engine_that_lost_a_request_is_in_the_pool_once_after_its_restart():
             await world.serving.wait()
             (client,) = world.pool.clients
             await world.pool.remove(client)
-            world.pool.lost.put_nowait(client)
+            world.pool.lost.put_nowait((client, "it does not answer"))
             world.handle.exit(1)
             await until(lambda: world.urls == ["http://127.0.0.1:2"])
             await asyncio.sleep(0.6)

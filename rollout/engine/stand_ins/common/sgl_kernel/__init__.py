@@ -1,10 +1,17 @@
 """The parts of sgl_kernel that SGLang calls on a CPU without AMX, in PyTorch; the rest raises when called.
 
+Every process of the server imports this, so it is also where ``torch.cuda.synchronize`` learns to do nothing:
+SGLang's weight checker calls it on every device.
+
 SGLang tells AMX by the presence of torch.ops.sgl_kernel.convert_weight_packed, which stays absent, so that
 every layer takes its native path.
 """
 
+import torch
+
 __version__ = "0.0.0+cpu"
+
+torch.cuda.synchronize = lambda device=None: None
 
 
 def assign_req_to_token_pool_cpu(

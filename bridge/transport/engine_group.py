@@ -4,54 +4,17 @@ import asyncio
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, Protocol
 
 from torch import Tensor
 
-from bridge.transport.distributed import BroadcastGroup, Rendezvous
-
-Pause = Literal["retract", "in_place", "abort"]
-"""Running requests: their KV is computed again after the pause, or it is kept, or they are given up."""
-
-
-class EngineEndpoint(Protocol):
-    """The control side of one engine. Every call raises on refusal."""
-
-    name: str
-    address: Hashable
-    """Another one once the engine was started again under its name: the new process is in no group."""
-    ranks: int
-
-    async def join_group(
-        self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
-    ) -> None: ...
-    async def leave_group(self, group: str) -> None: ...
-    async def pause(self, mode: Pause) -> None: ...
-    async def begin_update(self) -> None: ...
-    async def receive(
-        self,
-        *,
-        names: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        dtype: str,
-        group: str,
-        flush_cache: bool,
-        version: int | None,
-    ) -> None: ...
-    async def end_update(self) -> None: ...
-    async def resume(self) -> None: ...
-
+from bridge.endpoint import EngineEndpoint, told
+from bridge.transport.rendezvous import BroadcastGroup, Rendezvous
 
 Fail = Callable[[EngineEndpoint, str], None]
 """Told which engine could not be joined, and why."""
 
 
 Join = asyncio.Future[None]
-
-
-def told(error: BaseException) -> str:
-    """An error as a report shows it."""
-    return f"{type(error).__name__}: {error}"
 
 
 class EngineGroup:

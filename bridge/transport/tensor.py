@@ -1,0 +1,88 @@
+"""Each bucket through memory that the sender shares with the engines on its node.
+
+The sender copies a bucket there once, however many engines and ranks take it. Handles are those of
+``torch.multiprocessing``, as SGLang reads them: one for each rank, since whoever opens a handle uses it up.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+
+import torch
+import torch.multiprocessing
+from torch import Tensor
+
+from bridge.export import FlatBucket
+from bridge.publication import Buckets, Publication
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """A bucket in shared memory."""
+
+    bucket: FlatBucket
+    bytes_: Tensor
+    """uint8 [bytes]"""
+
+    def handle(self) -> bytes:
+        """In SGLang's format of flattened buckets."""
+        dtype = self.bucket.flat.dtype
+        sizes = [prod(shape) * dtype.itemsize for shape in self.bucket.shapes]
+        metadata = [
+            SimpleNamespace(
+                name=name, shape=shape, dtype=dtype, start_idx=start, end_idx=end, numel=end - start
+            )
+            for name, shape, (start, end) in zip(
+                self.bucket.names, self.bucket.shapes, pairwise(accumulate(sizes, initial=0)), strict=True
+            )
+        ]
+        return bytes(ForkingPickler.dumps({"flattened_tensor": self.bytes_, "metadata": metadata}))
+
+
+class TensorTransport:
+    """Keeps shared memory for two buckets: one is taken while the next is copied."""
+
+    def __init__(self) -> None:
+        # By the name of a file: file descriptors are handed over on a connection that SGLang does not accept.
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        self._rooms = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._next: _Shared | None = None
+
+    async def prepare(self, publication: Publication, buckets: Buckets) -> None:
+        with publication.report.timed("gather"):
+            await self._advance(buckets)
+
+    async def update(self, publication: Publication, buckets: Buckets, *, flush_cache: bool) -> None:
+        await publication.each("begin", lambda engine: engine.begin_update())
+        while (shared := self._next) is not None and publication.engines:
+            await asyncio.gather(self._send(publication, shared, flush_cache), self._advance(buckets))
+        await publication.each("end", lambda engine: engine.end_update())
+
+    async def _send(self, publication: Publication, shared: _Shared, flush_cache: bool) -> None:
+        last = shared.bucket.last
+        await publication.each(
+            "send",
+            lambda engine: engine.take(
+                [shared.handle() for _ in range(engine.ranks)],
+                flush_cache=flush_cache and last,
+                version=publication.version if last else None,
+            ),
+            moves_weights=True,
+        )
+        publication.report.bytes_sent += shared.bytes_.nbytes
+
+    async def _advance(self, buckets: Buckets) -> None:
+        await buckets.advance()
+        bucket = buckets.current
+        self._next = None if bucket is None else _Shared(bucket, await asyncio.to_thread(self._share, bucket))
+
+    def _share(self, bucket: FlatBucket) -> Tensor:
+        source = bucket.flat.view(torch.uint8)
+        spare, self._rooms = self._rooms[0], self._rooms[1:]
+        if spare.numel() < source.numel():
+            spare = torch.empty(source.numel(), dtype=torch.uint8).share_memory_()
+        self._rooms.append(spare)
+        return spare[: source.numel()].copy_(source)

@@ -1,0 +1,94 @@
+"""Every way into the engines, with real ones: of one rank and of two, version after version."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backend.megatron.parallel import RankSpec
+from configs.schema import RunConfig
+from rollout.engine.client import EngineAddress, EngineClient
+from tests.integration.test_engine_weights import VOCAB, Server, serve
+from tests.integration.test_megatron_parity import config_for, make_batch
+from tests.models import make_checkpoint
+from tests.ranks import run_ranks
+
+VERSIONS = 3
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "policy", vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    """One of a single rank, and one of two."""
+    logs = tmp_path_factory.mktemp("logs")
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                serve(checkpoint, logs / f"{ranks}.log", name=f"of-{ranks}", ranks=ranks, replica=True)
+            )
+            for ranks in (1, 2)
+        ]
+
+
+def train_and_publish(
+    rank: RankSpec, config: RunConfig, engines: list[EngineAddress], folder: Path, text: list[int]
+):
+    """Each of several versions to the engines, and the last one as a checkpoint; the reports."""
+    from backend.trainer import TrainerRank
+
+    trainer = TrainerRank(config, rank)
+    reports = []
+    for version in range(VERSIONS):
+        trainer.train(make_batch(VOCAB, seed=version, version=version))
+        reports.append(trainer.publish(engines))
+    trainer.export_hf(folder)
+    return reports, trainer.logprobs(text)
+
+
+@pytest.mark.parametrize("transport", ["distributed", "tensor", "disk", "delta"])
+def test_engines_hold_the_trainers_weights_to_the_last_bit(
+    servers: list[Server], checkpoint: Path, tmp_path: Path, transport: str
+):
+    settings = {"type": transport, "bucket_mb": 1}
+    if transport == "disk":
+        settings["path"] = str(tmp_path / "versions")
+    weights = {"transport": settings, "interrupt": "retract"}
+    config = config_for(checkpoint, {}, optimizer={"lr": 1e-4}, weights=weights)
+    text = np.random.default_rng(1).integers(0, VOCAB, 60).tolist()
+    [(reports, expected)] = run_ranks(
+        1, train_and_publish, config, [server.address for server in servers], tmp_path / "exported", text
+    )
+    for version, report in enumerate(reports, start=1):
+        assert (report.version, report.failed, report.interrupted) == (version, {}, {})
+        assert report.updated == ["of-1", "of-2"]
+        assert report.bytes_sent > 0
+        assert report.stall_s < report.total_s
+
+    async def examine(address: EngineAddress) -> None:
+        async with EngineClient(address) as client:
+            assert await client.version() == VERSIONS
+            np.testing.assert_allclose(
+                await client.prompt_logprobs(text, version=VERSIONS), expected, atol=1e-4
+            )
+            published = await client.checksum()
+            await client.load_files(checkpoint, flush_cache=True, version=0)
+            assert await client.checksum() != published
+            await client.load_files(tmp_path / "exported", flush_cache=True, version=VERSIONS)
+            assert await client.checksum() == published
+            await client.load_files(checkpoint, flush_cache=True, version=0)
+
+    for server in servers:
+        asyncio.run(examine(server.address))
+    if transport == "delta":
+        whole, *patches = [report.bytes_sent for report in reports]
+        assert max(patches) < 0.9 * whole
+    if transport == "disk":
+        kept = sorted(path.name for path in (tmp_path / "versions").iterdir())
+        assert kept == ["version-00000002", "version-00000003"]

@@ -1,0 +1,283 @@
+"""The copy of the weights beside an engine, by itself and behind HTTP, and the transport that feeds it."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from safetensors.torch import load_file
+
+from bridge import delta
+from bridge.export import FlatBucket
+from bridge.hf_index import stored_tensors
+from bridge.publication import Buckets, Patience, Publication
+from bridge.replica import ROUTE, File, Replica, mount
+from bridge.transport.delta import DeltaTransport
+
+FILES = [
+    File(("a", "b"), ((3, 5), (7,)), "bfloat16"),
+    File(("bias",), ((4,),), "float32"),
+]
+
+
+def weights(seed: int) -> list[torch.Tensor]:
+    """Flat buckets of ``FILES``."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(22, generator=generator).bfloat16(),
+        torch.randn(4, generator=generator),
+    ]
+
+
+def raw(flat: torch.Tensor) -> np.ndarray:
+    return flat.view(torch.uint8).numpy()
+
+
+def fill(replica: Replica, version: int) -> None:
+    replica.begin(FILES)
+    for number, flat in enumerate(weights(version)):
+        replica.patch(number, delta.whole(raw(flat), flat.itemsize))
+    replica.commit(version)
+
+
+def holds(folder: Path, seed: int) -> bool:
+    """As a program that loads checkpoints sees it."""
+    a, bias = weights(seed)
+    found = {name: load_file(stored.file)[name] for name, stored in stored_tensors(folder).items()}
+    return found.keys() == {"a", "b", "bias"} and all(
+        torch.equal(found[name], expected)
+        for name, expected in {"a": a[:15].view(3, 5), "b": a[15:], "bias": bias}.items()
+    )
+
+
+def test_it_is_a_checkpoint_of_the_version_that_was_committed(tmp_path):
+    replica = Replica(tmp_path / "copy")
+    assert replica.version() is None
+    fill(replica, 3)
+    assert replica.version() == 3
+    assert holds(tmp_path / "copy", 3)
+
+
+def test_patches_bring_it_to_the_next_version(tmp_path):
+    replica = Replica(tmp_path)
+    fill(replica, 3)
+    replica.begin(FILES)
+    assert replica.version() is None, "neither the one nor the other"
+    for number, (old, new) in enumerate(zip(weights(3), weights(4), strict=True)):
+        replica.patch(number, delta.difference(raw(old), raw(new), new.itemsize))
+    replica.commit(4)
+    assert replica.version() == 4
+    assert holds(tmp_path, 4)
+
+
+def test_other_files_replace_those_that_are_there(tmp_path):
+    replica = Replica(tmp_path)
+    fill(replica, 3)
+    one = [File(("c",), ((2, 2),), "float32")]
+    replica.begin(one)
+    replica.patch(0, delta.whole(np.arange(16, dtype=np.uint8), 4))
+    replica.commit(4)
+    assert set(stored_tensors(tmp_path)) == {"c"}
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+
+
+def test_a_file_that_was_never_announced_is_refused(tmp_path):
+    replica = Replica(tmp_path)
+    with pytest.raises(delta.PatchError, match="file 0 was never announced"):
+        replica.patch(0, delta.whole(np.zeros(4, np.uint8), 4))
+    replica.begin(FILES)
+    for number in (-1, 2):
+        with pytest.raises(delta.PatchError, match="2 were"):
+            replica.patch(number, delta.whole(np.zeros(4, np.uint8), 4))
+
+
+def test_where_there_is_no_room_it_says_so_before_anything_is_written(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        Replica(tmp_path).begin(FILES)
+
+
+@pytest.fixture
+def server(tmp_path) -> TestClient:
+    app = FastAPI()
+    mount(app, str(tmp_path / "copy"))
+    return TestClient(app)
+
+
+def test_over_http_it_answers_with_its_version_and_refuses_with_the_reason(server, tmp_path):
+    assert server.get(ROUTE).json() == {"folder": str(tmp_path / "copy"), "version": None}
+    assert server.post(f"{ROUTE}/begin", content=msgspec.msgpack.encode(FILES)).status_code == 200
+    for number, flat in enumerate(weights(1)):
+        body = delta.encoded(delta.whole(raw(flat), flat.itemsize))
+        assert server.post(f"{ROUTE}/patch/{number}", content=body).status_code == 200
+    assert server.post(f"{ROUTE}/commit/1").status_code == 200
+    assert server.get(ROUTE).json()["version"] == 1
+    assert holds(tmp_path / "copy", 1)
+    for path, body, reason in (
+        ("begin", b"\xff", "Expected `array`"),
+        ("patch/0", b"\xff", "not a patch"),
+        ("patch/9", delta.encoded(delta.whole(np.zeros(4, np.uint8), 4)), "never announced"),
+    ):
+        refused = server.post(f"{ROUTE}/{path}", content=body)
+        assert refused.status_code == 409
+        assert reason in refused.json()["message"]
+    assert server.post(f"{ROUTE}/commit/x").status_code == 422
+
+
+class Refused(RuntimeError):
+    pass
+
+
+class Engine:
+    """With a replica, reached without HTTP. ``corrupts``: which patches, by count, arrive damaged."""
+
+    ranks = 1
+
+    def __init__(self, name: str, folder: Path, corrupts: set[int] | None = None, lost_at: int = -1) -> None:
+        self.name = self.address = name
+        self.replica = Replica(folder / name)
+        self.folder = folder / name
+        self.corrupts = corrupts or set()
+        self.lost_at = lost_at
+        self.received: list[int] = []
+        self.loaded: list[tuple[int, bool]] = []
+
+    async def replica_version(self):
+        return self.replica.version()
+
+    async def replica_begin(self, files):
+        self.replica.begin(msgspec.msgpack.decode(files, type=list[File]))
+
+    async def replica_patch(self, number, patch):
+        count = len(self.received)
+        self.received.append(len(patch))
+        if count == self.lost_at:
+            raise ConnectionResetError("gone")
+        message = delta.decoded(patch)
+        if count in self.corrupts:
+            message.checksum = bytes(16)
+        try:
+            self.replica.patch(number, message)
+        except delta.PatchError as error:
+            raise Refused(str(error)) from error
+
+    async def replica_commit(self, version):
+        self.replica.commit(version)
+
+    async def load_replica(self, *, flush_cache, version):
+        assert self.replica.version() == version
+        self.loaded.append((version, flush_cache))
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """What the transport reads of an export plan."""
+
+    hf_names: tuple[str, ...]
+    hf_shapes: tuple[tuple[int, ...], ...]
+    float32: bool
+
+
+PLAN = SimpleNamespace(
+    buckets=[PlannedBucket(file.names, file.shapes, file.dtype == "float32") for file in FILES]
+)
+
+
+def publish(transport: DeltaTransport, version: int, engines: list[Engine]) -> Publication:
+    buckets = (
+        FlatBucket(file.names, file.shapes, flat, number == 1)
+        for number, (file, flat) in enumerate(zip(FILES, weights(version), strict=True))
+    )
+
+    async def run() -> Publication:
+        publication = Publication(version, engines, Patience(5, 5))
+        with ThreadPoolExecutor(1) as thread:
+            coming = Buckets(buckets, thread)
+            await transport.prepare(publication, coming)
+            await transport.update(publication, coming, flush_cache=True)
+        return publication
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def transport() -> DeltaTransport:
+    return DeltaTransport(PLAN, "bfloat16")
+
+
+def test_engines_follow_from_version_to_version_and_a_new_one_is_sent_everything(transport, tmp_path):
+    first, late = Engine("first", tmp_path), Engine("late", tmp_path)
+    publish(transport, 1, [first])
+    publish(transport, 2, [first])
+    report = publish(transport, 3, [first, late]).report
+    assert report.failed == {}
+    assert first.loaded == [(1, True), (2, True), (3, True)]
+    assert holds(first.folder, 3)
+    assert holds(late.folder, 3)
+
+
+def test_a_version_again_is_sent_again(transport, tmp_path):
+    """As to an engine that was started again while nothing was trained."""
+    first, again = Engine("first", tmp_path), Engine("again", tmp_path)
+    publish(transport, 1, [first])
+    publish(transport, 1, [again])
+    assert holds(again.folder, 1)
+    publish(transport, 2, [first, again])
+    assert holds(first.folder, 2)
+    assert holds(again.folder, 2)
+
+
+def test_an_engine_that_missed_a_version_is_sent_everything(transport, tmp_path):
+    steady, away = Engine("steady", tmp_path), Engine("away", tmp_path)
+    publish(transport, 1, [steady, away])
+    publish(transport, 2, [steady])
+    publish(transport, 3, [steady, away])
+    assert holds(away.folder, 3)
+    assert holds(steady.folder, 3)
+
+
+def test_a_patch_that_arrives_damaged_is_made_good_by_the_whole_bucket(transport, tmp_path):
+    engine = Engine("engine", tmp_path, corrupts={2})
+    publish(transport, 1, [engine])
+    report = publish(transport, 2, [engine]).report
+    assert report.failed == {}
+    assert len(engine.received) == 5
+    assert holds(engine.folder, 2)
+
+
+def test_an_engine_that_damages_whole_buckets_as_well_is_out(transport, tmp_path):
+    bad, good = Engine("bad", tmp_path, corrupts={2, 3}), Engine("good", tmp_path)
+    publish(transport, 1, [bad, good])
+    report = publish(transport, 2, [bad, good]).report
+    assert report.failed == {"bad": "send for version 2: Refused: the result has another checksum"}
+    assert bad.loaded == [(1, True)]
+    assert bad.replica.version() is None
+    assert holds(good.folder, 2)
+
+
+def test_an_engine_that_is_lost_is_out_and_the_others_go_on(transport, tmp_path):
+    lost, good = Engine("lost", tmp_path, lost_at=1), Engine("good", tmp_path)
+    report = publish(transport, 1, [lost, good]).report
+    assert report.failed == {"lost": "send for version 1: ConnectionResetError: gone"}
+    assert good.loaded == [(1, True)]
+
+
+def test_after_a_sender_that_failed_in_the_middle_everything_is_sent(transport, tmp_path, monkeypatch):
+    engine = Engine("engine", tmp_path)
+    publish(transport, 1, [engine])
+    with monkeypatch.context() as patched:
+        patched.setattr(delta, "difference", lambda *args: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            publish(transport, 2, [engine])
+    publish(transport, 3, [engine])
+    assert holds(engine.folder, 3)
