@@ -5,9 +5,11 @@ Exit codes: 0 done, 1 the run failed or was stopped, 2 the input was wrong.
 
 import asyncio
 import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -26,6 +28,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Asynchronous RL training of language models: Megatron trains, SGLang generates, nobody waits.",
 )
+convert = typer.Typer(
+    no_args_is_help=True,
+    help="Checkpoints from Hugging Face's format into Megatron's and back, at any layout.",
+)
+app.add_typer(convert, name="convert")
 _errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 FAILED, WRONG_INPUT = 1, 2
@@ -33,6 +40,18 @@ FAILED, WRONG_INPUT = 1, 2
 Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of one that comes with Slipstream.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the recipe's.")
+]
+Out = Annotated[Path, typer.Argument(help="The folder to be made.")]
+Tensor = Annotated[int, typer.Option(help="Tensor-parallel ranks.")]
+Pipeline = Annotated[int, typer.Option(help="Pipeline stages.")]
+VirtualPipeline = Annotated[int, typer.Option(help="Parts of the model on each pipeline stage.")]
+Expert = Annotated[int, typer.Option(help="Ranks that different experts are spread over.")]
+ExpertTensor = Annotated[
+    int | None, typer.Option(help="Tensor-parallel ranks of each expert; default: as --tensor.")
+]
+Layers = Annotated[
+    str | None,
+    typer.Option(metavar="N,N,...", help="Layers of each part of the pipeline; default: the same in each."),
 ]
 
 
@@ -171,6 +190,50 @@ def simulate(
         raise typer.Exit(FAILED) from None
 
 
+@convert.command()
+def hf_to_megatron(
+    model: Annotated[Path, typer.Argument(help="An HF checkpoint directory.")],
+    out: Out,
+    tensor: Tensor = 1,
+    pipeline: Pipeline = 1,
+    virtual_pipeline: VirtualPipeline = 1,
+    expert: Expert = 1,
+    expert_tensor: ExpertTensor = None,
+    layers: Layers = None,
+    dtype: Annotated[
+        Literal["bfloat16", "float32"] | None, typer.Option(help="Of the weights; default: as in MODEL.")
+    ] = None,
+) -> None:
+    """Write the weights of MODEL as a Megatron checkpoint, which any layout can load."""
+    from backend import convert
+
+    options = convert.LayoutOptions(tensor, pipeline, virtual_pipeline, expert, expert_tensor, layers)
+    _convert(out, lambda: convert.hf_to_megatron(model, out, options, dtype))
+
+
+@convert.command()
+def megatron_to_hf(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A Megatron checkpoint, or the folder of a run's checkpoints: its newest.")
+    ],
+    out: Out,
+    model: Annotated[
+        Path, typer.Option(help="HF checkpoint directory of the model: config and tokenizer; no weights.")
+    ],
+    tensor: Tensor = 1,
+    pipeline: Pipeline = 1,
+    virtual_pipeline: VirtualPipeline = 1,
+    expert: Expert = 1,
+    expert_tensor: ExpertTensor = None,
+    layers: Layers = None,
+) -> None:
+    """Write the weights of CHECKPOINT as an HF checkpoint directory."""
+    from backend import convert
+
+    options = convert.LayoutOptions(tensor, pipeline, virtual_pipeline, expert, expert_tensor, layers)
+    _convert(out, lambda: convert.megatron_to_hf(checkpoint, out, model, options))
+
+
 @app.command()
 def doctor() -> None:
     """Look at this machine and say what Slipstream finds on it."""
@@ -178,6 +241,26 @@ def doctor() -> None:
     print_findings(findings)
     if any(finding.wrong for finding in findings):
         raise typer.Exit(FAILED)
+
+
+def _convert(out: Path, work: Callable[[], str]) -> None:
+    from backend.convert import WrongInput
+    from backend.ranks import RankFailed
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing that was started stays
+    try:
+        typer.echo(work())
+    except WrongInput as error:
+        _errors.print(str(error), markup=False)
+        raise typer.Exit(WRONG_INPUT) from None
+    except (RankFailed, OSError) as error:
+        for note in getattr(error, "__notes__", ()):
+            _errors.print(note, markup=False)
+        _errors.print(f"failed: {error}; there is no {out}", markup=False)
+        raise typer.Exit(FAILED) from None
+    except KeyboardInterrupt:
+        _errors.print(f"stopped; there is no {out}", markup=False)
+        raise typer.Exit(FAILED) from None
 
 
 def _load(recipe: str, overrides: list[str] | None) -> RunConfig:

@@ -24,6 +24,7 @@ from configs.document import read_document
 from configs.installed import check_passthrough, passthrough_path
 from configs.rules import check_rules
 from configs.schema import RunConfig
+from configs.schema.actor import ParallelConfig
 from configs.schema.base import Section
 from configs.violations import ABSENT, RecipeError, Violation, join, nearest, one_of, shown
 
@@ -48,6 +49,20 @@ def load_recipe(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
     if violations:
         raise RecipeError(violations, str(recipe))
     return config
+
+
+def load_layout(model: Path, parallel: Mapping[str, Any]) -> ParallelConfig:
+    """``actor.parallel`` without the rest of a recipe, checked as one for the HF checkpoint at ``model``.
+
+    Raises ``RecipeError`` with every violation. Whether ``model`` is a checkpoint is not said.
+    """
+    reading = _Reading([], set(), set())
+    data = {"model": {"path": str(model)}, "actor": {"parallel": dict(parallel)}}
+    config = reading.section(RunConfig, data, ())
+    violations = [*reading.violations, *check_rules(config, reading.unsure)]
+    if found := [violation for violation in violations if violation.path.startswith("actor.parallel.")]:
+        raise RecipeError(found, "the layout")
+    return config.actor.parallel
 
 
 @dataclass(frozen=True)
@@ -252,7 +267,14 @@ def _expected(field: FieldInfo) -> str:
     return f"{words} or null" if nullable else words
 
 
-_PLAIN = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
+_PLAIN = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+    list[int]: "a list of whole numbers",
+}
 
 
 def _bounds(metadata: list[Any]) -> str:

@@ -5,13 +5,12 @@ rate is a function of the training step, so the step is all of its state. Settin
 kind of optimizer) are the recipe's, not the checkpoint's.
 """
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -19,6 +18,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from backend.checkpoints import CheckpointError
 from backend.megatron import optimizer_state, random_state
 from backend.megatron.checkpoint_writer import BackgroundSave
+from backend.megatron.weights import content_of, differences, sharded_weights, take_over
 from bridge.geometry import Geometry
 from configs.schema import ActorConfig
 
@@ -36,13 +36,13 @@ class RankCheckpoints:
         seed: int,
         finish_timeout_s: float,
     ) -> None:
-        self._parts = parts
+        self._parts = [part.module for part in parts]
         self._optimizer = optimizer
         self._seed = seed
         self._finish_timeout_s = finish_timeout_s
         self._running: BackgroundSave | None = None
         weight = next(parts[0].parameters())
-        self._content = asdict(geometry) | {"dtype": str(weight.dtype)}
+        self._content = content_of(geometry, weight.dtype)
         self._layout = actor.parallel.model_dump() | {"device": weight.device.type}
 
     # ---- saving
@@ -91,10 +91,7 @@ class RankCheckpoints:
         if same_layout:
             state["random"] = self._random_states(None)
         loaded = dist_checkpointing.load(state, str(folder))
-        for number, part in enumerate(self._parts):
-            prefix = f"{number}."
-            own = {name: value for name, value in loaded["model"].items() if name.startswith(prefix)}
-            part.module.load_state_dict({name.removeprefix(prefix): value for name, value in own.items()})
+        take_over(self._parts, loaded["model"])
         # The tensors of the optimizer's state were views: they are loaded.
         optimizer_state.set_updates(self._optimizer, about["updates"])
         if same_layout:
@@ -104,12 +101,7 @@ class RankCheckpoints:
         return about["step"]
 
     def _check_content(self, folder: Path, saved: dict[str, Any]) -> None:
-        differing = [
-            f"{name} is {saved.get(name)!r} there and {here!r} here"
-            for name, here in self._content.items()
-            if saved.get(name) != here
-        ]
-        if differing:
+        if differing := differences(self._content, saved):
             raise CheckpointError(
                 f"{folder} is a checkpoint of something else: {'; '.join(differing)}. "
                 "Use the recipe that it was written with, or another run.name"
@@ -119,12 +111,7 @@ class RankCheckpoints:
     def _state(self) -> dict[str, Any]:
         """The tensors of this rank and their places in the whole model's."""
         optimizer_state.allocate(self._optimizer)
-        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        model = {
-            f"{number}.{name}": value
-            for number, part in enumerate(self._parts)
-            for name, value in part.module.sharded_state_dict(metadata={"dp_cp_group": replicas}).items()
-        }
+        model = sharded_weights(self._parts)
         return {"model": model, "optimizer": optimizer_state.sharded_state(self._optimizer, model)}
 
     def _random_states(self, states: dict[str, Any] | None) -> ShardedObject:

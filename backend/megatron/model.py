@@ -32,6 +32,16 @@ def build_model(
     spec: ModelSpec, actor: ActorConfig, dtype: torch.dtype, device: torch.device
 ) -> list[GPTModel]:
     """This rank's part of the model for each virtual pipeline stage, with the HF checkpoint's weights."""
+    parts = empty_model(spec, actor, dtype, device)
+    layout = Layout.of(actor.parallel)
+    load_hf(spec, layout, torch.distributed.get_rank(), [named_shards(part) for part in parts])
+    return parts
+
+
+def empty_model(
+    spec: ModelSpec, actor: ActorConfig, dtype: torch.dtype, device: torch.device
+) -> list[GPTModel]:
+    """The same, with weights of any value."""
     geometry, layout = spec.geometry, Layout.of(actor.parallel)
     config = transformer_config(geometry, actor, dtype)
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -43,7 +53,6 @@ def build_model(
     for module in (module for part in parts for module in part.modules()):
         if getattr(module, "expert_bias", None) is not None:
             module.expert_bias.data = module.expert_bias.float()  # a tiny step in a bias decides a choice
-    load_hf(spec, layout, torch.distributed.get_rank(), [named_shards(part) for part in parts])
     return parts
 
 

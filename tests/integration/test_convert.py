@@ -1,0 +1,291 @@
+"""HF weights through Megatron checkpoints and back, with the real Megatron: the same bits at every layout."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from backend.checkpoints import CheckpointFolder, CheckpointRecord
+from backend.megatron import conversion
+from backend.megatron.parallel import RankSpec
+from bridge.families import spec_of
+from configs.schema import ParallelConfig
+from rollout.engine.actor import free_port
+from tests.bridge_cases import CONFIG, DEEPSEEK, random_tensors, same_bits
+from tests.integration.test_trainer_checkpoint import Case, train, trainer_of
+from tests.models import make_checkpoint
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MODELS = {
+    "qwen3": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": True},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": False},
+    "llama": {"model_type": "llama", "tie_word_embeddings": True},
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_experts": 8, "mlp_only_layers": [2], **EXPERTS},
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        **EXPERTS,
+    },
+    "deepseek_v3": {"model_type": "deepseek_v3", **DEEPSEEK, "num_key_value_heads": 4},
+}
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True)
+class Trip:
+    model: str
+    dtype: torch.dtype
+    written: dict[str, Any]
+    read: dict[str, Any]
+
+
+TENSOR_2, PIPELINE_2, EXPERT_2 = {"tensor": 2}, {"pipeline": 2}, {"data": 2, "expert": 2}
+UNEVEN, VIRTUAL = {"pipeline": 2, "layers": [1, 3]}, {"pipeline": 2, "virtual_pipeline": 2}
+SEQUENCE = {"tensor": 2, "sequence": True}
+SEQUENCE_EXPERT_2 = SEQUENCE | {"expert": 2, "expert_tensor": 1}
+TRIPS = {
+    "tied, tensor 2 -> pipeline 2": Trip("qwen3", F32, TENSOR_2, PIPELINE_2),
+    "tied, uneven pipeline -> tensor 2": Trip("qwen3", BF16, UNEVEN, TENSOR_2),
+    "tied, one rank -> virtual pipeline": Trip("llama", BF16, {}, VIRTUAL),
+    "untied, virtual pipeline -> tensor 2": Trip("qwen2", BF16, VIRTUAL, TENSOR_2),
+    "experts, tensor 2 -> expert 2": Trip("qwen3_moe", F32, SEQUENCE, EXPERT_2),
+    "experts, expert 2 -> tensor 2 and expert 2": Trip("qwen3_moe", BF16, EXPERT_2, SEQUENCE_EXPERT_2),
+    "biased experts, expert 2 -> pipeline 2": Trip("glm4_moe", BF16, EXPERT_2, PIPELINE_2),
+    "latent, pipeline 2 -> expert 2": Trip("deepseek_v3", BF16, PIPELINE_2, EXPERT_2),
+    "latent, tensor 2 and expert 2 -> one rank": Trip("deepseek_v3", F32, SEQUENCE_EXPERT_2, {}),
+}
+
+
+def write_model(folder: Path, hf: dict[str, Any], dtype: torch.dtype) -> Path:
+    """An HF checkpoint of random bits, some of them NaN: nothing is computed."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(hf))
+    save_file(random_tensors(spec_of(hf, folder), dtype, seed=len(folder.name)), folder / "model.safetensors")
+    return folder
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def assert_same(found: Path, expected: Path) -> None:
+    found, expected = tensors_of(found), tensors_of(expected)
+    assert found.keys() == expected.keys()
+    assert not [name for name in expected if not same_bits(found[name], expected[name])]
+
+
+# ---- everything that two ranks do, in the same two processes: to start them takes longer than all of it
+
+
+@dataclass(frozen=True)
+class Step:
+    do: str
+    """The function of this module that does it."""
+    parallel: dict[str, Any]
+    args: tuple[Any, ...]
+
+
+def all_steps(rank: RankSpec, steps: dict[str, tuple[int, Step]]) -> dict[str, Any]:
+    """Each on as many ranks as it is for, with a port of its own."""
+    found = {}
+    for name, (port, step) in steps.items():
+        parallel = ParallelConfig.model_validate(step.parallel)
+        if rank.rank < parallel.world_size:
+            here = replace(rank, world_size=parallel.world_size, port=port)
+            found[name] = globals()[step.do](here, parallel, *step.args)
+    return found
+
+
+def write(rank: RankSpec, parallel: ParallelConfig, model: Path, dtype: str, folder: Path) -> None:
+    conversion.write_megatron(rank, model, parallel, dtype, folder)
+
+
+def read(rank: RankSpec, parallel: ParallelConfig, folder: Path, model: Path, out: Path) -> list[str]:
+    return conversion.write_huggingface(rank, folder, model, parallel, out)
+
+
+def read_plainly(rank: RankSpec, parallel: ParallelConfig, folder: Path, file: Path) -> None:
+    """With nothing of ours but the groups."""
+    with conversion._joined(rank, parallel):
+        from megatron.core import dist_checkpointing
+
+        loaded = dist_checkpointing.load_plain_tensors(str(folder))
+        save_file({name: value for name, value in loaded.items() if torch.is_tensor(value)}, file)
+
+
+def strip(rank: RankSpec, parallel: ParallelConfig, folder: Path, stripped: Path) -> None:
+    """A copy without what only we write, as it would be of Megatron-LM."""
+    shutil.copytree(folder, stripped)
+    torch.save({}, stripped / "common.pt")
+
+
+def train_a_step(rank: RankSpec, parallel: ParallelConfig, case: Case, folder: Path, hf: Path) -> None:
+    config = case.config(folder)
+    with trainer_of(rank, config) as trainer:
+        train(trainer, 1)
+        trainer.begin_checkpoint(str(hf.parent / "checkpoints" / "v00000001.partial"))
+        trainer.finish_checkpoint()
+        trainer.export_hf(hf)
+
+
+@dataclass(frozen=True)
+class Done:
+    folder: Path
+    found: list[dict[str, Any]]
+    """Of each rank, by the name of the step."""
+
+
+TRAINED = Case({"pipeline": 2}, dtype="bfloat16", distributed=True)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> Done:
+    folder = tmp_path_factory.mktemp("conversions")
+    steps: dict[str, Step] = {}
+    for name, trip in TRIPS.items():
+        model = folder / "models" / f"{trip.model}-{trip.dtype}".replace("torch.", "")
+        if not model.exists():
+            write_model(model, CONFIG | MODELS[trip.model], trip.dtype)
+        at = folder / name.replace(" ", "-")
+        (at / "megatron").mkdir(parents=True)
+        (at / "model").symlink_to(model)
+        args = (model, str(trip.dtype).removeprefix("torch."), at / "megatron")
+        steps[f"write {name}"] = Step("write", trip.written, args)
+        steps[f"read {name}"] = Step("read", trip.read, (at / "megatron", model, at / "hf"))
+    source = folder / "tied,-tensor-2-->-pipeline-2" / "megatron"
+    steps["plain"] = Step("read_plainly", {}, (source, folder / "plain.safetensors"))
+    other = write_model(folder / "models" / "other", CONFIG | MODELS["qwen3"] | {"vocab_size": 103}, F32)
+    deeper = CONFIG | MODELS["qwen3"] | {"num_hidden_layers": 6, "tie_word_embeddings": False}
+    deeper = write_model(folder / "models" / "deeper", deeper, F32)
+    steps["other vocabulary"] = Step("read", {"pipeline": 2}, (source, other, folder / "never"))
+    steps["deeper"] = Step("read", {"pipeline": 2}, (source, deeper, folder / "never"))
+    silent = folder / "silent"
+    steps["strip"] = Step("strip", {}, (source, silent))
+    same = folder / "models" / "qwen3-float32"
+    steps["silent"] = Step("read", {"pipeline": 2}, (silent, same, folder / "from-silent"))
+    steps["silent, deeper"] = Step("read", {"pipeline": 2}, (silent, deeper, folder / "never"))
+    make_checkpoint(folder / "models" / "tied", tied=True)
+    run = CheckpointFolder(folder / "run" / "checkpoints", keep_last=1)
+    run.begin(1)
+    steps["train"] = Step(
+        "train_a_step", TRAINED.parallel, (TRAINED, folder / "models", folder / "run" / "exported")
+    )
+    ports = {name: (free_port("127.0.0.1"), step) for name, step in steps.items()}
+    found = run_ranks(2, all_steps, ports)
+    run.commit(CheckpointRecord(version=1, step=1, epoch=1, data_position=0, counts={}))
+    return Done(folder, found)
+
+
+@pytest.mark.parametrize("name", TRIPS)
+def test_what_was_written_in_one_layout_and_read_in_another_has_the_same_bits(name: str, done: Done):
+    at = done.folder / name.replace(" ", "-")
+    assert_same(at / "hf", at / "model")
+
+
+def test_megatron_itself_reads_a_converted_checkpoint(done: Done):
+    plain = load_file(done.folder / "plain.safetensors")
+    hf = tensors_of(done.folder / "models" / "qwen3-float32")
+    assert same_bits(plain["embedding.word_embeddings.weight"][:101], hf["model.embed_tokens.weight"])
+    assert same_bits(plain["decoder.final_layernorm.weight"], hf["model.norm.weight"])
+    for layer in range(4):
+        stacked = plain["decoder.layers.mlp.linear_fc2.weight"][layer]
+        assert same_bits(stacked, hf[f"model.layers.{layer}.mlp.down_proj.weight"])
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_what_differs(done: Done):
+    for rank in done.found:
+        assert rank["other vocabulary"] == ["vocab is 101 there and 103 here"]
+        assert "n_layers is 4 there and 6 here" in rank["deeper"]
+    assert not (done.folder / "never").exists()
+
+
+def test_a_checkpoint_that_says_nothing_of_itself_is_compared_by_names_and_shapes(done: Done):
+    assert_same(done.folder / "from-silent", done.folder / "models" / "qwen3-float32")
+    for rank in done.found:
+        assert rank["silent"] == []
+        assert "output_layer.weight: missing" in rank["silent, deeper"]
+        shapes = "shape (4, 64, 96) there, (6, 64, 96) here"
+        assert f"decoder.layers.mlp.linear_fc2.weight: {shapes}" in rank["silent, deeper"]
+
+
+# ---- the command
+
+
+def slipstream(*args: object, **options: Any) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "backend.cli", "convert", *map(str, args)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "NO_COLOR": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def ended(process: subprocess.Popen) -> tuple[int, str, str]:
+    said, wrong = process.communicate(timeout=120)
+    return process.returncode, said, wrong
+
+
+def test_the_checkpoints_of_a_run_become_what_the_run_would_export(done: Done, tmp_path):
+    run, model = done.folder / "run", done.folder / "models" / "tied"
+    code, said, wrong = ended(
+        slipstream("megatron-to-hf", run / "checkpoints", tmp_path / "out", "--model", model)
+    )
+    assert (code, wrong) == (0, "")
+    assert "v00000001" in said
+    assert_same(tmp_path / "out", run / "exported")
+    assert not list(tmp_path.glob(".*"))
+
+
+def children(pid: int) -> list[int]:
+    """Processes of multiprocessing that it has started as ranks."""
+    found = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with suppress(OSError):
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(int(child))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "to", "message"),
+    [
+        (signal.SIGKILL, "rank", "failed: rank 1 was killed by SIGKILL"),
+        (signal.SIGTERM, "command", "stopped"),
+    ],
+)
+def test_a_conversion_that_is_cut_short_leaves_neither_output_nor_processes(
+    number: signal.Signals, to: str, message: str, tmp_path
+):
+    model = write_model(tmp_path / "model", CONFIG | MODELS["qwen3"], F32)
+    command = slipstream("hf-to-megatron", model, tmp_path / "out", "--tensor", 2)
+    deadline = time.monotonic() + 60
+    while len(ranks := children(command.pid)) < 2:
+        assert time.monotonic() < deadline
+        assert command.poll() is None
+        time.sleep(0.02)
+    os.kill(ranks[1] if to == "rank" else command.pid, number)
+    code, said, wrong = ended(command)
+    assert (code, said) == (1, "")
+    assert message in wrong and f"there is no {tmp_path / 'out'}" in wrong
+    assert "Traceback" not in wrong
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
