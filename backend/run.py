@@ -316,6 +316,7 @@ async def drive(loops: Loops, state: RunState, folder: Path, progress: Progress,
         loops.recorder.training_ends()
         collecting.cancel()
         await asyncio.wait({collecting})
+        await loops.weights.settled()  # or the question about the last version would be aborted as well
         await loops.pool.abort_running()
         await loops.checkpoints.last(loops.gate)
         if not stop.asked:

@@ -110,7 +110,10 @@ class ServedWeights:
     async def _verify(self, version: int, expected: list[float]) -> None:
         assert self._verifier is not None
         clients = self._pool.clients
-        wrong = await self._verifier.wrong(version, expected, [client.address for client in clients])
+        try:
+            wrong = await self._verifier.wrong(version, expected, [client.address for client in clients])
+        except Exception as error:  # without a verdict, answers would be held back for ever
+            wrong = {client.name: f"verifying version {version} failed: {error!r}" for client in clients}
         for client in clients:
             if client.name in wrong:
                 await self._pool.condemn(client, wrong[client.name])

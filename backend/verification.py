@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from configs.schema.weights import VerifyAlways, VerifyEveryN
+from rollout.engine.answer import Aborted
 from rollout.engine.client import EngineAddress, EngineClient, EngineError
 from rollout.trajectory import Prompt
 from rollout.workflow import Tokenizer
@@ -87,7 +88,7 @@ class Verifier:
                         await self._take_checksum(client, checksums)
             except TimeoutError:
                 found[engine.name] = f"no answer about version {version} in {self._timeout_s:g} s"
-            except (EngineError, OSError) as error:
+            except (EngineError, Aborted, OSError) as error:
                 found[engine.name] = f"no answer about version {version}: {error}"
 
         await asyncio.gather(*map(ask, engines))

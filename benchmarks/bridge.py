@@ -6,17 +6,21 @@
 Export: from the ranks of a trainer into the sender's buckets, against the faster of a bare gather and bare
 sends of the same bytes, in the same buckets, by the same processes. Load: every rank its slices of the
 checkpoint's files, against every rank reading as many bytes, both from the page cache. Plan: a mixture
-of experts of 10^12 parameters on 1,024 ranks. Stall: how long engines stand still for an update, in a short
-quickstart.
+of experts of 10^12 parameters on 1,024 ranks. Delta: a version after one step of Adam (learning rate 1e-6,
+the first step, which moves every weight by all of it) to a copy beside an engine, over HTTP, against the
+whole version the same way. Stall: how long engines stand still for an update, in a short quickstart.
 """
 
 import argparse
+import asyncio
 import json
+import multiprocessing
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -30,11 +34,16 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from backend.megatron.parallel import RankSpec
-from bridge.export import export
+from bridge.export import FlatBucket, export
 from bridge.families import spec_of
 from bridge.layout import Layout
 from bridge.load import load_hf
-from bridge.plan import ExportPlan, entries, entries_of, make_plan
+from bridge.plan import Bucket, ExportPlan, entries, entries_of, make_plan
+from bridge.publication import Buckets, Patience, Publication
+from bridge.replica import mount
+from bridge.transport.delta import DeltaTransport
+from rollout.engine.actor import free_port
+from rollout.engine.client import EngineAddress, EngineClient, EngineLost
 from tests.ranks import run_ranks
 
 QWEN3_1_7B = {
@@ -212,6 +221,86 @@ def read_bytes(folder: Path, rank: RankSpec, room: torch.Tensor) -> None:
         turn += 1
 
 
+# ---- changes
+
+
+@dataclass
+class Carried:
+    """One version on its way to a replica."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+def serve_replica(folder: str, port: int) -> None:
+    """What of an engine the delta transport talks to: its HTTP server, with the replica's routes."""
+    import uvicorn
+    from fastapi import FastAPI
+
+    app = FastAPI()
+    mount(app, folder)
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="error")
+
+
+def changes(plan: ExportPlan) -> tuple[Carried, Carried]:
+    """A version as a whole, and the next one as what has changed; bucket by bucket, to need little memory."""
+    generator = torch.Generator().manual_seed(0)
+    whole, changed = Carried(), Carried()
+    port = free_port("127.0.0.1")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        server = multiprocessing.get_context("spawn").Process(
+            target=serve_replica, args=(folder, port), daemon=True
+        )
+        server.start()
+        try:
+            for bucket in plan.buckets:
+                master = torch.randn(bucket.numel, generator=generator).mul_(0.02).requires_grad_()
+                one = ExportPlan(plan.spec, plan.layout, (bucket,), plan.bucket_numel)
+                transport = DeltaTransport(one, "bfloat16")
+                carry(transport, port, bucket, master, 1, whole)
+                master.grad = torch.randn(bucket.numel, generator=generator)
+                torch.optim.Adam([master], lr=1e-6, betas=(0.9, 0.95), eps=1e-8).step()
+                carry(transport, port, bucket, master, 2, changed)
+        finally:
+            server.kill()
+            server.join()
+    return whole, changed
+
+
+def carry(
+    transport: DeltaTransport,
+    port: int,
+    bucket: Bucket,
+    master: torch.Tensor,
+    version: int,
+    carried: Carried,
+) -> None:
+    flat = FlatBucket(bucket.hf_names, bucket.hf_shapes, master.detach().to(DTYPE), True)
+    address = EngineAddress("engine", f"http://127.0.0.1:{port}", 1, 1, 1, 300)
+
+    async def publish() -> None:
+        async with EngineClient(address) as engine:
+            while not await is_there(engine):
+                await asyncio.sleep(0.1)
+            publication = Publication(version, [engine], Patience(300, 300))
+            with ThreadPoolExecutor(1) as thread:
+                began = time.perf_counter()
+                await transport.prepare(publication, Buckets(iter([flat]), thread))
+                carried.seconds += time.perf_counter() - began
+            assert not publication.report.failed, publication.report.failed
+            carried.bytes += publication.report.bytes_sent
+
+    asyncio.run(publish())
+
+
+async def is_there(engine: EngineClient) -> bool:
+    try:
+        await engine.replica_version()
+    except EngineLost:
+        return False
+    return True
+
+
 # ---- in this process
 
 
@@ -276,13 +365,20 @@ def main() -> None:
                 f"{sender.peak_extra_mb:.0f} MB",
             )
     planning = plan_s()
+    whole, changed = changes(make_plan(spec_of(hf, Path()), Layout(), BUCKET_MB * 2**20, DTYPE.itemsize))
     console.print(table)
     stalled = stall(console)
     console.print(f"{size / 1e9:.2f} GB; buckets of {BUCKET_MB} MB, the embedding has one of its own")
+    console.print(
+        f"a version to a replica: {whole.bytes / 1e6:.0f} MB in {whole.seconds:.1f} s; after a step of Adam "
+        f"{changed.bytes / 1e6:.0f} MB in {changed.seconds:.1f} s"
+    )
     console.print(f"plan of {THOUSAND_RANKS.world_size} ranks and 10^12 parameters: {planning:.2f} s")
     worst = {key: min(one[key] for one in found.values()) for key in ("export_ratio", "load_ratio")}
     peak = max(one["peak_extra_mb"] for one in found.values())
     worst |= {"stall_s": round(stalled, 4), "plan_s": round(planning, 3), "peak_extra_mb": peak}
+    worst |= {"delta_ratio": round(changed.bytes / whole.bytes, 4)}
+    worst |= {"delta_time_ratio": round(changed.seconds / whole.seconds, 3)}
     print(json.dumps(worst | {"bytes": size, "layouts": found}))
 
 

@@ -260,6 +260,16 @@ def experts_split_over_ranks(config: RunConfig) -> Iterator[Violation]:
         yield Violation("actor.parallel.sequence", False, reason)
 
 
+def shared_memory_is_on_one_node(config: RunConfig) -> Iterator[Violation]:
+    if config.weights.transport.type == "tensor" and config.cluster.type == "slurm":
+        yield Violation(
+            "weights.transport.type",
+            "tensor",
+            "in a Slurm job trainer and engines are on different nodes, which share no memory: "
+            "expected 'distributed', 'disk' or 'delta'",
+        )
+
+
 @dataclass(frozen=True)
 class Rule:
     check: Callable[[RunConfig], Iterator[Violation]]
@@ -299,6 +309,7 @@ RULES: tuple[Rule, ...] = (
     *(Rule(partial(heads_split_over_ranks, path=path), ("model.path", path)) for path in TENSOR_RANKS),
     Rule(layers_split_over_stages, ("model.path", "actor.parallel")),
     Rule(experts_split_over_ranks, ("model.path", "actor.parallel")),
+    Rule(shared_memory_is_on_one_node, ("weights.transport", "cluster.type")),
 )
 
 

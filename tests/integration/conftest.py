@@ -94,8 +94,16 @@ def run_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "backend.cli", *arguments]
 
 
-def start_run(inputs: Path, root: Path, name: str, *overrides: str, resume: bool = False) -> LaunchedRun:
-    """Start, or resume, a small run of the quickstart recipe on ``inputs`` below ``root``."""
+FAULTS = Path(__file__).parents[1] / "faults"
+
+
+def start_run(
+    inputs: Path, root: Path, name: str, *overrides: str, resume: bool = False, fault: str | None = None
+) -> LaunchedRun:
+    """Start, or resume, a small run of the quickstart recipe on ``inputs`` below ``root``.
+
+    ``fault``: a harm done to it (``tests/faults/sitecustomize.py``).
+    """
     key, value = "SLIPSTREAM_TEST", uuid.uuid4().hex
     command = run_command(
         "train",
@@ -112,11 +120,13 @@ def start_run(inputs: Path, root: Path, name: str, *overrides: str, resume: bool
         *overrides,
         *(["--resume"] if resume else []),
     )
+    environment = {**os.environ, key: value}
+    if fault is not None:
+        path = os.pathsep.join(filter(None, [str(FAULTS), os.environ.get("PYTHONPATH")]))
+        environment |= {"SLIPSTREAM_FAULT": fault, "PYTHONPATH": path}
     before, ray_before = set(os.listdir("/dev/shm")), ray_processes()
     with (root / f"{name}.out").open("a") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, key: value}
-        )
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     return LaunchedRun(process, root / name, f"{key}={value}", before, ray_before)
 
 
@@ -125,8 +135,8 @@ def launch(inputs: Path, tmp_path: Path) -> Iterator[Callable[..., LaunchedRun]]
     """Starts runs of the quickstart recipe on ``inputs``; kills whatever a failed test leaves."""
     runs: list[LaunchedRun] = []
 
-    def start(*overrides: str, name: str = "run", resume: bool = False) -> LaunchedRun:
-        runs.append(start_run(inputs, tmp_path, name, *overrides, resume=resume))
+    def start(*overrides: str, name: str = "run", **more) -> LaunchedRun:
+        runs.append(start_run(inputs, tmp_path, name, *overrides, **more))
         return runs[-1]
 
     yield start

@@ -10,6 +10,7 @@ from backend.trainer_result import StepResult
 from backend.verification import Verifier, WeightsMismatch, probe_text
 from bridge.report import PublishReport
 from configs.schema.weights import VerifyAlways, VerifyEveryN
+from rollout.engine.answer import Aborted
 from rollout.engine.client import EngineAddress, EngineError, EngineLost
 from rollout.engine.pool import EnginePool
 from rollout.trajectory import Prompt
@@ -90,6 +91,7 @@ def test_an_engine_that_computes_something_else_is_wrong_and_the_reason_has_both
         ("silence", "no answer about version 3 in 0.2 s"),
         (EngineLost("gone"), "no answer about version 3: gone"),
         (EngineError("log-probs of version 2, expected 3"), "expected 3"),
+        (Aborted("generation was aborted"), "generation was aborted"),
     ],
 )
 def test_an_engine_that_does_not_answer_is_not_believed_and_holds_up_no_other(answer, reason):
@@ -254,6 +256,21 @@ def test_engine_and_trainer_at_odds_about_the_initial_weights_is_an_error_of_its
         with pytest.raises(WeightsMismatch, match="a: it does not hold version 0"):
             await weights.bring_up_to_date(engine("a"), None)
         assert trainer.published == []
+
+    asyncio.run(main())
+
+
+def test_a_question_that_cannot_be_put_is_a_verdict_too():
+    """Else the answers that wait for it would wait for ever."""
+
+    async def main():
+        world = World()
+        weights, pool, _ = await serving(world, "a")
+        world.logprobs["a"] = ZeroDivisionError("a bug")
+        await weights.advance(None)
+        await weights.settled()
+        assert pool.clients == []
+        assert "a bug" in pool.lost.get_nowait()[1]
 
     asyncio.run(main())
 

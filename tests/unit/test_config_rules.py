@@ -107,6 +107,13 @@ def found(file, *overrides: str) -> dict[str, str]:
         (["actor.parallel.data=2", "actor.parallel.expert=2"], "actor.parallel.expert", "has no experts"),
         (["rollout.max_head_offpolicyness=17", "rollout.allow_extreme_offpolicyness=true"], None, ""),
         (["actor.recompute_logprobs=false", "actor.use_decoupled_loss=false"], None, ""),
+        (
+            ["weights.transport={type: tensor}", "cluster={type: slurm}"],
+            "weights.transport.type",
+            "share no memory",
+        ),
+        (["weights.transport={type: delta}", "cluster={type: slurm}"], None, ""),
+        (["weights.transport={type: tensor}"], None, ""),
         (["eval=null"], None, ""),
         ([], None, ""),
     ],
@@ -173,7 +180,7 @@ def test_declared_reads_are_settings_of_the_schema():
 
 def test_every_rule_is_skipped_when_everything_is_unsure(base):
     assert isinstance(load_recipe(base), RunConfig)
-    every = {"run", "model", "data", "eval", "actor", "rollout", "prepare"}
+    every = set(RunConfig.model_fields)
     assert not list(check_rules(None, every))
 
 

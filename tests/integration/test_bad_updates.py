@@ -1,0 +1,109 @@
+"""Weight updates that go wrong, in whole runs: these go on, train nothing wrong, and name the cause."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from backend.audit import audit_run
+from tests.integration.conftest import LaunchedRun
+from tests.integration.test_run import finish, records, summary, wait_for_step
+
+Launch = Callable[..., LaunchedRun]
+
+STEPS = 12
+SETTINGS = (
+    f"run.steps={STEPS}",
+    "rollout.max_head_offpolicyness=2",
+    "rollout.engine.count=2",
+    "weights.transport.type=distributed",
+    "weights.transport.bucket_mb=1",
+    "checkpoint.every=0",
+)
+
+
+def assert_well_trained(run: LaunchedRun) -> None:
+    """What the engines said of every trained token is what the trainer computes for the version it names."""
+    assert finish(run) == 0, run.output()
+    assert summary(run)["steps"] == STEPS
+    assert summary(run)["groups"]["failed"] == 0
+    assert max(record["mismatch/logprob_abs_max"] for record in records(run)) < 1e-3
+    assert audit_run(run.folder).discrepancies == []
+    run.assert_nothing_left()
+
+
+def test_a_corrupted_bucket_is_noticed_before_anything_sampled_from_it_is_used(launch: Launch):
+    """It reaches both engines: they agree with each other, but not with the trainer."""
+    run = launch(*SETTINGS, fault="corrupt:11")
+    assert_well_trained(run)
+    assert summary(run)["engine_restarts"] == 2
+    for engine in ("engine-0", "engine-1"):
+        assert f"{engine} is started again: it does not hold version" in run.output()
+    assert "its log-probs differ from the trainer's" in run.output()
+
+
+def engines(run: LaunchedRun) -> list[list[int]]:
+    """The processes of each server."""
+    found: dict[int, list[int]] = {}
+    for pid in run.descendants():
+        group = os.getpgid(pid)
+        found.setdefault(group, []).append(pid)
+    return [found[pid] for pid in run.pids_of("rollout.engine.launch") if pid in found]
+
+
+def wait_for(path: Path, timeout_s: float = 180) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} was not there in {timeout_s} s"
+        time.sleep(0.01)
+
+
+def send(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def test_an_engine_that_is_killed_inside_an_update_costs_the_others_nothing(launch: Launch, tmp_path: Path):
+    held = tmp_path / "held"
+    run = launch(*SETTINGS, fault=f"hold:11:{held}")
+    wait_for(held)
+    send(engines(run)[0], signal.SIGKILL)
+    time.sleep(0.5)
+    held.unlink()
+    assert_well_trained(run)
+    assert summary(run)["engine_restarts"] == 1
+    assert "is started again: " in run.output()
+    assert "dropped out: send for version" in (run.folder / "logs/trainer-0.log").read_text()
+
+
+@pytest.mark.parametrize("moment", ["inside an update", "between updates"])
+def test_an_engine_that_does_not_answer_for_a_minute_holds_up_nobody(
+    launch: Launch, tmp_path: Path, moment: str
+):
+    held = tmp_path / "held"
+    fault = {"fault": f"hold:11:{held}"} if moment == "inside an update" else {}
+    run = launch(*SETTINGS, "run.steps=40", "weights.answer_timeout_s=5", **fault)
+    if fault:
+        wait_for(held)
+    else:
+        wait_for_step(run, 3)
+    silent = engines(run)[0]
+    began = time.monotonic()
+    send(silent, signal.SIGSTOP)
+    if fault:
+        held.unlink()
+    before = len(records(run))
+    wait_for_step(run, before + 3, timeout_s=60)
+    assert run.process.poll() is None
+    time.sleep(max(0.0, began + 60 - time.monotonic()))
+    for pid in silent:
+        if Path(f"/proc/{pid}").exists():
+            send([pid], signal.SIGCONT)
+    assert finish(run) == 0, run.output()
+    assert summary(run)["engine_restarts"] == 1
+    assert max(record["mismatch/logprob_abs_max"] for record in records(run)) < 1e-3
+    assert "no answer" in run.output()
+    run.assert_nothing_left()
