@@ -13,6 +13,12 @@ from megatron.core.distributed import (
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -92,7 +98,23 @@ def _build_part(
             module.inv_freq = torch.tensor(frequencies, dtype=torch.float32, device=module.inv_freq.device)
         if isinstance(module, MLASelfAttention):
             _complete(module)
+        if isinstance(module, VocabParallelEmbedding | ColumnParallelLinear | RowParallelLinear):
+            _mark(module)
     return part
+
+
+def _mark(module: torch.nn.Module) -> None:
+    """What Megatron has to know of a weight that is split over tensor-parallel ranks, or an expert's.
+
+    It marks shards when it initializes weights: without that, the gradient's norm has those of the first rank
+    only. And it takes experts for dense layers where expert-parallel ranks are 1: with another
+    ``expert_tensor`` than ``tensor``, their gradients would be summed over the wrong ranks.
+    """
+    if module.weight is not None:
+        dim = int(isinstance(module, RowParallelLinear))
+        set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
+        if getattr(module, "is_expert", False):
+            module.weight.allreduce = False
 
 
 def _complete(attention: MLASelfAttention) -> None:
