@@ -49,7 +49,8 @@ class TrainerRank:
         self._spec = model_spec(config.model.path)
         dtype = getattr(torch, config.model.dtype)
         actor = config.actor
-        self._parts = model.wrap_ddp(model.build_model(self._spec, actor, dtype, self._device), actor)
+        parts = model.build_model(self._spec, actor, dtype, self._device, seed=config.run.seed)
+        self._parts = model.wrap_ddp(parts, actor)
         self._optimizer = model.build_optimizer(self._parts, actor, dtype)
         self._parameters = [model.named_shards(part.module) for part in self._parts]
         self._learning_rate = partial(model.learning_rate, actor)

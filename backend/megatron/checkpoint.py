@@ -42,7 +42,8 @@ class RankCheckpoints:
         self._finish_timeout_s = finish_timeout_s
         self._running: BackgroundSave | None = None
         weight = next(parts[0].parameters())
-        self._content = content_of(geometry, weight.dtype)
+        lora = actor.lora and actor.lora.model_dump()
+        self._content = content_of(geometry, weight.dtype) | {"actor.lora": lora}
         self._layout = actor.parallel.model_dump() | {"device": weight.device.type}
 
     # ---- saving

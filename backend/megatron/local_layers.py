@@ -46,11 +46,14 @@ class DownProjection(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
         """[..., inputs] -> [..., outputs], and no bias."""
-        found = F.linear(hidden, self.weight)
+        found = self.project(hidden)
         if self._rotated:
             plain, rotated = found.split([found.shape[-1] - self._rotated, self._rotated], dim=-1)
             found = torch.cat([plain, copied_to_ranks(rotated)], dim=-1)
         return found, None
+
+    def project(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight)
 
 
 def copied_to_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

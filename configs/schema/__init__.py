@@ -1,6 +1,6 @@
 """The typed recipe, one short file per section."""
 
-from configs.schema.actor import ActorConfig, ObjectiveConfig, OptimizerConfig, ParallelConfig
+from configs.schema.actor import ActorConfig, LoraConfig, ObjectiveConfig, OptimizerConfig, ParallelConfig
 from configs.schema.checkpoint import CheckpointConfig
 from configs.schema.plugin import PluginConfig
 from configs.schema.rollout import EngineConfig, RolloutConfig, SamplingConfig
@@ -34,6 +34,7 @@ __all__ = [
     "EngineConfig",
     "EvalConfig",
     "LocalCluster",
+    "LoraConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
