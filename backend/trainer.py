@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backend.batching import MicroBatch, TrainBatch, assemble, check_staleness, schedule
+from backend.batching import MicroBatch, TrainBatch, assemble, check_staleness
+from backend.flops import forward_flops
 from backend.megatron.parallel import RankSpec, initialize
 from backend.objective import policy_loss
 from backend.objective.advantage import group_normalized
 from backend.objective.logprob import vocab_parallel_logprob
 from backend.objective.statistics import StepStatistics, token_statistics
+from backend.packing import balance, schedule
 from backend.planning import export_plan
 from backend.publishing import make_publisher
 from backend.trainer_result import StepResult
@@ -85,7 +87,7 @@ class TrainerRank:
                 f"a batch for version {batch.version} reached a trainer at version {self.version}"
             )
         check_staleness(batch, self._config.rollout.max_head_offpolicyness)
-        minibatches = self._assemble(batch)
+        minibatches, packing = self._assemble(batch)
         every_microbatch = [micro for minibatch in minibatches for micro in minibatch]
         recompute = self._config.actor.recompute_logprobs
         temperature = self._config.rollout.sampling.temperature
@@ -99,15 +101,18 @@ class TrainerRank:
         self.step += 1
         self.version += 1
         metrics = statistics.reduced(self._groups.get_data_parallel_group()) if self._is_last_stage else {}
-        return StepResult(self.version, metrics) if self._reports else None
+        return StepResult(self.version, metrics | packing) if self._reports else None
 
-    def _assemble(self, batch: TrainBatch) -> list[list[MicroBatch]]:
-        """This rank's micro-batches, by mini-batch."""
+    def _assemble(self, batch: TrainBatch) -> tuple[list[list[MicroBatch]], dict[str, float]]:
+        """This rank's micro-batches, by mini-batch; and how well all ranks' are packed, as metrics."""
         actor = self._config.actor
         reward_N = torch.tensor([trajectory.reward for trajectory in batch.trajectories])
         advantage_N = group_normalized(reward_N, torch.from_numpy(batch.group_N)).numpy()
+        length_N = np.array([len(trajectory.tokens_T) for trajectory in batch.trajectories])
+        cost_N = forward_flops(self._spec.geometry, length_N)
         plan = schedule(
-            np.array([len(trajectory.tokens_T) for trajectory in batch.trajectories]),
+            length_N,
+            cost_N,
             minibatches=actor.minibatches,
             ranks=actor.parallel.data,
             multiple=actor.parallel.microbatch_multiple,
@@ -115,10 +120,12 @@ class TrainerRank:
             rng=np.random.default_rng((self._config.run.seed, self.step)),
         )
         rank = self._groups.get_data_parallel_rank()
-        return [
+        microbatches = [
             [assemble(batch, advantage_N, pack, self._multiple) for pack in minibatch[rank]]
             for minibatch in plan
         ]
+        found = balance(plan, length_N, cost_N, actor.microbatch_tokens)
+        return microbatches, {"packing/fill": found.fill, "packing/imbalance": found.imbalance}
 
     def _update(
         self, minibatch: list[MicroBatch], proximal: list[Tensor | None], statistics: StepStatistics

@@ -159,7 +159,7 @@ def frozen(trainer: Any) -> dict[str, Tensor]:
 
 
 def logprobs(trainer: Any, batch: TrainBatch) -> dict[tuple, np.ndarray]:
-    [microbatches] = trainer._assemble(batch)
+    [microbatches], _ = trainer._assemble(batch)
     values = trainer._log_probs(microbatches, TEMPERATURE)
     return {
         tuple(micro.target_M): logp.numpy()

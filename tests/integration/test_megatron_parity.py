@@ -80,7 +80,7 @@ def logprobs_and_gradients(rank: RankSpec, config: RunConfig, batch: TrainBatch)
     from bridge.export import export
 
     trainer = TrainerRank(config, rank)
-    [microbatches] = trainer._assemble(batch)
+    [microbatches], _ = trainer._assemble(batch)
     logps = {
         tuple(micro.target_M): logp.cpu().numpy()
         for micro, logp in zip(microbatches, trainer._log_probs(microbatches), strict=True)
