@@ -81,9 +81,10 @@ def logprobs_and_gradients(rank: RankSpec, config: RunConfig, batch: TrainBatch)
 
     trainer = TrainerRank(config, rank)
     [microbatches], _ = trainer._assemble(batch)
+    values = trainer._log_probs(microbatches, config.rollout.sampling.temperature)
     logps = {
         tuple(micro.target_M): logp.cpu().numpy()
-        for micro, logp in zip(microbatches, trainer._log_probs(microbatches), strict=True)
+        for micro, logp in zip(microbatches, values, strict=True)
         if logp is not None
     }
     trainer._optimizer.step = lambda: (True, 0.0, 0)  # leaves the gradient where it can be read
