@@ -40,6 +40,9 @@ class TrainerActor:
         address = "127.0.0.1" if self._config.cluster.type == "local" else ray.util.get_node_ip_address()
         return address, free_port(address)
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def connect(self, address: str, port: int) -> None:
         if self._device == "cpu":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks

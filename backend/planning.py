@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bridge.families import ModelSpec
+from bridge.hf_index import ITEMSIZE
 from bridge.layout import Layout
 from bridge.plan import SENDER, ExportPlan, make_plan
 from configs.schema import RunConfig
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
 SHOWN = 20
 """Buckets that the table shows from either end; ``--json`` has them all."""
 

@@ -11,6 +11,7 @@ from backend.configured_ray import ray
 from backend.trainer_result import StepResult
 from bridge.report import PublishReport
 from rollout.engine.client import EngineAddress
+from rollout.engine.leftovers import segments_of_torch, unlink
 
 T = TypeVar("T")
 
@@ -44,11 +45,14 @@ class Trainer:
         self._ranks = ranks
         self._timeout_s = step_timeout_s
         self._logs = logs
+        self._pids: list[int] = []
+        """Of ranks on this machine or others: shared memory is only used between processes of one."""
 
     async def connect(self) -> None:
         address, port = await within(
             self._timeout_s, "the first trainer rank", self._ranks[0].meeting_point.remote()
         )
+        self._pids = await self._all("starting the trainer", "pid")
         await self._all("building the model", "connect", address, port)
 
     async def train(self, batch: TrainBatch) -> StepResult:
@@ -108,6 +112,8 @@ class Trainer:
     def kill(self) -> None:
         for rank in self._ranks:
             ray.kill(rank)
+        for pid in self._pids:
+            unlink(segments_of_torch(pid))
 
     async def _all(self, what: str, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         calls = [getattr(rank, method).remote(*args) for rank in self._ranks]

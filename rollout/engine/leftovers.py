@@ -1,4 +1,4 @@
-"""What SGLang leaves in shared memory: its processes end by SIGKILL, which runs no clean-up of theirs."""
+"""What is left in shared memory by processes that end by SIGKILL, which runs no clean-up of theirs."""
 
 import os
 import shutil
@@ -37,6 +37,11 @@ def shared_memory_of(processes: Iterable[int]) -> set[Path]:
                 if name and name[0].startswith(f"{_SHARED_MEMORY}/") and inode in path_of:
                     found.add(path_of[inode])
     return found
+
+
+def segments_of_torch(process: int) -> set[Path]:
+    """The shared memory that torch.multiprocessing has made in a process, by file name, which may be gone."""
+    return set(_SHARED_MEMORY.glob(f"torch_{process}_*"))
 
 
 def unlink(segments: Iterable[Path]) -> None:

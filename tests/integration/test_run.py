@@ -56,9 +56,17 @@ def test_a_synchronous_run_has_lag_zero_and_leaves_nothing_behind(launch: Launch
 
 @pytest.mark.parametrize("interrupt", ["retract", "in_place"])
 def test_a_killed_engine_is_replaced_and_brought_to_the_current_version(launch: Launch, interrupt: str):
-    """Asynchronous, trained with tensor parallel 2 (retract) or pipeline parallel 2 (in place)."""
-    layout = {"retract": "actor.parallel.tensor=2", "in_place": "actor.parallel.pipeline=2"}[interrupt]
-    run = launch("run.steps=14", "rollout.max_head_offpolicyness=3", f"weights.interrupt={interrupt}", layout)
+    """Asynchronous, trained with tensor parallel 2 (retract) or pipeline parallel 2 (in place).
+
+    Of the transports that keep something for the next version, as the broadcasting one does elsewhere.
+    """
+    settings = {
+        "retract": ("actor.parallel.tensor=2", "weights.transport.type=delta"),
+        "in_place": ("actor.parallel.pipeline=2", "weights.transport.type=tensor"),
+    }[interrupt]
+    run = launch(
+        "run.steps=14", "rollout.max_head_offpolicyness=3", f"weights.interrupt={interrupt}", *settings
+    )
     wait_for_step(run, 3)
     killed = run.pids_of("rollout.engine.launch")
     assert killed
