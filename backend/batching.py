@@ -1,24 +1,12 @@
-"""From trajectories to packed micro-batches. Pure: numpy in, index lists and arrays out.
-
-Pack first, distribute second: the trajectories of a mini-batch are packed into micro-batches under a token
-budget, and whole micro-batches are then dealt to the data-parallel ranks. Invariants (asserted by the tests):
-
-- every trajectory is in exactly one micro-batch of one mini-batch on one rank;
-- all ranks have the same number of micro-batches in a mini-batch (pipelines and collectives stay in step);
-- no micro-batch is over the budget, unless a single trajectory is;
-- a micro-batch is idle, which is to have no trajectory, only where every other one of the mini-batch has a
-  single one: 3 trajectories that fill the budget cannot be dealt evenly to 2 ranks.
-"""
+"""What a training step consumes, and a micro-batch of it as arrays. Pure: numpy in, numpy out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from backend.packing import Pack
 from rollout.trajectory import Trajectory
-
-Pack = list[int]
-"""Indices of the trajectories in one micro-batch; none: the rank idles along with the others."""
 
 
 @dataclass(frozen=True)
@@ -52,72 +40,6 @@ def check_staleness(batch: TrainBatch, max_lag: int) -> None:
                 f"{lag_T.min()}..{lag_T.max()} at version {batch.version}; "
                 f"rollout.max_head_offpolicyness allows 0..{max_lag}"
             )
-
-
-def split_minibatches(n: int, minibatches: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """A random partition of n trajectories into ``minibatches`` parts of nearly equal size."""
-    return np.array_split(rng.permutation(n), minibatches)
-
-
-def pack(lengths: np.ndarray, indices: Sequence[int], budget: int, multiple: int) -> list[Pack]:
-    """First-fit decreasing; the number of packs is a multiple of ``multiple``.
-
-    Raises ValueError when there are fewer trajectories than ``multiple``: a rank would have nothing to do.
-    """
-    if len(indices) < multiple:
-        raise ValueError(f"{len(indices)} trajectories cannot keep {multiple} data-parallel ranks busy")
-    packs: list[Pack] = []
-    space: list[int] = []
-    for index in sorted(indices, key=lambda i: -lengths[i]):
-        for at, free in enumerate(space):
-            if lengths[index] <= free:
-                packs[at].append(int(index))
-                space[at] -= int(lengths[index])
-                break
-        else:
-            packs.append([int(index)])
-            space.append(budget - int(lengths[index]))
-    while len(packs) % multiple:
-        divisible = [p for p in packs if len(p) > 1]
-        if not divisible:
-            packs.append([])
-            continue
-        largest = max(divisible, key=lambda p: sum(lengths[i] for i in p))
-        packs.remove(largest)
-        packs += [largest[::2], largest[1::2]]
-    return packs
-
-
-def deal(packs: list[Pack], lengths: np.ndarray, ranks: int) -> list[list[Pack]]:
-    """Packs to ranks, equally many each; rounds of similar size, the direction changing every round."""
-    ordered = sorted(packs, key=lambda p: -sum(lengths[i] for i in p))
-    dealt: list[list[Pack]] = [[] for _ in range(ranks)]
-    for start in range(0, len(ordered), ranks):
-        round_of = ordered[start : start + ranks]
-        if (start // ranks) % 2:
-            round_of.reverse()
-        for rank, one in enumerate(round_of):
-            dealt[rank].append(one)
-    return dealt
-
-
-def schedule(
-    lengths: np.ndarray,
-    *,
-    minibatches: int,
-    ranks: int,
-    budget: int,
-    rng: np.random.Generator,
-    multiple: int = 1,
-) -> list[list[list[Pack]]]:
-    """[mini-batch][rank][micro-batch] of packs. The same on every rank for the same ``rng`` state.
-
-    Every rank has as many micro-batches as the others, a ``multiple`` of them.
-    """
-    return [
-        deal(pack(lengths, part.tolist(), budget, ranks * multiple), lengths, ranks)
-        for part in split_minibatches(len(lengths), minibatches, rng)
-    ]
 
 
 @dataclass(frozen=True)

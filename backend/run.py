@@ -260,7 +260,13 @@ def make_verifier(config: RunConfig, inputs: Inputs) -> Verifier | None:
         return None
     length = min(verify.tokens, inputs.spec.geometry.max_positions - 1)
     text = probe_text(inputs.prompts, inputs.tokenizer, length)
-    return Verifier(verify, text, config.model.dtype, timeout_s=config.weights.timeout_s)
+    return Verifier(
+        verify,
+        text,
+        config.model.dtype,
+        answer_timeout_s=config.weights.answer_timeout_s,
+        timeout_s=config.weights.timeout_s,
+    )
 
 
 def engine_handles(config: RunConfig, inputs: Inputs, placement: Placement, logs: Path) -> list[RayEngine]:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backend.batching import MicroBatch, TrainBatch, assemble, check_staleness, schedule
+from backend.batching import MicroBatch, TrainBatch, assemble, check_staleness
+from backend.flops import forward_flops
 from backend.megatron.parallel import RankSpec, initialize
 from backend.objective.advantage import ADVANTAGES, overlong_penalty
 from backend.objective.averaging import token_shares
@@ -21,6 +22,7 @@ from backend.objective.entropy import vocab_parallel_entropy
 from backend.objective.logprob import vocab_parallel_logprob
 from backend.objective.losses import Tokens, token_losses
 from backend.objective.statistics import StepStatistics, token_statistics
+from backend.packing import balance, schedule
 from backend.planning import export_plan
 from backend.publishing import make_publisher
 from backend.trainer_result import StepResult
@@ -52,7 +54,8 @@ class TrainerRank:
         self._spec = model_spec(config.model.path)
         dtype = getattr(torch, config.model.dtype)
         actor = config.actor
-        self._parts = model.wrap_ddp(model.build_model(self._spec, actor, dtype, self._device), actor)
+        parts = model.build_model(self._spec, actor, dtype, self._device, seed=config.run.seed)
+        self._parts = model.wrap_ddp(parts, actor)
         self._optimizer = model.build_optimizer(self._parts, actor, dtype)
         self._parameters = [model.named_shards(part.module) for part in self._parts]
         self._learning_rate = partial(model.learning_rate, actor)
@@ -87,7 +90,7 @@ class TrainerRank:
                 f"a batch for version {batch.version} reached a trainer at version {self.version}"
             )
         check_staleness(batch, self._config.rollout.max_head_offpolicyness)
-        minibatches = self._assemble(batch)
+        minibatches, packing = self._assemble(batch)
         every_microbatch = [micro for minibatch in minibatches for micro in minibatch]
         recompute = self._config.actor.recompute_logprobs
         temperature = self._config.rollout.sampling.temperature
@@ -101,14 +104,17 @@ class TrainerRank:
         self.step += 1
         self.version += 1
         metrics = statistics.reduced(self._groups.get_data_parallel_group()) if self._is_last_stage else {}
-        return StepResult(self.version, metrics) if self._reports else None
+        return StepResult(self.version, metrics | packing) if self._reports else None
 
-    def _assemble(self, batch: TrainBatch) -> list[list[MicroBatch]]:
-        """This rank's micro-batches, by mini-batch."""
+    def _assemble(self, batch: TrainBatch) -> tuple[list[list[MicroBatch]], dict[str, float]]:
+        """This rank's micro-batches, by mini-batch; and how well all ranks' are packed, as metrics."""
         actor = self._config.actor
         advantage_N, tokens_N = self._advantages(batch)
+        length_N = np.array([len(trajectory.tokens_T) for trajectory in batch.trajectories])
+        cost_N = forward_flops(self._spec.geometry, length_N)
         plan = schedule(
-            np.array([len(trajectory.tokens_T) for trajectory in batch.trajectories]),
+            length_N,
+            cost_N,
             minibatches=actor.minibatches,
             ranks=actor.parallel.data,
             multiple=actor.parallel.microbatch_multiple,
@@ -116,21 +122,19 @@ class TrainerRank:
             rng=np.random.default_rng((self._config.run.seed, self.step)),
         )
         rank = self._groups.get_data_parallel_rank()
-        found = []
+        # A mean is over the mini-batch on all ranks, not over what is on one of them.
+        share_N = np.zeros(len(tokens_N), np.float32)
         for minibatch in plan:
-            # Of the mini-batch on all ranks: what a mean is taken over is not what is on one of them.
             everywhere = [index for packs in minibatch for pack in packs for index in pack]
-            share_N = np.zeros(len(tokens_N), np.float32)
             share_N[everywhere] = token_shares(
                 actor.averaging, tokens_N[everywhere], batch.group_N[everywhere]
             )
-            found.append(
-                [
-                    assemble(batch, advantage_N, pack, self._multiple, share_N=share_N)
-                    for pack in minibatch[rank]
-                ]
-            )
-        return found
+        microbatches = [
+            [assemble(batch, advantage_N, pack, self._multiple, share_N=share_N) for pack in minibatch[rank]]
+            for minibatch in plan
+        ]
+        found = balance(plan, length_N, cost_N, actor.microbatch_tokens)
+        return microbatches, {"packing/fill": found.fill, "packing/imbalance": found.imbalance}
 
     def _advantages(self, batch: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
         """Advantages, float32 [N], and numbers of tokens that carry loss [N]."""

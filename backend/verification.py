@@ -9,17 +9,20 @@ come across, such as an expert that none of its tokens is sent to.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from configs.schema.weights import VerifyAlways, VerifyEveryN
 from rollout.engine.answer import Aborted
-from rollout.engine.client import EngineAddress, EngineClient, EngineError
+from rollout.engine.client import EngineAddress, EngineClient, EngineError, EngineLost
 from rollout.trajectory import Prompt
 from rollout.workflow import Tokenizer
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean difference of log-probs. The kernels of both sides make it some 1e-6 and 1e-2; weights that are wrong
@@ -52,13 +55,17 @@ class Verifier:
         text: list[int],
         dtype: str,
         *,
+        answer_timeout_s: float,
         timeout_s: float,
         connect: Callable[[EngineAddress], EngineClient] = EngineClient,
     ) -> None:
-        """``text``: token ids. ``dtype``: of the weights."""
+        """``text``: token ids. ``dtype``: of the weights. An engine that has not answered in
+        ``answer_timeout_s`` may be busy: as long as it says that it is well, it has ``timeout_s``.
+        """
         self.text = text
         self._every = verify.n if verify.type == "every_n" else 1
         self._tolerance = verify.tolerance or TOLERANCE[dtype]
+        self._answer_timeout_s = answer_timeout_s
         self._timeout_s = timeout_s
         self._connect = connect
         self._tells_checksums = True
@@ -82,10 +89,12 @@ class Verifier:
         async def ask(engine: EngineAddress) -> None:
             try:
                 async with asyncio.timeout(self._timeout_s), self._connect(engine) as client:
-                    if difference := await self._difference(client, version, expected):
+                    if difference := await self._while_well(
+                        client, self._difference(client, version, expected)
+                    ):
                         found[engine.name] = difference
                     elif self._tells_checksums:
-                        await self._take_checksum(client, checksums)
+                        await self._while_well(client, self._take_checksum(client, checksums))
             except TimeoutError:
                 found[engine.name] = f"no answer about version {version} in {self._timeout_s:g} s"
             except (EngineError, Aborted, OSError) as error:
@@ -93,6 +102,19 @@ class Verifier:
 
         await asyncio.gather(*map(ask, engines))
         return found | self._disagreeing(version, checksums)
+
+    async def _while_well(self, client: EngineClient, question: Coroutine[Any, Any, T]) -> T:
+        """The answer, however late it is. Raises EngineLost when the engine is not well meanwhile."""
+        asking = asyncio.ensure_future(question)
+        try:
+            while True:
+                done, _ = await asyncio.wait({asking}, timeout=self._answer_timeout_s)
+                if done:
+                    return asking.result()
+                if not await client.healthy():
+                    raise EngineLost(f"{client.name} has gone silent")
+        finally:
+            asking.cancel()
 
     async def _difference(self, client: EngineClient, version: int, expected: Sequence[float]) -> str | None:
         logprobs = await client.prompt_logprobs(self.text, version=version)

@@ -5,8 +5,9 @@ It is copied on the way only where it must be: where the shard is made of runs (
 where the place is (row-parallel weights), and where parts are so small that they travel together.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 import torch
@@ -78,9 +79,9 @@ def export(
 def _send(parts: Sequence[Part], parameters: Parameters, group: dist.ProcessGroup | None) -> None:
     """This rank's parts of one round."""
     large, small = [], []
+    shard_of = _shards(parameters)
     for part in parts:
-        shard = parameters[part.entry.chunk][part.entry.parameter]
-        values = part.piece.in_shard(shard.detach())
+        values = part.piece.in_shard(shard_of(part.entry.chunk, part.entry.parameter))
         (small if _is_small(values) else large).append(values.contiguous())
     if small:
         large.append(torch.cat([values.flatten() for values in small]))
@@ -106,12 +107,13 @@ def _receive(
         staging = flat.new_empty(needed)
     taken = 0
     small: dict[int, list[Tensor]] = {}
+    shard_of = _shards(parameters)
     for part in parts:
         tensor = flat[part.offset : part.offset + prod(part.shape)].view(part.shape)
         place = part.piece.in_hf(tensor)
         if part.owner == SENDER:
-            shard = parameters[part.entry.chunk][part.entry.parameter]
-            own.append((place, part.piece.in_shard(shard.detach())))
+            shard = shard_of(part.entry.chunk, part.entry.parameter)
+            own.append((place, part.piece.in_shard(shard)))
         elif _is_small(place):
             small.setdefault(part.owner, []).append(place)
         elif part.in_place:
@@ -133,6 +135,11 @@ def _receive(
     for place, values in staged:
         place.copy_(values)
     return staging
+
+
+def _shards(parameters: Parameters) -> Callable[[int, str], Tensor]:
+    """A rank's shards by chunk and name, for one round. Each is asked for once: it may be computed then."""
+    return cache(lambda chunk, name: parameters[chunk][name].detach())
 
 
 def _is_small(values: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """HF safetensors -> the parameters of this rank, each rank reading only its own slices."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from bridge.plan import entries_of, pieces_of
 
 
 @torch.no_grad()
-def load_hf(spec: ModelSpec, layout: Layout, rank: int, parameters: Sequence[dict[str, Tensor]]) -> None:
+def load_hf(spec: ModelSpec, layout: Layout, rank: int, parameters: Sequence[Mapping[str, Tensor]]) -> None:
     """Fill ``parameters`` (for each model chunk, this rank's by name) from the checkpoint at ``spec.path``.
 
     Raises CheckpointError unless every parameter is filled exactly once and every tensor is used.

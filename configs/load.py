@@ -262,6 +262,8 @@ def _expected(field: FieldInfo) -> str:
             words = f"{short} {words}"
     elif get_origin(annotation) is Literal:
         words = _named(get_args(annotation))
+    elif get_origin(annotation) is list and get_origin(item := get_args(annotation)[0]) is Literal:
+        words = f"a list of one or more of {', '.join(map(shown, get_args(item)))}"
     elif get_origin(annotation) is dict:
         words = "a mapping"
     else:

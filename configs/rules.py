@@ -262,6 +262,22 @@ def shared_memory_is_on_one_node(config: RunConfig) -> Iterator[Violation]:
         )
 
 
+def lora_targets_exist(config: RunConfig) -> Iterator[Violation]:
+    targets = _setting(config, "actor.lora.targets")
+    if targets is None or _model_config(config) is None:
+        return
+    names = ["linear_proj", "linear_fc1", "linear_fc2"]
+    if _model_number(config, "kv_lora_rank") is None:
+        names.append("linear_qkv")
+    else:
+        names += ["linear_kv_down_proj", "linear_kv_up_proj"]
+        narrow = _model_number(config, "q_lora_rank") is not None
+        names += ["linear_q_down_proj", "linear_q_up_proj"] if narrow else ["linear_q_proj"]
+    if missing := [name for name in targets if name not in names]:
+        reason = f"the model has no {one_of(missing)}; its linear layers are {', '.join(sorted(names))}"
+        yield Violation("actor.lora.targets", targets, reason)
+
+
 @dataclass(frozen=True)
 class Rule:
     check: Callable[[RunConfig], Iterator[Violation]]
@@ -328,6 +344,7 @@ RULES: tuple[Rule, ...] = (
     Rule(layers_split_over_stages, ("model.path", "actor.parallel")),
     Rule(experts_split_over_ranks, ("model.path", "actor.parallel")),
     Rule(shared_memory_is_on_one_node, ("weights.transport", "cluster.type")),
+    Rule(lora_targets_exist, ("model.path", "actor.lora.targets")),
 )
 
 

@@ -18,7 +18,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from backend.checkpoints import CheckpointError
 from backend.megatron import optimizer_state, random_state
 from backend.megatron.checkpoint_writer import BackgroundSave
-from backend.megatron.weights import content_of, differences, sharded_weights, take_over
+from backend.megatron.weights import ADAPTERS, content_of, differences, sharded_weights, take_over
 from bridge.geometry import Geometry
 from configs.schema import ActorConfig
 
@@ -42,7 +42,8 @@ class RankCheckpoints:
         self._finish_timeout_s = finish_timeout_s
         self._running: BackgroundSave | None = None
         weight = next(parts[0].parameters())
-        self._content = content_of(geometry, weight.dtype)
+        lora = actor.lora and actor.lora.model_dump()
+        self._content = content_of(geometry, weight.dtype) | {ADAPTERS: lora}
         self._layout = actor.parallel.model_dump() | {"device": weight.device.type}
 
     # ---- saving

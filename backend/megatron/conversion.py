@@ -15,7 +15,7 @@ from bridge.families import model_spec
 from bridge.hf_files import write_hf
 from bridge.layout import Layout
 from bridge.plan import make_plan
-from configs.schema import ActorConfig, ParallelConfig
+from configs.schema import ActorConfig, LoraConfig, ParallelConfig
 
 COLLECTIVE_TIMEOUT_S = 3600
 """A rank may wait this long for another one: that reads its slices, or writes a file, on a slow disk."""
@@ -58,7 +58,8 @@ def write_megatron(
 def write_huggingface(
     rank: RankSpec, checkpoint: Path, model: Path, parallel: ParallelConfig, folder: Path
 ) -> list[str]:
-    """Read this rank's share of the weights in ``checkpoint``; the first rank writes them all to ``folder``.
+    """Read this rank's share of the weights in ``checkpoint``; the first rank writes them all to ``folder``,
+    with adapters merged into them.
 
     Gives the reasons, on every rank the same, if the checkpoint is not one of the model at ``model``.
     """
@@ -66,6 +67,7 @@ def write_huggingface(
         from megatron.core import dist_checkpointing
 
         from backend.megatron import weights
+        from backend.megatron.lora import adapt
         from backend.megatron.model import empty_model, named_shards
 
         spec, layout = model_spec(model), Layout.of(parallel)
@@ -78,6 +80,8 @@ def write_huggingface(
         if found := weights.differences(content, about.get("content", content)):
             return found
         parts = empty_model(spec, ActorConfig(parallel=parallel), dtype, device)
+        if adapters := about.get("content", {}).get(weights.ADAPTERS):
+            adapt(parts, spec, layout, rank.rank, LoraConfig.model_validate(adapters), seed=0)
         sharded = weights.sharded_weights(parts)
         wanted = weights.wanted_tensors(sharded)
         if found := _of_all_ranks(weights.mismatches(wanted, stored, spec.geometry.vocab)):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
@@ -45,11 +46,25 @@ class DownProjection(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
         """[..., inputs] -> [..., outputs], and no bias."""
-        found = F.linear(hidden, self.weight)
+        found = self.project(hidden)
         if self._rotated:
             plain, rotated = found.split([found.shape[-1] - self._rotated, self._rotated], dim=-1)
-            found = torch.cat([plain, copy_to_tensor_model_parallel_region(rotated)], dim=-1)
+            found = torch.cat([plain, copied_to_ranks(rotated)], dim=-1)
         return found, None
+
+    def project(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight)
+
+
+def copied_to_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """``tensor``, with its gradient summed over a tensor-parallel group; None: the model's.
+
+    Megatron sums a gradient in place, and loses the sum of one that is not contiguous.
+    """
+    copy = copy_to_tensor_model_parallel_region(tensor, group=group)
+    if copy.requires_grad:
+        copy.register_hook(Tensor.contiguous)
+    return copy
 
 
 def length_classes(cu_seqlens: list[int]) -> list[list[tuple[int, int]]]:

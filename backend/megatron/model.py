@@ -3,6 +3,8 @@
 The one place that constructs Megatron objects, so that a change of Megatron is a change here.
 """
 
+from collections.abc import Mapping
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import (
@@ -13,12 +15,19 @@ from megatron.core.distributed import (
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
+from backend.megatron import lora
 from backend.megatron.config import fields_of, layer_specs, transformer_config
 from backend.megatron.local_layers import DownProjection, RMSNorm
 from bridge.families import ModelSpec
@@ -29,19 +38,24 @@ from configs.schema import ActorConfig
 
 
 def build_model(
-    spec: ModelSpec, actor: ActorConfig, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec, actor: ActorConfig, dtype: torch.dtype, device: torch.device, *, seed: int = 0
 ) -> list[GPTModel]:
-    """This rank's part of the model for each virtual pipeline stage, with the HF checkpoint's weights."""
+    """This rank's part of the model for each virtual pipeline stage, with the HF checkpoint's weights.
+
+    ``seed``: for what is not in the checkpoint, adapters.
+    """
     parts = empty_model(spec, actor, dtype, device)
-    layout = Layout.of(actor.parallel)
-    load_hf(spec, layout, torch.distributed.get_rank(), [named_shards(part) for part in parts])
+    layout, rank = Layout.of(actor.parallel), torch.distributed.get_rank()
+    load_hf(spec, layout, rank, [named_shards(part) for part in parts])
+    if actor.lora is not None:
+        lora.adapt(parts, spec, layout, rank, actor.lora, seed)
     return parts
 
 
 def empty_model(
     spec: ModelSpec, actor: ActorConfig, dtype: torch.dtype, device: torch.device
 ) -> list[GPTModel]:
-    """The same, with weights of any value."""
+    """The same, with weights of any value and without adapters."""
     geometry, layout = spec.geometry, Layout.of(actor.parallel)
     config = transformer_config(geometry, actor, dtype)
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -92,7 +106,23 @@ def _build_part(
             module.inv_freq = torch.tensor(frequencies, dtype=torch.float32, device=module.inv_freq.device)
         if isinstance(module, MLASelfAttention):
             _complete(module)
+        if isinstance(module, VocabParallelEmbedding | ColumnParallelLinear | RowParallelLinear):
+            _mark(module)
     return part
+
+
+def _mark(module: torch.nn.Module) -> None:
+    """What Megatron has to know of a weight that is split over tensor-parallel ranks, or an expert's.
+
+    It marks shards when it initializes weights: without that, the gradient's norm has those of the first rank
+    only. And it takes experts for dense layers where expert-parallel ranks are 1: with another
+    ``expert_tensor`` than ``tensor``, their gradients would be summed over the wrong ranks.
+    """
+    if module.weight is not None:
+        dim = int(isinstance(module, RowParallelLinear))
+        set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
+        if getattr(module, "is_expert", False):
+            module.weight.allreduce = False
 
 
 def _complete(attention: MLASelfAttention) -> None:
@@ -154,10 +184,11 @@ def learning_rate(actor: ActorConfig, step: int) -> float:
     return actor.optimizer.lr * min(1.0, (step + 1) / warmup if warmup else 1.0)
 
 
-def named_shards(part: torch.nn.Module) -> dict[str, Tensor]:
+def named_shards(part: torch.nn.Module) -> Mapping[str, Tensor]:
     """What this rank has of one part of the model, by the names that the bridge uses.
 
-    Besides the parameters that is the bias that decides which experts are chosen.
+    Besides the parameters that is the bias that decides which experts are chosen. Adapters are merged into
+    their weights.
     """
     biases = {name: tensor for name, tensor in part.named_buffers() if name.endswith("router.expert_bias")}
-    return dict(part.named_parameters()) | biases
+    return lora.MergedShards(part, dict(part.named_parameters()) | biases)

@@ -22,6 +22,9 @@ from bridge.geometry import Geometry
 WORDS = "embedding.word_embeddings.weight"
 """Every language model has it."""
 
+ADAPTERS = "actor.lora"
+"""The entry of a checkpoint's content with the settings of its adapters."""
+
 _OF_MODEL = ("embedding.", "decoder.", "output_layer.")
 """How the names of weights begin. Behind other names is the optimizer's state."""
 

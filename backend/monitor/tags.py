@@ -171,6 +171,15 @@ TAGS: dict[str, Tag] = {
     "train/zero_advantage_fraction": Tag(
         "fraction", "Share of trained tokens with advantage 0: from groups whose rewards are all equal."
     ),
+    # packing
+    "packing/fill": Tag(
+        "fraction", "Tokens / (micro-batches * `actor.microbatch_tokens`), over all data-parallel ranks."
+    ),
+    "packing/imbalance": Tag(
+        "1",
+        "FLOPs of the data-parallel rank with the most / mean over ranks, mini-batch by mini-batch: how much "
+        "longer than needed all of them take.",
+    ),
     # mismatch
     "mismatch/logprob_abs_mean": Tag(
         "nats",

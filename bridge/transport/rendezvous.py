@@ -43,6 +43,10 @@ class Rendezvous:
         return TCPStore(self.address, port, self.world_size, is_master, self._timeout, wait_for_workers=False)
 
 
+class BroadcastFailed(RuntimeError):
+    """A member is gone, or did not take its part in time."""
+
+
 class BroadcastGroup:
     """Rank 0 of a group of 1 + (engine ranks) processes.
 
@@ -70,9 +74,19 @@ class BroadcastGroup:
 
         With gloo it has left on return; with NCCL it is in the stream, and the engines' answers say the rest.
         """
-        work = dist.broadcast(flat, group=self._group, group_src=0, async_op=True)
-        work.wait()
+        failure = None
+        try:
+            dist.broadcast(flat, group=self._group, group_src=0, async_op=True).wait()
+        except RuntimeError as error:
+            failure = str(error)
+        # Raised out here, without a traceback that would hold the group: its connections, by which the other
+        # members notice its end, are open as long as anything holds it.
+        if failure is not None:
+            raise BroadcastFailed(failure)
 
     def close(self) -> None:
-        dist.destroy_process_group(self._group)
+        """The other members fail in what they wait for."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
         self._rendezvous.close()

@@ -1,6 +1,6 @@
 """The typed recipe, one short file per section."""
 
-from configs.schema.actor import ActorConfig, OptimizerConfig, ParallelConfig
+from configs.schema.actor import ActorConfig, LoraConfig, OptimizerConfig, ParallelConfig
 from configs.schema.checkpoint import CheckpointConfig
 from configs.schema.objective import CorrectionConfig, Objective
 from configs.schema.plugin import PluginConfig
@@ -36,6 +36,7 @@ __all__ = [
     "EngineConfig",
     "EvalConfig",
     "LocalCluster",
+    "LoraConfig",
     "ModelConfig",
     "Objective",
     "OptimizerConfig",

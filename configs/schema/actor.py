@@ -7,6 +7,20 @@ from pydantic import AliasChoices, Field
 from configs.schema.base import Section
 from configs.schema.objective import CorrectionConfig, Objective, OverlongConfig, PPOObjective
 
+LinearLayer = Literal[
+    "linear_qkv",
+    "linear_proj",
+    "linear_fc1",
+    "linear_fc2",
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_down_proj",
+    "linear_kv_up_proj",
+]
+"""Attention: fused query, key, value; output. Feed-forward, dense and of experts: fused gate and up; down.
+Latent attention has the others instead of linear_qkv."""
+
 
 class ParallelConfig(Section):
     """How many ways the model is split. The trainer has tensor * pipeline * data ranks."""
@@ -53,9 +67,25 @@ class OptimizerConfig(Section):
     )
 
 
+class LoraConfig(Section):
+    """Train low-rank adapters of linear layers, W + alpha / rank * B A, and leave the model itself as it is.
+
+    Engines get merged weights.
+    """
+
+    rank: int = Field(ge=1, description="Rows of A and columns of B.")
+    alpha: float = Field(gt=0, description="Adapters count alpha / rank times.")
+    targets: list[LinearLayer] | None = Field(
+        None,
+        min_length=1,
+        description="Megatron's names of the layers; null: all linear layers of the decoder.",
+    )
+
+
 class ActorConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig | None = Field(None, description="null: train all weights.")
     objective: Objective = Field(PPOObjective(), description="What is minimised (docs/objectives.md).")
     correction: CorrectionConfig = CorrectionConfig()
     use_decoupled_loss: bool = Field(

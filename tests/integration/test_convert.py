@@ -151,7 +151,10 @@ class Done:
     """Of each rank, by the name of the step."""
 
 
-TRAINED = Case({"pipeline": 2}, dtype="bfloat16", distributed=True)
+TRAINED = {
+    "all-weights": Case({"pipeline": 2}, dtype="bfloat16", distributed=True),
+    "adapters": Case({"tensor": 2}, lora=True),
+}
 
 
 @pytest.fixture(scope="module")
@@ -181,14 +184,15 @@ def done(tmp_path_factory) -> Done:
     steps["silent"] = Step("read", {"pipeline": 2}, (silent, same, folder / "from-silent"))
     steps["silent, deeper"] = Step("read", {"pipeline": 2}, (silent, deeper, folder / "never"))
     make_checkpoint(folder / "models" / "tied", tied=True)
-    run = CheckpointFolder(folder / "run" / "checkpoints", keep_last=1)
-    run.begin(1)
-    steps["train"] = Step(
-        "train_a_step", TRAINED.parallel, (TRAINED, folder / "models", folder / "run" / "exported")
-    )
+    runs = {name: CheckpointFolder(folder / name / "checkpoints", keep_last=1) for name in TRAINED}
+    for name, case in TRAINED.items():
+        runs[name].begin(1)
+        args = (case, folder / "models", folder / name / "exported")
+        steps[f"train {name}"] = Step("train_a_step", case.parallel, args)
     ports = {name: (free_port("127.0.0.1"), step) for name, step in steps.items()}
     found = run_ranks(2, all_steps, ports)
-    run.commit(CheckpointRecord(version=1, step=1, epoch=1, data_position=0, counts={}))
+    for run in runs.values():
+        run.commit(CheckpointRecord(version=1, step=1, epoch=1, data_position=0, counts={}))
     return Done(folder, found)
 
 
@@ -244,8 +248,9 @@ def ended(process: subprocess.Popen) -> tuple[int, str, str]:
     return process.returncode, said, wrong
 
 
-def test_the_checkpoints_of_a_run_become_what_the_run_would_export(done: Done, tmp_path):
-    run, model = done.folder / "run", done.folder / "models" / "tied"
+@pytest.mark.parametrize("trained", TRAINED)
+def test_the_checkpoints_of_a_run_become_what_the_run_would_export(done: Done, tmp_path, trained: str):
+    run, model = done.folder / trained, done.folder / "models" / "tied"
     code, said, wrong = ended(
         slipstream("megatron-to-hf", run / "checkpoints", tmp_path / "out", "--model", model)
     )

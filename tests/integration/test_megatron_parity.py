@@ -24,6 +24,7 @@ LAYOUTS = {
     "virtual pipeline 2": {"pipeline": 2, "virtual_pipeline": 2},
     "expert 2": {"data": 2, "expert": 2},
     "expert 2, tensor 2": {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1},
+    "tensor 2, whole experts": {"tensor": 2, "sequence": True, "expert_tensor": 1},
 }
 
 
@@ -79,10 +80,11 @@ def logprobs_and_gradients(rank: RankSpec, config: RunConfig, batch: TrainBatch)
     from bridge.export import export
 
     trainer = TrainerRank(config, rank)
-    [microbatches] = trainer._assemble(batch)
+    [microbatches], _ = trainer._assemble(batch)
+    values = trainer._log_probs(microbatches, config.rollout.sampling.temperature)
     logps = {
         tuple(micro.target_M): logp.cpu().numpy()
-        for micro, logp in zip(microbatches, trainer._log_probs(microbatches), strict=True)
+        for micro, logp in zip(microbatches, values, strict=True)
         if logp is not None
     }
     trainer._optimizer.step = lambda: (True, 0.0, 0)  # leaves the gradient where it can be read
@@ -99,8 +101,16 @@ def logprobs_and_gradients(rank: RankSpec, config: RunConfig, batch: TrainBatch)
 
 
 def reference_gradients(folder: Path, batch: TrainBatch, temperature: float):
-    """The first update's gradient of decoupled PPO: with ratio 1 it is -w A grad log pi, token-averaged."""
+    """Log-probs of each trajectory's sampled tokens, and the first update's gradient, in HF names."""
     model = reference_model(folder)
+    logps, loss = reference_loss(model, batch, temperature)
+    loss.backward()
+    return logps, dict(unfused((name, p.grad.numpy()) for name, p in model.named_parameters()))
+
+
+def reference_loss(model, batch: TrainBatch, temperature: float):
+    """That of decoupled PPO at the first update, where the ratio is 1: its gradient is -w A grad log pi,
+    averaged over tokens. And the log-probs."""
     rewards = torch.tensor([t.reward for t in batch.trajectories], dtype=torch.float64).view(-1, 2)
     advantage = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
     total, tokens, logps = 0.0, 0, []
@@ -113,8 +123,7 @@ def reference_gradients(folder: Path, batch: TrainBatch, temperature: float):
         total = total - (weight * a.float() * (logp - logp.detach()).exp()).sum()
         tokens += int(mask.sum())
         logps.append(logp.detach().numpy())
-    (total / tokens).backward()
-    return logps, dict(unfused((name, p.grad.numpy()) for name, p in model.named_parameters()))
+    return logps, total / tokens
 
 
 def unfused(gradients):
@@ -156,6 +165,7 @@ FAMILIES = {
     "virtual pipeline 2": ("qwen3, tied", "llama", "glm4_moe"),
     "expert 2": ("qwen3_moe", "glm4_moe", "deepseek_v3"),
     "expert 2, tensor 2": ("glm4_moe", "deepseek_v3"),
+    "tensor 2, whole experts": ("qwen3_moe",),
 }
 
 

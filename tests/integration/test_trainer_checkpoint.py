@@ -19,12 +19,13 @@ import torch
 
 from backend.checkpoints import CheckpointError
 from backend.megatron.parallel import RankSpec
-from configs.schema import ParallelConfig, RunConfig
+from configs.schema import LoraConfig, ParallelConfig, RunConfig
 from rollout.engine.actor import free_port
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 
+ADAPTERS = {"rank": 3, "alpha": 12.0}
 VOCAB = 101
 """Odd: the embedding has another padding at every tensor-parallel size."""
 
@@ -35,6 +36,7 @@ class Case:
     dtype: str = "float32"
     distributed: bool = False
     model: str = "tied"
+    lora: bool = False
 
     @property
     def ranks(self) -> int:
@@ -46,6 +48,7 @@ class Case:
             self.parallel,
             dtype=self.dtype,
             minibatches=2,
+            lora=ADAPTERS if self.lora else None,
             optimizer={
                 "lr": 1e-3,
                 "warmup_steps": 10,
@@ -68,6 +71,9 @@ CASES = {
     "data 2": Case({"data": 2}, model="untied"),
     "data 2 distributed": Case({"data": 2}, distributed=True),
     "data 2 distributed bfloat16": Case({"data": 2}, dtype="bfloat16", distributed=True),
+    "tensor 2 adapters": Case({"tensor": 2}, lora=True),
+    "tensor 2 adapters bfloat16": Case({"tensor": 2}, dtype="bfloat16", distributed=True, lora=True),
+    "expert 2 adapters": Case({"data": 2, "expert": 2}, model="mixture", lora=True),
 }
 RESHARDED = {
     "tensor 2 -> pipeline 2": ("tensor 2", Case({"pipeline": 2})),
@@ -86,6 +92,11 @@ RESHARDED = {
         "pipeline 2 distributed",
         Case({"data": 2}, distributed=True),
     ),
+    "tensor 2 adapters -> pipeline 2 distributed": (
+        "tensor 2 adapters",
+        Case({"pipeline": 2}, distributed=True, lora=True),
+    ),
+    "expert 2 adapters -> one rank": ("expert 2 adapters", Case({}, model="mixture", lora=True)),
 }
 
 
@@ -256,7 +267,7 @@ def test_a_checkpoint_loads_in_another_layout(name: str, uninterrupted, resumed)
         np.testing.assert_allclose(after[parameter], value, rtol=1e-4, atol=2e-6, err_msg=parameter)
     [expected] = [rank.metrics for rank in uninterrupted[source] if rank.metrics]
     [found] = [rank.metrics for rank in resumed[name] if rank.metrics]
-    for metric in ("train/loss", "train/entropy", "train/lr"):
+    for metric in ("train/loss", "train/entropy", "train/lr", "train/grad_norm"):
         assert found[metric] == pytest.approx(expected[metric], rel=1e-3, abs=1e-5), metric
 
 
@@ -331,9 +342,14 @@ def mishaps(rank: RankSpec, config: RunConfig, folders: dict[str, Path]) -> dict
         found["first step again"] = train(trainer, 1)
         trainer.restore(str(folders["afterwards"]), version=10)
         found["after restore"] = train(trainer, 1)
-    other = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
-    with trainer_of(replace(rank, port=folders["port"]), other) as trainer:
-        found["other dtype"] = error_of(trainer.restore, str(folders["afterwards"]), 11)
+    actor = config.actor.model_copy(update={"lora": LoraConfig.model_validate(ADAPTERS)})
+    others = {
+        "other dtype": {"model": config.model.model_copy(update={"dtype": "bfloat16"})},
+        "adapters": {"actor": actor},
+    }
+    for (name, change), port in zip(others.items(), folders["ports"], strict=True):
+        with trainer_of(replace(rank, port=port), config.model_copy(update=change)) as trainer:
+            found[name] = error_of(trainer.restore, str(folders["afterwards"]), 11)
     return found
 
 
@@ -342,7 +358,7 @@ def endured(models: Path, tmp_path_factory) -> list[dict[str, Any]]:
     names = ("step 0", "snapshot", "full", "full index", "given up", "afterwards")
     folders: dict[str, Any] = {name: tmp_path_factory.mktemp(name.replace(" ", "-")) for name in names}
     config = Case({"data": 2}, distributed=True).config(models)
-    return run_ranks(2, mishaps, config, folders | {"port": free_port("127.0.0.1")})
+    return run_ranks(2, mishaps, config, folders | {"ports": [free_port("127.0.0.1") for _ in "12"]})
 
 
 def test_the_snapshot_does_not_see_training_that_goes_on(endured):
@@ -386,3 +402,8 @@ def test_a_checkpoint_can_be_taken_before_the_first_step(endured):
 def test_a_checkpoint_of_another_dtype_is_refused(endured):
     for rank in endured:
         assert "dtype is 'torch.float32' there and 'torch.bfloat16' here" in rank["other dtype"]
+
+
+def test_a_checkpoint_without_these_adapters_is_refused(endured):
+    for rank in endured:
+        assert "actor.lora is None there and {'rank': 3, 'alpha': 12.0" in rank["adapters"]

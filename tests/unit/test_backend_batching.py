@@ -1,7 +1,6 @@
-"""Packing, dealing, assembling: the invariants of the module's docstring, and a naive construction."""
+"""Assembling, against a naive construction; the bound on staleness."""
 
 import re
-from collections import Counter
 from itertools import pairwise
 
 import numpy as np
@@ -14,10 +13,6 @@ from backend.batching import (
     TrainBatch,
     assemble,
     check_staleness,
-    deal,
-    pack,
-    schedule,
-    split_minibatches,
 )
 from rollout.trajectory import UNSAMPLED, Finish, Trajectory
 
@@ -38,81 +33,6 @@ def trajectory(prompt: int, response: int, *, version: int = 0, seed: int = 0) -
 
 def batch_of(*trajectories: Trajectory, version: int = 5) -> TrainBatch:
     return TrainBatch(version, trajectories, np.arange(len(trajectories)) // 2)
-
-
-# ---- scheduling
-
-
-@st.composite
-def schedules(draw):
-    minibatches, ranks = draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    n = draw(st.integers(minibatches * ranks, minibatches * ranks + 30))
-    lengths = np.array(draw(st.lists(st.integers(1, 120), min_size=n, max_size=n)))
-    return lengths, {"minibatches": minibatches, "ranks": ranks, "budget": draw(st.integers(1, 200))}
-
-
-@settings(max_examples=200, deadline=None)
-@given(schedules(), st.integers(0, 2**32))
-def test_every_schedule_keeps_the_invariants(case, seed):
-    lengths, settings_ = case
-    plan = schedule(lengths, **settings_, rng=np.random.default_rng(seed))
-    assert len(plan) == settings_["minibatches"]
-    used = [index for minibatch in plan for rank in minibatch for one in rank for index in one]
-    assert sorted(used) == list(range(len(lengths)))
-    sizes = [sum(len(one) for rank in minibatch for one in rank) for minibatch in plan]
-    assert max(sizes) - min(sizes) <= 1
-    for minibatch in plan:
-        assert len(minibatch) == settings_["ranks"]
-        assert len({len(rank) for rank in minibatch}) == 1
-        packs = [one for rank in minibatch for one in rank]
-        for one in packs:
-            assert sum(lengths[one]) <= settings_["budget"] or len(one) == 1
-        idle = packs.count([])
-        assert idle < settings_["ranks"]
-        assert not idle or {len(one) for one in packs} == {0, 1}
-
-
-def test_the_schedule_is_the_same_on_every_rank_and_another_at_every_version():
-    lengths = np.random.default_rng(0).integers(1, 50, 40)
-    plans = [
-        schedule(lengths, minibatches=2, ranks=2, budget=100, rng=np.random.default_rng((7, version)))
-        for version in (3, 3, 4)
-    ]
-    assert plans[0] == plans[1] != plans[2]
-
-
-def test_trajectories_that_fill_the_budget_and_do_not_divide_by_the_ranks_leave_a_rank_idle_for_a_while():
-    packs = pack(np.array([100, 100, 100]), [0, 1, 2], budget=100, multiple=2)
-    assert sorted(packs) == [[], [0], [1], [2]]
-    assert sorted(map(len, deal(packs, np.array([100, 100, 100]), 2))) == [2, 2]
-
-
-def test_packing_splits_full_packs_before_a_rank_idles():
-    packs = pack(np.array([10] * 6), list(range(6)), budget=30, multiple=4)
-    assert sorted(map(len, packs)) == [1, 1, 2, 2]
-
-
-def test_packs_are_filled_by_the_longest_trajectory_that_fits():
-    assert pack(np.array([5, 9, 4, 1]), [0, 1, 2, 3], budget=10, multiple=1) == [[1, 3], [0, 2]]
-
-
-def test_fewer_trajectories_than_ranks_are_an_error():
-    with pytest.raises(ValueError, match="3 trajectories cannot keep 4 data-parallel ranks busy"):
-        pack(np.ones(3, int), [0, 1, 2], budget=10, multiple=4)
-
-
-def test_ranks_get_packs_of_similar_size_in_alternating_order():
-    lengths = np.array([8, 7, 6, 5, 4, 3, 2, 1])
-    dealt = deal([[i] for i in range(8)], lengths, 2)
-    assert dealt == [[[0], [3], [4], [7]], [[1], [2], [5], [6]]]
-    assert [sum(lengths[i] for one in rank for i in one) for rank in dealt] == [18, 18]
-
-
-@given(st.integers(1, 100), st.integers(1, 10), st.integers(0, 1000))
-def test_minibatches_partition_the_batch_evenly_and_at_random(n, minibatches, seed):
-    parts = split_minibatches(n, minibatches, np.random.default_rng(seed))
-    assert sorted(np.concatenate(parts).tolist()) == list(range(n))
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 # ---- assembling
@@ -248,9 +168,3 @@ def test_a_trained_token_that_no_version_sampled_is_a_violation_even_at_version_
         StalenessViolation, match="trajectory 0 of group 8 trains tokens that no policy version"
     ):
         check_staleness(batch, 4)
-
-
-def test_a_trajectory_of_lengths_that_repeat_is_not_confused_with_its_twin():
-    lengths = np.array([3, 3, 3, 3])
-    packs = pack(lengths, [3, 1, 2, 0], budget=6, multiple=1)
-    assert Counter(index for one in packs for index in one) == Counter(range(4))

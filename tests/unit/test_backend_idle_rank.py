@@ -1,6 +1,7 @@
 """A data-parallel rank that idles in a micro-batch of a step takes part in it and adds nothing."""
 
 import numpy as np
+import pytest
 
 from backend.batching import TrainBatch
 from configs.schema import RunConfig
@@ -34,7 +35,7 @@ def gradients(rank, config: RunConfig, budgets: list[int]):
         actor = config.actor.model_copy(update={"microbatch_tokens": budget})
         trainer._config = config.model_copy(update={"actor": actor})
         trainer.version = 0
-        sizes = [len(micro.index_M) for micro in trainer._assemble(batch)[0]]
+        sizes = [len(micro.index_M) for micro in trainer._assemble(batch)[0][0]]
         result = trainer.train(batch)
         grads = {name: p.main_grad.clone().numpy() for name, p in trainer._parts[0].module.named_parameters()}
         found.append((sizes, grads, result and result.metrics))
@@ -65,4 +66,10 @@ def test_an_idle_micro_batch_changes_neither_gradients_nor_metrics(tmp_path):
             np.testing.assert_allclose(idle[name], grad, rtol=1e-4, atol=1e-6, err_msg=name)
     idle, busy = (ranks[0][i][2] for i in (0, 1))
     assert idle.keys() == busy.keys()
+    # 36 tokens in 4 micro-batches of 12 and in 2 of 100; a rank has two thirds of the work either way.
+    fills, imbalances = (
+        [m.pop(name) for m in (idle, busy)] for name in ("packing/fill", "packing/imbalance")
+    )
+    assert fills == [36 / 48, 36 / 200]
+    assert imbalances == pytest.approx([4 / 3, 4 / 3])
     np.testing.assert_allclose(list(idle.values()), list(busy.values()), rtol=1e-4, atol=1e-6)

@@ -25,13 +25,20 @@ class World:
         self.logprobs: dict[str, object] = {}
         self.checksums: dict[str, object] = {}
         self.asked: list[tuple[str, int]] = []
+        self.unwell: set[str] = set()
+        self.takes_s = 0.0
 
     def connect(self, address: EngineAddress) -> "Client":
         return Client(self, address)
 
     def verifier(self, verify=None, timeout_s: float = 5.0) -> Verifier:
         return Verifier(
-            verify or VerifyAlways(), [1, 2, 3, 4], "float32", timeout_s=timeout_s, connect=self.connect
+            verify or VerifyAlways(),
+            [1, 2, 3, 4],
+            "float32",
+            answer_timeout_s=0.05,
+            timeout_s=timeout_s,
+            connect=self.connect,
         )
 
 
@@ -49,12 +56,14 @@ class Client:
         self._world.asked.append((self.name, version))
         return await self._answer(self._world.logprobs.get(self.name, EXPECTED))
 
+    async def healthy(self):
+        return self.name not in self._world.unwell
+
     async def checksum(self):
         return await self._answer(self._world.checksums.get(self.name, "same"))
 
     async def _answer(self, answer):
-        if answer == "silence":
-            await asyncio.sleep(60)
+        await asyncio.sleep(60 if answer == "silence" else self._world.takes_s)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -100,6 +109,14 @@ def test_an_engine_that_does_not_answer_is_not_believed_and_holds_up_no_other(an
     reasons = wrong(world.verifier(timeout_s=0.2), "a", "b")
     assert reasons.keys() == {"a"}
     assert reason in reasons["a"]
+
+
+def test_a_busy_engine_may_take_its_time_and_one_that_is_not_well_may_not():
+    world = World()
+    world.takes_s = 0.2
+    assert wrong(world.verifier(), "a") == {}
+    world.unwell.add("b")
+    assert wrong(world.verifier(), "a", "b") == {"b": "no answer about version 3: b has gone silent"}
 
 
 def test_of_engines_with_different_checksums_the_fewer_are_wrong():

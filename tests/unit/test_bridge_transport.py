@@ -3,9 +3,12 @@
 import asyncio
 import itertools
 import json
+import subprocess
+import sys
 import time
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
@@ -14,7 +17,7 @@ from bridge.export import FlatBucket
 from bridge.publication import Patience
 from bridge.publish import Publisher
 from bridge.transport.distributed import DistributedTransport
-from bridge.transport.rendezvous import BroadcastGroup, Rendezvous
+from bridge.transport.rendezvous import BroadcastFailed, BroadcastGroup, Rendezvous
 from tests.ranks import run_ranks
 
 PATIENCE = timedelta(seconds=60)
@@ -133,6 +136,60 @@ def publish_twice(wire: TCPStore) -> dict:
     second = asyncio.run(publisher.publish(2, [engine], buckets(2)))
     asyncio.run(engine.ask("finish"))
     return {"first": first, "first_s": first_s, "second": second, "answers": engine.answers}
+
+
+DOOMED = """
+import json, sys
+from tests.unit.test_bridge_transport import join_like_sglang
+group = join_like_sglang(json.loads(sys.argv[1]))
+print("joined", flush=True)
+sys.stdin.read()
+"""
+
+
+def lose_a_member(rank) -> float | str:
+    """The sender and two engines, of which the first is killed. The sender: how long the bucket took to fail;
+    the other engine: what it was told, at most some seconds after the sender had left.
+    """
+    wire = TCPStore("127.0.0.1", rank.port, 2, rank.rank == 0, PATIENCE)
+    if rank.rank:
+        group = join_like_sglang(json.loads(wire.get("request")))
+        try:
+            dist.broadcast(torch.zeros(1 << 20), group=group, group_src=0)
+        except RuntimeError as error:
+            wire.set("told", str(error))
+            return "told"
+        return "a bucket, from a sender that is gone"
+    meeting = Rendezvous("127.0.0.1", 3, 30)
+    request = {
+        "address": "127.0.0.1",
+        "port": meeting.port,
+        "rank_offset": 1,
+        "world_size": 3,
+        "group": "g",
+        "backend": "gloo",
+    }
+    doomed = subprocess.Popen(
+        [sys.executable, "-c", DOOMED, json.dumps(request)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    wire.set("request", json.dumps(request | {"rank_offset": 2}))
+    group = BroadcastGroup("gloo", meeting, "g", 30)
+    doomed.stdout.readline()
+    doomed.kill()
+    doomed.wait()
+    with pytest.raises(BroadcastFailed) as failure:
+        group.send(torch.zeros(1 << 20))
+    group.close()
+    began = time.monotonic()
+    wire.get("told")
+    del failure  # which the caller has in hand all the time
+    return time.monotonic() - began
+
+
+def test_when_the_sender_leaves_a_group_that_broke_its_other_members_are_told_at_once():
+    took, told = run_ranks(2, lose_a_member)
+    assert told == "told"
+    assert took < 10
 
 
 def one_rank(rank):

@@ -148,6 +148,7 @@ def test_an_unknown_key_comes_with_the_nearest_valid_one(recipe, key, hint):
             "expected 'grpo', 'dr_grpo', 'rloo', 'reinforce_pp' or 'reinforce_pp_baseline'",
         ),
         ("actor.megatron", [1], "expected a mapping"),
+        ("actor.parallel.layers", 3, "expected a list of whole numbers or null"),
         ("model.dtype", "float16", "expected 'bfloat16' or 'float32'"),
         ("model.path", 3, "expected a path"),
         ("model", "somewhere", "expected a mapping with path (required), dtype"),
@@ -162,6 +163,15 @@ def test_a_wrong_value_is_shown_with_what_was_expected(recipe, path, value, expe
     assert list(found) == [path]
     assert found[path].value == value
     assert found[path].reason.startswith(expected)
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], [], "linear_qkv"])
+def test_adapters_of_unknown_layers_are_refused_with_the_names_of_all(recipe, targets):
+    found = violations(recipe(changed("actor.lora", {"rank": 8, "alpha": 16, "targets": targets})))
+    assert list(found) == ["actor.lora.targets"]
+    reason = found["actor.lora.targets"].reason
+    assert reason.startswith("expected a list of one or more of 'linear_qkv', 'linear_proj', 'linear_fc1', ")
+    assert reason.endswith(", 'linear_kv_up_proj' or null")
 
 
 def test_a_missing_setting_is_named_and_does_not_hide_others(recipe):
@@ -242,6 +252,14 @@ TYPE_THAT_HAS = {
 """Of the sections with several types; the first that fits."""
 
 
+BESIDES = {
+    "eval": {"path": "heldout.jsonl"},
+    "actor.lora": {"rank": 8, "alpha": 16},
+    "actor.overlong": {"start": 10, "end": 20},
+}
+"""What optional sections cannot do without."""
+
+
 @pytest.mark.parametrize("path", LEAVES)
 def test_junk_in_any_setting_is_reported_at_that_setting(recipe, path):
     data = VALID
@@ -249,10 +267,10 @@ def test_junk_in_any_setting_is_reported_at_that_setting(recipe, path):
     if type_ := next((type_ for start, type_ in TYPE_THAT_HAS.items() if path.startswith(start)), None):
         data = changed(f"{section}.type", type_, data)
     data = changed(path, [{"junk": 1}], data)
-    if path.startswith("eval."):
-        data["eval"].setdefault("path", "heldout.jsonl")
-    if path.startswith("actor.overlong."):
-        data["actor"]["overlong"] = {"start": 10, "end": 20} | data["actor"]["overlong"]
+    for section, others in BESIDES.items():
+        if path.startswith(f"{section}."):
+            [name] = path.removeprefix(f"{section}.").split(".")
+            data = changed(section, {**others, name: [{"junk": 1}]}, data)
     if path in PLUGIN_ARGS:
         data = changed(path.removesuffix(".args"), {"path": "rollout.Thing", "args": [{"junk": 1}]})
     assert list(violations(recipe(data))) == [path]

@@ -207,6 +207,13 @@ def found(file, *overrides: str) -> dict[str, str]:
             "for each pipeline stage",
         ),
         (["actor.parallel.data=2", "actor.parallel.expert=2"], "actor.parallel.expert", "has no experts"),
+        (
+            ["actor.lora={rank: 8, alpha: 16, targets: [linear_q_proj, linear_fc1]}"],
+            "actor.lora.targets",
+            "has no linear_q_proj; its linear layers are linear_fc1, linear_fc2, linear_proj, linear_qkv",
+        ),
+        (["actor.lora={rank: 8, alpha: 16, targets: [linear_qkv]}"], None, ""),
+        (["actor.lora={rank: 8, alpha: 16}"], None, ""),
         (["rollout.max_head_offpolicyness=17", "rollout.allow_extreme_offpolicyness=true"], None, ""),
         (["actor.recompute_logprobs=false", "actor.use_decoupled_loss=false"], None, ""),
         (
