@@ -60,14 +60,32 @@ class MicroBatch:
     behaviour_logp_M: np.ndarray
     lag_M: np.ndarray
     advantage_M: np.ndarray
+    owner_M: np.ndarray
+    """int64: the trajectory of each, by its place in the pack."""
+    share_M: np.ndarray
+    """float32: how often each counts in the mean over the tokens of the mini-batch."""
+
+    @property
+    def owners(self) -> int:
+        """A bound on ``owner_M``."""
+        return len(self.cu_seqlens) - 1
 
     @property
     def longest(self) -> int:
         return int(np.diff(self.cu_seqlens).max())
 
 
-def assemble(batch: TrainBatch, advantage_N: np.ndarray, indices: Pack, multiple: int = 1) -> MicroBatch:
+def assemble(
+    batch: TrainBatch,
+    advantage_N: np.ndarray,
+    indices: Pack,
+    multiple: int = 1,
+    *,
+    share_N: np.ndarray | None = None,
+) -> MicroBatch:
     """Concatenate the trajectories ``indices``; pad the total to a ``multiple`` (sequence parallelism).
+
+    ``share_N``: how often a token of each trajectory counts in the loss; None: once.
 
     An idle micro-batch is all padding. Raises ValueError for a trajectory that cannot be trained on.
     """
@@ -84,7 +102,9 @@ def assemble(batch: TrainBatch, advantage_N: np.ndarray, indices: Pack, multiple
         )
     logp_T = _joined([part.logprobs_T for part in parts], np.float32)
     version_T = _joined([part.versions_T for part in parts], np.int32)
-    owner_T = np.repeat(np.array(indices, np.int64), np.array(lengths, np.int64))
+    place_T = np.repeat(np.arange(len(parts)), np.array(lengths, np.int64))
+    owner_M = place_T[predicted_M]
+    trajectory_M = np.array(indices, np.int64)[owner_M]
     padding = -len(tokens_T) % multiple if parts else multiple
     segments = [*lengths, padding] if padding else lengths
     return MicroBatch(
@@ -95,7 +115,9 @@ def assemble(batch: TrainBatch, advantage_N: np.ndarray, indices: Pack, multiple
         target_M=tokens_T[predicted_M],
         behaviour_logp_M=logp_T[predicted_M],
         lag_M=batch.version - version_T[predicted_M],
-        advantage_M=advantage_N[owner_T[predicted_M]],
+        advantage_M=advantage_N[trajectory_M],
+        owner_M=owner_M,
+        share_M=np.ones(len(owner_M), np.float32) if share_N is None else share_N[trajectory_M],
     )
 
 

@@ -15,9 +15,12 @@ from torch import Tensor
 from backend.batching import MicroBatch, TrainBatch, assemble, check_staleness
 from backend.flops import forward_flops
 from backend.megatron.parallel import RankSpec, initialize
-from backend.objective import policy_loss
-from backend.objective.advantage import group_normalized
+from backend.objective.advantage import ADVANTAGES, overlong_penalty
+from backend.objective.averaging import token_shares
+from backend.objective.correction import interpolated_logp
+from backend.objective.entropy import vocab_parallel_entropy
 from backend.objective.logprob import vocab_parallel_logprob
+from backend.objective.losses import Tokens, token_losses
 from backend.objective.statistics import StepStatistics, token_statistics
 from backend.packing import balance, schedule
 from backend.planning import export_plan
@@ -106,8 +109,7 @@ class TrainerRank:
     def _assemble(self, batch: TrainBatch) -> tuple[list[list[MicroBatch]], dict[str, float]]:
         """This rank's micro-batches, by mini-batch; and how well all ranks' are packed, as metrics."""
         actor = self._config.actor
-        reward_N = torch.tensor([trajectory.reward for trajectory in batch.trajectories])
-        advantage_N = group_normalized(reward_N, torch.from_numpy(batch.group_N)).numpy()
+        advantage_N, tokens_N = self._advantages(batch)
         length_N = np.array([len(trajectory.tokens_T) for trajectory in batch.trajectories])
         cost_N = forward_flops(self._spec.geometry, length_N)
         plan = schedule(
@@ -120,12 +122,32 @@ class TrainerRank:
             rng=np.random.default_rng((self._config.run.seed, self.step)),
         )
         rank = self._groups.get_data_parallel_rank()
+        # A mean is over the mini-batch on all ranks, not over what is on one of them.
+        share_N = np.zeros(len(tokens_N), np.float32)
+        for minibatch in plan:
+            everywhere = [index for packs in minibatch for pack in packs for index in pack]
+            share_N[everywhere] = token_shares(
+                actor.averaging, tokens_N[everywhere], batch.group_N[everywhere]
+            )
         microbatches = [
-            [assemble(batch, advantage_N, pack, self._multiple) for pack in minibatch[rank]]
+            [assemble(batch, advantage_N, pack, self._multiple, share_N=share_N) for pack in minibatch[rank]]
             for minibatch in plan
         ]
         found = balance(plan, length_N, cost_N, actor.microbatch_tokens)
         return microbatches, {"packing/fill": found.fill, "packing/imbalance": found.imbalance}
+
+    def _advantages(self, batch: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
+        """Advantages, float32 [N], and numbers of tokens that carry loss [N]."""
+        actor = self._config.actor
+        reward_N = torch.tensor([trajectory.reward for trajectory in batch.trajectories])
+        if actor.overlong is not None:
+            length_N = torch.tensor([trajectory.sampled_length for trajectory in batch.trajectories])
+            reward_N = reward_N - overlong_penalty(length_N, **actor.overlong.model_dump())
+        tokens_N = np.array([trajectory.response_length for trajectory in batch.trajectories])
+        advantage_N = ADVANTAGES[actor.advantage](
+            reward_N, torch.from_numpy(batch.group_N), torch.from_numpy(tokens_N)
+        )
+        return advantage_N.numpy(), tokens_N
 
     def _update(
         self, minibatch: list[MicroBatch], proximal: list[Tensor | None], statistics: StepStatistics
@@ -222,53 +244,56 @@ class TrainerRank:
         return self._logprob_and_entropy(micro, temperature, logits)[0]
 
     def _logprob_and_entropy(
-        self, micro: MicroBatch, temperature: float, logits_1TV: Tensor
+        self, micro: MicroBatch, temperature: float, logits_1TV: Tensor, *, differentiable: bool = False
     ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [M]; the entropies have a gradient only when ``differentiable``."""
         parallel = self._config.actor.parallel
-        return vocab_parallel_logprob(
-            logits_1TV[0].index_select(0, self._tensor(micro.index_M)),
-            self._tensor(micro.target_M),
-            temperature=temperature,
-            vocab=self._spec.geometry.vocab,
-            group=self._groups.get_tensor_model_parallel_group() if parallel.tensor > 1 else None,
-        )
+        logits_MV = logits_1TV[0].index_select(0, self._tensor(micro.index_M))
+        distribution = {
+            "temperature": temperature,
+            "vocab": self._spec.geometry.vocab,
+            "group": self._groups.get_tensor_model_parallel_group() if parallel.tensor > 1 else None,
+        }
+        logp_M, entropy_M = vocab_parallel_logprob(logits_MV, self._tensor(micro.target_M), **distribution)
+        if differentiable:
+            entropy_M = vocab_parallel_entropy(logits_MV, **distribution)
+        return logp_M, entropy_M
 
     def _loss(
         self, micro: MicroBatch, proximal_M: Tensor | None, logits: Tensor
     ) -> tuple[Tensor, Tensor, Any]:
         """Sum of token losses, token count, statistics: what Megatron's per-token loss asks for."""
         actor = self._config.actor
-        objective = actor.objective
-        clip = {"clip_low": objective.clip_low, "clip_high": objective.clip_high}
         logp_M, entropy_M = self._logprob_and_entropy(
-            micro, self._config.rollout.sampling.temperature, logits
+            micro, self._config.rollout.sampling.temperature, logits, differentiable=actor.entropy_bonus > 0
         )
-        behaviour_M = self._tensor(micro.behaviour_logp_M)
-        advantage_M = self._tensor(micro.advantage_M)
-        if actor.use_decoupled_loss:
-            assert proximal_M is not None
-            loss = policy_loss.decoupled_ppo(
-                logp_M,
-                proximal_M,
-                behaviour_M,
-                advantage_M,
-                weight_cap=objective.behaviour_weight_cap,
-                **clip,
-            )
-        else:
-            old_M = behaviour_M if proximal_M is None else proximal_M
-            loss = policy_loss.ppo(logp_M, old_M, advantage_M, **clip)
-        measured = token_statistics(
-            loss=loss,
-            entropy_M=entropy_M,
-            advantage_M=advantage_M,
-            lag_M=self._tensor(micro.lag_M),
+        behaviour_M, lag_M = self._tensor(micro.behaviour_logp_M), self._tensor(micro.lag_M)
+        if actor.interpolate_logprobs:
+            proximal_M = interpolated_logp(logp_M, behaviour_M, lag_M)
+        tokens = Tokens(
+            logp_M=logp_M,
             behaviour_logp_M=behaviour_M,
             proximal_logp_M=proximal_M,
-            weight_cap=objective.behaviour_weight_cap,
+            advantage_M=self._tensor(micro.advantage_M),
+            lag_M=lag_M,
+            owner_M=self._tensor(micro.owner_M),
+            owners=micro.owners,
         )
-        tokens = torch.tensor(len(micro.index_M), dtype=torch.int, device=self._device)
-        return loss.loss_T.sum(), tokens, measured
+        loss = token_losses(actor, tokens)
+        share_M = self._tensor(micro.share_M)
+        total = (share_M * loss.loss_T).sum()
+        if actor.entropy_bonus > 0:
+            total = total - actor.entropy_bonus * (share_M * entropy_M).sum()
+        measured = token_statistics(
+            loss=loss,
+            tokens=tokens,
+            share_M=share_M,
+            entropy_M=entropy_M.detach(),
+            recomputed=actor.recompute_logprobs,
+            weight_cap=actor.correction.weight_cap if actor.use_decoupled_loss else None,
+        )
+        count = torch.tensor(len(micro.index_M), dtype=torch.int, device=self._device)
+        return total, count, measured
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)

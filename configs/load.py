@@ -159,7 +159,9 @@ class _Reading:
         """Name the setting that was meant: by spelling here, by name elsewhere, else list what goes here."""
         names, leaf = list(model.model_fields), key.rpartition(".")[2]
         near = nearest(key, names, SAME_SECTION)
-        if near is None and (found := _elsewhere(leaf)):
+        if join(*path, key) in schema_paths():
+            hint = f"another type has it; the keys here are {_keys(model)}"
+        elif near is None and (found := _elsewhere(leaf)):
             hint = f"did you mean {one_of(found)}?"
         elif near is None and (passed := passthrough_path(leaf)):
             hint = f"did you mean {passed}?"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from configs import objective_rules
 from configs.schema import RunConfig
 from configs.violations import Violation, one_of
 
@@ -36,16 +37,6 @@ def check_rules(config: RunConfig, unsure: Collection[str] = ()) -> Iterator[Vio
     for rule in RULES:
         if not any(_touches(read, path) for read in rule.reads for path in unsure):
             yield from rule.check(config)
-
-
-def decoupled_needs_recompute(config: RunConfig) -> Iterator[Violation]:
-    if config.actor.use_decoupled_loss and not config.actor.recompute_logprobs:
-        yield Violation(
-            "actor.recompute_logprobs",
-            False,
-            "the decoupled loss clips against the proximal policy, whose log-probs would never be computed: "
-            "set actor.recompute_logprobs to true, or actor.use_decoupled_loss to false",
-        )
 
 
 def offpolicyness_is_usual(config: RunConfig) -> Iterator[Violation]:
@@ -78,11 +69,12 @@ def volume_needs_ready_first(config: RunConfig) -> Iterator[Violation]:
 
 def group_has_a_spread(config: RunConfig) -> Iterator[Violation]:
     samples = config.rollout.n_samples_per_prompt
-    if config.actor.advantage == "grpo" and samples < 2:
+    if config.actor.advantage != "reinforce_pp" and samples < 2:
         yield Violation(
             "rollout.n_samples_per_prompt",
             samples,
-            "expected at least 2: a reward minus the mean of a group of one is 0, so nothing is learned",
+            "expected at least 2: a reward minus the mean of a group of one is 0, so nothing is learned "
+            f"(actor.advantage: {config.actor.advantage})",
         )
 
 
@@ -294,7 +286,33 @@ class Rule:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(decoupled_needs_recompute, ("actor.use_decoupled_loss", "actor.recompute_logprobs")),
+    Rule(
+        objective_rules.decoupled_needs_proximal,
+        ("actor.use_decoupled_loss", "actor.recompute_logprobs", "actor.interpolate_logprobs"),
+    ),
+    Rule(
+        objective_rules.interpolation_is_of_use,
+        ("actor.interpolate_logprobs", "actor.recompute_logprobs", "actor.use_decoupled_loss"),
+    ),
+    Rule(objective_rules.corrected_once, ("actor.use_decoupled_loss", "actor.objective")),
+    Rule(
+        objective_rules.stale_data_is_bounded,
+        (
+            "actor.objective",
+            "actor.correction",
+            "actor.use_decoupled_loss",
+            "rollout.max_head_offpolicyness",
+        ),
+    ),
+    Rule(
+        objective_rules.token_correction_has_a_weight, ("actor.correction.token", "actor.use_decoupled_loss")
+    ),
+    Rule(
+        objective_rules.masks_need_proximal,
+        ("actor.correction", "actor.recompute_logprobs", "actor.interpolate_logprobs"),
+    ),
+    Rule(objective_rules.sequence_ratio_keeps_its_tokens, ("actor.objective", "actor.correction.token")),
+    Rule(objective_rules.overlong_has_a_slope, ("actor.overlong",)),
     Rule(
         offpolicyness_is_usual,
         ("rollout.max_head_offpolicyness", "rollout.allow_extreme_offpolicyness"),

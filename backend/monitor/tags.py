@@ -130,23 +130,34 @@ TAGS: dict[str, Tag] = {
     ),
     # train
     "train/step": Tag("steps", "Training steps behind the published version; a restart repeats some."),
-    "train/loss": Tag("1", "Token mean of the policy loss; its size says little, its jumps do."),
+    "train/loss": Tag("1", "Policy loss, averaged by `actor.averaging`; its size says little, its jumps do."),
     "train/grad_norm": Tag("1", "Global gradient norm before clipping."),
     "train/lr": Tag("1", "Learning rate of this step."),
     "train/clip_fraction": Tag(
         "fraction",
-        "Share of trained tokens whose gradient the clip of the ratio current / proximal has removed.",
+        "Share of trained tokens on which the bound of the objective acts: their gradient is removed, or "
+        "(cispo, aipo) their weight capped; 0 for sapo and reinforce.",
     ),
-    "train/ratio_max": Tag("1", "Largest ratio current / proximal over the trained tokens."),
+    "train/ratio_max": Tag("1", "Largest ratio r of the objective over the trained tokens."),
     "train/approx_kl": Tag(
-        "nats", "Token mean of r - 1 - log r with r = current / proximal: how far this step moved the policy."
+        "nats", "Token mean of r - 1 - log r: how far the policy is from the one that r is taken to."
     ),
     "train/behaviour_weight_mean": Tag(
         "1",
-        "Token mean of the behaviour weight proximal / behaviour before its cap; near 1 when all is well.",
+        "Token mean of the behaviour weight before caps and masks: proximal / behaviour, or "
+        "current / behaviour where there is no proximal policy; near 1 when all is well.",
     ),
     "train/behaviour_weight_capped_fraction": Tag(
         "fraction", "Share of trained tokens whose behaviour weight the cap has lowered."
+    ),
+    "train/masked_token_fraction": Tag(
+        "fraction", "Share of trained tokens that `actor.correction.token` has dropped."
+    ),
+    "train/masked_sequence_fraction": Tag(
+        "fraction", "Share of trained tokens in sequences that `actor.correction.sequence` has dropped."
+    ),
+    "train/masked_negative_fraction": Tag(
+        "fraction", "Share of trained tokens in sequences that `actor.correction.negative` has dropped."
     ),
     "train/ess": Tag(
         "fraction",

@@ -1,19 +1,124 @@
-"""Advantages of trajectories from their rewards."""
+"""Advantages: of trajectories from their rewards, of tokens from values, turns or a teacher.
+
+Legend: N trajectories of a batch, T tokens of one trajectory, K its turns. ``group_N`` (int) tells which
+trajectories answer the same prompt.
+"""
+
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+# ---- from rewards
 
 
 def group_normalized(reward_N: Tensor, group_N: Tensor, eps: float = 1e-6) -> Tensor:
     """GRPO: (reward - group mean) / (group standard deviation + eps), float32 [N].
 
-    ``group_N`` (int) tells which rewards belong together. The deviation is the unbiased one, as in the GRPO
-    paper's reference code (DeepSeekMath, eq. 3 ff.); a group of equal rewards has advantage 0.
+    The deviation is the unbiased one, as in the GRPO paper's reference code (DeepSeekMath, eq. 3 ff.); a
+    group of equal rewards has advantage 0.
     """
-    reward_N = reward_N.double()
-    _, index_N, count_G = group_N.unique(return_inverse=True, return_counts=True)
-    mean_G = torch.zeros(len(count_G), dtype=torch.double).index_add_(0, index_N, reward_N) / count_G
-    centred_N = reward_N - mean_G[index_N]
-    square_G = torch.zeros_like(mean_G).index_add_(0, index_N, centred_N**2)
+    centred_N, index_N, count_G = _centred(reward_N, group_N)
+    square_G = _summed(centred_N**2, index_N, len(count_G))
     deviation_G = (square_G / (count_G - 1).clamp(min=1)).sqrt()
     return (centred_N / (deviation_G[index_N] + eps)).float()
+
+
+def group_centred(reward_N: Tensor, group_N: Tensor) -> Tensor:
+    """Dr.GRPO: reward - group mean, float32 [N] (arXiv:2503.20783): hard and easy prompts weigh alike."""
+    return _centred(reward_N, group_N)[0].float()
+
+
+def leave_one_out(reward_N: Tensor, group_N: Tensor) -> Tensor:
+    """RLOO: reward - mean of the others of the group, float32 [N] (arXiv:2402.14740); 0 in a group of one."""
+    centred_N, index_N, count_G = _centred(reward_N, group_N)
+    return (centred_N * (count_G / (count_G - 1).clamp(min=1))[index_N]).float()
+
+
+def whitened(value_N: Tensor, tokens_N: Tensor, eps: float = 1e-8) -> Tensor:
+    """REINFORCE++: (value - mean) / (standard deviation + eps) over the tokens of the batch, float32 [N].
+
+    Each of the ``tokens_N`` tokens of a trajectory has the trajectory's value (arXiv:2501.03262, without its
+    KL penalty, which needs a reference model).
+    """
+    value_N, share_N = value_N.double(), tokens_N.double() / tokens_N.sum().clamp(min=1)
+    centred_N = value_N - value_N[:1]  # exact for equal values
+    centred_N = centred_N - (share_N * centred_N).sum()
+    return (centred_N / ((share_N * centred_N**2).sum().sqrt() + eps)).float()
+
+
+ADVANTAGES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "grpo": lambda reward_N, group_N, tokens_N: group_normalized(reward_N, group_N),
+    "dr_grpo": lambda reward_N, group_N, tokens_N: group_centred(reward_N, group_N),
+    "rloo": lambda reward_N, group_N, tokens_N: leave_one_out(reward_N, group_N),
+    "reinforce_pp": lambda reward_N, group_N, tokens_N: whitened(reward_N, tokens_N),
+    "reinforce_pp_baseline": lambda reward_N, group_N, tokens_N: whitened(
+        group_centred(reward_N, group_N), tokens_N
+    ),
+}
+"""``actor.advantage`` -> advantages of (rewards, groups, numbers of tokens that carry loss)."""
+
+
+def overlong_penalty(length_N: Tensor, *, start: int, end: int, penalty: float) -> Tensor:
+    """What to subtract from a reward: 0 up to ``start`` tokens, ``penalty`` from ``end`` on, linear between.
+
+    DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13) with L_max = end, L_cache = end - start.
+    """
+    return penalty * ((length_N - start) / (end - start)).clamp(0, 1)
+
+
+# ---- from values, turns, a teacher
+
+
+def generalized(
+    reward_T: Tensor, value_T: Tensor, *, discount: float, decay: float, after: float = 0.0
+) -> Tensor:
+    """GAE (arXiv:1506.02438, eq. 16): A_t = sum over l of (discount decay)^l delta_{t+l}, [T], with
+    delta_t = r_t + discount V_{t+1} - V_t. ``after``: the value behind the last token, 0 at an episode's end.
+
+    A critic is trained on A + V.
+    """
+    next_T = torch.cat([value_T[1:], value_T.new_tensor([after])]) if len(value_T) else value_T
+    delta_T = reward_T + discount * next_T - value_T
+    found, ahead = torch.empty_like(delta_T), delta_T.new_zeros(())
+    for t in reversed(range(len(delta_T))):
+        ahead = delta_T[t] + discount * decay * ahead
+        found[t] = ahead
+    return found
+
+
+def per_turn(reward_K: Tensor, turn_T: Tensor, *, discount: float = 1.0) -> Tensor:
+    """Each token gets the discounted rewards from its turn on, [T].
+
+    ``turn_T`` (int): the turn of a token; -1 outside any, for 0.
+    """
+    found, ahead = torch.zeros(len(reward_K) + 1, dtype=reward_K.dtype), reward_K.new_zeros(())
+    for k in reversed(range(len(reward_K))):
+        ahead = reward_K[k] + discount * ahead
+        found[k] = ahead
+    return found[turn_T]  # -1 is the last one, which stays 0
+
+
+def teacher_gap(teacher_logp_T: Tensor, old_logp_T: Tensor) -> Tensor:
+    """On-policy distillation: log pi_teacher - log pi_old of the sampled tokens, [T].
+
+    In expectation over the policy its sum is -KL(pi_old || teacher). The teacher may have seen a hint.
+    """
+    return (teacher_logp_T - old_logp_T).detach()
+
+
+def weighted_sum(parts: Sequence[tuple[float, Tensor]]) -> Tensor:
+    """Several advantages of the same tokens in one, [T]; those of a trajectory ([1]) hold for all of them."""
+    return torch.stack(torch.broadcast_tensors(*(weight * part for weight, part in parts))).sum(dim=0)
+
+
+def _centred(reward_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """reward - group mean (float64 [N]), the index [N] of each one's group, and the sizes [G] of groups."""
+    reward_N = reward_N.double()
+    _, index_N, count_G = group_N.unique(return_inverse=True, return_counts=True)
+    mean_G = _summed(reward_N, index_N, len(count_G)) / count_G
+    return reward_N - mean_G[index_N], index_N, count_G
+
+
+def _summed(value_N: Tensor, index_N: Tensor, groups: int) -> Tensor:
+    return torch.zeros(groups, dtype=torch.double).index_add_(0, index_N, value_N)

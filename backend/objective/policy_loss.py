@@ -1,10 +1,14 @@
-"""Clipped policy losses, summed over tokens.
+"""What every policy loss gives, and the ratio that all of them take.
 
-mu: behaviour policy that sampled a token (the engine's log-prob). pi_old: proximal policy, recomputed by the
-trainer with the weights that the step starts from. pi: the policy being updated.
+mu: behaviour policy that sampled a token (the engine's log-prob). pi_old: proximal policy, that of the
+weights which the step starts from. pi: the policy being updated. ``old_logp_T`` is of pi_old or mu, as the
+caller decides.
+
+Losses are pure functions on tensors of any float type, minimised, one value per token. Legend: T tokens;
+``owner_T`` (int64) the sequence of each token, one of ``owners``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,54 +20,28 @@ end long before, so only tokens are touched whose ratio has left the range on th
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Per-token results, float32 [T]; values outside the caller's mask are meaningless."""
+    """Per-token results [T]."""
 
     loss_T: Tensor
     ratio_T: Tensor
+    """The ratio that the loss has taken, without gradient."""
     clipped_T: Tensor
-    """True where the clipped term is the one that counts: the token has no gradient."""
-    weight_T: Tensor
-    """The behaviour weight that was applied, without gradient."""
+    """True where the bound of the loss acts: no gradient, or (CISPO, AIPO) a weight that is capped."""
+    masked: dict[str, Tensor] = field(default_factory=dict)
+    """By correction: True [T] where it has removed the token."""
 
 
-def ppo(
-    logp_T: Tensor,
-    old_logp_T: Tensor,
-    advantage_T: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> PolicyLoss:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = pi / pi_old (PPO, arXiv:1707.06347, eq. 7).
-
-    Separate clip ranges: DAPO, arXiv:2503.14476, eq. 10. No gradient beyond LOG_RATIO_BOUND.
-    """
-    ratio_T = (logp_T - old_logp_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-    plain_T = ratio_T * advantage_T
-    clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high) * advantage_T
-    return PolicyLoss(
-        -torch.minimum(plain_T, clipped_T),
-        ratio_T.detach(),
-        (clipped_T < plain_T).detach(),
-        torch.ones_like(ratio_T).detach(),
-    )
+def ratio_of(logp_T: Tensor, old_logp_T: Tensor) -> Tensor:
+    """pi / pi_old; no gradient beyond LOG_RATIO_BOUND."""
+    return (logp_T - old_logp_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
-def decoupled_ppo(
-    logp_T: Tensor,
-    proximal_logp_T: Tensor,
-    behaviour_logp_T: Tensor,
-    advantage_T: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    weight_cap: float,
-) -> PolicyLoss:
-    """w * PPO around the proximal policy, w = min(pi_old / mu, weight_cap) (AReaL, arXiv:2505.24298, eq. 5).
+def sequence_mean(value_T: Tensor, owner_T: Tensor, owners: int) -> Tensor:
+    """The mean of each sequence, at each of its tokens [T]."""
+    return sequence_sum(value_T, owner_T, owners) / sequence_sum(torch.ones_like(value_T), owner_T, owners)
 
-    The weight corrects for who sampled the token, the clip bounds how far this step moves; each is applied
-    once. The weight carries no gradient.
-    """
-    inner = ppo(logp_T, proximal_logp_T, advantage_T, clip_low=clip_low, clip_high=clip_high)
-    weight_T = (proximal_logp_T - behaviour_logp_T).exp().clamp(max=weight_cap).detach()
-    return PolicyLoss(weight_T * inner.loss_T, inner.ratio_T, inner.clipped_T, weight_T)
+
+def sequence_sum(value_T: Tensor, owner_T: Tensor, owners: int) -> Tensor:
+    """The sum of each sequence, at each of its tokens [T]."""
+    sum_N = torch.zeros(owners, dtype=torch.float64, device=value_T.device)
+    return sum_N.index_add_(0, owner_T, value_T.double())[owner_T].to(value_T.dtype)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from backend.objective.losses import Tokens
 from backend.objective.policy_loss import PolicyLoss
 
 LARGEST_LOG_WEIGHT = 100.0
@@ -15,36 +16,39 @@ LARGEST_LOG_WEIGHT = 100.0
 def token_statistics(
     *,
     loss: PolicyLoss,
+    tokens: Tokens,
+    share_M: Tensor,
     entropy_M: Tensor,
-    advantage_M: Tensor,
-    lag_M: Tensor,
-    behaviour_logp_M: Tensor,
-    proximal_logp_M: Tensor | None,
-    weight_cap: float,
+    recomputed: bool,
+    weight_cap: float | None,
 ) -> dict[str, Tensor]:
     """Sums (and maxima, named ``max/...``) over one micro-batch, which may have no tokens; float64 scalars.
 
+    The weight of a token is proximal / behaviour, or current / behaviour where there is no proximal policy.
     Mismatch is measured on tokens of lag 0, where trainer and engine hold the same weights; staleness on the
-    others. Both need recomputed log-probs.
+    others. Both need recomputed log-probs. ``weight_cap``: None where no weight is capped.
     """
     ratio_M = loss.ratio_T.double()
+    upper_M = tokens.logp_M.detach() if tokens.proximal_logp_M is None else tokens.proximal_logp_M
+    gap_M = (upper_M - tokens.behaviour_logp_M).double()
+    weight_M = gap_M.clamp(max=LARGEST_LOG_WEIGHT).exp()
     found = {
         "tokens": torch.ones_like(entropy_M),
-        "loss": loss.loss_T.detach(),
+        "loss": share_M * loss.loss_T.detach(),
         "clipped": loss.clipped_T.float(),
         "approx_kl": ratio_M - 1 - ratio_M.log(),
         "entropy": entropy_M,
-        "zero_advantage": (advantage_M == 0).float(),
+        "zero_advantage": (tokens.advantage_M == 0).float(),
+        "weight": weight_M,
+        "weight_squared": weight_M**2,
     }
+    found |= {f"masked/{reason}": dropped_M.float() for reason, dropped_M in loss.masked.items()}
     maxima = {"max/ratio": ratio_M}
-    if proximal_logp_M is not None:
-        gap_M = (proximal_logp_M - behaviour_logp_M).double()
-        fresh_M = lag_M == 0
-        weight_M = gap_M.clamp(max=LARGEST_LOG_WEIGHT).exp()
+    if weight_cap is not None:
+        found["capped"] = (weight_M > weight_cap).float()
+    if recomputed:
+        fresh_M = tokens.lag_M == 0
         found |= {
-            "weight": weight_M,
-            "weight_squared": weight_M**2,
-            "capped": (weight_M > weight_cap).float(),
             "fresh": fresh_M.float(),
             "fresh_gap": gap_M.abs() * fresh_M,
             "stale": (~fresh_M).float(),
@@ -105,21 +109,22 @@ class StepStatistics:
             "train/entropy": total["entropy"] / tokens,
             "train/zero_advantage_fraction": total["zero_advantage"] / tokens,
             "train/ratio_max": total["max/ratio"],
+            "train/behaviour_weight_mean": total["weight"] / tokens,
+            "train/ess": total["weight"] ** 2 / max(total["weight_squared"] * tokens, 1e-300),
             "train/tokens": total["tokens"],
             "train/skipped_updates": float(self._failed_updates),
         }
-        if "weight" in total:
+        for name, dropped in total.items():
+            if name.startswith("masked/"):
+                metrics[f"train/masked_{name.removeprefix('masked/')}_fraction"] = dropped / tokens
+        if "capped" in total:
+            metrics["train/behaviour_weight_capped_fraction"] = total["capped"] / tokens
+        if total.get("fresh"):
             metrics |= {
-                "train/behaviour_weight_mean": total["weight"] / tokens,
-                "train/behaviour_weight_capped_fraction": total["capped"] / tokens,
-                "train/ess": total["weight"] ** 2 / max(total["weight_squared"] * tokens, 1e-300),
+                "mismatch/logprob_abs_mean": total["fresh_gap"] / total["fresh"],
+                "mismatch/logprob_abs_max": total["max/fresh_gap"],
+                "mismatch/tokens": total["fresh"],
             }
-            if total["fresh"]:
-                metrics |= {
-                    "mismatch/logprob_abs_mean": total["fresh_gap"] / total["fresh"],
-                    "mismatch/logprob_abs_max": total["max/fresh_gap"],
-                    "mismatch/tokens": total["fresh"],
-                }
-            if total["stale"]:
-                metrics["staleness/logprob_abs_mean"] = total["stale_gap"] / total["stale"]
+        if total.get("stale"):
+            metrics["staleness/logprob_abs_mean"] = total["stale_gap"] / total["stale"]
         return metrics

@@ -1,7 +1,8 @@
 """The typed recipe, one short file per section."""
 
-from configs.schema.actor import ActorConfig, LoraConfig, ObjectiveConfig, OptimizerConfig, ParallelConfig
+from configs.schema.actor import ActorConfig, LoraConfig, OptimizerConfig, ParallelConfig
 from configs.schema.checkpoint import CheckpointConfig
+from configs.schema.objective import CorrectionConfig, Objective
 from configs.schema.plugin import PluginConfig
 from configs.schema.rollout import EngineConfig, RolloutConfig, SamplingConfig
 from configs.schema.run import (
@@ -27,6 +28,7 @@ from configs.schema.weights import (
 __all__ = [
     "ActorConfig",
     "CheckpointConfig",
+    "CorrectionConfig",
     "DataConfig",
     "DeltaTransport",
     "DiskTransport",
@@ -36,7 +38,7 @@ __all__ = [
     "LocalCluster",
     "LoraConfig",
     "ModelConfig",
-    "ObjectiveConfig",
+    "Objective",
     "OptimizerConfig",
     "ParallelConfig",
     "PluginConfig",

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import AliasChoices, Field
 
 from configs.schema.base import Section
+from configs.schema.objective import CorrectionConfig, Objective, OverlongConfig, PPOObjective
 
 LinearLayer = Literal[
     "linear_qkv",
@@ -66,16 +67,6 @@ class OptimizerConfig(Section):
     )
 
 
-class ObjectiveConfig(Section):
-    """PPO's clipped surrogate, averaged over the batch's tokens (``backend/objective/policy_loss.py``)."""
-
-    clip_low: float = Field(0.2, gt=0, lt=1, description="The ratio is clipped from below at 1 - clip_low.")
-    clip_high: float = Field(0.28, gt=0, description="The ratio is clipped from above at 1 + clip_high.")
-    behaviour_weight_cap: float = Field(
-        5.0, ge=1, description="Largest weight proximal / behaviour of the decoupled loss."
-    )
-
-
 class LoraConfig(Section):
     """Train low-rank adapters of linear layers, W + alpha / rank * B A, and leave the model itself as it is.
 
@@ -95,17 +86,35 @@ class ActorConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig | None = Field(None, description="null: train all weights.")
-    objective: ObjectiveConfig = ObjectiveConfig()
+    objective: Objective = Field(PPOObjective(), description="What is minimised (docs/objectives.md).")
+    correction: CorrectionConfig = CorrectionConfig()
     use_decoupled_loss: bool = Field(
-        True, description="Clip against the proximal policy and weight by proximal / behaviour (AReaL)."
+        True,
+        description="Take the ratio to the proximal policy, weight by proximal / behaviour (AReaL).",
     )
     recompute_logprobs: bool = Field(
         True,
         validation_alias=AliasChoices("recompute_logprobs", "recompute_logprob"),
         description="Recompute the log-probs of a batch with the weights that the step starts from.",
     )
-    advantage: Literal["grpo"] = Field(
-        "grpo", description="Group advantage: (reward - mean) / standard deviation within a group."
+    interpolate_logprobs: bool = Field(
+        False,
+        description="Estimate the proximal log-probs of the decoupled loss instead, between behaviour and "
+        "current ones according to lag (A-3PO): no forward pass.",
+    )
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = Field(
+        "grpo",
+        description="From rewards to advantages. grpo: (reward - mean) / standard deviation within a group; "
+        "dr_grpo: not divided; rloo: reward - mean of the others in the group; reinforce_pp: whitened "
+        "over the tokens of the batch, with _baseline after subtracting the mean of the group.",
+    )
+    averaging: Literal["token", "sequence", "prompt"] = Field(
+        "token",
+        description="What has equal weight in the loss of a minibatch: tokens, trajectories or prompts.",
+    )
+    overlong: OverlongConfig | None = Field(None, description="Penalty for long answers; null: none.")
+    entropy_bonus: float = Field(
+        0.0, ge=0, description="Coefficient of the policy's entropy, which is subtracted from the loss."
     )
     minibatches: int = Field(1, ge=1, description="Optimizer updates per training step.")
     microbatch_tokens: int = Field(

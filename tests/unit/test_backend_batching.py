@@ -54,15 +54,17 @@ def batches(draw):
 def test_a_micro_batch_is_what_a_loop_over_its_tokens_gives(case):
     batch, indices, multiple = case
     advantage = np.arange(10, 10 + len(batch.trajectories), dtype=np.float32)
-    micro = assemble(batch, advantage, indices, multiple)
+    share = np.arange(1, 1 + len(batch.trajectories), dtype=np.float32) / 7
+    micro = assemble(batch, advantage, indices, multiple, share_N=share)
 
     tokens, positions, expected, ends = [], [], [], [0]
-    for index in indices:
+    for place, index in enumerate(indices):
         one = batch.trajectories[index]
         for t, token in enumerate(one.tokens_T):
             if one.loss_mask_T[t]:
                 lag = batch.version - one.versions_T[t]
-                expected.append((len(tokens) - 1, token, one.logprobs_T[t], lag, advantage[index]))
+                about = (lag, advantage[index], place, share[index])
+                expected.append((len(tokens) - 1, token, one.logprobs_T[t], *about))
             tokens.append(token)
             positions.append(t)
         ends.append(len(tokens))
@@ -76,13 +78,17 @@ def test_a_micro_batch_is_what_a_loop_over_its_tokens_gives(case):
     assert micro.position_T.tolist() == positions
     assert micro.cu_seqlens.tolist() == ends
     fields = (micro.index_M, micro.target_M, micro.behaviour_logp_M, micro.lag_M, micro.advantage_M)
+    fields += (micro.owner_M, micro.share_M)
     assert list(zip(*(field.tolist() for field in fields), strict=True)) == [
         tuple(float(x) if isinstance(x, np.float32) else int(x) for x in row) for row in expected
     ]
     assert micro.longest == max(b - a for a, b in pairwise(ends))
     kinds = {name: getattr(micro, name).dtype for name in ("tokens_T", "index_M", "target_M", "cu_seqlens")}
     assert kinds == {"tokens_T": np.int64, "index_M": np.int64, "target_M": np.int64, "cu_seqlens": np.int32}
-    assert micro.behaviour_logp_M.dtype == micro.advantage_M.dtype == np.float32
+    assert micro.behaviour_logp_M.dtype == micro.advantage_M.dtype == micro.share_M.dtype == np.float32
+    assert micro.owner_M.dtype == np.int64
+    assert (micro.owner_M < micro.owners).all()
+    assert (assemble(batch, advantage, indices, multiple).share_M == 1).all()
 
 
 def test_the_predicting_position_is_in_the_trajectory_of_its_target():

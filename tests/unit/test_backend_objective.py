@@ -1,4 +1,4 @@
-"""Log-probs, advantages, losses and statistics against float64 formulas written here from the papers."""
+"""Log-probs, entropies and statistics against float64 formulas written here."""
 
 import math
 
@@ -8,13 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.objective.advantage import group_normalized
+from backend.objective.entropy import vocab_parallel_entropy
 from backend.objective.logprob import vocab_parallel_logprob
-from backend.objective.policy_loss import LOG_RATIO_BOUND, decoupled_ppo, ppo
+from backend.objective.losses import Tokens, token_losses
 from backend.objective.statistics import StepStatistics, token_statistics
+from configs.schema import ActorConfig
 from tests.ranks import run_ranks
-
-CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 
 def arrays(seed: int, n: int, *scales: float) -> list[torch.Tensor]:
@@ -120,6 +119,33 @@ def test_the_entropy_has_no_gradient_and_says_so():
     assert not entropy.requires_grad
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**31), st.floats(0.2, 3), st.integers(0, 3), st.sampled_from([0.0, 1.0, 50.0]))
+def test_the_entropy_of_the_bonus_and_its_gradient_are_those_of_the_plain_formula(
+    seed, temperature, padding, scale
+):
+    torch.manual_seed(seed)
+    logits = (scale * torch.randn(4, 9 + padding)).requires_grad_()
+    grad = torch.randn(4)
+    found = vocab_parallel_entropy(logits, temperature=temperature, vocab=9)
+    found.backward(grad)
+    plain = logits.detach().double().requires_grad_()
+    logp = (plain[:, :9] / temperature).log_softmax(-1)
+    expected = -(logp.exp() * logp).sum(-1)
+    expected.backward(grad.double())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(logits.grad.double(), plain.grad, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("value", [1e4, -1e4, 3e38, -math.inf])
+def test_extreme_logits_give_a_finite_entropy_and_gradient(value):
+    logits = torch.tensor([[value, 0.0, 1.0], [0.0, value, 1.0]], requires_grad=True)
+    found = vocab_parallel_entropy(logits, temperature=1.0, vocab=3)
+    found.sum().backward()
+    assert found.isfinite().all()
+    assert logits.grad.isfinite().all()
+
+
 def test_no_tokens_are_no_log_probs():
     logits = torch.zeros(0, 5, requires_grad=True)
     logp, entropy = vocab_parallel_logprob(logits, torch.zeros(0, dtype=torch.long), temperature=1.0, vocab=5)
@@ -149,6 +175,10 @@ def objective_on_two_ranks(rank):
         )
         logp.backward(grad)
         found.append((logp.detach().numpy(), entropy.numpy(), mine.grad.numpy()))
+        mine = mine.detach().requires_grad_()
+        spread = vocab_parallel_entropy(mine, temperature=0.7, vocab=vocab, group=dist.group.WORLD)
+        spread.backward(grad)
+        found[-1] += (spread.detach().numpy(), mine.grad.numpy())
     empty, _ = vocab_parallel_logprob(
         torch.zeros(0, 4), torch.zeros(0, dtype=torch.long), temperature=1.0, vocab=8, group=dist.group.WORLD
     )
@@ -174,135 +204,13 @@ def test_log_probs_over_a_split_vocabulary_are_those_over_the_whole_one(two_rank
             np.testing.assert_allclose(found[i][1], entropy.detach(), rtol=1e-5, atol=1e-5)
         whole = np.concatenate([found[i][2] for found, _ in two_ranks], axis=-1)
         np.testing.assert_allclose(whole, plain.grad, rtol=1e-5, atol=1e-6)
-
-
-# ---- losses
-
-
-def ppo_reference(logp, old, advantage, clip_low=0.2, clip_high=0.28):
-    """PPO eq. 7 with DAPO's two clip ranges, per token, in float64."""
-    ratio = np.exp(np.asarray(logp, np.float64) - np.asarray(old, np.float64))
-    advantage = np.asarray(advantage, np.float64)
-    return -np.minimum(ratio * advantage, np.clip(ratio, 1 - clip_low, 1 + clip_high) * advantage)
-
-
-def test_ppo_is_the_papers_formula():
-    logp, old, advantage = arrays(0, 200, 0.5, 0.5, 2.0)
-    loss = ppo(logp, old, advantage, **CLIP)
-    np.testing.assert_allclose(loss.loss_T, ppo_reference(logp, old, advantage), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(loss.ratio_T, (logp - old).double().exp(), rtol=1e-5)
-    assert (loss.weight_T == 1).all()
-
-
-def test_a_token_is_clipped_exactly_when_it_has_no_gradient():
-    logp, old, advantage = arrays(1, 300, 0.5, 0.5, 2.0)
-    leaf = logp.requires_grad_()
-    loss = ppo(leaf, old, advantage, **CLIP)
-    loss.loss_T.sum().backward()
-    assert loss.clipped_T.any()
-    assert torch.equal(loss.clipped_T, leaf.grad == 0)
-    beyond = torch.where(advantage > 0, loss.ratio_T > 1.28, loss.ratio_T < 0.8)
-    assert torch.equal(loss.clipped_T, beyond)
-
-
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_the_gradient_of_a_loss_is_that_of_finite_differences(decoupled):
-    logp, proximal, behaviour, advantage = arrays(2, 50, 0.4, 0.4, 0.8, 2.0)
-    leaf = logp.clone().requires_grad_()
-    if decoupled:
-        loss = decoupled_ppo(leaf, proximal, behaviour, advantage, weight_cap=2.0, **CLIP)
-        weight = np.minimum(np.exp((proximal - behaviour).double().numpy()), 2.0)
-    else:
-        loss, weight = ppo(leaf, proximal, advantage, **CLIP), 1.0
-    loss.loss_T.sum().backward()
-    step = 1e-6
-    above = weight * ppo_reference(logp.double() + step, proximal, advantage)
-    below = weight * ppo_reference(logp.double() - step, proximal, advantage)
-    np.testing.assert_allclose(leaf.grad, (above - below) / (2 * step), rtol=1e-4, atol=1e-5)
-
-
-def test_the_decoupled_loss_applies_the_capped_behaviour_weight_once_and_without_gradient():
-    logp, proximal, behaviour, advantage = arrays(3, 400, 0.4, 0.4, 1.5, 2.0)
-    leaves = [tensor.clone().requires_grad_() for tensor in (logp, behaviour)]
-    loss = decoupled_ppo(leaves[0], proximal, leaves[1], advantage, weight_cap=2.0, **CLIP)
-    weight = np.minimum(np.exp((proximal - behaviour).double().numpy()), 2.0)
-    assert (weight == 2.0).any()
-    np.testing.assert_allclose(loss.weight_T, weight, rtol=1e-5)
-    np.testing.assert_allclose(
-        loss.loss_T.detach(), weight * ppo_reference(logp, proximal, advantage), rtol=1e-5, atol=1e-6
-    )
-    assert not loss.weight_T.requires_grad
-    loss.loss_T.sum().backward()
-    assert leaves[1].grad is None
-    plain = logp.clone().requires_grad_()
-    ppo(plain, proximal, advantage, **CLIP).loss_T.sum().backward()
-    np.testing.assert_allclose(leaves[0].grad, weight * plain.grad.numpy(), rtol=1e-5, atol=1e-6)
-
-
-def test_with_behaviour_equal_to_proximal_the_decoupled_loss_is_ppo():
-    logp, proximal, advantage = arrays(4, 50, 0.4, 0.4, 2.0)
-    decoupled = decoupled_ppo(logp, proximal, proximal, advantage, weight_cap=5.0, **CLIP)
-    assert torch.equal(decoupled.loss_T, ppo(logp, proximal, advantage, **CLIP).loss_T)
-
-
-@pytest.mark.parametrize("gap", [0.0, 19.0, 21.0, 100.0, -100.0, 1e4, -1e4])
-@pytest.mark.parametrize("advantage", [-3.0, 0.0, 3.0])
-def test_no_log_ratio_makes_nan_or_infinity_of_a_loss_or_gradient(gap, advantage):
-    advantage_T = torch.tensor([advantage])
-    for which in ("ratio", "weight", "both"):
-        leaf = torch.zeros(1, requires_grad=True)
-        proximal = torch.full((1,), -gap if which != "weight" else 0.0)
-        behaviour = proximal - (gap if which != "ratio" else 0.0)
-        loss = decoupled_ppo(leaf, proximal, behaviour, advantage_T, weight_cap=5.0, **CLIP)
-        loss.loss_T.sum().backward()
-        for value in (loss.loss_T, leaf.grad, loss.ratio_T, loss.weight_T):
-            assert value.isfinite().all(), (which, value)
-        if advantage == 0:
-            assert loss.loss_T.item() == leaf.grad.item() == 0
-
-
-@given(st.floats(-LOG_RATIO_BOUND + 0.01, LOG_RATIO_BOUND - 0.01), st.sampled_from([-2.0, 0.5]))
-@settings(deadline=None)
-def test_inside_its_bound_a_log_ratio_is_used_as_it_is(gap, advantage):
-    loss = ppo(torch.tensor([gap]), torch.zeros(1), torch.tensor([advantage]), **CLIP)
-    expected = ppo_reference([np.float32(gap)], [0.0], [advantage])
-    np.testing.assert_allclose(loss.loss_T, expected, rtol=1e-5)
-
-
-@given(st.floats(LOG_RATIO_BOUND, 1e5), st.sampled_from([-1.0, 1.0]))
-@settings(deadline=None)
-def test_the_bound_never_changes_a_result_that_clipping_decides(gap, sign):
-    """Ratios above the range with A > 0, below it with A < 0."""
-    loss = ppo(torch.tensor([sign * gap]), torch.zeros(1), torch.tensor([sign * 2.0]), **CLIP)
-    assert loss.clipped_T.all()
-    assert loss.loss_T.item() == pytest.approx(-2.56 if sign > 0 else 1.6)
-
-
-# ---- advantages
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_group_advantages_are_numpys_whatever_the_order_of_the_groups(data):
-    sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
-    group = np.repeat(data.draw(st.permutations(range(7, 7 + len(sizes)))), sizes)
-    reward = np.array([data.draw(st.sampled_from([0.0, 0.1, 1.0, -2.5, 7.0])) for _ in group], np.float32)
-    order = data.draw(st.permutations(range(len(group))))
-    group, reward = group[order], reward[order]
-    found = group_normalized(torch.tensor(reward), torch.tensor(group)).numpy()
-    assert found.dtype == np.float32
-    for one in np.unique(group):
-        mine = reward[group == one].astype(np.float64)
-        spread = mine.std(ddof=1) if len(mine) > 1 else 0.0
-        np.testing.assert_allclose(
-            found[group == one], (mine - mine.mean()) / (spread + 1e-6), rtol=1e-5, atol=1e-7
-        )
-
-
-@pytest.mark.parametrize("reward", [0.0, 0.1, 1.0, 1e6])
-@pytest.mark.parametrize("n", [1, 3, 8])
-def test_a_group_of_equal_rewards_has_advantage_zero(reward, n):
-    assert group_normalized(torch.full((n,), reward), torch.zeros(n, dtype=torch.long)).tolist() == [0.0] * n
+        plain.grad = None
+        logp = (plain[:, :vocab] / 0.7).log_softmax(-1)
+        (-(logp.exp() * logp).sum(-1)).backward(grad.double())
+        for found, _ in two_ranks:
+            np.testing.assert_allclose(found[i][3], entropy.detach(), rtol=1e-5, atol=1e-5)
+        whole = np.concatenate([found[i][4] for found, _ in two_ranks], axis=-1)
+        np.testing.assert_allclose(whole, plain.grad, rtol=1e-4, atol=1e-5)
 
 
 # ---- statistics
@@ -322,15 +230,26 @@ def measured_inputs(seed: int, n: int = 40) -> dict[str, torch.Tensor]:
     }
 
 
-def statistics_of(x: dict[str, torch.Tensor], cap: float = 1.5) -> dict[str, torch.Tensor]:
-    loss = decoupled_ppo(x["logp"], x["proximal"], x["behaviour"], x["advantage"], weight_cap=cap, **CLIP)
+def statistics_of(x: dict[str, torch.Tensor], cap: float | None = 1.5, **actor) -> dict[str, torch.Tensor]:
+    if cap is not None:
+        actor |= {"correction": {"token": {"type": "cap", "cap": cap}} | actor.get("correction", {})}
+    config = ActorConfig.model_validate(actor)
+    n = len(x["logp"])
+    tokens = Tokens(
+        x["logp"],
+        x["behaviour"],
+        x.get("proximal"),
+        x["advantage"],
+        x["lag"],
+        torch.arange(n) * 3 // max(n, 1),
+        3,
+    )
     return token_statistics(
-        loss=loss,
+        loss=token_losses(config, tokens),
+        tokens=tokens,
+        share_M=x.get("share", torch.ones(n)),
         entropy_M=x["entropy"],
-        advantage_M=x["advantage"],
-        lag_M=x["lag"],
-        behaviour_logp_M=x["behaviour"],
-        proximal_logp_M=x["proximal"],
+        recomputed=config.recompute_logprobs,
         weight_cap=cap,
     )
 
@@ -345,7 +264,8 @@ def expected_metrics(parts: list[dict[str, torch.Tensor]], cap: float = 1.5) -> 
     ratio, weight = np.exp(x["logp"] - x["proximal"]), np.exp(x["proximal"] - x["behaviour"])
     gap, fresh = np.abs(x["proximal"] - x["behaviour"]), x["lag"] == 0
     clipped = np.where(x["advantage"] > 0, ratio > 1.28, ratio < 0.8) & (x["advantage"] != 0)
-    loss = np.minimum(weight, cap) * ppo_reference(x["logp"], x["proximal"], x["advantage"])
+    bounded = np.minimum(ratio * x["advantage"], np.clip(ratio, 0.8, 1.28) * x["advantage"])
+    loss = -np.minimum(weight, cap) * bounded
     return {
         "train/loss": loss.mean(),
         "train/clip_fraction": clipped.mean(),
@@ -408,22 +328,36 @@ def test_mismatch_and_staleness_are_reported_only_for_lags_that_occur():
     assert stale["staleness/logprob_abs_mean"] > 0
 
 
-def test_without_recomputed_log_probs_nothing_is_said_about_weights():
-    x = measured_inputs(0)
-    loss = ppo(x["logp"], x["behaviour"], x["advantage"], **CLIP)
-    found = metrics_of(
-        token_statistics(
-            loss=loss,
-            entropy_M=x["entropy"],
-            advantage_M=x["advantage"],
-            lag_M=x["lag"],
-            behaviour_logp_M=x["behaviour"],
-            proximal_logp_M=None,
-            weight_cap=5.0,
-        )
-    )
-    assert "train/ess" not in found
+def test_without_proximal_log_probs_the_weights_are_current_over_behaviour():
+    x = {name: value for name, value in measured_inputs(0).items() if name != "proximal"}
+    found = metrics_of(statistics_of(x, None, use_decoupled_loss=False, recompute_logprobs=False))
+    weight = np.exp((x["logp"] - x["behaviour"]).double().numpy())
+    assert found["train/behaviour_weight_mean"] == pytest.approx(weight.mean(), rel=1e-5)
+    assert found["train/ess"] == pytest.approx(weight.sum() ** 2 / (40 * (weight**2).sum()), rel=1e-5)
+    assert "train/behaviour_weight_capped_fraction" not in found
     assert not any(name.startswith(("mismatch/", "staleness/")) for name in found)
+
+
+def test_dropped_tokens_are_counted_by_reason():
+    x = measured_inputs(0)
+    correction = {
+        "token": {"type": "mask", "low": 0.8, "high": 1.3},
+        "sequence": {"type": "geometric", "low": 0.9, "high": 1.1},
+        "negative": {"delta": 0.1},
+    }
+    found = metrics_of(statistics_of(x, None, correction=correction))
+    weight = (x["proximal"] - x["behaviour"]).double().exp()
+    outside = ((weight < 0.8) | (weight > 1.3)).double().mean().item()
+    assert 0 < outside < 1
+    assert found["train/masked_token_fraction"] == pytest.approx(outside)
+    assert {"train/masked_sequence_fraction", "train/masked_negative_fraction"} <= set(found)
+    assert not any("masked" in name for name in metrics_of(statistics_of(x)))
+
+
+def test_the_loss_is_reported_as_it_is_averaged():
+    x = measured_inputs(0)
+    twice = metrics_of(statistics_of(x | {"share": torch.full((40,), 2.0)}))
+    assert twice["train/loss"] == pytest.approx(2 * metrics_of(statistics_of(x))["train/loss"])
 
 
 def test_an_extreme_token_leaves_every_metric_finite():

@@ -142,7 +142,11 @@ def test_an_unknown_key_comes_with_the_nearest_valid_one(recipe, key, hint):
         ("actor.optimizer.beta1", 1, "expected a number of at least 0 and less than 1"),
         ("actor.use_decoupled_loss", "yes", "expected true or false"),
         ("actor.use_decoupled_loss", 1, "expected true or false"),
-        ("actor.advantage", "gae", "expected 'grpo'"),
+        (
+            "actor.advantage",
+            "gae",
+            "expected 'grpo', 'dr_grpo', 'rloo', 'reinforce_pp' or 'reinforce_pp_baseline'",
+        ),
         ("actor.megatron", [1], "expected a mapping"),
         ("actor.parallel.layers", 3, "expected a list of whole numbers or null"),
         ("model.dtype", "float16", "expected 'bfloat16' or 'float32'"),
@@ -222,6 +226,19 @@ PLUGIN_ARGS = {
 
 
 TYPE_THAT_HAS = {
+    "actor.correction.sequence.max": "kl",
+    "actor.correction.sequence.": "product",
+    "actor.correction.token.cap": "cap",
+    "actor.correction.token.": "mask",
+    "actor.objective.bound": "dual_clip",
+    "actor.objective.cap": "aipo",
+    "actor.objective.decay": "decayed_clip",
+    "actor.objective.floor": "decayed_clip",
+    "actor.objective.kl": "dppo",
+    "actor.objective.mask_": "dppo",
+    "actor.objective.tau_": "sapo",
+    "actor.objective.threshold": "m2po",
+    "actor.objective.": "ppo",
     "cluster.": "slurm",
     "rollout.consumption.fraction": "windowed",
     "rollout.consumption.on_stale": "ready_first",
@@ -235,7 +252,11 @@ TYPE_THAT_HAS = {
 """Of the sections with several types; the first that fits."""
 
 
-BESIDES = {"eval": {"path": "heldout.jsonl"}, "actor.lora": {"rank": 8, "alpha": 16}}
+BESIDES = {
+    "eval": {"path": "heldout.jsonl"},
+    "actor.lora": {"rank": 8, "alpha": 16},
+    "actor.overlong": {"start": 10, "end": 20},
+}
 """What optional sections cannot do without."""
 
 
@@ -253,6 +274,12 @@ def test_junk_in_any_setting_is_reported_at_that_setting(recipe, path):
     if path in PLUGIN_ARGS:
         data = changed(path.removesuffix(".args"), {"path": "rollout.Thing", "args": [{"junk": 1}]})
     assert list(violations(recipe(data))) == [path]
+
+
+def test_a_setting_of_another_type_is_refused_with_those_of_the_type_that_is_chosen(recipe):
+    data = changed("actor.objective", {"type": "gspo", "bound": 3.0}, VALID)
+    reason = violations(recipe(data))["actor.objective.bound"].reason
+    assert reason == "unknown key; another type has it; the keys here are type, clip_low, clip_high"
 
 
 def test_nothing_heavy_is_imported():

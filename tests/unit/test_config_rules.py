@@ -49,6 +49,108 @@ def found(file, *overrides: str) -> dict[str, str]:
     ("overrides", "path", "part"),
     [
         (["actor.recompute_logprobs=false"], "actor.recompute_logprobs", "use_decoupled_loss to false"),
+        (["actor.recompute_logprobs=false", "actor.interpolate_logprobs=true"], None, ""),
+        (["actor.interpolate_logprobs=true"], "actor.interpolate_logprobs", "recompute_logprobs to false"),
+        (
+            [
+                "actor.interpolate_logprobs=true",
+                "actor.recompute_logprobs=false",
+                "actor.use_decoupled_loss=false",
+            ],
+            "actor.interpolate_logprobs",
+            "use_decoupled_loss to true",
+        ),
+        *(
+            (
+                [f"actor.objective={{type: {type_}}}"],
+                "actor.use_decoupled_loss",
+                "corrected twice: set this to false, or choose ppo",
+            )
+            for type_ in ("m2po", "dppo", "aipo")
+        ),
+        (["actor.objective={type: sapo}"], "actor.use_decoupled_loss", "its own gate"),
+        *(
+            ([f"actor.objective={{type: {type_}}}", "actor.use_decoupled_loss=false"], None, "")
+            for type_ in ("m2po", "dppo", "aipo", "sapo", "cispo", "gspo")
+        ),
+        *(
+            ([f"actor.objective={{type: {type_}}}"], None, "")
+            for type_ in ("dual_clip", "decayed_clip", "gspo", "cispo", "reinforce")
+        ),
+        (
+            ["actor.objective={type: reinforce}", "actor.use_decoupled_loss=false"],
+            "actor.objective.type",
+            "4 versions old",
+        ),
+        (
+            ["actor.objective={type: reinforce}", "actor.correction.token={type: raw}"],
+            "actor.objective.type",
+            "rollout.max_head_offpolicyness to 0",
+        ),
+        (
+            [
+                "actor.objective={type: reinforce}",
+                "actor.use_decoupled_loss=false",
+                "actor.correction.negative={}",
+            ],
+            "actor.objective.type",
+            "nothing bounds",
+        ),
+        *(
+            (["actor.objective={type: reinforce}", "actor.use_decoupled_loss=false", way_out], None, "")
+            for way_out in (
+                "rollout.max_head_offpolicyness=0",
+                "actor.correction.token={type: mask}",
+                "actor.correction.sequence={type: kl}",
+            )
+        ),
+        *(
+            (
+                ["actor.use_decoupled_loss=false", f"actor.correction.token={{type: {type_}}}"],
+                "actor.correction.token",
+                "only the decoupled loss has",
+            )
+            for type_ in ("cap", "raw")
+        ),
+        *(
+            (
+                [
+                    "actor.use_decoupled_loss=false",
+                    "actor.recompute_logprobs=false",
+                    f"actor.correction.{mask}",
+                ],
+                f"actor.correction.{mask.partition('=')[0]}",
+                "no proximal log-probs",
+            )
+            for mask in ("token={type: mask}", "sequence={type: geometric}")
+        ),
+        (
+            [
+                "actor.use_decoupled_loss=false",
+                "actor.recompute_logprobs=false",
+                "actor.correction.negative={}",
+            ],
+            None,
+            "",
+        ),
+        (
+            ["actor.objective={type: gspo}", "actor.correction.token={type: mask}"],
+            "actor.correction.token",
+            "actor.correction.sequence",
+        ),
+        (["actor.objective={type: gspo}", "actor.correction.sequence={type: product}"], None, ""),
+        (["actor.overlong={start: 50, end: 50}"], "actor.overlong.end", "more than actor.overlong.start"),
+        (["actor.overlong={start: 40, end: 50}"], None, ""),
+        (
+            ["actor.advantage=reinforce_pp", "rollout.n_samples_per_prompt=1", "rollout.batch_size=4"],
+            None,
+            "",
+        ),
+        (
+            ["actor.advantage=rloo", "rollout.n_samples_per_prompt=1", "rollout.batch_size=4"],
+            "rollout.n_samples_per_prompt",
+            "actor.advantage: rloo",
+        ),
         (["rollout.max_head_offpolicyness=17"], "rollout.max_head_offpolicyness", "allow_extreme_offpol"),
         (
             ["rollout.admission.type=volume", "rollout.consumption.type=fifo"],

@@ -1,0 +1,41 @@
+"""Estimates of KL(pi || ref) from sampled tokens, in the loss or in the reward. ref: a fixed policy.
+
+x = log pi - log ref of a token: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x (http://joschu.net/blog/kl-approx.html).
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from backend.objective.policy_loss import LOG_RATIO_BOUND, ratio_of
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def estimate(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator) -> Tensor:
+    """One estimate per token [T]. Over tokens of pi the means of k1 and k3 are the KL, that of k2 is not."""
+    x_T = logp_T - reference_logp_T
+    if estimator == "k1":
+        return x_T
+    if estimator == "k2":
+        return x_T**2 / 2
+    return torch.expm1((-x_T).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)) + x_T
+
+
+def in_loss(
+    logp_T: Tensor, reference_logp_T: Tensor, behaviour_logp_T: Tensor, estimator: Literal["k1", "k3"]
+) -> Tensor:
+    """pi / mu times the estimate, with the gradient of both [T] (DeepSeek-V3.2; slime's importance ratio).
+
+    The mean over tokens of mu is KL(pi || ref), and so is its gradient. Without the ratio the gradient of k1
+    is 0 in the mean and that of k3 is of another divergence (arXiv:2506.09477).
+    """
+    return ratio_of(logp_T, behaviour_logp_T) * estimate(logp_T, reference_logp_T, estimator)
+
+
+def in_reward(
+    reward_T: Tensor, logp_T: Tensor, reference_logp_T: Tensor, *, coefficient: float, estimator: Estimator
+) -> Tensor:
+    """reward - coefficient * estimate [T], without gradient. k1 makes the policy gradient that of the KL."""
+    return reward_T - coefficient * estimate(logp_T, reference_logp_T, estimator).detach()

@@ -1,0 +1,119 @@
+"""What must hold between the objective, its corrections and the staleness of the data (``rules.RULES``)."""
+
+from collections.abc import Iterator
+
+from configs.schema import RunConfig
+from configs.violations import Violation
+
+
+def decoupled_needs_proximal(config: RunConfig) -> Iterator[Violation]:
+    actor = config.actor
+    if actor.use_decoupled_loss and not (actor.recompute_logprobs or actor.interpolate_logprobs):
+        yield Violation(
+            "actor.recompute_logprobs",
+            False,
+            "the decoupled loss clips against the proximal policy, whose log-probs would never be computed: "
+            "set actor.recompute_logprobs to true, or actor.use_decoupled_loss to false, "
+            "or actor.interpolate_logprobs to true for an estimate",
+        )
+
+
+def interpolation_is_of_use(config: RunConfig) -> Iterator[Violation]:
+    actor = config.actor
+    if actor.interpolate_logprobs and actor.recompute_logprobs:
+        yield Violation(
+            "actor.interpolate_logprobs",
+            True,
+            "the proximal log-probs would be both computed and estimated: "
+            "set actor.recompute_logprobs to false to save the forward pass, or this to false",
+        )
+    if actor.interpolate_logprobs and not actor.use_decoupled_loss:
+        yield Violation(
+            "actor.interpolate_logprobs",
+            True,
+            "only the decoupled loss has a proximal policy to estimate: "
+            "set actor.use_decoupled_loss to true, or this to false",
+        )
+
+
+def corrected_once(config: RunConfig) -> Iterator[Violation]:
+    objective = config.actor.objective
+    if not config.actor.use_decoupled_loss or objective.decouples:
+        return
+    if objective.against_behaviour:
+        why = (
+            "takes its ratio to the behaviour policy and so corrects for stale data itself; "
+            "with the weight proximal / behaviour it would be corrected twice"
+        )
+    else:
+        why = "damps off-policy tokens by its own gate, for which a behaviour weight is not defined"
+    yield Violation(
+        "actor.use_decoupled_loss",
+        True,
+        f"actor.objective.type: {objective.type} {why}: set this to false, or choose ppo, dual_clip, "
+        "decayed_clip, gspo or cispo as actor.objective.type",
+    )
+
+
+def stale_data_is_bounded(config: RunConfig) -> Iterator[Violation]:
+    actor, correction = config.actor, config.actor.correction
+    if config.rollout.max_head_offpolicyness == 0 or actor.objective.bounded:
+        return
+    weight_is_capped = actor.use_decoupled_loss and correction.weight_cap is not None
+    token_is_masked = correction.token is not None and correction.token.type == "mask"
+    if not (weight_is_capped or token_is_masked or correction.sequence is not None):
+        yield Violation(
+            "actor.objective.type",
+            actor.objective.type,
+            f"tokens may be {config.rollout.max_head_offpolicyness} versions old "
+            "(rollout.max_head_offpolicyness) and nothing bounds what they do: choose an objective with a "
+            "trust region such as ppo, or set actor.use_decoupled_loss to true with actor.correction.token "
+            "of type cap or mask, or set actor.correction.sequence, or rollout.max_head_offpolicyness to 0",
+        )
+
+
+def token_correction_has_a_weight(config: RunConfig) -> Iterator[Violation]:
+    token = config.actor.correction.token
+    if token is not None and token.type in ("cap", "raw") and not config.actor.use_decoupled_loss:
+        yield Violation(
+            "actor.correction.token",
+            token.type,
+            "it says what becomes of the weight proximal / behaviour, which only the decoupled loss has: "
+            "set actor.use_decoupled_loss to true, or leave this out",
+        )
+
+
+def masks_need_proximal(config: RunConfig) -> Iterator[Violation]:
+    actor = config.actor
+    if actor.recompute_logprobs or actor.interpolate_logprobs:
+        return
+    for name in ("token", "sequence"):
+        correction = getattr(actor.correction, name)
+        if correction is not None and correction.type not in ("cap", "raw"):
+            yield Violation(
+                f"actor.correction.{name}",
+                correction.type,
+                "it masks by proximal / behaviour, and there are no proximal log-probs: "
+                "set actor.recompute_logprobs to true, or leave this out; actor.correction.negative and "
+                "actor.objective.type: dppo need none",
+            )
+
+
+def sequence_ratio_keeps_its_tokens(config: RunConfig) -> Iterator[Violation]:
+    objective, token = config.actor.objective, config.actor.correction.token
+    if objective.by_sequence and token is not None and token.type == "mask":
+        yield Violation(
+            "actor.correction.token",
+            token.type,
+            f"actor.objective.type: {objective.type} gives a sequence one ratio, which a mask "
+            "on single tokens contradicts: use actor.correction.sequence, or an objective that "
+            "takes its ratio by token",
+        )
+
+
+def overlong_has_a_slope(config: RunConfig) -> Iterator[Violation]:
+    overlong = config.actor.overlong
+    if overlong is not None and overlong.end <= overlong.start:
+        yield Violation(
+            "actor.overlong.end", overlong.end, f"expected more than actor.overlong.start ({overlong.start})"
+        )

@@ -1,0 +1,247 @@
+"""Advantages, penalties, KL estimates and averages against numpy, and against exact expectations."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backend.objective import advantage as adv
+from backend.objective import kl
+from backend.objective.averaging import token_shares
+from configs.load import schema_fields
+
+REWARDS = st.sampled_from([0.0, 0.1, 1.0, -2.5, 7.0])
+
+
+@st.composite
+def groups(draw):
+    """Rewards, groups and numbers of tokens of up to 5 groups, shuffled."""
+    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
+    group = np.repeat(draw(st.permutations(range(7, 7 + len(sizes)))), sizes)
+    reward = np.array([draw(REWARDS) for _ in group], np.float32)
+    tokens = np.array([draw(st.integers(1, 50)) for _ in group])
+    order = np.array(draw(st.permutations(range(len(group)))))
+    return reward[order], group[order], tokens[order]
+
+
+def expected_advantages(name: str, reward, group, tokens) -> np.ndarray:
+    reward = reward.astype(np.float64)
+    found = np.zeros(len(reward))
+    for i, own in enumerate(group):
+        mine = reward[group == own]
+        others = np.delete(reward, i)[np.delete(group, i) == own]
+        if name == "grpo":
+            found[i] = (reward[i] - mine.mean()) / ((mine.std(ddof=1) if len(mine) > 1 else 0.0) + 1e-6)
+        elif name in ("dr_grpo", "reinforce_pp_baseline"):
+            found[i] = reward[i] - mine.mean()
+        elif name == "rloo":
+            found[i] = reward[i] - others.mean() if len(others) else 0.0
+        else:
+            found[i] = reward[i]
+    if name.startswith("reinforce_pp"):
+        every = np.repeat(found, tokens)  # one value per token of the batch
+        found = (found - every.mean()) / (every.std() + 1e-8)
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(adv.ADVANTAGES))
+@settings(max_examples=60, deadline=None)
+@given(groups())
+def test_advantages_are_numpys_whatever_the_order_of_the_groups(name, case):
+    reward, group, tokens = case
+    found = adv.ADVANTAGES[name](*map(torch.tensor, (reward, group, tokens))).numpy()
+    assert found.dtype == np.float32
+    expected = expected_advantages(name, reward, group, tokens)
+    if name.startswith("reinforce_pp") and np.ptp(expected) < 1e-3:
+        # Only rounding is left of it, and that divided by rounding.
+        assert np.abs(found).max() <= 1.0 + 1e-6
+    else:
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(adv.ADVANTAGES))
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1.0, 1e6])
+@pytest.mark.parametrize("n", [1, 3, 8])
+def test_equal_rewards_have_advantage_zero(name, reward, n):
+    group, tokens = torch.zeros(n, dtype=torch.long), torch.arange(1, n + 1)
+    assert adv.ADVANTAGES[name](torch.full((n,), reward), group, tokens).tolist() == [0.0] * n
+
+
+def test_the_registry_holds_the_advantages_of_the_schema():
+    names = next(field.annotation for path, _, field in schema_fields() if path == ("actor", "advantage"))
+    assert set(adv.ADVANTAGES) == set(names.__args__)
+
+
+@given(st.integers(0, 500), st.integers(0, 200), st.integers(1, 200), st.floats(0.1, 5))
+def test_the_overlong_penalty_is_daps_with_its_sign_turned(length, start, buffer, penalty):
+    limit = start + buffer
+    if length <= limit - buffer:
+        punished = 0.0
+    elif length <= limit:
+        punished = ((limit - buffer) - length) / buffer
+    else:
+        punished = -1.0
+    found = adv.overlong_penalty(torch.tensor([length]), start=start, end=limit, penalty=penalty)
+    assert found.item() == pytest.approx(-penalty * punished, rel=1e-6)
+
+
+# ---- tokens
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 12), st.floats(0, 1), st.floats(0, 1), st.booleans())
+def test_gae_is_the_sum_of_discounted_differences(seed, n, discount, decay, bootstrap):
+    rng = np.random.default_rng(seed)
+    reward, value = rng.normal(size=(2, n))
+    after = float(rng.normal()) if bootstrap else 0.0
+    values = np.append(value, after)
+    delta = [reward[t] + discount * values[t + 1] - values[t] for t in range(n)]
+    expected = [sum((discount * decay) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
+    found = adv.generalized(
+        torch.tensor(reward), torch.tensor(value), discount=discount, decay=decay, after=after
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_gae_without_discount_is_the_return_minus_the_value():
+    reward, value = torch.tensor([0.0, 0.0, 3.0]), torch.tensor([0.5, 1.0, 2.0])
+    assert adv.generalized(reward, value, discount=1.0, decay=1.0).tolist() == [2.5, 2.0, 1.0]
+    assert adv.generalized(reward, value, discount=1.0, decay=0.0).tolist() == [0.5, 1.0, 1.0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(-2, 2), max_size=5), st.floats(0, 1), st.data())
+def test_a_token_gets_the_rewards_from_its_turn_on(reward, discount, data):
+    turn = data.draw(st.lists(st.integers(-1, len(reward) - 1), max_size=10))
+    found = adv.per_turn(
+        torch.tensor(reward, dtype=torch.float64), torch.tensor(turn, dtype=torch.long), discount=discount
+    )
+    for value, k in zip(found.tolist(), turn, strict=True):
+        ahead = sum(discount ** (j - k) * reward[j] for j in range(k, len(reward))) if k >= 0 else 0.0
+        assert value == pytest.approx(ahead, abs=1e-9)
+
+
+def test_the_teachers_gap_sums_to_minus_the_divergence_from_it():
+    generator = torch.Generator().manual_seed(0)
+    policy, teacher = torch.randn(2, 7, generator=generator, dtype=torch.float64).log_softmax(-1)
+    gap = adv.teacher_gap(teacher, policy.requires_grad_())
+    assert not gap.requires_grad
+    divergence = (policy.exp() * (policy - teacher)).sum()
+    assert (policy.exp() * gap).sum().item() == pytest.approx(-divergence.item())
+
+
+def test_a_scalar_reward_and_a_token_level_gap_add_up():
+    found = adv.weighted_sum([(1.0, torch.tensor([2.0])), (0.5, torch.tensor([1.0, -1.0, 0.0]))])
+    assert found.tolist() == [2.5, 1.5, 2.0]
+
+
+# ---- KL
+
+
+def distributions(seed: int) -> list[torch.Tensor]:
+    """Logits of pi, ref and mu over 6 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return list(torch.randn(3, 6, generator=generator, dtype=torch.float64))
+
+
+def exact_kl(logits: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    logp = logits.log_softmax(-1)
+    return (logp.exp() * (logp - reference.log_softmax(-1))).sum()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from(["k1", "k3"]))
+def test_in_the_loss_value_and_gradient_are_those_of_the_divergence_in_expectation(seed, estimator):
+    """The expectation over mu is written out, so that there is no sampling noise."""
+    policy, reference, behaviour = distributions(seed)
+    policy.requires_grad_()
+    mu = behaviour.log_softmax(-1)
+    logp = policy.log_softmax(-1)
+    mean = (mu.exp() * kl.in_loss(logp, reference.log_softmax(-1), mu, estimator)).sum()
+    (found,) = torch.autograd.grad(mean, policy)
+    expected = exact_kl(policy, reference)
+    (gradient,) = torch.autograd.grad(expected, policy)
+    assert mean.item() == pytest.approx(expected.item(), rel=1e-9)
+    torch.testing.assert_close(found, gradient)
+
+
+@pytest.mark.parametrize(("estimator", "unbiased"), [("k1", True), ("k2", False), ("k3", True)])
+def test_the_naive_estimate_has_the_right_mean_but_for_k2(estimator, unbiased):
+    policy, reference, _ = distributions(1)
+    logp, ref = policy.log_softmax(-1), reference.log_softmax(-1)
+    mean = (logp.exp() * kl.estimate(logp, ref, estimator)).sum().item()
+    assert (mean == pytest.approx(exact_kl(policy, reference).item())) is unbiased
+    x = (logp - ref).numpy()
+    formula = {"k1": x, "k2": x**2 / 2, "k3": np.exp(-x) - 1 + x}[estimator]
+    np.testing.assert_allclose(kl.estimate(logp, ref, estimator), formula, rtol=1e-9, atol=1e-12)
+
+
+def test_the_naive_gradients_are_wrong_in_the_ways_that_the_docs_say():
+    policy, reference, _ = distributions(2)
+    policy.requires_grad_()
+    ref = reference.log_softmax(-1)
+    (right,) = torch.autograd.grad(exact_kl(policy, reference), policy)
+    naive = {}
+    for estimator in ("k1", "k2", "k3"):
+        logp = policy.log_softmax(-1)
+        mean = (logp.detach().exp() * kl.estimate(logp, ref, estimator)).sum()
+        (naive[estimator],) = torch.autograd.grad(mean, policy)
+    torch.testing.assert_close(naive["k1"], torch.zeros(6, dtype=torch.float64))
+    torch.testing.assert_close(naive["k2"], right)
+    assert not torch.allclose(naive["k3"], right, rtol=0.05)
+
+
+def test_k1_in_the_reward_has_the_divergences_gradient_through_the_policy_gradient():
+    policy, reference, _ = distributions(3)
+    policy.requires_grad_()
+    logp, ref = policy.log_softmax(-1), reference.log_softmax(-1)
+    shaped = kl.in_reward(torch.zeros(6, dtype=torch.float64), logp, ref, coefficient=0.5, estimator="k1")
+    assert not shaped.requires_grad
+    (found,) = torch.autograd.grad((logp.detach().exp() * shaped * logp).sum(), policy)
+    (right,) = torch.autograd.grad(-0.5 * exact_kl(policy, reference), policy)
+    torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("gap", [0.0, 100.0, -100.0, 1e4, -1e4])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_extreme_ratios_leave_every_estimate_finite(gap, estimator):
+    for reference, behaviour in ((gap, 0.0), (0.0, gap), (gap, gap), (gap, -gap)):
+        leaf = torch.zeros(1, requires_grad=True)
+        found = kl.estimate(leaf, torch.tensor([reference]), estimator)
+        if estimator != "k2":
+            found = found + kl.in_loss(leaf, torch.tensor([reference]), torch.tensor([behaviour]), estimator)
+        found.sum().backward()
+        assert found.isfinite().all()
+        assert leaf.grad.isfinite().all()
+
+
+# ---- averaging
+
+
+@settings(max_examples=80, deadline=None)
+@given(groups(), st.integers(0, 2**31), st.sampled_from(["token", "sequence", "prompt"]), st.booleans())
+def test_shares_make_of_a_token_mean_the_mean_that_is_asked_for(case, seed, averaging, some_are_empty):
+    _, group, tokens = case
+    if some_are_empty:
+        tokens = np.where(np.arange(len(tokens)) % 3 == 1, 0, tokens)
+    rng = np.random.default_rng(seed)
+    loss = [rng.normal(size=n) for n in tokens]
+    if averaging == "token":
+        expected = np.concatenate(loss).mean()
+    elif averaging == "sequence":
+        expected = np.mean([one.mean() for one in loss if len(one)])
+    else:
+        answers = [
+            np.concatenate([x for x, g in zip(loss, group, strict=True) if g == own]) for own in set(group)
+        ]
+        expected = np.mean([one.mean() for one in answers if len(one)])
+    share = token_shares(averaging, tokens, group)
+    assert share.dtype == np.float32
+    summed = sum(float(s) * one.sum() for s, one in zip(share, loss, strict=True))
+    assert summed / tokens.sum() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("averaging", ["token", "sequence", "prompt"])
+def test_a_mini_batch_without_tokens_has_shares(averaging):
+    assert np.isfinite(token_shares(averaging, np.zeros(3, np.int64), np.array([1, 1, 2]))).all()

@@ -1,0 +1,171 @@
+"""Weights, masks and the interpolated proximal policy, against loops over tokens and sequences in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backend.objective import correction as c
+from backend.objective.losses import Tokens, token_losses
+from backend.objective.policy_loss import sequence_mean, sequence_sum
+from configs.schema import ActorConfig
+
+OWNERS = 4
+LOG_RATIOS = st.one_of(st.floats(-1, 1), st.sampled_from([0.0, 100.0, -100.0, 1e4, -1e4]))
+
+
+@st.composite
+def sequences(draw):
+    """log-weights and owners, in order; some owners may have no token."""
+    owner = sorted(draw(st.lists(st.integers(0, OWNERS - 1), max_size=12)))
+    gap = [draw(LOG_RATIOS) for _ in owner]
+    return torch.tensor(gap, dtype=torch.float64), torch.tensor(owner, dtype=torch.int64)
+
+
+def by_sequence(gap: torch.Tensor, owner: torch.Tensor, statistic) -> list[float]:
+    """``statistic`` of the list of log-weights of a token's sequence, for each token."""
+    return [
+        statistic([g for g, o in zip(gap.tolist(), owner.tolist(), strict=True) if o == mine])
+        for mine in owner.tolist()
+    ]
+
+
+def exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
+@settings(max_examples=80, deadline=None)
+@given(sequences(), st.sampled_from([1.0, 2.0, 5.0, None]))
+def test_the_behaviour_weight_is_the_ratio_up_to_its_cap(case, cap):
+    gap, _ = case
+    found = c.behaviour_weight(gap, cap)
+    highest = math.exp(20) if cap is None else cap
+    np.testing.assert_allclose(found, [min(exp(g), highest) for g in gap.tolist()], rtol=1e-12)
+
+
+@settings(max_examples=80, deadline=None)
+@given(sequences())
+def test_the_token_mask_drops_what_is_outside_the_band(case):
+    gap, _ = case
+    found = c.outside_band(gap, low=0.5, high=1.5)
+    assert found.tolist() == [not 0.5 <= exp(g) <= 1.5 for g in gap.tolist()]
+
+
+def far(value: float, *bounds: float) -> bool:
+    """Not so near to a bound that rounding decides."""
+    return all(abs(value - bound) > 1e-9 for bound in bounds)
+
+
+@settings(max_examples=80, deadline=None)
+@given(sequences())
+def test_sequence_masks_drop_whole_sequences_by_their_own_statistic(case):
+    gap, owner = case
+
+    def divergence(x: list[float]) -> float:
+        return float(np.mean([math.expm1(min(g, 20.0)) - g for g in x]))
+
+    cases = [
+        (c.geometric_outside_band, {"low": 0.9, "high": 1.2}, lambda x: exp(float(np.mean(x)))),
+        (c.product_outside_band, {"low": 0.5, "high": 2.0}, lambda x: exp(math.fsum(x))),
+        (c.divergence_above, {"max": 0.05}, divergence),
+    ]
+    for mask, bounds, statistic in cases:
+        found = mask(gap, owner, OWNERS, **bounds)
+        low, high = bounds.get("low", -math.inf), bounds.get("high", bounds.get("max"))
+        for dropped, value in zip(found.tolist(), by_sequence(gap, owner, statistic), strict=True):
+            assert dropped == (not low <= value <= high) or not far(value, low, high)
+
+
+@settings(max_examples=80, deadline=None)
+@given(sequences(), st.data())
+def test_only_sequences_of_negative_advantage_that_the_policy_has_left_are_dropped(case, data):
+    """DeepSeek-V3.2, eq. 9, with mu for its pi_old: sampling probabilities of the engine."""
+    gap, owner = case
+    of_owner = torch.tensor(data.draw(st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=4, max_size=4)))
+    logp = torch.full_like(gap, -1.0)
+    found = c.left_negative(logp, logp + gap, of_owner[owner], owner, OWNERS, delta=0.1)
+    means = by_sequence(gap, owner, lambda x: float(np.mean(x)))
+    for dropped, mean, a in zip(found.tolist(), means, of_owner[owner].tolist(), strict=True):
+        assert dropped == (mean > 0.1 and a < 0) or not far(mean, 0.1)
+
+
+def test_the_negative_mask_compares_the_current_policy_with_the_behaviour_policy_not_the_proximal_one():
+    owner, advantage = torch.zeros(2, dtype=torch.long), torch.tensor([-1.0, -1.0])
+    here, far_away = torch.tensor([-1.0, -1.0]), torch.tensor([-3.0, -3.0])
+    config = ActorConfig.model_validate({"correction": {"negative": {"delta": 0.1}}})
+
+    def dropped(logp, proximal, behaviour) -> bool:
+        x = Tokens(logp, behaviour, proximal, advantage, torch.zeros(2), owner, 1)
+        return token_losses(config, x).masked["negative"].all().item()
+
+    assert dropped(logp=far_away, proximal=far_away, behaviour=here)  # stale: left before this step
+    assert dropped(logp=far_away, proximal=here, behaviour=here)  # left in this step
+    assert not dropped(logp=here, proximal=far_away, behaviour=here)
+    assert not dropped(logp=here, proximal=here, behaviour=far_away)
+
+
+def test_sums_of_sequences_are_at_their_tokens_and_precise_over_long_ones():
+    owner = torch.tensor([0] * 100_000 + [2] * 3)
+    value = torch.full((100_003,), 0.1)
+    assert sequence_mean(value, owner, 3).unique().item() == np.float32(0.1)
+    assert sequence_sum(value, owner, 3)[0].item() == pytest.approx(100_000 * float(np.float32(0.1)))
+    assert sequence_mean(value[:0], owner[:0], 3).shape == (0,)
+
+
+def test_corrections_combine_and_dropped_tokens_have_neither_loss_nor_gradient():
+    torch.manual_seed(0)
+    n = 200
+    leaf = (-torch.rand(n)).requires_grad_()
+    behaviour = leaf.detach() + 0.3 * torch.randn(n)
+    proximal, owner = leaf.detach() + 0.1 * torch.randn(n), torch.arange(n) // 20
+    x = Tokens(leaf, behaviour, proximal, (torch.randn(10)[owner]), torch.zeros(n), owner, 10)
+    parts = {
+        "token": {"type": "mask", "low": 0.7, "high": 1.4},
+        "sequence": {"type": "geometric", "low": 0.97, "high": 1.03},
+        "negative": {"delta": 0.01},
+    }
+    config = ActorConfig.model_validate({"correction": parts})
+    loss = token_losses(config, x)
+    assert set(loss.masked) == set(parts)
+    anywhere = torch.stack(list(loss.masked.values())).any(0)
+    for reason, dropped in loss.masked.items():
+        others = torch.stack([d for name, d in loss.masked.items() if name != reason]).any(0)
+        assert (dropped & ~others).any(), f"{reason} drops nothing of its own"
+    loss.loss_T.sum().backward()
+    assert (loss.loss_T[anywhere] == 0).all()
+    assert (leaf.grad[anywhere] == 0).all()
+    raw = ActorConfig.model_validate({"correction": {"token": {"type": "raw"}}})
+    assert torch.equal(loss.loss_T[~anywhere], token_losses(raw, x).loss_T[~anywhere])
+
+
+def test_everything_may_be_dropped():
+    x = Tokens(*(torch.tensor([v], requires_grad=not i) for i, v in enumerate((-1.0, -9.0, -1.0, 1.0))),
+               torch.zeros(1), torch.zeros(1, dtype=torch.long), 1)  # fmt: skip
+    config = ActorConfig.model_validate({"correction": {"sequence": {"type": "product"}}})
+    loss = token_losses(config, x)
+    loss.loss_T.sum().backward()
+    assert loss.loss_T.item() == x.logp_M.grad.item() == 0.0
+
+
+# ---- interpolation
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(-30, 0), st.floats(-30, 0), st.integers(-1, 1000))
+def test_the_interpolated_policy_follows_the_versions(logp, behaviour, lag):
+    """a = (v_old - v_mu) / (v_pi - v_mu) in [0, 1], with v_pi the version that the step makes."""
+    v_old = 2000
+    v_mu, v_pi = v_old - lag, v_old + 1
+    a = min(max((v_old - v_mu) / (v_pi - v_mu), 0.0), 1.0) if v_pi != v_mu else 0.0
+    leaf = torch.tensor([logp], dtype=torch.float64, requires_grad=True)
+    found = c.interpolated_logp(leaf, torch.tensor([behaviour], dtype=torch.float64), torch.tensor([lag]))
+    assert not found.requires_grad
+    assert found.item() == pytest.approx(behaviour + a * (logp - behaviour))
+
+
+def test_interpolated_fresh_tokens_are_their_own_proximal_policy():
+    logp, behaviour = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -0.5])
+    assert torch.equal(c.interpolated_logp(logp, behaviour, torch.zeros(2, dtype=torch.int32)), behaviour)
