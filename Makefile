@@ -1,6 +1,7 @@
 # make quickstart   sets everything up and trains a small policy on this machine
 # make test         sets everything up and runs the tests
 # make crash-sweep N=200 SEED=1   kills runs N times, audits and resumes each (about half a minute per kill)
+# make test-slow    tests of minutes each: engines that do not answer for one
 # make test-other-megatron   the trainer's parity tests on Megatron-Core 0.19.2, which Python 3.11 does not get
 # make lint         style and formatting
 # make clean        removes the environment (runs/ is kept)
@@ -13,7 +14,7 @@ ENVIRONMENT := configs/environment
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: quickstart test test-other-megatron crash-sweep lint format install clean constraints
+.PHONY: quickstart test test-slow test-other-megatron crash-sweep lint format install clean constraints
 .DELETE_ON_ERROR:
 
 quickstart: install
@@ -22,6 +23,9 @@ quickstart: install
 test: install
 	bash tests/cluster/install_slurm.sh
 	$(BIN)/python -m pytest
+
+test-slow: install
+	$(BIN)/python -m pytest -m slow
 
 OTHER_MEGATRON := $(VENV)/megatron-core-0.19.2
 test-other-megatron: install

@@ -1,7 +1,9 @@
-"""Put on the PYTHONPATH of a run, this does harm to one weight bucket of its trainer: ``SLIPSTREAM_FAULT``.
+"""Put on the PYTHONPATH of a run, this does harm to weight buckets of its trainer: ``SLIPSTREAM_FAULT``.
 
     corrupt:5     the fifth bucket that is broadcast arrives with noise in it
     hold:5:PATH   it is sent once there is no file PATH any more, which is made when its turn comes
+
+Several, separated by commas.
 
 Python imports a module of this name in every process, before anything else.
 """
@@ -17,16 +19,18 @@ TARGET = "bridge.transport.rendezvous"
 
 
 def harmful(send):
-    what, at, *rest = os.environ["SLIPSTREAM_FAULT"].split(":")
+    faults = {}
+    for fault in os.environ["SLIPSTREAM_FAULT"].split(","):
+        what, at, *rest = fault.split(":")
+        faults[int(at)] = (what, *rest)
     numbers = itertools.count(1)
 
     def replacement(self, flat):
-        if next(numbers) == int(at):
-            if what == "corrupt":
+        match faults.get(next(numbers)):
+            case ("corrupt",):
                 flat = flat.clone()
                 flat[: len(flat) // 50] *= -1
-            else:
-                [path] = rest
+            case ("hold", path):
                 open(path, "w").close()
                 while os.path.exists(path):
                     time.sleep(0.01)
