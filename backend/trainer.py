@@ -18,8 +18,6 @@ from backend.megatron.parallel import RankSpec, initialize
 from backend.objective.advantage import ADVANTAGES, overlong_penalty
 from backend.objective.averaging import token_shares
 from backend.objective.correction import interpolated_logp
-from backend.objective.entropy import vocab_parallel_entropy
-from backend.objective.logprob import vocab_parallel_logprob
 from backend.objective.losses import Tokens, token_losses
 from backend.objective.statistics import StepStatistics, token_statistics
 from backend.packing import balance, schedule
@@ -47,7 +45,7 @@ class TrainerRank:
         )
         from megatron.core import parallel_state
 
-        from backend.megatron import model
+        from backend.megatron import head, model
         from backend.megatron.checkpoint import RankCheckpoints
 
         self._groups = parallel_state
@@ -55,6 +53,7 @@ class TrainerRank:
         dtype = getattr(torch, config.model.dtype)
         actor = config.actor
         parts = model.build_model(self._spec, actor, dtype, self._device, seed=config.run.seed)
+        head.pass_on_hidden_states(parts)
         self._parts = model.wrap_ddp(parts, actor)
         self._optimizer = model.build_optimizer(self._parts, actor, dtype)
         self._parameters = [model.named_shards(part.module) for part in self._parts]
@@ -221,6 +220,7 @@ class TrainerRank:
         )
 
     def _forward(self, micro: MicroBatch, model: torch.nn.Module) -> Tensor:
+        """Hidden states; those of the last stage are what the head takes."""
         from megatron.core.packed_seq_params import PackedSeqParams
 
         cu_seqlens = self._tensor(micro.cu_seqlens)
@@ -239,25 +239,26 @@ class TrainerRank:
         )
 
     def _log_probs_of(
-        self, micro: MicroBatch, temperature: float, logits: Tensor, non_loss_data: bool = True
+        self, micro: MicroBatch, temperature: float, hidden: Tensor, non_loss_data: bool = True
     ) -> Tensor:
-        return self._logprob_and_entropy(micro, temperature, logits)[0]
+        return self._logprob_and_entropy(micro, temperature, hidden)[0]
 
     def _logprob_and_entropy(
-        self, micro: MicroBatch, temperature: float, logits_1TV: Tensor, *, differentiable: bool = False
+        self, micro: MicroBatch, temperature: float, hidden_1TH: Tensor, *, differentiable: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [M]; the entropies have a gradient only when ``differentiable``."""
-        parallel = self._config.actor.parallel
-        logits_MV = logits_1TV[0].index_select(0, self._tensor(micro.index_M))
-        distribution = {
-            "temperature": temperature,
-            "vocab": self._spec.geometry.vocab,
-            "group": self._groups.get_tensor_model_parallel_group() if parallel.tensor > 1 else None,
-        }
-        logp_M, entropy_M = vocab_parallel_logprob(logits_MV, self._tensor(micro.target_M), **distribution)
-        if differentiable:
-            entropy_M = vocab_parallel_entropy(logits_MV, **distribution)
-        return logp_M, entropy_M
+        from backend.megatron import head
+
+        return head.logprob_and_entropy(
+            self._parts[-1].module,
+            hidden_1TH,
+            self._tensor(micro.index_M),
+            self._tensor(micro.target_M),
+            temperature=temperature,
+            vocab=self._spec.geometry.vocab,
+            float32_logits=self._config.actor.fp32_lm_head,
+            entropy_gradient=differentiable,
+        )
 
     def _loss(
         self, micro: MicroBatch, proximal_M: Tensor | None, logits: Tensor

@@ -120,6 +120,10 @@ class ActorConfig(Section):
     microbatch_tokens: int = Field(
         8192, ge=1, description="Token budget of one packed forward pass on one data-parallel rank."
     )
+    fp32_lm_head: bool = Field(
+        False,
+        description="Do not round a bfloat16 model's logits to bfloat16. No effect on a float32 model.",
+    )
     megatron: dict[str, Any] = Field(
         default_factory=dict,
         description="Further fields of Megatron's TransformerConfig and OptimizerConfig, by their own names.",

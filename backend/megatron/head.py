@@ -1,0 +1,68 @@
+"""The end of the model: from the decoder's hidden states to log-probs, without logits in between.
+
+Megatron's GPTModel ends in its output layer. Here that layer passes hidden states on, the loss picks the
+tokens that it is about, and only those are multiplied with the LM head.
+"""
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from torch import Tensor
+
+from backend.megatron.local_layers import copied_to_ranks
+from backend.objective.logprob import fused_logprob
+
+
+class _PassOn(ColumnParallelLinear):
+    def forward(self, input_: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
+        return input_, None
+
+
+def pass_on_hidden_states(parts: list[GPTModel]) -> None:
+    """From now on the last part gives [1, T, H] in the place of logits, under sequence parallelism its share.
+
+    The output layer keeps its place, its weight and its name in checkpoints.
+    """
+    for part in parts:
+        if part.post_process:
+            part.output_layer.__class__ = _PassOn
+
+
+def logprob_and_entropy(
+    part: GPTModel,
+    hidden_1TH: Tensor,
+    index_M: Tensor,
+    target_M: Tensor,
+    *,
+    temperature: float,
+    vocab: int,
+    float32_logits: bool,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of ``target_M`` after the tokens at ``index_M``: ``fused_logprob``.
+
+    part: the last one of the model. Its head's gradient goes straight to where Megatron's DDP collects it.
+    """
+    layer = part.output_layer
+    tied = part.share_embeddings_and_output_weights
+    weight_VH = part.shared_embedding_or_output_weight() if tied else layer.weight
+    group = layer.tp_group if layer.tp_group.size() > 1 else None
+    hidden_TH = hidden_1TH[0]
+    if group is not None and layer.sequence_parallel:
+        hidden_TH = gather_from_sequence_parallel_region(
+            hidden_TH, group=group
+        )  # sums gradients on the way back
+    hidden_MH = hidden_TH.index_select(0, index_M)
+    if group is not None and not layer.sequence_parallel:
+        hidden_MH = copied_to_ranks(hidden_MH, group)
+    return fused_logprob(
+        hidden_MH,
+        weight_VH,
+        target_M,
+        temperature=temperature,
+        vocab=vocab,
+        group=group,
+        float32_logits=float32_logits,
+        entropy_gradient=entropy_gradient,
+        weight_grad=getattr(weight_VH, "main_grad", None) if torch.is_grad_enabled() else None,
+    )
