@@ -57,3 +57,39 @@ def test_published_weights_are_bit_for_bit_those_of_the_exported_checkpoint_on_a
         updated = server.probe(probes)
     with serve(tmp_path / "exported", tmp_path / "fresh.log", device="cuda") as fresh:
         assert fresh.probe(probes) == updated
+
+
+@pytest.mark.parametrize("float32_logits", [False, True])
+@pytest.mark.parametrize("kept", [0, 2**30])
+def test_log_probs_of_bfloat16_hidden_states_on_a_gpu(monkeypatch, float32_logits: bool, kept: int):
+    import torch
+
+    from backend.objective import logprob
+
+    monkeypatch.setattr(logprob, "KEPT_BYTES", kept)
+    monkeypatch.setattr(logprob, "SLICE_ELEMENTS", {"cuda": 2**20})
+    torch.manual_seed(0)
+    tokens, width, vocab = 300, 256, 20011
+    hidden = torch.randn(tokens, width, device="cuda").bfloat16().requires_grad_()
+    weight = (torch.randn(vocab + 5, width, device="cuda") / 8).bfloat16().requires_grad_()
+    target, grad = torch.randint(vocab, (tokens,), device="cuda"), torch.randn(tokens, device="cuda")
+    buffer = torch.zeros(weight.shape, device="cuda")
+    logp, entropy = logprob.fused_logprob(
+        hidden,
+        weight,
+        target,
+        temperature=0.8,
+        vocab=vocab,
+        float32_logits=float32_logits,
+        weight_grad=buffer,
+    )
+    logp.backward(grad)
+    plain = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    expected = (plain[0] @ plain[1][:vocab].T / 0.8).log_softmax(-1)
+    expected_logp = expected.gather(-1, target[:, None])[:, 0]
+    expected_logp.backward(grad.double())
+    tolerance = 1e-5 if float32_logits else 5e-2
+    assert (logp.double() - expected_logp).abs().max() < tolerance
+    assert (entropy.double() + (expected.exp() * expected).sum(-1)).abs().max() < tolerance
+    for found, of in zip((hidden.grad, buffer), plain, strict=True):
+        assert (found.double() - of.grad).abs().max() < 2e-2 * of.grad.abs().max()
