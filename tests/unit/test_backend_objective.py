@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.objective.entropy import vocab_parallel_entropy
 from backend.objective.logprob import vocab_parallel_logprob
 from backend.objective.losses import Tokens, token_losses
 from backend.objective.statistics import StepStatistics, token_statistics
@@ -112,6 +111,11 @@ def test_a_logit_of_minus_infinity_is_a_token_of_no_probability():
     assert logits.grad.tolist() == [[0.0, 0.5, -0.5]]
 
 
+def differentiable_entropy(logits, **distribution):
+    any_token = torch.zeros(len(logits), dtype=torch.long)
+    return vocab_parallel_logprob(logits, any_token, **distribution, entropy_gradient=True)[1]
+
+
 def test_the_entropy_has_no_gradient_and_says_so():
     logits = torch.ones(3, 5, requires_grad=True)
     logp, entropy = vocab_parallel_logprob(logits, torch.zeros(3, dtype=torch.long), temperature=1.0, vocab=5)
@@ -127,7 +131,7 @@ def test_the_entropy_of_the_bonus_and_its_gradient_are_those_of_the_plain_formul
     torch.manual_seed(seed)
     logits = (scale * torch.randn(4, 9 + padding)).requires_grad_()
     grad = torch.randn(4)
-    found = vocab_parallel_entropy(logits, temperature=temperature, vocab=9)
+    found = differentiable_entropy(logits, temperature=temperature, vocab=9)
     found.backward(grad)
     plain = logits.detach().double().requires_grad_()
     logp = (plain[:, :9] / temperature).log_softmax(-1)
@@ -140,7 +144,7 @@ def test_the_entropy_of_the_bonus_and_its_gradient_are_those_of_the_plain_formul
 @pytest.mark.parametrize("value", [1e4, -1e4, 3e38, -math.inf])
 def test_extreme_logits_give_a_finite_entropy_and_gradient(value):
     logits = torch.tensor([[value, 0.0, 1.0], [0.0, value, 1.0]], requires_grad=True)
-    found = vocab_parallel_entropy(logits, temperature=1.0, vocab=3)
+    found = differentiable_entropy(logits, temperature=1.0, vocab=3)
     found.sum().backward()
     assert found.isfinite().all()
     assert logits.grad.isfinite().all()
@@ -176,7 +180,7 @@ def objective_on_two_ranks(rank):
         logp.backward(grad)
         found.append((logp.detach().numpy(), entropy.numpy(), mine.grad.numpy()))
         mine = mine.detach().requires_grad_()
-        spread = vocab_parallel_entropy(mine, temperature=0.7, vocab=vocab, group=dist.group.WORLD)
+        spread = differentiable_entropy(mine, temperature=0.7, vocab=vocab, group=dist.group.WORLD)
         spread.backward(grad)
         found[-1] += (spread.detach().numpy(), mine.grad.numpy())
     empty, _ = vocab_parallel_logprob(
