@@ -1,14 +1,15 @@
 """Log-probs of 1,024 tokens of a vocabulary of 151,936, forward and backward, against the plain formula.
 
-    python -m benchmarks.logprob           # five minutes, 9 GB
+    python -m benchmarks.logprob           # five to fifteen minutes, 9 GB
 
 From hidden states: ``fused_logprob`` against LM head, log_softmax and gather, with the shape of Qwen3-1.7B's
 head; the weight's gradient ends up in a float32 buffer that is there, as Megatron's DDP keeps it. From logits
 N(0, 2): ``vocab_parallel_logprob`` against log_softmax and gather. Ours give the entropy too, theirs do not.
 
-Each side is a process of its own, and they take turns; times are the fastest of all turns. Memory is how far
-the resident size grows to its peak (VmHWM) in a side's first turn, before its allocator holds anything to use
-again.
+Each side is a process of its own, and they take turns; times are the fastest of all turns, by the clock and
+of the CPU. On a machine with other work the second is what can be repeated, best with one thread
+(--threads 1), as threads that wait for each other burn it. Memory is how far the resident size grows to its
+peak (VmHWM) in a side's first turn, before its allocator holds anything to use again.
 """
 
 import argparse
@@ -120,6 +121,7 @@ CASES: dict[str, tuple[Callable[[Inputs], None], ...]] = {
 @dataclass
 class Side:
     seconds: list[float]
+    cpu_seconds: list[float]
     peak_mb: float
 
 
@@ -138,18 +140,14 @@ def serve(pipe: Connection, work: Callable[[Inputs], None], dtype: torch.dtype, 
     work(part)  # loads what is loaded at the first use
     while pipe.recv():
         before = reset_peak()
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.process_time()
         work(x)
-        pipe.send((time.perf_counter() - began, peak_mb() - before))
-
-
-def rounded(side: Side) -> str:
-    return f"{' '.join(f'{seconds:.2f}' for seconds in side.seconds)} s"
+        pipe.send((time.perf_counter() - began, time.process_time() - cpu, peak_mb() - before))
 
 
 def compare(case: str, dtype: torch.dtype, turns: int, threads: int) -> tuple[Side, Side]:
     context = multiprocessing.get_context("spawn")
-    pipes, found = [], (Side([], 0.0), Side([], 0.0))
+    pipes, found = [], (Side([], [], 0.0), Side([], [], 0.0))
     for work in CASES[case]:
         mine, theirs = context.Pipe()
         context.Process(target=serve, args=(theirs, work, dtype, threads), daemon=True).start()
@@ -158,8 +156,9 @@ def compare(case: str, dtype: torch.dtype, turns: int, threads: int) -> tuple[Si
     for turn in range(turns):
         for pipe, side in zip(pipes, found, strict=True):
             pipe.send(True)
-            seconds, peak = pipe.recv()
+            seconds, cpu_seconds, peak = pipe.recv()
             side.seconds.append(seconds)
+            side.cpu_seconds.append(cpu_seconds)
             side.peak_mb = peak if turn == 0 else side.peak_mb
     for pipe in pipes:
         pipe.send(False)
@@ -201,7 +200,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     console = Console()
-    table = Table("", "plain s", "ours s", "ratio", "plain MB", "ours MB", "ratio")
+    table = Table(
+        "", "plain s", "ours s", "ratio", "plain CPU s", "ours CPU s", "ratio", "plain MB", "ours MB", "ratio"
+    )
     cases: dict[str, dict[str, float]] = {}
     for case in CASES:
         for dtype in (torch.bfloat16, torch.float32):
@@ -211,14 +212,18 @@ def main() -> None:
             name = f"{str(dtype).removeprefix('torch.')} {case}"
             cases[name] = {
                 "time_ratio": round(min(ours.seconds) / min(theirs.seconds), 3),
+                "cpu_ratio": round(min(ours.cpu_seconds) / min(theirs.cpu_seconds), 3),
                 "memory_ratio": round(ours.peak_mb / theirs.peak_mb, 3),
             }
-            console.print(f"{name}: plain {rounded(theirs)}, ours {rounded(ours)}", highlight=False)
+            console.print(f"{name}: {json.dumps(cases[name])}", highlight=False, soft_wrap=True)
             table.add_row(
                 name,
                 f"{min(theirs.seconds):.2f}",
                 f"{min(ours.seconds):.2f}",
                 f"{cases[name]['time_ratio']:.2f}",
+                f"{min(theirs.cpu_seconds):.2f}",
+                f"{min(ours.cpu_seconds):.2f}",
+                f"{cases[name]['cpu_ratio']:.2f}",
                 f"{theirs.peak_mb:.0f}",
                 f"{ours.peak_mb:.0f}",
                 f"{cases[name]['memory_ratio']:.2f}",
