@@ -59,9 +59,10 @@ class MicroBatch:
     target_M: np.ndarray
     behaviour_logp_M: np.ndarray
     lag_M: np.ndarray
-    advantage_M: np.ndarray
     owner_M: np.ndarray
     """int64: the trajectory of each, by its place in the pack."""
+    trajectory_M: np.ndarray
+    """int64: the same by its place in the batch."""
     share_M: np.ndarray
     """float32: how often each counts in the mean over the tokens of the mini-batch."""
 
@@ -76,12 +77,7 @@ class MicroBatch:
 
 
 def assemble(
-    batch: TrainBatch,
-    advantage_N: np.ndarray,
-    indices: Pack,
-    multiple: int = 1,
-    *,
-    share_N: np.ndarray | None = None,
+    batch: TrainBatch, indices: Pack, multiple: int = 1, *, share_N: np.ndarray | None = None
 ) -> MicroBatch:
     """Concatenate the trajectories ``indices``; pad the total to a ``multiple`` (sequence parallelism).
 
@@ -115,8 +111,8 @@ def assemble(
         target_M=tokens_T[predicted_M],
         behaviour_logp_M=logp_T[predicted_M],
         lag_M=batch.version - version_T[predicted_M],
-        advantage_M=advantage_N[trajectory_M],
         owner_M=owner_M,
+        trajectory_M=trajectory_M,
         share_M=np.ones(len(owner_M), np.float32) if share_N is None else share_N[trajectory_M],
     )
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
-from bridge.families import ModelSpec, model_spec
+from bridge.check import check_names
+from bridge.families import ModelSpec, model_spec, value_spec
 from bridge.hf_config import UnsupportedModel
 from configs.schema import RunConfig
 from rollout import plugins
@@ -61,9 +63,24 @@ def read_inputs(config: RunConfig) -> Inputs:
         if rollout.group_filter
         else None,
     }
+    for setting, path in other_models(config).items():
+        kind = value_spec if setting == "critic.path" else lambda spec: spec
+        attempt(setting, lambda path=path, kind=kind: check_names(kind(model_spec(path))))
     if problems:
         raise InputError("\n".join(problems))
     return Inputs(**found)
+
+
+def other_models(config: RunConfig) -> dict[str, Path]:
+    """The checkpoints that the recipe names besides the policy's, by setting."""
+    kl, teacher, critic = config.actor.kl, config.actor.teacher, config.critic
+    reference = kl and getattr(kl.reference, "path", None)
+    named = {
+        "actor.kl.reference.path": reference,
+        "actor.teacher.path": teacher and teacher.path,
+        "critic.path": critic and critic.path,
+    }
+    return {setting: path for setting, path in named.items() if path is not None}
 
 
 def _tokenizer(config: RunConfig, spec: ModelSpec | None) -> Tokenizer:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 
@@ -36,7 +36,8 @@ from backend.resume import (
 from backend.served_weights import ServedWeights
 from backend.stop import Stop, Stopped
 from backend.verification import Verifier, probe_text
-from configs.schema import RunConfig, WeightsConfig
+from configs.schema import RunConfig
+from configs.schema.base import Section
 from rollout.control.concurrency import ConcurrencyController
 from rollout.control.gate import AdmissionGate
 from rollout.engine.client import EngineAddress
@@ -45,6 +46,8 @@ from rollout.engine.pool import EnginePool
 from rollout.engine.supervisor import Supervisor
 from rollout.ledger.database import LedgerError
 from rollout.workflow import WorkflowContext
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 CHECKPOINT = "checkpoint-hf"
 """The trained policy, in the run folder."""
@@ -70,29 +73,15 @@ def recipe_text(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Processes on other nodes need not share the driver's working directory."""
-
-    def absolute(section, **paths):
-        return section.model_copy(update={name: path.resolve() for name, path in paths.items()})
-
-    return config.model_copy(
-        update={
-            "run": absolute(config.run, root=config.run.root),
-            "weights": _with_absolute_path(config.weights),
-            "model": absolute(config.model, path=config.model.path),
-            "data": absolute(config.data, path=config.data.path),
-            "eval": config.eval and absolute(config.eval, path=config.eval.path),
-        }
-    )
-
-
-def _with_absolute_path(weights: WeightsConfig) -> WeightsConfig:
-    transport = weights.transport
-    if transport.type != "disk" or transport.path is None:
-        return weights
-    there = transport.model_copy(update={"path": transport.path.resolve()})
-    return weights.model_copy(update={"transport": there})
+def with_absolute_paths(section: AnySection) -> AnySection:
+    """The same settings. Processes on other nodes need not share the driver's working directory."""
+    changed: dict[str, Any] = {}
+    for name, value in section:
+        if isinstance(value, Path):
+            changed[name] = value.resolve()
+        elif isinstance(value, Section):
+            changed[name] = with_absolute_paths(value)
+    return section.model_copy(update=changed)
 
 
 async def run(config: RunConfig, progress: Progress, *, resume: bool = False) -> RunSummary:

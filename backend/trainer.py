@@ -1,21 +1,21 @@
-"""One training step on one rank: recompute, advantages, loss, optimizer; and the way out for the weights."""
+"""One training step on one rank: scores, advantages, loss, optimizer; and the way out for the weights."""
 
 import asyncio
-import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from backend.advantages import Scores, Targets, find_targets
 from backend.batching import MicroBatch, TrainBatch, assemble, check_staleness
 from backend.flops import forward_flops
 from backend.megatron.parallel import RankSpec, initialize
-from backend.objective.advantage import ADVANTAGES, overlong_penalty
+from backend.objective import kl
 from backend.objective.averaging import token_shares
 from backend.objective.correction import interpolated_logp
 from backend.objective.losses import Tokens, token_losses
@@ -33,6 +33,9 @@ from configs.schema import RunConfig
 from rollout.engine.client import EngineAddress, EngineClient
 from rollout.trajectory import Completion, Finish, Span, TrajectoryBuilder
 
+if TYPE_CHECKING:
+    from backend.megatron.packed_model import Head
+
 
 class TrainerRank:
     """One rank of the trainer. All ranks are called with the same arguments, in the same order."""
@@ -45,8 +48,9 @@ class TrainerRank:
         )
         from megatron.core import parallel_state
 
-        from backend.megatron import head, model
-        from backend.megatron.checkpoint import RankCheckpoints
+        from backend.megatron import checkpoint, head, model
+        from backend.megatron.packed_model import LanguageModel
+        from backend.scoring import Scorers
 
         self._groups = parallel_state
         self._spec = model_spec(config.model.path)
@@ -54,13 +58,20 @@ class TrainerRank:
         actor = config.actor
         parts = model.build_model(self._spec, actor, dtype, self._device, seed=config.run.seed)
         head.pass_on_hidden_states(parts)
-        self._parts = model.wrap_ddp(parts, actor)
-        self._optimizer = model.build_optimizer(self._parts, actor, dtype)
-        self._parameters = [model.named_shards(part.module) for part in self._parts]
+        wrapped = model.wrap_ddp(parts, actor)
+        self._policy = LanguageModel(
+            wrapped, self._device, vocab=self._spec.geometry.vocab, float32_logits=actor.fp32_lm_head
+        )
+        self._optimizer = model.build_optimizer(wrapped, actor, dtype)
+        self._parameters = [model.named_shards(part) for part in parts]
         self._learning_rate = partial(model.learning_rate, actor)
-        self._checkpoints = RankCheckpoints(
-            self._parts,
-            self._optimizer,
+        self._scorers = Scorers(config, dtype, self._device)
+        trained = {checkpoint.POLICY: checkpoint.Trained(wrapped, self._optimizer)}
+        if self._scorers.critic is not None:
+            trained[checkpoint.CRITIC] = self._scorers.critic.trained
+        self._checkpoints = checkpoint.RankCheckpoints(
+            trained,
+            self._scorers.average,
             actor,
             self._spec.geometry,
             seed=config.run.seed,
@@ -89,26 +100,25 @@ class TrainerRank:
                 f"a batch for version {batch.version} reached a trainer at version {self.version}"
             )
         check_staleness(batch, self._config.rollout.max_head_offpolicyness)
-        minibatches, packing = self._assemble(batch)
-        every_microbatch = [micro for minibatch in minibatches for micro in minibatch]
-        recompute = self._config.actor.recompute_logprobs
-        temperature = self._config.rollout.sampling.temperature
-        proximal: list[Tensor | None] = [None] * len(every_microbatch)
-        if recompute:
-            proximal = self._log_probs(every_microbatch, temperature)
-        statistics = StepStatistics()
-        remaining = iter(proximal)
-        for minibatch in minibatches:
-            self._update(minibatch, list(itertools.islice(remaining, len(minibatch))), statistics)
+        minibatches, metrics = self._assemble(batch)
+        microbatches = [micro for minibatch in minibatches for micro in minibatch]
+        scores = self._scorers.ask(self._policy, microbatches)
+        targets: list[Any] = [None] * len(microbatches)
+        if self._is_last_stage:
+            group = self._groups.get_data_parallel_group()
+            targets = find_targets(self._config, batch, microbatches, scores, group)
+        metrics["train/tokens"] = float(sum(trajectory.response_length for trajectory in batch.trajectories))
+        metrics |= self._train_policy(minibatches, scores, targets)
+        metrics |= self._train_critic(minibatches, scores, targets)
+        self._scorers.follow(self._parameters)
         self.step += 1
         self.version += 1
-        metrics = statistics.reduced(self._groups.get_data_parallel_group()) if self._is_last_stage else {}
-        return StepResult(self.version, metrics | packing) if self._reports else None
+        return StepResult(self.version, metrics) if self._reports else None
 
     def _assemble(self, batch: TrainBatch) -> tuple[list[list[MicroBatch]], dict[str, float]]:
         """This rank's micro-batches, by mini-batch; and how well all ranks' are packed, as metrics."""
         actor = self._config.actor
-        advantage_N, tokens_N = self._advantages(batch)
+        tokens_N = np.array([trajectory.response_length for trajectory in batch.trajectories])
         length_N = np.array([len(trajectory.tokens_T) for trajectory in batch.trajectories])
         cost_N = forward_flops(self._spec.geometry, length_N)
         plan = schedule(
@@ -129,60 +139,54 @@ class TrainerRank:
                 actor.averaging, tokens_N[everywhere], batch.group_N[everywhere]
             )
         microbatches = [
-            [assemble(batch, advantage_N, pack, self._multiple, share_N=share_N) for pack in minibatch[rank]]
+            [assemble(batch, pack, self._multiple, share_N=share_N) for pack in minibatch[rank]]
             for minibatch in plan
         ]
         found = balance(plan, length_N, cost_N, actor.microbatch_tokens)
         return microbatches, {"packing/fill": found.fill, "packing/imbalance": found.imbalance}
 
-    def _advantages(self, batch: TrainBatch) -> tuple[np.ndarray, np.ndarray]:
-        """Advantages, float32 [N], and numbers of tokens that carry loss [N]."""
-        actor = self._config.actor
-        reward_N = torch.tensor([trajectory.reward for trajectory in batch.trajectories])
-        if actor.overlong is not None:
-            length_N = torch.tensor([trajectory.sampled_length for trajectory in batch.trajectories])
-            reward_N = reward_N - overlong_penalty(length_N, **actor.overlong.model_dump())
-        tokens_N = np.array([trajectory.response_length for trajectory in batch.trajectories])
-        advantage_N = ADVANTAGES[actor.advantage](
-            reward_N, torch.from_numpy(batch.group_N), torch.from_numpy(tokens_N)
-        )
-        return advantage_N.numpy(), tokens_N
+    def _train_policy(
+        self, minibatches: list[list[MicroBatch]], scores: list[Scores], targets: list[Targets | None]
+    ) -> dict[str, float]:
+        """One optimizer update for each mini-batch; metrics of the step on the last stage."""
+        critic = self._config.critic
+        if critic is not None and self.step < critic.warmup_steps:
+            return {}
+        statistics = StepStatistics()
+        remaining = zip(scores, targets, strict=True)
+        for minibatch in minibatches:
+            heads = [
+                partial(self._loss, micro, score, target)
+                for micro, (score, target) in zip(minibatch, remaining, strict=False)
+            ]
+            self._update(minibatch, heads, statistics)
+        return statistics.reduced(self._groups.get_data_parallel_group()) if self._is_last_stage else {}
 
-    def _update(
-        self, minibatch: list[MicroBatch], proximal: list[Tensor | None], statistics: StepStatistics
-    ) -> None:
+    def _update(self, minibatch: list[MicroBatch], heads: "list[Head]", statistics: StepStatistics) -> None:
         """One optimizer update."""
-        for part in self._parts:
-            part.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        from backend.megatron import model
+
+        model.zero_gradients(self._policy.parts, self._optimizer)
         lr = self._learning_rate(self.step)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_mult", 1.0)
-        loss = {
-            id(micro): partial(self._loss, micro, old) for micro, old in zip(minibatch, proximal, strict=True)
-        }
-        results = self._pipeline(minibatch, lambda micro: loss[id(micro)], forward_only=False)
+        model.set_learning_rate(self._optimizer, lr)
+        results = self._policy.run(minibatch, heads, forward_only=False)
         succeeded, grad_norm, _ = self._optimizer.step()
         statistics.add_update(
-            results,
+            results if self._is_last_stage else [],
             grad_norm=float("nan") if grad_norm is None else float(grad_norm),
             lr=lr,
             succeeded=bool(succeeded),
         )
 
-    def _log_probs(self, microbatches: list[MicroBatch], temperature: float) -> list[Tensor | None]:
-        """Log-probs [M] of every micro-batch under the present weights; None except on the last stage."""
-        for part in self._parts:
-            part.eval()
-        with torch.no_grad():
-            found = self._pipeline(
-                microbatches,
-                lambda micro: partial(self._log_probs_of, micro, temperature),
-                forward_only=True,
-            )
-        for part in self._parts:
-            part.train()
-        return found if self._is_last_stage else [None] * len(microbatches)
+    def _train_critic(
+        self, minibatches: list[list[MicroBatch]], scores: list[Scores], targets: list[Targets | None]
+    ) -> dict[str, float]:
+        """The same for the critic, if there is one."""
+        critic = self._scorers.critic
+        if critic is None:
+            return {}
+        found = critic.train(minibatches, scores, targets, self.step)
+        return found.reduced(self._groups.get_data_parallel_group()) if self._is_last_stage else {}
 
     def logprobs(self, ids: Sequence[int]) -> list[float] | None:
         """Log-probs of ids[1:] given what precedes them, at temperature 1, under the present weights.
@@ -195,109 +199,55 @@ class TrainerRank:
             Completion(tuple(ids[1:]), (0.0,) * n, (Span(self.version, 0, n),), Finish.LENGTH)
         )
         batch = TrainBatch(self.version, (text.build(),), np.zeros(1, np.int64))
-        micro = assemble(batch, np.zeros(1), [0], self._multiple)
+        micro = assemble(batch, [0], self._multiple)
         times = self._config.actor.parallel.microbatch_multiple
-        found = self._log_probs([micro] * times, temperature=1.0)
+        found = self._policy.log_probs([micro] * times, temperature=1.0)
         return found[0].tolist() if self._reports else None
 
-    def _pipeline(self, microbatches: list[MicroBatch], head: Any, *, forward_only: bool) -> list[Any]:
-        """Run micro-batches through Megatron's pipeline schedule; what ``head`` gave on the last stage."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        def forward(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
-            micro = next(iterator)
-            return self._forward(micro, model), head(micro)
-
-        return get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=[iter(microbatches) for _ in self._parts],
-            model=self._parts,
-            num_microbatches=len(microbatches),
-            seq_length=max(len(micro.tokens_T) for micro in microbatches),
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-
-    def _forward(self, micro: MicroBatch, model: torch.nn.Module) -> Tensor:
-        """Hidden states; those of the last stage are what the head takes."""
-        from megatron.core.packed_seq_params import PackedSeqParams
-
-        cu_seqlens = self._tensor(micro.cu_seqlens)
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=micro.longest,
-            max_seqlen_kv=micro.longest,
-        )
-        return model(
-            input_ids=self._tensor(micro.tokens_T)[None],
-            position_ids=self._tensor(micro.position_T)[None],
-            attention_mask=None,
-            packed_seq_params=packed,
-        )
-
-    def _log_probs_of(
-        self, micro: MicroBatch, temperature: float, hidden: Tensor, non_loss_data: bool = True
-    ) -> Tensor:
-        return self._logprob_and_entropy(micro, temperature, hidden)[0]
-
-    def _logprob_and_entropy(
-        self, micro: MicroBatch, temperature: float, hidden_1TH: Tensor, *, differentiable: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [M]; the entropies have a gradient only when ``differentiable``."""
-        from backend.megatron import head
-
-        return head.logprob_and_entropy(
-            self._parts[-1].module,
-            hidden_1TH,
-            self._tensor(micro.index_M),
-            self._tensor(micro.target_M),
-            temperature=temperature,
-            vocab=self._spec.geometry.vocab,
-            float32_logits=self._config.actor.fp32_lm_head,
-            entropy_gradient=differentiable,
-        )
-
     def _loss(
-        self, micro: MicroBatch, proximal_M: Tensor | None, logits: Tensor
+        self, micro: MicroBatch, scores: Scores, targets: Targets, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Any]:
         """Sum of token losses, token count, statistics: what Megatron's per-token loss asks for."""
-        actor = self._config.actor
-        logp_M, entropy_M = self._logprob_and_entropy(
-            micro, self._config.rollout.sampling.temperature, logits, differentiable=actor.entropy_bonus > 0
+        actor, tensor = self._config.actor, self._policy.tensor
+        logp_M, entropy_M = self._policy.logprob_and_entropy(
+            micro,
+            hidden,
+            self._config.rollout.sampling.temperature,
+            entropy_gradient=actor.entropy_bonus > 0,
         )
-        behaviour_M, lag_M = self._tensor(micro.behaviour_logp_M), self._tensor(micro.lag_M)
+        behaviour_M, lag_M = tensor(micro.behaviour_logp_M), tensor(micro.lag_M)
+        proximal_M = scores.proximal_M
         if actor.interpolate_logprobs:
             proximal_M = interpolated_logp(logp_M, behaviour_M, lag_M)
         tokens = Tokens(
             logp_M=logp_M,
             behaviour_logp_M=behaviour_M,
             proximal_logp_M=proximal_M,
-            advantage_M=self._tensor(micro.advantage_M),
+            advantage_M=targets.advantage_M.to(logp_M),
             lag_M=lag_M,
-            owner_M=self._tensor(micro.owner_M),
+            owner_M=tensor(micro.owner_M),
             owners=micro.owners,
         )
         loss = token_losses(actor, tokens)
-        share_M = self._tensor(micro.share_M)
+        share_M = tensor(micro.share_M)
         total = (share_M * loss.loss_T).sum()
         if actor.entropy_bonus > 0:
             total = total - actor.entropy_bonus * (share_M * entropy_M).sum()
+        if actor.kl is not None and actor.kl.where == "loss":
+            kl_M = kl.in_loss(logp_M, scores.reference_M, behaviour_M, actor.kl.estimator)
+            total = total + actor.kl.coefficient * (share_M * kl_M).sum()
         measured = token_statistics(
             loss=loss,
             tokens=tokens,
             share_M=share_M,
             entropy_M=entropy_M.detach(),
+            reference_M=scores.reference_M,
+            teacher_M=scores.teacher_M,
             recomputed=actor.recompute_logprobs,
             weight_cap=actor.correction.weight_cap if actor.use_decoupled_loss else None,
         )
         count = torch.tensor(len(micro.index_M), dtype=torch.int, device=self._device)
         return total, count, measured
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
 
     @property
     def _multiple(self) -> int:

@@ -9,13 +9,16 @@ from bridge.plan import entries
 def check_names(spec: ModelSpec) -> dict[str, StoredTensor]:
     """The checkpoint's tensors: every one is mapped once, with the expected shape. Raises CheckpointError."""
     expected: dict[str, tuple[int, ...]] = {}
+    optional: set[str] = set()
     problems = []
     for entry in entries(spec, Layout()):
         problems += [f"mapped twice: {name}" for name in entry.hf_names if name in expected]
         expected.update(zip(entry.hf_names, entry.hf_shapes, strict=True))
+        if entry.mapping.optional:
+            optional.update(entry.hf_names)
     stored = stored_tensors(spec.path)
     found = {name for name in stored if not _is_passed_over(name, spec)}
-    problems += [f"missing: {name}" for name in sorted(expected.keys() - found)]
+    problems += [f"missing: {name}" for name in sorted(expected.keys() - found - optional)]
     problems += [f"not mapped: {name}" for name in sorted(found - expected.keys())]
     problems += [
         f"{name} has shape {stored[name].shape}, config.json means {shape}"
@@ -28,9 +31,10 @@ def check_names(spec: ModelSpec) -> dict[str, StoredTensor]:
 
 
 def _is_passed_over(name: str, spec: ModelSpec) -> bool:
-    """The head of tied embeddings, and layers for multi-token prediction, which are not trained."""
+    """The head of tied embeddings or of logits that are not wanted, and layers for multi-token prediction."""
     geometry = spec.geometry
     extra = range(geometry.n_layers, geometry.n_layers + geometry.extra_layers)
-    return (geometry.tied_embeddings and name == "lm_head.weight") or any(
+    no_head = geometry.tied_embeddings or spec.gives_values
+    return (no_head and name == "lm_head.weight") or any(
         name.startswith(f"model.layers.{layer}.") for layer in extra
     )

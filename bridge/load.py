@@ -19,9 +19,11 @@ def load_hf(spec: ModelSpec, layout: Layout, rank: int, parameters: Sequence[Map
     """Fill ``parameters`` (for each model chunk, this rank's by name) from the checkpoint at ``spec.path``.
 
     Raises CheckpointError unless every parameter is filled exactly once and every tensor is used.
+    Optional ones that the checkpoint lacks stay as they are.
     """
     unfilled = [dict(chunk) for chunk in parameters]
-    with HFCheckpoint(check_names(spec)) as checkpoint:
+    stored = check_names(spec)
+    with HFCheckpoint(stored) as checkpoint:
         for entry, shard in entries_of(spec, layout, rank):
             target = unfilled[entry.chunk].pop(entry.parameter, None)
             if target is None:
@@ -35,6 +37,8 @@ def load_hf(spec: ModelSpec, layout: Layout, rank: int, parameters: Sequence[Map
                 raise CheckpointError(
                     f"{entry.parameter}: {expected} expected, Megatron has {tuple(target.shape)}"
                 )
+            if entry.mapping.optional and not stored.keys() >= set(entry.hf_names):
+                continue
             copy_in(target, [checkpoint.tensor(name) for name in entry.hf_names], pieces)
     if left := sorted(name for chunk in unfilled for name in chunk):
         raise CheckpointError(f"no HF tensor is mapped to: {', '.join(left)}")

@@ -176,6 +176,8 @@ class Mapping:
     """There is one for each expert; expert-parallel ranks have different ones."""
     float32: bool = False
     """Kept in single precision, whatever the model's dtype is."""
+    optional: bool = False
+    """A checkpoint may lack it: then it stays as it is."""
 
     def name(self, spec: LayerSpec) -> str:
         return self.te if self.te and spec == "transformer_engine" else self.megatron

@@ -117,3 +117,30 @@ def overlong_has_a_slope(config: RunConfig) -> Iterator[Violation]:
         yield Violation(
             "actor.overlong.end", overlong.end, f"expected more than actor.overlong.start ({overlong.start})"
         )
+
+
+def critic_is_of_use(config: RunConfig) -> Iterator[Violation]:
+    wanted = config.actor.advantage == "gae"
+    if wanted and config.critic is None:
+        yield Violation(
+            "actor.advantage",
+            "gae",
+            "it takes values from a critic, and there is none: add a `critic` section (`critic: {}` is one "
+            "that starts at model.path), or choose an advantage from rewards alone",
+        )
+    if config.critic is not None and not wanted:
+        yield Violation(
+            "actor.advantage",
+            config.actor.advantage,
+            "a critic would be trained and never asked: set this to gae, or leave `critic` out",
+        )
+
+
+def penalty_reaches_the_advantage(config: RunConfig) -> Iterator[Violation]:
+    kl, teacher = config.actor.kl, config.actor.teacher
+    if kl and kl.where == "reward" and teacher and teacher.reward_coefficient == 0:
+        yield Violation(
+            "actor.kl.where",
+            "reward",
+            "rewards do not count, as actor.teacher.reward_coefficient is 0: set this to loss",
+        )

@@ -22,6 +22,10 @@ USUAL_OFFPOLICYNESS = 16
 
 PROMPT_SUFFIXES = (".jsonl", ".parquet")
 
+POLICY = "model.path"
+OTHER_MODELS = ("actor.kl.reference.path", "actor.teacher.path", "critic.path")
+"""Settings with the checkpoints of models besides the policy, all of them in its layout."""
+MODELS = (POLICY, *OTHER_MODELS)
 PROMPTS = ("data.path", "eval.path")
 PLUGINS = ("rollout.workflow", "rollout.reward", "rollout.group_filter", "prepare")
 RESPONSE_LENGTHS = ("rollout.sampling.max_new_tokens", "eval.max_new_tokens")
@@ -69,7 +73,7 @@ def volume_needs_ready_first(config: RunConfig) -> Iterator[Violation]:
 
 def group_has_a_spread(config: RunConfig) -> Iterator[Violation]:
     samples = config.rollout.n_samples_per_prompt
-    if config.actor.advantage != "reinforce_pp" and samples < 2:
+    if config.actor.advantage not in ("reinforce_pp", "gae") and samples < 2:
         yield Violation(
             "rollout.n_samples_per_prompt",
             samples,
@@ -148,13 +152,15 @@ def prompts_exist(config: RunConfig, path: str) -> Iterator[Violation]:
         yield Violation(path, str(file), "there is no such file, and no `prepare` that would make it")
 
 
-def model_exists(config: RunConfig) -> Iterator[Violation]:
-    if config.prepare is None and not os.path.isfile(config.model.path / "config.json"):
+def model_exists(config: RunConfig, path: str) -> Iterator[Violation]:
+    folder = _setting(config, path)
+    made = config.prepare is not None and folder == config.model.path
+    if folder is not None and not made and not os.path.isfile(folder / "config.json"):
+        by = ", and no `prepare` that would make it" if path == POLICY else ""
         reason = (
-            "there is no config.json in it, and no `prepare` that would make it; "
-            "expected a Hugging Face checkpoint directory on this machine"
+            f"there is no config.json in it{by}; expected a Hugging Face checkpoint directory on this machine"
         )
-        yield Violation("model.path", str(config.model.path), reason)
+        yield Violation(path, str(folder), reason)
 
 
 def plugin_can_be_found(config: RunConfig, path: str) -> Iterator[Violation]:
@@ -166,11 +172,18 @@ def plugin_can_be_found(config: RunConfig, path: str) -> Iterator[Violation]:
         yield Violation(path, plugin.path, reason)
 
 
-def model_config_is_readable(config: RunConfig) -> Iterator[Violation]:
-    file = config.model.path / "config.json"
-    if os.path.isfile(file) and _model_config(config) is None:
+def model_config_is_readable(config: RunConfig, path: str) -> Iterator[Violation]:
+    folder = _setting(config, path)
+    if folder is not None and os.path.isfile(folder / "config.json") and _model_config(config, path) is None:
         reason = "its config.json is not a JSON object that can be read"
-        yield Violation("model.path", str(config.model.path), reason)
+        yield Violation(path, str(folder), reason)
+
+
+def vocabulary_is_the_policys(config: RunConfig, path: str) -> Iterator[Violation]:
+    own, other = (_model_number(config, "vocab_size", model) for model in (POLICY, path))
+    if own and other and own != other:
+        reason = f"its vocabulary has {other} tokens, that of model.path {own}: expected the same tokens"
+        yield Violation(path, str(_setting(config, path)), reason)
 
 
 def response_fits_the_model(config: RunConfig, path: str) -> Iterator[Violation]:
@@ -182,32 +195,38 @@ def response_fits_the_model(config: RunConfig, path: str) -> Iterator[Violation]
         yield Violation(path, length, reason)
 
 
-def heads_split_over_ranks(config: RunConfig, path: str) -> Iterator[Violation]:
+def heads_split_over_ranks(config: RunConfig, path: str, model: str) -> Iterator[Violation]:
     """What Megatron and SGLang refuse, known before any of their processes starts."""
     ranks = _setting(config, path)
-    heads = _model_number(config, "num_attention_heads")
-    groups = _model_number(config, "num_key_value_heads")
+    heads = _model_number(config, "num_attention_heads", model)
+    groups = _model_number(config, "num_key_value_heads", model)
     if heads and heads % ranks:
-        reason = f"expected a divisor of {heads}, the number of attention heads of the model"
+        reason = f"expected a divisor of {heads}, the number of attention heads of {_named(model)}"
         yield Violation(path, ranks, reason)
     elif groups and groups % ranks and (path == "actor.parallel.tensor" or ranks % groups):
         also = "" if path == "actor.parallel.tensor" else " or a multiple"
-        reason = f"expected a divisor{also} of {groups}, the number of key-value heads of the model"
+        reason = f"expected a divisor{also} of {groups}, the number of key-value heads of {_named(model)}"
         yield Violation(path, ranks, reason)
 
 
-def layers_split_over_stages(config: RunConfig) -> Iterator[Violation]:
+def stages_can_interleave(config: RunConfig) -> Iterator[Violation]:
     parallel = config.actor.parallel
-    parts = parallel.pipeline * parallel.virtual_pipeline
-    layers = _model_number(config, "num_hidden_layers")
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         reason = (
             "expected 1: the schedule that interleaves parts of the model needs actor.parallel.pipeline > 1"
         )
         yield Violation("actor.parallel.virtual_pipeline", parallel.virtual_pipeline, reason)
-    elif parallel.layers is not None:
+
+
+def layers_split_over_stages(config: RunConfig, model: str) -> Iterator[Violation]:
+    parallel = config.actor.parallel
+    parts = parallel.pipeline * parallel.virtual_pipeline
+    layers = _model_number(config, "num_hidden_layers", model)
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        return
+    if parallel.layers is not None:
         if len(parallel.layers) != parts or layers not in (None, sum(parallel.layers)):
-            of = f", that sum to {layers}, the number of layers of the model" if layers else ""
+            of = f", that sum to {layers}, the number of layers of {_named(model)}" if layers else ""
             reason = f"expected {parts} numbers (actor.parallel.pipeline * virtual_pipeline){of}"
             yield Violation("actor.parallel.layers", parallel.layers, reason)
     elif layers and layers % parts:
@@ -215,17 +234,19 @@ def layers_split_over_stages(config: RunConfig) -> Iterator[Violation]:
         path = f"actor.parallel.{'virtual_pipeline' if interleaved else 'pipeline'}"
         also = " for pipeline * virtual_pipeline" if interleaved else ""
         reason = (
-            f"expected a divisor of {layers}{also}, the number of layers of the model, or "
+            f"expected a divisor of {layers}{also}, the number of layers of {_named(model)}, or "
             "actor.parallel.layers: how many each part has"
         )
         yield Violation(path, _setting(config, path), reason)
 
 
-def experts_split_over_ranks(config: RunConfig) -> Iterator[Violation]:
+def experts_split_over_ranks(config: RunConfig, model: str) -> Iterator[Violation]:
     parallel = config.actor.parallel
     expert_tensor = parallel.expert_tensor or parallel.tensor
-    experts = next(filter(None, (_model_number(config, name) for name in EXPERT_COUNTS)), None)
-    known = _model_config(config) is not None
+    experts = next(filter(None, (_model_number(config, name, model) for name in EXPERT_COUNTS)), None)
+    known = _model_config(config, model) is not None
+    if model != POLICY and experts is None:
+        return
     if known and experts is None:
         for name in ("expert", "expert_tensor"):
             if (found := getattr(parallel, name)) not in (None, 1):
@@ -239,9 +260,9 @@ def experts_split_over_ranks(config: RunConfig) -> Iterator[Violation]:
         )
         yield Violation("actor.parallel.expert", parallel.expert, reason)
     if experts and experts % parallel.expert:
-        reason = f"expected a divisor of {experts}, the number of experts of the model"
+        reason = f"expected a divisor of {experts}, the number of experts of {_named(model)}"
         yield Violation("actor.parallel.expert", parallel.expert, reason)
-    width = _model_number(config, "moe_intermediate_size")
+    width = _model_number(config, "moe_intermediate_size", model)
     if width and width % expert_tensor:
         reason = f"expected a divisor of {width}, the width of an expert"
         yield Violation("actor.parallel.expert_tensor", expert_tensor, reason)
@@ -313,6 +334,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(objective_rules.sequence_ratio_keeps_its_tokens, ("actor.objective", "actor.correction.token")),
     Rule(objective_rules.overlong_has_a_slope, ("actor.overlong",)),
+    Rule(objective_rules.critic_is_of_use, ("actor.advantage", "critic")),
+    Rule(objective_rules.penalty_reaches_the_advantage, ("actor.kl", "actor.teacher")),
     Rule(
         offpolicyness_is_usual,
         ("rollout.max_head_offpolicyness", "rollout.allow_extreme_offpolicyness"),
@@ -336,13 +359,25 @@ RULES: tuple[Rule, ...] = (
     Rule(run_folder_can_be_made, ("run.name", "run.root")),
     *(Rule(partial(prompts_have_a_known_format, path=path), (path,)) for path in PROMPTS),
     *(Rule(partial(prompts_exist, path=path), ("prepare", path)) for path in PROMPTS),
-    Rule(model_exists, ("prepare", "model.path")),
+    *(Rule(partial(model_exists, path=path), ("prepare", "model.path", path)) for path in MODELS),
     *(Rule(partial(plugin_can_be_found, path=path), (path,)) for path in PLUGINS),
-    Rule(model_config_is_readable, ("model.path",)),
+    *(Rule(partial(model_config_is_readable, path=path), (path,)) for path in MODELS),
+    *(Rule(partial(vocabulary_is_the_policys, path=path), ("model.path", path)) for path in OTHER_MODELS),
     *(Rule(partial(response_fits_the_model, path=path), ("model.path", path)) for path in RESPONSE_LENGTHS),
-    *(Rule(partial(heads_split_over_ranks, path=path), ("model.path", path)) for path in TENSOR_RANKS),
-    Rule(layers_split_over_stages, ("model.path", "actor.parallel")),
-    Rule(experts_split_over_ranks, ("model.path", "actor.parallel")),
+    *(
+        Rule(partial(heads_split_over_ranks, path=path, model=POLICY), ("model.path", path))
+        for path in TENSOR_RANKS
+    ),
+    *(
+        Rule(
+            partial(heads_split_over_ranks, path="actor.parallel.tensor", model=model),
+            (model, "actor.parallel.tensor"),
+        )
+        for model in OTHER_MODELS
+    ),
+    Rule(stages_can_interleave, ("actor.parallel",)),
+    *(Rule(partial(layers_split_over_stages, model=model), (model, "actor.parallel")) for model in MODELS),
+    *(Rule(partial(experts_split_over_ranks, model=model), (model, "actor.parallel")) for model in MODELS),
     Rule(shared_memory_is_on_one_node, ("weights.transport", "cluster.type")),
     Rule(lora_targets_exist, ("model.path", "actor.lora.targets")),
 )
@@ -356,7 +391,8 @@ def _setting(config: RunConfig, path: str) -> Any:
     """The value at a dotted path, or None where an optional section on the way is not given."""
     value: Any = config
     for name in path.split("."):
-        value = getattr(value, name)
+        # One kind of a section may have what another one does not.
+        value = getattr(value, name, None)
         if value is None:
             return None
     return value
@@ -369,14 +405,22 @@ def _is_importable(package: str) -> bool:
         return False
 
 
-def _model_config(config: RunConfig) -> dict[str, Any] | None:
+def _named(model: str) -> str:
+    return "the model" if model == POLICY else f"the model in {model}"
+
+
+def _model_config(config: RunConfig, model: str = POLICY) -> dict[str, Any] | None:
+    """Of the model at a setting; None where it is not given or cannot be read."""
+    folder = _setting(config, model)
+    if folder is None:
+        return None
     try:
-        found = json.loads((config.model.path / "config.json").read_text(encoding="utf-8"))
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
 
-def _model_number(config: RunConfig, key: str) -> int | None:
-    found = (_model_config(config) or {}).get(key)
+def _model_number(config: RunConfig, key: str, model: str = POLICY) -> int | None:
+    found = (_model_config(config, model) or {}).get(key)
     return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None

@@ -1,10 +1,13 @@
-"""The trainer's whole state, as a checkpoint that any parallel layout of the same model can load.
+"""The trainer's whole state, as a checkpoint that any parallel layout of the same models can load.
 
-Weights, float32 main parameters, Adam's moments and update count, and each rank's random states. The learning
+Of the policy, and of a critic: weights, float32 main parameters, Adam's moments and update count. Of an
+average of the policy: weights. And each rank's random states. The learning
 rate is a function of the training step, so the step is all of its state. Settings (weight decay, betas, the
 kind of optimizer) are the recipe's, not the checkpoint's.
 """
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +21,55 @@ from megatron.core.optimizer import MegatronOptimizer
 from backend.checkpoints import CheckpointError
 from backend.megatron import optimizer_state, random_state
 from backend.megatron.checkpoint_writer import BackgroundSave
+from backend.megatron.frozen import FrozenModel
 from backend.megatron.weights import ADAPTERS, content_of, differences, sharded_weights, take_over
 from bridge.geometry import Geometry
 from configs.schema import ActorConfig
 
+POLICY, CRITIC, AVERAGE = "", "critic.", "average."
+"""How the names of their weights begin in the files."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model that is being trained: this rank's parts and their optimizer."""
+
+    parts: Sequence[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        return [part.module for part in self.parts]
+
 
 class RankCheckpoints:
-    """Saves and loads one rank's share. ``begin``, ``finish`` and ``load`` are collective."""
+    """Saves and loads one rank's share. ``begin``, ``finish`` and ``load`` are collective.
+
+    trained: by the prefix of their names in the files, first the policy, which has none. ``average``: of it.
+    """
 
     def __init__(
         self,
-        parts: list[DistributedDataParallel],
-        optimizer: MegatronOptimizer,
+        trained: Mapping[str, Trained],
+        average: FrozenModel | None,
         actor: ActorConfig,
         geometry: Geometry,
         *,
         seed: int,
         finish_timeout_s: float,
     ) -> None:
-        self._parts = [part.module for part in parts]
-        self._optimizer = optimizer
+        self._trained = trained
+        self._average = average
         self._seed = seed
         self._finish_timeout_s = finish_timeout_s
         self._running: BackgroundSave | None = None
-        weight = next(parts[0].parameters())
+        weight = next(trained[POLICY].parts[0].parameters())
         lora = actor.lora and actor.lora.model_dump()
-        self._content = content_of(geometry, weight.dtype) | {ADAPTERS: lora}
+        self._content = content_of(geometry, weight.dtype) | {
+            ADAPTERS: lora,
+            "critic": CRITIC in trained,
+            "actor.kl.reference.type": "average" if average else "checkpoint",
+        }
         self._layout = actor.parallel.model_dump() | {"device": weight.device.type}
 
     # ---- saving
@@ -58,7 +84,9 @@ class RankCheckpoints:
             "about": {
                 "step": step,
                 "version": version,
-                "updates": optimizer_state.updates(self._optimizer),
+                "updates": {
+                    prefix: optimizer_state.updates(one.optimizer) for prefix, one in self._trained.items()
+                },
                 "content": self._content,
                 "layout": self._layout,
             },
@@ -92,9 +120,12 @@ class RankCheckpoints:
         if same_layout:
             state["random"] = self._random_states(None)
         loaded = dist_checkpointing.load(state, str(folder))
-        take_over(self._parts, loaded["model"])
-        # The tensors of the optimizer's state were views: they are loaded.
-        optimizer_state.set_updates(self._optimizer, about["updates"])
+        for prefix, one in self._trained.items():
+            take_over(one.modules, loaded[f"{prefix}model"], prefix)
+            # The tensors of the optimizer's state were views: they are loaded.
+            optimizer_state.set_updates(one.optimizer, about["updates"][prefix])
+        if self._average is not None:
+            self._average.take_over(loaded[AVERAGE], AVERAGE)
         if same_layout:
             random_state.restore(loaded["random"])
         else:
@@ -111,9 +142,15 @@ class RankCheckpoints:
     @torch.no_grad()
     def _state(self) -> dict[str, Any]:
         """The tensors of this rank and their places in the whole model's."""
-        optimizer_state.allocate(self._optimizer)
-        model = sharded_weights(self._parts)
-        return {"model": model, "optimizer": optimizer_state.sharded_state(self._optimizer, model)}
+        found: dict[str, Any] = {}
+        for prefix, one in self._trained.items():
+            optimizer_state.allocate(one.optimizer)
+            model = sharded_weights(one.modules, prefix)
+            found[f"{prefix}model"] = model
+            found[f"{prefix}optimizer"] = optimizer_state.sharded_state(one.optimizer, model)
+        if self._average is not None:
+            found[AVERAGE] = self._average.sharded_weights(AVERAGE)
+        return found
 
     def _random_states(self, states: dict[str, Any] | None) -> ShardedObject:
         return ShardedObject("random", states, (dist.get_world_size(),), (dist.get_rank(),))

@@ -1,4 +1,4 @@
-"""The end of the model: from the decoder's hidden states to log-probs, without logits in between.
+"""The end of the model: from hidden states to log-probs, without logits in between; or to values.
 
 Megatron's GPTModel ends in its output layer. Here that layer passes hidden states on, the loss picks the
 tokens that it is about, and only those are multiplied with the LM head.
@@ -7,6 +7,7 @@ tokens that it is about, and only those are multiplied with the LM head.
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from backend.megatron.local_layers import copied_to_ranks
@@ -26,6 +27,20 @@ def pass_on_hidden_states(parts: list[GPTModel]) -> None:
     for part in parts:
         if part.post_process:
             part.output_layer.__class__ = _PassOn
+
+
+class ValueHead(torch.nn.Module):
+    """One value per token, float32 [T, 1, 1], whole on every tensor-parallel rank. At first all are 0."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self._gathers = config.sequence_parallel
+
+    def forward(self, hidden_T1H: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
+        if self._gathers:  # then every rank has all tokens, and the same gradient
+            hidden_T1H = gather_from_sequence_parallel_region(hidden_T1H, tensor_parallel_output_grad=False)
+        return torch.nn.functional.linear(hidden_T1H.float(), self.weight.float()), None
 
 
 def logprob_and_entropy(

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from backend.megatron import lora
 from backend.megatron.config import fields_of, layer_specs, transformer_config
+from backend.megatron.head import ValueHead
 from backend.megatron.local_layers import DownProjection, RMSNorm
 from bridge.families import ModelSpec
-from bridge.geometry import Geometry
 from bridge.layout import Layout
 from bridge.load import load_hf
 from configs.schema import ActorConfig
@@ -61,7 +61,7 @@ def empty_model(
     stage = parallel_state.get_pipeline_model_parallel_rank()
     specs = layer_specs(geometry)
     parts = [
-        _build_part(geometry, config, part_specs, stage, chunk, layout).to(device=device, dtype=dtype)
+        _build_part(spec, config, part_specs, stage, chunk, layout).to(device=device, dtype=dtype)
         for chunk, part_specs in enumerate(_specs_of_stage(specs, layout, stage))
     ]
     for module in (module for part in parts for module in part.modules()):
@@ -79,13 +79,14 @@ def _specs_of_stage(specs: list[ModuleSpec], layout: Layout, stage: int) -> list
 
 
 def _build_part(
-    geometry: Geometry,
+    spec: ModelSpec,
     config: TransformerConfig,
     specs: list[ModuleSpec],
     stage: int,
     chunk: int,
     layout: Layout,
 ) -> GPTModel:
+    geometry = spec.geometry
     part = GPTModel(
         config,
         TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm),
@@ -100,6 +101,8 @@ def _build_part(
         rotary_base=geometry.rope.theta,
         vp_stage=chunk if layout.chunks > 1 else None,
     )
+    if spec.gives_values and part.post_process:
+        part.output_layer = ValueHead(config)
     for module in list(part.modules()):
         if type(module) is RotaryEmbedding:
             frequencies = geometry.rope.frequencies(geometry.rotated_dim)
@@ -176,6 +179,17 @@ def build_optimizer(
         part.config.grad_scale_func = made.scale_loss
         part.config.finalize_model_grads_func = finalize_model_grads
     return made
+
+
+def zero_gradients(parts: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    for part in parts:
+        part.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
+def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_mult", 1.0)
 
 
 def learning_rate(actor: ActorConfig, step: int) -> float:

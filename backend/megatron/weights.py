@@ -44,22 +44,25 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
 
 
 @torch.no_grad()
-def sharded_weights(parts: Sequence[GPTModel]) -> dict[str, Any]:
-    """This rank's weights and their places in the whole model's. The keys begin with the part's number."""
+def sharded_weights(parts: Sequence[GPTModel], prefix: str = "") -> dict[str, Any]:
+    """This rank's weights and their places in the whole model's. The keys begin with the part's number.
+
+    ``prefix``: of their names in the files, where a checkpoint holds more than one model.
+    """
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return {
         f"{number}.{name}": value
         for number, part in enumerate(parts)
-        for name, value in part.sharded_state_dict(metadata={"dp_cp_group": replicas}).items()
+        for name, value in part.sharded_state_dict(prefix, metadata={"dp_cp_group": replicas}).items()
     }
 
 
-def take_over(parts: Sequence[GPTModel], loaded: Mapping[str, Any]) -> None:
+def take_over(parts: Sequence[GPTModel], loaded: Mapping[str, Any], prefix: str = "") -> None:
     """Give the parts what was loaded as their ``sharded_weights``."""
     for number, part in enumerate(parts):
-        prefix = f"{number}."
-        own = {name: value for name, value in loaded.items() if name.startswith(prefix)}
-        part.load_state_dict({name.removeprefix(prefix): value for name, value in own.items()})
+        first = f"{number}.{prefix}"
+        own = {name: value for name, value in loaded.items() if name.startswith(first)}
+        part.load_state_dict({name.removeprefix(first): value for name, value in own.items()})
 
 
 def wanted_tensors(weights: Mapping[str, Any]) -> dict[str, ShardedTensor]:

@@ -164,6 +164,12 @@ TAGS: dict[str, Tag] = {
         "Effective sample size of the behaviour weights w over N tokens: (sum w)^2 / (N sum w^2); at most 1.",
     ),
     "train/entropy": Tag("nats", "Token mean of the entropy of the current policy."),
+    "train/reference_kl": Tag(
+        "nats", "Estimated KL divergence of the policy from the reference model, token mean; with `actor.kl`."
+    ),
+    "train/teacher_gap": Tag(
+        "nats", "Token mean of log pi_teacher - log pi; nearer 0: nearer the teacher. With `actor.teacher`."
+    ),
     "train/tokens": Tag("tokens", "Tokens that carried loss in this step."),
     "train/skipped_updates": Tag(
         "updates", "Optimizer updates of this step that were left out because a gradient was not finite."
@@ -171,6 +177,20 @@ TAGS: dict[str, Tag] = {
     "train/zero_advantage_fraction": Tag(
         "fraction", "Share of trained tokens with advantage 0: from groups whose rewards are all equal."
     ),
+    # critic
+    "critic/loss": Tag(
+        "1", "Half the squared distance of value and return, token mean, with the value clip."
+    ),
+    "critic/explained_variance": Tag(
+        "fraction",
+        "Share of the returns' variance that the values of the step's beginning foresee; 1: all, below 0: "
+        "worse than their mean.",
+    ),
+    "critic/value_mean": Tag("reward", "Token mean of the values that the step began with."),
+    "critic/return_mean": Tag("reward", "Token mean of what the values should have been."),
+    "critic/clip_fraction": Tag("fraction", "Share of tokens whose loss is that of the clipped value."),
+    "critic/grad_norm": Tag("1", "Global gradient norm of the critic before clipping."),
+    "critic/lr": Tag("1", "Learning rate of the critic in this step."),
     # packing
     "packing/fill": Tag(
         "fraction", "Tokens / (micro-batches * `actor.microbatch_tokens`), over all data-parallel ranks."

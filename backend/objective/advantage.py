@@ -1,7 +1,7 @@
 """Advantages: of trajectories from their rewards, of tokens from values, turns or a teacher.
 
-Legend: N trajectories of a batch, T tokens of one trajectory, K its turns. ``group_N`` (int) tells which
-trajectories answer the same prompt.
+Legend: N trajectories of a batch, T tokens of one trajectory, K its turns, M tokens of several. ``group_N``
+(int) tells which trajectories answer the same prompt.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,20 +71,30 @@ def overlong_penalty(length_N: Tensor, *, start: int, end: int, penalty: float) 
 
 
 def generalized(
-    reward_T: Tensor, value_T: Tensor, *, discount: float, decay: float, after: float = 0.0
+    reward_M: Tensor, value_M: Tensor, owner_M: Tensor, *, discount: float, decay: float
 ) -> Tensor:
-    """GAE (arXiv:1506.02438, eq. 16): A_t = sum over l of (discount decay)^l delta_{t+l}, [T], with
-    delta_t = r_t + discount V_{t+1} - V_t. ``after``: the value behind the last token, 0 at an episode's end.
+    """GAE (arXiv:1506.02438, eq. 16): A_t = sum over l of (discount decay)^l delta_{t+l}, [M], with
+    delta_t = r_t + discount V_{t+1} - V_t, and V = 0 behind the last token of a sequence.
 
-    A critic is trained on A + V.
+    Several sequences lie one behind the other; ``owner_M`` (int, ascending) tells whose a token is. A critic
+    is trained on A + V.
     """
-    next_T = torch.cat([value_T[1:], value_T.new_tensor([after])]) if len(value_T) else value_T
-    delta_T = reward_T + discount * next_T - value_T
-    found, ahead = torch.empty_like(delta_T), delta_T.new_zeros(())
-    for t in reversed(range(len(delta_T))):
-        ahead = delta_T[t] + discount * decay * ahead
-        found[t] = ahead
-    return found
+    delta_M = reward_M + discount * _ahead(value_M, owner_M, 1) - value_M
+    # Each turn doubles how many terms of the sum there are, for all tokens at once.
+    found_M, terms = delta_M, 1
+    longest = int(owner_M.bincount().max()) if len(owner_M) else 0
+    while terms < longest:
+        found_M = found_M + (discount * decay) ** terms * _ahead(found_M, owner_M, terms)
+        terms *= 2
+    return found_M
+
+
+def _ahead(value_M: Tensor, owner_M: Tensor, distance: int) -> Tensor:
+    """The value ``distance`` tokens later in the same sequence, 0 where there is none."""
+    found_M = torch.zeros_like(value_M)
+    same_M = owner_M[distance:] == owner_M[:-distance]
+    found_M[:-distance] = torch.where(same_M, value_M[distance:], 0)
+    return found_M
 
 
 def per_turn(reward_K: Tensor, turn_T: Tensor, *, discount: float = 1.0) -> Tensor:

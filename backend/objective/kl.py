@@ -24,14 +24,18 @@ def estimate(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator) -> 
 
 
 def in_loss(
-    logp_T: Tensor, reference_logp_T: Tensor, behaviour_logp_T: Tensor, estimator: Literal["k1", "k3"]
+    logp_T: Tensor, reference_logp_T: Tensor, behaviour_logp_T: Tensor, estimator: Estimator
 ) -> Tensor:
-    """pi / mu times the estimate, with the gradient of both [T] (DeepSeek-V3.2; slime's importance ratio).
+    """pi / mu times the estimate [T] (DeepSeek-V3.2; slime's importance ratio).
 
-    The mean over tokens of mu is KL(pi || ref), and so is its gradient. Without the ratio the gradient of k1
-    is 0 in the mean and that of k3 is of another divergence (arXiv:2506.09477).
+    The mean of its gradient over tokens of mu is that of KL(pi || ref), and but for k2 so is its value. For k1
+    and k3 that takes the gradient of the ratio: without it the one's is 0 in the mean, the other's that of
+    another divergence (arXiv:2506.09477). That of k2 is right, so there the ratio is but a weight.
     """
-    return ratio_of(logp_T, behaviour_logp_T) * estimate(logp_T, reference_logp_T, estimator)
+    ratio_T = ratio_of(logp_T, behaviour_logp_T)
+    if estimator == "k2":
+        ratio_T = ratio_T.detach()
+    return ratio_T * estimate(logp_T, reference_logp_T, estimator)
 
 
 def in_reward(

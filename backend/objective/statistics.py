@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from backend.objective import kl
 from backend.objective.losses import Tokens
 from backend.objective.policy_loss import PolicyLoss
 
@@ -19,6 +20,8 @@ def token_statistics(
     tokens: Tokens,
     share_M: Tensor,
     entropy_M: Tensor,
+    reference_M: Tensor | None,
+    teacher_M: Tensor | None,
     recomputed: bool,
     weight_cap: float | None,
 ) -> dict[str, Tensor]:
@@ -26,7 +29,8 @@ def token_statistics(
 
     The weight of a token is proximal / behaviour, or current / behaviour where there is no proximal policy.
     Mismatch is measured on tokens of lag 0, where trainer and engine hold the same weights; staleness on the
-    others. Both need recomputed log-probs. ``weight_cap``: None where no weight is capped.
+    others. Both need recomputed log-probs. The divergence from the reference is estimated by k3.
+    ``weight_cap``: None where no weight is capped.
     """
     ratio_M = loss.ratio_T.double()
     upper_M = tokens.logp_M.detach() if tokens.proximal_logp_M is None else tokens.proximal_logp_M
@@ -43,6 +47,11 @@ def token_statistics(
         "weight_squared": weight_M**2,
     }
     found |= {f"masked/{reason}": dropped_M.float() for reason, dropped_M in loss.masked.items()}
+    policy_M = tokens.logp_M.detach()
+    if reference_M is not None:
+        found["reference_kl"] = kl.estimate(policy_M, reference_M, "k3")
+    if teacher_M is not None:
+        found["teacher_gap"] = teacher_M - policy_M
     maxima = {"max/ratio": ratio_M}
     if weight_cap is not None:
         found["capped"] = (weight_M > weight_cap).float()
@@ -111,12 +120,14 @@ class StepStatistics:
             "train/ratio_max": total["max/ratio"],
             "train/behaviour_weight_mean": total["weight"] / tokens,
             "train/ess": total["weight"] ** 2 / max(total["weight_squared"] * tokens, 1e-300),
-            "train/tokens": total["tokens"],
             "train/skipped_updates": float(self._failed_updates),
         }
         for name, dropped in total.items():
             if name.startswith("masked/"):
                 metrics[f"train/masked_{name.removeprefix('masked/')}_fraction"] = dropped / tokens
+        for name in ("reference_kl", "teacher_gap"):
+            if name in total:
+                metrics[f"train/{name}"] = total[name] / tokens
         if "capped" in total:
             metrics["train/behaviour_weight_capped_fraction"] = total["capped"] / tokens
         if total.get("fresh"):

@@ -3,14 +3,14 @@
 Adding a family is one file and one line here (docs/adding_a_model.md).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from bridge.families import deepseek_v3, glm4_moe, llama, mistral, qwen2, qwen3, qwen3_moe
 from bridge.geometry import Geometry
 from bridge.hf_config import UnsupportedModel, read_config
-from bridge.mapping import Mappings
+from bridge.mapping import Mapping, Mappings, Whole
 
 
 class Family(Protocol):
@@ -39,6 +39,8 @@ class ModelSpec:
     hf: dict[str, Any]
     geometry: Geometry
     mappings: Mappings
+    gives_values: bool = False
+    """One value per token in the place of logits."""
 
 
 def model_spec(model_path: Path) -> ModelSpec:
@@ -53,3 +55,12 @@ def spec_of(hf: dict[str, Any], path: Path) -> ModelSpec:
         raise UnsupportedModel(f"model_type {kind!r} is not mapped; supported: {', '.join(sorted(FAMILIES))}")
     geometry = FAMILIES[kind].geometry(hf)
     return ModelSpec(path, hf, geometry, FAMILIES[kind].mappings(geometry))
+
+
+def value_spec(spec: ModelSpec) -> ModelSpec:
+    """The same decoder under a head with one value per token: HF's sequence classification with one label."""
+    geometry = replace(spec.geometry, tied_embeddings=False)
+    final_norm = spec.mappings.head[0]
+    value = Mapping("output_layer.weight", ("score.weight",), Whole((1, geometry.hidden)), optional=True)
+    mappings = replace(spec.mappings, head=(final_norm, value))
+    return ModelSpec(spec.path, spec.hf, geometry, mappings, gives_values=True)

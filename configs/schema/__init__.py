@@ -1,8 +1,10 @@
 """The typed recipe, one short file per section."""
 
-from configs.schema.actor import ActorConfig, LoraConfig, OptimizerConfig, ParallelConfig
+from configs.schema.actor import ActorConfig, LoraConfig, ParallelConfig
 from configs.schema.checkpoint import CheckpointConfig
+from configs.schema.models import AverageReference, CheckpointReference, CriticConfig, KLConfig, TeacherConfig
 from configs.schema.objective import CorrectionConfig, Objective
+from configs.schema.optimizer import OptimizerConfig
 from configs.schema.plugin import PluginConfig
 from configs.schema.rollout import EngineConfig, RolloutConfig, SamplingConfig
 from configs.schema.run import (
@@ -27,14 +29,18 @@ from configs.schema.weights import (
 
 __all__ = [
     "ActorConfig",
+    "AverageReference",
     "CheckpointConfig",
+    "CheckpointReference",
     "CorrectionConfig",
+    "CriticConfig",
     "DataConfig",
     "DeltaTransport",
     "DiskTransport",
     "DistributedTransport",
     "EngineConfig",
     "EvalConfig",
+    "KLConfig",
     "LocalCluster",
     "LoraConfig",
     "ModelConfig",
@@ -47,6 +53,7 @@ __all__ = [
     "SamplingConfig",
     "SimulateConfig",
     "SlurmCluster",
+    "TeacherConfig",
     "TensorTransport",
     "Transport",
     "Verify",

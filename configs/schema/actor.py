@@ -5,7 +5,9 @@ from typing import Any, Literal
 from pydantic import AliasChoices, Field
 
 from configs.schema.base import Section
+from configs.schema.models import KLConfig, TeacherConfig
 from configs.schema.objective import CorrectionConfig, Objective, OverlongConfig, PPOObjective
+from configs.schema.optimizer import OptimizerConfig
 
 LinearLayer = Literal[
     "linear_qkv",
@@ -52,21 +54,6 @@ class ParallelConfig(Section):
         return self.tensor * self.pipeline * self.data
 
 
-class OptimizerConfig(Section):
-    """Adam as Megatron's optimizer runs it, with a linear warm-up to a constant learning rate."""
-
-    lr: float = Field(1e-6, gt=0, description="Learning rate after warm-up.")
-    warmup_steps: int = Field(0, ge=0, description="Training steps of linear warm-up.")
-    weight_decay: float = Field(0.0, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    clip_grad: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 switches clipping off.")
-    distributed: bool = Field(
-        False, description="Shard the optimizer state over data-parallel ranks (DistributedOptimizer)."
-    )
-
-
 class LoraConfig(Section):
     """Train low-rank adapters of linear layers, W + alpha / rank * B A, and leave the model itself as it is.
 
@@ -102,17 +89,22 @@ class ActorConfig(Section):
         description="Estimate the proximal log-probs of the decoupled loss instead, between behaviour and "
         "current ones according to lag (A-3PO): no forward pass.",
     )
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"] = Field(
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = Field(
         "grpo",
         description="From rewards to advantages. grpo: (reward - mean) / standard deviation within a group; "
         "dr_grpo: not divided; rloo: reward - mean of the others in the group; reinforce_pp: whitened "
-        "over the tokens of the batch, with _baseline after subtracting the mean of the group.",
+        "over the tokens of the batch, with _baseline after subtracting the mean of the group; gae: of each "
+        "token from the `critic`'s values, whitened.",
     )
     averaging: Literal["token", "sequence", "prompt"] = Field(
         "token",
         description="What has equal weight in the loss of a minibatch: tokens, trajectories or prompts.",
     )
     overlong: OverlongConfig | None = Field(None, description="Penalty for long answers; null: none.")
+    kl: KLConfig | None = Field(
+        None, description="Keeps the policy near a reference model; null: no such model."
+    )
+    teacher: TeacherConfig | None = Field(None, description="Distillation; null: no such model.")
     entropy_bonus: float = Field(
         0.0, ge=0, description="Coefficient of the policy's entropy, which is subtracted from the loss."
     )

@@ -8,6 +8,7 @@ from pydantic import Field
 from configs.schema.actor import ActorConfig
 from configs.schema.base import Section
 from configs.schema.checkpoint import CheckpointConfig
+from configs.schema.models import CriticConfig
 from configs.schema.plugin import Plugin
 from configs.schema.rollout import RolloutConfig
 from configs.schema.simulate import SimulateConfig
@@ -76,6 +77,7 @@ class RunConfig(Section):
     data: DataConfig
     eval: EvalConfig | None = None
     actor: ActorConfig = ActorConfig()
+    critic: CriticConfig | None = Field(None, description="Of `actor.advantage: gae`; null: no such model.")
     rollout: RolloutConfig
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

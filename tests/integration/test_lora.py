@@ -122,7 +122,7 @@ def held(trainer: Any) -> Held:
     layout = Layout.of(config.actor.parallel)
     for entry, shard in entries_of(trainer._spec, layout, torch.distributed.get_rank()):
         if is_adapted(entry, config.actor.lora.targets):
-            part = trainer._parts[entry.chunk].module
+            part = trainer._policy.parts[entry.chunk].module
             module = part.get_submodule(entry.parameter.removesuffix(".weight"))
             for (names, split), own in zip(factors(entry), (module.lora_a, module.lora_b), strict=True):
                 found.append((names, split, shard, own))
@@ -152,7 +152,7 @@ def whole(by_rank: list[list]) -> dict[str, np.ndarray]:
 def frozen(trainer: Any) -> dict[str, Tensor]:
     return {
         f"{chunk}.{name}": parameter.detach().clone()
-        for chunk, part in enumerate(trainer._parts)
+        for chunk, part in enumerate(trainer._policy.parts)
         for name, parameter in part.module.named_parameters()
         if not name.endswith(("lora_a", "lora_b"))
     }
@@ -160,7 +160,7 @@ def frozen(trainer: Any) -> dict[str, Tensor]:
 
 def logprobs(trainer: Any, batch: TrainBatch) -> dict[tuple, np.ndarray]:
     [microbatches], _ = trainer._assemble(batch)
-    values = trainer._log_probs(microbatches, TEMPERATURE)
+    values = trainer._policy.log_probs(microbatches, TEMPERATURE)
     return {
         tuple(micro.target_M): logp.numpy()
         for micro, logp in zip(microbatches, values, strict=True)
@@ -198,13 +198,13 @@ def lives(rank: RankSpec, work: list[tuple[int, RunConfig, Path]], batch: TrainB
             life["trainable"] = sum(factor.numel() for *_, factor in own)
             life["buffered"] = sum(
                 parameter.numel()
-                for part in trainer._parts
+                for part in trainer._policy.parts
                 for buffer in part.buffers + part.expert_parallel_buffers
                 for parameter in buffer.params
             )
             life["gradients of the base"] = [
                 name
-                for part in trainer._parts
+                for part in trainer._policy.parts
                 for name, parameter in part.module.named_parameters()
                 if (hasattr(parameter, "main_grad") or parameter.grad is not None)
                 and not name.endswith(("lora_a", "lora_b"))

@@ -81,7 +81,7 @@ def logprobs_and_gradients(rank: RankSpec, config: RunConfig, batch: TrainBatch)
 
     trainer = TrainerRank(config, rank)
     [microbatches], _ = trainer._assemble(batch)
-    values = trainer._log_probs(microbatches, config.rollout.sampling.temperature)
+    values = trainer._policy.log_probs(microbatches, config.rollout.sampling.temperature)
     logps = {
         tuple(micro.target_M): logp.cpu().numpy()
         for micro, logp in zip(microbatches, values, strict=True)

@@ -26,6 +26,10 @@ from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 
 ADAPTERS = {"rank": 3, "alpha": 12.0}
+OTHERS = {
+    "advantage": "gae",
+    "kl": {"coefficient": 0.1, "reference": {"type": "average", "decay": 0.5}},
+}
 VOCAB = 101
 """Odd: the embedding has another padding at every tensor-parallel size."""
 
@@ -37,26 +41,33 @@ class Case:
     distributed: bool = False
     model: str = "tied"
     lora: bool = False
+    others: bool = False
+    """With a critic and a moving average."""
 
     @property
     def ranks(self) -> int:
         return ParallelConfig.model_validate(self.parallel).world_size
 
     def config(self, models: Path) -> RunConfig:
-        return config_for(
+        optimizer = {
+            "lr": 1e-3,
+            "warmup_steps": 10,
+            "weight_decay": 0.1,
+            "clip_grad": 0.0,
+            "distributed": self.distributed,
+        }
+        config = config_for(
             models / self.model,
             self.parallel,
             dtype=self.dtype,
             minibatches=2,
             lora=ADAPTERS if self.lora else None,
-            optimizer={
-                "lr": 1e-3,
-                "warmup_steps": 10,
-                "weight_decay": 0.1,
-                "clip_grad": 0.0,
-                "distributed": self.distributed,
-            },
+            optimizer=optimizer,
+            **OTHERS if self.others else {},
         )
+        if not self.others:
+            return config
+        return RunConfig.model_validate(config.model_dump() | {"critic": {"optimizer": optimizer}})
 
 
 CASES = {
@@ -74,6 +85,8 @@ CASES = {
     "tensor 2 adapters": Case({"tensor": 2}, lora=True),
     "tensor 2 adapters bfloat16": Case({"tensor": 2}, dtype="bfloat16", distributed=True, lora=True),
     "expert 2 adapters": Case({"data": 2, "expert": 2}, model="mixture", lora=True),
+    "data 2 distributed, other models": Case({"data": 2}, distributed=True, others=True),
+    "pipeline 2 bfloat16, other models": Case({"pipeline": 2}, dtype="bfloat16", others=True),
 }
 RESHARDED = {
     "tensor 2 -> pipeline 2": ("tensor 2", Case({"pipeline": 2})),
@@ -97,6 +110,10 @@ RESHARDED = {
         Case({"pipeline": 2}, distributed=True, lora=True),
     ),
     "expert 2 adapters -> one rank": ("expert 2 adapters", Case({}, model="mixture", lora=True)),
+    "data 2 distributed, other models -> tensor 2": (
+        "data 2 distributed, other models",
+        Case({"tensor": 2}, others=True),
+    ),
 }
 
 
@@ -267,7 +284,8 @@ def test_a_checkpoint_loads_in_another_layout(name: str, uninterrupted, resumed)
         np.testing.assert_allclose(after[parameter], value, rtol=1e-4, atol=2e-6, err_msg=parameter)
     [expected] = [rank.metrics for rank in uninterrupted[source] if rank.metrics]
     [found] = [rank.metrics for rank in resumed[name] if rank.metrics]
-    for metric in ("train/loss", "train/entropy", "train/lr", "train/grad_norm"):
+    others = ("critic/loss", "critic/value_mean", "train/reference_kl") if "critic/loss" in expected else ()
+    for metric in ("train/loss", "train/entropy", "train/lr", "train/grad_norm", *others):
         assert found[metric] == pytest.approx(expected[metric], rel=1e-3, abs=1e-5), metric
 
 

@@ -1,10 +1,14 @@
 """Every kind of objective runs through the real trainer; averages are those of mini-batches on all ranks."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
+from backend import trainer as trainer_module
+from backend.advantages import Targets, find_targets
 from backend.batching import TrainBatch
 from backend.monitor.tags import TAGS
 from configs.schema import ActorConfig, RunConfig
@@ -44,17 +48,19 @@ def trajectory(seed: int, response: int) -> Trajectory:
 TRAJECTORIES = tuple(trajectory(i, n) for i, n in enumerate(RESPONSES))
 
 
+def given(advantage, config, batch, microbatches, scores, group):
+    """In the place of ``find_targets``."""
+    return [Targets(torch.from_numpy(advantage[micro.trajectory_M]), None) for micro in microbatches]
+
+
 def one_step(trainer, config: RunConfig, actor: ActorConfig, trajectories, group, advantage=None):
     """Gradients and metrics of a step that is not taken."""
     trainer._config = config.model_copy(update={"actor": actor})
-    if advantage is not None:
-        trainer._advantages = lambda batch: (
-            advantage,
-            np.array([trajectory.response_length for trajectory in batch.trajectories]),
-        )
+    trainer_module.find_targets = find_targets if advantage is None else partial(given, advantage)
     trainer.version = 1
     result = trainer.train(TrainBatch(1, tuple(trajectories), group))
-    grads = {name: p.main_grad.clone().numpy() for name, p in trainer._parts[0].module.named_parameters()}
+    parameters = trainer._policy.parts[0].module.named_parameters()
+    grads = {name: p.main_grad.clone().numpy() for name, p in parameters}
     return grads, result and result.metrics
 
 

@@ -53,9 +53,8 @@ def batches(draw):
 @given(batches())
 def test_a_micro_batch_is_what_a_loop_over_its_tokens_gives(case):
     batch, indices, multiple = case
-    advantage = np.arange(10, 10 + len(batch.trajectories), dtype=np.float32)
     share = np.arange(1, 1 + len(batch.trajectories), dtype=np.float32) / 7
-    micro = assemble(batch, advantage, indices, multiple, share_N=share)
+    micro = assemble(batch, indices, multiple, share_N=share)
 
     tokens, positions, expected, ends = [], [], [], [0]
     for place, index in enumerate(indices):
@@ -63,7 +62,7 @@ def test_a_micro_batch_is_what_a_loop_over_its_tokens_gives(case):
         for t, token in enumerate(one.tokens_T):
             if one.loss_mask_T[t]:
                 lag = batch.version - one.versions_T[t]
-                about = (lag, advantage[index], place, share[index])
+                about = (lag, place, index, share[index])
                 expected.append((len(tokens) - 1, token, one.logprobs_T[t], *about))
             tokens.append(token)
             positions.append(t)
@@ -77,37 +76,37 @@ def test_a_micro_batch_is_what_a_loop_over_its_tokens_gives(case):
     assert micro.tokens_T.tolist() == tokens
     assert micro.position_T.tolist() == positions
     assert micro.cu_seqlens.tolist() == ends
-    fields = (micro.index_M, micro.target_M, micro.behaviour_logp_M, micro.lag_M, micro.advantage_M)
-    fields += (micro.owner_M, micro.share_M)
+    fields = (micro.index_M, micro.target_M, micro.behaviour_logp_M, micro.lag_M)
+    fields += (micro.owner_M, micro.trajectory_M, micro.share_M)
     assert list(zip(*(field.tolist() for field in fields), strict=True)) == [
         tuple(float(x) if isinstance(x, np.float32) else int(x) for x in row) for row in expected
     ]
     assert micro.longest == max(b - a for a, b in pairwise(ends))
     kinds = {name: getattr(micro, name).dtype for name in ("tokens_T", "index_M", "target_M", "cu_seqlens")}
     assert kinds == {"tokens_T": np.int64, "index_M": np.int64, "target_M": np.int64, "cu_seqlens": np.int32}
-    assert micro.behaviour_logp_M.dtype == micro.advantage_M.dtype == micro.share_M.dtype == np.float32
-    assert micro.owner_M.dtype == np.int64
+    assert micro.behaviour_logp_M.dtype == micro.share_M.dtype == np.float32
+    assert micro.owner_M.dtype == micro.trajectory_M.dtype == np.int64
     assert (micro.owner_M < micro.owners).all()
-    assert (assemble(batch, advantage, indices, multiple).share_M == 1).all()
+    assert (assemble(batch, indices, multiple).share_M == 1).all()
 
 
 def test_the_predicting_position_is_in_the_trajectory_of_its_target():
     batch = batch_of(trajectory(1, 3), trajectory(2, 2))
-    micro = assemble(batch, np.zeros(2, np.float32), [0, 1])
+    micro = assemble(batch, [0, 1])
     assert micro.index_M.tolist() == [0, 1, 2, 5, 6]
 
 
 def test_tool_output_inside_a_trajectory_carries_no_loss():
     one = trajectory(2, 6)
     one.loss_mask_T[4:6] = False
-    micro = assemble(batch_of(one), np.zeros(1, np.float32), [0])
+    micro = assemble(batch_of(one), [0])
     assert micro.index_M.tolist() == [1, 2, 5, 6]
 
 
 def test_a_trajectory_that_begins_with_loss_is_an_error_wherever_it_lies_in_the_pack():
     batch = batch_of(trajectory(2, 2), trajectory(0, 3))
     with pytest.raises(ValueError, match="at least one prompt token"):
-        assemble(batch, np.zeros(2, np.float32), [0, 1])
+        assemble(batch, [0, 1])
 
 
 # ---- staleness

@@ -37,7 +37,8 @@ def gradients(rank, config: RunConfig, budgets: list[int]):
         trainer.version = 0
         sizes = [len(micro.index_M) for micro in trainer._assemble(batch)[0][0]]
         result = trainer.train(batch)
-        grads = {name: p.main_grad.clone().numpy() for name, p in trainer._parts[0].module.named_parameters()}
+        parameters = trainer._policy.parts[0].module.named_parameters()
+        grads = {name: p.main_grad.clone().numpy() for name, p in parameters}
         found.append((sizes, grads, result and result.metrics))
     return found
 

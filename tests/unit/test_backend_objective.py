@@ -253,6 +253,8 @@ def statistics_of(x: dict[str, torch.Tensor], cap: float | None = 1.5, **actor) 
         tokens=tokens,
         share_M=x.get("share", torch.ones(n)),
         entropy_M=x["entropy"],
+        reference_M=None,
+        teacher_M=None,
         recomputed=config.recompute_logprobs,
         weight_cap=cap,
     )
@@ -277,7 +279,6 @@ def expected_metrics(parts: list[dict[str, torch.Tensor]], cap: float = 1.5) -> 
         "train/entropy": x["entropy"].mean(),
         "train/zero_advantage_fraction": (x["advantage"] == 0).mean(),
         "train/ratio_max": ratio.max(),
-        "train/tokens": len(ratio),
         "train/behaviour_weight_mean": weight.mean(),
         "train/behaviour_weight_capped_fraction": (weight > cap).mean(),
         "train/ess": weight.sum() ** 2 / (len(weight) * (weight**2).sum()),
@@ -385,5 +386,5 @@ def test_a_micro_batch_without_tokens_changes_no_metric():
     whole, empty = measured(1), statistics_of({k: v[:0] for k, v in measured_inputs(2).items()})
     assert metrics_of(whole, empty) == metrics_of(whole) == metrics_of(empty, whole)
     nothing = metrics_of(empty)
-    assert nothing["train/tokens"] == 0
+    assert nothing["train/loss"] == 0
     assert all(math.isfinite(value) for value in nothing.values())

@@ -92,7 +92,7 @@ def test_five_mistakes_are_all_named(recipe):
         "actor.megatron.recompute_granularityy",
         "rollout.engine.args.max_running_request",
     }
-    assert "did you mean actor.optimizer.lr?" in found["rollout.lr"].reason
+    assert "did you mean actor.optimizer.lr or critic.optimizer.lr?" in found["rollout.lr"].reason
     assert found["actor.minibatches"].value == "four"
     assert found["actor.minibatches"].reason == "expected a whole number of at least 1"
     for way_out in ("actor.recompute_logprobs to true", "actor.use_decoupled_loss to false"):
@@ -118,7 +118,7 @@ def test_the_report_counts_and_lists_every_violation(recipe):
         ("rollout.n_sample_per_prompt", "did you mean rollout.n_samples_per_prompt?"),
         ("rollout.max-concurrent", "did you mean rollout.max_concurrent?"),
         ("rollout.temperature", "did you mean rollout.sampling.temperature?"),
-        ("optimizer", "did you mean actor.optimizer?"),
+        ("optimizer", "did you mean actor.optimizer or critic.optimizer?"),
         ("rollout.engine.mem_fraction_static", "did you mean rollout.engine.args.mem_fraction_static?"),
         ("actor.recompute_granularity", "did you mean actor.megatron.recompute_granularity?"),
         ("model.frobnicate", "the keys here are path (required), dtype"),
@@ -144,8 +144,8 @@ def test_an_unknown_key_comes_with_the_nearest_valid_one(recipe, key, hint):
         ("actor.use_decoupled_loss", 1, "expected true or false"),
         (
             "actor.advantage",
-            "gae",
-            "expected 'grpo', 'dr_grpo', 'rloo', 'reinforce_pp' or 'reinforce_pp_baseline'",
+            "ppo",
+            "expected 'grpo', 'dr_grpo', 'rloo', 'reinforce_pp', 'reinforce_pp_baseline' or 'gae'",
         ),
         ("actor.megatron", [1], "expected a mapping"),
         ("actor.parallel.layers", 3, "expected a list of whole numbers or null"),
@@ -226,6 +226,8 @@ PLUGIN_ARGS = {
 
 
 TYPE_THAT_HAS = {
+    "actor.kl.reference.decay": "average",
+    "actor.kl.reference.": "checkpoint",
     "actor.correction.sequence.max": "kl",
     "actor.correction.sequence.": "product",
     "actor.correction.token.cap": "cap",
@@ -255,6 +257,7 @@ TYPE_THAT_HAS = {
 BESIDES = {
     "eval": {"path": "heldout.jsonl"},
     "actor.lora": {"rank": 8, "alpha": 16},
+    "actor.teacher": {"path": "nowhere"},
     "actor.overlong": {"start": 10, "end": 20},
 }
 """What optional sections cannot do without."""

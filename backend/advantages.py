@@ -1,0 +1,177 @@
+"""From rewards, and from what models say about tokens, to the advantage of each token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from backend.batching import MicroBatch, TrainBatch
+from backend.objective import kl
+from backend.objective.advantage import (
+    ADVANTAGES,
+    generalized,
+    overlong_penalty,
+    teacher_gap,
+    weighted_sum,
+)
+from configs.schema import RunConfig, TeacherConfig
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What models say about the M tokens of a micro-batch that carry loss; None: they were not asked.
+
+    float32 [M] each.
+    """
+
+    proximal_M: Tensor | None
+    """Log-probs under the policy that the step starts from."""
+    reference_M: Tensor | None
+    teacher_M: Tensor | None
+    value_M: Tensor | None
+
+
+@dataclass(frozen=True)
+class Targets:
+    advantage_M: Tensor
+    return_M: Tensor | None
+    """What the critic is to say; None without one."""
+
+
+def rewards(config: RunConfig, batch: TrainBatch) -> Tensor:
+    """Of each trajectory, less a penalty for its length; float64 [N]."""
+    reward_N = torch.tensor([trajectory.reward for trajectory in batch.trajectories], dtype=torch.float64)
+    overlong = config.actor.overlong
+    if overlong is not None:
+        length_N = torch.tensor([trajectory.sampled_length for trajectory in batch.trajectories])
+        reward_N = reward_N - overlong_penalty(length_N, **overlong.model_dump())
+    return reward_N
+
+
+def find_targets(
+    config: RunConfig,
+    batch: TrainBatch,
+    microbatches: Sequence[MicroBatch],
+    scores: Sequence[Scores],
+    group: dist.ProcessGroup,
+) -> list[Targets]:
+    """Of each of this rank's micro-batches. Collective over ``group``, the data-parallel ranks."""
+    actor = config.actor
+    reward_N = rewards(config, batch)
+    penalty: list[Tensor | None] = [None] * len(microbatches)
+    if actor.kl is not None and actor.kl.where == "reward":
+        penalty = [_penalty(config, micro, score) for micro, score in zip(microbatches, scores, strict=True)]
+    if actor.advantage == "gae":
+        found = _of_tokens(config, reward_N, microbatches, scores, penalty, group)
+    else:
+        reward_N = _penalised(reward_N, microbatches, penalty, group)
+        found = _of_trajectories(config, batch, reward_N, microbatches)
+    if actor.teacher is None:
+        return found
+    return [
+        replace(targets, advantage_M=_taught(actor.teacher, targets.advantage_M, micro, score))
+        for micro, score, targets in zip(microbatches, scores, found, strict=True)
+    ]
+
+
+def _taught(teacher: TeacherConfig, advantage_M: Tensor, micro: MicroBatch, score: Scores) -> Tensor:
+    gap_M = teacher_gap(score.teacher_M, _old(micro, score))
+    return weighted_sum([(teacher.reward_coefficient, advantage_M.to(gap_M)), (teacher.coefficient, gap_M)])
+
+
+def _old(micro: MicroBatch, score: Scores) -> Tensor:
+    """Log-probs of the policy as the step finds it; the sampling policy's where they were not computed."""
+    if score.proximal_M is not None:
+        return score.proximal_M
+    asked = score.teacher_M if score.teacher_M is not None else score.reference_M
+    return torch.from_numpy(micro.behaviour_logp_M).to(asked)
+
+
+def _penalty(config: RunConfig, micro: MicroBatch, score: Scores) -> Tensor:
+    """What to subtract from the reward at each token [M]."""
+    settings = config.actor.kl
+    zero_M = torch.zeros_like(score.reference_M)
+    return -kl.in_reward(
+        zero_M,
+        _old(micro, score),
+        score.reference_M,
+        coefficient=settings.coefficient,
+        estimator=settings.estimator,
+    )
+
+
+def _penalised(
+    reward_N: Tensor,
+    microbatches: Sequence[MicroBatch],
+    penalty: Sequence[Tensor | None],
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """The trajectories' own, less the sums over their tokens, which are spread over ranks."""
+    sums_N = None
+    for micro, penalty_M in zip(microbatches, penalty, strict=True):
+        if penalty_M is not None:
+            if sums_N is None:
+                sums_N = penalty_M.new_zeros(len(reward_N), dtype=torch.float64)
+            sums_N.index_add_(0, torch.from_numpy(micro.trajectory_M).to(sums_N.device), penalty_M.double())
+    if sums_N is None:
+        return reward_N
+    dist.all_reduce(sums_N, group=group)
+    return reward_N - sums_N.cpu()
+
+
+def _of_trajectories(
+    config: RunConfig,
+    batch: TrainBatch,
+    reward_N: Tensor,
+    microbatches: Sequence[MicroBatch],
+) -> list[Targets]:
+    """The same for all tokens of a trajectory."""
+    tokens_N = torch.tensor([trajectory.response_length for trajectory in batch.trajectories])
+    advantage_N = ADVANTAGES[config.actor.advantage](reward_N, torch.from_numpy(batch.group_N), tokens_N)
+    return [Targets(advantage_N[torch.from_numpy(micro.trajectory_M)], None) for micro in microbatches]
+
+
+def _of_tokens(
+    config: RunConfig,
+    reward_N: Tensor,
+    microbatches: Sequence[MicroBatch],
+    scores: Sequence[Scores],
+    penalty: Sequence[Tensor | None],
+    group: dist.ProcessGroup,
+) -> list[Targets]:
+    """GAE from a critic's values, whitened over the tokens of the batch."""
+    critic = config.critic
+    assert critic is not None
+    found = []
+    for micro, score, penalty_M in zip(microbatches, scores, penalty, strict=True):
+        value_M = score.value_M
+        owner_M, trajectory_M = (
+            torch.from_numpy(x).to(value_M.device) for x in (micro.owner_M, micro.trajectory_M)
+        )
+        is_last_M = torch.ones_like(owner_M, dtype=torch.bool)
+        is_last_M[:-1] = owner_M[1:] != owner_M[:-1]
+        reward_M = torch.where(is_last_M, reward_N.to(value_M)[trajectory_M], 0)
+        if penalty_M is not None:
+            reward_M = reward_M - penalty_M
+        advantage_M = generalized(
+            reward_M, value_M, owner_M, discount=critic.discount, decay=critic.gae_lambda
+        )
+        found.append(Targets(advantage_M, advantage_M + value_M))
+    whitened = _whitened([targets.advantage_M for targets in found], group)
+    return [
+        Targets(advantage_M, targets.return_M) for advantage_M, targets in zip(whitened, found, strict=True)
+    ]
+
+
+def _whitened(values: Sequence[Tensor], group: dist.ProcessGroup, eps: float = 1e-8) -> list[Tensor]:
+    """(value - mean) / (standard deviation + eps) over all tokens of all ranks. Collective."""
+    every = torch.cat([value_M.double() for value_M in values])
+    sums = torch.stack([every.new_tensor(float(len(every))), every.sum()])
+    dist.all_reduce(sums, group=group)
+    count, mean = sums[0].clamp(min=1), sums[1] / sums[0].clamp(min=1)
+    spread = ((every - mean) ** 2).sum()
+    dist.all_reduce(spread, group=group)
+    scale = (spread / count).sqrt() + eps
+    return [((value_M.double() - mean) / scale).float() for value_M in values]

@@ -1,0 +1,91 @@
+"""Language models that are only asked for log-probs: a reference, a teacher, an average of the policy."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backend.batching import MicroBatch
+from backend.megatron import head, model
+from backend.megatron.packed_model import LanguageModel
+from backend.megatron.weights import sharded_weights, take_over
+from bridge.families import ModelSpec
+from configs.schema import ActorConfig
+
+
+class FrozenModel:
+    """In the policy's layout. On a GPU its weights wait in host memory while nobody asks.
+
+    ``average``: it follows the policy, so what waits is in single precision.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        actor: ActorConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        average: bool = False,
+    ) -> None:
+        self._device, self._dtype = device, dtype
+        self._parts = model.build_model(spec, actor.model_copy(update={"lora": None}), dtype, device)
+        head.pass_on_hidden_states(self._parts)
+        for part in self._parts:
+            part.requires_grad_(False)
+        self._model = LanguageModel(
+            self._parts, device, vocab=spec.geometry.vocab, float32_logits=actor.fp32_lm_head
+        )
+        self._shards = [dict(part.named_parameters()) for part in self._parts]
+        self._waiting = [
+            {name: self._on_host(shard, torch.float32 if average else dtype) for name, shard in part.items()}
+            for part in self._shards
+        ]
+        self._put(self._waiting)
+
+    def log_probs(self, microbatches: Sequence[MicroBatch], temperature: float) -> list[Tensor | None]:
+        """As ``LanguageModel.log_probs``."""
+        with self._at_work():
+            return self._model.log_probs(microbatches, temperature)
+
+    @torch.no_grad()
+    def follow(self, policy: Sequence[Mapping[str, Tensor]], decay: float) -> None:
+        """average <- decay * average + (1 - decay) * policy; ``policy``: its shards by name, of each part."""
+        for own, theirs in zip(self._waiting, policy, strict=True):
+            for name, weight in own.items():
+                weight.lerp_(theirs[name].to(weight), 1 - decay)
+
+    def sharded_weights(self, prefix: str) -> dict[str, Any]:
+        """What a checkpoint holds of it: the weights that wait."""
+        return sharded_weights(self._parts, prefix)
+
+    def take_over(self, loaded: Mapping[str, Any], prefix: str) -> None:
+        take_over(self._parts, loaded, prefix)
+
+    def _on_host(self, shard: Tensor, dtype: torch.dtype) -> Tensor:
+        waiting = shard.detach().to("cpu", dtype)
+        return waiting.pin_memory() if self._device.type == "cuda" else waiting
+
+    def _put(self, weights: Sequence[Mapping[str, Tensor]]) -> None:
+        for shards, there in zip(self._shards, weights, strict=True):
+            for name, shard in shards.items():
+                shard.data = there[name]
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Inside, the weights are on the device and of the compute type."""
+        self._put(
+            [
+                {
+                    name: weight.to(self._device, self._dtype, non_blocking=True)
+                    for name, weight in part.items()
+                }
+                for part in self._waiting
+            ]
+        )
+        try:
+            yield
+        finally:
+            self._put(self._waiting)

@@ -1,0 +1,148 @@
+"""A model's parts on this rank, run over packed micro-batches by Megatron's pipeline schedule."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from backend.batching import MicroBatch
+from backend.megatron import head
+
+Head = Callable[..., Any]
+"""What is made of the last stage's output [1, T, ...]. In training a loss: (sum, count, anything)."""
+
+
+class PackedModel:
+    """All ranks call its methods together, each with the micro-batches of its data-parallel rank.
+
+    What a method gives for each micro-batch exists on the last pipeline stage; elsewhere it is None.
+    """
+
+    def __init__(self, parts: Sequence[torch.nn.Module], device: torch.device) -> None:
+        self.parts = list(parts)
+        self._device = device
+
+    def run(
+        self, microbatches: Sequence[MicroBatch], heads: Sequence[Head], *, forward_only: bool
+    ) -> list[Any]:
+        """Forward, and backward unless ``forward_only``; what each micro-batch's head gave."""
+        given = dict(zip(map(id, microbatches), heads, strict=True))
+
+        def forward(iterator: Iterator[MicroBatch], part: torch.nn.Module) -> tuple[Tensor, Head]:
+            micro = next(iterator)
+            return self._forward(micro, part), given[id(micro)]
+
+        found = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(microbatches) for _ in self.parts],
+            model=self.parts,
+            num_microbatches=len(microbatches),
+            seq_length=max(len(micro.tokens_T) for micro in microbatches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return found if parallel_state.is_pipeline_last_stage() else [None] * len(microbatches)
+
+    def evaluate(self, microbatches: Sequence[MicroBatch], head: Callable[..., Tensor]) -> list[Any]:
+        """``head(micro, output)`` of every micro-batch, without dropout and without gradients."""
+        for part in self.parts:
+            part.eval()
+        with torch.no_grad():
+            heads = [partial(_without_flag, head, micro) for micro in microbatches]
+            found = self.run(microbatches, heads, forward_only=True)
+        for part in self.parts:
+            part.train()
+        return found
+
+    def tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    def _forward(self, micro: MicroBatch, part: torch.nn.Module) -> Tensor:
+        cu_seqlens = self.tensor(micro.cu_seqlens)
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=micro.longest,
+            max_seqlen_kv=micro.longest,
+        )
+        return part(
+            input_ids=self.tensor(micro.tokens_T)[None],
+            position_ids=self.tensor(micro.position_T)[None],
+            attention_mask=None,
+            packed_seq_params=packed,
+        )
+
+
+def _without_flag(
+    head: Callable[..., Tensor], micro: MicroBatch, output: Tensor, non_loss_data: bool = True
+) -> Tensor:
+    """Megatron calls what is no loss with this flag."""
+    return head(micro, output)
+
+
+class LanguageModel(PackedModel):
+    """Gives log-probs of the tokens that carry loss. Its last part gives hidden states (``head``).
+
+    vocab: the true size of the vocabulary. ``float32_logits``: as in ``fused_logprob``.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[torch.nn.Module],
+        device: torch.device,
+        *,
+        vocab: int,
+        float32_logits: bool,
+    ) -> None:
+        super().__init__(parts, device)
+        self._vocab = vocab
+        self._float32_logits = float32_logits
+
+    def log_probs(self, microbatches: Sequence[MicroBatch], temperature: float) -> list[Tensor | None]:
+        """[M] of every micro-batch."""
+
+        def found(micro: MicroBatch, hidden_1TH: Tensor) -> Tensor:
+            return self.logprob_and_entropy(micro, hidden_1TH, temperature)[0]
+
+        return self.evaluate(microbatches, found)
+
+    def logprob_and_entropy(
+        self,
+        micro: MicroBatch,
+        hidden_1TH: Tensor,
+        temperature: float,
+        *,
+        entropy_gradient: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """[M] each, on the last stage. The entropies have a gradient only when asked for."""
+        last = self.parts[-1]
+        return head.logprob_and_entropy(
+            getattr(last, "module", last),
+            hidden_1TH,
+            self.tensor(micro.index_M),
+            self.tensor(micro.target_M),
+            temperature=temperature,
+            vocab=self._vocab,
+            float32_logits=self._float32_logits,
+            entropy_gradient=entropy_gradient,
+        )
+
+
+class ValueModel(PackedModel):
+    """Gives a value for each token that carries loss, of what precedes it. It ends in a ``ValueHead``."""
+
+    def values(self, microbatches: Sequence[MicroBatch]) -> list[Tensor | None]:
+        """float32 [M] of every micro-batch."""
+        return self.evaluate(microbatches, self.values_of)
+
+    def values_of(self, micro: MicroBatch, output_1T1: Tensor) -> Tensor:
+        """The same on the last stage, from its output."""
+        return output_1T1[0, :, 0].index_select(0, self.tensor(micro.index_M))

@@ -1,0 +1,18 @@
+"""The critic's loss: half the squared distance to the return, with PPO's clip of the value."""
+
+import torch
+from torch import Tensor
+
+
+def value_loss(
+    value_M: Tensor, old_value_M: Tensor, return_M: Tensor, *, clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2, [M], and where the clipped one counts.
+
+    As in PPO's reference code (openai/baselines, ppo2). ``clip``: None for (V - R)^2 / 2.
+    """
+    plain_M = (value_M - return_M) ** 2 / 2
+    if clip is None:
+        return plain_M, torch.zeros_like(plain_M, dtype=torch.bool)
+    held_M = (torch.clamp(value_M, old_value_M - clip, old_value_M + clip) - return_M) ** 2 / 2
+    return torch.maximum(plain_M, held_M), held_M > plain_M

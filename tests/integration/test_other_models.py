@@ -1,0 +1,290 @@
+"""Reference, teacher and critic in the real trainer, against transformers and formulas written out."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from backend.batching import TrainBatch
+from backend.megatron.parallel import RankSpec
+from configs.schema import RunConfig
+from tests.integration.test_megatron_parity import config_for, make_batch, unfused
+from tests.models import make_checkpoint, reference_logprobs, reference_model
+from tests.ranks import run_ranks
+
+LAYOUTS = {
+    "one rank": {},
+    "tensor 2 + sequence": {"tensor": 2, "sequence": True},
+    "pipeline 2": {"pipeline": 2},
+    "data 2": {"data": 2},
+}
+TEMPERATURE = 0.8
+DECAY = 0.7
+CRITIC = {"discount": 0.95, "gae_lambda": 0.9, "value_clip": None}
+
+
+def models(folder: Path) -> dict[str, Path]:
+    found = {
+        name: make_checkpoint(folder / name, tied=name != "critic", seed=seed, num_hidden_layers=layers)
+        for name, seed, layers in (("policy", 0, 4), ("reference", 1, 4), ("teacher", 2, 2), ("critic", 3, 4))
+    }
+    weights = load_file(found["critic"] / "model.safetensors")
+    weights["score.weight"] = torch.randn(1, weights["model.norm.weight"].shape[0])
+    save_file(weights, found["critic"] / "model.safetensors", {"format": "pt"})
+    return found
+
+
+def cases(paths: dict[str, Path]) -> dict[str, dict]:
+    """By name: what is added to the recipe."""
+    reference = {"type": "checkpoint", "path": str(paths["reference"])}
+    return {
+        "critic, penalty in the reward": {
+            "actor": {
+                "advantage": "gae",
+                "kl": {"where": "reward", "estimator": "k1", "coefficient": 0.1, "reference": reference},
+            },
+            "critic": {**CRITIC, "path": str(paths["critic"])},
+        },
+        "teacher, penalty in the loss": {
+            "actor": {
+                "kl": {"where": "loss", "estimator": "k3", "coefficient": 0.2, "reference": reference},
+                "teacher": {"path": str(paths["teacher"]), "coefficient": 0.5, "reward_coefficient": 2.0},
+            }
+        },
+        "penalty in the reward of trajectories": {
+            "actor": {
+                "kl": {"where": "reward", "estimator": "k2", "coefficient": 0.1, "reference": reference}
+            }
+        },
+    }
+
+
+def batch_with_tools() -> TrainBatch:
+    """In one trajectory a tool has spoken."""
+    batch = make_batch(vocab=101)
+    one = max(batch.trajectories, key=lambda trajectory: trajectory.response_length)
+    mask_T = one.loss_mask_T.copy()
+    middle = int(np.flatnonzero(mask_T).mean())
+    mask_T[middle : middle + 3] = False
+    trajectories = (replace(t, loss_mask_T=mask_T) if t is one else t for t in batch.trajectories)
+    return TrainBatch(batch.version, tuple(trajectories), batch.group_N)
+
+
+# ---- the trainer's gradients
+
+
+def config_of(paths: dict[str, Path], parallel: dict, case: dict) -> RunConfig:
+    config = config_for(paths["policy"], parallel, **case.get("actor", {}))
+    return RunConfig.model_validate(config.model_dump() | {"critic": case.get("critic")})
+
+
+def gradients_of(rank: RankSpec, configs: dict[str, RunConfig], batch: TrainBatch):
+    """By case: metrics, and the gradients of policy and critic in HF names, on rank 0."""
+    from backend.megatron import model
+    from backend.scoring import Scorers
+    from backend.trainer import TrainerRank
+    from bridge.families import model_spec, value_spec
+    from bridge.layout import Layout
+    from bridge.plan import make_plan
+
+    trainer, found = None, {}
+    for name, config in configs.items():
+        if trainer is None:
+            trainer = TrainerRank(config, rank)
+        else:
+            trainer._scorers = Scorers(config, torch.float32, trainer._device)
+        trainer._config, trainer.version = config, 0
+        trainer._optimizer.step = lambda: (True, 0.0, 0)
+        critic = trainer._scorers.critic
+        if critic is not None:
+            critic._optimizer.step = lambda: (True, 0.0, 0)
+        result = trainer.train(batch)
+        gradients = exported(trainer._plan, gradients_in(trainer._parameters), rank.rank)
+        of_critic = None
+        if critic is not None:
+            spec = value_spec(model_spec(config.critic.path))
+            plan = make_plan(spec, Layout.of(config.actor.parallel), 2**20, 4)
+            shards = [model.named_shards(part) for part in critic.trained.modules]
+            of_critic = exported(plan, gradients_in(shards), rank.rank)
+        found[name] = (result and result.metrics, gradients, of_critic)
+    del trainer._optimizer.step
+    found["average"] = average_of(trainer, configs, batch, rank.rank)
+    return found
+
+
+def average_of(trainer, configs: dict[str, RunConfig], batch: TrainBatch, rank: int):
+    """The policy before and after each of two steps, and its average, in HF names, on rank 0."""
+    from backend.scoring import Scorers
+
+    config = next(iter(configs.values()))
+    kl = {"reference": {"type": "average", "decay": DECAY}}
+    trainer._config = config_for(config.model.path, config.actor.parallel.model_dump(), kl=kl)
+    trainer._scorers = Scorers(trainer._config, torch.float32, trainer._device)
+    policies = [exported(trainer._plan, trainer._parameters, rank)]
+    for _ in range(2):
+        trainer.train(replace(batch, version=trainer.version))
+        policies.append(exported(trainer._plan, trainer._parameters, rank))
+    average = trainer._scorers.average
+    return policies, exported(trainer._plan, average._waiting, rank)
+
+
+def gradients_in(parameters):
+    return [
+        {name: getattr(tensor, "main_grad", tensor) for name, tensor in part.items()} for part in parameters
+    ]
+
+
+def exported(plan, parameters, rank: int) -> dict[str, np.ndarray]:
+    from bridge.export import export
+
+    found = {}
+    for bucket in export(plan, parameters, rank):
+        if bucket is not None:
+            found.update({name: tensor.clone().numpy() for name, tensor in bucket.tensors()})
+    return found
+
+
+# ---- the same by hand
+
+
+def expected(paths: dict[str, Path], case: dict, batch: TrainBatch):
+    """Gradients of policy and critic, and metrics: one trajectory at a time, advantages in float64 loops."""
+    policy, reference, teacher = (reference_model(paths[x]) for x in ("policy", "reference", "teacher"))
+    actor = case["actor"]
+    said = []
+    for trajectory in batch.trajectories:
+        mask = torch.from_numpy(trajectory.loss_mask_T[1:])
+        logp = reference_logprobs(policy, trajectory.tokens_T, TEMPERATURE)[mask]
+        with torch.no_grad():
+            ref, taught = (
+                reference_logprobs(model, trajectory.tokens_T, TEMPERATURE)[mask]
+                for model in (reference, teacher)
+            )
+        mu = torch.from_numpy(trajectory.logprobs_T[1:])[mask]
+        said.append((logp, ref, taught, mu))
+    rewards = [float(t.reward) for t in batch.trajectories]
+    critic_gradients, values = None, None
+    if "critic" in case:
+        values = [values_of(paths["critic"], t) for t in batch.trajectories]
+        advantages, returns = gae_by_hand(said, rewards, values, actor["kl"]["coefficient"])
+        total = sum(
+            ((value - torch.tensor(target)) ** 2).sum() / 2
+            for (value, _), target in zip(values, returns, strict=True)
+        )
+        tokens = sum(len(value) for value, _ in values)
+        model = values[0][1]
+        gradients = torch.autograd.grad(total / tokens, [p for _, p in model], allow_unused=True)
+        critic_gradients = dict(
+            unfused((name, g.numpy()) for (name, _), g in zip(model, gradients, strict=True) if g is not None)
+        )
+    else:
+        advantages = group_advantages_by_hand(said, rewards, actor)
+    total, tokens = 0.0, 0
+    for (logp, ref, taught, mu), advantage in zip(said, advantages, strict=True):
+        a = torch.tensor(advantage, dtype=torch.float32)
+        if "teacher" in actor:
+            settings = actor["teacher"]
+            a = settings["reward_coefficient"] * a + settings["coefficient"] * (taught - logp.detach())
+        weight = (logp.detach() - mu).exp().clamp(max=5.0)
+        total = total - (weight * a * (logp - logp.detach()).exp()).sum()
+        if actor["kl"]["where"] == "loss":
+            x = logp - ref
+            total = total + actor["kl"]["coefficient"] * ((logp - mu).exp() * ((-x).exp() - 1 + x)).sum()
+        tokens += len(logp)
+    (total / tokens).backward()
+    gradients = dict(unfused((name, p.grad.numpy()) for name, p in policy.named_parameters()))
+    divergence = sum(((ref - logp).exp() - 1 + logp - ref).sum().item() for logp, ref, _, _ in said)
+    return gradients, critic_gradients, {"train/reference_kl": divergence / tokens}
+
+
+_CRITICS: dict[Path, tuple] = {}
+
+
+def values_of(folder: Path, trajectory):
+    """Of the positions that predict what carries loss; and the critic's parameters by name."""
+    if folder not in _CRITICS:
+        model = reference_model(folder)
+        score = torch.nn.Parameter(load_file(folder / "model.safetensors")["score.weight"])
+        _CRITICS[folder] = (model, score)
+    model, score = _CRITICS[folder]
+    hidden = model.model(torch.from_numpy(trajectory.tokens_T)[None]).last_hidden_state[0, :-1]
+    mask = torch.from_numpy(trajectory.loss_mask_T[1:])
+    named = [(name, p) for name, p in model.named_parameters() if name != "lm_head.weight"]
+    return (hidden @ score[0])[mask], [*named, ("score.weight", score)]
+
+
+def gae_by_hand(said, rewards, values, coefficient):
+    advantages, returns = [], []
+    for (logp, ref, _, _), reward, (value, _) in zip(said, rewards, values, strict=True):
+        r = -coefficient * (logp - ref).detach().double().numpy()
+        r[-1] += reward
+        v = value.detach().double().numpy()
+        following, ahead, found = 0.0, 0.0, np.zeros(len(v))
+        for t in reversed(range(len(v))):
+            ahead = (
+                r[t]
+                + CRITIC["discount"] * following
+                - v[t]
+                + CRITIC["discount"] * CRITIC["gae_lambda"] * ahead
+            )
+            following, found[t] = v[t], ahead
+        advantages.append(found)
+        returns.append((found + v).astype(np.float32))
+    every = np.concatenate(advantages)
+    return [(a - every.mean()) / every.std() for a in advantages], returns
+
+
+def group_advantages_by_hand(said, rewards, actor):
+    rewards = np.array(rewards)
+    if actor["kl"]["where"] == "reward":
+        gaps = [(logp - ref).detach().double().numpy() for logp, ref, _, _ in said]
+        rewards = rewards - actor["kl"]["coefficient"] * np.array([(gap**2 / 2).sum() for gap in gaps])
+    pairs = rewards.reshape(-1, 2)
+    found = ((pairs - pairs.mean(1, keepdims=True)) / (pairs.std(1, ddof=1, keepdims=True) + 1e-6)).flatten()
+    return [np.full(len(logp), a) for (logp, *_), a in zip(said, found, strict=True)]
+
+
+# ---- tests
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> dict[str, Path]:
+    return models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def by_hand(paths):
+    return {name: expected(paths, case, batch_with_tools()) for name, case in cases(paths).items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_with_other_models_are_those_worked_out_by_hand(paths, by_hand, layout: str):
+    configs = {name: config_of(paths, LAYOUTS[layout], case) for name, case in cases(paths).items()}
+    world_size = next(iter(configs.values())).actor.parallel.world_size
+    ranks = run_ranks(world_size, gradients_of, configs, batch_with_tools())
+    for name, (gradients, of_critic, metrics) in by_hand.items():
+        _, found, found_of_critic = ranks[0][name]
+        compare(found, gradients, name)
+        assert (found_of_critic is None) == (of_critic is None)
+        if of_critic is not None:
+            compare(found_of_critic, of_critic, f"{name}: critic")
+        [measured] = [rank[name][0] for rank in ranks if rank[name][0] is not None]
+        for tag, value in metrics.items():
+            assert measured[tag] == pytest.approx(value, rel=1e-4)
+    (first, second, third), average = ranks[0]["average"]
+    assert any(np.abs(third[name] - first[name]).max() > 1e-6 for name in first)
+    for name, value in average.items():
+        expected = DECAY * (DECAY * first[name] + (1 - DECAY) * second[name]) + (1 - DECAY) * third[name]
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def compare(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], told: str):
+    assert found.keys() == expected.keys(), told
+    for tensor, value in expected.items():
+        scale = np.abs(value).max()
+        np.testing.assert_allclose(
+            found[tensor] / scale, value / scale, atol=1e-4, err_msg=f"{told}: {tensor}"
+        )
