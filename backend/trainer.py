@@ -14,6 +14,7 @@ from torch import Tensor
 
 from backend.batching import MicroBatch, TrainBatch, assemble, check_staleness
 from backend.flops import forward_flops
+from backend.learning_rate import learning_rate
 from backend.megatron.parallel import RankSpec, initialize
 from backend.objective.advantage import ADVANTAGES, overlong_penalty
 from backend.objective.averaging import token_shares
@@ -57,7 +58,7 @@ class TrainerRank:
         self._parts = model.wrap_ddp(parts, actor)
         self._optimizer = model.build_optimizer(self._parts, actor, dtype)
         self._parameters = [model.named_shards(part.module) for part in self._parts]
-        self._learning_rate = partial(model.learning_rate, actor)
+        self._learning_rate = partial(learning_rate, actor.optimizer, run_steps=config.run.steps)
         self._checkpoints = RankCheckpoints(
             self._parts,
             self._optimizer,

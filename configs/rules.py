@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from configs import objective_rules
+from configs import objective_rules, trainer_rules
 from configs.schema import RunConfig
 from configs.violations import Violation, one_of
 
@@ -313,6 +313,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(objective_rules.sequence_ratio_keeps_its_tokens, ("actor.objective", "actor.correction.token")),
     Rule(objective_rules.overlong_has_a_slope, ("actor.overlong",)),
+    Rule(trainer_rules.decay_goes_down, ("actor.optimizer",)),
     Rule(
         offpolicyness_is_usual,
         ("rollout.max_head_offpolicyness", "rollout.allow_extreme_offpolicyness"),

@@ -1,6 +1,14 @@
 """The typed recipe, one short file per section."""
 
-from configs.schema.actor import ActorConfig, LoraConfig, OptimizerConfig, ParallelConfig
+from configs.schema.actor import (
+    ActorConfig,
+    ConstantRate,
+    CosineDecay,
+    LinearDecay,
+    LoraConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from configs.schema.checkpoint import CheckpointConfig
 from configs.schema.objective import CorrectionConfig, Objective
 from configs.schema.plugin import PluginConfig
@@ -28,13 +36,16 @@ from configs.schema.weights import (
 __all__ = [
     "ActorConfig",
     "CheckpointConfig",
+    "ConstantRate",
     "CorrectionConfig",
+    "CosineDecay",
     "DataConfig",
     "DeltaTransport",
     "DiskTransport",
     "DistributedTransport",
     "EngineConfig",
     "EvalConfig",
+    "LinearDecay",
     "LocalCluster",
     "LoraConfig",
     "ModelConfig",
