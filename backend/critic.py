@@ -10,6 +10,7 @@ from torch import Tensor
 
 from backend.advantages import Scores, Targets
 from backend.batching import MicroBatch
+from backend.learning_rate import learning_rate
 from backend.megatron import model
 from backend.megatron.checkpoint import Trained
 from backend.megatron.packed_model import ValueModel
@@ -28,6 +29,8 @@ class Critic:
         spec: ModelSpec,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        run_steps: int,
     ) -> None:
         """``spec``: of the model to start from. ``actor``: for its layout and its Megatron settings."""
         self._config = critic
@@ -35,7 +38,7 @@ class Critic:
         parts = model.wrap_ddp(model.build_model(value_spec(spec), actor, dtype, device), actor)
         self._model = ValueModel(parts, device)
         self._optimizer = model.build_optimizer(parts, actor, dtype)
-        self._learning_rate = partial(model.learning_rate, actor)
+        self._learning_rate = partial(learning_rate, critic.optimizer, run_steps=run_steps)
         self.trained = Trained(parts, self._optimizer)
 
     def values(self, microbatches: Sequence[MicroBatch]) -> list[Tensor | None]:

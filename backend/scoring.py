@@ -31,7 +31,8 @@ class Scorers:
         if actor.teacher is not None:
             self._teacher = FrozenModel(model_spec(actor.teacher.path), actor, dtype, device)
         if config.critic is not None:
-            self.critic = Critic(config.critic, actor, model_spec(config.critic.path or own), dtype, device)
+            spec = model_spec(config.critic.path or own)
+            self.critic = Critic(config.critic, actor, spec, dtype, device, run_steps=config.run.steps)
 
     @property
     def average(self) -> FrozenModel | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from backend.advantages import Scores, Targets, find_targets
 from backend.batching import MicroBatch, TrainBatch, assemble, check_staleness
 from backend.flops import forward_flops
+from backend.learning_rate import learning_rate
 from backend.megatron.parallel import RankSpec, initialize
 from backend.objective import kl
 from backend.objective.averaging import token_shares
@@ -64,7 +65,7 @@ class TrainerRank:
         )
         self._optimizer = model.build_optimizer(wrapped, actor, dtype)
         self._parameters = [model.named_shards(part) for part in parts]
-        self._learning_rate = partial(model.learning_rate, actor)
+        self._learning_rate = partial(learning_rate, actor.optimizer, run_steps=config.run.steps)
         self._scorers = Scorers(config, dtype, self._device)
         trained = {checkpoint.POLICY: checkpoint.Trained(wrapped, self._optimizer)}
         if self._scorers.critic is not None:

@@ -31,7 +31,12 @@ MEGATRON_OWNED: Mapping[str, str] = {
         "context_parallel_size hierarchical_context_parallel_sizes hybrid_context_parallel",
         _NO_LAYOUT,
     ),
-    **_all("lr min_lr", _use("actor.optimizer.lr and actor.optimizer.warmup_steps")),
+    "lr": _use("actor.optimizer.lr and actor.optimizer.warmup_steps"),
+    "min_lr": _use("actor.optimizer.decay.min_lr"),
+    **_all(
+        "decoupled_lr decoupled_min_lr",
+        "Slipstream trains all weights with one learning rate, actor.optimizer.lr",
+    ),
     "weight_decay": _use("actor.optimizer.weight_decay"),
     "adam_beta1": _use("actor.optimizer.beta1"),
     "adam_beta2": _use("actor.optimizer.beta2"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from configs import objective_rules
+from configs import objective_rules, trainer_rules
 from configs.schema import RunConfig
 from configs.violations import Violation, one_of
 
@@ -336,6 +336,10 @@ RULES: tuple[Rule, ...] = (
     Rule(objective_rules.overlong_has_a_slope, ("actor.overlong",)),
     Rule(objective_rules.critic_is_of_use, ("actor.advantage", "critic")),
     Rule(objective_rules.penalty_reaches_the_advantage, ("actor.kl", "actor.teacher")),
+    *(
+        Rule(partial(trainer_rules.decay_goes_down, path=path), (path,))
+        for path in ("actor.optimizer", "critic.optimizer")
+    ),
     Rule(
         offpolicyness_is_usual,
         ("rollout.max_head_offpolicyness", "rollout.allow_extreme_offpolicyness"),

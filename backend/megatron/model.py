@@ -14,7 +14,12 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -159,7 +164,10 @@ def wrap_ddp(parts: list[GPTModel], actor: ActorConfig) -> list[DistributedDataP
 def build_optimizer(
     parts: list[DistributedDataParallel], actor: ActorConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Megatron's Adam with float32 main parameters; hooks loss scaling and finalization into the model."""
+    """Megatron's Adam with float32 main parameters; hooks loss scaling and finalization into the model.
+
+    Norms and biases, which are the parameters of one dimension, have no weight decay.
+    """
     optimizer = actor.optimizer
     settings = {
         "optimizer": "adam",
@@ -174,7 +182,9 @@ def build_optimizer(
         "params_dtype": dtype,
     }
     config = OptimizerConfig(**settings | fields_of(OptimizerConfig, actor.megatron))
-    made = get_megatron_optimizer(config, parts)
+    made = get_megatron_optimizer(config, parts, config_overrides=get_standard_config_overrides(config))
+    for group in made.param_groups:  # what Megatron's own scheduler does, which is not used here
+        group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
     for part in parts:
         part.config.grad_scale_func = made.scale_loss
         part.config.finalize_model_grads_func = finalize_model_grads
@@ -190,12 +200,6 @@ def zero_gradients(parts: list[DistributedDataParallel], optimizer: MegatronOpti
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_mult", 1.0)
-
-
-def learning_rate(actor: ActorConfig, step: int) -> float:
-    """The learning rate of training step ``step`` (from 0): linear warm-up, then constant."""
-    warmup = actor.optimizer.warmup_steps
-    return actor.optimizer.lr * min(1.0, (step + 1) / warmup if warmup else 1.0)
 
 
 def named_shards(part: torch.nn.Module) -> Mapping[str, Tensor]:

@@ -4,7 +4,7 @@ from configs.schema.actor import ActorConfig, LoraConfig, ParallelConfig
 from configs.schema.checkpoint import CheckpointConfig
 from configs.schema.models import AverageReference, CheckpointReference, CriticConfig, KLConfig, TeacherConfig
 from configs.schema.objective import CorrectionConfig, Objective
-from configs.schema.optimizer import OptimizerConfig
+from configs.schema.optimizer import ConstantRate, CosineDecay, LinearDecay, OptimizerConfig
 from configs.schema.plugin import PluginConfig
 from configs.schema.rollout import EngineConfig, RolloutConfig, SamplingConfig
 from configs.schema.run import (
@@ -32,7 +32,9 @@ __all__ = [
     "AverageReference",
     "CheckpointConfig",
     "CheckpointReference",
+    "ConstantRate",
     "CorrectionConfig",
+    "CosineDecay",
     "CriticConfig",
     "DataConfig",
     "DeltaTransport",
@@ -41,6 +43,7 @@ __all__ = [
     "EngineConfig",
     "EvalConfig",
     "KLConfig",
+    "LinearDecay",
     "LocalCluster",
     "LoraConfig",
     "ModelConfig",

@@ -203,6 +203,8 @@ def test_a_package_laid_out_in_another_way_is_reported(monkeypatch, tmp_path):
     [
         ("tensor_model_parallel_size", "actor.parallel.tensor"),
         ("lr", "actor.optimizer.lr"),
+        ("min_lr", "actor.optimizer.decay.min_lr"),
+        ("decoupled_lr", "one learning rate"),
         ("params_dtype", "model.dtype"),
         ("num_layers", "config.json"),
         ("calculate_per_token_loss", "Slipstream sets this field"),

@@ -241,6 +241,8 @@ TYPE_THAT_HAS = {
     "actor.objective.tau_": "sapo",
     "actor.objective.threshold": "m2po",
     "actor.objective.": "ppo",
+    "actor.optimizer.decay.": "cosine",
+    "critic.optimizer.decay.": "cosine",
     "cluster.": "slurm",
     "rollout.consumption.fraction": "windowed",
     "rollout.consumption.on_stale": "ready_first",

@@ -141,6 +141,19 @@ def found(file, *overrides: str) -> dict[str, str]:
         (["actor.objective={type: gspo}", "actor.correction.sequence={type: product}"], None, ""),
         (["actor.overlong={start: 50, end: 50}"], "actor.overlong.end", "more than actor.overlong.start"),
         (["actor.overlong={start: 40, end: 50}"], None, ""),
+        (["actor.optimizer.decay=cosine"], None, ""),
+        (["actor.optimizer.decay={type: linear, steps: 2}", "actor.optimizer.warmup_steps=1"], None, ""),
+        (
+            ["actor.optimizer.decay={type: cosine, min_lr: 1e-6}", "actor.optimizer.lr=1e-6"],
+            "actor.optimizer.decay.min_lr",
+            "less than actor.optimizer.lr (1e-06)",
+        ),
+        (
+            ["actor.optimizer.decay={type: linear, steps: 5}", "actor.optimizer.warmup_steps=5"],
+            "actor.optimizer.decay.steps",
+            "more than actor.optimizer.warmup_steps (5)",
+        ),
+        (["actor.optimizer.decay={type: constant, steps: 5}"], "actor.optimizer.decay.steps", "another type"),
         (
             ["actor.advantage=reinforce_pp", "rollout.n_samples_per_prompt=1", "rollout.batch_size=4"],
             None,
