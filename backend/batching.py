@@ -1,12 +1,12 @@
 """What a training step consumes, and a micro-batch of it as arrays. Pure: numpy in, numpy out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from backend.packing import Pack
-from rollout.trajectory import Trajectory
+from rollout.trajectory import Completion, Finish, Span, Trajectory, TrajectoryBuilder
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,21 @@ class TrainBatch:
     trajectories: tuple[Trajectory, ...]
     group_N: np.ndarray
     """int64: which trajectories are siblings."""
+
+
+def demonstrated(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], version: int) -> TrainBatch:
+    """Prompts and the responses to learn, token ids, as trajectories with reward 1, each a group of its own.
+
+    They count as sampled by ``version``, that of the trainer.
+    """
+
+    def trajectory(prompt: Sequence[int], response: Sequence[int]) -> Trajectory:
+        builder = TrajectoryBuilder(prompt)
+        n = len(response)
+        builder.add_completion(Completion(tuple(response), (0.0,) * n, (Span(version, 0, n),), Finish.STOP))
+        return replace(builder.build(), reward=1.0)
+
+    return TrainBatch(version, tuple(trajectory(*pair) for pair in pairs), np.arange(len(pairs)))
 
 
 class StalenessViolation(RuntimeError):

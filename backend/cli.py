@@ -18,7 +18,7 @@ from backend.doctor import examine, print_findings
 from bridge.families import ModelSpec, model_spec
 from bridge.hf_config import UnsupportedModel
 from bridge.plan import ExportPlan
-from configs.load import load_recipe
+from configs.load import load_recipe, load_supervised
 from configs.schema import RunConfig
 from configs.violations import RecipeError
 
@@ -88,14 +88,46 @@ def train(
         raise typer.Exit(WRONG_INPUT) from None
     except Exception as error:
         progress.close()
-        for cause in _leaves(error):
-            _errors.print(f"[red]failed[/]: {type(cause).__name__}: ", end="")
-            _errors.print(str(cause), markup=False)
-        if config.run.folder.exists():
-            _errors.print(f"logs: {config.run.folder / 'logs'}", markup=False)
+        _failed(error, config)
         raise typer.Exit(FAILED) from error
     progress.close()
     print_summary(summary, sys.stdout, name=config.run.name)
+
+
+@app.command()
+def sft(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Train on demonstrations: prompts with the responses to learn. Writes a Hugging Face checkpoint."""
+    try:
+        config = load_supervised(Path(recipe), overrides or [])
+    except RecipeError as error:
+        _errors.print(str(error), markup=False)
+        raise typer.Exit(WRONG_INPUT) from None
+    import uvloop
+
+    from backend.inputs import InputError
+    from backend.monitor.progress import open_progress
+    from backend.placement import PlacementError
+    from backend.stop import Stopped
+    from backend.supervised import run_supervised
+
+    progress = open_progress(config.run.steps)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            checkpoint = runner.run(run_supervised(config, progress))
+    except Stopped:
+        progress.close()
+        _errors.print("stopped; there is no checkpoint")
+        raise typer.Exit(FAILED) from None
+    except (InputError, PlacementError) as error:
+        progress.close()
+        _errors.print(str(error), markup=False)
+        raise typer.Exit(WRONG_INPUT) from None
+    except Exception as error:
+        progress.close()
+        _failed(error, config)
+        raise typer.Exit(FAILED) from error
+    progress.close()
+    typer.echo(checkpoint)
 
 
 @app.command()
@@ -284,6 +316,14 @@ def _plan(config: RunConfig) -> tuple[ModelSpec, ExportPlan]:
     except UnevenSplit as error:
         _errors.print(f"actor.parallel: {error}", markup=False)
     raise typer.Exit(WRONG_INPUT)
+
+
+def _failed(error: Exception, config: RunConfig) -> None:
+    for cause in _leaves(error):
+        _errors.print(f"[red]failed[/]: {type(cause).__name__}: ", end="")
+        _errors.print(str(cause), markup=False)
+    if config.run.folder.exists():
+        _errors.print(f"logs: {config.run.folder / 'logs'}", markup=False)
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

@@ -52,7 +52,7 @@ def read_inputs(config: RunConfig) -> Inputs:
     spec = attempt("model.path", lambda: model_spec(config.model.path))
     found: dict[str, Any] = {
         "spec": spec,
-        "tokenizer": attempt("model.path", lambda: _tokenizer(config, spec)),
+        "tokenizer": attempt("model.path", lambda: read_tokenizer(config, spec)),
         "prompts": attempt("data.path", lambda: read_prompts(config.data.path)),
         "held_out": attempt("eval.path", lambda: read_prompts(eval_.path)[: eval_.max_prompts])
         if eval_
@@ -83,7 +83,7 @@ def other_models(config: RunConfig) -> dict[str, Path]:
     return {setting: path for setting, path in named.items() if path is not None}
 
 
-def _tokenizer(config: RunConfig, spec: ModelSpec | None) -> Tokenizer:
+def read_tokenizer(config: RunConfig, spec: ModelSpec | None) -> Tokenizer:
     """The checkpoint's tokenizer. One with ids that the model does not know would stop the engines."""
     from transformers import AutoTokenizer
 

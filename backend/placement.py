@@ -62,6 +62,17 @@ def place(nodes: Sequence[Node], config: RunConfig) -> Placement:
     return Placement(trainer, _take(engine_nodes, free, engines, size, "engines (rollout.engine)"), device)
 
 
+def place_trainer(nodes: Sequence[Node], config: RunConfig) -> Placement:
+    """The same without engines: the trainer has all nodes."""
+    nodes = sorted(nodes, key=_by_address)
+    device, ranks = _device(nodes, config), config.actor.parallel.world_size
+    if device == "cpu":
+        per_node = -(-ranks // len(nodes))
+        return Placement(tuple(nodes[rank // per_node] for rank in range(ranks)), (), device)
+    free = {node.id: node.gpus for node in nodes}
+    return Placement(_take(nodes, free, ranks, 1, "trainer ranks (actor.parallel)"), (), device)
+
+
 def _by_address(node: Node) -> tuple[int, int, str]:
     """By number where the address is one, of either length; host names after them."""
     try:

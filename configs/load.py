@@ -26,6 +26,8 @@ from configs.rules import check_rules
 from configs.schema import RunConfig
 from configs.schema.actor import ParallelConfig
 from configs.schema.base import Section
+from configs.schema.supervised import SupervisedConfig
+from configs.supervised import AS_IN_SUPERVISED, run_of
 from configs.violations import ABSENT, RecipeError, Violation, join, nearest, one_of, shown
 
 SAME_SECTION = 0.8
@@ -47,6 +49,25 @@ def load_recipe(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
         violations.extend(check_rules(config, reading.unsure))
         violations.extend(check_passthrough(config))
     if violations:
+        raise RecipeError(violations, str(recipe))
+    return config
+
+
+def load_supervised(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """As ``load_recipe``, of ``slipstream sft``: a ``SupervisedConfig`` is read, what comes out is the run whose
+    training step does the same (``configs.supervised``).
+    """
+    recipe = Path(recipe)
+    document = read_document(recipe, overrides)
+    violations, config = document.violations, None
+    if document.data is not None:
+        reading = _Reading(violations, document.overridden, document.unsure, SupervisedConfig)
+        reading.section(SupervisedConfig, document.data, ())
+        as_run = _Reading([], set(), reading.unsure)
+        config = as_run.section(RunConfig, run_of(document.data), ())
+        found = [*check_rules(config, as_run.unsure), *check_passthrough(config)]
+        violations.extend(violation.renamed(AS_IN_SUPERVISED) for violation in found)
+    if config is None or violations:
         raise RecipeError(violations, str(recipe))
     return config
 
@@ -79,8 +100,15 @@ class SectionType:
 class _Reading:
     """One walk over the schema: builds sections, collects violations and the paths not to be relied on."""
 
-    def __init__(self, violations: list[Violation], overridden: set[str], unsure: set[str]) -> None:
+    def __init__(
+        self,
+        violations: list[Violation],
+        overridden: set[str],
+        unsure: set[str],
+        root: type[Section] = RunConfig,
+    ) -> None:
         self.violations = violations
+        self._root = root
         self.overridden = overridden
         self.unsure = unsure
 
@@ -159,9 +187,9 @@ class _Reading:
         """Name the setting that was meant: by spelling here, by name elsewhere, else list what goes here."""
         names, leaf = list(model.model_fields), key.rpartition(".")[2]
         near = nearest(key, names, SAME_SECTION)
-        if join(*path, key) in schema_paths():
+        if join(*path, key) in schema_paths(self._root):
             hint = f"another type has it; the keys here are {_keys(model)}"
-        elif near is None and (found := _elsewhere(leaf)):
+        elif near is None and (found := _elsewhere(leaf, self._root)):
             hint = f"did you mean {one_of(found)}?"
         elif near is None and (passed := passthrough_path(leaf)):
             hint = f"did you mean {passed}?"
@@ -309,9 +337,9 @@ def _keys(model: type[Section]) -> str:
 
 
 @cache
-def schema_paths() -> tuple[str, ...]:
+def schema_paths(root: type[Section] = RunConfig) -> tuple[str, ...]:
     """The dotted path of every setting and section of the schema, outer ones first."""
-    return tuple(dict.fromkeys(join(*path) for path, _, _ in schema_fields()))
+    return tuple(dict.fromkeys(join(*path) for path, _, _ in schema_fields(root)))
 
 
 def schema_fields(
@@ -325,7 +353,7 @@ def schema_fields(
             yield from schema_fields(section, (*path, name))
 
 
-def _elsewhere(name: str) -> list[str]:
+def _elsewhere(name: str, root: type[Section]) -> list[str]:
     """Paths outside the section at hand that end in ``name``; none when there are too many to be of help."""
-    found = [path for path in schema_paths() if path.rpartition(".")[2] == name]
+    found = [path for path in schema_paths(root) if path.rpartition(".")[2] == name]
     return found if len(found) <= 4 else []

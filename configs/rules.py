@@ -73,7 +73,7 @@ def volume_needs_ready_first(config: RunConfig) -> Iterator[Violation]:
 
 def group_has_a_spread(config: RunConfig) -> Iterator[Violation]:
     samples = config.rollout.n_samples_per_prompt
-    if config.actor.advantage not in ("reinforce_pp", "gae") and samples < 2:
+    if config.actor.advantage not in ("reinforce_pp", "gae", "reward") and samples < 2:
         yield Violation(
             "rollout.n_samples_per_prompt",
             samples,

@@ -5,7 +5,7 @@ Also what every check shares: how a value is shown, and which known name an unkn
 
 import difflib
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -33,6 +33,13 @@ class Violation:
     def __str__(self) -> str:
         found = "" if self.value is ABSENT else f" = {shown(self.value)}"
         return f"{self.path}{found}: {self.reason}"
+
+    def renamed(self, names: Mapping[str, str]) -> "Violation":
+        """The same where settings have other names."""
+        reason = self.reason
+        for name, other in names.items():
+            reason = reason.replace(name, other)
+        return Violation(names.get(self.path, self.path), self.value, reason)
 
 
 class RecipeError(Exception):

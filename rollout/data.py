@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,25 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
                     yield number, json.loads(line.decode())
                 except ValueError as error:  # also of the decoding
                     raise PromptError(f"{path}, line {number}: not JSON: {error}") from None
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A prompt, and what is to be answered."""
+
+    prompt: Prompt
+    response: str
+
+
+def read_demonstrations(path: Path) -> list[Demonstration]:
+    """As ``read_prompts``, with a text ``response`` on each line. Raises PromptError, OSError."""
+    found = []
+    for number, prompt in enumerate(read_prompts(path), start=1):
+        response = prompt.metadata.get("response")
+        if not response or not isinstance(response, str):
+            raise PromptError(f"{path}, demonstration {number}: `response` must be a text")
+        found.append(Demonstration(prompt, response))
+    return found
 
 
 def _is_chat(prompt: Any) -> bool:

@@ -48,6 +48,7 @@ def whitened(value_N: Tensor, tokens_N: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 ADVANTAGES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "reward": lambda reward_N, group_N, tokens_N: reward_N.float(),
     "grpo": lambda reward_N, group_N, tokens_N: group_normalized(reward_N, group_N),
     "dr_grpo": lambda reward_N, group_N, tokens_N: group_centred(reward_N, group_N),
     "rloo": lambda reward_N, group_N, tokens_N: leave_one_out(reward_N, group_N),

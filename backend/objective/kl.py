@@ -28,9 +28,9 @@ def in_loss(
 ) -> Tensor:
     """pi / mu times the estimate [T] (DeepSeek-V3.2; slime's importance ratio).
 
-    Over tokens of mu the mean of its gradient is that of KL(pi || ref), and so is the value, but for k2. k1 and
-    k3 need the gradient of the ratio for that: else the mean is 0 for k1, and for k3 it is that of another
-    divergence (arXiv:2506.09477). That of k2 is right, so there the ratio is but a weight.
+    Over tokens of mu the mean of its gradient is that of KL(pi || ref), and so is its value, but for k2. k1
+    and k3 need the gradient of the ratio for that: without it the mean is 0 for k1, and for k3 it is another
+    divergence's (arXiv:2506.09477). For k2 the ratio is but a weight.
     """
     ratio_T = ratio_of(logp_T, behaviour_logp_T)
     if estimator == "k2":

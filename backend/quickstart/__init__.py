@@ -5,7 +5,6 @@ Nothing is downloaded. On two CPU cores it takes about half a minute, most of it
 
 import json
 import os
-import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -68,23 +67,27 @@ def write_problems(path: Path, problems: Sequence[task.Problem]) -> None:
 
 
 def write_policy(path: Path, seed: int, *, steps: int, say: Callable[[str], None]) -> None:
-    """Trains the warm start, says its greedy held-out accuracy, and saves policy and tokenizer to `path`."""
+    """Makes policy and tokenizer at `path`, with a warm start of `steps`; says its greedy accuracy."""
     # Imported here: torch takes seconds to load, which a preparation with nothing to do should not.
+    from transformers import AutoModelForCausalLM
+
     from backend.quickstart import policy as policies
     from backend.quickstart.tokenizer import build_tokenizer
+    from backend.quickstart.warm_start import warm_start
 
     started = time.monotonic()
     tokenizer = build_tokenizer()
-    with policies.fixed_threads():
-        policy = policies.build_policy(tokenizer, seed)
-        say(f"  {policy.num_parameters():,} parameters, Qwen3")
-        policies.warm_start(policy, tokenizer, random.Random(f"warm-start-{seed}"), steps=steps, say=say)
-        held_out = task.held_out_set(seed, HELD_OUT_PROBLEMS)
-        accuracy = policies.greedy_accuracy(policy, tokenizer, held_out)
+    untrained = path.with_name(f"{path.name}-untrained")
+    policy = policies.build_policy(tokenizer, seed)
+    say(f"  {policy.num_parameters():,} parameters, Qwen3")
+    policy.save_pretrained(untrained)
+    tokenizer.save_pretrained(untrained)
+    warm_start(untrained, path, seed=seed, steps=steps)
+    held_out = task.held_out_set(seed, HELD_OUT_PROBLEMS)
+    trained = AutoModelForCausalLM.from_pretrained(path)
+    accuracy = policies.greedy_accuracy(trained, tokenizer, held_out)
     seconds = time.monotonic() - started
     say(f"  greedy accuracy on {len(held_out)} held-out prompts: {accuracy:.3f} ({seconds:.0f} s)")
-    policy.save_pretrained(path)
-    tokenizer.save_pretrained(path)
 
 
 def _room_beside(path: Path) -> TemporaryDirectory[str]:

@@ -69,10 +69,33 @@ class LoraConfig(Section):
     )
 
 
-class ActorConfig(Section):
+Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "reward"]
+
+
+class TrainedConfig(Section):
+    """How a model is trained, whatever for."""
+
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig | None = Field(None, description="null: train all weights.")
+    averaging: Literal["token", "sequence", "prompt"] = Field(
+        "token",
+        description="What has equal weight in the loss of a minibatch: tokens, trajectories or prompts.",
+    )
+    microbatch_tokens: int = Field(
+        8192, ge=1, description="Token budget of one packed forward pass on one data-parallel rank."
+    )
+    fp32_lm_head: bool = Field(
+        False,
+        description="Do not round a bfloat16 model's logits to bfloat16. No effect on a float32 model.",
+    )
+    megatron: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further fields of Megatron's TransformerConfig and OptimizerConfig, by their own names.",
+    )
+
+
+class ActorConfig(TrainedConfig):
     objective: Objective = Field(PPOObjective(), description="What is minimised (docs/objectives.md).")
     correction: CorrectionConfig = CorrectionConfig()
     use_decoupled_loss: bool = Field(
@@ -89,16 +112,12 @@ class ActorConfig(Section):
         description="Estimate the proximal log-probs of the decoupled loss instead, between behaviour and "
         "current ones according to lag (A-3PO): no forward pass.",
     )
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae"] = Field(
+    advantage: Advantage = Field(
         "grpo",
         description="From rewards to advantages. grpo: (reward - mean) / standard deviation within a group; "
         "dr_grpo: not divided; rloo: reward - mean of the others in the group; reinforce_pp: whitened "
         "over the tokens of the batch, with _baseline after subtracting the mean of the group; gae: of each "
-        "token from the `critic`'s values, whitened.",
-    )
-    averaging: Literal["token", "sequence", "prompt"] = Field(
-        "token",
-        description="What has equal weight in the loss of a minibatch: tokens, trajectories or prompts.",
+        "token from the `critic`'s values, whitened; reward: as it is.",
     )
     overlong: OverlongConfig | None = Field(None, description="Penalty for long answers; null: none.")
     kl: KLConfig | None = Field(
@@ -109,14 +128,3 @@ class ActorConfig(Section):
         0.0, ge=0, description="Coefficient of the policy's entropy, which is subtracted from the loss."
     )
     minibatches: int = Field(1, ge=1, description="Optimizer updates per training step.")
-    microbatch_tokens: int = Field(
-        8192, ge=1, description="Token budget of one packed forward pass on one data-parallel rank."
-    )
-    fp32_lm_head: bool = Field(
-        False,
-        description="Do not round a bfloat16 model's logits to bfloat16. No effect on a float32 model.",
-    )
-    megatron: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Further fields of Megatron's TransformerConfig and OptimizerConfig, by their own names.",
-    )

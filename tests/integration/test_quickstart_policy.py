@@ -9,9 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from backend import quickstart
-from backend.quickstart import policy as policies
+from backend.learning_rate import learning_rate
 from backend.quickstart import task
-from backend.quickstart.tokenizer import ASSISTANT, build_tokenizer, demonstration_text
+from backend.quickstart.tokenizer import build_tokenizer
+from backend.quickstart.warm_start import FLOOR_LR, PEAK_LR, encoded, recipe
 
 STEPS = 4
 
@@ -31,7 +32,7 @@ def test_the_checkpoint_loads_with_transformers_and_stops_at_the_end_token(parts
     model_path = parts[0]
     policy = AutoModelForCausalLM.from_pretrained(model_path)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    assert (model_path / "model.safetensors").exists()
+    assert list(model_path.glob("*.safetensors"))
     assert policy.config.model_type == "qwen3"
     assert policy.dtype == torch.float32
     assert policy.config.tie_word_embeddings
@@ -49,9 +50,13 @@ def test_the_two_sets_are_disjoint_and_each_label_is_the_sum(parts: tuple[Path, 
         assert row["label"] == str(sum(task.operands_of(row["prompt"])) % 10)
 
 
+def weights(model_path: Path) -> list[bytes]:
+    return [file.read_bytes() for file in sorted(model_path.glob("*.safetensors"))]
+
+
 def test_the_same_seed_gives_the_same_weights(parts: tuple[Path, Path, Path], tmp_path: Path):
     again = prepare(tmp_path)
-    assert (again[0] / "model.safetensors").read_bytes() == (parts[0] / "model.safetensors").read_bytes()
+    assert weights(again[0]) == weights(parts[0])
     assert [path.read_text() for path in again[1:]] == [path.read_text() for path in parts[1:]]
 
 
@@ -66,7 +71,7 @@ def test_parts_that_exist_are_kept_and_missing_ones_are_made(tmp_path: Path):
 
 def test_an_interrupted_preparation_leaves_nothing(tmp_path: Path):
     def interrupt(line: str) -> None:
-        if "loss" in line:
+        if "parameters" in line:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -79,39 +84,19 @@ def test_equal_paths_are_refused(tmp_path: Path):
         quickstart.prepare(tmp_path / "model", tmp_path / "a.jsonl", tmp_path / "a.jsonl")
 
 
-def test_the_loss_covers_the_response_and_its_end_token_only():
+def test_a_demonstration_is_the_prompt_as_rl_sends_it_and_the_response_with_its_end():
     tokenizer = build_tokenizer()
-    texts = [demonstration_text("a1b2", "a11b23#3"), demonstration_text("a1b2c3", "a1")]
-    batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-    assistant = tokenizer.convert_tokens_to_ids(ASSISTANT)
-    labels_BT = policies.response_labels(batch["input_ids"], assistant, tokenizer.pad_token_id)
-    kept = [row[row != policies.IGNORED] for row in labels_BT]
-    assert [tokenizer.decode(row) for row in kept] == ["a11b23#3<eos>", "a1<eos>"]
-
-
-def test_chunks_sorted_by_length_give_the_gradient_of_the_whole_batch():
-    tokenizer = build_tokenizer()
-    policy = policies.build_policy(tokenizer, seed=0)
-    prompts = [problem.prompt for problem in task.train_set(seed=0, count=10)]
-    texts = [demonstration_text(prompt, task.gold_demonstration(prompt)) for prompt in prompts]
-    batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-    assistant = tokenizer.convert_tokens_to_ids(ASSISTANT)
-    labels_BT = policies.response_labels(batch["input_ids"], assistant, tokenizer.pad_token_id)
-
-    expected = policy(**batch, labels=labels_BT).loss  # transformers' own shift and mean over kept tokens
-    expected.backward()
-    gradients = [parameter.grad.clone() for parameter in policy.parameters()]
-    policy.zero_grad()
-    loss = policies.accumulate_gradient(policy, tokenizer, texts)
-
-    assert loss == pytest.approx(expected.item(), rel=1e-5)
-    for parameter, gradient in zip(policy.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+    prompt, response = encoded(tokenizer, "a1b2", "a11b23#3")
+    message = [{"role": "user", "content": "a1b2"}]
+    assert prompt == tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.decode(response) == "a11b23#3<eos>"
 
 
 def test_the_learning_rate_rises_stays_and_falls():
-    scales = [policies.lr_scale(step, 300) for step in range(300)]
-    peak = scales.index(1.0)
-    assert scales[: peak + 1] == sorted(scales[: peak + 1])
-    assert scales[peak:] == sorted(scales[peak:], reverse=True)
-    assert scales[-1] == pytest.approx(policies.FLOOR_LR, abs=0.01)
+    optimizer = recipe(Path("start"), seed=0, steps=300).actor.optimizer
+    rates = [learning_rate(optimizer, step, run_steps=300) for step in range(300)]
+    peak = rates.index(PEAK_LR)
+    assert rates[: peak + 1] == sorted(rates[: peak + 1])
+    assert rates[peak:180] == [PEAK_LR] * (180 - peak)
+    assert rates[180:] == sorted(rates[180:], reverse=True)
+    assert rates[-1] == pytest.approx(FLOOR_LR * PEAK_LR, abs=0.01 * PEAK_LR)

@@ -145,7 +145,7 @@ def test_an_unknown_key_comes_with_the_nearest_valid_one(recipe, key, hint):
         (
             "actor.advantage",
             "ppo",
-            "expected 'grpo', 'dr_grpo', 'rloo', 'reinforce_pp', 'reinforce_pp_baseline' or 'gae'",
+            "expected 'grpo', 'dr_grpo', 'rloo', 'reinforce_pp', 'reinforce_pp_baseline', 'gae' or 'reward'",
         ),
         ("actor.megatron", [1], "expected a mapping"),
         ("actor.parallel.layers", 3, "expected a list of whole numbers or null"),

@@ -60,7 +60,7 @@ def test_advantages_are_numpys_whatever_the_order_of_the_groups(name, case):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(adv.ADVANTAGES))
+@pytest.mark.parametrize("name", sorted(adv.ADVANTAGES.keys() - {"reward"}))
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0, 1e6])
 @pytest.mark.parametrize("n", [1, 3, 8])
 def test_equal_rewards_have_advantage_zero(name, reward, n):

@@ -1,0 +1,35 @@
+"""Supervised training as a run of the trainer: plain policy gradient on demonstrations, each with reward 1.
+
+    loss = -A log pi, A = reward = 1        the cross-entropy of the response
+
+So there is no second trainer, and rules between settings hold for both kinds of recipe.
+"""
+
+from typing import Any
+
+_ACTOR = {
+    "objective": {"type": "reinforce"},
+    "advantage": "reward",
+    "use_decoupled_loss": False,
+    "recompute_logprobs": False,
+}
+_ROLLOUT = {
+    "max_head_offpolicyness": 0,
+    "n_samples_per_prompt": 1,
+    "reward": "rollout.reward.FinalAnswer",  # never asked: there are no rollouts
+    "sampling": {"max_new_tokens": 1},
+}
+
+AS_IN_SUPERVISED = {"rollout.batch_size": "batch_size"}
+"""Settings that have another name in a run."""
+
+
+def run_of(data: dict[str, Any]) -> dict[str, Any]:
+    """The run's recipe for a ``SupervisedConfig``, both as plain data that need not be valid."""
+    actor = data.get("actor", {})
+    return {
+        **{key: data[key] for key in ("run", "model", "data", "cluster", "prepare") if key in data},
+        "actor": {**actor, **_ACTOR} if isinstance(actor, dict) else actor,
+        "rollout": {**_ROLLOUT, "batch_size": data.get("batch_size", 64)},
+        "checkpoint": {"every": 0},
+    }

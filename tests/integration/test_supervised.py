@@ -1,0 +1,131 @@
+"""Supervised training by the trainer: cross-entropy's gradient, and ``slipstream sft`` as a whole."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from backend.batching import demonstrated
+from backend.megatron.parallel import RankSpec
+from backend.quickstart import task
+from backend.quickstart.policy import build_policy
+from backend.quickstart.tokenizer import build_tokenizer
+from configs.load import load_supervised
+from configs.schema import RunConfig
+from configs.violations import RecipeError
+from tests.integration.test_megatron_parity import unfused
+from tests.integration.test_other_models import compare, exported, gradients_in
+from tests.models import make_checkpoint, reference_model
+from tests.ranks import run_ranks
+
+RNG = np.random.default_rng(0)
+PAIRS = [
+    (RNG.integers(0, 101, RNG.integers(1, 9)).tolist(), RNG.integers(0, 101, RNG.integers(1, 20)).tolist())
+    for _ in range(9)
+]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path):
+    """Writes an SFT recipe for a tiny policy and 40 demonstrations; its path."""
+
+    def write(**changes) -> Path:
+        model = tmp_path / "model"
+        tokenizer = build_tokenizer()
+        build_policy(tokenizer, seed=0).save_pretrained(model)
+        tokenizer.save_pretrained(model)
+        problems = task.train_set(seed=0, count=40)
+        rows = [{"prompt": p.prompt, "response": task.gold_demonstration(p.prompt)} for p in problems]
+        (tmp_path / "demonstrations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = {
+            "run": {"name": "sft", "root": str(tmp_path / "runs"), "steps": 12},
+            "model": {"path": str(model), "dtype": "float32"},
+            "data": {"path": str(tmp_path / "demonstrations.jsonl")},
+            "batch_size": 20,
+            "actor": {"optimizer": {"lr": 5e-3, "warmup_steps": 2}, "microbatch_tokens": 256},
+        }
+        file = tmp_path / "recipe.yaml"
+        file.write_text(yaml.safe_dump(data | changes))
+        return file
+
+    return write
+
+
+def step(rank: RankSpec, config: RunConfig):
+    """Metrics and gradient of a step on ``PAIRS``."""
+    from backend.trainer import TrainerRank
+
+    trainer = TrainerRank(config, rank)
+    trainer._optimizer.step = lambda: (True, 0.0, 0)
+    result = trainer.train(demonstrated(PAIRS, version=0))
+    return result and result.metrics, exported(trainer._plan, gradients_in(trainer._parameters), rank.rank)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"data": 2}], ids=["one rank", "data 2"])
+def test_the_gradient_is_that_of_transformers_loss(tmp_path: Path, recipe, parallel: dict):
+    checkpoint = make_checkpoint(tmp_path / "other")
+    config = load_supervised(
+        recipe(model={"path": str(checkpoint), "dtype": "float32"}, batch_size=len(PAIRS)),
+        [f"actor.parallel={json.dumps(parallel)}", "actor.microbatch_tokens=40"],
+    )
+    (metrics, found), *_ = run_ranks(config.actor.parallel.world_size, step, config)
+    model = reference_model(checkpoint)
+    total, tokens = 0.0, sum(len(response) for _, response in PAIRS)
+    for prompt, response in PAIRS:
+        labels = torch.tensor([[-100] * len(prompt) + response])
+        total = total + model(torch.tensor([prompt + response]), labels=labels).loss * len(response)
+    (total / tokens).backward()
+    compare(found, dict(unfused((name, p.grad.numpy()) for name, p in model.named_parameters())), "sft")
+    assert metrics["train/loss"] == pytest.approx(float(total) / tokens, rel=1e-5)
+    assert metrics["train/tokens"] == tokens
+
+
+def slipstream_sft(file: Path, *overrides: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "backend.cli", "sft", str(file), *overrides]
+    return subprocess.run(command, capture_output=True, text=True, timeout=180)
+
+
+def test_slipstream_sft_trains_and_writes_a_checkpoint(recipe, tmp_path: Path):
+    done = slipstream_sft(recipe())
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs/sft"
+    assert done.stdout.strip() == str(folder / "checkpoint-hf")
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["train/loss"] for record in records if "train/loss" in record]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 1
+    assert f"step 12/12, loss {losses[-1]:.4f}" in done.stderr
+    trained = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-hf")
+    tokenizer = build_tokenizer()
+    row = json.loads((tmp_path / "demonstrations.jsonl").read_text().splitlines()[0])
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": row["prompt"]}], add_generation_prompt=True, return_dict=False
+    )
+    response = [*tokenizer.encode(row["response"], add_special_tokens=False), tokenizer.eos_token_id]
+    labels = torch.tensor([[-100] * len(prompt) + response])
+    with torch.no_grad():
+        loss = trained(torch.tensor([prompt + response]), labels=labels).loss
+    assert float(loss) < losses[0] - 1
+
+
+def test_what_is_wrong_is_told_at_once(recipe, tmp_path: Path):
+    with pytest.raises(RecipeError) as error:
+        load_supervised(recipe(batch_size=0, rollout={}), ["actor.advantage=gae", "actor.optimizer.lr=-1"])
+    found = {violation.path: violation.reason for violation in error.value.violations}
+    assert found.keys() == {"batch_size", "rollout", "actor.advantage", "actor.optimizer.lr"}
+    with pytest.raises(RecipeError) as error:
+        load_supervised(recipe(batch_size=1), ["actor.parallel.data=2"])
+    [violation] = error.value.violations
+    assert violation.path == "batch_size" and "rollout" not in violation.reason
+
+    (tmp_path / "other.jsonl").write_text('{"prompt": "a1b2"}\n')
+    done = slipstream_sft(recipe(), f"data.path={tmp_path / 'other.jsonl'}")
+    assert done.returncode == 2
+    assert "demonstration 1: `response` must be a text" in done.stderr
+    assert not (tmp_path / "runs").exists()
