@@ -54,8 +54,8 @@ def load_recipe(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_supervised(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """As ``load_recipe``, of ``slipstream sft``: a ``SupervisedConfig`` is read, what comes out is the run whose
-    training step does the same (``configs.supervised``).
+    """As ``load_recipe``, of ``slipstream sft``: a ``SupervisedConfig`` is read, and what comes out is a run
+    whose training step does the same (``configs.supervised``).
     """
     recipe = Path(recipe)
     document = read_document(recipe, overrides)

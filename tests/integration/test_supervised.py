@@ -82,7 +82,7 @@ def test_the_gradient_is_that_of_transformers_loss(tmp_path: Path, recipe, paral
         total = total + model(torch.tensor([prompt + response]), labels=labels).loss * len(response)
     (total / tokens).backward()
     compare(found, dict(unfused((name, p.grad.numpy()) for name, p in model.named_parameters())), "sft")
-    assert metrics["train/loss"] == pytest.approx(float(total) / tokens, rel=1e-5)
+    assert metrics["train/loss"] == pytest.approx(total.item() / tokens, rel=1e-5)
     assert metrics["train/tokens"] == tokens
 
 
