@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from configs.schema import RunConfig
 from rollout.engine.actor import free_port
+from rollout.plugins import resolve
 
 if TYPE_CHECKING:
     from backend.batching import TrainBatch
@@ -25,13 +26,17 @@ def redirect_output(path: Path) -> None:
 
 
 class TrainerActor:
-    """Holds a ``TrainerRank``. ``connect`` is called on all ranks at once, with rank 0's meeting point."""
+    """Holds a ``TrainerRank``, or what ``rank_class`` names.
 
-    def __init__(self, config: RunConfig, rank: int, device: str, logs: str) -> None:
+    ``connect`` is called on all ranks at once, with rank 0's meeting point.
+    """
+
+    def __init__(self, config: RunConfig, rank: int, device: str, logs: str, rank_class: str) -> None:
         redirect_output(Path(logs) / f"trainer-{rank}.log")
         self._config = config
         self._rank = rank
         self._device = device
+        self._rank_class = rank_class
 
     def meeting_point(self) -> tuple[str, int]:
         """An address and free port of this node for the trainer's process group."""
@@ -47,10 +52,11 @@ class TrainerActor:
         if self._device == "cpu":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
         from backend.megatron.parallel import RankSpec
-        from backend.trainer import TrainerRank
 
         world_size = self._config.actor.parallel.world_size
-        self._trainer = TrainerRank(self._config, RankSpec(self._rank, world_size, address, port))
+        self._trainer = resolve(self._rank_class)(
+            self._config, RankSpec(self._rank, world_size, address, port)
+        )
 
     def train(self, batch: "TrainBatch") -> "StepResult | None":
         return self._trainer.train(batch)

@@ -96,9 +96,9 @@ def train(
 
 @app.command()
 def sft(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Train on demonstrations: prompts with the responses to learn. Writes a Hugging Face checkpoint."""
+    """Train a policy on responses, or a reward model on preferences; writes a Hugging Face checkpoint."""
     try:
-        config = load_supervised(Path(recipe), overrides or [])
+        asked = load_supervised(Path(recipe), overrides or [])
     except RecipeError as error:
         _errors.print(str(error), markup=False)
         raise typer.Exit(WRONG_INPUT) from None
@@ -110,10 +110,10 @@ def sft(recipe: Recipe, overrides: Overrides = None) -> None:
     from backend.stop import Stopped
     from backend.supervised import run_supervised
 
-    progress = open_progress(config.run.steps)
+    progress = open_progress(asked.run.run.steps)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            checkpoint = runner.run(run_supervised(config, progress))
+            checkpoint = runner.run(run_supervised(asked, progress))
     except Stopped:
         progress.close()
         _errors.print("stopped; there is no checkpoint")
@@ -124,7 +124,7 @@ def sft(recipe: Recipe, overrides: Overrides = None) -> None:
         raise typer.Exit(WRONG_INPUT) from None
     except Exception as error:
         progress.close()
-        _failed(error, config)
+        _failed(error, asked.run)
         raise typer.Exit(FAILED) from error
     progress.close()
     typer.echo(checkpoint)

@@ -76,12 +76,14 @@ def _on(node: Node, gpus: int) -> dict[str, Any]:
     return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy, "max_restarts": 0}
 
 
-def create_trainer(config: RunConfig, placement: Placement, logs: Path) -> list[Any]:
+def create_trainer(
+    config: RunConfig, placement: Placement, logs: Path, *, rank_class: str = "backend.trainer.TrainerRank"
+) -> list[Any]:
     """One actor handle per trainer rank."""
     gpus = int(placement.device == "cuda")
     remote = ray.remote(TrainerActor)
     return [
-        remote.options(**_on(node, gpus)).remote(config, rank, placement.device, str(logs))
+        remote.options(**_on(node, gpus)).remote(config, rank, placement.device, str(logs), rank_class)
         for rank, node in enumerate(placement.trainer)
     ]
 

@@ -13,15 +13,13 @@ from torch import Tensor
 
 from backend.advantages import Scores, Targets, find_targets
 from backend.batching import MicroBatch, TrainBatch, assemble, check_staleness
-from backend.flops import forward_flops
 from backend.learning_rate import learning_rate
 from backend.megatron.parallel import RankSpec, initialize
+from backend.minibatches import microbatches_of
 from backend.objective import kl
-from backend.objective.averaging import token_shares
 from backend.objective.correction import interpolated_logp
 from backend.objective.losses import Tokens, token_losses
 from backend.objective.statistics import StepStatistics, token_statistics
-from backend.packing import balance, schedule
 from backend.planning import export_plan
 from backend.publishing import make_publisher
 from backend.trainer_result import StepResult
@@ -101,7 +99,7 @@ class TrainerRank:
                 f"a batch for version {batch.version} reached a trainer at version {self.version}"
             )
         check_staleness(batch, self._config.rollout.max_head_offpolicyness)
-        minibatches, metrics = self._assemble(batch)
+        minibatches, metrics = microbatches_of(self._config, self._spec.geometry, batch, self.step)
         microbatches = [micro for minibatch in minibatches for micro in minibatch]
         scores = self._scorers.ask(self._policy, microbatches)
         targets: list[Any] = [None] * len(microbatches)
@@ -115,36 +113,6 @@ class TrainerRank:
         self.step += 1
         self.version += 1
         return StepResult(self.version, metrics) if self._reports else None
-
-    def _assemble(self, batch: TrainBatch) -> tuple[list[list[MicroBatch]], dict[str, float]]:
-        """This rank's micro-batches, by mini-batch; and how well all ranks' are packed, as metrics."""
-        actor = self._config.actor
-        tokens_N = np.array([trajectory.response_length for trajectory in batch.trajectories])
-        length_N = np.array([len(trajectory.tokens_T) for trajectory in batch.trajectories])
-        cost_N = forward_flops(self._spec.geometry, length_N)
-        plan = schedule(
-            length_N,
-            cost_N,
-            minibatches=actor.minibatches,
-            ranks=actor.parallel.data,
-            multiple=actor.parallel.microbatch_multiple,
-            budget=actor.microbatch_tokens,
-            rng=np.random.default_rng((self._config.run.seed, self.step)),
-        )
-        rank = self._groups.get_data_parallel_rank()
-        # A mean is over the mini-batch on all ranks, not over what is on one of them.
-        share_N = np.zeros(len(tokens_N), np.float32)
-        for minibatch in plan:
-            everywhere = [index for packs in minibatch for pack in packs for index in pack]
-            share_N[everywhere] = token_shares(
-                actor.averaging, tokens_N[everywhere], batch.group_N[everywhere]
-            )
-        microbatches = [
-            [assemble(batch, pack, self._multiple, share_N=share_N) for pack in minibatch[rank]]
-            for minibatch in plan
-        ]
-        found = balance(plan, length_N, cost_N, actor.microbatch_tokens)
-        return microbatches, {"packing/fill": found.fill, "packing/imbalance": found.imbalance}
 
     def _train_policy(
         self, minibatches: list[list[MicroBatch]], scores: list[Scores], targets: list[Targets | None]
@@ -200,7 +168,7 @@ class TrainerRank:
             Completion(tuple(ids[1:]), (0.0,) * n, (Span(self.version, 0, n),), Finish.LENGTH)
         )
         batch = TrainBatch(self.version, (text.build(),), np.zeros(1, np.int64))
-        micro = assemble(batch, [0], self._multiple)
+        micro = assemble(batch, [0], self._config.actor.parallel.length_multiple)
         times = self._config.actor.parallel.microbatch_multiple
         found = self._policy.log_probs([micro] * times, temperature=1.0)
         return found[0].tolist() if self._reports else None
@@ -249,12 +217,6 @@ class TrainerRank:
         )
         count = torch.tensor(len(micro.index_M), dtype=torch.int, device=self._device)
         return total, count, measured
-
-    @property
-    def _multiple(self) -> int:
-        """The length of a micro-batch is one of it."""
-        parallel = self._config.actor.parallel
-        return parallel.tensor if parallel.sequence else 1
 
     @property
     def _is_last_stage(self) -> bool:

@@ -27,7 +27,7 @@ from configs.schema import RunConfig
 from configs.schema.actor import ParallelConfig
 from configs.schema.base import Section
 from configs.schema.supervised import SupervisedConfig
-from configs.supervised import AS_IN_SUPERVISED, run_of
+from configs.supervised import AS_IN_SUPERVISED, Supervised, run_of
 from configs.violations import ABSENT, RecipeError, Violation, join, nearest, one_of, shown
 
 SAME_SECTION = 0.8
@@ -53,23 +53,23 @@ def load_recipe(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
-def load_supervised(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_supervised(recipe: Path, overrides: Sequence[str] = ()) -> Supervised:
     """As ``load_recipe``, of ``slipstream sft``: a ``SupervisedConfig`` is read, and what comes out is a run
-    whose training step does the same (``configs.supervised``).
+    whose trainer does it.
     """
     recipe = Path(recipe)
     document = read_document(recipe, overrides)
     violations, config = document.violations, None
     if document.data is not None:
         reading = _Reading(violations, document.overridden, document.unsure, SupervisedConfig)
-        reading.section(SupervisedConfig, document.data, ())
+        asked = reading.section(SupervisedConfig, document.data, ())
         as_run = _Reading([], set(), reading.unsure)
         config = as_run.section(RunConfig, run_of(document.data), ())
         found = [*check_rules(config, as_run.unsure), *check_passthrough(config)]
         violations.extend(violation.renamed(AS_IN_SUPERVISED) for violation in found)
     if config is None or violations:
         raise RecipeError(violations, str(recipe))
-    return config
+    return Supervised(config, asked.learn)
 
 
 def load_layout(model: Path, parallel: Mapping[str, Any]) -> ParallelConfig:

@@ -5,7 +5,10 @@
 So there is no second trainer, and rules between settings hold for both kinds of recipe.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from configs.schema import RunConfig
 
 _ACTOR = {
     "objective": {"type": "reinforce"},
@@ -22,6 +25,14 @@ _ROLLOUT = {
 
 AS_IN_SUPERVISED = {"rollout.batch_size": "batch_size"}
 """Settings that have another name in a run."""
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """A recipe of ``slipstream sft`` that has been read."""
+
+    run: RunConfig
+    learn: Literal["responses", "preferences"]
 
 
 def run_of(data: dict[str, Any]) -> dict[str, Any]:

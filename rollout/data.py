@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -36,21 +36,22 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 @dataclass(frozen=True)
-class Demonstration:
-    """A prompt, and what is to be answered."""
+class Example:
+    """A prompt, and answers to learn from."""
 
     prompt: Prompt
-    response: str
+    answers: tuple[str, ...]
 
 
-def read_demonstrations(path: Path) -> list[Demonstration]:
-    """As ``read_prompts``, with a text ``response`` on each line. Raises PromptError, OSError."""
+def read_examples(path: Path, columns: Sequence[str]) -> list[Example]:
+    """As ``read_prompts``, with a text in each of ``columns`` too. Raises PromptError, OSError."""
     found = []
     for number, prompt in enumerate(read_prompts(path), start=1):
-        response = prompt.metadata.get("response")
-        if not response or not isinstance(response, str):
-            raise PromptError(f"{path}, demonstration {number}: `response` must be a text")
-        found.append(Demonstration(prompt, response))
+        answers = tuple(prompt.metadata.get(column) for column in columns)
+        for column, answer in zip(columns, answers, strict=True):
+            if not answer or not isinstance(answer, str):
+                raise PromptError(f"{path}, example {number}: `{column}` must be a text")
+        found.append(Example(prompt, answers))
     return found
 
 

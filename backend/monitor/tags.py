@@ -170,6 +170,9 @@ TAGS: dict[str, Tag] = {
     "train/teacher_gap": Tag(
         "nats", "Token mean of log pi_teacher - log pi; nearer 0: nearer the teacher. With `actor.teacher`."
     ),
+    "train/preference_accuracy": Tag(
+        "fraction", "Share of pairs whose chosen answer has the larger value; of a reward model."
+    ),
     "train/tokens": Tag("tokens", "Tokens that carried loss in this step."),
     "train/skipped_updates": Tag(
         "updates", "Optimizer updates of this step that were left out because a gradient was not finite."

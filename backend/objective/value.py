@@ -1,4 +1,4 @@
-"""The critic's loss: half the squared distance to the return, with PPO's clip of the value."""
+"""Losses of models with values: a critic's distance to the return, a reward model's to a preference."""
 
 import torch
 from torch import Tensor
@@ -16,3 +16,8 @@ def value_loss(
         return plain_M, torch.zeros_like(plain_M, dtype=torch.bool)
     held_M = (torch.clamp(value_M, old_value_M - clip, old_value_M + clip) - return_M) ** 2 / 2
     return torch.maximum(plain_M, held_M), held_M > plain_M
+
+
+def preference_loss(chosen_K: Tensor, rejected_K: Tensor) -> Tensor:
+    """-log sigmoid(chosen - rejected) of K pairs' values, [K] (Bradley and Terry; arXiv:2203.02155)."""
+    return torch.nn.functional.softplus(rejected_K - chosen_K)

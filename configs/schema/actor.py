@@ -50,6 +50,11 @@ class ParallelConfig(Section):
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     @property
+    def length_multiple(self) -> int:
+        """The tokens of a micro-batch are a multiple of this: sequence parallelism splits them evenly."""
+        return self.tensor if self.sequence else 1
+
+    @property
     def world_size(self) -> int:
         return self.tensor * self.pipeline * self.data
 

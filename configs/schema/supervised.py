@@ -1,6 +1,7 @@
-"""A recipe of ``slipstream sft``: supervised training on demonstrations, by the same trainer."""
+"""A recipe of ``slipstream sft``: supervised training, by the same trainer."""
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -10,19 +11,25 @@ from configs.schema.plugin import Plugin
 from configs.schema.run import Cluster, LocalCluster, ModelConfig, RunSection
 
 
-class DemonstrationsConfig(Section):
+class ExamplesConfig(Section):
     path: Path = Field(
-        description="Demonstrations: .jsonl or .parquet with the columns `prompt` and `response`."
+        description="Examples: .jsonl or .parquet with the columns `prompt` and `response`, or `prompt`, "
+        "`chosen` and `rejected`."
     )
     shuffle: bool = True
 
 
 class SupervisedConfig(Section):
+    learn: Literal["responses", "preferences"] = Field(
+        "responses",
+        description="responses: the policy gives them. preferences: a reward model, whose value of a `chosen` "
+        "answer is above that of a `rejected` one.",
+    )
     run: RunSection
     model: ModelConfig
-    data: DemonstrationsConfig
+    data: ExamplesConfig
     actor: TrainedConfig = TrainedConfig()
-    batch_size: int = Field(64, ge=1, description="Demonstrations of a training step.")
+    batch_size: int = Field(64, ge=1, description="Examples of a training step.")
     cluster: Cluster = LocalCluster()
     prepare: Plugin | None = Field(
         None, description="Makes model.path and data.path before the run when one of them is not there."

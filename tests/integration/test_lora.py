@@ -15,6 +15,7 @@ from torch import Tensor
 
 from backend.batching import TrainBatch
 from backend.megatron.parallel import RankSpec
+from backend.minibatches import microbatches_of
 from bridge.families import model_spec
 from bridge.layout import Layout, Shard
 from bridge.mapping import Columns, Rows, Split, Whole
@@ -159,7 +160,7 @@ def frozen(trainer: Any) -> dict[str, Tensor]:
 
 
 def logprobs(trainer: Any, batch: TrainBatch) -> dict[tuple, np.ndarray]:
-    [microbatches], _ = trainer._assemble(batch)
+    [microbatches], _ = microbatches_of(trainer._config, trainer._spec.geometry, batch, trainer.step)
     values = trainer._policy.log_probs(microbatches, TEMPERATURE)
     return {
         tuple(micro.target_M): logp.numpy()

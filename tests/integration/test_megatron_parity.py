@@ -9,6 +9,7 @@ import torch
 
 from backend.batching import TrainBatch
 from backend.megatron.parallel import RankSpec
+from backend.minibatches import microbatches_of
 from configs.schema import RunConfig
 from rollout.engine.actor import free_port
 from rollout.trajectory import UNSAMPLED, Finish, Trajectory
@@ -80,7 +81,7 @@ def logprobs_and_gradients(rank: RankSpec, config: RunConfig, batch: TrainBatch)
     from bridge.export import export
 
     trainer = TrainerRank(config, rank)
-    [microbatches], _ = trainer._assemble(batch)
+    [microbatches], _ = microbatches_of(config, trainer._spec.geometry, batch, 0)
     values = trainer._policy.log_probs(microbatches, config.rollout.sampling.temperature)
     logps = {
         tuple(micro.target_M): logp.cpu().numpy()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from backend.batching import TrainBatch
+from backend.minibatches import microbatches_of
 from configs.schema import RunConfig
 from rollout.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.models import make_checkpoint
@@ -35,7 +36,10 @@ def gradients(rank, config: RunConfig, budgets: list[int]):
         actor = config.actor.model_copy(update={"microbatch_tokens": budget})
         trainer._config = config.model_copy(update={"actor": actor})
         trainer.version = 0
-        sizes = [len(micro.index_M) for micro in trainer._assemble(batch)[0][0]]
+        sizes = [
+            len(micro.index_M)
+            for micro in microbatches_of(trainer._config, trainer._spec.geometry, batch, 0)[0][0]
+        ]
         result = trainer.train(batch)
         parameters = trainer._policy.parts[0].module.named_parameters()
         grads = {name: p.main_grad.clone().numpy() for name, p in parameters}
