@@ -37,15 +37,7 @@ COLUMNS = {"responses": ("response",), "preferences": ("chosen", "rejected")}
 TOLD = 50
 """Steps that are told to the user, of all."""
 
-METRICS = (
-    "train/loss",
-    "train/entropy",
-    "train/grad_norm",
-    "train/lr",
-    "train/tokens",
-    "train/preference",
-    "packing/",
-)
+METRICS = ("train/loss", "train/preference", "train/grad_norm", "train/lr", "train/tokens", "packing/")
 """Those that mean something here, by how they begin."""
 
 

@@ -22,8 +22,8 @@ class ExamplesConfig(Section):
 class SupervisedConfig(Section):
     learn: Literal["responses", "preferences"] = Field(
         "responses",
-        description="responses: the policy gives them. preferences: a reward model, whose value of a `chosen` "
-        "answer is above that of a `rejected` one.",
+        description="responses: a policy is to give them. preferences: a reward model is to value a `chosen` "
+        "answer above a `rejected` one.",
     )
     run: RunSection
     model: ModelConfig

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from backend.batching import demonstrated
 from backend.megatron.parallel import RankSpec
 from backend.quickstart import task
 from backend.quickstart.policy import build_policy
-from backend.quickstart.tokenizer import build_tokenizer
+from backend.quickstart.tokenizer import build_tokenizer, demonstration_text
 from configs.load import load_supervised
 from configs.schema import RunConfig
 from configs.violations import RecipeError
@@ -33,7 +34,7 @@ PAIRS = [
 
 @pytest.fixture
 def recipe(tmp_path: Path):
-    """Writes an SFT recipe for a tiny policy and 40 demonstrations; its path."""
+    """Writes an SFT recipe for a tiny policy and 40 examples of either kind; its path."""
 
     def write(**changes) -> Path:
         model = tmp_path / "model"
@@ -41,12 +42,16 @@ def recipe(tmp_path: Path):
         build_policy(tokenizer, seed=0).save_pretrained(model)
         tokenizer.save_pretrained(model)
         problems = task.train_set(seed=0, count=40)
-        rows = [{"prompt": p.prompt, "response": task.gold_demonstration(p.prompt)} for p in problems]
-        (tmp_path / "demonstrations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = []
+        for problem in problems:
+            right = task.gold_demonstration(problem.prompt)
+            wrong = f"{right[:-1]}{(int(right[-1]) + 1) % 10}"
+            rows.append({"prompt": problem.prompt, "response": right, "chosen": right, "rejected": wrong * 2})
+        (tmp_path / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         data = {
             "run": {"name": "sft", "root": str(tmp_path / "runs"), "steps": 12},
             "model": {"path": str(model), "dtype": "float32"},
-            "data": {"path": str(tmp_path / "demonstrations.jsonl")},
+            "data": {"path": str(tmp_path / "examples.jsonl")},
             "batch_size": 20,
             "actor": {"optimizer": {"lr": 5e-3, "warmup_steps": 2}, "microbatch_tokens": 256},
         }
@@ -73,7 +78,7 @@ def test_the_gradient_is_that_of_transformers_loss(tmp_path: Path, recipe, paral
     config = load_supervised(
         recipe(model={"path": str(checkpoint), "dtype": "float32"}, batch_size=len(PAIRS)),
         [f"actor.parallel={json.dumps(parallel)}", "actor.microbatch_tokens=40"],
-    )
+    ).run
     (metrics, found), *_ = run_ranks(config.actor.parallel.world_size, step, config)
     model = reference_model(checkpoint)
     total, tokens = 0.0, sum(len(response) for _, response in PAIRS)
@@ -84,6 +89,52 @@ def test_the_gradient_is_that_of_transformers_loss(tmp_path: Path, recipe, paral
     compare(found, dict(unfused((name, p.grad.numpy()) for name, p in model.named_parameters())), "sft")
     assert metrics["train/loss"] == pytest.approx(total.item() / tokens, rel=1e-5)
     assert metrics["train/tokens"] == tokens
+
+
+def reward_model_step(rank: RankSpec, config: RunConfig):
+    """The same of a reward model, on ``PAIRS``, but for the last one, as pairs of answers."""
+    from backend.reward_model import RewardModelRank
+
+    trainer = RewardModelRank(config, rank)
+    trainer._optimizer.step = lambda: (True, 0.0, 0)
+    result = trainer.train(demonstrated(PAIRS[:-1], version=0))
+    return result and result.metrics, exported(trainer._plan, gradients_in(trainer._parameters), rank.rank)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [{}, {"data": 2}, {"pipeline": 2}, {"tensor": 2, "sequence": True}],
+    ids=["one rank", "data 2", "pipeline 2", "tensor 2 + sequence"],
+)
+def test_a_reward_models_gradient_is_that_of_the_pairs_loss(tmp_path: Path, recipe, parallel: dict):
+    checkpoint = with_value_head(make_checkpoint(tmp_path / "other", tied=False))
+    config = load_supervised(
+        recipe(model={"path": str(checkpoint), "dtype": "float32"}, learn="preferences"),
+        [f"actor.parallel={json.dumps(parallel)}", "actor.microbatch_tokens=40"],
+    ).run
+    ranks = run_ranks(config.actor.parallel.world_size, reward_model_step, config)
+    [metrics] = [found for found, _ in ranks if found is not None]
+
+    model = reference_model(checkpoint)
+    score = torch.nn.Parameter(load_file(checkpoint / "model.safetensors")["score.weight"])
+    values = [
+        model.model(torch.tensor([prompt + answer])).last_hidden_state[0, -1] @ score[0]
+        for prompt, answer in PAIRS[:-1]
+    ]
+    differences = torch.stack(values[0::2]) - torch.stack(values[1::2])
+    loss = -differences.sigmoid().log().mean()
+    loss.backward()
+    named = [(n, p) for n, p in model.named_parameters() if p.grad is not None] + [("score.weight", score)]
+    compare(ranks[0][1], dict(unfused((name, p.grad.numpy()) for name, p in named)), "reward model")
+    assert metrics["train/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["train/preference_accuracy"] == (differences > 0).float().mean()
+
+
+def with_value_head(checkpoint: Path) -> Path:
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["score.weight"] = torch.randn(1, weights["model.norm.weight"].shape[0])
+    save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+    return checkpoint
 
 
 def slipstream_sft(file: Path, *overrides: str) -> subprocess.CompletedProcess:
@@ -103,7 +154,7 @@ def test_slipstream_sft_trains_and_writes_a_checkpoint(recipe, tmp_path: Path):
     assert f"step 12/12, loss {losses[-1]:.4f}" in done.stderr
     trained = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-hf")
     tokenizer = build_tokenizer()
-    row = json.loads((tmp_path / "demonstrations.jsonl").read_text().splitlines()[0])
+    row = json.loads((tmp_path / "examples.jsonl").read_text().splitlines()[0])
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": row["prompt"]}], add_generation_prompt=True, return_dict=False
     )
@@ -112,6 +163,26 @@ def test_slipstream_sft_trains_and_writes_a_checkpoint(recipe, tmp_path: Path):
     with torch.no_grad():
         loss = trained(torch.tensor([prompt + response]), labels=labels).loss
     assert float(loss) < losses[0] - 1
+
+
+def test_slipstream_sft_trains_a_reward_model_that_transformers_loads(recipe, tmp_path: Path):
+    done = slipstream_sft(recipe(learn="preferences"))
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs/sft"
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["train/loss"] for record in records if "train/loss" in record]
+    assert losses[0] == pytest.approx(np.log(2))  # every value is 0 at first
+    assert losses[-1] < 0.5
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "checkpoint-hf", num_labels=1)
+    tokenizer = build_tokenizer()
+    right = 0
+    for line in (tmp_path / "examples.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        texts = (demonstration_text(row["prompt"], row[kind]) for kind in ("chosen", "rejected"))
+        with torch.no_grad():
+            chosen, rejected = (model(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts)
+        right += chosen > rejected
+    assert right >= 36
 
 
 def test_what_is_wrong_is_told_at_once(recipe, tmp_path: Path):
@@ -127,5 +198,5 @@ def test_what_is_wrong_is_told_at_once(recipe, tmp_path: Path):
     (tmp_path / "other.jsonl").write_text('{"prompt": "a1b2"}\n')
     done = slipstream_sft(recipe(), f"data.path={tmp_path / 'other.jsonl'}")
     assert done.returncode == 2
-    assert "demonstration 1: `response` must be a text" in done.stderr
+    assert "example 1: `response` must be a text" in done.stderr
     assert not (tmp_path / "runs").exists()
