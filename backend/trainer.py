@@ -57,6 +57,7 @@ class TrainerRank:
         head.pass_on_hidden_states(parts)
         self._parts = model.wrap_ddp(parts, actor)
         self._optimizer = model.build_optimizer(self._parts, actor, dtype)
+        self._gather_weights = partial(model.gather_weights, self._parts)
         self._parameters = [model.named_shards(part.module) for part in self._parts]
         self._learning_rate = partial(learning_rate, actor.optimizer, run_steps=config.run.steps)
         self._checkpoints = RankCheckpoints(
@@ -101,6 +102,7 @@ class TrainerRank:
         remaining = iter(proximal)
         for minibatch in minibatches:
             self._update(minibatch, list(itertools.islice(remaining, len(minibatch))), statistics)
+        self._gather_weights()
         self.step += 1
         self.version += 1
         metrics = statistics.reduced(self._groups.get_data_parallel_group()) if self._is_last_stage else {}

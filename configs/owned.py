@@ -43,6 +43,8 @@ MEGATRON_OWNED: Mapping[str, str] = {
     "adam_eps": _use("actor.optimizer.eps"),
     "clip_grad": _use("actor.optimizer.clip_grad"),
     "use_distributed_optimizer": _use("actor.optimizer.distributed"),
+    "overlap_param_gather": _use("actor.optimizer.overlap_param_gather"),
+    "overlap_param_gather_with_optimizer_step": "Slipstream gathers all weights before they are published",
     "optimizer": _ADAM,
     **_all("bf16 fp16 params_dtype pipeline_dtype enable_autocast autocast_dtype", _use("model.dtype")),
     **_all(
@@ -64,6 +66,8 @@ MEGATRON_OWNED: Mapping[str, str] = {
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
         _use("actor.parallel.layers"),
     ),
+    "moe_grouped_gemm": _use("actor.layer_spec"),
+    "recompute_granularity": _use("actor.recompute"),
     **_all("calculate_per_token_loss variable_seq_lengths use_cpu_initialization", _BY_SLIPSTREAM),
 }
 

@@ -314,6 +314,12 @@ RULES: tuple[Rule, ...] = (
     Rule(objective_rules.sequence_ratio_keeps_its_tokens, ("actor.objective", "actor.correction.token")),
     Rule(objective_rules.overlong_has_a_slope, ("actor.overlong",)),
     Rule(trainer_rules.decay_goes_down, ("actor.optimizer",)),
+    Rule(trainer_rules.recompute_details_fit, ("actor.recompute", "actor.megatron")),
+    Rule(
+        trainer_rules.transformer_engine_can_be_used,
+        ("actor.layer_spec", "actor.lora", "cluster.device"),
+    ),
+    Rule(trainer_rules.gather_has_what_it_overlaps_with, ("actor.optimizer", "actor.minibatches")),
     Rule(
         offpolicyness_is_usual,
         ("rollout.max_head_offpolicyness", "rollout.allow_extreme_offpolicyness"),

@@ -25,6 +25,8 @@ WORDS = "embedding.word_embeddings.weight"
 ADAPTERS = "actor.lora"
 """The entry of a checkpoint's content with the settings of its adapters."""
 
+_EXTRA_STATE = "_extra_state"
+
 _OF_MODEL = ("embedding.", "decoder.", "output_layer.")
 """How the names of weights begin. Behind other names is the optimizer's state."""
 
@@ -45,12 +47,16 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
 
 @torch.no_grad()
 def sharded_weights(parts: Sequence[GPTModel]) -> dict[str, Any]:
-    """This rank's weights and their places in the whole model's. The keys begin with the part's number."""
+    """This rank's weights and their places in the whole model's. The keys begin with the part's number.
+
+    Without what Transformer Engine would remember of 8-bit training, so that either layer spec can load them.
+    """
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return {
         f"{number}.{name}": value
         for number, part in enumerate(parts)
         for name, value in part.sharded_state_dict(metadata={"dp_cp_group": replicas}).items()
+        if _EXTRA_STATE not in name
     }
 
 
@@ -59,7 +65,12 @@ def take_over(parts: Sequence[GPTModel], loaded: Mapping[str, Any]) -> None:
     for number, part in enumerate(parts):
         prefix = f"{number}."
         own = {name: value for name, value in loaded.items() if name.startswith(prefix)}
-        part.load_state_dict({name.removeprefix(prefix): value for name, value in own.items()})
+        found = part.load_state_dict(
+            {name.removeprefix(prefix): value for name, value in own.items()}, strict=False
+        )
+        missing = [name for name in found.missing_keys if _EXTRA_STATE not in name]
+        if missing or found.unexpected_keys:
+            raise ValueError(f"missing: {missing}; not in the model: {found.unexpected_keys}")
 
 
 def wanted_tensors(weights: Mapping[str, Any]) -> dict[str, ShardedTensor]:

@@ -104,6 +104,14 @@ class OptimizerConfig(Section):
     distributed: bool = Field(
         False, description="Shard the optimizer state over data-parallel ranks (DistributedOptimizer)."
     )
+    overlap_grad_reduce: bool = Field(
+        False, description="Sum gradients over data-parallel ranks while the backward pass goes on."
+    )
+    overlap_param_gather: bool = Field(
+        False,
+        description="Gather the weights of one update during the forward pass of the next one of the same "
+        "training step (needs distributed, overlap_grad_reduce and minibatches > 1).",
+    )
 
 
 class LoraConfig(Section):
@@ -162,6 +170,16 @@ class ActorConfig(Section):
     fp32_lm_head: bool = Field(
         False,
         description="Do not round a bfloat16 model's logits to bfloat16. No effect on a float32 model.",
+    )
+    layer_spec: Literal["auto", "transformer_engine", "local"] = Field(
+        "auto",
+        description="Layers of Transformer Engine, or plain PyTorch ones; auto: the former on GPUs where "
+        "it is installed, for bfloat16 models without adapters.",
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="Activations that the backward pass computes again instead of keeping them: none, those "
+        "inside of attention, or all but the input of each layer.",
     )
     megatron: dict[str, Any] = Field(
         default_factory=dict,

@@ -197,7 +197,7 @@ def test_transformer_engine_has_norms_inside_linear_layers_and_experts_in_one_mo
     assert "decoder.layers.1.mlp.experts.linear_fc1.weight7" in names
     assert "decoder.layers.1.pre_mlp_layernorm.weight" in names
     assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in names
-    assert "decoder.layers.1.self_attention.linear_q_up_proj.layer_norm_weight" in names
+    assert "decoder.layers.1.self_attention.q_layernorm.weight" in names
 
 
 def test_a_trillion_parameters_on_a_thousand_ranks_are_planned_at_once():
