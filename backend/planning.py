@@ -72,7 +72,8 @@ def print_plan(config: RunConfig, plan: ExportPlan, console: Console, *, weights
         f"{plan.spec.path}",
         markup=False,
     )
-    ways = f"tensor {parallel.tensor} * pipeline {parallel.pipeline} * data {parallel.data}"
+    context = f"context {parallel.context} * " if parallel.context > 1 else ""
+    ways = f"tensor {parallel.tensor} * {context}pipeline {parallel.pipeline} * data {parallel.data}"
     console.print(f"{about['ranks']} trainer ranks: {ways}")
     if geometry.experts:
         console.print(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backend.batching import MicroBatch, TrainBatch, assemble, check_staleness
+from backend.context import ContextShare, share_of
 from backend.flops import forward_flops
 from backend.learning_rate import learning_rate
 from backend.megatron.parallel import RankSpec, initialize
@@ -132,7 +133,10 @@ class TrainerRank:
                 actor.averaging, tokens_N[everywhere], batch.group_N[everywhere]
             )
         microbatches = [
-            [assemble(batch, advantage_N, pack, self._multiple, share_N=share_N) for pack in minibatch[rank]]
+            [
+                assemble(batch, advantage_N, pack, self._multiple, each=self._each, share_N=share_N)
+                for pack in minibatch[rank]
+            ]
             for minibatch in plan
         ]
         found = balance(plan, length_N, cost_N, actor.microbatch_tokens)
@@ -198,7 +202,7 @@ class TrainerRank:
             Completion(tuple(ids[1:]), (0.0,) * n, (Span(self.version, 0, n),), Finish.LENGTH)
         )
         batch = TrainBatch(self.version, (text.build(),), np.zeros(1, np.int64))
-        micro = assemble(batch, np.zeros(1), [0], self._multiple)
+        micro = assemble(batch, np.zeros(1), [0], self._multiple, each=self._each)
         times = self._config.actor.parallel.microbatch_multiple
         found = self._log_probs([micro] * times, temperature=1.0)
         return found[0].tolist() if self._reports else None
@@ -234,9 +238,12 @@ class TrainerRank:
             max_seqlen_q=micro.longest,
             max_seqlen_kv=micro.longest,
         )
+        if self._config.actor.parallel.context > 1:
+            packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = cu_seqlens
+        share = self._share(micro)
         return model(
-            input_ids=self._tensor(micro.tokens_T)[None],
-            position_ids=self._tensor(micro.position_T)[None],
+            input_ids=self._tensor(share.tokens_t)[None],
+            position_ids=self._tensor(share.position_t)[None],
             attention_mask=None,
             packed_seq_params=packed,
         )
@@ -250,18 +257,27 @@ class TrainerRank:
         self, micro: MicroBatch, temperature: float, hidden_1TH: Tensor, *, differentiable: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [M]; the entropies have a gradient only when ``differentiable``."""
-        from backend.megatron import head
+        from backend.megatron import context, head
 
-        return head.logprob_and_entropy(
+        share = self._share(micro)
+        found = head.logprob_and_entropy(
             self._parts[-1].module,
             hidden_1TH,
-            self._tensor(micro.index_M),
-            self._tensor(micro.target_M),
+            self._tensor(share.index_m),
+            self._tensor(share.target_m),
             temperature=temperature,
             vocab=self._spec.geometry.vocab,
             float32_logits=self._config.actor.fp32_lm_head,
             entropy_gradient=differentiable,
         )
+        if self._config.actor.parallel.context == 1:
+            return found
+        order_M, group = self._tensor(share.order_M), self._groups.get_context_parallel_group()
+        logp_M, entropy_M = (context.gathered(own_m, share.counts, order_M, group) for own_m in found)
+        return logp_M, entropy_M
+
+    def _share(self, micro: MicroBatch) -> ContextShare:
+        return share_of(micro, self._config.actor.parallel.context, self._groups.get_context_parallel_rank())
 
     def _loss(
         self, micro: MicroBatch, proximal_M: Tensor | None, logits: Tensor
@@ -296,7 +312,7 @@ class TrainerRank:
             recomputed=actor.recompute_logprobs,
             weight_cap=actor.correction.weight_cap if actor.use_decoupled_loss else None,
         )
-        count = torch.tensor(len(micro.index_M), dtype=torch.int, device=self._device)
+        count = torch.tensor(len(self._share(micro).index_m), dtype=torch.int, device=self._device)
         return total, count, measured
 
     def _tensor(self, array: np.ndarray) -> Tensor:
@@ -306,7 +322,13 @@ class TrainerRank:
     def _multiple(self) -> int:
         """The length of a micro-batch is one of it."""
         parallel = self._config.actor.parallel
-        return parallel.tensor if parallel.sequence else 1
+        return self._each * (parallel.tensor if parallel.sequence else 1)
+
+    @property
+    def _each(self) -> int:
+        """The length of a trajectory in it, with padding, is one of it."""
+        context = self._config.actor.parallel.context
+        return 2 * context if context > 1 else 1
 
     @property
     def _is_last_stage(self) -> bool:
@@ -315,7 +337,8 @@ class TrainerRank:
     @property
     def _reports(self) -> bool:
         first_of_tensor = self._groups.get_tensor_model_parallel_rank() == 0
-        return self._is_last_stage and first_of_tensor and self._groups.get_data_parallel_rank() == 0
+        first_of_data = self._groups.get_data_parallel_rank(with_context_parallel=True) == 0
+        return self._is_last_stage and first_of_tensor and first_of_data
 
     # ---- checkpoints
 

@@ -27,10 +27,8 @@ MEGATRON_OWNED: Mapping[str, str] = {
     "virtual_pipeline_model_parallel_size": _use("actor.parallel.virtual_pipeline"),
     "expert_model_parallel_size": _use("actor.parallel.expert"),
     "expert_tensor_parallel_size": _use("actor.parallel.expert_tensor"),
-    **_all(
-        "context_parallel_size hierarchical_context_parallel_sizes hybrid_context_parallel",
-        _NO_LAYOUT,
-    ),
+    "context_parallel_size": _use("actor.parallel.context"),
+    **_all("hierarchical_context_parallel_sizes hybrid_context_parallel", _NO_LAYOUT),
     "lr": _use("actor.optimizer.lr and actor.optimizer.warmup_steps"),
     "min_lr": _use("actor.optimizer.decay.min_lr"),
     **_all(

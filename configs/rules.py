@@ -231,11 +231,11 @@ def experts_split_over_ranks(config: RunConfig) -> Iterator[Violation]:
             if (found := getattr(parallel, name)) not in (None, 1):
                 yield Violation(f"actor.parallel.{name}", found, "expected 1: the model has no experts")
         return
-    ranks = parallel.tensor * parallel.data
+    ranks = parallel.tensor * parallel.context * parallel.data
     if ranks % (parallel.expert * expert_tensor):
         reason = (
             f"with {expert_tensor} ranks for each expert (expert_tensor, or tensor) expected a divisor of "
-            f"{ranks}, the ranks of a pipeline stage (tensor * data)"
+            f"{ranks}, the ranks of a pipeline stage (tensor * context * data)"
         )
         yield Violation("actor.parallel.expert", parallel.expert, reason)
     if experts and experts % parallel.expert:
@@ -319,6 +319,7 @@ RULES: tuple[Rule, ...] = (
         trainer_rules.transformer_engine_can_be_used,
         ("actor.layer_spec", "actor.lora", "cluster.device"),
     ),
+    Rule(trainer_rules.context_needs_transformer_engine, ("actor.layer_spec", "actor.parallel.context")),
     Rule(trainer_rules.gather_has_what_it_overlaps_with, ("actor.optimizer", "actor.minibatches")),
     Rule(
         offpolicyness_is_usual,

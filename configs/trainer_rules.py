@@ -73,5 +73,16 @@ def transformer_engine_can_be_used(config: RunConfig) -> Iterator[Violation]:
     yield Violation("actor.layer_spec", "transformer_engine", f"{why}, {otherwise}")
 
 
+def context_needs_transformer_engine(config: RunConfig) -> Iterator[Violation]:
+    context = config.actor.parallel.context
+    if context > 1 and config.actor.layer_spec != "transformer_engine":
+        yield Violation(
+            "actor.parallel.context",
+            context,
+            "attention over tokens of several ranks is Transformer Engine's: set actor.layer_spec to "
+            f"transformer_engine (it is {config.actor.layer_spec}), or this to 1",
+        )
+
+
 def transformer_engine_is_installed() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None

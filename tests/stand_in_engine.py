@@ -1,4 +1,5 @@
-"""The modules of Transformer Engine that Megatron's layer spec is made of, in plain PyTorch, for one rank.
+"""The modules of Transformer Engine that Megatron's layer spec is made of, in plain PyTorch, for one
+tensor-parallel rank.
 
 Transformer Engine cannot even be imported without a GPU. With these in its place Megatron's own wrappers run:
 what they are called with, which parameters they have and under which names is what is tested with them.
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.nn.functional import all_gather
 from torch.nn import Module, Parameter
 
 VERSION = "2.6.0"
@@ -103,9 +105,12 @@ class RMSNorm(Module):
 
 
 class DotProductAttention(Module):
-    def __init__(self, *, softmax_scale: float | None = None, **_: Any) -> None:
+    """With a context-parallel group the keys and values of all its ranks are gathered."""
+
+    def __init__(self, *, softmax_scale: float | None = None, cp_group: Any = None, **_: Any) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale
+        self.group = cp_group
 
     def forward(
         self,
@@ -118,20 +123,48 @@ class DotProductAttention(Module):
         attn_mask_type: str,
         cu_seqlens_q: Tensor,
         max_seqlen_q: int,
+        cu_seqlens_q_padded: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
         if (qkv_format, attn_mask_type) != ("thd", "padding_causal"):
             raise NotImplementedError(f"{qkv_format}, {attn_mask_type}")
-        grouped, outputs = query.shape[1] != key.shape[1], []
-        for start, end in pairwise(cu_seqlens_q.tolist()):
-            if not 0 <= end - start <= max_seqlen_q:
-                raise ValueError(f"a sequence of {end - start} tokens, longest {max_seqlen_q}")
-            q, k, v = (part[start:end].transpose(0, 1)[None] for part in (query, key, value))
+        ends = cu_seqlens_q.tolist()
+        if max(b - a for a, b in pairwise(ends)) != max_seqlen_q:
+            raise ValueError(f"the longest sequence of {ends} has not {max_seqlen_q} tokens")
+        size, rank = (self.group.size(), self.group.rank()) if self.group else (1, 0)
+        places = [torch.tensor(places_of(ends, size, one)) for one in range(size)]
+        if size > 1:
+            if cu_seqlens_q_padded is None or not torch.equal(cu_seqlens_q_padded, cu_seqlens_q):
+                raise ValueError("context parallelism asks for cu_seqlens_q_padded")
+            order = torch.cat(places).argsort()
+            key, value = (torch.cat(all_gather(part, self.group))[order] for part in (key, value))
+        grouped, outputs, done = query.shape[1] != key.shape[1], [], 0
+        for start, end in pairwise(ends):
+            here = places[rank][(places[rank] >= start) & (places[rank] < end)]
+            q = query[done : done + len(here)].transpose(0, 1)[None]
+            k, v = (part[start:end].transpose(0, 1)[None] for part in (key, value))
             attended = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
+                q,
+                k,
+                v,
+                attn_mask=torch.arange(start, end) <= here[:, None],
+                scale=self.softmax_scale,
+                enable_gqa=grouped,
             )
             outputs.append(attended[0].transpose(0, 1).flatten(1))
+            done += len(here)
         return torch.cat(outputs)
+
+
+def places_of(ends: list[int], size: int, rank: int) -> list[int]:
+    """Of the tokens of packed sequences that Transformer Engine expects on a context-parallel rank."""
+    found = []
+    for start, end in pairwise(ends):
+        chunk = (end - start) // (2 * size)
+        for number in (rank, 2 * size - 1 - rank) if size > 1 else (0, 1):
+            last = end if size == 1 and number == 1 else start + (number + 1) * chunk
+            found += range(start + number * chunk, last)
+    return found
 
 
 class _NotThere(types.ModuleType):

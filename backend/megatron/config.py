@@ -56,6 +56,7 @@ def transformer_config(
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
         "sequence_parallel": actor.parallel.sequence,
+        "context_parallel_size": actor.parallel.context,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,

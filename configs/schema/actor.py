@@ -23,7 +23,7 @@ Latent attention has the others instead of linear_qkv."""
 
 
 class ParallelConfig(Section):
-    """How many ways the model is split. The trainer has tensor * pipeline * data ranks."""
+    """How many ways the model is split. The trainer has tensor * context * pipeline * data ranks."""
 
     tensor: int = Field(1, ge=1, description="Tensor-parallel ranks.")
     pipeline: int = Field(1, ge=1, description="Pipeline stages.")
@@ -37,6 +37,11 @@ class ParallelConfig(Section):
     )
     data: int = Field(1, ge=1, description="Data-parallel replicas.")
     sequence: bool = Field(False, description="Sequence parallelism inside the tensor-parallel group.")
+    context: int = Field(
+        1,
+        ge=1,
+        description="Ranks that share the tokens of each trajectory (needs layer_spec: transformer_engine).",
+    )
     expert: int = Field(1, ge=1, description="Ranks that different experts are spread over.")
     expert_tensor: int | None = Field(
         None, ge=1, description="Tensor-parallel ranks of each expert; null: as `tensor`."
@@ -49,7 +54,7 @@ class ParallelConfig(Section):
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.context * self.pipeline * self.data
 
 
 class ConstantRate(Section):

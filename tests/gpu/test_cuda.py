@@ -1,12 +1,17 @@
 """The same parts on a GPU: trainer against transformers, and weights into a server on the device."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from backend.batching import TrainBatch
+from backend.megatron.parallel import RankSpec
 from bridge.families import FAMILIES
+from configs.schema import RunConfig
 from rollout.engine.actor import free_port
 from tests.integration.test_bridge_logits import logits_of, reference_logits
 from tests.integration.test_megatron_parity import (
@@ -65,6 +70,27 @@ def test_transformer_engine_gives_what_plain_layers_give(tmp_path: Path, family:
         )
 
 
+def on_a_gpu_of_its_own(rank: RankSpec, config: RunConfig, batch: TrainBatch):
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank.rank)
+    return logprobs_and_gradients(rank, config, batch)
+
+
+@needs_transformer_engine
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="less than two GPUs")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_two_gpus_that_share_a_context_give_the_gradients_of_transformers(tmp_path: Path, family: str):
+    folder = make_checkpoint(tmp_path / "model", family, tied=False)
+    batch = make_batch(vocab=101)
+    _, expected = reference_gradients(folder, batch, temperature=0.8)
+    config = config_for(folder, {"context": 2}, dtype="bfloat16", layer_spec="transformer_engine")
+    (_, gradients), _ = run_ranks(2, on_a_gpu_of_its_own, config, batch)
+    for name, reference in expected.items():
+        scale = max(np.abs(reference).max(), 1e-20)
+        np.testing.assert_allclose(
+            gradients[name] / scale, reference / scale, atol=TOLERANCE["bfloat16"], err_msg=name
+        )
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_logits_on_a_gpu_are_those_of_transformers(tmp_path: Path, family: str):
     folder = make_checkpoint(tmp_path / "model", family, tied=False)
@@ -91,8 +117,6 @@ def test_published_weights_are_bit_for_bit_those_of_the_exported_checkpoint_on_a
 @pytest.mark.parametrize("float32_logits", [False, True])
 @pytest.mark.parametrize("kept", [0, 2**30])
 def test_log_probs_of_bfloat16_hidden_states_on_a_gpu(monkeypatch, float32_logits: bool, kept: int):
-    import torch
-
     from backend.objective import logprob
 
     monkeypatch.setattr(logprob, "KEPT_BYTES", kept)

@@ -1,4 +1,5 @@
-"""Layers of Transformer Engine's spec, with plain modules in its place: names, values and checkpoints.
+"""Layers of Transformer Engine's spec, with plain modules in its place: names, values, checkpoints, and the
+tokens of a trajectory on several ranks.
 
 tests/gpu has the same on a GPU, with Transformer Engine itself.
 """
@@ -126,3 +127,56 @@ def test_a_checkpoint_of_one_layer_spec_goes_on_with_the_other(models, tmp_path)
         assert after.keys() == before.keys()
         for tensor, value in before.items():
             np.testing.assert_allclose(after[tensor], value, 1e-4, 1e-5, err_msg=f"{name}: {tensor}")
+
+
+CONTEXT = {"context": 2}
+
+
+def test_ranks_that_share_a_context_give_the_logprobs_and_gradients_of_transformers(models):
+    batch = make_batch(VOCAB)
+    layouts = {
+        "qwen3": CONTEXT,
+        "qwen2": CONTEXT,
+        "qwen3_moe": CONTEXT | {"expert": 2},
+        "deepseek_v3": CONTEXT,
+    }
+    configs = [config_for(models[family], layout, layer_spec=SPEC) for family, layout in layouts.items()]
+    work = [(free_port("127.0.0.1"), config) for config in configs]
+    by_rank = run_ranks(2, with_the_stand_in, work, batch, timeout_s=280)
+    for family, *results in zip(layouts, *by_rank, strict=True):
+        logps, gradients = reference_gradients(models[family], batch, temperature=0.8)
+        check(family, batch, results, logps, gradients)
+
+
+def lines(rank: RankSpec, work: dict[str, tuple[int, RunConfig]]) -> dict[str, Any]:
+    """Per case the metrics of the last of two steps, and the exported model on the first rank."""
+    stand_in_engine.install()
+    found = {}
+    for name, (port, config) in work.items():
+        with trainer_of(replace(rank, port=port), config) as trainer:
+            found[name] = (train(trainer, 2), exported(trainer), trainer.logprobs(range(20, 50)))
+    return found
+
+
+@pytest.mark.parametrize("objective", ["gspo", "ppo"])
+def test_ranks_that_share_a_context_train_what_one_rank_trains(models, objective):
+    optimizer = {"lr": 1e-3, "eps": 1e-5, "distributed": True}
+    actor = {"objective": {"type": objective}, "averaging": "sequence", "entropy_bonus": 0.01}
+    configs = {
+        name: config_for(
+            models["qwen3"], layout, layer_spec=SPEC, optimizer=optimizer, minibatches=2, **actor
+        )
+        for name, layout in (("one", {}), ("two", CONTEXT))
+    }
+    work = {name: (free_port("127.0.0.1"), config) for name, config in configs.items()}
+    [one] = run_ranks(1, lines, {"one": work["one"]})
+    first, second = run_ranks(2, lines, {"two": work["two"]})
+    assert second["two"][0] == {} and second["two"][2] is None  # one rank reports
+    for before, after in zip(one["one"], first["two"], strict=True):
+        if isinstance(before, list):
+            np.testing.assert_allclose(after, before, atol=1e-4)
+            continue
+        assert after.keys() == before.keys()
+        for name, value in before.items():
+            if not name.startswith("packing/"):
+                np.testing.assert_allclose(after[name], value, 1e-3, 1e-4, err_msg=name)

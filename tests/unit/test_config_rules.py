@@ -153,6 +153,7 @@ def found(file, *overrides: str) -> dict[str, str]:
             "actor.layer_spec",
             "leave actor.lora out",
         ),
+        (["actor.parallel.context=2"], "actor.parallel.context", "actor.layer_spec to transformer_engine"),
         (["actor.recompute=full"], None, ""),
         (["actor.recompute=full", "actor.megatron.recompute_method=block"], None, ""),
         (["actor.recompute=selective", "actor.megatron.recompute_modules=[core_attn]"], None, ""),
