@@ -68,7 +68,7 @@ class MicroBatch:
     position_T: np.ndarray
     """Position within its trajectory."""
     cu_seqlens: np.ndarray
-    """int32: where trajectories begin and end; the last segment may be padding."""
+    """int32: where trajectories begin and end, with their padding; the last segment may be padding alone."""
     index_M: np.ndarray
     """The positions whose prediction carries loss, ascending."""
     target_M: np.ndarray
@@ -92,18 +92,24 @@ class MicroBatch:
 
 
 def assemble(
-    batch: TrainBatch, indices: Pack, multiple: int = 1, *, share_N: np.ndarray | None = None
+    batch: TrainBatch,
+    indices: Pack,
+    multiple: int = 1,
+    *,
+    each: int = 1,
+    share_N: np.ndarray | None = None,
 ) -> MicroBatch:
-    """Concatenate the trajectories ``indices``; pad the total to a ``multiple`` (sequence parallelism).
+    """Concatenate the trajectories ``indices``, each padded at its end to a multiple of ``each`` (context
+    parallelism); pad the total to a ``multiple`` (sequence parallelism), which is one of ``each``.
 
     ``share_N``: how often a token of each trajectory counts in the loss; None: once.
 
     An idle micro-batch is all padding. Raises ValueError for a trajectory that cannot be trained on.
     """
     parts = [batch.trajectories[i] for i in indices]
-    lengths = [len(part.tokens_T) for part in parts]
-    tokens_T = _joined([part.tokens_T for part in parts], np.int64)
-    mask_T = _joined([part.loss_mask_T for part in parts], np.bool_)
+    lengths = [len(part.tokens_T) + -len(part.tokens_T) % each for part in parts]
+    tokens_T = _joined([part.tokens_T for part in parts], np.int64, each)
+    mask_T = _joined([part.loss_mask_T for part in parts], np.bool_, each)
     starts = np.cumsum([0, *lengths])
     # The first token of a trajectory is predicted by nothing; it is a prompt token, hence never in the mask.
     predicted_M = np.flatnonzero(mask_T)
@@ -111,8 +117,8 @@ def assemble(
         raise ValueError(
             "a trajectory begins with a token that carries loss; it needs at least one prompt token"
         )
-    logp_T = _joined([part.logprobs_T for part in parts], np.float32)
-    version_T = _joined([part.versions_T for part in parts], np.int32)
+    logp_T = _joined([part.logprobs_T for part in parts], np.float32, each)
+    version_T = _joined([part.versions_T for part in parts], np.int32, each)
     place_T = np.repeat(np.arange(len(parts)), np.array(lengths, np.int64))
     owner_M = place_T[predicted_M]
     trajectory_M = np.array(indices, np.int64)[owner_M]
@@ -132,5 +138,5 @@ def assemble(
     )
 
 
-def _joined(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.empty(0, dtype), *arrays])
+def _joined(arrays: Sequence[np.ndarray], dtype: type, each: int) -> np.ndarray:
+    return np.concatenate([np.empty(0, dtype), *(np.pad(one, (0, -len(one) % each)) for one in arrays)])

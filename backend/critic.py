@@ -65,6 +65,7 @@ class Critic:
             results = self._model.run(minibatch, heads, forward_only=False)
             _, grad_norm, _ = self._optimizer.step()
             found.add_update(results, float("nan") if grad_norm is None else float(grad_norm))
+        model.gather_weights(self._model.parts)
         return found
 
     def _loss(
@@ -87,7 +88,7 @@ class Critic:
                 )
             ]
         )
-        return loss_M.sum(), torch.tensor(len(loss_M), dtype=torch.int, device=loss_M.device), sums
+        return loss_M.sum(), self._model.count(micro), sums
 
 
 class CriticStatistics:

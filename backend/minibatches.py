@@ -38,9 +38,10 @@ def microbatches_of(
     for minibatch in plan:
         everywhere = [index for packs in minibatch for pack in packs for index in pack]
         share_N[everywhere] = token_shares(actor.averaging, tokens_N[everywhere], batch.group_N[everywhere])
-    multiple = actor.parallel.length_multiple
+    multiple, each = actor.parallel.length_multiple, actor.parallel.trajectory_multiple
     microbatches = [
-        [assemble(batch, pack, multiple, share_N=share_N) for pack in minibatch[rank]] for minibatch in plan
+        [assemble(batch, pack, multiple, each=each, share_N=share_N) for pack in minibatch[rank]]
+        for minibatch in plan
     ]
     found = balance(plan, length_N, cost_N, actor.microbatch_tokens)
     return microbatches, {"packing/fill": found.fill, "packing/imbalance": found.imbalance}

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from backend.layer_spec import layer_spec
 from bridge.families import ModelSpec
 from bridge.hf_index import ITEMSIZE
 from bridge.layout import Layout
@@ -20,7 +21,8 @@ SHOWN = 20
 def export_plan(config: RunConfig, spec: ModelSpec) -> ExportPlan:
     """That of the recipe's layout. Raises UnevenSplit."""
     bucket_bytes = config.weights.transport.bucket_mb * 2**20
-    return make_plan(spec, Layout.of(config.actor.parallel), bucket_bytes, ITEMSIZE[config.model.dtype])
+    layout = Layout.of(config.actor.parallel, layer_spec(config.actor, config.model.dtype))
+    return make_plan(spec, layout, bucket_bytes, ITEMSIZE[config.model.dtype])
 
 
 def describe(config: RunConfig, plan: ExportPlan) -> dict[str, Any]:
@@ -70,7 +72,8 @@ def print_plan(config: RunConfig, plan: ExportPlan, console: Console, *, weights
         f"{plan.spec.path}",
         markup=False,
     )
-    ways = f"tensor {parallel.tensor} * pipeline {parallel.pipeline} * data {parallel.data}"
+    context = f"context {parallel.context} * " if parallel.context > 1 else ""
+    ways = f"tensor {parallel.tensor} * {context}pipeline {parallel.pipeline} * data {parallel.data}"
     console.print(f"{about['ranks']} trainer ranks: {ways}")
     if geometry.experts:
         console.print(

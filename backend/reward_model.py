@@ -73,6 +73,7 @@ class RewardModelRank:
         heads = [partial(self._loss, micro, gradient_N) for micro in microbatches]
         self._model.run(microbatches, heads, forward_only=False)
         _, grad_norm, _ = self._optimizer.step()
+        model.gather_weights(self._model.parts)
         metrics["train/grad_norm"] = float("nan") if grad_norm is None else float(grad_norm)
         metrics["train/lr"] = lr
         metrics["train/tokens"] = float(sum(len(trajectory.tokens_T) for trajectory in batch.trajectories))

@@ -94,6 +94,8 @@ class TrainerRank:
         Raises StalenessViolation when a token that carries loss is outside the bound: the last gate, at the
         place where it matters.
         """
+        from backend.megatron import model
+
         if batch.version != self.version:
             raise ValueError(
                 f"a batch for version {batch.version} reached a trainer at version {self.version}"
@@ -109,6 +111,7 @@ class TrainerRank:
         metrics["train/tokens"] = float(sum(trajectory.response_length for trajectory in batch.trajectories))
         metrics |= self._train_policy(minibatches, scores, targets)
         metrics |= self._train_critic(minibatches, scores, targets)
+        model.gather_weights(self._policy.parts)
         self._scorers.follow(self._parameters)
         self.step += 1
         self.version += 1
@@ -168,7 +171,8 @@ class TrainerRank:
             Completion(tuple(ids[1:]), (0.0,) * n, (Span(self.version, 0, n),), Finish.LENGTH)
         )
         batch = TrainBatch(self.version, (text.build(),), np.zeros(1, np.int64))
-        micro = assemble(batch, [0], self._config.actor.parallel.length_multiple)
+        parallel = self._config.actor.parallel
+        micro = assemble(batch, [0], parallel.length_multiple, each=parallel.trajectory_multiple)
         times = self._config.actor.parallel.microbatch_multiple
         found = self._policy.log_probs([micro] * times, temperature=1.0)
         return found[0].tolist() if self._reports else None
@@ -215,7 +219,7 @@ class TrainerRank:
             recomputed=actor.recompute_logprobs,
             weight_cap=actor.correction.weight_cap if actor.use_decoupled_loss else None,
         )
-        count = torch.tensor(len(micro.index_M), dtype=torch.int, device=self._device)
+        count = self._policy.count(micro)
         return total, count, measured
 
     @property
@@ -225,7 +229,8 @@ class TrainerRank:
     @property
     def _reports(self) -> bool:
         first_of_tensor = self._groups.get_tensor_model_parallel_rank() == 0
-        return self._is_last_stage and first_of_tensor and self._groups.get_data_parallel_rank() == 0
+        first_of_data = self._groups.get_data_parallel_rank(with_context_parallel=True) == 0
+        return self._is_last_stage and first_of_tensor and first_of_data
 
     # ---- checkpoints
 

@@ -1,8 +1,9 @@
 """How the trainer's ranks share the model. Pure: no process groups.
 
 Ranks are in Megatron's order: within a pipeline stage tensor-parallel ranks are next to each other, then come
-the data-parallel replicas. Experts have a grid of their own over the same ranks of a stage: first the ranks
-that share an expert, then those that have different ones, then the replicas.
+those that share a context, which have the same weights, and then the data-parallel replicas. Experts have a
+grid of their own over the same ranks of a stage: first the ranks that share an expert, then those that have
+different ones, then the replicas.
 """
 
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    """Replicas of the weights: those of data parallelism, times the ranks that share a context."""
     chunks: int = 1
     """Model chunks of a stage (virtual pipeline stages)."""
     expert: int = 1
@@ -48,7 +50,7 @@ class Layout:
         return cls(
             tensor=parallel.tensor,
             pipeline=parallel.pipeline,
-            data=parallel.data,
+            data=parallel.data * parallel.context,
             chunks=parallel.virtual_pipeline,
             expert=parallel.expert,
             expert_tensor=parallel.expert_tensor,

@@ -27,7 +27,7 @@ from configs.schema import RunConfig
 from configs.schema.actor import ParallelConfig
 from configs.schema.base import Section
 from configs.schema.supervised import SupervisedConfig
-from configs.supervised import AS_IN_SUPERVISED, Supervised, run_of
+from configs.supervised import AS_IN_SUPERVISED, Supervised, preferences_are_not_shared, run_of
 from configs.violations import ABSENT, RecipeError, Violation, join, nearest, one_of, shown
 
 SAME_SECTION = 0.8
@@ -67,6 +67,7 @@ def load_supervised(recipe: Path, overrides: Sequence[str] = ()) -> Supervised:
         config = as_run.section(RunConfig, run_of(document.data), ())
         found = [*check_rules(config, as_run.unsure), *check_passthrough(config)]
         violations.extend(violation.renamed(AS_IN_SUPERVISED) for violation in found)
+        violations.extend(preferences_are_not_shared(asked))
     if config is None or violations:
         raise RecipeError(violations, str(recipe))
     return Supervised(config, asked.learn)

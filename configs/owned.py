@@ -27,10 +27,8 @@ MEGATRON_OWNED: Mapping[str, str] = {
     "virtual_pipeline_model_parallel_size": _use("actor.parallel.virtual_pipeline"),
     "expert_model_parallel_size": _use("actor.parallel.expert"),
     "expert_tensor_parallel_size": _use("actor.parallel.expert_tensor"),
-    **_all(
-        "context_parallel_size hierarchical_context_parallel_sizes hybrid_context_parallel",
-        _NO_LAYOUT,
-    ),
+    "context_parallel_size": _use("actor.parallel.context"),
+    **_all("hierarchical_context_parallel_sizes hybrid_context_parallel", _NO_LAYOUT),
     "lr": _use("actor.optimizer.lr and actor.optimizer.warmup_steps"),
     "min_lr": _use("actor.optimizer.decay.min_lr"),
     **_all(
@@ -43,6 +41,8 @@ MEGATRON_OWNED: Mapping[str, str] = {
     "adam_eps": _use("actor.optimizer.eps"),
     "clip_grad": _use("actor.optimizer.clip_grad"),
     "use_distributed_optimizer": _use("actor.optimizer.distributed"),
+    "overlap_param_gather": _use("actor.optimizer.overlap_param_gather"),
+    "overlap_param_gather_with_optimizer_step": "Slipstream gathers all weights before they are published",
     "optimizer": _ADAM,
     **_all("bf16 fp16 params_dtype pipeline_dtype enable_autocast autocast_dtype", _use("model.dtype")),
     **_all(
@@ -64,6 +64,8 @@ MEGATRON_OWNED: Mapping[str, str] = {
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
         _use("actor.parallel.layers"),
     ),
+    "moe_grouped_gemm": _use("actor.layer_spec"),
+    "recompute_granularity": _use("actor.recompute"),
     **_all("calculate_per_token_loss variable_seq_lengths use_cpu_initialization", _BY_SLIPSTREAM),
 }
 

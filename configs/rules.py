@@ -30,6 +30,7 @@ PROMPTS = ("data.path", "eval.path")
 PLUGINS = ("rollout.workflow", "rollout.reward", "rollout.group_filter", "prepare")
 RESPONSE_LENGTHS = ("rollout.sampling.max_new_tokens", "eval.max_new_tokens")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+OPTIMIZERS = ("actor.optimizer", "critic.optimizer")
 TENSOR_RANKS = ("actor.parallel.tensor", "rollout.engine.tensor_parallel")
 
 LONGEST_NAME = 255
@@ -252,11 +253,11 @@ def experts_split_over_ranks(config: RunConfig, model: str) -> Iterator[Violatio
             if (found := getattr(parallel, name)) not in (None, 1):
                 yield Violation(f"actor.parallel.{name}", found, "expected 1: the model has no experts")
         return
-    ranks = parallel.tensor * parallel.data
+    ranks = parallel.tensor * parallel.context * parallel.data
     if ranks % (parallel.expert * expert_tensor):
         reason = (
             f"with {expert_tensor} ranks for each expert (expert_tensor, or tensor) expected a divisor of "
-            f"{ranks}, the ranks of a pipeline stage (tensor * data)"
+            f"{ranks}, the ranks of a pipeline stage (tensor * context * data)"
         )
         yield Violation("actor.parallel.expert", parallel.expert, reason)
     if experts and experts % parallel.expert:
@@ -336,10 +337,17 @@ RULES: tuple[Rule, ...] = (
     Rule(objective_rules.overlong_has_a_slope, ("actor.overlong",)),
     Rule(objective_rules.critic_is_of_use, ("actor.advantage", "critic")),
     Rule(objective_rules.penalty_reaches_the_advantage, ("actor.kl", "actor.teacher")),
+    *(Rule(partial(trainer_rules.decay_goes_down, path=path), (path,)) for path in OPTIMIZERS),
     *(
-        Rule(partial(trainer_rules.decay_goes_down, path=path), (path,))
-        for path in ("actor.optimizer", "critic.optimizer")
+        Rule(partial(trainer_rules.gather_has_what_it_overlaps_with, path=path), (path, "actor.minibatches"))
+        for path in OPTIMIZERS
     ),
+    Rule(trainer_rules.recompute_details_fit, ("actor.recompute", "actor.megatron")),
+    Rule(
+        trainer_rules.transformer_engine_can_be_used,
+        ("actor.layer_spec", "actor.lora", "cluster.device"),
+    ),
+    Rule(trainer_rules.context_needs_transformer_engine, ("actor.layer_spec", "actor.parallel.context")),
     Rule(
         offpolicyness_is_usual,
         ("rollout.max_head_offpolicyness", "rollout.allow_extreme_offpolicyness"),

@@ -5,10 +5,12 @@
 So there is no second trainer, and rules between settings hold for both kinds of recipe.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from configs.schema import RunConfig
+from configs.violations import Violation
 
 _ACTOR = {
     "objective": {"type": "reinforce"},
@@ -44,3 +46,11 @@ def run_of(data: dict[str, Any]) -> dict[str, Any]:
         "rollout": {**_ROLLOUT, "batch_size": data.get("batch_size", 64)},
         "checkpoint": {"every": 0},
     }
+
+
+def preferences_are_not_shared(asked: Any) -> Iterator[Violation]:
+    """``asked``: a ``SupervisedConfig``, perhaps with holes."""
+    context = asked.actor.parallel.context
+    if asked.learn == "preferences" and context > 1:
+        reason = "expected 1: the value of an answer is at its last token, which one rank alone would have"
+        yield Violation("actor.parallel.context", context, reason)

@@ -1,25 +1,32 @@
-"""Megatron's ``TransformerConfig`` of a model, and its layer specs.
+"""Megatron's ``TransformerConfig`` of a model.
 
 What follows from the HF config and from the recipe's layout is set here; ``actor.megatron`` goes over it.
 """
 
-import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from backend.megatron.local_layers import PackedAttention, RMSNorm
 from bridge.geometry import Experts, Geometry, GroupedAttention, LatentAttention
 from bridge.layout import Layout
 from bridge.rope import Rope
 from configs.schema import ActorConfig
+
+RECOMPUTE: Mapping[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective"},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+"""Megatron's settings for each value of ``actor.recompute``."""
 
 
 def fields_of(config_class: type, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,10 +35,11 @@ def fields_of(config_class: type, settings: Mapping[str, Any]) -> dict[str, Any]
     return {name: value for name, value in settings.items() if name in names}
 
 
-def transformer_config(geometry: Geometry, actor: ActorConfig, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    geometry: Geometry, actor: ActorConfig, layout: Layout, dtype: torch.dtype
+) -> TransformerConfig:
     """Megatron's config of the model; the recipe's ``actor.megatron`` goes over it."""
     on_gpu = torch.cuda.is_available()
-    layout = Layout.of(actor.parallel)
     settings = {
         "num_layers": geometry.n_layers,
         "hidden_size": geometry.hidden,
@@ -48,6 +56,7 @@ def transformer_config(geometry: Geometry, actor: ActorConfig, dtype: torch.dtyp
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
         "sequence_parallel": actor.parallel.sequence,
+        "context_parallel_size": actor.parallel.context,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
@@ -60,7 +69,7 @@ def transformer_config(geometry: Geometry, actor: ActorConfig, dtype: torch.dtyp
         "bias_dropout_fusion": False,
         "persist_layer_norm": False,
         "gradient_accumulation_fusion": False,  # needs Apex
-    }
+    } | RECOMPUTE[actor.recompute]
     if layout.pipeline > 1:
         settings |= _pipeline(layout, geometry.n_layers)
     if geometry.experts:
@@ -146,36 +155,8 @@ def _experts(experts: Experts, layout: Layout, n_layers: int) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": layout.layer_spec == "transformer_engine",
         "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden or None,
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.etp,
     }
-
-
-def layer_specs(geometry: Geometry) -> list[ModuleSpec]:
-    """Megatron's local layer spec of every layer, with packed attention and norms that know sequence
-    parallelism.
-    """
-    latent = isinstance(geometry.attention, LatentAttention)
-    qk_norm = isinstance(geometry.attention, GroupedAttention) and geometry.attention.qk_norm
-
-    def spec(experts: int | None) -> ModuleSpec:
-        found = copy.deepcopy(
-            get_gpt_layer_local_spec(
-                num_experts=experts,
-                qk_layernorm=qk_norm,
-                multi_latent_attention=latent,
-                normalization="RMSNorm",
-            )
-        )
-        layer = found.submodules
-        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-        attention = layer.self_attention.submodules
-        attention.core_attention = PackedAttention
-        if qk_norm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
-        return found
-
-    dense = spec(None)
-    mixed = spec(geometry.experts.count) if geometry.experts else dense
-    return [mixed if geometry.has_experts(layer) else dense for layer in range(geometry.n_layers)]

@@ -49,7 +49,7 @@ def write_megatron(
         from backend.megatron.weights import content_of, sharded_weights
 
         spec, dtype = model_spec(model), getattr(torch, dtype_name)
-        parts = build_model(spec, ActorConfig(parallel=parallel), dtype, device)
+        parts = build_model(spec, ActorConfig(parallel=parallel, layer_spec="local"), dtype, device)
         about = {"content": content_of(spec.geometry, dtype), "layout": parallel.model_dump()}
         saving = BackgroundSave.begin({"model": sharded_weights(parts), "about": about}, folder)
         saving.finish(COLLECTIVE_TIMEOUT_S / 2)
@@ -79,7 +79,7 @@ def write_huggingface(
         content = weights.content_of(spec.geometry, dtype)
         if found := weights.differences(content, about.get("content", content)):
             return found
-        parts = empty_model(spec, ActorConfig(parallel=parallel), dtype, device)
+        parts = empty_model(spec, ActorConfig(parallel=parallel, layer_spec="local"), dtype, device)
         if adapters := about.get("content", {}).get(weights.ADAPTERS):
             adapt(parts, spec, layout, rank.rank, LoraConfig.model_validate(adapters), seed=0)
         sharded = weights.sharded_weights(parts)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from backend.batching import MicroBatch
+from backend.layer_spec import layer_spec
 from backend.megatron import head, model
 from backend.megatron.packed_model import LanguageModel
 from backend.megatron.weights import sharded_weights, take_over
@@ -31,7 +32,9 @@ class FrozenModel:
         average: bool = False,
     ) -> None:
         self._device, self._dtype = device, dtype
-        self._parts = model.build_model(spec, actor.model_copy(update={"lora": None}), dtype, device)
+        # The names of an average's weights are to be the policy's.
+        same = {"layer_spec": layer_spec(actor, str(dtype).removeprefix("torch.")), "lora": None}
+        self._parts = model.build_model(spec, actor.model_copy(update=same), dtype, device)
         head.pass_on_hidden_states(self._parts)
         for part in self._parts:
             part.requires_grad_(False)

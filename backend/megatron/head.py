@@ -14,6 +14,22 @@ from backend.megatron.local_layers import copied_to_ranks
 from backend.objective.logprob import fused_logprob
 
 
+class _WithGradient(torch.autograd.Function):
+    """The weight, which gets a gradient of zero where it has none.
+
+    That of the head goes straight to where DDP collects it. A DDP that reduces gradients during the backward
+    pass has to be told by autograd as well that there is one.
+    """
+
+    @staticmethod
+    def forward(ctx, weight: Tensor) -> Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad
+
+
 class _PassOn(ColumnParallelLinear):
     def forward(self, input_: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
         return input_, None
@@ -61,6 +77,9 @@ def logprob_and_entropy(
     layer = part.output_layer
     tied = part.share_embeddings_and_output_weights
     weight_VH = part.shared_embedding_or_output_weight() if tied else layer.weight
+    weight_grad = getattr(weight_VH, "main_grad", None) if torch.is_grad_enabled() else None
+    if weight_grad is not None and part.config.no_sync_func is not None:
+        weight_VH = _WithGradient.apply(weight_VH)
     group = layer.tp_group if layer.tp_group.size() > 1 else None
     hidden_TH = hidden_1TH[0]
     if group is not None and layer.sequence_parallel:
@@ -79,5 +98,5 @@ def logprob_and_entropy(
         group=group,
         float32_logits=float32_logits,
         entropy_gradient=entropy_gradient,
-        weight_grad=getattr(weight_VH, "main_grad", None) if torch.is_grad_enabled() else None,
+        weight_grad=weight_grad,
     )

@@ -32,9 +32,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
+from backend.layer_spec import layer_spec
 from backend.megatron import lora
-from backend.megatron.config import fields_of, layer_specs, transformer_config
+from backend.megatron.config import fields_of, transformer_config
 from backend.megatron.head import ValueHead
+from backend.megatron.layers import final_norm, layer_specs
 from backend.megatron.local_layers import DownProjection, RMSNorm
 from bridge.families import ModelSpec
 from bridge.layout import Layout
@@ -50,7 +52,7 @@ def build_model(
     ``seed``: for what is not in the checkpoint, adapters.
     """
     parts = empty_model(spec, actor, dtype, device)
-    layout, rank = Layout.of(actor.parallel), torch.distributed.get_rank()
+    layout, rank = _layout(actor, dtype), torch.distributed.get_rank()
     load_hf(spec, layout, rank, [named_shards(part) for part in parts])
     if actor.lora is not None:
         lora.adapt(parts, spec, layout, rank, actor.lora, seed)
@@ -61,10 +63,10 @@ def empty_model(
     spec: ModelSpec, actor: ActorConfig, dtype: torch.dtype, device: torch.device
 ) -> list[GPTModel]:
     """The same, with weights of any value and without adapters."""
-    geometry, layout = spec.geometry, Layout.of(actor.parallel)
-    config = transformer_config(geometry, actor, dtype)
+    geometry, layout = spec.geometry, _layout(actor, dtype)
+    config = transformer_config(geometry, actor, layout, dtype)
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    specs = layer_specs(geometry)
+    specs = layer_specs(geometry, layout.layer_spec)
     parts = [
         _build_part(spec, config, part_specs, stage, chunk, layout).to(device=device, dtype=dtype)
         for chunk, part_specs in enumerate(_specs_of_stage(specs, layout, stage))
@@ -73,6 +75,10 @@ def empty_model(
         if getattr(module, "expert_bias", None) is not None:
             module.expert_bias.data = module.expert_bias.float()  # a tiny step in a bias decides a choice
     return parts
+
+
+def _layout(actor: ActorConfig, dtype: torch.dtype) -> Layout:
+    return Layout.of(actor.parallel, layer_spec(actor, str(dtype).removeprefix("torch.")))
 
 
 def _specs_of_stage(specs: list[ModuleSpec], layout: Layout, stage: int) -> list[list[ModuleSpec]]:
@@ -94,7 +100,7 @@ def _build_part(
     geometry = spec.geometry
     part = GPTModel(
         config,
-        TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm),
+        TransformerBlockSubmodules(layer_specs=specs, layer_norm=final_norm(layout.layer_spec)),
         vocab_size=geometry.padded_vocab(layout.tensor),
         max_sequence_length=geometry.max_positions,
         pre_process=stage == 0 and chunk == 0,
@@ -116,21 +122,23 @@ def _build_part(
             _complete(module)
         if isinstance(module, VocabParallelEmbedding | ColumnParallelLinear | RowParallelLinear):
             _mark(module)
+    for name, parameter in part.named_parameters():
+        if ".mlp.experts." in name:
+            # Megatron takes experts for dense layers where expert-parallel ranks are 1: with another
+            # ``expert_tensor`` than ``tensor``, their gradients would be summed over the wrong ranks.
+            parameter.allreduce = False
     return part
 
 
 def _mark(module: torch.nn.Module) -> None:
-    """What Megatron has to know of a weight that is split over tensor-parallel ranks, or an expert's.
+    """What Megatron has to know of a weight that is split over tensor-parallel ranks.
 
     It marks shards when it initializes weights: without that, the gradient's norm has those of the first rank
-    only. And it takes experts for dense layers where expert-parallel ranks are 1: with another
-    ``expert_tensor`` than ``tensor``, their gradients would be summed over the wrong ranks.
+    only. Layers of Transformer Engine are marked in any case.
     """
     if module.weight is not None:
         dim = int(isinstance(module, RowParallelLinear))
         set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
-        if getattr(module, "is_expert", False):
-            module.weight.allreduce = False
 
 
 def _complete(attention: MLASelfAttention) -> None:
@@ -150,15 +158,32 @@ def _complete(attention: MLASelfAttention) -> None:
 
 def wrap_ddp(parts: list[GPTModel], actor: ActorConfig) -> list[DistributedDataParallel]:
     """Megatron's DDP: contiguous float32 gradients, reduced once per optimizer update."""
+    optimizer = actor.optimizer
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=actor.optimizer.distributed,
-        overlap_grad_reduce=False,
+        use_distributed_optimizer=optimizer.distributed,
+        overlap_grad_reduce=optimizer.overlap_grad_reduce,
+        overlap_param_gather=optimizer.overlap_param_gather,
     )
-    wrapped = [DistributedDataParallel(part.config, config, part) for part in parts]
+    wrapped = [
+        # Like Megatron: what later chunks have to say is behind the backward passes of the first one.
+        DistributedDataParallel(part.config, config, part, disable_bucketing=chunk > 0)
+        for chunk, part in enumerate(parts)
+    ]
     for part in wrapped:
         part.broadcast_params()
+        if optimizer.overlap_grad_reduce:
+            part.config.no_sync_func = [p.no_sync for p in wrapped] if len(wrapped) > 1 else part.no_sync
     return wrapped
+
+
+def gather_weights(parts: list[DistributedDataParallel]) -> None:
+    """Bring together what the distributed optimizer has updated, where that would wait for the next forward
+    pass (``overlap_param_gather``). Weights must not leave the trainer before.
+    """
+    for part in parts:
+        if part.ddp_config.overlap_param_gather:
+            part.start_param_sync(force_sync=True)
 
 
 def build_optimizer(
@@ -178,6 +203,7 @@ def build_optimizer(
         "adam_eps": optimizer.eps,
         "clip_grad": optimizer.clip_grad,
         "use_distributed_optimizer": optimizer.distributed,
+        "overlap_param_gather": optimizer.overlap_param_gather,
         "bf16": dtype is torch.bfloat16,
         "params_dtype": dtype,
     }

@@ -12,7 +12,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from backend.batching import MicroBatch
-from backend.megatron import head
+from backend.context import ContextShare, share_of
+from backend.megatron import context, head
 
 Head = Callable[..., Any]
 """What is made of the last stage's output [1, T, ...]. In training a loss: (sum, count, anything)."""
@@ -64,8 +65,25 @@ class PackedModel:
     def tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
+    def count(self, micro: MicroBatch) -> Tensor:
+        """How many tokens with loss this rank has of a micro-batch: what Megatron sums over ranks."""
+        return torch.tensor(len(self._share(micro).index_m), dtype=torch.int, device=self._device)
+
+    def gathered(self, micro: MicroBatch, own_m: Tensor) -> Tensor:
+        """What is said of the M tokens with loss, of which this rank has ``own_m`` (context parallelism)."""
+        share = self._share(micro)
+        if len(share.counts) == 1:
+            return own_m
+        group = parallel_state.get_context_parallel_group()
+        return context.gathered(own_m, share.counts, self.tensor(share.order_M), group)
+
+    def _share(self, micro: MicroBatch) -> ContextShare:
+        size = parallel_state.get_context_parallel_world_size()
+        return share_of(micro, size, parallel_state.get_context_parallel_rank())
+
     def _forward(self, micro: MicroBatch, part: torch.nn.Module) -> Tensor:
         cu_seqlens = self.tensor(micro.cu_seqlens)
+        share = self._share(micro)
         packed = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -73,9 +91,11 @@ class PackedModel:
             max_seqlen_q=micro.longest,
             max_seqlen_kv=micro.longest,
         )
+        if len(share.counts) > 1:
+            packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = cu_seqlens
         return part(
-            input_ids=self.tensor(micro.tokens_T)[None],
-            position_ids=self.tensor(micro.position_T)[None],
+            input_ids=self.tensor(share.tokens_t)[None],
+            position_ids=self.tensor(share.position_t)[None],
             attention_mask=None,
             packed_seq_params=packed,
         )
@@ -123,17 +143,18 @@ class LanguageModel(PackedModel):
         entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """[M] each, on the last stage. The entropies have a gradient only when asked for."""
-        last = self.parts[-1]
-        return head.logprob_and_entropy(
+        last, share = self.parts[-1], self._share(micro)
+        logp_m, entropy_m = head.logprob_and_entropy(
             getattr(last, "module", last),
             hidden_1TH,
-            self.tensor(micro.index_M),
-            self.tensor(micro.target_M),
+            self.tensor(share.index_m),
+            self.tensor(share.target_m),
             temperature=temperature,
             vocab=self._vocab,
             float32_logits=self._float32_logits,
             entropy_gradient=entropy_gradient,
         )
+        return self.gathered(micro, logp_m), self.gathered(micro, entropy_m)
 
 
 class ValueModel(PackedModel):
@@ -145,4 +166,5 @@ class ValueModel(PackedModel):
 
     def values_of(self, micro: MicroBatch, output_1T1: Tensor) -> Tensor:
         """The same on the last stage, from its output."""
-        return output_1T1[0, :, 0].index_select(0, self.tensor(micro.index_M))
+        index_m = self.tensor(self._share(micro).index_m)
+        return self.gathered(micro, output_1T1[0, :, 0].index_select(0, index_m))

@@ -23,8 +23,8 @@ class RankSpec:
 def initialize(spec: RankSpec, parallel: ParallelConfig, *, seed: int, timeout_s: float) -> torch.device:
     """Join the default group, make Megatron's groups, seed; the device of this rank.
 
-    The order of ranks is Megatron's own (tensor fastest, then data, then pipeline), and every rank makes all
-    groups in the same order.
+    The order of ranks is Megatron's own (tensor fastest, then context, data and pipeline), and every rank
+    makes all groups in the same order.
     """
     from backend.megatron import cpu
 
@@ -51,6 +51,7 @@ def initialize(spec: RankSpec, parallel: ParallelConfig, *, seed: int, timeout_s
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
     )

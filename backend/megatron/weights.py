@@ -25,6 +25,8 @@ WORDS = "embedding.word_embeddings.weight"
 ADAPTERS = "actor.lora"
 """The entry of a checkpoint's content with the settings of its adapters."""
 
+_EXTRA_STATE = "_extra_state"
+
 _OF_MODEL = ("embedding.", "decoder.", "output_layer.")
 """How the names of weights begin. Behind other names is the optimizer's state."""
 
@@ -47,6 +49,7 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
 def sharded_weights(parts: Sequence[GPTModel], prefix: str = "") -> dict[str, Any]:
     """This rank's weights and their places in the whole model's. The keys begin with the part's number.
 
+    Without what Transformer Engine would remember of 8-bit training, so that either layer spec can load them.
     ``prefix``: of their names in the files, where a checkpoint holds more than one model.
     """
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -54,6 +57,7 @@ def sharded_weights(parts: Sequence[GPTModel], prefix: str = "") -> dict[str, An
         f"{number}.{name}": value
         for number, part in enumerate(parts)
         for name, value in part.sharded_state_dict(prefix, metadata={"dp_cp_group": replicas}).items()
+        if _EXTRA_STATE not in name
     }
 
 
@@ -62,7 +66,12 @@ def take_over(parts: Sequence[GPTModel], loaded: Mapping[str, Any], prefix: str 
     for number, part in enumerate(parts):
         first = f"{number}.{prefix}"
         own = {name: value for name, value in loaded.items() if name.startswith(first)}
-        part.load_state_dict({name.removeprefix(first): value for name, value in own.items()})
+        found = part.load_state_dict(
+            {name.removeprefix(first): value for name, value in own.items()}, strict=False
+        )
+        missing = [name for name in found.missing_keys if _EXTRA_STATE not in name]
+        if missing or found.unexpected_keys:
+            raise ValueError(f"missing: {missing}; not in the model: {found.unexpected_keys}")
 
 
 def wanted_tensors(weights: Mapping[str, Any]) -> dict[str, ShardedTensor]:

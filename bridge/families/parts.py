@@ -61,23 +61,13 @@ def latent_attention(geometry: Geometry, attention: LatentAttention) -> list[Map
     else:
         found += [
             down("linear_q_down_proj", "q_a_proj", attention.query_rank),
-            norm(
-                "self_attention.q_layernorm",
-                "self_attn.q_a_layernorm",
-                attention.query_rank,
-                te="self_attention.linear_q_up_proj",
-            ),
+            norm("self_attention.q_layernorm", "self_attn.q_a_layernorm", attention.query_rank),
             up("linear_q_up_proj", "q_b_proj", key_dim, attention.query_rank),
         ]
     return [
         *found,
         down("linear_kv_down_proj", "kv_a_proj_with_mqa", attention.kv_rank + attention.rotated_dim),
-        norm(
-            "self_attention.kv_layernorm",
-            "self_attn.kv_a_layernorm",
-            attention.kv_rank,
-            te="self_attention.linear_kv_up_proj",
-        ),
+        norm("self_attention.kv_layernorm", "self_attn.kv_a_layernorm", attention.kv_rank),
         up("linear_kv_up_proj", "kv_b_proj", attention.plain_dim + attention.value_dim, attention.kv_rank),
         _output(hidden, heads * attention.value_dim),
     ]

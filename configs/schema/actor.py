@@ -25,7 +25,7 @@ Latent attention has the others instead of linear_qkv."""
 
 
 class ParallelConfig(Section):
-    """How many ways the model is split. The trainer has tensor * pipeline * data ranks."""
+    """How many ways the model is split. The trainer has tensor * context * pipeline * data ranks."""
 
     tensor: int = Field(1, ge=1, description="Tensor-parallel ranks.")
     pipeline: int = Field(1, ge=1, description="Pipeline stages.")
@@ -39,6 +39,11 @@ class ParallelConfig(Section):
     )
     data: int = Field(1, ge=1, description="Data-parallel replicas.")
     sequence: bool = Field(False, description="Sequence parallelism inside the tensor-parallel group.")
+    context: int = Field(
+        1,
+        ge=1,
+        description="Ranks that share the tokens of each trajectory (needs layer_spec: transformer_engine).",
+    )
     expert: int = Field(1, ge=1, description="Ranks that different experts are spread over.")
     expert_tensor: int | None = Field(
         None, ge=1, description="Tensor-parallel ranks of each expert; null: as `tensor`."
@@ -50,13 +55,18 @@ class ParallelConfig(Section):
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     @property
+    def trajectory_multiple(self) -> int:
+        """The tokens of a padded trajectory are a multiple of this: context parallelism cuts it evenly."""
+        return 2 * self.context if self.context > 1 else 1
+
+    @property
     def length_multiple(self) -> int:
-        """The tokens of a micro-batch are a multiple of this: sequence parallelism splits them evenly."""
-        return self.tensor if self.sequence else 1
+        """Those of a micro-batch of this: sequence parallelism splits what a rank has of it."""
+        return self.trajectory_multiple * (self.tensor if self.sequence else 1)
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.context * self.pipeline * self.data
 
 
 class LoraConfig(Section):
@@ -93,6 +103,16 @@ class TrainedConfig(Section):
     fp32_lm_head: bool = Field(
         False,
         description="Do not round a bfloat16 model's logits to bfloat16. No effect on a float32 model.",
+    )
+    layer_spec: Literal["auto", "transformer_engine", "local"] = Field(
+        "auto",
+        description="Layers of Transformer Engine, or plain PyTorch ones; auto: the former on GPUs where "
+        "it is installed, for bfloat16 models without adapters.",
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="Activations that the backward pass computes again instead of keeping them: none, those "
+        "inside of attention, or all but the input of each layer.",
     )
     megatron: dict[str, Any] = Field(
         default_factory=dict,

@@ -64,3 +64,11 @@ class OptimizerConfig(Section):
     distributed: bool = Field(
         False, description="Shard the optimizer state over data-parallel ranks (DistributedOptimizer)."
     )
+    overlap_grad_reduce: bool = Field(
+        False, description="Sum gradients over data-parallel ranks while the backward pass goes on."
+    )
+    overlap_param_gather: bool = Field(
+        False,
+        description="Gather the weights of one update during the forward pass of the next one of the same "
+        "training step (needs distributed, overlap_grad_reduce and minibatches > 1).",
+    )

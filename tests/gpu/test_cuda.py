@@ -1,16 +1,24 @@
 """The same parts on a GPU: trainer against transformers, and weights into a server on the device."""
 
+import importlib.util
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from backend.batching import TrainBatch
+from backend.megatron.parallel import RankSpec
 from bridge.families import FAMILIES
+from configs.schema import RunConfig
+from rollout.engine.actor import free_port
 from tests.integration.test_bridge_logits import logits_of, reference_logits
 from tests.integration.test_megatron_parity import (
     config_for,
     logprobs_and_gradients,
     make_batch,
+    one_after_the_other,
     reference_gradients,
 )
 from tests.models import make_checkpoint
@@ -20,6 +28,10 @@ pytestmark = pytest.mark.gpu
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 8e-2}
 """Of the largest gradient: TF32 is off, and bfloat16 has 8 bits."""
+
+needs_transformer_engine = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None, reason="no transformer-engine"
+)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -33,6 +45,49 @@ def test_one_rank_on_a_gpu_gives_the_gradients_of_transformers(tmp_path: Path, d
         scale = np.abs(reference).max()
         np.testing.assert_allclose(
             gradients[name] / scale, reference / scale, atol=TOLERANCE[dtype], err_msg=name
+        )
+
+
+@needs_transformer_engine
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_transformer_engine_gives_what_plain_layers_give(tmp_path: Path, family: str, dtype: str):
+    """Log-probs and gradients of packs of several trajectories each."""
+    folder = make_checkpoint(tmp_path / "model", family, tied=False)
+    batch = make_batch(vocab=101)
+    configs = [
+        config_for(folder, {}, dtype=dtype, layer_spec=spec) for spec in ("local", "transformer_engine")
+    ]
+    work = [(free_port("127.0.0.1"), config) for config in configs]
+    [[(logps, gradients), (logps_te, gradients_te)]] = run_ranks(1, one_after_the_other, work, batch)
+    assert gradients_te.keys() == gradients.keys() and logps_te.keys() == logps.keys()
+    for targets, expected in logps.items():
+        np.testing.assert_allclose(logps_te[targets], expected, atol=TOLERANCE[dtype])
+    for name, expected in gradients.items():
+        scale = max(np.abs(expected).max(), 1e-20)
+        np.testing.assert_allclose(
+            gradients_te[name] / scale, expected / scale, atol=TOLERANCE[dtype], err_msg=name
+        )
+
+
+def on_a_gpu_of_its_own(rank: RankSpec, config: RunConfig, batch: TrainBatch):
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank.rank)
+    return logprobs_and_gradients(rank, config, batch)
+
+
+@needs_transformer_engine
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="less than two GPUs")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_two_gpus_that_share_a_context_give_the_gradients_of_transformers(tmp_path: Path, family: str):
+    folder = make_checkpoint(tmp_path / "model", family, tied=False)
+    batch = make_batch(vocab=101)
+    _, expected = reference_gradients(folder, batch, temperature=0.8)
+    config = config_for(folder, {"context": 2}, dtype="bfloat16", layer_spec="transformer_engine")
+    (_, gradients), _ = run_ranks(2, on_a_gpu_of_its_own, config, batch)
+    for name, reference in expected.items():
+        scale = max(np.abs(reference).max(), 1e-20)
+        np.testing.assert_allclose(
+            gradients[name] / scale, reference / scale, atol=TOLERANCE["bfloat16"], err_msg=name
         )
 
 
@@ -62,8 +117,6 @@ def test_published_weights_are_bit_for_bit_those_of_the_exported_checkpoint_on_a
 @pytest.mark.parametrize("float32_logits", [False, True])
 @pytest.mark.parametrize("kept", [0, 2**30])
 def test_log_probs_of_bfloat16_hidden_states_on_a_gpu(monkeypatch, float32_logits: bool, kept: int):
-    import torch
-
     from backend.objective import logprob
 
     monkeypatch.setattr(logprob, "KEPT_BYTES", kept)

@@ -33,7 +33,6 @@ SEED = 7
 VOCAB = 101
 STEPS = 2
 TEMPERATURE = 0.8
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ CASES = {
     "one rank": Case("qwen3, tied"),
     "tensor 2": Case("qwen3, tied", "tensor 2"),
     "tensor 2 + sequence": Case("qwen3, tied", "tensor 2 + sequence"),
-    "pipeline 2, recompute": Case("qwen3, tied", "pipeline 2", actor={"megatron": RECOMPUTE}),
+    "pipeline 2, recompute": Case("qwen3, tied", "pipeline 2", actor={"recompute": "full"}),
     "virtual pipeline 2": Case("qwen3, tied", "virtual pipeline 2"),
     "data 2 distributed": Case("qwen3, tied", "data 2", actor={"optimizer": {"distributed": True}}),
     "experts": Case("deepseek_v3"),

@@ -66,7 +66,7 @@ def mains(trainer: Any) -> dict[str, tuple[torch.nn.Parameter, torch.Tensor, int
     """By name: a parameter of the model, what Adam updates for it here, and where in it that begins."""
     from backend.megatron.optimizer_state import _parts, _shards
 
-    names = {id(p): name for part in trainer._parts for name, p in part.module.named_parameters()}
+    names = {id(p): name for part in trainer._policy.parts for name, p in part.module.named_parameters()}
     return {
         names[id(parameter)]: (parameter, shard, start)
         for part in _parts(trainer._optimizer)

@@ -90,6 +90,25 @@ def test_a_micro_batch_is_what_a_loop_over_its_tokens_gives(case):
     assert (assemble(batch, indices, multiple).share_M == 1).all()
 
 
+@settings(max_examples=100, deadline=None)
+@given(batches(), st.sampled_from([2, 4, 6]))
+def test_padded_trajectories_have_the_same_loss_as_ones_that_are_not(case, each: int):
+    batch, indices, multiple = case
+    plain = assemble(batch, indices)
+    micro = assemble(batch, indices, multiple * each, each=each)
+    lengths = np.diff(micro.cu_seqlens)
+    assert (lengths % each == 0).all() and len(micro.tokens_T) % (multiple * each) == 0
+    for name in ("target_M", "behaviour_logp_M", "lag_M", "trajectory_M", "owner_M", "share_M"):
+        np.testing.assert_array_equal(getattr(micro, name), getattr(plain, name))
+    for place, index in enumerate(indices):
+        start, length = micro.cu_seqlens[place], len(batch.trajectories[index].tokens_T)
+        assert 0 <= lengths[place] - length < each
+        found = slice(start, start + length)
+        np.testing.assert_array_equal(micro.tokens_T[found], batch.trajectories[index].tokens_T)
+        np.testing.assert_array_equal(micro.position_T[found], np.arange(length))
+    np.testing.assert_array_equal(micro.tokens_T[micro.index_M + 1], micro.target_M)
+
+
 def test_the_predicting_position_is_in_the_trajectory_of_its_target():
     batch = batch_of(trajectory(1, 3), trajectory(2, 2))
     micro = assemble(batch, [0, 1])

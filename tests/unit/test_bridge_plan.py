@@ -13,6 +13,7 @@ from bridge.families import spec_of
 from bridge.layout import Coordinates, Layout, UnevenSplit
 from bridge.mapping import copy_in
 from bridge.plan import entries, entries_of, make_plan, pieces_of
+from configs.schema import ParallelConfig
 from tests.bridge_cases import CONFIG, DEEPSEEK, LAYOUTS, hf_configs, random_tensors, same_bits
 
 QWEN3 = spec_of({"model_type": "qwen3", **CONFIG}, Path())
@@ -58,6 +59,26 @@ def test_ranks_stand_where_megatron_puts_them(tensor, pipeline, data, expert, ex
             owners = layout.owners(stage, expert=one)
             assert owners in experts.get_ranks("tp")
             assert {(places[rank].stage, places[rank].expert) for rank in owners} == {(stage, one)}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "context", "pipeline", "data"), [(1, 2, 1, 1), (2, 2, 2, 3), (1, 4, 2, 2)]
+)
+def test_ranks_that_share_a_context_are_replicas_of_the_weights(tensor, context, pipeline, data):
+    from megatron.core.parallel_state import RankGenerator
+
+    parallel = ParallelConfig(tensor=tensor, context=context, pipeline=pipeline, data=data)
+    layout = Layout.of(parallel, "transformer_engine")
+    assert layout.world_size == parallel.world_size == tensor * context * pipeline * data
+    megatron = RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=context, order="tp-cp-ep-dp-pp")
+    places = [Coordinates.of(rank, layout) for rank in range(layout.world_size)]
+    for group in megatron.get_ranks("tp"):
+        assert [places[rank].tensor for rank in group] == list(range(tensor))
+    for group in megatron.get_ranks("pp"):
+        assert [places[rank].stage for rank in group] == list(range(pipeline))
+    for group in megatron.get_ranks("dp-cp"):
+        assert len({(places[rank].stage, places[rank].tensor) for rank in group}) == 1
+        assert len(group) == layout.data
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3))
@@ -197,7 +218,7 @@ def test_transformer_engine_has_norms_inside_linear_layers_and_experts_in_one_mo
     assert "decoder.layers.1.mlp.experts.linear_fc1.weight7" in names
     assert "decoder.layers.1.pre_mlp_layernorm.weight" in names
     assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in names
-    assert "decoder.layers.1.self_attention.linear_q_up_proj.layer_norm_weight" in names
+    assert "decoder.layers.1.self_attention.q_layernorm.weight" in names
 
 
 def test_a_trillion_parameters_on_a_thousand_ranks_are_planned_at_once():

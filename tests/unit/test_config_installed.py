@@ -204,6 +204,9 @@ def test_a_package_laid_out_in_another_way_is_reported(monkeypatch, tmp_path):
         ("tensor_model_parallel_size", "actor.parallel.tensor"),
         ("lr", "actor.optimizer.lr"),
         ("min_lr", "actor.optimizer.decay.min_lr"),
+        ("recompute_granularity", "actor.recompute"),
+        ("moe_grouped_gemm", "actor.layer_spec"),
+        ("overlap_param_gather", "actor.optimizer.overlap_param_gather"),
         ("decoupled_lr", "one learning rate"),
         ("params_dtype", "model.dtype"),
         ("num_layers", "config.json"),
@@ -237,9 +240,9 @@ needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, re
 @needs_megatron
 def test_installed_megatron_is_understood():
     fields = installed._fields(MEGATRON)
-    assert {"recompute_granularity", "moe_grouped_gemm", "optimizer_cpu_offload"} <= set(fields)
+    assert {"recompute_method", "moe_grouped_gemm", "optimizer_cpu_offload"} <= set(fields)
     assert set(MEGATRON.owned) <= set(fields), "a field that Slipstream sets has another name in this version"
-    good = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    good = {"recompute_method": "uniform", "recompute_num_layers": 1, "deterministic_mode": True}
     assert check(megatron=good) == {}
 
 
@@ -247,17 +250,15 @@ def test_installed_megatron_is_understood():
 def test_mistakes_in_megatron_fields_are_explained():
     reasons = check(
         megatron={
-            "recompute_granularity": "ful",
+            "recompute_method": "unifrom",
             "tensor_parallel_size": 2,
-            "moe_grouped_gemm": 1,
+            "deterministic_mode": 1,
             "mem_fraction_static": 0.3,
         }
     )
-    assert (
-        "'full', 'selective' or null; did you mean full?" in reasons["actor.megatron.recompute_granularity"]
-    )
+    assert "'uniform', 'block' or null; did you mean uniform?" in reasons["actor.megatron.recompute_method"]
     assert "use actor.parallel.tensor" in reasons["actor.megatron.tensor_parallel_size"]
-    assert "expects true or false" in reasons["actor.megatron.moe_grouped_gemm"]
+    assert "expects true or false" in reasons["actor.megatron.deterministic_mode"]
     assert "no such field" in reasons["actor.megatron.mem_fraction_static"]
 
 
@@ -283,12 +284,9 @@ def test_installed_sglang_is_understood():
 @needs_sglang
 @needs_megatron
 def test_a_field_of_the_other_library_is_sent_there():
-    reasons = check(megatron={"mem_fraction_static": 0.3}, sglang={"recompute_granularity": "full"})
+    reasons = check(megatron={"mem_fraction_static": 0.3}, sglang={"recompute_method": "block"})
     assert (
         "did you mean rollout.engine.args.mem_fraction_static?"
         in reasons["actor.megatron.mem_fraction_static"]
     )
-    assert (
-        "did you mean actor.megatron.recompute_granularity?"
-        in (reasons["rollout.engine.args.recompute_granularity"])
-    )
+    assert "did you mean actor.megatron.recompute_method?" in reasons["rollout.engine.args.recompute_method"]

@@ -81,7 +81,7 @@ def test_five_mistakes_are_all_named(recipe):
         "minibatches": "four",
         "use_decoupled_loss": True,
         "recompute_logprobs": False,
-        "megatron": {"recompute_granularityy": "full"},
+        "megatron": {"recompute_methodd": "block"},
     }
     data["rollout"]["engine"] = {"args": {"max_running_request": 3}}
     found = violations(recipe(data))
@@ -89,7 +89,7 @@ def test_five_mistakes_are_all_named(recipe):
         "rollout.lr",
         "actor.minibatches",
         "actor.recompute_logprobs",
-        "actor.megatron.recompute_granularityy",
+        "actor.megatron.recompute_methodd",
         "rollout.engine.args.max_running_request",
     }
     assert "did you mean actor.optimizer.lr or critic.optimizer.lr?" in found["rollout.lr"].reason
@@ -97,7 +97,7 @@ def test_five_mistakes_are_all_named(recipe):
     assert found["actor.minibatches"].reason == "expected a whole number of at least 1"
     for way_out in ("actor.recompute_logprobs to true", "actor.use_decoupled_loss to false"):
         assert way_out in found["actor.recompute_logprobs"].reason
-    assert "did you mean recompute_granularity?" in found["actor.megatron.recompute_granularityy"].reason
+    assert "did you mean recompute_method?" in found["actor.megatron.recompute_methodd"].reason
     assert "did you mean max_running_requests?" in found["rollout.engine.args.max_running_request"].reason
 
 
@@ -120,7 +120,7 @@ def test_the_report_counts_and_lists_every_violation(recipe):
         ("rollout.temperature", "did you mean rollout.sampling.temperature?"),
         ("optimizer", "did you mean actor.optimizer or critic.optimizer?"),
         ("rollout.engine.mem_fraction_static", "did you mean rollout.engine.args.mem_fraction_static?"),
-        ("actor.recompute_granularity", "did you mean actor.megatron.recompute_granularity?"),
+        ("actor.cp_comm_type", "did you mean actor.megatron.cp_comm_type?"),
         ("model.frobnicate", "the keys here are path (required), dtype"),
     ],
 )
@@ -292,7 +292,7 @@ def test_nothing_heavy_is_imported():
         "import sys, time; start = time.perf_counter()\n"
         "from pathlib import Path\n"
         "from configs.load import load_recipe\n"
-        "overrides = ['actor.megatron.recompute_granularity=full', 'run.steps=3']\n"
+        "overrides = ['actor.megatron.deterministic_mode=true', 'run.steps=3']\n"
         "load_recipe(Path('quickstart'), overrides)\n"
         "print(time.perf_counter() - start)\n"
         "heavy = {'torch', 'sglang', 'megatron', 'ray', 'transformers', 'rollout', 'backend', 'bridge'}\n"

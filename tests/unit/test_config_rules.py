@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from configs import trainer_rules
 from configs.load import load_recipe
 from configs.rules import RULES, check_rules
 from configs.schema import RunConfig
@@ -141,6 +142,57 @@ def found(file, *overrides: str) -> dict[str, str]:
         (["actor.objective={type: gspo}", "actor.correction.sequence={type: product}"], None, ""),
         (["actor.overlong={start: 50, end: 50}"], "actor.overlong.end", "more than actor.overlong.start"),
         (["actor.overlong={start: 40, end: 50}"], None, ""),
+        (["actor.layer_spec=local", "actor.lora={rank: 8, alpha: 16}"], None, ""),
+        (
+            ["actor.layer_spec=transformer_engine", "cluster={type: local, device: cpu}"],
+            "actor.layer_spec",
+            "cluster.device to gpu, or set this to auto or local",
+        ),
+        (
+            ["actor.layer_spec=transformer_engine", "actor.lora={rank: 8, alpha: 16}"],
+            "actor.layer_spec",
+            "leave actor.lora out",
+        ),
+        (["actor.parallel.context=2"], "actor.parallel.context", "actor.layer_spec to transformer_engine"),
+        (["actor.recompute=full"], None, ""),
+        (["actor.recompute=full", "actor.megatron.recompute_method=block"], None, ""),
+        (["actor.recompute=selective", "actor.megatron.recompute_modules=[core_attn]"], None, ""),
+        (
+            ["actor.recompute=full", "actor.megatron.recompute_modules=[core_attn]"],
+            "actor.megatron.recompute_modules",
+            "only actor.recompute: selective has it, and actor.recompute is full",
+        ),
+        (
+            ["actor.megatron.recompute_num_layers=1"],
+            "actor.megatron.recompute_num_layers",
+            "only actor.recompute: full has it",
+        ),
+        (["actor.optimizer.overlap_grad_reduce=true"], None, ""),
+        (
+            ["actor.optimizer={overlap_param_gather: true, overlap_grad_reduce: true}"],
+            "actor.optimizer.overlap_param_gather",
+            "actor.optimizer.distributed to true",
+        ),
+        (
+            ["actor.optimizer={overlap_param_gather: true, distributed: true}"],
+            "actor.optimizer.overlap_param_gather",
+            "actor.optimizer.overlap_grad_reduce to true",
+        ),
+        (
+            [
+                "actor.optimizer={overlap_param_gather: true, overlap_grad_reduce: true, distributed: true}",
+            ],
+            "actor.optimizer.overlap_param_gather",
+            "actor.minibatches to at least 2",
+        ),
+        (
+            [
+                "actor.optimizer={overlap_param_gather: true, overlap_grad_reduce: true, distributed: true}",
+                "actor.minibatches=2",
+            ],
+            None,
+            "",
+        ),
         (["actor.optimizer.decay=cosine"], None, ""),
         (["actor.optimizer.decay={type: linear, steps: 2}", "actor.optimizer.warmup_steps=1"], None, ""),
         (
@@ -329,3 +381,13 @@ def test_experts_have_to_fit_on_the_ranks(base, overrides, path, part):
     violations = found(base, *overrides, "rollout.batch_size=8")
     assert violations.keys() == ({path} if path else set())
     assert part in violations.get(path, "")
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_transformer_engine_has_to_be_installed_where_it_is_asked_for(base, monkeypatch, installed):
+    monkeypatch.setattr(trainer_rules, "transformer_engine_is_installed", lambda: installed)
+    reasons = found(base, "actor.layer_spec=transformer_engine")
+    assert list(reasons) == ([] if installed else ["actor.layer_spec"])
+    if not installed:
+        assert "`pip install .[gpu]`" in reasons["actor.layer_spec"]
+        assert "set this to auto or local" in reasons["actor.layer_spec"]

@@ -1,0 +1,214 @@
+"""The modules of Transformer Engine that Megatron's layer spec is made of, in plain PyTorch, for one
+tensor-parallel rank.
+
+Transformer Engine cannot even be imported without a GPU. With these in its place Megatron's own wrappers run:
+what they are called with, which parameters they have and under which names is what is tested with them.
+"""
+
+import contextlib
+import sys
+import types
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.nn.functional import all_gather
+from torch.nn import Module, Parameter
+
+VERSION = "2.6.0"
+"""The last one before Megatron wants a router from it."""
+
+
+class _Linear(Module):
+    names: tuple[str, ...] = ("weight",)
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        params_dtype: torch.dtype,
+        tp_size: int = 1,
+        bias: bool,
+        return_bias: bool,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        if tp_size != 1:
+            raise NotImplementedError("these are for one tensor-parallel rank")
+        self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
+        self.return_bias = return_bias
+        for name in self.names:
+            weight = Parameter(torch.empty(out_features, in_features, dtype=params_dtype))
+            weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
+            self.register_parameter(name, weight)
+        bias_value = Parameter(torch.zeros(out_features, dtype=params_dtype)) if bias else None
+        self.register_parameter("bias", bias_value)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None: ...
+
+    def linear(self, hidden: Tensor) -> Any:
+        out = F.linear(hidden, self.weight, None if self.return_bias else self.bias)
+        return (out, self.bias) if self.return_bias else out
+
+
+class Linear(_Linear):
+    def forward(self, hidden: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        return self.linear(hidden)
+
+
+class LayerNormLinear(_Linear):
+    def __init__(
+        self, in_features: int, out_features: int, *, eps: float, normalization: str, **rest: Any
+    ) -> None:
+        super().__init__(in_features, out_features, **rest)
+        if normalization != "RMSNorm":
+            raise NotImplementedError(normalization)
+        self.eps = eps
+        self.layer_norm_weight = Parameter(torch.ones(in_features, dtype=rest["params_dtype"]))
+
+    def forward(self, hidden: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        normed = F.rms_norm(hidden, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
+        return self.linear(normed)
+
+
+class GroupedLinear(_Linear):
+    def __init__(self, num_gemms: int, in_features: int, out_features: int, **rest: Any) -> None:
+        self.num_gemms = num_gemms
+        self.names = tuple(f"weight{i}" for i in range(num_gemms))
+        super().__init__(in_features, out_features, **rest)
+        self.fp8 = self.fp8_calibration = False
+        self.fp8_meta = {"fp8_checkpoint": False}
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None: ...
+
+    def forward(self, hidden: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Tensor:
+        parts = hidden.split(list(m_splits))
+        return torch.cat(
+            [F.linear(part, getattr(self, name)) for part, name in zip(parts, self.names, strict=True)]
+        )
+
+
+class RMSNorm(Module):
+    def __init__(self, hidden_size: int, *, eps: float, params_dtype: torch.dtype, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = Parameter(torch.ones(hidden_size, dtype=params_dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class DotProductAttention(Module):
+    """With a context-parallel group the keys and values of all its ranks are gathered."""
+
+    def __init__(self, *, softmax_scale: float | None = None, cp_group: Any = None, **_: Any) -> None:
+        super().__init__()
+        self.softmax_scale = softmax_scale
+        self.group = cp_group
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        qkv_format: str,
+        attn_mask_type: str,
+        cu_seqlens_q: Tensor,
+        max_seqlen_q: int,
+        cu_seqlens_q_padded: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        if (qkv_format, attn_mask_type) != ("thd", "padding_causal"):
+            raise NotImplementedError(f"{qkv_format}, {attn_mask_type}")
+        ends = cu_seqlens_q.tolist()
+        if max(b - a for a, b in pairwise(ends)) != max_seqlen_q:
+            raise ValueError(f"the longest sequence of {ends} has not {max_seqlen_q} tokens")
+        size, rank = (self.group.size(), self.group.rank()) if self.group else (1, 0)
+        places = [torch.tensor(places_of(ends, size, one)) for one in range(size)]
+        if size > 1:
+            if cu_seqlens_q_padded is None or not torch.equal(cu_seqlens_q_padded, cu_seqlens_q):
+                raise ValueError("context parallelism asks for cu_seqlens_q_padded")
+            order = torch.cat(places).argsort()
+            key, value = (torch.cat(all_gather(part, self.group))[order] for part in (key, value))
+        grouped, outputs, done = query.shape[1] != key.shape[1], [], 0
+        for start, end in pairwise(ends):
+            here = places[rank][(places[rank] >= start) & (places[rank] < end)]
+            q = query[done : done + len(here)].transpose(0, 1)[None]
+            k, v = (part[start:end].transpose(0, 1)[None] for part in (key, value))
+            attended = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=torch.arange(start, end) <= here[:, None],
+                scale=self.softmax_scale,
+                enable_gqa=grouped,
+            )
+            outputs.append(attended[0].transpose(0, 1).flatten(1))
+            done += len(here)
+        return torch.cat(outputs)
+
+
+def places_of(ends: list[int], size: int, rank: int) -> list[int]:
+    """Of the tokens of packed sequences that Transformer Engine expects on a context-parallel rank."""
+    found = []
+    for start, end in pairwise(ends):
+        chunk = (end - start) // (2 * size)
+        for number in (rank, 2 * size - 1 - rank) if size > 1 else (0, 1):
+            last = end if size == 1 and number == 1 else start + (number + 1) * chunk
+            found += range(start + number * chunk, last)
+    return found
+
+
+class _NotThere(types.ModuleType):
+    """Has a class of any name: Megatron's wrappers for other things inherit from them when it is imported."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name[0].isupper():
+            raise AttributeError(name)
+        made = type(name, (Module,), {})
+        setattr(self, name, made)
+        return made
+
+
+def install() -> None:
+    """Before Megatron is imported, in a process that ends with the test."""
+    modules = {}
+    for name in (
+        "",
+        ".common",
+        ".common.recipe",
+        ".pytorch",
+        ".pytorch.fp8",
+        ".pytorch.ops",
+        ".pytorch.tensor",
+        ".pytorch.distributed",
+    ):
+        kind = types.ModuleType if name in ("", ".pytorch.fp8") else _NotThere
+        module = modules[name] = kind(f"transformer_engine{name}")
+        module.__path__ = []  # so that there is nothing else in it
+        module.__spec__ = types.SimpleNamespace(name=module.__name__)
+        sys.modules[module.__name__] = module
+        if name:
+            parent, _, child = name.rpartition(".")
+            setattr(modules[parent], child, module)
+    modules[""].__version__ = VERSION
+    for made in (Linear, LayerNormLinear, GroupedLinear, RMSNorm, DotProductAttention):
+        setattr(modules[".pytorch"], made.__name__, made)
+
+    class FP8GlobalStateManager:
+        @staticmethod
+        def is_fp8_enabled() -> bool:
+            return False
+
+    modules[".pytorch.distributed"].activation_recompute_forward = contextlib.nullcontext
+    modules[".pytorch.fp8"].FP8GlobalStateManager = FP8GlobalStateManager
+    for name in ("fp8_autocast", "fp8_model_init"):
+        setattr(modules[".pytorch.fp8"], name, contextlib.nullcontext)
