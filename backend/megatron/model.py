@@ -172,6 +172,8 @@ def build_optimizer(
     }
     config = OptimizerConfig(**settings | fields_of(OptimizerConfig, actor.megatron))
     made = get_megatron_optimizer(config, parts)
+    for group in made.param_groups:  # 0 for norms and biases; otherwise up to Megatron's scheduler
+        group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
     for part in parts:
         part.config.grad_scale_func = made.scale_loss
         part.config.finalize_model_grads_func = finalize_model_grads
