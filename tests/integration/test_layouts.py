@@ -1,0 +1,286 @@
+"""The same data trains the same model at every layout, and at each of them as plain PyTorch does.
+
+The reference is written without anything of ours but the draw of mini-batches: transformers' model, one
+trajectory at a time, decoupled PPO spelled out, torch's AdamW and gradient clipping.
+"""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from backend.batching import TrainBatch
+from backend.megatron.parallel import RankSpec
+from backend.packing import split_minibatches
+from configs.schema import ParallelConfig, RunConfig
+from rollout.engine.actor import free_port
+from tests.integration.test_megatron_parity import config_for, make_batch, unfused
+from tests.integration.test_trainer_checkpoint import trainer_of
+from tests.models import make_checkpoint, reference_logprobs, reference_model
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.timeout(600)  # one fixture starts the processes of all layouts
+
+VOCAB = 101
+STEPS, SAVED = 5, 3
+"""Training steps, and those before the checkpoint."""
+MINIBATCHES, TEMPERATURE = 2, 0.8
+LR, WARMUP, DECAY, BETAS, EPS, CLIP = 1e-3, 4, 0.1, (0.9, 0.95), 1e-8, 0.5
+CLIP_LOW, CLIP_HIGH, WEIGHT_CAP = 0.04, 0.05, 1.5
+
+
+@dataclass(frozen=True)
+class Case:
+    parallel: dict[str, Any]
+    distributed: bool = False
+    model: str = "dense"
+
+    @property
+    def ranks(self) -> int:
+        return ParallelConfig.model_validate(self.parallel).world_size
+
+    def config(self, models: Path) -> RunConfig:
+        return config_for(
+            models / self.model,
+            self.parallel,
+            minibatches=MINIBATCHES,
+            objective={"type": "ppo", "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH},
+            correction={"token": {"type": "cap", "cap": WEIGHT_CAP}},
+            optimizer={
+                "lr": LR,
+                "warmup_steps": WARMUP,
+                "weight_decay": DECAY,
+                "beta1": BETAS[0],
+                "beta2": BETAS[1],
+                "eps": EPS,
+                "clip_grad": CLIP,
+                "distributed": self.distributed,
+            },
+        )
+
+
+CASES = {
+    "one rank": Case({}),
+    "tensor 2": Case({"tensor": 2}),
+    "tensor 2 + sequence": Case({"tensor": 2, "sequence": True}),
+    "pipeline 2": Case({"pipeline": 2}),
+    "virtual pipeline 2": Case({"pipeline": 2, "virtual_pipeline": 2}),
+    "data 2": Case({"data": 2}),
+    "data 2 distributed": Case({"data": 2}, distributed=True),
+    "tensor 2, pipeline 2": Case({"tensor": 2, "pipeline": 2}),
+    "experts, one rank": Case({}, model="mixture"),
+    "expert 2": Case({"data": 2, "expert": 2}, model="mixture"),
+    "expert 2 distributed": Case({"data": 2, "expert": 2}, distributed=True, model="mixture"),
+    "expert 2, tensor 2": Case(
+        {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1}, model="mixture"
+    ),
+    "tensor 2, whole experts": Case({"tensor": 2, "sequence": True, "expert_tensor": 1}, model="mixture"),
+}
+RESHARDED = {
+    "tensor 2 -> data 2 distributed": ("tensor 2", CASES["data 2 distributed"]),
+    "pipeline 2 -> tensor 2": ("pipeline 2", CASES["tensor 2"]),
+    "data 2 distributed -> tensor 2, pipeline 2": ("data 2 distributed", CASES["tensor 2, pipeline 2"]),
+    "virtual pipeline 2 -> one rank": ("virtual pipeline 2", CASES["one rank"]),
+    "expert 2, tensor 2 -> expert 2": ("expert 2, tensor 2", CASES["expert 2"]),
+}
+"""Where the checkpoint was written, and where it is resumed."""
+
+
+@dataclass
+class Curve:
+    """By step, as far as it has been run; and the weights after the last one, in HF names."""
+
+    loss: list[float] = field(default_factory=list)
+    grad_norm: list[float] = field(default_factory=list)
+    weights: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Job:
+    port: int
+    config: RunConfig
+    resume: Path | None = None
+    save: Path | None = None
+
+
+def batch_of(step: int) -> TrainBatch:
+    """Rewarded ones are less likely under the behaviour policy: their weights keep the loss away from 0."""
+    batch = make_batch(VOCAB, n=12, seed=200 + step, version=step)
+    shifted = (
+        replace(t, logprobs_T=t.logprobs_T - np.float32(2 * t.reward) * t.loss_mask_T)
+        for t in batch.trajectories
+    )
+    return replace(batch, trajectories=tuple(shifted))
+
+
+# ---- ours
+
+
+def train(rank: RankSpec, jobs: dict[str, Job]) -> dict[str, Curve]:
+    """What the reporting rank has to say of each job; the weights are on rank 0."""
+    found = {}
+    for name, job in jobs.items():
+        found[name] = curve = Curve()
+        with trainer_of(replace(rank, port=job.port), job.config) as trainer:
+            if job.resume is not None:
+                trainer.restore(str(job.resume), version=SAVED)
+            while trainer.step < STEPS:
+                result = trainer.train(batch_of(trainer.step))
+                if result is not None:
+                    curve.loss.append(result.metrics["train/loss"])
+                    curve.grad_norm.append(result.metrics["train/grad_norm"])
+                if job.save is not None and trainer.step == SAVED:
+                    trainer.begin_checkpoint(str(job.save))
+                    trainer.finish_checkpoint()
+            for bucket in trainer._export():
+                if bucket is not None:
+                    curve.weights |= {n: tensor.float().numpy().copy() for n, tensor in bucket.tensors()}
+    return found
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    make_checkpoint(folder / "dense", "qwen3", tied=True)
+    make_checkpoint(folder / "mixture", "qwen3_moe", tied=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(models: Path, tmp_path_factory) -> dict[str, Curve]:
+    """Those of as many ranks in the same processes, which take seconds to start."""
+    folders = {source: tmp_path_factory.mktemp("saved") for source, _ in RESHARDED.values()}
+    found = {}
+    for ranks in (2, 4, 1):  # all checkpoints are those of two
+        jobs = {
+            name: Job(free_port("127.0.0.1"), case.config(models), save=folders.get(name))
+            for name, case in CASES.items()
+            if case.ranks == ranks
+        } | {
+            name: Job(free_port("127.0.0.1"), case.config(models), resume=folders[source])
+            for name, (source, case) in RESHARDED.items()
+            if case.ranks == ranks
+        }
+        by_rank = run_ranks(ranks, train, jobs, timeout_s=250)
+        for name in jobs:
+            curves = [of_rank[name] for of_rank in by_rank]
+            [reported] = [curve for curve in curves if curve.loss]
+            found[name] = replace(reported, weights=curves[0].weights)
+    return found
+
+
+# ---- plain PyTorch
+
+
+@dataclass
+class Reference:
+    curve: Curve
+    before: dict[str, np.ndarray]
+    """The weights at the start."""
+    clipped: int = 0
+    capped: int = 0
+    """Tokens whose ratio was clipped, and those whose weight was capped."""
+    norms: list[float] = field(default_factory=list)
+    """Of the gradients of all mini-batches."""
+
+
+def plain_training(folder: Path, seed: int) -> Reference:
+    model = reference_model(folder)
+    before = weights_of(model)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}],
+        lr=LR,
+        betas=BETAS,
+        eps=EPS,
+    )
+    found = Reference(Curve(), before)
+    for step in range(STEPS):
+        batch = batch_of(step)
+        for group in optimizer.param_groups:
+            group["lr"] = LR * min(1.0, (step + 1) / WARMUP)
+        with torch.no_grad():
+            proximal = [logprobs(model, trajectory) for trajectory in batch.trajectories]
+        advantages = normalized_by_pair([trajectory.reward for trajectory in batch.trajectories])
+        loss, norms, tokens = 0.0, [], sum(len(logp) for logp in proximal)
+        draw = np.random.default_rng((seed, step))
+        for minibatch in split_minibatches(len(batch.trajectories), MINIBATCHES, draw):
+            optimizer.zero_grad()
+            in_minibatch = sum(len(proximal[i]) for i in minibatch)
+            for i in minibatch:
+                trajectory, a = batch.trajectories[i], advantages[i]
+                behaviour = torch.from_numpy(trajectory.logprobs_T[trajectory.loss_mask_T])
+                raw = (proximal[i] - behaviour).exp()
+                ratio = (logprobs(model, trajectory) - proximal[i]).exp()
+                surrogate = torch.min(ratio * a, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * a)
+                total = -(raw.clamp(max=WEIGHT_CAP) * surrogate).sum()
+                (total / in_minibatch).backward()
+                loss += total.item()
+                found.clipped += int((surrogate < ratio * a).sum())
+                found.capped += int((raw > WEIGHT_CAP).sum())
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+            optimizer.step()
+        found.curve.loss.append(loss / tokens)
+        found.curve.grad_norm.append(sum(norms) / len(norms))
+        found.norms += norms
+    found.curve.weights = weights_of(model)
+    return found
+
+
+def logprobs(model: torch.nn.Module, trajectory: Any) -> torch.Tensor:
+    """Of the tokens that carry loss."""
+    return reference_logprobs(model, trajectory.tokens_T, TEMPERATURE)[trajectory.loss_mask_T[1:]]
+
+
+def normalized_by_pair(rewards: list[float]) -> list[float]:
+    pairs = np.array(rewards).reshape(-1, 2)
+    deviation = pairs.std(1, ddof=1, keepdims=True)
+    return ((pairs - pairs.mean(1, keepdims=True)) / (deviation + 1e-6)).flatten().tolist()
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    return dict(unfused((name, p.detach().numpy().copy()) for name, p in model.named_parameters()))
+
+
+@pytest.fixture(scope="module")
+def references(models: Path) -> dict[str, Reference]:
+    return {
+        name: plain_training(models / name, Case({}, model=name).config(models).run.seed)
+        for name in ("dense", "mixture")
+    }
+
+
+# ---- and both
+
+
+def check(curve: Curve, reference: Reference) -> None:
+    """The reference's last steps, as many as the curve has, and the weights after them."""
+    expected, steps = reference.curve, len(curve.loss)
+    np.testing.assert_allclose(curve.loss, expected.loss[-steps:], rtol=1e-4)
+    np.testing.assert_allclose(curve.grad_norm, expected.grad_norm[-steps:], rtol=1e-4)
+    assert curve.weights.keys() == expected.weights.keys()
+    for name, value in expected.weights.items():
+        update = np.linalg.norm(value - reference.before[name])
+        assert np.linalg.norm(curve.weights[name] - value) < 1e-3 * update, name
+
+
+@pytest.mark.parametrize("layout", CASES)
+def test_five_steps_are_those_of_plain_pytorch(layout: str, trained, references):
+    assert len(trained[layout].loss) == STEPS
+    check(trained[layout], references[CASES[layout].model])
+
+
+@pytest.mark.parametrize("layouts", RESHARDED)
+def test_a_run_goes_on_at_another_layout_as_if_nothing_had_been(layouts: str, trained, references):
+    assert len(trained[layouts].loss) == STEPS - SAVED
+    check(trained[layouts], references[RESHARDED[layouts][1].model])
+
+
+def test_every_bound_of_the_objective_and_the_optimizer_acts(references):
+    for reference in references.values():
+        assert reference.clipped > 0 and reference.capped > 0
+        assert min(reference.norms) > CLIP
