@@ -28,12 +28,17 @@ class RankFailed(RuntimeError):
     """A rank raised, died or gave no answer. Its traceback, if there is one, is a note of this error."""
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float, fresh: bool = False
+) -> list[Any]:
     """``function(RankSpec, *args)`` on every rank, with one thread each; the results in rank order.
 
-    ``function`` is one of a module, as each process imports it anew. Raises RankFailed.
+    ``function`` is one of a module. Processes are forked from one that has imported Megatron and nothing else;
+    ``fresh``: they are started from nothing. Raises RankFailed.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn" if fresh else "forkserver")
+    if not fresh:
+        context.set_forkserver_preload(["backend.megatron.preload"])
     port = free_port(HOST)
     pipes: dict[Connection, int] = {}
     processes: list[BaseProcess] = []

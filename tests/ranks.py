@@ -6,5 +6,7 @@ from typing import Any
 from backend import ranks
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 180) -> list[Any]:
-    return ranks.run_ranks(world_size, function, *args, timeout_s=timeout_s)
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 180, fresh: bool = False
+) -> list[Any]:
+    return ranks.run_ranks(world_size, function, *args, timeout_s=timeout_s, fresh=fresh)

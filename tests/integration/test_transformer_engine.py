@@ -86,7 +86,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 def test_the_bridge_names_every_parameter_that_megatron_makes_of_its_spec(models):
     work = [(free_port("127.0.0.1"), config_for(folder, {}, layer_spec=SPEC)) for folder in models.values()]
-    [found] = run_ranks(1, parameters, work)
+    [found] = run_ranks(1, parameters, work, fresh=True)
     for folder, names in zip(models.values(), found, strict=True):
         expected = {
             entry.parameter: entry.split.shard_shape(shard.size)
@@ -101,7 +101,7 @@ def test_logprobs_and_gradients_equal_those_of_transformers(models):
     batch = make_batch(VOCAB)
     configs = [config_for(folder, {}, layer_spec=SPEC) for folder in models.values()]
     work = [(free_port("127.0.0.1"), config) for config in configs]
-    [results] = run_ranks(1, with_the_stand_in, work, batch)
+    [results] = run_ranks(1, with_the_stand_in, work, batch, fresh=True)
     for (family, folder), result in zip(models.items(), results, strict=True):
         logps, gradients = reference_gradients(folder, batch, temperature=0.8)
         check(family, batch, [result], logps, gradients)
@@ -122,7 +122,7 @@ def test_a_checkpoint_of_one_layer_spec_goes_on_with_the_other(models, tmp_path)
         for family in ("qwen3", "glm4_moe", "deepseek_v3")
         for one, other in ((SPEC, SPEC), (SPEC, "local"), ("local", SPEC))
     }
-    [found] = run_ranks(1, go_on, work, timeout_s=280)
+    [found] = run_ranks(1, go_on, work, timeout_s=280, fresh=True)
     for name, (before, after) in found.items():
         assert after.keys() == before.keys()
         for tensor, value in before.items():
@@ -142,7 +142,7 @@ def test_ranks_that_share_a_context_give_the_logprobs_and_gradients_of_transform
     }
     configs = [config_for(models[family], layout, layer_spec=SPEC) for family, layout in layouts.items()]
     work = [(free_port("127.0.0.1"), config) for config in configs]
-    by_rank = run_ranks(2, with_the_stand_in, work, batch, timeout_s=280)
+    by_rank = run_ranks(2, with_the_stand_in, work, batch, timeout_s=280, fresh=True)
     for family, *results in zip(layouts, *by_rank, strict=True):
         logps, gradients = reference_gradients(models[family], batch, temperature=0.8)
         check(family, batch, results, logps, gradients)
@@ -169,8 +169,8 @@ def test_ranks_that_share_a_context_train_what_one_rank_trains(models, objective
         for name, layout in (("one", {}), ("two", CONTEXT))
     }
     work = {name: (free_port("127.0.0.1"), config) for name, config in configs.items()}
-    [one] = run_ranks(1, lines, {"one": work["one"]})
-    first, second = run_ranks(2, lines, {"two": work["two"]})
+    [one] = run_ranks(1, lines, {"one": work["one"]}, fresh=True)
+    first, second = run_ranks(2, lines, {"two": work["two"]}, fresh=True)
     assert second["two"][0] == {} and second["two"][2] is None  # one rank reports
     for before, after in zip(one["one"], first["two"], strict=True):
         if isinstance(before, list):

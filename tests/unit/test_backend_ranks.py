@@ -77,11 +77,11 @@ def test_ranks_that_give_no_answer_in_time_are_named_and_ended(tmp_path):
         run_ranks(1, waits, tmp_path, timeout_s=1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_ranks_end_with_the_process_that_started_them(number, tmp_path):
+@pytest.mark.parametrize(("number", "fresh"), [(signal.SIGINT, True), (signal.SIGKILL, False)])
+def test_ranks_end_with_the_process_that_started_them(number, fresh: bool, tmp_path):
     script = (
         "import sys; from pathlib import Path; from tests.unit.test_backend_ranks import run_ranks, waits\n"
-        "if __name__ == '__main__': run_ranks(2, waits, Path(sys.argv[1]), timeout_s=60)"
+        f"if __name__ == '__main__': run_ranks(2, waits, Path(sys.argv[1]), timeout_s=60, fresh={fresh})"
     )
     (tmp_path / "main.py").write_text(script)
     pids = [tmp_path / "0", tmp_path / "1"]
