@@ -110,6 +110,9 @@ def _cuda_literals_mean_the_cpu() -> None:
 
         return wrapped
 
+    # ``with torch.device("meta")``, under which transformers makes its models, knows constructors by
+    # identity, and remembers them at its first use: those must not be ours.
+    torch.utils._device._device_constructors()
     for name in ("tensor", "zeros", "ones", "empty"):
         setattr(torch, name, redirected(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
