@@ -33,8 +33,8 @@ def run_ranks(
 ) -> list[Any]:
     """``function(RankSpec, *args)`` on every rank, with one thread each; the results in rank order.
 
-    ``function`` is one of a module. Processes are forked from one that has imported Megatron and nothing else;
-    ``fresh``: they are started from nothing. Raises RankFailed.
+    ``function`` is one of a module. Processes are forked from one that has imported Megatron, or
+    with ``fresh`` each of them begins with nothing. Raises RankFailed.
     """
     context = multiprocessing.get_context("spawn" if fresh else "forkserver")
     if not fresh:

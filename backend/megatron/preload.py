@@ -1,4 +1,4 @@
-"""Imported once by the process that ranks are forked from (``backend.ranks``): torch and Megatron take seconds.
+"""Imported by the process that ranks are forked from (``backend.ranks``): torch and Megatron take seconds.
 
 Nothing here may start a thread or touch a GPU, neither of which survives a fork. Where there are GPUs nothing
 is imported: whether there is one cannot be asked without touching it.
