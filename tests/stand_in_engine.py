@@ -95,10 +95,11 @@ class GroupedLinear(_Linear):
 
 
 class RMSNorm(Module):
-    def __init__(self, hidden_size: int, *, eps: float, params_dtype: torch.dtype, **_: Any) -> None:
+    def __init__(self, *, eps: float, params_dtype: torch.dtype, **rest: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = Parameter(torch.ones(hidden_size, dtype=params_dtype))
+        size = rest.get("normalized_shape", rest.get("hidden_size"))  # Megatron-Core 0.19 and 0.16
+        self.weight = Parameter(torch.ones(size, dtype=params_dtype))
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)

@@ -15,7 +15,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, own_m: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
         rank = group.rank()
-        padded = own_m.new_zeros(max(counts))
+        padded = own_m.new_zeros(max(1, *counts))  # idle micro-batches have none
         padded[: len(own_m)] = own_m
         gathered = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(gathered, padded, group)

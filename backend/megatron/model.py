@@ -133,10 +133,10 @@ def _build_part(
 def _mark(module: torch.nn.Module) -> None:
     """What Megatron has to know of a weight that is split over tensor-parallel ranks.
 
-    It marks shards when it initializes weights: without that, the gradient's norm has those of the first rank
-    only. Layers of Transformer Engine are marked in any case.
+    Before 0.19 it marks shards only when it initializes weights: without that, the gradient's norm has those
+    of the first rank only. Layers of Transformer Engine are marked in any case.
     """
-    if module.weight is not None:
+    if module.weight is not None and not hasattr(module.weight, "partition_dim"):
         dim = int(isinstance(module, RowParallelLinear))
         set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 

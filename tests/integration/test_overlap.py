@@ -243,8 +243,8 @@ def test_recomputed_activations_give_the_same_gradients_and_weights(name: str, k
         for what in ("gradients",) if name == "adapters" else ("gradients", "weights"):
             assert one[what].keys() == other[what].keys()
             for parameter, value in other[what].items():
-                # Autograd adds up what comes back to a layer's input in another order where adapters are.
-                tolerance = 1e-6 * np.abs(value).max() if name == "adapters" else 0
+                # With frozen weights the two differ by roundings.
+                tolerance = 1e-5 * np.abs(value).max() if name == "adapters" else 0
                 np.testing.assert_allclose(one[what][parameter], value, 0, tolerance, err_msg=parameter)
 
 
