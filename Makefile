@@ -2,7 +2,7 @@
 # make test         sets everything up and runs the tests
 # make crash-sweep N=200 SEED=1   kills runs N times, audits and resumes each (about half a minute per kill)
 # make test-slow    tests of minutes each: engines that do not answer for one
-# make test-other-megatron   the trainer's parity tests on Megatron-Core 0.19.2, which Python 3.11 does not get
+# make test-other-megatron   the trainer's parity and optimizer tests on Megatron-Core 0.19.2, which Python 3.11 does not get
 # make lint         style and formatting
 # make clean        removes the environment (runs/ is kept)
 
@@ -31,7 +31,8 @@ OTHER_MEGATRON := $(VENV)/megatron-core-0.19.2
 test-other-megatron: install
 	$(PIP) --no-deps --only-binary=:all: --python-version 3.12 --upgrade --target $(OTHER_MEGATRON) megatron-core==0.19.2
 	PYTHONPATH=$(CURDIR)/$(OTHER_MEGATRON) $(BIN)/python -m pytest tests/integration/test_bridge_logits.py \
-	  tests/integration/test_megatron_parity.py
+	  tests/integration/test_megatron_parity.py tests/integration/test_optimizer.py \
+	  tests/integration/test_transformer_engine.py
 
 crash-sweep: install
 	$(BIN)/python -m tests.crash.sweep --kills $(or $(N),200) --seed $(or $(SEED),1)
