@@ -22,11 +22,17 @@ class Jobs:
         self.folder = folder
 
     def submit(
-        self, recipe: dict[str, object], *overrides: str, nodes: int, env: dict[str, str] | None = None
+        self,
+        recipe: dict[str, object],
+        *overrides: str,
+        verb: str | None = None,
+        nodes: int,
+        env: dict[str, str] | None = None,
     ) -> int:
         path = self.folder / "a recipe.json"  # with a space, and absolute
         path.write_text(json.dumps(recipe))
-        return self.submit_arguments(str(path), *overrides, nodes=nodes, env=env)
+        verbs = [verb] if verb else []
+        return self.submit_arguments(*verbs, str(path), *overrides, nodes=nodes, env=env)
 
     def submit_arguments(self, *arguments: str, nodes: int, env: dict[str, str] | None = None) -> int:
         environment = {
@@ -83,8 +89,10 @@ def test_a_completed_run_had_an_actor_on_every_node_and_leaves_nothing_running(j
 
 
 def test_a_failed_run_fails_the_job_with_its_own_exit_code(jobs: Jobs) -> None:
-    result = jobs.finish(jobs.submit({"exit_code": 1}, nodes=1))
+    result = jobs.finish(jobs.submit({"exit_code": 1}, "a.b=1", verb="sft", nodes=1))
     assert (result.state, result.exit_code) == ("FAILED", 1), result.output
+    seen = facts(result.output)
+    assert (seen["verb"], seen["overrides"]) == ("sft", ["cluster.type=slurm", "a.b=1"])
 
 
 def test_scancel_lets_the_run_save_its_state_while_ray_is_still_up(jobs: Jobs) -> None:
