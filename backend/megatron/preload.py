@@ -4,6 +4,7 @@ Nothing here may start a thread or touch a GPU, neither of which survives a fork
 is imported: whether there is one cannot be asked without touching it.
 """
 
+import warnings
 from pathlib import Path
 
 if not Path("/dev/nvidiactl").exists():
@@ -13,9 +14,10 @@ if not Path("/dev/nvidiactl").exists():
 
     from backend.megatron import cpu
 
-    cpu.install()
+    with warnings.catch_warnings(action="ignore"):  # about what is missing for training on GPUs
+        cpu.install()
 
-    from backend import reward_model, scoring, trainer
-    from backend.megatron import checkpoint, conversion
+        from backend import reward_model, scoring, trainer
+        from backend.megatron import checkpoint, conversion
 
     __all__ = ["checkpoint", "conversion", "reward_model", "scoring", "trainer"]

@@ -1,18 +1,21 @@
 """The SGLang server as a program that cannot outlive the process that started it.
 
-    python -m rollout.engine.launch '{"server": {"model_path": ..., ...}, "replica": null}'
+    python -m rollout.engine.launch '{"server": {"model_path": ...}, "replica": null, "temporary": "/tmp/x"}'
 
 ``server``: fields of SGLang's ServerArgs. ``replica``: null, or {"mount": the import path of a function that
-adds routes for a copy of the weights to the server, "folder": where that copy is}.
+adds routes for a copy of the weights to the server, "folder": where that copy is}. ``temporary``: an empty
+folder for temporary files, which is removed at the end.
 
 Standard input is a pipe from the owner. It closes when the owner is gone, however that happened (kill -9
 included), and the whole process group, with the scheduler and detokenizer in it, is killed at once.
 """
 
+import getpass
 import importlib
 import json
 import os
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -32,10 +35,18 @@ def _add_routes(mount: str, folder: str) -> None:
     getattr(importlib.import_module(module), name)(app, folder)
 
 
+def _use_for_temporary_files(folder: str) -> None:
+    """Before anything asks for one. What torch compiles stays where it is found the next time."""
+    compiled = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+
+
 def main() -> None:
     settings = json.loads(sys.argv[1])
     replica = settings["replica"]
-    leftovers = [Path(replica["folder"])] if replica else []
+    leftovers = [Path(settings["temporary"]), *([Path(replica["folder"])] if replica else [])]
+    _use_for_temporary_files(settings["temporary"])
     threading.Thread(target=_die_with_owner, args=(leftovers,), name="die-with-owner", daemon=True).start()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -85,6 +86,9 @@ class ServerProcess:
         self._log_path = log_path
         self._leftovers: set[Path] = {Path(spec.replica.folder)} if spec.replica else set()
         unlink(self._leftovers)
+        # SGLang never removes the sockets that it makes. A socket's path may have about 100 characters.
+        temporary = tempfile.mkdtemp(prefix="slipstream-engine-", dir="/tmp")
+        self._leftovers.add(Path(temporary))
         log_path.parent.mkdir(parents=True, exist_ok=True)
         environment = dict(os.environ, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
         environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # else a paused engine looks dead
@@ -93,7 +97,10 @@ class ServerProcess:
         replica = asdict(spec.replica) if spec.replica else None
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [*launcher, json.dumps({"server": server_args(spec), "replica": replica})],
+                [
+                    *launcher,
+                    json.dumps({"server": server_args(spec), "replica": replica, "temporary": temporary}),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

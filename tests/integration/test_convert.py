@@ -261,13 +261,18 @@ def test_the_checkpoints_of_a_run_become_what_the_run_would_export(done: Done, t
 
 
 def children(pid: int) -> list[int]:
-    """Processes of multiprocessing that it has started as ranks."""
-    found = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+    with suppress(OSError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def ranks_of(command: int) -> list[int]:
+    """What was forked by its process that has imported Megatron."""
+    for child in children(command):
         with suppress(OSError):
-            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-                found.append(int(child))
-    return found
+            if b"forkserver" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return children(child)
+    return []
 
 
 @pytest.mark.parametrize(
@@ -283,14 +288,18 @@ def test_a_conversion_that_is_cut_short_leaves_neither_output_nor_processes(
     model = write_model(tmp_path / "model", CONFIG | MODELS["qwen3"], F32)
     command = slipstream("hf-to-megatron", model, tmp_path / "out", "--tensor", 2)
     deadline = time.monotonic() + 60
-    while len(ranks := children(command.pid)) < 2:
+    while len(ranks := ranks_of(command.pid)) < 2:
         assert time.monotonic() < deadline
         assert command.poll() is None
         time.sleep(0.02)
+    started = [*children(command.pid), *ranks]
     os.kill(ranks[1] if to == "rank" else command.pid, number)
     code, said, wrong = ended(command)
     assert (code, said) == (1, "")
     assert message in wrong and f"there is no {tmp_path / 'out'}" in wrong
     assert "Traceback" not in wrong
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    deadline = time.monotonic() + 10  # what ranks are forked from ends when it sees that the command has
+    while any(Path(f"/proc/{pid}").exists() for pid in started):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

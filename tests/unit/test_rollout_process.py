@@ -34,7 +34,8 @@ STAND_IN = textwrap.dedent(
     if mode == "launched":
         from rollout.engine.launch import _die_with_owner
         from pathlib import Path
-        leftovers = [Path(settings["replica"]["folder"])] if settings["replica"] else []
+        leftovers = [Path(settings["temporary"])]
+        leftovers += [Path(settings["replica"]["folder"])] if settings["replica"] else []
         threading.Thread(target=_die_with_owner, args=(leftovers,), daemon=True).start()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen(["sleep", "300"])
@@ -42,6 +43,7 @@ STAND_IN = textwrap.dedent(
         file.truncate(4096)
         shared = mmap.mmap(file.fileno(), 4096)
     told = {"arguments": arguments, "environment": dict(os.environ), "child": child.pid}
+    told["temporary"] = settings["temporary"]
     print(json.dumps(told), flush=True)
 
     class Health(http.server.BaseHTTPRequestHandler):
@@ -264,14 +266,16 @@ def test_the_log_of_an_earlier_server_is_kept(tmp_path):
 def test_stopping_ends_the_whole_group_and_its_shared_memory_and_may_be_repeated(tmp_path):
     with started(tmp_path) as server:
         wait_until(lambda: (tmp_path / "logs/engine-0.log").read_text().endswith("\n"))
-        child = report(tmp_path)["child"]
+        child, temporary = report(tmp_path)["child"], Path(report(tmp_path)["temporary"])
         assert alive(server.pid)
+        assert list(temporary.iterdir()) == []
         assert alive(child)
         assert shared_memory(server.pid).exists()
         server.stop()
         assert not alive(server.pid)
         wait_until(lambda: not alive(child))
         assert not shared_memory(server.pid).exists()
+        assert not temporary.exists()
         server.stop()
 
 
@@ -324,3 +328,4 @@ def test_the_group_ends_with_its_owner_even_by_kill_9(tmp_path):
             owner.kill()
         wait_until(lambda: not alive(server) and not alive(child))
         wait_until(lambda: not shared_memory(server).exists())
+        assert not Path(report(tmp_path)["temporary"]).exists()
