@@ -1,0 +1,146 @@
+"""From finished runs to tables with confidence intervals. Pure."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.staleness_study.methods import ETAS, METHODS, UNBOUNDED, runs_as
+
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
+"""Student's t, 97.5 %, for 1, 2, .. degrees of freedom."""
+
+Record = Mapping[str, Any]
+Measure = Callable[[Record], float]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds and the half-width of its 95 % confidence interval (Student's t)."""
+
+    mean: float
+    half: float
+    n: int
+
+    @staticmethod
+    def of(values: Sequence[float]) -> "Interval":
+        n = len(values)
+        half = T_975[n - 2] * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else math.nan
+        return Interval(float(np.mean(values)), half, n)
+
+
+def final(record: Record) -> float:
+    """Held-out accuracy after the last step, %."""
+    return 100 * record["accuracy"][-1][1]
+
+
+def best(record: Record) -> float:
+    return 100 * max(value for _, value in record["accuracy"])
+
+
+def area(record: Record) -> float:
+    """Mean of held-out accuracy over the steps (trapezoids), %."""
+    steps, values = np.array(record["accuracy"]).T
+    return 100 * float(np.trapezoid(values, steps) / (steps[-1] - steps[0]))
+
+
+class Results:
+    """The runs of one setting, by cell and seed."""
+
+    def __init__(self, records: Sequence[Record], setting: str) -> None:
+        self._runs: dict[tuple[str, int], dict[int, Record]] = {}
+        for record in records:
+            if record["setting"] == setting:
+                cell = self._runs.setdefault((record["method"], record["eta"]), {})
+                cell[record["seed"]] = record
+
+    def methods(self) -> list[str]:
+        """Those with any run of their own, in the order of ``METHODS``."""
+        present = {method for method, _ in self._runs}
+        return [method for method in METHODS if method in present]
+
+    def cell(self, method: str, eta: int) -> dict[int, Record]:
+        """By seed; none where nothing has run."""
+        return self._runs.get(runs_as(method, eta), {})
+
+    def interval(self, measure: Measure, method: str, eta: int) -> Interval | None:
+        runs = self.cell(method, eta)
+        return Interval.of([measure(run) for run in runs.values()]) if runs else None
+
+    def change(self, measure: Measure, method: str, eta: int) -> Interval | None:
+        """From eta 0 of the same method, paired by seed."""
+        runs, fresh = self.cell(method, eta), self.cell(method, 0)
+        seeds = sorted(runs.keys() & fresh.keys())
+        if not seeds:
+            return None
+        return Interval.of([measure(runs[seed]) - measure(fresh[seed]) for seed in seeds])
+
+
+def eta_name(eta: int) -> str:
+    return "unbounded" if eta == UNBOUNDED else str(eta)
+
+
+def levels_table(results: Results, measure: Measure) -> str:
+    """Method by eta: mean and half-width."""
+
+    def cell(method: str, eta: int) -> str:
+        found = results.interval(measure, method, eta)
+        return "" if found is None else f"{found.mean:.1f} ± {found.half:.1f}"
+
+    return _table(results, ETAS, cell)
+
+
+def changes_table(results: Results, measure: Measure) -> str:
+    """Method by eta: change from eta 0, bold where the interval leaves out 0."""
+
+    def cell(method: str, eta: int) -> str:
+        found = results.change(measure, method, eta)
+        if found is None:
+            return ""
+        text = f"{found.mean:+.1f} ± {found.half:.1f}"
+        return f"**{text}**" if abs(found.mean) > found.half else text
+
+    return _table(results, ETAS[1:], cell)
+
+
+def diagnostics_table(results: Results, method: str) -> str:
+    """What a method's own batches look like, by eta: means over the steps of a run and over seeds."""
+    rows = [
+        "| eta | abs log(pi_old / mu) | KL(mu, pi_old) | ESS | clipped tokens | gradient norm | largest |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for eta in ETAS:
+        runs = list(results.cell(method, eta).values())
+        if runs:
+            mean = {
+                name: float(np.mean([run[name] for run in runs]))
+                for name in ("gap", "kl", "ess", "clipped", "grad_norm", "grad_norm_max")
+            }
+            rows.append(
+                f"| {eta_name(eta)} | {mean['gap']:.4f} | {mean['kl']:.4f} | {mean['ess']:.3f} | "
+                f"{mean['clipped']:.1%} | {mean['grad_norm']:.2f} | {mean['grad_norm_max']:.1f} |"
+            )
+    return "\n".join(rows)
+
+
+def fill_in(page: str, parts: Mapping[str, str]) -> str:
+    """``page`` with what stands between ``<!-- name -->`` and ``<!-- end -->`` replaced.
+
+    Raises ValueError for a part that the page has no place for.
+    """
+    for name, text in parts.items():
+        head, mark, rest = page.partition(f"<!-- {name} -->")
+        _, end, tail = rest.partition("<!-- end -->")
+        if not mark or not end:
+            raise ValueError(f"the page has no '<!-- {name} -->' followed by '<!-- end -->' to write into")
+        page = f"{head}{mark}\n\n{text}\n\n{end}{tail}"
+    return page
+
+
+def _table(results: Results, etas: Sequence[int], cell: Callable[[str, int], str]) -> str:
+    rows = ["| eta | " + " | ".join(map(eta_name, etas)) + " |", "|---" * (len(etas) + 1) + "|"]
+    for method in results.methods():
+        rows.append(f"| `{method}` | " + " | ".join(cell(method, eta) for eta in etas) + " |")
+    return "\n".join(rows)
