@@ -30,13 +30,16 @@ HARSH = Setting("harsh", lr=4e-4, steps=48, eval_every=8, held_out=300)
 SEEDS = (0, 1, 2, 3, 4)
 """Learning rates and the number of steps were chosen on seeds 100 and 101."""
 
-MAIN = ("naive", "decoupled", "interpolated", "decayed_clip", "m2po", "dppo", "cispo")
+FIRST = ("naive", "decoupled")
+OTHERS = ("interpolated", "decayed_clip", "m2po", "dppo", "cispo")
+COARSE = (0, 4, 8, 16, UNBOUNDED)
 PLAN = (
-    (STANDARD, list(cells(MAIN, ETAS))),
-    (HARSH, list(cells(("naive", "decoupled"), (0, 4, 8, 16, UNBOUNDED)))),
-    (STANDARD, list(cells(("negative",), ETAS))),
+    (STANDARD, list(cells(FIRST, ETAS))),
+    (STANDARD, list(cells(OTHERS, (8, 0, UNBOUNDED, 4, 16)))),
+    (HARSH, list(cells(FIRST, COARSE))),
+    (STANDARD, list(cells(OTHERS, (1, 2)))),
 )
-"""Settings and their cells, (method, eta)."""
+"""Settings and their cells, (method, eta), what matters most first."""
 
 say = partial(print, flush=True)
 

@@ -49,9 +49,14 @@ class _Panel:
 
     def draw(self, method: str, settings: Mapping[str, Results]) -> None:
         self._axes(method)
-        for colour, results in zip(LINES, settings.values(), strict=False):
+        present = [
+            (colour, results)
+            for colour, results in zip(LINES, settings.values(), strict=False)
+            if method in results.methods()
+        ]
+        for colour, results in present:
             self._band([results.interval(final, method, eta) for eta in ETAS], colour)
-        for colour, results in zip(LINES, settings.values(), strict=False):
+        for colour, results in present:
             if method != REFERENCE:
                 self._dotted([results.interval(final, REFERENCE, eta) for eta in ETAS], colour)
             self._line([results.interval(final, method, eta) for eta in ETAS], colour)

@@ -226,17 +226,17 @@ def sweep(
     *,
     warm_steps: int = WARM_START_STEPS,
 ) -> None:
-    """Runs what ``results`` does not have yet, seed by seed, and appends a line for each."""
+    """Runs what ``results`` does not have yet, cell by cell, and appends a line for each."""
     done = read_results(results)
-    wanted = [(seed, *cell) for seed in seeds for cell in cells if (setting.name, *cell, seed) not in done]
+    wanted = [(*cell, seed) for cell in cells for seed in seeds if (setting.name, *cell, seed) not in done]
     say(f"{setting.name}: {len(wanted)} runs to do")
-    known: Inputs | None = None
+    known: dict[int, Inputs] = {}
     with results.open("a", encoding="utf-8") as file:
-        for number, (seed, method, eta) in enumerate(wanted):
-            if known is None or known.seed != seed:
-                known = inputs_of(seed, folder, say, warm_steps=warm_steps, held_out=setting.held_out)
+        for number, (method, eta, seed) in enumerate(wanted):
+            if seed not in known:
+                known[seed] = inputs_of(seed, folder, say, warm_steps=warm_steps, held_out=setting.held_out)
             started = time.monotonic()
-            record = Run(setting, method, eta, known).result()
+            record = Run(setting, method, eta, known[seed]).result()
             file.write(json.dumps(record) + "\n")
             file.flush()
             say(
