@@ -14,9 +14,9 @@ from benchmarks.staleness_study.report import (
     area,
     best,
     changes_table,
-    diagnostics_table,
     fill_in,
     final,
+    lag_table,
     levels_table,
 )
 from benchmarks.staleness_study.study import Setting, read_results, sweep
@@ -26,18 +26,24 @@ PAGE, RESULTS, FIGURE = (DOCS / f"staleness_study.{suffix}" for suffix in ("md",
 POLICIES = Path("runs/.staleness-study")
 
 STANDARD = Setting("standard", lr=2.5e-4, steps=48, eval_every=8, held_out=300)
+GENTLE = Setting("gentle", lr=1.5e-4, steps=48, eval_every=8, held_out=300)
 HARSH = Setting("harsh", lr=4e-4, steps=48, eval_every=8, held_out=300)
+SETTINGS = (GENTLE, STANDARD, HARSH)
 SEEDS = (0, 1, 2, 3, 4)
 """Learning rates and the number of steps were chosen on seeds 100 and 101."""
 
 FIRST = ("naive", "decoupled")
 OTHERS = ("interpolated", "decayed_clip", "m2po", "dppo", "cispo")
-COARSE = (0, 4, 8, 16, UNBOUNDED)
 PLAN = (
     (STANDARD, list(cells(FIRST, ETAS))),
-    (STANDARD, list(cells(OTHERS, (8, 0, UNBOUNDED, 4, 16)))),
-    (HARSH, list(cells(FIRST, COARSE))),
-    (STANDARD, list(cells(OTHERS, (1, 2)))),
+    (STANDARD, list(cells(OTHERS, (8, 0)))),
+    (GENTLE, list(cells(FIRST, (0, 8)))),
+    (STANDARD, list(cells(OTHERS, (16,)))),
+    (HARSH, list(cells(FIRST, (0, 8)))),
+    (GENTLE, list(cells(FIRST, (16,)))),
+    (STANDARD, list(cells(OTHERS, (UNBOUNDED, 4, 1, 2)))),
+    (GENTLE, list(cells(FIRST, ETAS))),
+    (HARSH, list(cells(FIRST, ETAS))),
 )
 """Settings and their cells, (method, eta), what matters most first."""
 
@@ -74,15 +80,16 @@ def quick() -> None:
 def report() -> None:
     records = list(read_results(RESULTS).values())
     parts, found = {}, {}
-    for setting, _ in PLAN:
-        results = found[f"{setting.name}: learning rate {setting.lr:g}"] = Results(records, setting.name)
+    for setting in SETTINGS:
+        results = found[f"{setting.name}: learning rate {setting.lr * 1e4:g}e-4"] = Results(
+            records, setting.name
+        )
         parts |= {
             f"{setting.name}: final": levels_table(results, final),
             f"{setting.name}: change": changes_table(results, final),
             f"{setting.name}: area": levels_table(results, area),
             f"{setting.name}: best": levels_table(results, best),
-            f"{setting.name}: diagnostics": diagnostics_table(results, REFERENCE),
-            f"{setting.name}: diagnostics, naive": diagnostics_table(results, "naive"),
+            f"{setting.name}: lag": lag_table(results),
         }
     PAGE.write_text(fill_in(PAGE.read_text(encoding="utf-8"), parts), encoding="utf-8")
     FIGURE.write_bytes(draw(found, "Held-out accuracy after training on stale batches"))

@@ -12,7 +12,7 @@ from benchmarks.staleness_study.report import Interval, Results, eta_name, final
 Colour = tuple[int, int, int]
 
 PAPER, INK, FAINT, GRID = (255, 255, 255), (33, 37, 41), (108, 117, 125), (222, 226, 230)
-LINES: Sequence[Colour] = ((38, 84, 160), (200, 90, 0))
+LINES: Sequence[Colour] = ((20, 140, 110), (38, 84, 160), (200, 90, 0))
 """Of the settings, in their order."""
 BAND = 0.18
 """How much of a line's colour its band has."""

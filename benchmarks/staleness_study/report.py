@@ -105,23 +105,26 @@ def changes_table(results: Results, measure: Measure) -> str:
     return _table(results, ETAS[1:], cell)
 
 
-def diagnostics_table(results: Results, method: str) -> str:
-    """What a method's own batches look like, by eta: means over the steps of a run and over seeds."""
+LAG_FIGURES = ("gap", "kl", "ess", "clipped", "grad_norm", "grad_norm_max")
+
+
+def lag_table(results: Results) -> str:
+    """What the batches of each cell look like to the trainer: means over the steps of a run and over seeds."""
     rows = [
-        "| eta | abs log(pi_old / mu) | KL(mu, pi_old) | ESS | clipped tokens | gradient norm | largest |",
-        "|---|---|---|---|---|---|---|",
+        "| | eta | abs log(pi_old / mu) | KL(mu, pi_old) | ESS | bounded tokens | gradient norm | largest |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for eta in ETAS:
-        runs = list(results.cell(method, eta).values())
-        if runs:
-            mean = {
-                name: float(np.mean([run[name] for run in runs]))
-                for name in ("gap", "kl", "ess", "clipped", "grad_norm", "grad_norm_max")
-            }
-            rows.append(
-                f"| {eta_name(eta)} | {mean['gap']:.4f} | {mean['kl']:.4f} | {mean['ess']:.3f} | "
-                f"{mean['clipped']:.1%} | {mean['grad_norm']:.2f} | {mean['grad_norm_max']:.1f} |"
-            )
+    for method in results.methods():
+        for eta in ETAS:
+            runs = list(results.cell(method, eta).values())
+            if runs:
+                gap, kl, ess, clipped, norm, largest = (
+                    float(np.mean([run[name] for run in runs])) for name in LAG_FIGURES
+                )
+                rows.append(
+                    f"| `{method}` | {eta_name(eta)} | {gap:.3f} | {kl:.4f} | {ess:.3f} | {clipped:.1%} | "
+                    f"{norm:.2f} | {largest:.1f} |"
+                )
     return "\n".join(rows)
 
 
@@ -140,6 +143,8 @@ def fill_in(page: str, parts: Mapping[str, str]) -> str:
 
 
 def _table(results: Results, etas: Sequence[int], cell: Callable[[str, int], str]) -> str:
+    """Etas that nothing has run at are left out."""
+    etas = [eta for eta in etas if any(results.cell(method, eta) for method in results.methods())]
     rows = ["| eta | " + " | ".join(map(eta_name, etas)) + " |", "|---" * (len(etas) + 1) + "|"]
     for method in results.methods():
         rows.append(f"| `{method}` | " + " | ".join(cell(method, eta) for eta in etas) + " |")
