@@ -17,6 +17,7 @@ from benchmarks.staleness_study.report import (
     fill_in,
     final,
     lag_table,
+    leads_table,
     levels_table,
 )
 from benchmarks.staleness_study.study import Setting, read_results, sweep
@@ -34,6 +35,7 @@ SEEDS = (0, 1, 2, 3, 4)
 
 FIRST = ("naive", "decoupled")
 OTHERS = ("interpolated", "decayed_clip", "m2po", "dppo", "cispo")
+CHECKS = ("unweighted", "negative")
 PLAN = (
     (STANDARD, list(cells(FIRST, ETAS))),
     (STANDARD, list(cells(OTHERS, (8, 0)))),
@@ -41,7 +43,10 @@ PLAN = (
     (STANDARD, list(cells(OTHERS, (16,)))),
     (HARSH, list(cells(FIRST, (0, 8)))),
     (GENTLE, list(cells(FIRST, (16,)))),
-    (STANDARD, list(cells(OTHERS, (UNBOUNDED, 4, 1, 2)))),
+    (STANDARD, list(cells(CHECKS, (8, 16)))),
+    (STANDARD, list(cells(OTHERS, (4, UNBOUNDED)))),
+    (HARSH, list(cells(FIRST, (4, 16)))),
+    (STANDARD, list(cells(OTHERS + CHECKS, ETAS))),
     (GENTLE, list(cells(FIRST, ETAS))),
     (HARSH, list(cells(FIRST, ETAS))),
 )
@@ -81,13 +86,15 @@ def report() -> None:
     records = list(read_results(RESULTS).values())
     parts, found = {}, {}
     for setting in SETTINGS:
-        results = found[f"{setting.name}: learning rate {setting.lr * 1e4:g}e-4"] = Results(
-            records, setting.name
-        )
+        results = Results(records, setting.name, SEEDS)
+        if results.methods():
+            found[f"{setting.name}: learning rate {setting.lr * 1e4:g}e-4"] = results
         parts |= {
             f"{setting.name}: final": levels_table(results, final),
             f"{setting.name}: change": changes_table(results, final),
+            f"{setting.name}: lead": leads_table(results, final),
             f"{setting.name}: area": levels_table(results, area),
+            f"{setting.name}: area lead": leads_table(results, area),
             f"{setting.name}: best": levels_table(results, best),
             f"{setting.name}: lag": lag_table(results),
         }

@@ -30,6 +30,7 @@ _BEHAVIOUR_ONLY = (
 METHODS: dict[str, tuple[str, ...]] = {
     "naive": _BEHAVIOUR_ONLY,
     "decoupled": (),
+    "unweighted": ("actor.use_decoupled_loss=false", "actor.correction={}"),
     "interpolated": ("actor.recompute_logprobs=false", "actor.interpolate_logprobs=true"),
     "decayed_clip": ("actor.objective={type: decayed_clip}",),
     "m2po": ("actor.objective={type: m2po}", *_BEHAVIOUR_ONLY),
@@ -41,7 +42,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 """Name -> what it changes in the quickstart's recipe, which is the default itself: PPO, decoupled, weights
 capped at 5."""
 
-SAME_WHEN_FRESH = frozenset({"naive", "decoupled", "interpolated", "decayed_clip"})
+SAME_WHEN_FRESH = frozenset({"naive", "decoupled", "unweighted", "interpolated", "decayed_clip"})
 """At lag 0 mu is pi_old: these are one and the same loss then, and run once."""
 
 

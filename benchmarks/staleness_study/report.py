@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.staleness_study.methods import ETAS, METHODS, UNBOUNDED, runs_as
+from benchmarks.staleness_study.methods import ETAS, METHODS, REFERENCE, UNBOUNDED, runs_as
 
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
 """Student's t, 97.5 %, for 1, 2, .. degrees of freedom."""
@@ -47,22 +47,22 @@ def area(record: Record) -> float:
 
 
 class Results:
-    """The runs of one setting, by cell and seed."""
+    """The runs of one setting. A cell counts once it has a run of every seed."""
 
-    def __init__(self, records: Sequence[Record], setting: str) -> None:
-        self._runs: dict[tuple[str, int], dict[int, Record]] = {}
+    def __init__(self, records: Sequence[Record], setting: str, seeds: Sequence[int]) -> None:
+        runs: dict[tuple[str, int], dict[int, Record]] = {}
         for record in records:
-            if record["setting"] == setting:
-                cell = self._runs.setdefault((record["method"], record["eta"]), {})
-                cell[record["seed"]] = record
+            if record["setting"] == setting and record["seed"] in seeds:
+                runs.setdefault((record["method"], record["eta"]), {})[record["seed"]] = record
+        self._runs = {cell: found for cell, found in runs.items() if len(found) == len(set(seeds))}
 
     def methods(self) -> list[str]:
-        """Those with any run of their own, in the order of ``METHODS``."""
+        """Those with a cell of their own, in the order of ``METHODS``."""
         present = {method for method, _ in self._runs}
         return [method for method in METHODS if method in present]
 
     def cell(self, method: str, eta: int) -> dict[int, Record]:
-        """By seed; none where nothing has run."""
+        """By seed; none while seeds are missing."""
         return self._runs.get(runs_as(method, eta), {})
 
     def interval(self, measure: Measure, method: str, eta: int) -> Interval | None:
@@ -71,11 +71,19 @@ class Results:
 
     def change(self, measure: Measure, method: str, eta: int) -> Interval | None:
         """From eta 0 of the same method, paired by seed."""
-        runs, fresh = self.cell(method, eta), self.cell(method, 0)
-        seeds = sorted(runs.keys() & fresh.keys())
-        if not seeds:
-            return None
-        return Interval.of([measure(runs[seed]) - measure(fresh[seed]) for seed in seeds])
+        return _difference(measure, self.cell(method, eta), self.cell(method, 0))
+
+    def lead(self, measure: Measure, method: str, eta: int) -> Interval | None:
+        """Over the reference method at the same eta, paired by seed."""
+        return _difference(measure, self.cell(method, eta), self.cell(REFERENCE, eta))
+
+
+def _difference(
+    measure: Measure, runs: Mapping[int, Record], others: Mapping[int, Record]
+) -> Interval | None:
+    if not runs or not others:
+        return None
+    return Interval.of([measure(run) - measure(others[seed]) for seed, run in runs.items()])
 
 
 def eta_name(eta: int) -> str:
@@ -94,22 +102,31 @@ def levels_table(results: Results, measure: Measure) -> str:
 
 def changes_table(results: Results, measure: Measure) -> str:
     """Method by eta: change from eta 0, bold where the interval leaves out 0."""
+    return _table(results, ETAS[1:], lambda method, eta: _signed(results.change(measure, method, eta)))
+
+
+def leads_table(results: Results, measure: Measure) -> str:
+    """Method by eta: difference from the reference method, bold where the interval leaves out 0."""
 
     def cell(method: str, eta: int) -> str:
-        found = results.change(measure, method, eta)
-        if found is None:
-            return ""
-        text = f"{found.mean:+.1f} ± {found.half:.1f}"
-        return f"**{text}**" if abs(found.mean) > found.half else text
+        return _signed(results.lead(measure, method, eta)) if runs_as(method, eta)[0] == method else "0"
 
-    return _table(results, ETAS[1:], cell)
+    others = [method for method in results.methods() if method != REFERENCE]
+    return _table(results, ETAS, cell, others)
+
+
+def _signed(found: Interval | None) -> str:
+    if found is None:
+        return ""
+    text = f"{found.mean:+.1f} ± {found.half:.1f}"
+    return f"**{text}**" if abs(found.mean) > found.half else text
 
 
 LAG_FIGURES = ("gap", "kl", "ess", "clipped", "grad_norm", "grad_norm_max")
 
 
 def lag_table(results: Results) -> str:
-    """What the batches of each cell look like to the trainer: means over the steps of a run and over seeds."""
+    """What the batches of each cell look like to the trainer: means over steps and seeds."""
     rows = [
         "| | eta | abs log(pi_old / mu) | KL(mu, pi_old) | ESS | bounded tokens | gradient norm | largest |",
         "|---|---|---|---|---|---|---|---|",
@@ -142,10 +159,16 @@ def fill_in(page: str, parts: Mapping[str, str]) -> str:
     return page
 
 
-def _table(results: Results, etas: Sequence[int], cell: Callable[[str, int], str]) -> str:
+def _table(
+    results: Results,
+    etas: Sequence[int],
+    cell: Callable[[str, int], str],
+    methods: Sequence[str] | None = None,
+) -> str:
     """Etas that nothing has run at are left out."""
-    etas = [eta for eta in etas if any(results.cell(method, eta) for method in results.methods())]
+    methods = results.methods() if methods is None else methods
+    etas = [eta for eta in etas if any(results.cell(method, eta) for method in methods)]
     rows = ["| eta | " + " | ".join(map(eta_name, etas)) + " |", "|---" * (len(etas) + 1) + "|"]
-    for method in results.methods():
+    for method in methods:
         rows.append(f"| `{method}` | " + " | ".join(cell(method, eta) for eta in etas) + " |")
     return "\n".join(rows)

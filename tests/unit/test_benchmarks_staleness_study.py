@@ -253,18 +253,34 @@ def test_an_interval_is_students():
     assert found.half == pytest.approx(4.303 * np.std([1, 2, 4], ddof=1) / np.sqrt(3))
 
 
-def test_a_change_is_paired_by_seed():
-    def record(method: str, eta: int, seed: int, accuracy: float) -> dict:
-        return {"setting": "s", "method": method, "eta": eta, "seed": seed, "accuracy": [[9, accuracy]]}
+def record(method: str, eta: int, seed: int, accuracy: float) -> dict:
+    return {"setting": "s", "method": method, "eta": eta, "seed": seed, "accuracy": [[9, accuracy]]}
 
+
+def test_differences_are_paired_by_seed():
     results = Results(
         [record("decoupled", 0, seed, 0.5 + 0.1 * seed) for seed in range(3)]
-        + [record("naive", 8, seed, 0.4 + 0.1 * seed) for seed in range(2)],
+        + [record("naive", 8, seed, 0.4 + 0.1 * seed) for seed in range(3)]
+        + [record("decoupled", 8, seed, 0.3 + 0.1 * seed) for seed in range(3)],
         "s",
+        seeds=(0, 1, 2),
     )
-    found = results.change(final, "naive", 8)
-    assert (found.mean, found.half, found.n) == (pytest.approx(-10), pytest.approx(0), 2)
-    assert "| `naive` | 60.0 ± 24.8 |" in levels_table(results, final)
+    change, lead = results.change(final, "naive", 8), results.lead(final, "naive", 8)
+    assert (change.mean, change.half) == (pytest.approx(-10), pytest.approx(0))
+    assert (lead.mean, lead.half) == (pytest.approx(10), pytest.approx(0))
+    # Fresh, `naive` is `decoupled`. Nothing has run at the other etas.
+    assert levels_table(results, final).splitlines() == [
+        "| eta | 0 | 8 |",
+        "|---|---|---|",
+        "| `naive` | 60.0 ± 24.8 | 50.0 ± 24.8 |",
+        "| `decoupled` | 60.0 ± 24.8 | 40.0 ± 24.8 |",
+    ]
+
+
+def test_a_cell_without_all_seeds_does_not_count():
+    results = Results([record("decoupled", 0, seed, 0.5) for seed in range(2)], "s", seeds=(0, 1, 2))
+    assert results.methods() == []
+    assert results.interval(final, "decoupled", 0) is None
 
 
 def test_tables_are_written_between_their_marks():
