@@ -43,7 +43,7 @@ PLAN = (
     (STANDARD, list(cells(OTHERS, (16,)))),
     (HARSH, list(cells(FIRST, (0, 8)))),
     (GENTLE, list(cells(FIRST, (16,)))),
-    (STANDARD, list(cells(CHECKS, (8, 16)))),
+    (STANDARD, list(cells(CHECKS, (8, 16, 0)))),
     (STANDARD, list(cells(OTHERS, (4, UNBOUNDED)))),
     (HARSH, list(cells(FIRST, (4, 16)))),
     (STANDARD, list(cells(OTHERS + CHECKS, ETAS))),
