@@ -3,6 +3,7 @@
 # make crash-sweep N=200 SEED=1   kills runs N times, audits and resumes each (about half a minute per kill)
 # make test-slow    tests of minutes each: engines that do not answer for one
 # make test-other-megatron   the trainer's parity and optimizer tests on Megatron-Core 0.19.2, which Python 3.11 does not get
+# make staleness-study   how methods learn from stale batches (over an hour; goes on where it was stopped)
 # make lint         style and formatting
 # make clean        removes the environment (runs/ is kept)
 
@@ -14,7 +15,7 @@ ENVIRONMENT := configs/environment
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: quickstart test test-slow test-other-megatron crash-sweep lint format install clean constraints
+.PHONY: quickstart test test-slow test-other-megatron crash-sweep staleness-study lint format install clean constraints
 .DELETE_ON_ERROR:
 
 quickstart: install
@@ -36,6 +37,9 @@ test-other-megatron: install
 
 crash-sweep: install
 	$(BIN)/python -m tests.crash.sweep --kills $(or $(N),200) --seed $(or $(SEED),1)
+
+staleness-study: install
+	$(BIN)/python -m benchmarks.staleness_study
 
 lint: install
 	$(BIN)/ruff check .

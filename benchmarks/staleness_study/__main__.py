@@ -1,0 +1,107 @@
+"""The study itself: which runs it has. `python -m benchmarks.staleness_study [--quick | --report]`."""
+
+import argparse
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from benchmarks.staleness_study.figure import draw
+from benchmarks.staleness_study.methods import ETAS, REFERENCE, UNBOUNDED, cells
+from benchmarks.staleness_study.report import (
+    Results,
+    area,
+    best,
+    changes_table,
+    fill_in,
+    final,
+    lag_table,
+    leads_table,
+    levels_table,
+)
+from benchmarks.staleness_study.study import Setting, read_results, sweep
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, RESULTS, FIGURE = (DOCS / f"staleness_study.{suffix}" for suffix in ("md", "jsonl", "png"))
+POLICIES = Path("runs/.staleness-study")
+
+STANDARD = Setting("standard", lr=2.5e-4, steps=48, eval_every=8, held_out=300)
+GENTLE = Setting("gentle", lr=1.5e-4, steps=48, eval_every=8, held_out=300)
+HARSH = Setting("harsh", lr=4e-4, steps=48, eval_every=8, held_out=300)
+SETTINGS = (GENTLE, STANDARD, HARSH)
+SEEDS = (0, 1, 2, 3, 4)
+"""Learning rates and the number of steps were chosen on seeds 100 and 101."""
+
+FIRST = ("naive", "decoupled")
+OTHERS = ("interpolated", "decayed_clip", "m2po", "dppo", "cispo")
+CHECKS = ("unweighted", "negative")
+PLAN = (
+    (STANDARD, list(cells(FIRST, ETAS))),
+    (STANDARD, list(cells(OTHERS, (8, 0)))),
+    (GENTLE, list(cells(FIRST, (0, 8)))),
+    (STANDARD, list(cells(OTHERS, (16,)))),
+    (HARSH, list(cells(FIRST, (0, 8)))),
+    (GENTLE, list(cells(FIRST, (16,)))),
+    (STANDARD, list(cells(CHECKS, (8, 16, 0)))),
+    (STANDARD, list(cells(OTHERS, (4, UNBOUNDED)))),
+    (HARSH, list(cells(FIRST, (4, 16)))),
+    (STANDARD, list(cells(OTHERS + CHECKS, ETAS))),
+    (GENTLE, list(cells(FIRST, ETAS))),
+    (HARSH, list(cells(FIRST, ETAS))),
+)
+"""Settings and their cells, (method, eta), what matters most first."""
+
+say = partial(print, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.staleness_study",
+        description="Run what docs/staleness_study.jsonl does not have yet, then write tables and figure.",
+    )
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--quick", action="store_true", help="two short runs, kept nowhere: a minute")
+    only.add_argument("--report", action="store_true", help="tables and figure of the runs that there are")
+    options = parser.parse_args()
+    # One thread: no run waits for a core that is busy, and a seed gives the same sums on every machine.
+    torch.set_num_threads(1)
+    if options.quick:
+        quick()
+        return
+    if not options.report:
+        for setting, chosen in PLAN:
+            sweep(setting, chosen, SEEDS, RESULTS, POLICIES, say)
+    report()
+
+
+def quick() -> None:
+    setting = Setting("quick", lr=STANDARD.lr, steps=12, eval_every=6, held_out=100)
+    with TemporaryDirectory() as folder:
+        results = Path(folder) / "results.jsonl"
+        sweep(setting, [(REFERENCE, 0), ("naive", 4)], [100], results, Path(folder), say)
+
+
+def report() -> None:
+    records = list(read_results(RESULTS).values())
+    parts, found = {}, {}
+    for setting in SETTINGS:
+        results = Results(records, setting.name, SEEDS)
+        if results.methods():
+            found[f"{setting.name}: learning rate {setting.lr * 1e4:g}e-4"] = results
+        parts |= {
+            f"{setting.name}: final": levels_table(results, final),
+            f"{setting.name}: change": changes_table(results, final),
+            f"{setting.name}: lead": leads_table(results, final),
+            f"{setting.name}: area": levels_table(results, area),
+            f"{setting.name}: area lead": leads_table(results, area),
+            f"{setting.name}: best": levels_table(results, best),
+            f"{setting.name}: lag": lag_table(results),
+        }
+    PAGE.write_text(fill_in(PAGE.read_text(encoding="utf-8"), parts), encoding="utf-8")
+    FIGURE.write_bytes(draw(found, "Held-out accuracy after training on stale batches"))
+    say(f"wrote {PAGE} and {FIGURE}: {len(records)} runs")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""From finished runs to tables with confidence intervals. Pure."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.staleness_study.methods import ETAS, METHODS, REFERENCE, UNBOUNDED, runs_as
+
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
+"""Student's t, 97.5 %, for 1, 2, .. degrees of freedom."""
+
+Record = Mapping[str, Any]
+Measure = Callable[[Record], float]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds and the half-width of its 95 % confidence interval (Student's t)."""
+
+    mean: float
+    half: float
+    n: int
+
+    @staticmethod
+    def of(values: Sequence[float]) -> "Interval":
+        n = len(values)
+        half = T_975[n - 2] * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else math.nan
+        return Interval(float(np.mean(values)), half, n)
+
+
+def final(record: Record) -> float:
+    """Held-out accuracy after the last step, %."""
+    return 100 * record["accuracy"][-1][1]
+
+
+def best(record: Record) -> float:
+    return 100 * max(value for _, value in record["accuracy"])
+
+
+def area(record: Record) -> float:
+    """Mean of held-out accuracy over the steps (trapezoids), %."""
+    steps, values = np.array(record["accuracy"]).T
+    return 100 * float(np.trapezoid(values, steps) / (steps[-1] - steps[0]))
+
+
+class Results:
+    """The runs of one setting. A cell counts once it has a run of every seed."""
+
+    def __init__(self, records: Sequence[Record], setting: str, seeds: Sequence[int]) -> None:
+        runs: dict[tuple[str, int], dict[int, Record]] = {}
+        for record in records:
+            if record["setting"] == setting and record["seed"] in seeds:
+                runs.setdefault((record["method"], record["eta"]), {})[record["seed"]] = record
+        self._runs = {cell: found for cell, found in runs.items() if len(found) == len(set(seeds))}
+
+    def methods(self) -> list[str]:
+        """Those with a cell of their own, in the order of ``METHODS``."""
+        present = {method for method, _ in self._runs}
+        return [method for method in METHODS if method in present]
+
+    def cell(self, method: str, eta: int) -> dict[int, Record]:
+        """By seed; none while seeds are missing."""
+        return self._runs.get(runs_as(method, eta), {})
+
+    def interval(self, measure: Measure, method: str, eta: int) -> Interval | None:
+        runs = self.cell(method, eta)
+        return Interval.of([measure(run) for run in runs.values()]) if runs else None
+
+    def change(self, measure: Measure, method: str, eta: int) -> Interval | None:
+        """From eta 0 of the same method, paired by seed."""
+        return _difference(measure, self.cell(method, eta), self.cell(method, 0))
+
+    def lead(self, measure: Measure, method: str, eta: int) -> Interval | None:
+        """Over the reference method at the same eta, paired by seed."""
+        return _difference(measure, self.cell(method, eta), self.cell(REFERENCE, eta))
+
+
+def _difference(
+    measure: Measure, runs: Mapping[int, Record], others: Mapping[int, Record]
+) -> Interval | None:
+    if not runs or not others:
+        return None
+    return Interval.of([measure(run) - measure(others[seed]) for seed, run in runs.items()])
+
+
+def eta_name(eta: int) -> str:
+    return "unbounded" if eta == UNBOUNDED else str(eta)
+
+
+def levels_table(results: Results, measure: Measure) -> str:
+    """Method by eta: mean and half-width."""
+
+    def cell(method: str, eta: int) -> str:
+        found = results.interval(measure, method, eta)
+        return "" if found is None else f"{found.mean:.1f} ± {found.half:.1f}"
+
+    return _table(results, ETAS, cell)
+
+
+def changes_table(results: Results, measure: Measure) -> str:
+    """Method by eta: change from eta 0, bold where the interval leaves out 0."""
+    return _table(results, ETAS[1:], lambda method, eta: _signed(results.change(measure, method, eta)))
+
+
+def leads_table(results: Results, measure: Measure) -> str:
+    """Method by eta: difference from the reference method, bold where the interval leaves out 0."""
+
+    def cell(method: str, eta: int) -> str:
+        return _signed(results.lead(measure, method, eta)) if runs_as(method, eta)[0] == method else "0"
+
+    others = [method for method in results.methods() if method != REFERENCE]
+    return _table(results, ETAS, cell, others)
+
+
+def _signed(found: Interval | None) -> str:
+    if found is None:
+        return ""
+    text = f"{found.mean:+.1f} ± {found.half:.1f}"
+    return f"**{text}**" if abs(found.mean) > found.half else text
+
+
+LAG_FIGURES = ("gap", "kl", "ess", "clipped", "grad_norm", "grad_norm_max")
+
+
+def lag_table(results: Results) -> str:
+    """What the batches of each cell look like to the trainer: means over steps and seeds."""
+    rows = [
+        "| | eta | abs log(pi_old / mu) | KL(mu, pi_old) | ESS | bounded tokens | gradient norm | largest |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for method in results.methods():
+        for eta in ETAS:
+            runs = list(results.cell(method, eta).values())
+            if runs:
+                gap, kl, ess, clipped, norm, largest = (
+                    float(np.mean([run[name] for run in runs])) for name in LAG_FIGURES
+                )
+                rows.append(
+                    f"| `{method}` | {eta_name(eta)} | {gap:.3f} | {kl:.4f} | {ess:.3f} | {clipped:.1%} | "
+                    f"{norm:.2f} | {largest:.1f} |"
+                )
+    return "\n".join(rows)
+
+
+def fill_in(page: str, parts: Mapping[str, str]) -> str:
+    """``page`` with what stands between ``<!-- name -->`` and ``<!-- end -->`` replaced.
+
+    Raises ValueError for a part that the page has no place for.
+    """
+    for name, text in parts.items():
+        head, mark, rest = page.partition(f"<!-- {name} -->")
+        _, end, tail = rest.partition("<!-- end -->")
+        if not mark or not end:
+            raise ValueError(f"the page has no '<!-- {name} -->' followed by '<!-- end -->' to write into")
+        page = f"{head}{mark}\n\n{text}\n\n{end}{tail}"
+    return page
+
+
+def _table(
+    results: Results,
+    etas: Sequence[int],
+    cell: Callable[[str, int], str],
+    methods: Sequence[str] | None = None,
+) -> str:
+    """Etas that nothing has run at are left out."""
+    methods = results.methods() if methods is None else methods
+    etas = [eta for eta in etas if any(results.cell(method, eta) for method in methods)]
+    rows = ["| eta | " + " | ".join(map(eta_name, etas)) + " |", "|---" * (len(etas) + 1) + "|"]
+    for method in methods:
+        rows.append(f"| `{method}` | " + " | ".join(cell(method, eta) for eta in etas) + " |")
+    return "\n".join(rows)

@@ -1,0 +1,246 @@
+"""One run of the study, and the sweep over all of them.
+
+A run replays the asynchronous loop in one process: training step t, which starts from version t, gets the
+batch that the policy of an older version samples (``methods.sampled_from``). Prompts, their order, and the
+random numbers of sampling and of mini-batches depend on seed and step alone: all cells of a seed share them.
+"""
+
+import copy
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from backend.batching import TrainBatch
+from backend.quickstart import TRAIN_PROBLEMS, policy, task
+from backend.quickstart.tokenizer import build_tokenizer, prompt_text
+from benchmarks.staleness_study.methods import config_of, sampled_from
+from benchmarks.staleness_study.sampler import Answer, Sampler
+from benchmarks.staleness_study.trainer import StepReport, Trainer
+from benchmarks.staleness_study.warm_start import warm_start
+from rollout.trajectory import Completion, Finish, Span, Trajectory, TrajectoryBuilder
+
+HIDDEN = 64
+"""Half of the quickstart's: a run takes a third of the time."""
+WARM_START_STEPS = 400
+"""More than the quickstart's 300, which are too few for a policy as narrow as this."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str
+    lr: float
+    steps: int
+    eval_every: int
+    held_out: int
+    """Prompts that the greedy policy is judged on."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What all runs of a seed have in common."""
+
+    seed: int
+    warm: Qwen3ForCausalLM
+    tokenizer: PreTrainedTokenizerFast
+    problems: list[task.Problem]
+    held_out: list[task.Problem]
+
+
+def inputs_of(
+    seed: int, folder: Path, say: Callable[[str], None], *, warm_steps: int, held_out: int
+) -> Inputs:
+    """Makes the warm-started policy of a seed, or reads it from ``folder`` where it was kept."""
+    tokenizer = build_tokenizer()
+    warm = narrow_policy(tokenizer, seed)
+    path = folder / f"policy-{HIDDEN}-{warm_steps}-{seed}.pt"
+    if path.exists():
+        warm.load_state_dict(torch.load(path))
+    else:
+        say(f"warm start of seed {seed}")
+        warm_start(warm, tokenizer, random.Random(f"warm-start-{seed}"), steps=warm_steps, say=say)
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".unfinished")
+        torch.save(warm.state_dict(), unfinished)
+        unfinished.replace(path)
+    return Inputs(
+        seed, warm.eval(), tokenizer, task.train_set(seed, TRAIN_PROBLEMS), task.held_out_set(seed, held_out)
+    )
+
+
+def narrow_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+    """The quickstart's architecture at half its width, with random weights."""
+    full = policy.build_policy(tokenizer, seed).config
+    config = Qwen3Config.from_dict(
+        full.to_dict()
+        | {
+            "hidden_size": HIDDEN,
+            "intermediate_size": 2 * HIDDEN,
+            "head_dim": HIDDEN // full.num_attention_heads,
+        }
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+class Run:
+    """One (setting, method, eta, seed)."""
+
+    def __init__(self, setting: Setting, method: str, eta: int, inputs: Inputs) -> None:
+        self._setting, self._method, self._eta, self._inputs = setting, method, eta, inputs
+        self._config = config_of(method, setting.lr)
+        self.trainer = Trainer(copy.deepcopy(inputs.warm), self._config.actor, seed=inputs.seed)
+        self._versions = {0: Sampler(self.trainer.policy)}
+        """Those that some later step still samples from."""
+        self._symbols = inputs.tokenizer.convert_ids_to_tokens(range(len(inputs.tokenizer)))
+        self._order = np.random.default_rng(inputs.seed).permutation(len(inputs.problems))
+
+    def result(self) -> dict[str, Any]:
+        """Trains, and gives the record of the run."""
+        setting, started = self._setting, time.process_time()
+        accuracy = [[0, self._accuracy()]]
+        reports, rewards = [], []
+        for step in range(setting.steps):
+            batch = self.batch(step)
+            rewards.append(float(np.mean([trajectory.reward for trajectory in batch.trajectories])))
+            lag = step - sampled_from(step, self._eta)
+            reports.append(self.trainer.train(batch, max_lag=lag))
+            self.keep(step + 1)
+            if (step + 1) % setting.eval_every == 0 or step + 1 == setting.steps:
+                accuracy.append([step + 1, self._accuracy()])
+        return {
+            "setting": setting.name,
+            "method": self._method,
+            "eta": self._eta,
+            "seed": self._inputs.seed,
+            "accuracy": accuracy,
+            "reward": round(float(np.mean(rewards[-8:])), 4),
+            "cpu_s": round(time.process_time() - started, 1),
+            **_diagnostics(reports),
+        }
+
+    def batch(self, step: int) -> TrainBatch:
+        """What training step ``step`` consumes, sampled by the version that its lag says."""
+        rollout = self._config.rollout
+        version = sampled_from(step, self._eta)
+        chosen = np.take(
+            self._order, range(step * rollout.batch_size, (step + 1) * rollout.batch_size), mode="wrap"
+        )
+        problems = [self._inputs.problems[index] for index in chosen]
+        samples = rollout.n_samples_per_prompt
+        group_N = np.repeat(np.arange(len(problems)), samples)
+        prompts = [self._ids(problems[group]) for group in group_N]
+        generator = torch.Generator().manual_seed(1_000_003 * self._inputs.seed + step)
+        answers = self._versions[version].sample(prompts, generator, longest=rollout.sampling.max_new_tokens)
+        trajectories = [
+            _trajectory(prompt, answer, version, self._is_right(answer, problems[group]))
+            for prompt, answer, group in zip(prompts, answers, group_N, strict=True)
+        ]
+        return TrainBatch(self.trainer.version, tuple(trajectories), group_N)
+
+    def keep(self, version: int) -> None:
+        """The newest version joins those that are sampled from; the ones that are over leave."""
+        oldest = sampled_from(version, self._eta)
+        self._versions[version] = Sampler(self.trainer.policy)
+        self._versions = {known: one for known, one in self._versions.items() if known >= oldest}
+
+    def _accuracy(self) -> float:
+        problems = self._inputs.held_out
+        answers = Sampler(self.trainer.policy).greedy(
+            [self._ids(problem) for problem in problems], longest=policy.MAX_RESPONSE_TOKENS
+        )
+        right = sum(map(self._is_right, answers, problems))
+        return round(right / len(problems), 4)
+
+    def _is_right(self, answer: Answer, problem: task.Problem) -> bool:
+        text = "".join(self._symbols[token] for token in answer.tokens[:-1])
+        return answer.ended and task.is_correct(text, problem.label)
+
+    def _ids(self, problem: task.Problem) -> list[int]:
+        return self._inputs.tokenizer(prompt_text(problem.prompt))["input_ids"]
+
+
+def _trajectory(prompt: list[int], answer: Answer, version: int, is_right: bool) -> Trajectory:
+    builder = TrajectoryBuilder(prompt)
+    builder.add_completion(
+        Completion(
+            tuple(answer.tokens),
+            tuple(answer.logps),
+            (Span(version, 0, len(answer.tokens)),),
+            Finish.STOP if answer.ended else Finish.LENGTH,
+        )
+    )
+    return replace(builder.build(), reward=float(is_right))
+
+
+def _diagnostics(reports: Sequence[StepReport]) -> dict[str, float]:
+    """Means over the steps of a run, and the largest gradient norm."""
+    norms = [norm for report in reports for norm in report.grad_norms]
+    found = {
+        "gap": np.mean([report.gap for report in reports]),
+        "kl": np.mean([report.kl for report in reports]),
+        "ess": np.mean([report.ess for report in reports]),
+        "clipped": np.mean([report.share("clipped") for report in reports]),
+        "masked": np.mean([report.share("masked/negative") for report in reports]),
+        "capped": np.mean([report.share("capped") for report in reports]),
+        "entropy": np.mean([report.share("entropy") for report in reports[-8:]]),
+        "grad_norm": np.mean(norms),
+        "grad_norm_max": np.max(norms),
+    }
+    return {name: float(f"{value:.4g}") for name, value in found.items()}
+
+
+Key = tuple[str, str, int, int]
+
+
+def key_of(record: dict[str, Any]) -> Key:
+    return record["setting"], record["method"], record["eta"], record["seed"]
+
+
+def read_results(path: Path) -> dict[Key, dict[str, Any]]:
+    """The finished runs. A line that a kill has cut short is no run."""
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        found[key_of(record)] = record
+    return found
+
+
+def sweep(
+    setting: Setting,
+    cells: Sequence[tuple[str, int]],
+    seeds: Sequence[int],
+    results: Path,
+    folder: Path,
+    say: Callable[[str], None],
+    *,
+    warm_steps: int = WARM_START_STEPS,
+) -> None:
+    """Runs what ``results`` does not have yet, cell by cell, and appends a line for each."""
+    done = read_results(results)
+    wanted = [(*cell, seed) for cell in cells for seed in seeds if (setting.name, *cell, seed) not in done]
+    say(f"{setting.name}: {len(wanted)} runs to do")
+    known: dict[int, Inputs] = {}
+    with results.open("a", encoding="utf-8") as file:
+        for number, (method, eta, seed) in enumerate(wanted):
+            if seed not in known:
+                known[seed] = inputs_of(seed, folder, say, warm_steps=warm_steps, held_out=setting.held_out)
+            started = time.monotonic()
+            record = Run(setting, method, eta, known[seed]).result()
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            say(
+                f"{number + 1}/{len(wanted)} {setting.name} {method} eta {eta} seed {seed}: "
+                f"{record['accuracy'][-1][1]:.3f} ({time.monotonic() - started:.0f} s)"
+            )
