@@ -31,7 +31,7 @@ GENTLE = Setting("gentle", lr=1.5e-4, steps=48, eval_every=8, held_out=300)
 HARSH = Setting("harsh", lr=4e-4, steps=48, eval_every=8, held_out=300)
 SETTINGS = (GENTLE, STANDARD, HARSH)
 SEEDS = (0, 1, 2, 3, 4)
-"""Learning rates and the number of steps were chosen on seeds 100 and 101."""
+"""Learning rates and the number of steps were chosen on others, 100 and 101."""
 
 FIRST = ("naive", "decoupled")
 OTHERS = ("interpolated", "decayed_clip", "m2po", "dppo", "cispo")
