@@ -1,7 +1,7 @@
 # make quickstart   sets everything up and trains a small policy on this machine
 # make test         sets everything up and runs the tests
 # make crash-sweep N=200 SEED=1   kills runs N times, audits and resumes each (about half a minute per kill)
-# make test-slow    tests of minutes each: engines that do not answer for one
+# make test-slow    tests of minutes each: engines that do not answer for one, further kills and layouts
 # make test-other-megatron   the trainer's parity and optimizer tests on Megatron-Core 0.19.2, which Python 3.11 does not get
 # make staleness-study   how methods learn from stale batches (over an hour; goes on where it was stopped)
 # make lint         style and formatting

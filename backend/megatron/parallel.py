@@ -20,15 +20,20 @@ class RankSpec:
     port: int
 
 
+def prepare_imports() -> None:
+    """To be called before Megatron is imported."""
+    from backend.megatron import cpu
+
+    cpu.install()
+
+
 def initialize(spec: RankSpec, parallel: ParallelConfig, *, seed: int, timeout_s: float) -> torch.device:
     """Join the default group, make Megatron's groups, seed; the device of this rank.
 
     The order of ranks is Megatron's own (tensor fastest, then context, data and pipeline), and every rank
     makes all groups in the same order.
     """
-    from backend.megatron import cpu
-
-    cpu.install()
+    prepare_imports()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 

@@ -12,10 +12,10 @@ if not Path("/dev/nvidiactl").exists():
 
     torch.set_num_threads(1)
 
-    from backend.megatron import cpu
+    from backend.megatron.parallel import prepare_imports
 
     with warnings.catch_warnings(action="ignore"):  # about what is missing for training on GPUs
-        cpu.install()
+        prepare_imports()
 
         from backend import reward_model, scoring, trainer
         from backend.megatron import checkpoint, conversion

@@ -2,13 +2,19 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.crash.sweep import Kill, Sweep
 
-KILLS = (
-    Kill(0, "engine", "weight update", 0.01),
-    Kill(1, "trainer", "commit", 0.0),
+KILLS = {
+    "a trainer that commits": Kill(0, "trainer", "commit", 0.0),
+    "an engine in a weight update": Kill(1, "engine", "weight update", 0.01),
+}
+
+
+@pytest.mark.parametrize(
+    "killed",
+    [pytest.param(name, marks=[pytest.mark.slow] if number else []) for number, name in enumerate(KILLS)],
 )
-
-
-def test_killed_runs_are_audited_and_go_on_to_their_end(inputs: Path, tmp_path: Path):
-    Sweep(inputs, tmp_path, print).run(KILLS)
+def test_a_killed_run_is_audited_and_goes_on_to_its_end(inputs: Path, tmp_path: Path, killed: str):
+    Sweep(inputs, tmp_path, print).run((KILLS[killed],))

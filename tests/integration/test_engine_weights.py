@@ -303,7 +303,12 @@ def test_the_load_of_a_server_shows_its_running_requests(server: Server):
 
 @pytest.mark.usefixtures("version_0")
 @pytest.mark.parametrize(
-    "parallel", [{}, {"tensor": 2}, {"pipeline": 2}], ids=["one rank", "tensor 2", "pipeline 2"]
+    "parallel",
+    [
+        pytest.param({}, id="one rank", marks=pytest.mark.slow),
+        pytest.param({"tensor": 2}, id="tensor 2"),
+        pytest.param({"pipeline": 2}, id="pipeline 2", marks=pytest.mark.slow),
+    ],
 )
 def test_published_weights_are_bit_for_bit_those_of_the_exported_checkpoint(
     server: Server, checkpoint: Path, probes: list[list[int]], tmp_path: Path, parallel: dict

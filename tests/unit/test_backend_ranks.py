@@ -80,7 +80,9 @@ def test_ranks_that_give_no_answer_in_time_are_named_and_ended(tmp_path):
 @pytest.mark.parametrize(("number", "fresh"), [(signal.SIGINT, True), (signal.SIGKILL, False)])
 def test_ranks_end_with_the_process_that_started_them(number, fresh: bool, tmp_path):
     script = (
-        "import sys; from pathlib import Path; from tests.unit.test_backend_ranks import run_ranks, waits\n"
+        "import signal, sys; from pathlib import Path\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it\n"
+        "from tests.unit.test_backend_ranks import run_ranks, waits\n"
         f"if __name__ == '__main__': run_ranks(2, waits, Path(sys.argv[1]), timeout_s=60, fresh={fresh})"
     )
     (tmp_path / "main.py").write_text(script)
