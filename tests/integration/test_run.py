@@ -54,7 +54,8 @@ def test_a_synchronous_run_has_lag_zero_and_leaves_nothing_behind(launch: Launch
     run.assert_nothing_left()
 
 
-@pytest.mark.parametrize("interrupt", ["retract", pytest.param("in_place", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_bad_updates.py kills an engine too, inside of an update
+@pytest.mark.parametrize("interrupt", ["retract", "in_place"])
 def test_a_killed_engine_is_replaced_and_brought_to_the_current_version(launch: Launch, interrupt: str):
     """Asynchronous, trained with tensor parallel 2 (retract) or pipeline parallel 2 (in place).
 
