@@ -92,14 +92,7 @@ def _old(micro: MicroBatch, score: Scores) -> Tensor:
 def _penalty(config: RunConfig, micro: MicroBatch, score: Scores) -> Tensor:
     """What to subtract from the reward at each token [M]."""
     settings = config.actor.kl
-    zero_M = torch.zeros_like(score.reference_M)
-    return -kl.in_reward(
-        zero_M,
-        _old(micro, score),
-        score.reference_M,
-        coefficient=settings.coefficient,
-        estimator=settings.estimator,
-    )
+    return settings.coefficient * kl.estimate(_old(micro, score), score.reference_M, settings.estimator)
 
 
 def _penalised(
@@ -147,11 +140,10 @@ def _of_tokens(
     found = []
     for micro, score, penalty_M in zip(microbatches, scores, penalty, strict=True):
         value_M = score.value_M
-        owner_M, trajectory_M = (
-            torch.from_numpy(x).to(value_M.device) for x in (micro.owner_M, micro.trajectory_M)
+        owner_M, trajectory_M, is_last_M = (
+            torch.from_numpy(x).to(value_M.device)
+            for x in (micro.owner_M, micro.trajectory_M, micro.is_last_M)
         )
-        is_last_M = torch.ones_like(owner_M, dtype=torch.bool)
-        is_last_M[:-1] = owner_M[1:] != owner_M[:-1]
         reward_M = torch.where(is_last_M, reward_N.to(value_M)[trajectory_M], 0)
         if penalty_M is not None:
             reward_M = reward_M - penalty_M

@@ -82,6 +82,11 @@ class MicroBatch:
     """float32: how often each counts in the mean over the tokens of the mini-batch."""
 
     @property
+    def is_last_M(self) -> np.ndarray:
+        """bool: the last of its trajectory."""
+        return np.append(self.owner_M[1:] != self.owner_M[:-1], np.ones(len(self.owner_M[:1]), np.bool_))
+
+    @property
     def owners(self) -> int:
         """A bound on ``owner_M``."""
         return len(self.cu_seqlens) - 1

@@ -7,9 +7,11 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.console import Console
@@ -19,8 +21,11 @@ from bridge.families import ModelSpec, model_spec
 from bridge.hf_config import UnsupportedModel
 from bridge.plan import ExportPlan
 from configs.load import load_recipe, load_supervised
+from configs.rules import MODELS
 from configs.schema import RunConfig
 from configs.violations import RecipeError
+
+T = TypeVar("T")
 
 app = typer.Typer(
     add_completion=False,
@@ -65,69 +70,21 @@ def train(
 ) -> None:
     """Run a recipe from its first step to its last."""
     config = _load(recipe, overrides)
-    import uvloop
-
-    from backend.inputs import InputError
-    from backend.monitor.progress import open_progress
     from backend.monitor.summary import print_summary
-    from backend.placement import PlacementError
     from backend.run import run
-    from backend.stop import Stopped
 
-    progress = open_progress(config.run.steps)
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            summary = runner.run(run(config, progress, resume=resume))
-    except Stopped:
-        progress.close()
-        _errors.print(f"stopped; what there is lies in {config.run.folder}, and --resume goes on with it")
-        raise typer.Exit(FAILED) from None
-    except (InputError, PlacementError) as error:
-        progress.close()
-        _errors.print(str(error), markup=False)
-        raise typer.Exit(WRONG_INPUT) from None
-    except Exception as error:
-        progress.close()
-        _failed(error, config)
-        raise typer.Exit(FAILED) from error
-    progress.close()
+    there = f"what there is lies in {config.run.folder}, and --resume goes on with it"
+    summary = _attended(config, partial(run, config, resume=resume), there)
     print_summary(summary, sys.stdout, name=config.run.name)
 
 
 @app.command()
 def sft(recipe: Recipe, overrides: Overrides = None) -> None:
     """Train a policy on responses, or a reward model on preferences; writes a Hugging Face checkpoint."""
-    try:
-        asked = load_supervised(Path(recipe), overrides or [])
-    except RecipeError as error:
-        _errors.print(str(error), markup=False)
-        raise typer.Exit(WRONG_INPUT) from None
-    import uvloop
-
-    from backend.inputs import InputError
-    from backend.monitor.progress import open_progress
-    from backend.placement import PlacementError
-    from backend.stop import Stopped
+    asked = _load(recipe, overrides, load_supervised)
     from backend.supervised import run_supervised
 
-    progress = open_progress(asked.run.run.steps)
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            checkpoint = runner.run(run_supervised(asked, progress))
-    except Stopped:
-        progress.close()
-        _errors.print("stopped; there is no checkpoint")
-        raise typer.Exit(FAILED) from None
-    except (InputError, PlacementError) as error:
-        progress.close()
-        _errors.print(str(error), markup=False)
-        raise typer.Exit(WRONG_INPUT) from None
-    except Exception as error:
-        progress.close()
-        _failed(error, asked.run)
-        raise typer.Exit(FAILED) from error
-    progress.close()
-    typer.echo(checkpoint)
+    typer.echo(_attended(asked.run, partial(run_supervised, asked), "there is no checkpoint"))
 
 
 @app.command()
@@ -135,15 +92,12 @@ def check(recipe: Recipe, overrides: Overrides = None) -> None:
     """Say everything that is wrong with a recipe and its model, or that nothing is."""
     config = _load(recipe, overrides)
     if (config.model.path / "config.json").exists():  # else `prepare` makes it
-        from bridge.check import check_names
-        from bridge.hf_index import CheckpointError
+        from backend.inputs import checkpoint_problems
 
-        spec, _ = _plan(config)
-        try:
-            check_names(spec)
-        except CheckpointError as error:
-            _errors.print(str(error), markup=False)
-            raise typer.Exit(WRONG_INPUT) from None
+        _plan(config)
+        if problems := checkpoint_problems(config, MODELS):
+            _errors.print("\n".join(problems), markup=False)
+            raise typer.Exit(WRONG_INPUT)
     typer.echo(f"{recipe}: nothing wrong ({config.run.name}, {config.run.steps} steps)")
 
 
@@ -295,12 +249,43 @@ def _convert(out: Path, work: Callable[[], str]) -> None:
         raise typer.Exit(FAILED) from None
 
 
-def _load(recipe: str, overrides: list[str] | None) -> RunConfig:
+def _load(recipe: str, overrides: list[str] | None, load: Callable[..., T] = load_recipe) -> T:
     try:
-        return load_recipe(Path(recipe), overrides or [])
+        return load(Path(recipe), overrides or [])
     except RecipeError as error:
         _errors.print(str(error), markup=False)
         raise typer.Exit(WRONG_INPUT) from None
+
+
+def _attended(config: RunConfig, start: Callable[..., Coroutine[Any, Any, T]], stopped: str) -> T:
+    """What ``start(progress)`` comes to; its progress, and how it ends otherwise, are told to the user.
+
+    stopped: what is there when it was asked to end.
+    """
+    import uvloop
+
+    from backend.inputs import InputError
+    from backend.monitor.progress import open_progress
+    from backend.placement import PlacementError
+    from backend.stop import Stopped
+
+    progress = open_progress(config.run.steps)
+    try:
+        with closing(progress), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(start(progress))
+    except Stopped:
+        _errors.print(f"stopped; {stopped}")
+        raise typer.Exit(FAILED) from None
+    except (InputError, PlacementError) as error:
+        _errors.print(str(error), markup=False)
+        raise typer.Exit(WRONG_INPUT) from None
+    except Exception as error:
+        for cause in _leaves(error):
+            _errors.print(f"[red]failed[/]: {type(cause).__name__}: ", end="")
+            _errors.print(str(cause), markup=False)
+        if config.run.folder.exists():
+            _errors.print(f"logs: {config.run.folder / 'logs'}", markup=False)
+        raise typer.Exit(FAILED) from error
 
 
 def _plan(config: RunConfig) -> tuple[ModelSpec, ExportPlan]:
@@ -316,14 +301,6 @@ def _plan(config: RunConfig) -> tuple[ModelSpec, ExportPlan]:
     except UnevenSplit as error:
         _errors.print(f"actor.parallel: {error}", markup=False)
     raise typer.Exit(WRONG_INPUT)
-
-
-def _failed(error: Exception, config: RunConfig) -> None:
-    for cause in _leaves(error):
-        _errors.print(f"[red]failed[/]: {type(cause).__name__}: ", end="")
-        _errors.print(str(cause), markup=False)
-    if config.run.folder.exists():
-        _errors.print(f"logs: {config.run.folder / 'logs'}", markup=False)
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

@@ -12,8 +12,8 @@ from backend.advantages import Scores, Targets
 from backend.batching import MicroBatch
 from backend.learning_rate import learning_rate
 from backend.megatron import model
-from backend.megatron.checkpoint import Trained
 from backend.megatron.packed_model import ValueModel
+from backend.megatron.trained import Trained
 from backend.objective.value import value_loss
 from bridge.families import ModelSpec, value_spec
 from configs.schema import ActorConfig, CriticConfig
@@ -35,11 +35,9 @@ class Critic:
         """``spec``: of the model to start from. ``actor``: for its layout and its Megatron settings."""
         self._config = critic
         actor = actor.model_copy(update={"optimizer": critic.optimizer, "lora": None})
-        parts = model.wrap_ddp(model.build_model(value_spec(spec), actor, dtype, device), actor)
-        self._model = ValueModel(parts, device)
-        self._optimizer = model.build_optimizer(parts, actor, dtype)
+        self.trained = Trained(model.build_model(value_spec(spec), actor, dtype, device), actor, dtype)
+        self._model = ValueModel(self.trained.parts, device)
         self._learning_rate = partial(learning_rate, critic.optimizer, run_steps=run_steps)
-        self.trained = Trained(parts, self._optimizer)
 
     def values(self, microbatches: Sequence[MicroBatch]) -> list[Tensor | None]:
         return self._model.values(microbatches)
@@ -53,7 +51,6 @@ class Critic:
     ) -> "CriticStatistics":
         """One optimizer update for each mini-batch: the mean over its tokens of ``value_loss``."""
         lr = self._learning_rate(step)
-        model.set_learning_rate(self._optimizer, lr)
         found = CriticStatistics(lr)
         remaining = zip(scores, targets, strict=True)
         for minibatch in minibatches:
@@ -61,11 +58,9 @@ class Critic:
                 partial(self._loss, micro, score, target)
                 for micro, (score, target) in zip(minibatch, remaining, strict=False)
             ]
-            model.zero_gradients(self._model.parts, self._optimizer)
-            results = self._model.run(minibatch, heads, forward_only=False)
-            _, grad_norm, _ = self._optimizer.step()
-            found.add_update(results, float("nan") if grad_norm is None else float(grad_norm))
-        model.gather_weights(self._model.parts)
+            update = self.trained.update(self._model, minibatch, heads, lr)
+            found.add_update(update.results, update.grad_norm)
+        self.trained.gather()
         return found
 
     def _loss(

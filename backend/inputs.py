@@ -1,13 +1,14 @@
 """What a run reads: everything that may be wrong with it is found before Ray or an engine is started."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from bridge.check import check_names
 from bridge.families import ModelSpec, model_spec, value_spec
 from bridge.hf_config import UnsupportedModel
+from bridge.hf_index import CheckpointError
+from configs.rules import CRITIC, OTHER_MODELS, setting
 from configs.schema import RunConfig
 from rollout import plugins
 from rollout.control.filters import GroupFilter
@@ -41,11 +42,11 @@ def read_inputs(config: RunConfig) -> Inputs:
     """Read and construct what the recipe names. Raises InputError with all problems at once."""
     problems: list[str] = []
 
-    def attempt(setting: str, read: Callable[[], T]) -> T | None:
+    def attempt(name: str, read: Callable[[], T]) -> T | None:
         try:
             return read()
         except (UnsupportedModel, PromptError, plugins.PluginError, OSError, ValueError) as error:
-            problems.append(f"{setting}: {error}")
+            problems.append(f"{name}: {error}")
             return None
 
     rollout, eval_ = config.rollout, config.eval
@@ -63,24 +64,23 @@ def read_inputs(config: RunConfig) -> Inputs:
         if rollout.group_filter
         else None,
     }
-    for setting, path in other_models(config).items():
-        kind = value_spec if setting == "critic.path" else lambda spec: spec
-        attempt(setting, lambda path=path, kind=kind: check_names(kind(model_spec(path))))
+    problems += checkpoint_problems(config, OTHER_MODELS)
     if problems:
         raise InputError("\n".join(problems))
     return Inputs(**found)
 
 
-def other_models(config: RunConfig) -> dict[str, Path]:
-    """The checkpoints that the recipe names besides the policy's, by setting."""
-    kl, teacher, critic = config.actor.kl, config.actor.teacher, config.critic
-    reference = kl and getattr(kl.reference, "path", None)
-    named = {
-        "actor.kl.reference.path": reference,
-        "actor.teacher.path": teacher and teacher.path,
-        "critic.path": critic and critic.path,
-    }
-    return {setting: path for setting, path in named.items() if path is not None}
+def checkpoint_problems(config: RunConfig, settings: Iterable[str]) -> list[str]:
+    """Where checkpoints do not have what their config.json means. ``settings``: those that name them."""
+    problems = []
+    for name in settings:
+        if (path := setting(config, name)) is not None:
+            try:
+                spec = model_spec(path)
+                check_names(value_spec(spec) if name == CRITIC else spec)
+            except (UnsupportedModel, CheckpointError, OSError) as error:
+                problems.append(f"{name}: {error}")
+    return problems
 
 
 def read_tokenizer(config: RunConfig, spec: ModelSpec | None) -> Tokenizer:

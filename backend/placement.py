@@ -48,29 +48,29 @@ def place(nodes: Sequence[Node], config: RunConfig) -> Placement:
         trainer_nodes, engine_nodes = nodes[:first], nodes[first:]
     else:
         trainer_nodes = engine_nodes = list(nodes)
-    ranks, engines = config.actor.parallel.world_size, config.rollout.engine.count
-    if device == "cpu":
-        per_node = -(-ranks // len(trainer_nodes))
-        return Placement(
-            tuple(trainer_nodes[rank // per_node] for rank in range(ranks)),
-            tuple(engine_nodes[engine % len(engine_nodes)] for engine in range(engines)),
-            device,
-        )
     free = {node.id: node.gpus for node in nodes}
-    trainer = _take(trainer_nodes, free, ranks, 1, "trainer ranks (actor.parallel)")
-    size = config.rollout.engine.tensor_parallel
-    return Placement(trainer, _take(engine_nodes, free, engines, size, "engines (rollout.engine)"), device)
+    trainer = _ranks(trainer_nodes, free, config, device)
+    engines, size = config.rollout.engine.count, config.rollout.engine.tensor_parallel
+    if device == "cpu":
+        on_nodes = tuple(engine_nodes[engine % len(engine_nodes)] for engine in range(engines))
+    else:
+        on_nodes = _take(engine_nodes, free, engines, size, "engines (rollout.engine)")
+    return Placement(trainer, on_nodes, device)
 
 
 def place_trainer(nodes: Sequence[Node], config: RunConfig) -> Placement:
     """The same without engines: the trainer has all nodes."""
     nodes = sorted(nodes, key=_by_address)
-    device, ranks = _device(nodes, config), config.actor.parallel.world_size
+    device = _device(nodes, config)
+    return Placement(_ranks(nodes, {node.id: node.gpus for node in nodes}, config, device), (), device)
+
+
+def _ranks(nodes: Sequence[Node], free: dict[str, int], config: RunConfig, device: str) -> tuple[Node, ...]:
+    ranks = config.actor.parallel.world_size
     if device == "cpu":
         per_node = -(-ranks // len(nodes))
-        return Placement(tuple(nodes[rank // per_node] for rank in range(ranks)), (), device)
-    free = {node.id: node.gpus for node in nodes}
-    return Placement(_take(nodes, free, ranks, 1, "trainer ranks (actor.parallel)"), (), device)
+        return tuple(nodes[rank // per_node] for rank in range(ranks))
+    return _take(nodes, free, ranks, 1, "trainer ranks (actor.parallel)")
 
 
 def _by_address(node: Node) -> tuple[int, int, str]:

@@ -43,22 +43,20 @@ class RewardModelRank:
 
         from backend.megatron import model
         from backend.megatron.packed_model import ValueModel
+        from backend.megatron.trained import Trained
 
         self._groups = parallel_state
         self._spec = value_spec(model_spec(config.model.path))
         dtype = getattr(torch, config.model.dtype)
         parts = model.build_model(self._spec, actor, dtype, device, seed=config.run.seed)
         self._parameters = [model.named_shards(part) for part in parts]
-        wrapped = model.wrap_ddp(parts, actor)
-        self._model = ValueModel(wrapped, device)
-        self._optimizer = model.build_optimizer(wrapped, actor, dtype)
+        self._trained = Trained(parts, actor, dtype)
+        self._model = ValueModel(self._trained.parts, device)
         self._plan = export_plan(config, self._spec)
         self.version = 0
 
     def train(self, batch: TrainBatch) -> StepResult | None:
         """One optimizer update; the result on the reporting rank, None elsewhere."""
-        from backend.megatron import model
-
         [microbatches], metrics = microbatches_of(self._config, self._spec.geometry, batch, self.version)
         last_stage = self._groups.is_pipeline_last_stage()
         values = self._model.evaluate(microbatches, self._values_of)
@@ -66,15 +64,12 @@ class RewardModelRank:
         if last_stage:
             gradient_N, of_pairs = self._gradient(batch, microbatches, values)
             metrics |= of_pairs
-        model.zero_gradients(self._model.parts, self._optimizer)
         optimizer = self._config.actor.optimizer
         lr = learning_rate(optimizer, self.version, run_steps=self._config.run.steps)
-        model.set_learning_rate(self._optimizer, lr)
         heads = [partial(self._loss, micro, gradient_N) for micro in microbatches]
-        self._model.run(microbatches, heads, forward_only=False)
-        _, grad_norm, _ = self._optimizer.step()
-        model.gather_weights(self._model.parts)
-        metrics["train/grad_norm"] = float("nan") if grad_norm is None else float(grad_norm)
+        update = self._trained.update(self._model, microbatches, heads, lr)
+        self._trained.gather()
+        metrics["train/grad_norm"] = update.grad_norm
         metrics["train/lr"] = lr
         metrics["train/tokens"] = float(sum(len(trajectory.tokens_T) for trajectory in batch.trajectories))
         self.version += 1
@@ -122,6 +117,4 @@ class RewardModelRank:
 
 def _ends(micro: MicroBatch) -> tuple[np.ndarray, np.ndarray]:
     """Positions of the trajectories' last tokens, and which trajectories of the batch they are."""
-    is_last = np.ones(len(micro.owner_M), np.bool_)
-    is_last[:-1] = micro.owner_M[1:] != micro.owner_M[:-1]
-    return micro.index_M[is_last] + 1, micro.trajectory_M[is_last]
+    return micro.index_M[micro.is_last_M] + 1, micro.trajectory_M[micro.is_last_M]

@@ -93,14 +93,7 @@ async def run(config: RunConfig, progress: Progress, *, resume: bool = False) ->
     engines, trainer and Ray are ended first.
     """
     stop = Stop(progress)
-    task = asyncio.ensure_future(_run(with_absolute_paths(config), progress, resume, stop))
-    with stop.on_signals(), stop.by("stopping", task.cancel):
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if stop.asked:
-                raise Stopped from None
-            raise
+    return await stop.run(_run(with_absolute_paths(config), progress, resume, stop))
 
 
 async def _run(config: RunConfig, progress: Progress, resume: bool, stop: Stop) -> RunSummary:

@@ -2,10 +2,13 @@
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from backend.monitor.progress import Progress
+
+T = TypeVar("T")
 
 
 class Stopped(Exception):
@@ -52,3 +55,14 @@ class Stop:
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """``work``, which a request cancels. Raises Stopped then."""
+        task = asyncio.ensure_future(work)
+        with self.on_signals(), self.by("stopping", task.cancel):
+            try:
+                return await task
+            except asyncio.CancelledError:
+                if self.asked:
+                    raise Stopped from None
+                raise

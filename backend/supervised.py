@@ -4,7 +4,6 @@ To the trainer a response is a trajectory with reward 1, as if its present polic
 (``configs.supervised``). A reward model is trained by ``RewardModelRank`` on pairs of such trajectories.
 """
 
-import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,7 +19,7 @@ from backend.placement import place_trainer
 from backend.prepare import prepare_inputs
 from backend.remote import Trainer
 from backend.run import CHECKPOINT, recipe_text, start_folder, with_absolute_paths
-from backend.stop import Stop, Stopped
+from backend.stop import Stop
 from bridge.families import model_spec
 from bridge.hf_config import UnsupportedModel
 from configs.schema import RunConfig
@@ -46,15 +45,7 @@ async def run_supervised(asked: Supervised, progress: Progress) -> Path:
 
     Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail.
     """
-    stop = Stop(progress)
-    task = asyncio.ensure_future(_run(replace(asked, run=with_absolute_paths(asked.run)), progress))
-    with stop.on_signals(), stop.by("stopping", task.cancel):
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if stop.asked:
-                raise Stopped from None
-            raise
+    return await Stop(progress).run(_run(replace(asked, run=with_absolute_paths(asked.run)), progress))
 
 
 async def _run(asked: Supervised, progress: Progress) -> Path:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,9 +32,6 @@ from configs.schema import RunConfig
 from rollout.engine.client import EngineAddress, EngineClient
 from rollout.trajectory import Completion, Finish, Span, TrajectoryBuilder
 
-if TYPE_CHECKING:
-    from backend.megatron.packed_model import Head
-
 
 class TrainerRank:
     """One rank of the trainer. All ranks are called with the same arguments, in the same order."""
@@ -49,6 +46,7 @@ class TrainerRank:
 
         from backend.megatron import checkpoint, head, model
         from backend.megatron.packed_model import LanguageModel
+        from backend.megatron.trained import Trained
         from backend.scoring import Scorers
 
         self._groups = parallel_state
@@ -57,15 +55,17 @@ class TrainerRank:
         actor = config.actor
         parts = model.build_model(self._spec, actor, dtype, self._device, seed=config.run.seed)
         head.pass_on_hidden_states(parts)
-        wrapped = model.wrap_ddp(parts, actor)
+        self._trained = Trained(parts, actor, dtype)
         self._policy = LanguageModel(
-            wrapped, self._device, vocab=self._spec.geometry.vocab, float32_logits=actor.fp32_lm_head
+            self._trained.parts,
+            self._device,
+            vocab=self._spec.geometry.vocab,
+            float32_logits=actor.fp32_lm_head,
         )
-        self._optimizer = model.build_optimizer(wrapped, actor, dtype)
         self._parameters = [model.named_shards(part) for part in parts]
         self._learning_rate = partial(learning_rate, actor.optimizer, run_steps=config.run.steps)
         self._scorers = Scorers(config, dtype, self._device)
-        trained = {checkpoint.POLICY: checkpoint.Trained(wrapped, self._optimizer)}
+        trained = {checkpoint.POLICY: self._trained}
         if self._scorers.critic is not None:
             trained[checkpoint.CRITIC] = self._scorers.critic.trained
         self._checkpoints = checkpoint.RankCheckpoints(
@@ -94,8 +94,6 @@ class TrainerRank:
         Raises StalenessViolation when a token that carries loss is outside the bound: the last gate, at the
         place where it matters.
         """
-        from backend.megatron import model
-
         if batch.version != self.version:
             raise ValueError(
                 f"a batch for version {batch.version} reached a trainer at version {self.version}"
@@ -111,7 +109,6 @@ class TrainerRank:
         metrics["train/tokens"] = float(sum(trajectory.response_length for trajectory in batch.trajectories))
         metrics |= self._train_policy(minibatches, scores, targets)
         metrics |= self._train_critic(minibatches, scores, targets)
-        model.gather_weights(self._policy.parts)
         self._scorers.follow(self._parameters)
         self.step += 1
         self.version += 1
@@ -124,31 +121,22 @@ class TrainerRank:
         critic = self._config.critic
         if critic is not None and self.step < critic.warmup_steps:
             return {}
-        statistics = StepStatistics()
+        statistics, lr = StepStatistics(), self._learning_rate(self.step)
         remaining = zip(scores, targets, strict=True)
         for minibatch in minibatches:
             heads = [
                 partial(self._loss, micro, score, target)
                 for micro, (score, target) in zip(minibatch, remaining, strict=False)
             ]
-            self._update(minibatch, heads, statistics)
+            update = self._trained.update(self._policy, minibatch, heads, lr)
+            statistics.add_update(
+                update.results if self._is_last_stage else [],
+                grad_norm=update.grad_norm,
+                lr=lr,
+                succeeded=update.succeeded,
+            )
+        self._trained.gather()
         return statistics.reduced(self._groups.get_data_parallel_group()) if self._is_last_stage else {}
-
-    def _update(self, minibatch: list[MicroBatch], heads: "list[Head]", statistics: StepStatistics) -> None:
-        """One optimizer update."""
-        from backend.megatron import model
-
-        model.zero_gradients(self._policy.parts, self._optimizer)
-        lr = self._learning_rate(self.step)
-        model.set_learning_rate(self._optimizer, lr)
-        results = self._policy.run(minibatch, heads, forward_only=False)
-        succeeded, grad_norm, _ = self._optimizer.step()
-        statistics.add_update(
-            results if self._is_last_stage else [],
-            grad_norm=float("nan") if grad_norm is None else float(grad_norm),
-            lr=lr,
-            succeeded=bool(succeeded),
-        )
 
     def _train_critic(
         self, minibatches: list[list[MicroBatch]], scores: list[Scores], targets: list[Targets | None]

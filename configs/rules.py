@@ -22,8 +22,8 @@ USUAL_OFFPOLICYNESS = 16
 
 PROMPT_SUFFIXES = (".jsonl", ".parquet")
 
-POLICY = "model.path"
-OTHER_MODELS = ("actor.kl.reference.path", "actor.teacher.path", "critic.path")
+POLICY, CRITIC = "model.path", "critic.path"
+OTHER_MODELS = ("actor.kl.reference.path", "actor.teacher.path", CRITIC)
 """Settings with the checkpoints of models besides the policy, all of them in its layout."""
 MODELS = (POLICY, *OTHER_MODELS)
 PROMPTS = ("data.path", "eval.path")
@@ -140,13 +140,13 @@ def run_folder_can_be_made(config: RunConfig) -> Iterator[Violation]:
 
 
 def prompts_have_a_known_format(config: RunConfig, path: str) -> Iterator[Violation]:
-    file = _setting(config, path)
+    file = setting(config, path)
     if file is not None and file.suffix not in PROMPT_SUFFIXES:
         yield Violation(path, str(file), f"expected a file that ends in {one_of(PROMPT_SUFFIXES)}")
 
 
 def prompts_exist(config: RunConfig, path: str) -> Iterator[Violation]:
-    file = _setting(config, path)
+    file = setting(config, path)
     if file is None or config.prepare is not None:
         return
     if file.suffix in PROMPT_SUFFIXES and not os.path.isfile(file):
@@ -154,7 +154,7 @@ def prompts_exist(config: RunConfig, path: str) -> Iterator[Violation]:
 
 
 def model_exists(config: RunConfig, path: str) -> Iterator[Violation]:
-    folder = _setting(config, path)
+    folder = setting(config, path)
     made = config.prepare is not None and folder == config.model.path
     if folder is not None and not made and not os.path.isfile(folder / "config.json"):
         by = ", and no `prepare` that would make it" if path == POLICY else ""
@@ -166,7 +166,7 @@ def model_exists(config: RunConfig, path: str) -> Iterator[Violation]:
 
 def plugin_can_be_found(config: RunConfig, path: str) -> Iterator[Violation]:
     """Only the package of an import path is looked for: importing the rest could bring in torch."""
-    plugin = _setting(config, path)
+    plugin = setting(config, path)
     package = plugin.path.partition(".")[0] if plugin else None
     if package and not _is_importable(package):
         reason = f"there is no Python package {package!r}; install it or add its folder to PYTHONPATH"
@@ -174,7 +174,7 @@ def plugin_can_be_found(config: RunConfig, path: str) -> Iterator[Violation]:
 
 
 def model_config_is_readable(config: RunConfig, path: str) -> Iterator[Violation]:
-    folder = _setting(config, path)
+    folder = setting(config, path)
     if folder is not None and os.path.isfile(folder / "config.json") and _model_config(config, path) is None:
         reason = "its config.json is not a JSON object that can be read"
         yield Violation(path, str(folder), reason)
@@ -184,12 +184,12 @@ def vocabulary_is_the_policys(config: RunConfig, path: str) -> Iterator[Violatio
     own, other = (_model_number(config, "vocab_size", model) for model in (POLICY, path))
     if own and other and own != other:
         reason = f"its vocabulary has {other} tokens, that of model.path {own}: expected the same tokens"
-        yield Violation(path, str(_setting(config, path)), reason)
+        yield Violation(path, str(setting(config, path)), reason)
 
 
 def response_fits_the_model(config: RunConfig, path: str) -> Iterator[Violation]:
     """The prompt's length is not known here, but it has at least one token."""
-    length = _setting(config, path)
+    length = setting(config, path)
     context = _model_number(config, "max_position_embeddings")
     if length is not None and context is not None and length >= context:
         reason = f"expected less than {context}: the prompt too has to fit into max_position_embeddings"
@@ -198,7 +198,7 @@ def response_fits_the_model(config: RunConfig, path: str) -> Iterator[Violation]
 
 def heads_split_over_ranks(config: RunConfig, path: str, model: str) -> Iterator[Violation]:
     """What Megatron and SGLang refuse, known before any of their processes starts."""
-    ranks = _setting(config, path)
+    ranks = setting(config, path)
     heads = _model_number(config, "num_attention_heads", model)
     groups = _model_number(config, "num_key_value_heads", model)
     if heads and heads % ranks:
@@ -238,7 +238,7 @@ def layers_split_over_stages(config: RunConfig, model: str) -> Iterator[Violatio
             f"expected a divisor of {layers}{also}, the number of layers of {_named(model)}, or "
             "actor.parallel.layers: how many each part has"
         )
-        yield Violation(path, _setting(config, path), reason)
+        yield Violation(path, setting(config, path), reason)
 
 
 def experts_split_over_ranks(config: RunConfig, model: str) -> Iterator[Violation]:
@@ -285,7 +285,7 @@ def shared_memory_is_on_one_node(config: RunConfig) -> Iterator[Violation]:
 
 
 def lora_targets_exist(config: RunConfig) -> Iterator[Violation]:
-    targets = _setting(config, "actor.lora.targets")
+    targets = setting(config, "actor.lora.targets")
     if targets is None or _model_config(config) is None:
         return
     names = ["linear_proj", "linear_fc1", "linear_fc2"]
@@ -399,7 +399,7 @@ def _touches(read: str, path: str) -> bool:
     return read == path or read.startswith(f"{path}.") or path.startswith(f"{read}.")
 
 
-def _setting(config: RunConfig, path: str) -> Any:
+def setting(config: RunConfig, path: str) -> Any:
     """The value at a dotted path, or None where an optional section on the way is not given."""
     value: Any = config
     for name in path.split("."):
@@ -423,7 +423,7 @@ def _named(model: str) -> str:
 
 def _model_config(config: RunConfig, model: str = POLICY) -> dict[str, Any] | None:
     """Of the model at a setting; None where it is not given or cannot be read."""
-    folder = _setting(config, model)
+    folder = setting(config, model)
     if folder is None:
         return None
     try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from configs.schema import RunConfig
+from configs.schema.supervised import SupervisedConfig
 from configs.violations import Violation
 
 _ACTOR = {
@@ -43,7 +44,10 @@ def run_of(data: dict[str, Any]) -> dict[str, Any]:
     return {
         **{key: data[key] for key in ("run", "model", "data", "cluster", "prepare") if key in data},
         "actor": {**actor, **_ACTOR} if isinstance(actor, dict) else actor,
-        "rollout": {**_ROLLOUT, "batch_size": data.get("batch_size", 64)},
+        "rollout": {
+            **_ROLLOUT,
+            "batch_size": data.get("batch_size", SupervisedConfig.model_fields["batch_size"].default),
+        },
         "checkpoint": {"every": 0},
     }
 

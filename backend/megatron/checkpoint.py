@@ -6,8 +6,7 @@ rate is a function of the training step, so the step is all of its state. Settin
 kind of optimizer) are the recipe's, not the checkpoint's.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +14,18 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
 
 from backend.checkpoints import CheckpointError
 from backend.megatron import optimizer_state, random_state
 from backend.megatron.checkpoint_writer import BackgroundSave
 from backend.megatron.frozen import FrozenModel
+from backend.megatron.trained import Trained
 from backend.megatron.weights import ADAPTERS, content_of, differences, sharded_weights, take_over
 from bridge.geometry import Geometry
 from configs.schema import ActorConfig
 
 POLICY, CRITIC, AVERAGE = "", "critic.", "average."
 """How the names of their weights begin in the files."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A model that is being trained: this rank's parts and their optimizer."""
-
-    parts: Sequence[DistributedDataParallel]
-    optimizer: MegatronOptimizer
-
-    @property
-    def modules(self) -> list[torch.nn.Module]:
-        return [part.module for part in self.parts]
 
 
 class RankCheckpoints:

@@ -177,15 +177,6 @@ def wrap_ddp(parts: list[GPTModel], actor: ActorConfig) -> list[DistributedDataP
     return wrapped
 
 
-def gather_weights(parts: list[DistributedDataParallel]) -> None:
-    """Bring together what the distributed optimizer has updated, where that would wait for the next forward
-    pass (``overlap_param_gather``). Weights must not leave the trainer before.
-    """
-    for part in parts:
-        if part.ddp_config.overlap_param_gather:
-            part.start_param_sync(force_sync=True)
-
-
 def build_optimizer(
     parts: list[DistributedDataParallel], actor: ActorConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
@@ -215,17 +206,6 @@ def build_optimizer(
         part.config.grad_scale_func = made.scale_loss
         part.config.finalize_model_grads_func = finalize_model_grads
     return made
-
-
-def zero_gradients(parts: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
-    for part in parts:
-        part.zero_grad_buffer()
-    optimizer.zero_grad()
-
-
-def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_mult", 1.0)
 
 
 def named_shards(part: torch.nn.Module) -> Mapping[str, Tensor]:

@@ -36,10 +36,3 @@ def in_loss(
     if estimator == "k2":
         ratio_T = ratio_T.detach()
     return ratio_T * estimate(logp_T, reference_logp_T, estimator)
-
-
-def in_reward(
-    reward_T: Tensor, logp_T: Tensor, reference_logp_T: Tensor, *, coefficient: float, estimator: Estimator
-) -> Tensor:
-    """reward - coefficient * estimate [T], without gradient. k1 makes the policy gradient that of the KL."""
-    return reward_T - coefficient * estimate(logp_T, reference_logp_T, estimator).detach()

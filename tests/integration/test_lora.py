@@ -182,11 +182,15 @@ def lives(rank: RankSpec, work: list[tuple[int, RunConfig, Path]], batch: TrainB
                     for piece in split.pieces(shard):
                         value = by_hand(names[piece.hf], split.hf_shapes[piece.hf])
                         piece.in_shard(factor).copy_(piece.in_hf(value))
-            trainer._optimizer.reload_model_params()
+            trainer._trained.optimizer.reload_model_params()
             life["logps"] = logprobs(trainer, batch)
-            trainer._optimizer.step = lambda: (True, 0.0, 0)  # leaves the gradient where it can be read
+            trainer._trained.optimizer.step = lambda: (
+                True,
+                0.0,
+                0,
+            )  # leaves the gradient where it can be read
             trainer.train(batch)
-            del trainer._optimizer.step
+            del trainer._trained.optimizer.step
             life["gradients"] = copied(own, lambda factor: factor.main_grad)
             life["metrics"] = {}
             for step in range(STEPS):

@@ -88,7 +88,7 @@ def logprobs_and_gradients(rank: RankSpec, config: RunConfig, batch: TrainBatch)
         for micro, logp in zip(microbatches, values, strict=True)
         if logp is not None
     }
-    trainer._optimizer.step = lambda: (True, 0.0, 0)  # leaves the gradient where it can be read
+    trainer._trained.optimizer.step = lambda: (True, 0.0, 0)  # leaves the gradient where it can be read
     trainer.train(batch)
     gradients = [
         {name: getattr(tensor, "main_grad", tensor) for name, tensor in part.items()}

@@ -69,7 +69,7 @@ def mains(trainer: Any) -> dict[str, tuple[torch.nn.Parameter, torch.Tensor, int
     names = {id(p): name for part in trainer._policy.parts for name, p in part.module.named_parameters()}
     return {
         names[id(parameter)]: (parameter, shard, start)
-        for part in _parts(trainer._optimizer)
+        for part in _parts(trainer._trained.optimizer)
         for parameter, shard, start in _shards(part)
     }
 
@@ -82,7 +82,7 @@ def updates(rank: RankSpec, work: list[tuple[int, RunConfig]]) -> list[dict[str,
             own = mains(trainer)
             history = {name: [numbers(shard)] for name, (_, shard, _) in own.items()}
             gradients: dict[str, list[np.ndarray]] = {name: [] for name in own}
-            step = trainer._optimizer.step
+            step = trainer._trained.optimizer.step
 
             def noting(own=own, gradients=gradients, step=step):
                 for name, (parameter, shard, start) in own.items():
@@ -90,7 +90,7 @@ def updates(rank: RankSpec, work: list[tuple[int, RunConfig]]) -> list[dict[str,
                     gradients[name].append(numbers(grad))
                 return step()
 
-            trainer._optimizer.step = noting
+            trainer._trained.optimizer.step = noting
             for n in range(STEPS):
                 trainer.train(make_batch(VOCAB, seed=n, version=trainer.version))
                 for name, (_, shard, _) in own.items():

@@ -97,10 +97,10 @@ def gradients_of(rank: RankSpec, configs: dict[str, RunConfig], batch: TrainBatc
         else:
             trainer._scorers = Scorers(config, torch.float32, trainer._device)
         trainer._config, trainer.version = config, 0
-        trainer._optimizer.step = lambda: (True, 0.0, 0)
+        trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
         critic = trainer._scorers.critic
         if critic is not None:
-            critic._optimizer.step = lambda: (True, 0.0, 0)
+            critic.trained.optimizer.step = lambda: (True, 0.0, 0)
         result = trainer.train(batch)
         gradients = exported(trainer._plan, gradients_in(trainer._parameters), rank.rank)
         of_critic = None
@@ -110,7 +110,7 @@ def gradients_of(rank: RankSpec, configs: dict[str, RunConfig], batch: TrainBatc
             shards = [model.named_shards(part) for part in critic.trained.modules]
             of_critic = exported(plan, gradients_in(shards), rank.rank)
         found[name] = (result and result.metrics, gradients, of_critic)
-    del trainer._optimizer.step
+    del trainer._trained.optimizer.step
     found["average"] = average_of(trainer, configs, batch, rank.rank)
     return found
 

@@ -107,7 +107,7 @@ def train_overlapped(rank: RankSpec, work: list[tuple[int, RunConfig]]) -> list[
         with small_buckets(), trainer_of(replace(rank, port=port), config) as trainer:
             under_way, late = [], []
             finalize = trainer._policy.parts[0].config.finalize_model_grads_func
-            step = trainer._optimizer.step
+            step = trainer._trained.optimizer.step
 
             def noting(*args, trainer=trainer, under_way=under_way, finalize=finalize, **options):
                 under_way.append([group.grad_reduce_handle is not None for group in groups(trainer)])
@@ -119,7 +119,7 @@ def train_overlapped(rank: RankSpec, work: list[tuple[int, RunConfig]]) -> list[
                 return done
 
             trainer._policy.parts[0].config.finalize_model_grads_func = noting
-            trainer._optimizer.step = stepping
+            trainer._trained.optimizer.step = stepping
             metrics = {}
             for n in range(STEPS):
                 result = trainer.train(make_batch(VOCAB, seed=n, version=trainer.version))

@@ -71,7 +71,7 @@ def both_ways(rank: RankSpec, work: dict[str, tuple[int, RunConfig]]):
     found = {}
     for family, (port, config) in work.items():
         with trainer_of(replace(rank, port=port), config) as trainer:
-            trainer._optimizer.step = lambda: (True, 0.0, 0)
+            trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
             for name, responses in RESPONSES.items():
                 batch = batch_of(responses)
                 found[family, name] = [one_step(trainer, config, budget, batch) for budget in (PACKED, ALONE)]

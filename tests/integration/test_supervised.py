@@ -67,7 +67,7 @@ def step(rank: RankSpec, config: RunConfig):
     from backend.trainer import TrainerRank
 
     trainer = TrainerRank(config, rank)
-    trainer._optimizer.step = lambda: (True, 0.0, 0)
+    trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
     result = trainer.train(demonstrated(PAIRS, version=0))
     return result and result.metrics, exported(trainer._plan, gradients_in(trainer._parameters), rank.rank)
 
@@ -96,7 +96,7 @@ def reward_model_step(rank: RankSpec, config: RunConfig):
     from backend.reward_model import RewardModelRank
 
     trainer = RewardModelRank(config, rank)
-    trainer._optimizer.step = lambda: (True, 0.0, 0)
+    trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
     result = trainer.train(demonstrated(PAIRS[:-1], version=0))
     return result and result.metrics, exported(trainer._plan, gradients_in(trainer._parameters), rank.rank)
 

@@ -68,7 +68,7 @@ def steps(rank, config: RunConfig):
     from backend.trainer import TrainerRank
 
     trainer = TrainerRank(config, rank)
-    trainer._optimizer.step = lambda: (True, 0.0, 0)
+    trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
     parallel = {"parallel": {"data": 2}, "optimizer": {"clip_grad": 0.0}}
     metrics = [
         one_step(trainer, config, ActorConfig.model_validate(parallel | actor), TRAJECTORIES, GROUPS)[1]

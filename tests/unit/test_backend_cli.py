@@ -1,12 +1,14 @@
 """Exit codes and messages of the command line, called as a user calls it."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from tests.models import make_checkpoint
 
@@ -111,6 +113,26 @@ def test_a_model_that_is_not_mapped_is_exit_code_2(recipe, tmp_path):
     ended = slipstream("check", recipe(prepare=None), pythonpath=tmp_path)
     assert ended.returncode == 2
     assert "model_type 'bert' is not mapped; supported: deepseek_v3" in ended.stderr
+
+
+def test_the_files_of_every_model_are_checked(recipe, tmp_path):
+    make_checkpoint(tmp_path / "model", tied=False)
+    for name in ("teacher", "critic"):
+        shutil.copytree(tmp_path / "model", tmp_path / name)
+        weights = load_file(tmp_path / name / "model.safetensors")
+        del weights["lm_head.weight"]  # a critic needs none
+        save_file(weights, tmp_path / name / "model.safetensors", {"format": "pt"})
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
+    path = recipe(
+        prepare=None,
+        rollout={**yaml.safe_load(Path(recipe()).read_text())["rollout"], "sampling": {"max_new_tokens": 64}},
+        actor={"advantage": "gae", "teacher": {"path": str(tmp_path / "teacher")}},
+        critic={"path": str(tmp_path / "critic")},
+    )
+    ended = slipstream("check", path, pythonpath=tmp_path)
+    assert ended.returncode == 2
+    assert "actor.teacher.path" in ended.stderr and "missing: lm_head.weight" in ended.stderr
+    assert "critic" not in ended.stderr and "model.path" not in ended.stderr
 
 
 def test_the_doctor_says_what_it_found_and_its_exit_code_whether_something_is_wrong():

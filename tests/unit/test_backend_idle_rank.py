@@ -29,7 +29,7 @@ def gradients(rank, config: RunConfig, budgets: list[int]):
     from backend.trainer import TrainerRank
 
     trainer = TrainerRank(config, rank)
-    trainer._optimizer.step = lambda: (True, 0.0, 0)
+    trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
     batch = TrainBatch(0, tuple(map(trajectory, range(3))), np.zeros(3, np.int64))
     found = []
     for budget in budgets:
