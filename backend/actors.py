@@ -45,8 +45,11 @@ class TrainerActor:
         address = "127.0.0.1" if self._config.cluster.type == "local" else ray.util.get_node_ip_address()
         return address, free_port(address)
 
-    def pid(self) -> int:
-        return os.getpid()
+    def process(self) -> tuple[int, list[str]]:
+        """This process's id, and the GPUs that Ray has given it, by their ids on this node."""
+        import ray
+
+        return os.getpid(), [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def connect(self, address: str, port: int) -> None:
         if self._device == "cpu":
@@ -69,6 +72,12 @@ class TrainerActor:
 
     def export_hf(self, folder: str) -> None:
         self._trainer.export_hf(Path(folder))
+
+    def rest(self, keep_weights: bool) -> None:
+        self._trainer.rest(keep_weights)
+
+    def wake(self) -> None:
+        self._trainer.wake()
 
     def begin_checkpoint(self, folder: str) -> None:
         self._trainer.begin_checkpoint(folder)

@@ -9,6 +9,7 @@ from typing import Protocol
 from backend.checkpoints import CheckpointError, CheckpointFolder, CheckpointRecord
 from backend.recorder import Recorder
 from backend.remote import Trainer
+from backend.served_weights import ServedWeights
 from configs.schema import CheckpointConfig
 from rollout.control.gate import AdmissionGate
 from rollout.ledger.writer import Ledger
@@ -34,6 +35,7 @@ class TrainerCheckpoints:
         config: CheckpointConfig,
         folder: CheckpointFolder,
         trainer: Trainer,
+        weights: ServedWeights,
         ledger: Ledger,
         recorder: Recorder,
         last_step: int = 0,
@@ -42,6 +44,7 @@ class TrainerCheckpoints:
         self._config = config
         self._folder = folder
         self._trainer = trainer
+        self._weights = weights
         self._ledger = ledger
         self._recorder = recorder
         self._last_step = last_step
@@ -82,7 +85,7 @@ class TrainerCheckpoints:
         began = time.monotonic()
         try:
             path = await asyncio.to_thread(self._folder.begin, record.version)
-            await self._trainer.begin_checkpoint(path)
+            await self._weights.begin_checkpoint(path)
         except CheckpointError as error:
             self._failed(record, error)
             return

@@ -4,7 +4,7 @@ import hashlib
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -99,10 +99,17 @@ def replica_of(config: RunConfig, engine: str) -> ReplicaSpec | None:
     return ReplicaSpec("bridge.replica.mount", str(transport.memory / f"slipstream-{run}-{engine}"))
 
 
-def create_engine(config: RunConfig, placement: Placement, number: int, logs: Path) -> Any:
-    """The actor handle of engine ``number``. It waits for its server's end while it starts and stops it."""
+def create_engine(
+    config: RunConfig, placement: Placement, number: int, logs: Path, trainer_gpus: Sequence[Sequence[str]]
+) -> Any:
+    """The actor handle of engine ``number``. It waits for its server's end while it starts and stops it.
+
+    ``trainer_gpus``: ids of each trainer rank's GPUs. A colocated engine has those and asks Ray for none.
+    """
     engine = config.rollout.engine
-    gpus = engine.tensor_parallel if placement.device == "cuda" else 0
+    sharing = placement.shared[number] if placement.shared else ()
+    shared = [gpu for rank in sharing for gpu in trainer_gpus[rank]]
+    gpus = engine.tensor_parallel if placement.device == "cuda" and not shared else 0
     options = _on(placement.engines[number], gpus) | {"max_concurrency": 8}
     return (
         ray.remote(EngineActor)
@@ -118,6 +125,7 @@ def create_engine(config: RunConfig, placement: Placement, number: int, logs: Pa
             log_folder=str(logs),
             loopback=config.cluster.type == "local",
             start_timeout_s=engine.start_timeout_s,
+            shared_gpus=shared,
             replica=replica_of(config, f"engine-{number}"),
         )
     )

@@ -8,7 +8,7 @@ serving:     keeps every engine on the current version                (rollout.e
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -49,10 +49,7 @@ class Loops:
     group_filter: GroupFilter | None
     recorder: Recorder
     checkpoints: Checkpoints
-    episode_limit: TimeLimit = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.episode_limit = TimeLimit(self.config.rollout.episode_timeout_s)
+    episode_limit: TimeLimit
 
 
 # ---- training

@@ -28,18 +28,22 @@ class Placement:
     engines: tuple[Node, ...]
     device: str
     """``cuda`` or ``cpu``."""
+    shared: tuple[tuple[int, ...], ...] = ()
+    """Of every engine, the trainer ranks whose GPUs are also its own (``rollout.engine.colocated``)."""
 
 
 def place(nodes: Sequence[Node], config: RunConfig) -> Placement:
     """Trainer ranks fill the first nodes, engines the nodes after them; on one node they share it.
 
-    On GPUs, a rank has one and an engine as many as its tensor-parallel size, never across nodes. On CPUs
-    nothing is counted. Raises PlacementError.
+    On GPUs, a rank has one and an engine as many as its tensor-parallel size, never across nodes. Colocated
+    engines have those of trainer ranks, in their order. On CPUs nothing is counted. Raises PlacementError.
     """
     nodes = sorted(nodes, key=_by_address)
     device = _device(nodes, config)
+    if config.rollout.engine.colocated:
+        return _colocated(nodes, config, device)
     if config.cluster.type == "slurm":
-        first = config.cluster.trainer_nodes
+        first = config.cluster.trainer_nodes or 1
         if len(nodes) <= first:
             raise PlacementError(
                 f"the job has {len(nodes)} nodes: cluster.trainer_nodes={first} leaves none for the engines; "
@@ -56,6 +60,34 @@ def place(nodes: Sequence[Node], config: RunConfig) -> Placement:
     else:
         on_nodes = _take(engine_nodes, free, engines, size, "engines (rollout.engine)")
     return Placement(trainer, on_nodes, device)
+
+
+def _colocated(nodes: Sequence[Node], config: RunConfig, device: str) -> Placement:
+    trainer = _ranks(nodes, {node.id: node.gpus for node in nodes}, config, device)
+    count, size = config.rollout.engine.count, config.rollout.engine.tensor_parallel
+    if device == "cpu":
+        shared: list[tuple[int, ...]] = []
+        engines = [trainer[engine % len(trainer)] for engine in range(count)]
+    else:
+        by_node = {node: [rank for rank, at in enumerate(trainer) if at == node] for node in nodes}
+        shared = [
+            tuple(ranks[first : first + size])
+            for ranks in by_node.values()
+            for first in range(0, len(ranks) - size + 1, size)
+        ][:count]
+        if len(shared) < count:
+            have = ", ".join(f"{node.address}: {len(ranks)}" for node, ranks in by_node.items())
+            raise PlacementError(
+                f"{count} engines (rollout.engine) need the GPUs of {size} trainer ranks each, on one node; "
+                f"there is room for {len(shared)} (trainer ranks by node: {have})"
+            )
+        engines = [trainer[ranks[0]] for ranks in shared]
+    if config.weights.transport.type == "tensor" and set(engines) != {trainer[0]}:
+        raise PlacementError(
+            f"weights.transport.type is tensor, but not all engines are on {trainer[0].address}, the node of "
+            "the trainer's first rank, whose memory they would share: use disk or delta"
+        )
+    return Placement(trainer, tuple(engines), device, tuple(shared))
 
 
 def place_trainer(nodes: Sequence[Node], config: RunConfig) -> Placement:

@@ -21,7 +21,10 @@ def make_publisher(config: RunConfig, plan: ExportPlan, *, address: str, backend
     weights = config.weights
     patience = Patience(step=weights.timeout_s, answer=min(weights.answer_timeout_s, weights.timeout_s))
     return Publisher(
-        _transport(config, plan, address, backend, patience), interrupt=weights.interrupt, patience=patience
+        _transport(config, plan, address, backend, patience),
+        # Colocated engines have been stopped for the training step already.
+        interrupt=None if config.rollout.engine.colocated else weights.interrupt,
+        patience=patience,
     )
 
 

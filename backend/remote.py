@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,12 +48,15 @@ class Trainer:
         self._logs = logs
         self._pids: list[int] = []
         """Of ranks on this machine or others: shared memory is only used between processes of one."""
+        self.gpus: list[list[str]] = []
+        """Of each rank, once it is connected: the ids that Ray has for its GPUs."""
 
     async def connect(self) -> None:
         address, port = await within(
             self._timeout_s, "the first trainer rank", self._ranks[0].meeting_point.remote()
         )
-        self._pids = await self._all("starting the trainer", "pid")
+        processes = await self._all("starting the trainer", "process")
+        self._pids, self.gpus = [pid for pid, _ in processes], [gpus for _, gpus in processes]
         await self._all("building the model", "connect", address, port)
 
     async def train(self, batch: TrainBatch) -> StepResult:
@@ -64,6 +68,13 @@ class Trainer:
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Log-probs of ids[1:] given what precedes them, at temperature 1, under the present weights."""
         return self._only(await self._all("computing log-probs", "logprobs", list(ids)))
+
+    async def rest(self, *, keep_weights: bool = False) -> None:
+        """Have the ranks give up their GPUs' memory, all of it or but for the weights."""
+        await self._all("moving the trainer to host memory", "rest", keep_weights)
+
+    async def wake(self) -> None:
+        await self._all("moving the trainer back to the GPUs", "wake")
 
     async def export_hf(self, folder: Path) -> None:
         await self._all("writing the HF checkpoint", "export_hf", str(folder))
@@ -144,14 +155,22 @@ class RayEngine:
         create: Callable[[], Any],
         address: Callable[[str, str], EngineAddress],
         timeout_s: float,
+        *,
+        turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
+        """``turn``: while the server may be started."""
         self.name = name
         self._create = create
         self._address = address
         self._timeout_s = timeout_s
+        self._turn = turn
         self._actor: Any = None
 
     async def start(self) -> EngineAddress:
+        async with self._turn():
+            return await self._start()
+
+    async def _start(self) -> EngineAddress:
         if self._actor is None:
             self._actor = self._create()
         try:

@@ -13,6 +13,7 @@ import yaml
 from backend.checkpointing import TrainerCheckpoints
 from backend.checkpoints import CheckpointError, CheckpointFolder, describe
 from backend.cluster import create_engine, create_trainer, ray_cluster
+from backend.devices import Colocated, Devices, Separate
 from backend.inputs import InputError, Inputs, read_inputs
 from backend.loops import Loops, collection_loop, evaluate_and_record, training_loop
 from backend.monitor.metrics import MetricsLog
@@ -35,7 +36,9 @@ from backend.resume import (
 )
 from backend.served_weights import ServedWeights
 from backend.stop import Stop, Stopped
+from backend.time_limit import TimeLimit
 from backend.verification import Verifier, probe_text
+from bridge.endpoint import PAUSE
 from configs.schema import RunConfig
 from configs.schema.base import Section
 from rollout.control.concurrency import ConcurrencyController
@@ -182,15 +185,11 @@ def build(
         trace=lambda request: trace.write("request", **asdict(request)),
     )
     pool.version = state.version
-    drains = config.weights.interrupt == "drain"
-    weights = ServedWeights(
-        trainer,
-        pool,
-        drain_s=config.weights.timeout_s if drains else None,
-        verifier=make_verifier(config, inputs),
-    )
+    episode_limit = TimeLimit(rollout.episode_timeout_s)
+    devices = make_devices(config, trainer, pool, episode_limit)
+    weights = ServedWeights(trainer, pool, devices, verifier=make_verifier(config, inputs))
     supervisor = Supervisor(
-        engine_handles(config, inputs, placement, logs),
+        engine_handles(config, inputs, placement, logs, trainer, devices),
         pool,
         weights.bring_up_to_date,
         restarts=rollout.engine.restarts,
@@ -215,6 +214,7 @@ def build(
             keep_every=config.checkpoint.keep_every,
         ),
         trainer,
+        weights,
         state.ledger,
         recorder,
         last_step=state.step,
@@ -233,6 +233,22 @@ def build(
         group_filter=inputs.group_filter,
         recorder=recorder,
         checkpoints=checkpoints,
+        episode_limit=episode_limit,
+    )
+
+
+def make_devices(config: RunConfig, trainer: Trainer, pool: EnginePool, episodes: TimeLimit) -> Devices:
+    interrupt = config.weights.interrupt
+    drain_s = config.weights.timeout_s if interrupt == "drain" else None
+    if not config.rollout.engine.colocated:
+        return Separate(pool, drain_s=drain_s)
+    return Colocated(
+        trainer,
+        pool,
+        pause=PAUSE[interrupt],
+        drain_s=drain_s,
+        timeout_s=config.weights.timeout_s,
+        episodes=episodes,
     )
 
 
@@ -251,9 +267,20 @@ def make_verifier(config: RunConfig, inputs: Inputs) -> Verifier | None:
     )
 
 
-def engine_handles(config: RunConfig, inputs: Inputs, placement: Placement, logs: Path) -> list[RayEngine]:
+def engine_handles(
+    config: RunConfig,
+    inputs: Inputs,
+    placement: Placement,
+    logs: Path,
+    trainer: Trainer,
+    devices: Devices,
+) -> list[RayEngine]:
     """One handle per engine; the actors come into being when the supervisor starts them."""
     engine, geometry = config.rollout.engine, inputs.spec.geometry
+    trainers_turn_s = config.run.step_timeout_s if engine.colocated else 0.0
+
+    def create(number: int) -> Any:
+        return create_engine(config, placement, number, logs, trainer.gpus)
 
     def address(name: str, url: str) -> EngineAddress:
         return EngineAddress(
@@ -262,16 +289,17 @@ def engine_handles(config: RunConfig, inputs: Inputs, placement: Placement, logs
             ranks=engine.tensor_parallel,
             vocab_size=geometry.vocab,
             max_length=geometry.max_positions,
-            timeout_s=engine.request_timeout_s,
+            timeout_s=engine.request_timeout_s + trainers_turn_s,
             stream_interval=engine.stream_interval,
         )
 
     return [
         RayEngine(
             f"engine-{number}",
-            partial(create_engine, config, placement, number, logs),
+            partial(create, number),
             address,
             timeout_s=engine.start_timeout_s + 60,
+            turn=devices.starting,
         )
         for number in range(engine.count)
     ]
@@ -321,4 +349,4 @@ async def show_result(loops: Loops, folder: Path, progress: Progress) -> None:
         progress.phase("evaluating the trained policy")
         await evaluate_and_record(loops, loops.gate.version)
     progress.phase("writing the trained policy")
-    await loops.trainer.export_hf(folder / CHECKPOINT)
+    await loops.weights.export_hf(folder / CHECKPOINT)

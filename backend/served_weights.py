@@ -8,12 +8,13 @@ answers when the verdict is good; when it is not, it is sampled again elsewhere 
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from backend.batching import TrainBatch
+from backend.devices import Devices, Turn
 from backend.remote import Trainer
 from backend.trainer_result import StepResult
 from backend.verification import Verifier, WeightsMismatch
@@ -38,21 +39,20 @@ class ServedWeights:
         self,
         trainer: Trainer,
         pool: EnginePool,
+        devices: Devices,
         *,
-        drain_s: float | None = None,
         verifier: Verifier | None = None,
     ) -> None:
-        """``drain_s``: wait so long for the running requests before a version is published."""
         self._trainer = trainer
         self._pool = pool
-        self._drain_s = drain_s
+        self._devices = devices
         self._verifier = verifier
         self._moving = asyncio.Lock()
         self._verdict: asyncio.Task[None] | None = None
 
     async def connect(self, version: int, checkpoint: Path | None) -> None:
         """Start the trainer, from a checkpoint if there is one; its weights are ``version`` from now on."""
-        async with self._moving:
+        async with self._moving, self._devices.training():
             await self._trainer.connect()
             if checkpoint is not None:
                 await self._trainer.restore(checkpoint, version)
@@ -65,25 +65,48 @@ class ServedWeights:
         Engines that missed it are out of the pool; the report names them, and they are to be rebuilt.
         """
         async with self._moving:
-            began = time.monotonic()
-            result = await self._trainer.train(batch)
-            train_s = time.monotonic() - began
-            await self.settled()
-            doubted = self._verifier is not None and self._verifier.due(result.version)
+            async with self._trainers_turn() as turn:
+                began = time.monotonic()
+                result = await self._trainer.train(batch)
+                train_s = time.monotonic() - began
+                await self.settled()
+                doubted = self._verifier is not None and self._verifier.due(result.version)
+                if doubted:
+                    self._pool.doubt(result.version)
+                async with self._devices.publishing():
+                    report = await self._publish(result.version)
+                expected = await self._trainer.logprobs(self._verifier.text) if doubted else []
+            report.stall_s += turn.stood_s
+            report.parts_s |= turn.parts_s
             if doubted:
-                self._pool.doubt(result.version)
-            async with self._pool.drained(self._drain_s) if self._drain_s is not None else nullcontext():
-                report = await self._publish(result.version)
-            if doubted:
-                verifying = self._verify(result.version, await self._trainer.logprobs(self._verifier.text))
+                verifying = self._verify(result.version, expected)
                 self._verdict = asyncio.create_task(verifying, name=f"verdict on version {result.version}")
             return Advance(result, report, train_s)
 
+    async def begin_checkpoint(self, folder: Path) -> None:
+        """As ``Trainer.begin_checkpoint``."""
+        async with self._trainers_turn():
+            await self._trainer.begin_checkpoint(folder)
+
+    async def export_hf(self, folder: Path) -> None:
+        """As ``Trainer.export_hf``."""
+        async with self._trainers_turn():
+            await self._trainer.export_hf(folder)
+
+    @asynccontextmanager
+    async def _trainers_turn(self, *newcomers: EngineAddress) -> AsyncIterator[Turn]:
+        if self._devices.shared:
+            await self.settled()  # an engine that stands still gives no verdict
+        async with self._devices.training(*newcomers) as turn:
+            yield turn
+
     async def settled(self) -> None:
         """Wait for the verdict on the last version. Raises what asking for it has raised."""
-        if self._verdict is not None:
-            verdict, self._verdict = self._verdict, None
-            await verdict
+        if (verdict := self._verdict) is not None:
+            await asyncio.wait({verdict})
+            if self._verdict is verdict:
+                self._verdict = None
+            verdict.result()
 
     async def cancel(self) -> None:
         """Without a verdict."""
@@ -128,13 +151,17 @@ class ServedWeights:
         Raises WeightsMismatch when it computes something else than the trainer from the initial weights.
         """
         async with self._moving:
-            version = self._pool.version
-            if version > 0:
-                report = await self._sent([engine])
-                if engine.name in report.failed:
-                    return report.failed[engine.name]
+            version, expected = self._pool.version, []
+            if version > 0 or self._verifier is not None:
+                async with self._trainers_turn(engine):
+                    if version > 0:
+                        async with self._devices.publishing():
+                            report = await self._sent([engine])
+                        if engine.name in report.failed:
+                            return report.failed[engine.name]
+                    if self._verifier is not None:
+                        expected = await self._trainer.logprobs(self._verifier.text)
             if self._verifier is not None:
-                expected = await self._trainer.logprobs(self._verifier.text)
                 wrong = await self._verifier.wrong(version, expected, [engine])
                 if wrong and version == 0:
                     raise WeightsMismatch(f"{engine.name}: {wrong[engine.name]}")

@@ -1,6 +1,8 @@
 """One time limit for many coroutines at once, at the price of one timer."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -22,23 +24,46 @@ class TimeLimit:
         self._entered: dict[_Entry, None] = {}
         """In the order in which they run out."""
         self._timer: asyncio.TimerHandle | None = None
+        self._is_stopped = False
 
     def __call__(self) -> "_Entry":
         """For the task that runs; its time begins when the block does."""
         return _Entry(self)
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Time inside counts for nobody. Not to be nested."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        self._is_stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        try:
+            yield
+        finally:
+            self._is_stopped = False
+            for entry in self._entered:
+                entered = entry.due - self.seconds
+                entry.due += loop.time() - max(began, entered)
+            if self._entered:
+                self._set_timer(loop)
+
     def _enter(self, entry: "_Entry", loop: asyncio.AbstractEventLoop) -> None:
         entry.due = loop.time() + self.seconds
         self._entered[entry] = None
-        if self._timer is None:
-            self._timer = loop.call_at(entry.due, self._run_out, loop)
+        if self._timer is None and not self._is_stopped:
+            self._set_timer(loop)
+
+    def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = loop.call_at(next(iter(self._entered)).due, self._run_out, loop)
 
     def _run_out(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer, now = None, loop.time()
         while self._entered:
             entry = next(iter(self._entered))
             if entry.due > now:
-                self._timer = loop.call_at(entry.due, self._run_out, loop)
+                self._set_timer(loop)
                 return
             del self._entered[entry]
             entry.has_run_out = True

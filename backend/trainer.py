@@ -46,6 +46,7 @@ class TrainerRank:
 
         from backend.megatron import checkpoint, head, model
         from backend.megatron.packed_model import LanguageModel
+        from backend.megatron.resting import Resting
         from backend.megatron.trained import Trained
         from backend.scoring import Scorers
 
@@ -81,6 +82,7 @@ class TrainerRank:
         """Training steps done. What is drawn or scheduled by time follows it."""
         self.version = 0
         """The number of the present weights. Never used twice, so it can jump where a run goes on."""
+        self._resting = Resting(self._device)
         self._plan = export_plan(config, self._spec)
         self._publisher: Publisher | None = None
 
@@ -219,6 +221,19 @@ class TrainerRank:
         first_of_tensor = self._groups.get_tensor_model_parallel_rank() == 0
         first_of_data = self._groups.get_data_parallel_rank(with_context_parallel=True) == 0
         return self._is_last_stage and first_of_tensor and first_of_data
+
+    # ---- taking turns with the engines
+
+    def rest(self, keep_weights: bool) -> None:
+        """Give the device's memory up, but for the weights if they are still to be published. Until ``wake``
+        the rank can then be asked for nothing else."""
+        self._trained.rest(self._resting, keep_weights=keep_weights)
+        if self._scorers.critic is not None:
+            self._scorers.critic.trained.rest(self._resting)
+
+    def wake(self) -> None:
+        """Have it back, as it was."""
+        self._resting.wake()
 
     # ---- checkpoints
 

@@ -7,6 +7,18 @@ from typing import Literal, Protocol
 Pause = Literal["retract", "in_place", "abort"]
 """Running requests: their KV is computed again after the pause, or it is kept, or they are given up."""
 
+Interrupt = Literal["retract", "in_place", "abort", "drain"]
+
+PAUSE: dict[Interrupt, Pause] = {
+    "retract": "retract",
+    "in_place": "in_place",
+    "abort": "abort",
+    "drain": "retract",
+}
+"""Draining is done before, by whoever sends the requests: without a pause SGLang lets new ones run between
+any two steps of an update, on weights of two versions. The pause then finds an idle engine, but for requests
+that outlasted the draining."""
+
 
 class EngineEndpoint(Protocol):
     """The control side of one engine. Every call raises on refusal; a ConnectionError means that the engine

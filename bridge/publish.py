@@ -11,9 +11,8 @@ it may hold a mixture of two versions.
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
 
-from bridge.endpoint import EngineEndpoint, Pause
+from bridge.endpoint import PAUSE, EngineEndpoint, Interrupt
 from bridge.export import FlatBucket
 from bridge.publication import Buckets, Patience, Publication
 from bridge.report import PublishReport
@@ -21,25 +20,14 @@ from bridge.transport import Transport
 
 __all__ = ["EngineEndpoint", "Interrupt", "PublishReport", "Publisher"]
 
-Interrupt = Literal["retract", "in_place", "abort", "drain"]
-
-PAUSE: dict[Interrupt, Pause] = {
-    "retract": "retract",
-    "in_place": "in_place",
-    "abort": "abort",
-    "drain": "retract",
-}
-"""Draining is done before, by whoever sends the requests: without a pause SGLang lets new ones run between
-any two steps of an update, on weights of two versions. The pause then finds an idle engine, but for requests
-that outlasted the draining."""
-
 
 class Publisher:
     """Publishes versions from the sender. Single caller: one publication at a time."""
 
-    def __init__(self, transport: Transport, *, interrupt: Interrupt, patience: Patience) -> None:
+    def __init__(self, transport: Transport, *, interrupt: Interrupt | None, patience: Patience) -> None:
+        """``interrupt``: None for engines that stand still already, and go on when the caller lets them."""
         self._transport = transport
-        self._interrupt: Interrupt = interrupt
+        self._interrupt: Interrupt | None = interrupt
         self._patience = patience
         self._gatherer = ThreadPoolExecutor(1, thread_name_prefix="gather")
 
@@ -61,9 +49,12 @@ class Publisher:
         # KV that is kept cannot be flushed: SGLang refuses while requests hold some.
         flush_cache = self._interrupt != "in_place"
         await self._transport.prepare(publication, buckets)
-        paused_at = time.monotonic()
-        await publication.each("pause", lambda engine: engine.pause(PAUSE[self._interrupt]))
-        await self._transport.update(publication, buckets, flush_cache=flush_cache)
-        await publication.each("resume", lambda engine: engine.resume())
-        publication.report.stall_s = time.monotonic() - paused_at
+        if self._interrupt is None:
+            await self._transport.update(publication, buckets, flush_cache=flush_cache)
+        else:
+            pause, paused_at = PAUSE[self._interrupt], time.monotonic()
+            await publication.each("pause", lambda engine: engine.pause(pause))
+            await self._transport.update(publication, buckets, flush_cache=flush_cache)
+            await publication.each("resume", lambda engine: engine.resume())
+            publication.report.stall_s = time.monotonic() - paused_at
         publication.report.updated = [engine.name for engine in publication.engines]

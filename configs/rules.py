@@ -275,12 +275,39 @@ def experts_split_over_ranks(config: RunConfig, model: str) -> Iterator[Violatio
 
 
 def shared_memory_is_on_one_node(config: RunConfig) -> Iterator[Violation]:
-    if config.weights.transport.type == "tensor" and config.cluster.type == "slurm":
+    colocated = config.rollout.engine.colocated
+    if config.weights.transport.type == "tensor" and config.cluster.type == "slurm" and not colocated:
         yield Violation(
             "weights.transport.type",
             "tensor",
             "in a Slurm job trainer and engines are on different nodes, which share no memory: "
             "expected 'distributed', 'disk' or 'delta'",
+        )
+
+
+def colocated_engines_can_stand_aside(config: RunConfig) -> Iterator[Violation]:
+    if not config.rollout.engine.colocated:
+        return
+    otherwise = "or set rollout.engine.colocated to false"
+    if config.weights.interrupt == "in_place":
+        yield Violation(
+            "weights.interrupt",
+            "in_place",
+            "colocated engines give up the memory that holds the KV of running requests: expected 'retract', "
+            f"'abort' or 'drain', {otherwise}",
+        )
+    if config.weights.transport.type == "distributed":
+        yield Violation(
+            "weights.transport.type",
+            "distributed",
+            "NCCL does not connect two processes on one GPU: expected 'tensor' (on one node), 'disk' or "
+            f"'delta', {otherwise}",
+        )
+    if config.cluster.type == "slurm" and config.cluster.trainer_nodes is not None:
+        yield Violation(
+            "cluster.trainer_nodes",
+            config.cluster.trainer_nodes,
+            f"colocated engines are on all nodes of the trainer: leave this out, {otherwise}",
         )
 
 
@@ -390,7 +417,14 @@ RULES: tuple[Rule, ...] = (
     Rule(stages_can_interleave, ("actor.parallel",)),
     *(Rule(partial(layers_split_over_stages, model=model), (model, "actor.parallel")) for model in MODELS),
     *(Rule(partial(experts_split_over_ranks, model=model), (model, "actor.parallel")) for model in MODELS),
-    Rule(shared_memory_is_on_one_node, ("weights.transport", "cluster.type")),
+    Rule(
+        shared_memory_is_on_one_node,
+        ("weights.transport", "cluster.type", "rollout.engine.colocated"),
+    ),
+    Rule(
+        colocated_engines_can_stand_aside,
+        ("rollout.engine.colocated", "weights.interrupt", "weights.transport", "cluster"),
+    ),
     Rule(lora_targets_exist, ("model.path", "actor.lora.targets")),
 )
 

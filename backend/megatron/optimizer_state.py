@@ -53,6 +53,20 @@ def set_updates(optimizer: MegatronOptimizer, count: int) -> None:
                 holder["step"] = count
 
 
+def held(optimizer: MegatronOptimizer) -> list[Tensor]:
+    """Every tensor that the optimizer has on this rank. Some may be, or share memory with, the model's."""
+    return [
+        value
+        for part in _parts(optimizer)
+        for tensors in (
+            *(group["params"] for group in part.optimizer.param_groups),
+            *(state.values() for state in part.optimizer.state.values()),
+        )
+        for value in tensors
+        if torch.is_tensor(value)
+    ]
+
+
 def sharded_state(optimizer: MegatronOptimizer, model: dict[str, Any]) -> dict[str, list[ShardedTensor]]:
     """Views of the moments and float32 main parameters, placed like the weights in ``model``.
 

@@ -7,8 +7,9 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from backend.batching import MicroBatch
-from backend.megatron import model
+from backend.megatron import model, optimizer_state
 from backend.megatron.packed_model import Head, PackedModel
+from backend.megatron.resting import Resting
 from configs.schema import ActorConfig
 
 
@@ -49,3 +50,21 @@ class Trained:
         for part in self.parts:
             if part.ddp_config.overlap_param_gather:
                 part.start_param_sync(force_sync=True)
+
+    def rest(self, resting: Resting, *, keep_weights: bool = False) -> None:
+        """Give up the device's memory: gradients, the optimizer's state and, unless kept there, weights.
+
+        Not for what is computed with it before ``resting`` wakes again.
+        """
+        self.optimizer.zero_grad()
+        weights = [weight for module in self.modules for weight in module.parameters()]
+        gradients = [
+            buffer.grad_data for part in self.parts for buffer in part.buffers + part.expert_parallel_buffers
+        ]
+        held = optimizer_state.held(self.optimizer)
+        if keep_weights:
+            shared = {weight.untyped_storage() for weight in weights}
+            held = [tensor for tensor in held if tensor.untyped_storage() not in shared]
+            weights = []
+        resting.rest(gradients, keep=False)  # the next update begins by setting them to zero
+        resting.rest([*weights, *held])

@@ -40,8 +40,12 @@ def layout_of(config: RunConfig) -> Layout:
     model, engine = model_of(config), config.rollout.engine
     if isinstance(model.layout, ClusterLayout):
         gpus = model.layout.nodes * model.layout.gpus_per_node
+        if engine.colocated:
+            return Layout(gpus, gpus, gpus // engine.tensor_parallel, engine.tensor_parallel, shared=True)
         return split(config, gpus, model.layout.trainer_share * gpus)
     trainer = config.actor.parallel.world_size
+    if engine.colocated:
+        return Layout(trainer, trainer, engine.count, engine.tensor_parallel, shared=True)
     engines = engine.count * engine.tensor_parallel
     return Layout(trainer + engines, trainer, engine.count, engine.tensor_parallel)
 

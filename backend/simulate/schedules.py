@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from backend.simulate.trainer import Interrupt
+from bridge.endpoint import Interrupt
 from configs.schema import RunConfig
 from configs.schema.rollout import (
     FifoConsumption,

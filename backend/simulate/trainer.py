@@ -1,29 +1,32 @@
-"""The trainer of a simulated run, seen by the loops as ``backend.remote.Trainer`` is."""
+"""The trainer of a simulated run and its GPUs, seen by the loops as ``backend.remote.Trainer`` and
+``backend.devices`` are."""
 
 import asyncio
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 from backend.batching import TrainBatch
+from backend.devices import Turn
 from backend.simulate.engine import Engine
 from backend.simulate.pool import SimulatedPool
 from backend.trainer_result import StepResult
+from bridge.endpoint import Interrupt
 from bridge.report import PublishReport
 from configs.schema.simulate import SimulateConfig
-
-Interrupt = Literal["retract", "in_place", "abort", "drain"]
-"""What becomes of running requests when a version is published."""
 
 
 class SimulatedTrainer:
     """Takes as long as the model says to train a batch and to publish a version."""
 
-    def __init__(self, model: SimulateConfig, gpus: int, pool: SimulatedPool, interrupt: Interrupt) -> None:
+    def __init__(
+        self, model: SimulateConfig, gpus: int, pool: SimulatedPool, interrupt: Interrupt | None
+    ) -> None:
+        """``interrupt``: None where engines stand still already when they are published to."""
         self._model = model
         self._gpus = gpus
         self._pool = pool
         self._interrupt = interrupt
-        self._version = 0
+        self.version = 0
         self.training: list[tuple[float, float]] = []
         """From when to when each step was trained."""
         self.pauses: list[tuple[float, float]] = []
@@ -41,34 +44,73 @@ class SimulatedTrainer:
         await asyncio.sleep(seconds)
         self._slow_down(1.0)
         self.training.append((began, loop.time()))
-        self._version = batch.version + 1
+        self.version = batch.version + 1
         trained = sum(t.response_length for t in batch.trajectories)
-        return StepResult(self._version, {"train/tokens": float(trained)})
+        return StepResult(self.version, {"train/tokens": float(trained)})
 
     async def publish(self, engines: Sequence[Engine]) -> PublishReport:
         model, mode = self._model.transfer, self._interrupt
         loop = asyncio.get_running_loop()
         began = loop.time()
         await asyncio.sleep(model.prepare_s)
-        if mode == "drain":
-            await self._pool.drained(engines)
         paused = loop.time()
-        for engine in engines:
-            engine.pause()
+        if mode is not None:
+            await stop(self._pool, engines, mode)
+            paused = loop.time()
         await asyncio.sleep(model.pause_s + model.total_bytes / model.bytes_per_s)
-        for engine in engines:
-            engine.resume(self._version, reprefill=mode in ("retract", "abort"), resend=mode == "abort")
-        now = loop.time()
-        if len(self.pauses) < self._version:  # else a restarted engine is brought up to date
-            self.pauses.append((paused, now))
+        if mode is not None:
+            go_on(engines, self.version, mode)
+            if len(self.pauses) < self.version:  # else a restarted engine is brought up to date
+                self.pauses.append((paused, loop.time()))
         return PublishReport(
-            self._version,
+            self.version,
             [engine.name for engine in engines],
             bytes_sent=model.total_bytes,
-            stall_s=now - paused,
-            total_s=now - began,
+            stall_s=loop.time() - paused if mode is not None else 0.0,
+            total_s=loop.time() - began,
         )
 
     def _slow_down(self, factor: float) -> None:
         if self._model.engine.slowdown != 1.0:
             self._pool.slow_down(factor)
+
+
+async def stop(pool: SimulatedPool, engines: Sequence[Engine], interrupt: Interrupt) -> None:
+    if interrupt == "drain":
+        await pool.drained(engines)
+    for engine in engines:
+        engine.pause()
+
+
+def go_on(engines: Sequence[Engine], version: int, interrupt: Interrupt) -> None:
+    for engine in engines:
+        engine.resume(version, reprefill=interrupt in ("retract", "abort"), resend=interrupt == "abort")
+
+
+class TimeShared:
+    """The trainer's GPUs are the engines', which stand still while it has them."""
+
+    shared = True
+
+    def __init__(self, trainer: SimulatedTrainer, pool: SimulatedPool, interrupt: Interrupt) -> None:
+        self._trainer = trainer
+        self._pool = pool
+        self._interrupt: Interrupt = interrupt
+
+    def starting(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    @asynccontextmanager
+    async def training(self, *newcomers: Engine) -> AsyncIterator[Turn]:
+        loop, turn = asyncio.get_running_loop(), Turn()
+        await stop(self._pool, self._pool.clients, self._interrupt)
+        for engine in newcomers:
+            engine.pause()
+        began = loop.time()
+        yield turn
+        go_on([*self._pool.clients, *newcomers], self._trainer.version, self._interrupt)
+        turn.stood_s = loop.time() - began
+        self._trainer.pauses.append((began, loop.time()))
+
+    def publishing(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()

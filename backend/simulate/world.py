@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from backend.devices import Separate
 from backend.loops import Loops, collection_loop, training_loop
 from backend.served_weights import ServedWeights
 from backend.simulate import clock
@@ -12,7 +13,7 @@ from backend.simulate.failures import Failures
 from backend.simulate.layout import Layout, model_of
 from backend.simulate.pool import SimulatedPool
 from backend.simulate.schedules import Schedule
-from backend.simulate.trainer import SimulatedTrainer
+from backend.simulate.trainer import SimulatedTrainer, TimeShared
 from backend.simulate.workload import (
     SimulatedReward,
     SimulatedStream,
@@ -20,6 +21,7 @@ from backend.simulate.workload import (
     Workload,
     held_out_prompts,
 )
+from backend.time_limit import TimeLimit
 from configs.schema import RunConfig
 from rollout.control.gate import AdmissionGate, StalledRun
 from rollout.control.intake import Intake
@@ -70,8 +72,14 @@ class World:
     async def _run(self) -> Outcome:
         rollout, model, workload = self._config.rollout, model_of(self._config), self._workload
         self.pool = SimulatedPool(self._layout.engines, model.engine, workload, rollout.max_concurrent)
-        self.trainer = SimulatedTrainer(model, self._layout.trainer_gpus, self.pool, self._schedule.interrupt)
-        weights: Any = ServedWeights(self.trainer, self.pool)  # type: ignore[arg-type]
+        interrupt, shared = self._schedule.interrupt, self._layout.shared
+        self.trainer = SimulatedTrainer(
+            model, self._layout.trainer_gpus, self.pool, None if shared else interrupt
+        )
+        pool: Any = self.pool
+        trainer: Any = self.trainer
+        devices: Any = TimeShared(trainer, pool, interrupt) if shared else Separate(pool)
+        weights: Any = ServedWeights(trainer, pool, devices)
         failures = Failures(model.failures, self.pool, weights, workload)
         account = Account()
         control = self._schedule.control(rollout, self._config.run.steps)
@@ -91,6 +99,7 @@ class World:
             "group_filter": build(rollout.group_filter) if rollout.group_filter else None,
             "recorder": account,
             "checkpoints": _NoCheckpoints(),
+            "episode_limit": TimeLimit(rollout.episode_timeout_s),
         }
         held_out: Any = held_out_prompts(self._held_out)
         loops = Loops(config=self._config, held_out=held_out, **parts)

@@ -22,12 +22,17 @@ class EngineConfig(Section):
 
     count: int = Field(1, ge=1, description="Independent servers.")
     tensor_parallel: int = Field(1, ge=1, description="Ranks of one server.")
+    colocated: bool = Field(
+        False,
+        description="The engines are on the trainer's GPUs and take turns with it: who does not compute has "
+        "its memory on the host. Generation stands still while the trainer trains.",
+    )
     start_timeout_s: float = Field(600, gt=0, description="Longest time from start to healthy.")
     request_timeout_s: float = Field(
         600,
         gt=0,
-        description="Longest silence of an engine about one request, pauses for an update included; a longer "
-        "one has the engine checked and the request continued.",
+        description="Longest silence of an engine about one request, pauses for an update included (but not "
+        "the trainer's turns of `colocated`); a longer one has the engine checked and the request continued.",
     )
     stream_interval: int = Field(
         64,

@@ -62,7 +62,12 @@ class SlurmCluster(Section):
     """The Ray that slurm/train.sbatch started in this job; its address comes from RAY_ADDRESS."""
 
     type: Literal["slurm"] = "slurm"
-    trainer_nodes: int = Field(1, ge=1, description="Nodes of the trainer; the engines get the others.")
+    trainer_nodes: int | None = Field(
+        None,
+        ge=1,
+        description="Nodes of the trainer; the engines get the others. null: 1, or with "
+        "`rollout.engine.colocated` all of them for both.",
+    )
     device: Literal["auto", "cpu", "gpu"] = "auto"
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ class EngineActor:
         log_folder: str,
         loopback: bool,
         start_timeout_s: float,
+        shared_gpus: Sequence[str] = (),
         replica: ReplicaSpec | None = None,
     ) -> None:
         import ray
@@ -61,6 +62,7 @@ class EngineActor:
             "tensor_parallel": tensor_parallel,
             "seed": seed,
             "args": args,
+            "shared_gpus": tuple(shared_gpus),
             "replica": replica,
         }
         self._server: ServerProcess | None = None

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import aiohttp
 
@@ -21,6 +21,9 @@ from configs.schema import SamplingConfig
 from rollout.control.concurrency import EngineLoad
 from rollout.engine.answer import Aborted, Answer, events, parse_load, parse_prompt_logprobs
 from rollout.trajectory import Completion
+
+EngineMemory = Literal["weights", "kv_cache", "cuda_graph"]
+"""What a server can give up apart from the others, by SGLang's names."""
 
 REPLICA = "/slipstream/replica"
 """What ``bridge.replica`` adds to a server."""
@@ -237,6 +240,14 @@ class EngineClient:
 
     async def resume(self) -> None:
         await self._post("/continue_generation", {})
+
+    async def release_memory(self, parts: Sequence[EngineMemory]) -> None:
+        """Give the GPU memory of ``parts`` to others. The engine must be paused, and not in place."""
+        await self._post("/release_memory_occupation", {"tags": list(parts)})
+
+    async def regain_memory(self, parts: Sequence[EngineMemory]) -> None:
+        """Take it back: weights as they were, the rest empty. SGLang ends when ``parts`` are not away."""
+        await self._post("/resume_memory_occupation", {"tags": list(parts)})
 
     async def begin_update(self) -> None:
         await self._post("/begin_weight_update", {})

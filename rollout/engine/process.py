@@ -41,6 +41,8 @@ class ServerSpec:
     seed: int
     args: Mapping[str, Any] = field(default_factory=dict)
     """Further ServerArgs, by field name."""
+    shared_gpus: tuple[str, ...] = ()
+    """Its GPUs, where others compute on them in turn; none: those of the process that starts it."""
     replica: "ReplicaSpec | None" = None
 
 
@@ -68,6 +70,9 @@ def server_args(spec: ServerSpec) -> dict[str, Any]:
         "skip_server_warmup": True,
         "incremental_streaming_output": True,  # else every chunk of an answer repeats all before it
     }
+    if spec.shared_gpus:
+        # Its memory can be taken away then, and its weights wait on the host meanwhile.
+        arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     return arguments | (cpu.SERVER_ARGS if spec.device == "cpu" else {}) | dict(spec.args)
 
 
@@ -92,6 +97,8 @@ class ServerProcess:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         environment = dict(os.environ, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
         environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # else a paused engine looks dead
+        if spec.shared_gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.shared_gpus)
         if spec.device == "cpu":
             environment |= cpu.environment(spec.tensor_parallel)
         replica = asdict(spec.replica) if spec.replica else None

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from tests.integration.test_megatron_parity import (
     one_after_the_other,
     reference_gradients,
 )
+from tests.integration.test_trainer_checkpoint import own_weights, train, trainer_of
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 
@@ -146,3 +148,25 @@ def test_log_probs_of_bfloat16_hidden_states_on_a_gpu(monkeypatch, float32_logit
     assert (entropy.double() + (expected.exp() * expected).sum(-1)).abs().max() < tolerance
     for found, of in zip((hidden.grad, buffer), plain, strict=True):
         assert (found.double() - of.grad).abs().max() < 2e-2 * of.grad.abs().max()
+
+
+def memory_and_weights(rank: RankSpec, config: RunConfig):
+    """Bytes that tensors hold on the device awake, with weights only, at rest, awake again; equal weights."""
+    with trainer_of(rank, config) as trainer:
+        train(trainer, 1)
+        before, held = own_weights(trainer), [torch.cuda.memory_allocated()]
+        for change in (partial(trainer.rest, True), partial(trainer.rest, False), trainer.wake):
+            change()
+            held.append(torch.cuda.memory_allocated())
+        after = own_weights(trainer)
+        train(trainer, 1)
+        return held, all(np.array_equal(after[name], weight) for name, weight in before.items())
+
+
+def test_a_trainer_that_rests_leaves_the_memory_of_the_gpu_to_others(tmp_path: Path):
+    config = config_for(make_checkpoint(tmp_path, hidden_size=512), {}, dtype="bfloat16")
+    [(held, same)] = run_ranks(1, memory_and_weights, config)
+    awake, weights_only, resting, again = held
+    assert resting < 0.05 * awake < weights_only < 0.3 * awake
+    assert again == awake
+    assert same

@@ -155,7 +155,7 @@ def train(trainer: Any, steps: int) -> dict[str, float]:
 
 def own_weights(trainer: Any) -> dict[str, np.ndarray]:
     return {
-        f"{chunk}.{name}": tensor.detach().view(torch.uint8).numpy().copy()
+        f"{chunk}.{name}": tensor.detach().view(torch.uint8).cpu().numpy().copy()
         for chunk, part in enumerate(trainer._parameters)
         for name, tensor in part.items()
     }

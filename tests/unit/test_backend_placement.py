@@ -16,6 +16,8 @@ def config(
     engine_tensor: int = 1,
     device: str = "auto",
     slurm: int = 0,
+    colocated: bool = False,
+    transport: str = "disk",
 ) -> RunConfig:
     cluster = {"type": "slurm", "trainer_nodes": slurm} if slurm else {"type": "local"}
     return RunConfig.model_validate(
@@ -29,8 +31,9 @@ def config(
                 "batch_size": 64,
                 "n_samples_per_prompt": 2,
                 "reward": "rollout.reward.FinalAnswer",
-                "engine": {"count": engines, "tensor_parallel": engine_tensor},
+                "engine": {"count": engines, "tensor_parallel": engine_tensor, "colocated": colocated},
             },
+            "weights": {"transport": {"type": transport}},
             "cluster": cluster | {"device": device},
         }
     )
@@ -142,3 +145,29 @@ def test_no_gpu_is_given_away_twice(gpus, ranks, engines, engine_tensor, slurm):
         assert used <= node.gpus
     if slurm:
         assert not set(placement.trainer) & set(placement.engines)
+
+
+def test_colocated_engines_have_the_gpus_of_trainer_ranks_on_one_node():
+    found = place(nodes(8, 8), config(data=12, engines=5, engine_tensor=2, colocated=True))
+    assert addresses(found.trainer) == [0] * 8 + [1] * 4
+    assert addresses(found.engines) == [0, 0, 0, 0, 1]
+    assert found.shared == ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
+
+
+def test_no_colocated_engine_is_on_gpus_of_two_nodes():
+    with pytest.raises(PlacementError, match=r"3 engines .* 2 trainer ranks each.*room for 2 .*0: 3, .*1: 3"):
+        place(nodes(3, 3), config(data=6, engines=3, engine_tensor=2, colocated=True))
+
+
+def test_colocated_engines_share_memory_only_with_the_node_of_the_first_rank():
+    alone = config(data=2, engines=1, colocated=True, transport="tensor")
+    assert addresses(place(nodes(1, 1), alone).engines) == [0]
+    both = config(data=2, engines=2, colocated=True, transport="tensor")
+    with pytest.raises(PlacementError, match=r"transport\.type is tensor.*use disk or delta"):
+        place(nodes(1, 1), both)
+
+
+def test_colocated_engines_without_gpus_are_where_ranks_are():
+    found = place(nodes(0, 0), config(data=2, engines=3, colocated=True))
+    assert addresses(found.engines) == [0, 1, 0]
+    assert found.shared == ()

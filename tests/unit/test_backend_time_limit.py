@@ -112,3 +112,47 @@ def test_a_block_that_overstays_and_then_ends_by_itself_has_ended():
 def test_it_is_for_tasks_only():
     with pytest.raises(RuntimeError), TimeLimit(1)():
         pass
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=12),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=4),
+)
+def test_time_that_is_stopped_counts_for_nobody(tasks, stops):
+    """``stops``: how long time passes, and how long it stands still then, again and again."""
+
+    async def main():
+        limit = TimeLimit(10)
+
+        async def stopping():
+            for after, takes in stops:
+                await asyncio.sleep(after + 0.25)
+                with limit.stopped():
+                    await asyncio.sleep(takes)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(stopping())
+            return await asyncio.gather(*(limited(limit, start, takes) for start, takes in tasks))
+
+    stood, time = [], 0.0
+    for after, takes in stops:
+        stood.append((time + after + 0.25, time + after + 0.25 + takes))
+        time = stood[-1][1]
+
+    def due(start: float) -> float:
+        """The first instant behind which 10 s have passed that count."""
+        left, at = 10.0, float(start)
+        for begin, end in stood:
+            if end <= at:
+                continue
+            counted = max(0.0, begin - at)
+            if counted >= left:
+                break
+            left, at = left - counted, end
+        return at + left
+
+    for (start, takes), (said, at) in zip(tasks, clock.run(main()), strict=True):
+        end = due(start)
+        if start + takes != end:
+            expected = ("done", start + takes) if start + takes < end else ("not done within 10 s", end)
+            assert (said, at) == pytest.approx(expected)

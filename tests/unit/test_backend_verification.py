@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from backend.devices import Separate
 from backend.served_weights import ServedWeights
 from backend.trainer_result import StepResult
 from backend.verification import Verifier, WeightsMismatch, probe_text
@@ -193,7 +194,7 @@ async def serving(world: World, *names: str) -> tuple[ServedWeights, EnginePool,
     trainer, pool = Trainer(), EnginePool(max_concurrent=4, wait_timeout_s=5, isolate_versions=False)
     for name in names:
         await pool.add(world.connect(engine(name)))
-    return ServedWeights(trainer, pool, verifier=world.verifier()), pool, trainer
+    return ServedWeights(trainer, pool, Separate(pool), verifier=world.verifier()), pool, trainer
 
 
 def test_engines_are_in_doubt_from_before_the_update_until_the_verdict():

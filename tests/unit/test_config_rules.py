@@ -288,6 +288,31 @@ def found(file, *overrides: str) -> dict[str, str]:
         ),
         (["weights.transport={type: delta}", "cluster={type: slurm}"], None, ""),
         (["weights.transport={type: tensor}"], None, ""),
+        (["rollout.engine.colocated=true"], "weights.transport.type", "two processes on one GPU"),
+        (["rollout.engine.colocated=true", "weights.transport={type: tensor}"], None, ""),
+        (
+            ["rollout.engine.colocated=true", "weights.transport={type: tensor}", "cluster={type: slurm}"],
+            None,
+            "",
+        ),
+        (
+            [
+                "rollout.engine.colocated=true",
+                "weights.transport={type: disk}",
+                "cluster={type: slurm, trainer_nodes: 2}",
+            ],
+            "cluster.trainer_nodes",
+            "on all nodes of the trainer",
+        ),
+        (
+            [
+                "rollout.engine.colocated=true",
+                "weights.transport={type: delta}",
+                "weights.interrupt=in_place",
+            ],
+            "weights.interrupt",
+            "expected 'retract', 'abort' or 'drain'",
+        ),
         (["eval=null"], None, ""),
         ([], None, ""),
     ],
