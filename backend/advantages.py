@@ -1,8 +1,9 @@
 """From rewards, and from what models say about tokens, to the advantage of each token."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -13,10 +14,11 @@ from backend.objective.advantage import (
     ADVANTAGES,
     generalized,
     overlong_penalty,
+    per_turn,
     teacher_gap,
     weighted_sum,
 )
-from configs.schema import RunConfig, TeacherConfig
+from configs.schema import RunConfig, TeacherConfig, TurnsConfig
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,27 @@ def rewards(config: RunConfig, batch: TrainBatch) -> Tensor:
     return reward_N
 
 
+def turn_rewards(settings: TurnsConfig, batch: TrainBatch) -> list[Tensor]:
+    """Of each trajectory the rewards of its turns, float64 [K], as much as they count.
+
+    Raises ValueError when no trajectory has any: whoever asked for them has a workflow that gives none.
+    """
+    count_N = [len(trajectory.turn_rewards) for trajectory in batch.trajectories]
+    if not any(count_N):
+        raise ValueError(
+            "actor.turns asks for rewards of turns, and no trajectory of the batch has one: expected a "
+            "rollout.workflow that sets Trajectory.turn_rewards"
+        )
+    reward_K = torch.tensor(
+        [reward for trajectory in batch.trajectories for _, reward in trajectory.turn_rewards],
+        dtype=torch.float64,
+    )
+    if settings.baseline == "group":
+        group_K = torch.from_numpy(np.repeat(batch.group_N, count_N))
+        reward_K = ADVANTAGES["grpo"](reward_K, group_K, torch.ones_like(group_K)).double()
+    return list((settings.coefficient * reward_K).split(count_N))
+
+
 def find_targets(
     config: RunConfig,
     batch: TrainBatch,
@@ -63,11 +86,12 @@ def find_targets(
     penalty: list[Tensor | None] = [None] * len(microbatches)
     if actor.kl is not None and actor.kl.where == "reward":
         penalty = [_penalty(config, micro, score) for micro, score in zip(microbatches, scores, strict=True)]
+    turns = None if actor.turns is None else turn_rewards(actor.turns, batch)
     if actor.advantage == "gae":
-        found = _of_tokens(config, reward_N, microbatches, scores, penalty, group)
+        found = _of_tokens(config, reward_N, turns, microbatches, scores, penalty, group)
     else:
         reward_N = _penalised(reward_N, microbatches, penalty, group)
-        found = _of_trajectories(config, batch, reward_N, microbatches)
+        found = _of_trajectories(config, batch, reward_N, turns, microbatches)
     if actor.teacher is None:
         return found
     return [
@@ -118,17 +142,57 @@ def _of_trajectories(
     config: RunConfig,
     batch: TrainBatch,
     reward_N: Tensor,
+    turns: Sequence[Tensor] | None,
     microbatches: Sequence[MicroBatch],
 ) -> list[Targets]:
-    """The same for all tokens of a trajectory."""
+    """The same for all tokens of a trajectory, or of a turn of it."""
     tokens_N = torch.tensor([trajectory.response_length for trajectory in batch.trajectories])
     advantage_N = ADVANTAGES[config.actor.advantage](reward_N, torch.from_numpy(batch.group_N), tokens_N)
-    return [Targets(advantage_N[torch.from_numpy(micro.trajectory_M)], None) for micro in microbatches]
+    found = [advantage_N[torch.from_numpy(micro.trajectory_M)] for micro in microbatches]
+    if turns is not None:
+        settings = config.actor.turns
+        found = [
+            weighted_sum(
+                [
+                    (settings.reward_coefficient, advantage_M),
+                    (1.0, _from_turns(turns, micro, settings.discount)),
+                ]
+            )
+            for micro, advantage_M in zip(microbatches, found, strict=True)
+        ]
+    return [Targets(advantage_M, None) for advantage_M in found]
+
+
+def _from_turns(turns: Sequence[Tensor], micro: MicroBatch, discount: float) -> Tensor:
+    """Of each token the discounted rewards from its turn on, [M]."""
+    found_M = torch.zeros(len(micro.turn_M))
+    for number, of_M in _by_trajectory(micro):
+        # Behind the last turn nothing follows, which is what -1 stands for.
+        turn_M = np.where(micro.turn_M[of_M] < len(turns[number]), micro.turn_M[of_M], -1)
+        found_M[of_M] = per_turn(turns[number], torch.from_numpy(turn_M), discount=discount).float()
+    return found_M
+
+
+def _at_ends_of_turns(turns: Sequence[Tensor], micro: MicroBatch) -> Tensor:
+    """The reward of each turn at its last token, [M]; at an earlier one's where it has no token with loss."""
+    found_M = torch.zeros(len(micro.turn_M), dtype=torch.float64)
+    for number, of_M in _by_trajectory(micro):
+        last_K = np.searchsorted(micro.turn_M[of_M], np.arange(len(turns[number])), side="right") - 1
+        counts = last_K >= 0
+        found_M.index_add_(0, torch.from_numpy(of_M[last_K[counts]]), turns[number][torch.from_numpy(counts)])
+    return found_M
+
+
+def _by_trajectory(micro: MicroBatch) -> Iterator[tuple[int, np.ndarray]]:
+    """The trajectories of a micro-batch, by place in the batch, and which of the M tokens are theirs."""
+    for number in np.unique(micro.trajectory_M).tolist():
+        yield number, np.flatnonzero(micro.trajectory_M == number)
 
 
 def _of_tokens(
     config: RunConfig,
     reward_N: Tensor,
+    turns: Sequence[Tensor] | None,
     microbatches: Sequence[MicroBatch],
     scores: Sequence[Scores],
     penalty: Sequence[Tensor | None],
@@ -138,6 +202,8 @@ def _of_tokens(
     critic = config.critic
     assert critic is not None
     found = []
+    if turns is not None:
+        reward_N = config.actor.turns.reward_coefficient * reward_N
     for micro, score, penalty_M in zip(microbatches, scores, penalty, strict=True):
         value_M = score.value_M
         owner_M, trajectory_M, is_last_M = (
@@ -145,6 +211,8 @@ def _of_tokens(
             for x in (micro.owner_M, micro.trajectory_M, micro.is_last_M)
         )
         reward_M = torch.where(is_last_M, reward_N.to(value_M)[trajectory_M], 0)
+        if turns is not None:
+            reward_M = reward_M + _at_ends_of_turns(turns, micro).to(value_M)
         if penalty_M is not None:
             reward_M = reward_M - penalty_M
         advantage_M = generalized(

@@ -78,6 +78,8 @@ class MicroBatch:
     """int64: the trajectory of each, by its place in the pack."""
     trajectory_M: np.ndarray
     """int64: the same by its place in the batch."""
+    turn_M: np.ndarray
+    """int64: ``Trajectory.turn_T`` of each."""
     share_M: np.ndarray
     """float32: how often each counts in the mean over the tokens of the mini-batch."""
 
@@ -124,6 +126,7 @@ def assemble(
         )
     logp_T = _joined([part.logprobs_T for part in parts], np.float32, each)
     version_T = _joined([part.versions_T for part in parts], np.int32, each)
+    turn_T = _joined([part.turn_T() for part in parts], np.int64, each)
     place_T = np.repeat(np.arange(len(parts)), np.array(lengths, np.int64))
     owner_M = place_T[predicted_M]
     trajectory_M = np.array(indices, np.int64)[owner_M]
@@ -139,6 +142,7 @@ def assemble(
         lag_M=batch.version - version_T[predicted_M],
         owner_M=owner_M,
         trajectory_M=trajectory_M,
+        turn_M=turn_T[predicted_M],
         share_M=np.ones(len(owner_M), np.float32) if share_N is None else share_N[trajectory_M],
     )
 

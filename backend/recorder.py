@@ -118,6 +118,7 @@ class Recorder:
         """A training step on ``groups`` has produced and published ``result.version``."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         rewards = np.array([t.reward for t in trajectories])
+        turns = [reward for t in trajectories for _, reward in t.turn_rewards]
         now, generated = self._clock(), self._pool.tokens_generated
         then, before = self._last_step
         self._last_step = (now, generated)
@@ -138,6 +139,7 @@ class Recorder:
             {
                 "reward/mean": rewards.mean(),
                 "reward/std": rewards.std(),
+                **({"reward/turn_mean": np.mean(turns)} if turns else {}),
                 **staleness,
                 "rollout/response_length": np.mean(lengths),
                 "rollout/response_length_max": max(lengths),

@@ -136,11 +136,34 @@ def critic_is_of_use(config: RunConfig) -> Iterator[Violation]:
         )
 
 
-def penalty_reaches_the_advantage(config: RunConfig) -> Iterator[Violation]:
-    kl, teacher = config.actor.kl, config.actor.teacher
-    if kl and kl.where == "reward" and teacher and teacher.reward_coefficient == 0:
+def rewards_reach_the_advantage(config: RunConfig) -> Iterator[Violation]:
+    actor = config.actor
+    if actor.teacher is None or actor.teacher.reward_coefficient > 0:
+        return
+    why = "rewards do not count, as actor.teacher.reward_coefficient is 0: set that above 0, or"
+    if actor.kl is not None and actor.kl.where == "reward":
+        yield Violation("actor.kl.where", "reward", f"{why} this to loss")
+    if actor.advantage == "gae":
+        yield Violation("actor.advantage", "gae", f"{why} this to reward, without a critic to be trained")
+    if actor.turns is not None:
+        yield Violation("actor.turns", actor.turns.model_dump(), f"{why} leave this out")
+
+
+def values_are_of_the_same_rewards(config: RunConfig) -> Iterator[Violation]:
+    """A critic learns one scale of rewards, and knows one discount."""
+    turns = config.actor.turns
+    if turns is None or config.actor.advantage != "gae":
+        return
+    if turns.baseline != "none":
         yield Violation(
-            "actor.kl.where",
-            "reward",
-            "rewards do not count, as actor.teacher.reward_coefficient is 0: set this to loss",
+            "actor.turns.baseline",
+            turns.baseline,
+            "the critic of actor.advantage: gae is the baseline, and what it learns must not depend on which "
+            "answers are in a group: set this to none",
+        )
+    if turns.discount != 1:
+        yield Violation(
+            "actor.turns.discount",
+            turns.discount,
+            "actor.advantage: gae discounts by token: set critic.discount, and this to 1",
         )

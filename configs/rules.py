@@ -363,7 +363,11 @@ RULES: tuple[Rule, ...] = (
     Rule(objective_rules.sequence_ratio_keeps_its_tokens, ("actor.objective", "actor.correction.token")),
     Rule(objective_rules.overlong_has_a_slope, ("actor.overlong",)),
     Rule(objective_rules.critic_is_of_use, ("actor.advantage", "critic")),
-    Rule(objective_rules.penalty_reaches_the_advantage, ("actor.kl", "actor.teacher")),
+    Rule(
+        objective_rules.rewards_reach_the_advantage,
+        ("actor.kl", "actor.teacher", "actor.advantage", "actor.turns"),
+    ),
+    Rule(objective_rules.values_are_of_the_same_rewards, ("actor.advantage", "actor.turns")),
     *(Rule(partial(trainer_rules.decay_goes_down, path=path), (path,)) for path in OPTIMIZERS),
     *(
         Rule(partial(trainer_rules.gather_has_what_it_overlaps_with, path=path), (path, "actor.minibatches"))

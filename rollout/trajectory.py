@@ -6,6 +6,7 @@ Legend for array names: T tokens of one trajectory, prompt included.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import isfinite
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -108,6 +109,24 @@ class Trajectory:
     finish: Finish
     retractions: int = 0
     reward: float | None = None
+    turn_rewards: tuple[tuple[int, float], ...] = ()
+    """Of each turn, in their order: where it ends (the position behind it), and what it is worth by itself.
+    Empty where only the episode is judged. Used with ``actor.turns``."""
+
+    def __post_init__(self) -> None:
+        if self.turn_rewards:
+            self._check_turns()
+
+    def _check_turns(self) -> None:
+        start = 0
+        for end, reward in self.turn_rewards:
+            if not start < end <= len(self.tokens_T):
+                raise ValueError(
+                    f"a turn ends at {end}, the one before it at {start}, of {len(self.tokens_T)} tokens"
+                )
+            if not isfinite(reward):
+                raise ValueError(f"the turn that ends at {end} has the reward {reward}")
+            start = end
 
     @computed_once
     def runs(self) -> list[tuple[int, bool, int]]:
@@ -139,6 +158,11 @@ class Trajectory:
             start = end
         return found
 
+    def turn_T(self) -> np.ndarray:
+        """int64: the turn of each token, counted from 0; behind the last one as many as there are turns."""
+        ends = np.array([end for end, _ in self.turn_rewards], np.int64)
+        return np.searchsorted(ends, np.arange(len(self.tokens_T)), side="right")
+
     @property
     def oldest_version(self) -> int:
         """The smallest version among the tokens that carry loss. Raises ValueError when none does."""
@@ -165,6 +189,7 @@ class TrajectoryBuilder:
 
         builder = TrajectoryBuilder(prompt_ids)
         builder.add_completion(completion)      # carries loss
+        builder.reward_turn(0.5)                # if turns are judged
         builder.add_context(tool_output_ids)    # does not
         trajectory = builder.build()
 
@@ -178,6 +203,7 @@ class TrajectoryBuilder:
         self._versions: list[np.ndarray] = []
         self._finish = Finish.STOP
         self._retractions = 0
+        self._turn_rewards: list[tuple[int, float]] = []
         self.add_context(prompt_ids)
 
     @property
@@ -200,6 +226,10 @@ class TrajectoryBuilder:
         self._finish = completion.finish
         self._retractions += completion.retractions
 
+    def reward_turn(self, reward: float) -> None:
+        """What was added since the last call, or since the beginning, is worth ``reward`` by itself."""
+        self._turn_rewards.append((len(self._tokens), reward))
+
     def build(self) -> Trajectory:
         """Raises ValueError when no token was sampled: the episode has failed, nothing can be trained."""
         if not any(mask.any() for mask in self._mask):
@@ -211,6 +241,7 @@ class TrajectoryBuilder:
             np.concatenate(self._versions),
             self._finish,
             self._retractions,
+            turn_rewards=tuple(self._turn_rewards),
         )
 
 

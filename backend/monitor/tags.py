@@ -29,6 +29,7 @@ TAGS: dict[str, Tag] = {
     "reward/std": Tag(
         "reward", "Standard deviation of the reward over the trajectories trained in this step."
     ),
+    "reward/turn_mean": Tag("reward", "Mean reward of their turns, where a workflow gives any."),
     # eval
     "eval/accuracy": Tag(
         "fraction",

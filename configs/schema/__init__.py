@@ -3,7 +3,7 @@
 from configs.schema.actor import ActorConfig, LoraConfig, ParallelConfig
 from configs.schema.checkpoint import CheckpointConfig
 from configs.schema.models import AverageReference, CheckpointReference, CriticConfig, KLConfig, TeacherConfig
-from configs.schema.objective import CorrectionConfig, Objective
+from configs.schema.objective import CorrectionConfig, Objective, TurnsConfig
 from configs.schema.optimizer import ConstantRate, CosineDecay, LinearDecay, OptimizerConfig
 from configs.schema.plugin import PluginConfig
 from configs.schema.rollout import EngineConfig, RolloutConfig, SamplingConfig
@@ -59,6 +59,7 @@ __all__ = [
     "TeacherConfig",
     "TensorTransport",
     "Transport",
+    "TurnsConfig",
     "Verify",
     "VerifyOff",
     "WeightsConfig",

@@ -6,7 +6,7 @@ from pydantic import AliasChoices, Field
 
 from configs.schema.base import Section
 from configs.schema.models import KLConfig, TeacherConfig
-from configs.schema.objective import CorrectionConfig, Objective, OverlongConfig, PPOObjective
+from configs.schema.objective import CorrectionConfig, Objective, OverlongConfig, PPOObjective, TurnsConfig
 from configs.schema.optimizer import OptimizerConfig
 
 LinearLayer = Literal[
@@ -145,6 +145,7 @@ class ActorConfig(TrainedConfig):
         "token from the `critic`'s values, whitened; reward: as it is.",
     )
     overlong: OverlongConfig | None = Field(None, description="Penalty for long answers; null: none.")
+    turns: TurnsConfig | None = Field(None, description="Rewards of single turns; null: only the episode's.")
     kl: KLConfig | None = Field(
         None, description="Keeps the policy near a reference model; null: no such model."
     )

@@ -204,6 +204,23 @@ class CorrectionConfig(Section):
         return token.cap if isinstance(token, TokenCap) else None
 
 
+class TurnsConfig(Section):
+    """Rewards of single turns besides the episode's, from the workflow (`Trajectory.turn_rewards`)."""
+
+    coefficient: float = Field(1.0, gt=0, description="How much the part from turns counts.")
+    reward_coefficient: float = Field(
+        1.0, ge=0, description="How much the advantage from the episode's reward counts; 0: only turns."
+    )
+    baseline: Literal["none", "group"] = Field(
+        "group",
+        description="group: (reward - mean) / standard deviation over all turns of a prompt's answers, as "
+        "GRPO has it for processes; none: rewards as they are.",
+    )
+    discount: float = Field(
+        1.0, ge=0, le=1, description="A token has the rewards from its turn on, each later turn counts less."
+    )
+
+
 class OverlongConfig(Section):
     """A penalty that grows linearly with the length of an answer (DAPO's soft overlong punishment)."""
 

@@ -21,6 +21,7 @@ class _Trajectory(msgspec.Struct, array_like=True):
     finish: str
     retractions: int
     reward: float | None
+    turn_rewards: tuple[tuple[int, float], ...] = ()
 
 
 class _Completion(msgspec.Struct, array_like=True):
@@ -46,6 +47,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
             trajectory.finish.value,
             trajectory.retractions,
             trajectory.reward,
+            trajectory.turn_rewards,
         )
     )
 
@@ -72,6 +74,7 @@ def decode_trajectory(data: bytes) -> Trajectory:
             Finish(record.finish),
             record.retractions,
             record.reward,
+            record.turn_rewards,
         )
     except (msgspec.DecodeError, ValueError, OverflowError) as error:
         raise CorruptRecord(f"not a trajectory: {error}") from error

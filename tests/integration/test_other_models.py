@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from backend.batching import TrainBatch
 from backend.megatron.parallel import RankSpec
 from configs.schema import RunConfig
+from rollout.trajectory import Trajectory
 from tests.integration.test_megatron_parity import config_for, make_batch, unfused
 from tests.models import make_checkpoint, reference_logprobs, reference_model
 from tests.ranks import run_ranks
@@ -54,6 +55,20 @@ def cases(paths: dict[str, Path]) -> dict[str, dict]:
                 "teacher": {"path": str(paths["teacher"]), "coefficient": 0.5, "reward_coefficient": 2.0},
             }
         },
+        "critic, rewards of turns": {
+            "actor": {
+                "advantage": "gae",
+                "kl": {"where": "reward", "estimator": "k1", "coefficient": 0.1, "reference": reference},
+                "turns": {"baseline": "none", "coefficient": 0.5, "reward_coefficient": 2.0},
+            },
+            "critic": {**CRITIC, "path": str(paths["critic"])},
+        },
+        "rewards of turns": {
+            "actor": {
+                "kl": {"where": "loss", "estimator": "k3", "coefficient": 0.2, "reference": reference},
+                "turns": {"discount": 0.5, "coefficient": 0.7, "reward_coefficient": 0.3},
+            }
+        },
         "penalty in the reward of trajectories": {
             "actor": {
                 "kl": {"where": "reward", "estimator": "k2", "coefficient": 0.1, "reference": reference}
@@ -63,14 +78,30 @@ def cases(paths: dict[str, Path]) -> dict[str, dict]:
 
 
 def batch_with_tools() -> TrainBatch:
-    """In one trajectory a tool has spoken."""
+    """In one trajectory a tool has spoken; all but one have turns with rewards of their own."""
     batch = make_batch(vocab=101)
     one = max(batch.trajectories, key=lambda trajectory: trajectory.response_length)
     mask_T = one.loss_mask_T.copy()
     middle = int(np.flatnonzero(mask_T).mean())
     mask_T[middle : middle + 3] = False
     trajectories = (replace(t, loss_mask_T=mask_T) if t is one else t for t in batch.trajectories)
+    trajectories = [with_turns(t, number) for number, t in enumerate(trajectories)]
     return TrainBatch(batch.version, tuple(trajectories), batch.group_N)
+
+
+def with_turns(trajectory: Trajectory, number: int) -> Trajectory:
+    """No turn; or some within the prompt, and as many behind it as fit, but for the last tokens."""
+    if number == 0:
+        return trajectory
+    prompt = int(np.flatnonzero(trajectory.loss_mask_T)[0])
+    ends = [
+        *range(max(1, prompt - 2), prompt + 1, 2),
+        *range(prompt + 1, len(trajectory.tokens_T), 2 + number),
+    ]
+    return replace(
+        trajectory,
+        turn_rewards=tuple((end, float((number * 7 + end * 5) % 11) / 10) for end in sorted(set(ends))),
+    )
 
 
 # ---- the trainer's gradients
@@ -169,7 +200,7 @@ def expected(paths: dict[str, Path], case: dict, batch: TrainBatch):
     critic_gradients, values = None, None
     if "critic" in case:
         values = [values_of(paths["critic"], t) for t in batch.trajectories]
-        advantages, returns = gae_by_hand(said, rewards, values, actor["kl"]["coefficient"])
+        advantages, returns = gae_by_hand(said, rewards, values, actor, batch)
         total = sum(
             ((value - torch.tensor(target)) ** 2).sum() / 2
             for (value, _), target in zip(values, returns, strict=True)
@@ -182,6 +213,8 @@ def expected(paths: dict[str, Path], case: dict, batch: TrainBatch):
         )
     else:
         advantages = group_advantages_by_hand(said, rewards, actor)
+        if "turns" in actor:
+            advantages = turns_by_hand(advantages, actor["turns"], batch)
     total, tokens = 0.0, 0
     for (logp, ref, taught, mu), advantage in zip(said, advantages, strict=True):
         a = torch.tensor(advantage, dtype=torch.float32)
@@ -216,11 +249,18 @@ def values_of(folder: Path, trajectory):
     return (hidden @ score[0])[mask], [*named, ("score.weight", score)]
 
 
-def gae_by_hand(said, rewards, values, coefficient):
+def gae_by_hand(said, rewards, values, actor, batch):
     advantages, returns = [], []
-    for (logp, ref, _, _), reward, (value, _) in zip(said, rewards, values, strict=True):
-        r = -coefficient * (logp - ref).detach().double().numpy()
-        r[-1] += reward
+    turns = actor.get("turns", {"reward_coefficient": 1.0, "coefficient": 0.0})
+    for (logp, ref, _, _), reward, (value, _), trajectory in zip(
+        said, rewards, values, batch.trajectories, strict=True
+    ):
+        r = -actor["kl"]["coefficient"] * (logp - ref).detach().double().numpy()
+        r[-1] += turns["reward_coefficient"] * reward
+        for end, of_turn in trajectory.turn_rewards:
+            before = int(trajectory.loss_mask_T[:end].sum())  # tokens with loss
+            if before:
+                r[before - 1] += turns["coefficient"] * of_turn
         v = value.detach().double().numpy()
         following, ahead, found = 0.0, 0.0, np.zeros(len(v))
         for t in reversed(range(len(v))):
@@ -245,6 +285,23 @@ def group_advantages_by_hand(said, rewards, actor):
     pairs = rewards.reshape(-1, 2)
     found = ((pairs - pairs.mean(1, keepdims=True)) / (pairs.std(1, ddof=1, keepdims=True) + 1e-6)).flatten()
     return [np.full(len(logp), a) for (logp, *_), a in zip(said, found, strict=True)]
+
+
+def turns_by_hand(advantages, settings, batch):
+    """DeepSeekMath, 4.1.3, one token after the other."""
+    found = []
+    for i, (advantage, trajectory) in enumerate(zip(advantages, batch.trajectories, strict=True)):
+        mates = [t for t, g in zip(batch.trajectories, batch.group_N, strict=True) if g == batch.group_N[i]]
+        every = np.array([reward for mate in mates for _, reward in mate.turn_rewards])
+        of_tokens = []
+        for at in np.flatnonzero(trajectory.loss_mask_T):
+            following = [reward for end, reward in trajectory.turn_rewards if end > at]
+            scaled = [(reward - every.mean()) / (every.std(ddof=1) + 1e-6) for reward in following]
+            of_tokens.append(sum(r * settings["discount"] ** k for k, r in enumerate(scaled)))
+        found.append(
+            settings["reward_coefficient"] * advantage + settings["coefficient"] * np.array(of_tokens)
+        )
+    return found
 
 
 # ---- tests

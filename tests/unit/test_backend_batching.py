@@ -28,6 +28,7 @@ def trajectory(prompt: int, response: int, *, version: int = 0, seed: int = 0) -
         np.where(sampled, version, UNSAMPLED).astype(np.int32),
         Finish.STOP,
         reward=1.0,
+        turn_rewards=tuple((end, 1.0) for end in range(1 + seed, n, 2)) if seed else (),
     )
 
 
@@ -62,7 +63,8 @@ def test_a_micro_batch_is_what_a_loop_over_its_tokens_gives(case):
         for t, token in enumerate(one.tokens_T):
             if one.loss_mask_T[t]:
                 lag = batch.version - one.versions_T[t]
-                about = (lag, place, index, share[index])
+                turn = sum(end <= t for end, _ in one.turn_rewards)
+                about = (lag, place, index, turn, share[index])
                 expected.append((len(tokens) - 1, token, one.logprobs_T[t], *about))
             tokens.append(token)
             positions.append(t)
@@ -77,7 +79,7 @@ def test_a_micro_batch_is_what_a_loop_over_its_tokens_gives(case):
     assert micro.position_T.tolist() == positions
     assert micro.cu_seqlens.tolist() == ends
     fields = (micro.index_M, micro.target_M, micro.behaviour_logp_M, micro.lag_M)
-    fields += (micro.owner_M, micro.trajectory_M, micro.share_M)
+    fields += (micro.owner_M, micro.trajectory_M, micro.turn_M, micro.share_M)
     assert list(zip(*(field.tolist() for field in fields), strict=True)) == [
         tuple(float(x) if isinstance(x, np.float32) else int(x) for x in row) for row in expected
     ]

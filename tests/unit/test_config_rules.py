@@ -313,6 +313,17 @@ def found(file, *overrides: str) -> dict[str, str]:
             "weights.interrupt",
             "expected 'retract', 'abort' or 'drain'",
         ),
+        (["actor.turns={}"], None, ""),
+        (
+            ["actor.advantage=gae", "critic={}", "actor.turns={}"],
+            "actor.turns.baseline",
+            "set this to none",
+        ),
+        (
+            ["actor.advantage=gae", "critic={}", "actor.turns={baseline: none, discount: 0.5}"],
+            "actor.turns.discount",
+            "set critic.discount",
+        ),
         (["eval=null"], None, ""),
         ([], None, ""),
     ],
@@ -321,6 +332,22 @@ def test_a_rule_reports_its_own_setting_and_only_that(base, overrides, path, par
     reasons = found(base, *overrides)
     assert list(reasons) == ([path] if path else [])
     assert part in reasons.get(path, "")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path"),
+    [
+        (["actor.kl={where: reward}"], "actor.kl.where"),
+        (["actor.advantage=gae", "critic={}"], "actor.advantage"),
+        (["actor.turns={}"], "actor.turns"),
+    ],
+)
+def test_rewards_that_would_not_count_beside_a_teacher_are_refused(base, tmp_path, overrides, path):
+    teacher = f"actor.teacher={{path: {tmp_path / 'model'}"
+    reasons = found(base, *overrides, f"{teacher}}}")
+    assert list(reasons) == [path]
+    assert "actor.teacher.reward_coefficient is 0" in reasons[path]
+    assert not found(base, *overrides, f"{teacher}, reward_coefficient: 0.5}}")
 
 
 def test_a_name_taken_by_a_file_is_refused(base):

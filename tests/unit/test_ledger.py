@@ -9,6 +9,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -33,7 +34,7 @@ BATCH = {"batch_size": 1, "n_samples": 2, "bound": 2}
 ASKED, AGAIN = (1, 2, 3), (4, 5)
 
 
-def trajectory(versions, reward: float | None = 1.0) -> Trajectory:
+def trajectory(versions, reward: float | None = 1.0, turns: bool = False) -> Trajectory:
     versions_T = np.array([UNSAMPLED, *versions], np.int32)
     n = len(versions_T)
     return Trajectory(
@@ -44,6 +45,7 @@ def trajectory(versions, reward: float | None = 1.0) -> Trajectory:
         Finish.LENGTH,
         3,
         reward,
+        tuple((end, end / 3) for end in range(1, n + 1, 3)) if turns else (),
     )
 
 
@@ -61,7 +63,7 @@ def same(a: Trajectory, b: Trajectory) -> bool:
     return all(
         getattr(a, x).dtype == getattr(b, x).dtype and np.array_equal(getattr(a, x), getattr(b, x))
         for x in arrays
-    ) and (a.finish, a.retractions, a.reward) == (b.finish, b.retractions, b.reward)
+    ) and all(getattr(a, x) == getattr(b, x) for x in ("finish", "retractions", "reward", "turn_rewards"))
 
 
 # ---- records
@@ -71,10 +73,18 @@ def same(a: Trajectory, b: Trajectory) -> bool:
     st.lists(st.sampled_from([UNSAMPLED, -3, 0, 1, 2]), max_size=40),
     st.none() | st.floats(allow_nan=False),
     st.integers(-4, 3),
+    st.booleans(),
 )
-def test_a_trajectory_comes_back_as_it_was(versions, reward, oldest):
-    one = trajectory(versions, reward).masked_before(oldest)
+def test_a_trajectory_comes_back_as_it_was(versions, reward, oldest, turns):
+    one = trajectory(versions, reward, turns).masked_before(oldest)
     assert same(decode_trajectory(encode_trajectory(one)), one)
+
+
+def test_a_trajectory_written_before_there_were_rewards_of_turns_can_be_read():
+    one = trajectory([0, 1])
+    *before, turn_rewards = msgspec.msgpack.decode(encode_trajectory(one))
+    assert turn_rewards == []
+    assert same(decode_trajectory(msgspec.msgpack.encode(before)), one)
 
 
 @given(st.lists(st.tuples(st.integers(-5, 50), st.integers(1, 5)), max_size=8))

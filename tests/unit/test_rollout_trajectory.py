@@ -172,3 +172,39 @@ def test_plain_text_becomes_one_user_message_and_a_chat_stays():
     assert Prompt(0, "2+2").messages() == [{"role": "user", "content": "2+2"}]
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2"}]
     assert Prompt(0, chat).messages() == chat
+
+
+def test_turns_are_rewarded_where_they_end():
+    builder = TrajectoryBuilder([1, 2])
+    builder.add_completion(completion(0, 0))
+    builder.reward_turn(0.5)
+    builder.add_context([3])
+    builder.add_completion(completion(1))
+    builder.reward_turn(-1.0)
+    builder.add_completion(completion(1))
+    found = builder.build()
+    assert found.turn_rewards == ((4, 0.5), (6, -1.0))
+    assert found.turn_T().tolist() == [0, 0, 0, 0, 1, 1, 2]
+    assert found.turn_T().dtype == np.int64
+
+
+def test_without_rewards_of_turns_there_is_nothing_but_what_lies_behind_the_last_one():
+    builder = TrajectoryBuilder([1, 2])
+    builder.add_completion(completion(0, 0))
+    assert builder.build().turn_T().tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("turn_rewards", "says"),
+    [
+        (((3, 1.0), (3, 1.0)), "ends at 3, the one before it at 3"),
+        (((0, 1.0),), "ends at 0"),
+        (((5, 1.0),), "ends at 5, .* of 4 tokens"),
+        (((3, float("nan")),), "ends at 3 has the reward nan"),
+    ],
+)
+def test_turns_that_cannot_be_are_refused_before_they_reach_the_trainer(turn_rewards, says):
+    builder = TrajectoryBuilder([1, 2])
+    builder.add_completion(completion(0, 0))
+    with pytest.raises(ValueError, match=says):
+        replace(builder.build(), reward=1.0, turn_rewards=turn_rewards)
