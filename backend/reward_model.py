@@ -57,7 +57,10 @@ class RewardModelRank:
 
     def train(self, batch: TrainBatch) -> StepResult | None:
         """One optimizer update; the result on the reporting rank, None elsewhere."""
-        [microbatches], metrics = microbatches_of(self._config, self._spec.geometry, batch, self.version)
+        rank = self._groups.get_data_parallel_rank()
+        [microbatches], metrics = microbatches_of(
+            self._config, self._spec.geometry, batch, self.version, rank=rank
+        )
         last_stage = self._groups.is_pipeline_last_stage()
         values = self._model.evaluate(microbatches, self._values_of)
         gradient_N: Any = None

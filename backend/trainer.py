@@ -101,7 +101,8 @@ class TrainerRank:
                 f"a batch for version {batch.version} reached a trainer at version {self.version}"
             )
         check_staleness(batch, self._config.rollout.max_head_offpolicyness)
-        minibatches, metrics = microbatches_of(self._config, self._spec.geometry, batch, self.step)
+        rank = self._groups.get_data_parallel_rank()
+        minibatches, metrics = microbatches_of(self._config, self._spec.geometry, batch, self.step, rank=rank)
         microbatches = [micro for minibatch in minibatches for micro in minibatch]
         scores = self._scorers.ask(self._policy, microbatches)
         targets: list[Any] = [None] * len(microbatches)

@@ -159,7 +159,13 @@ def frozen(trainer: Any) -> dict[str, Tensor]:
 
 
 def logprobs(trainer: Any, batch: TrainBatch) -> dict[tuple, np.ndarray]:
-    [microbatches], _ = microbatches_of(trainer._config, trainer._spec.geometry, batch, trainer.step)
+    [microbatches], _ = microbatches_of(
+        trainer._config,
+        trainer._spec.geometry,
+        batch,
+        trainer.step,
+        rank=trainer._groups.get_data_parallel_rank(),
+    )
     values = trainer._policy.log_probs(microbatches, TEMPERATURE)
     return {
         tuple(micro.target_M): logp.numpy()

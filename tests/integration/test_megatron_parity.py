@@ -81,7 +81,9 @@ def logprobs_and_gradients(rank: RankSpec, config: RunConfig, batch: TrainBatch)
     from bridge.export import export
 
     trainer = TrainerRank(config, rank)
-    [microbatches], _ = microbatches_of(config, trainer._spec.geometry, batch, 0)
+    [microbatches], _ = microbatches_of(
+        config, trainer._spec.geometry, batch, 0, rank=trainer._groups.get_data_parallel_rank()
+    )
     values = trainer._policy.log_probs(microbatches, config.rollout.sampling.temperature)
     logps = {
         tuple(micro.target_M): logp.cpu().numpy()

@@ -55,7 +55,13 @@ def one_step(trainer: Any, config: RunConfig, budget: int, batch: TrainBatch):
     actor = config.actor.model_copy(update={"microbatch_tokens": budget})
     trainer._config = config.model_copy(update={"actor": actor})
     trainer.version = batch.version
-    [microbatches], _ = microbatches_of(trainer._config, trainer._spec.geometry, batch, trainer.step)
+    [microbatches], _ = microbatches_of(
+        trainer._config,
+        trainer._spec.geometry,
+        batch,
+        trainer.step,
+        rank=trainer._groups.get_data_parallel_rank(),
+    )
     logps = {}
     for micro, logp_M in zip(microbatches, trainer._policy.log_probs(microbatches, 1.0), strict=True):
         for start, end in zip(micro.cu_seqlens, micro.cu_seqlens[1:], strict=False):

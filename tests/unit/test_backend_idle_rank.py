@@ -36,10 +36,9 @@ def gradients(rank, config: RunConfig, budgets: list[int]):
         actor = config.actor.model_copy(update={"microbatch_tokens": budget})
         trainer._config = config.model_copy(update={"actor": actor})
         trainer.version = 0
-        sizes = [
-            len(micro.index_M)
-            for micro in microbatches_of(trainer._config, trainer._spec.geometry, batch, 0)[0][0]
-        ]
+        own = trainer._groups.get_data_parallel_rank()
+        [microbatches], _ = microbatches_of(trainer._config, trainer._spec.geometry, batch, 0, rank=own)
+        sizes = [len(micro.index_M) for micro in microbatches]
         result = trainer.train(batch)
         parameters = trainer._policy.parts[0].module.named_parameters()
         grads = {name: p.main_grad.clone().numpy() for name, p in parameters}
