@@ -46,6 +46,9 @@ Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of one t
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace the recipe's.")
 ]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with the run of this name where its last process ended.")
+]
 Out = Annotated[Path, typer.Argument(help="The folder to be made.")]
 Tensor = Annotated[int, typer.Option(help="Tensor-parallel ranks.")]
 Pipeline = Annotated[int, typer.Option(help="Pipeline stages.")]
@@ -61,30 +64,24 @@ Layers = Annotated[
 
 
 @app.command()
-def train(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run of this name where its last process ended.")
-    ] = False,
-) -> None:
+def train(recipe: Recipe, overrides: Overrides = None, resume: Resume = False) -> None:
     """Run a recipe from its first step to its last."""
     config = _load(recipe, overrides)
     from backend.monitor.summary import print_summary
     from backend.run import run
 
-    there = f"what there is lies in {config.run.folder}, and --resume goes on with it"
-    summary = _attended(config, partial(run, config, resume=resume), there)
+    summary = _attended(config, partial(run, config, resume=resume), _lies_in(config))
     print_summary(summary, sys.stdout, name=config.run.name)
 
 
 @app.command()
-def sft(recipe: Recipe, overrides: Overrides = None) -> None:
+def sft(recipe: Recipe, overrides: Overrides = None, resume: Resume = False) -> None:
     """Train a policy on responses, or a reward model on preferences; writes a Hugging Face checkpoint."""
     asked = _load(recipe, overrides, load_supervised)
     from backend.supervised import run_supervised
 
-    typer.echo(_attended(asked.run, partial(run_supervised, asked), "there is no checkpoint"))
+    start = partial(run_supervised, asked, resume=resume)
+    typer.echo(_attended(asked.run, start, _lies_in(asked.run)))
 
 
 @app.command()
@@ -286,6 +283,10 @@ def _attended(config: RunConfig, start: Callable[..., Coroutine[Any, Any, T]], s
         if config.run.folder.exists():
             _errors.print(f"logs: {config.run.folder / 'logs'}", markup=False)
         raise typer.Exit(FAILED) from error
+
+
+def _lies_in(config: RunConfig) -> str:
+    return f"what there is lies in {config.run.folder}, and --resume goes on with it"
 
 
 def _plan(config: RunConfig) -> tuple[ModelSpec, ExportPlan]:

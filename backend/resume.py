@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from backend.checkpoints import CheckpointFolder, Found
+from backend.folder_lock import LOCK, locked
 from backend.inputs import InputError, Inputs
 from configs.schema import RunConfig
 from rollout.control.core import RolloutControl
@@ -52,7 +53,10 @@ def can_resume(folder: Path) -> bool:
 
 
 def refuse_if_running(folder: Path) -> None:
-    """Raise LedgerBusy when a process is running the run in ``folder``."""
+    """Raise LedgerBusy, or InputError, when a process is running the run in ``folder``."""
+    if (folder / LOCK).exists():
+        with locked(folder):
+            """Nobody is."""
     try:
         open_for_reading(folder / LEDGER).close()
     except LedgerBusy:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backend.batching import MicroBatch, TrainBatch
+from backend.checkpointed_rank import CheckpointedRank
 from backend.learning_rate import learning_rate
 from backend.megatron.parallel import RankSpec, initialize
 from backend.minibatches import microbatches_of
@@ -28,7 +29,7 @@ from bridge.hf_files import write_hf
 from configs.schema import RunConfig
 
 
-class RewardModelRank:
+class RewardModelRank(CheckpointedRank):
     """One rank. All are called with the same arguments, in the same order.
 
     Trajectories 2 i and 2 i + 1 of a batch are the chosen and the rejected answer of pair i. The value of an
@@ -41,7 +42,7 @@ class RewardModelRank:
         device = initialize(rank, actor.parallel, seed=config.run.seed, timeout_s=config.run.step_timeout_s)
         from megatron.core import parallel_state
 
-        from backend.megatron import model
+        from backend.megatron import checkpoint, model
         from backend.megatron.packed_model import ValueModel
         from backend.megatron.trained import Trained
 
@@ -53,13 +54,20 @@ class RewardModelRank:
         self._trained = Trained(parts, actor, dtype)
         self._model = ValueModel(self._trained.parts, device)
         self._plan = export_plan(config, self._spec)
-        self.version = 0
+        self._checkpoints = checkpoint.RankCheckpoints(
+            {checkpoint.POLICY: self._trained},
+            None,
+            actor,
+            self._spec.geometry,
+            seed=config.run.seed,
+            finish_timeout_s=config.run.step_timeout_s / 2,
+        )
 
     def train(self, batch: TrainBatch) -> StepResult | None:
         """One optimizer update; the result on the reporting rank, None elsewhere."""
         rank = self._groups.get_data_parallel_rank()
         [microbatches], metrics = microbatches_of(
-            self._config, self._spec.geometry, batch, self.version, rank=rank
+            self._config, self._spec.geometry, batch, self.step, rank=rank
         )
         last_stage = self._groups.is_pipeline_last_stage()
         values = self._model.evaluate(microbatches, self._values_of)
@@ -68,13 +76,14 @@ class RewardModelRank:
             gradient_N, of_pairs = self._gradient(batch, microbatches, values)
             metrics |= of_pairs
         optimizer = self._config.actor.optimizer
-        lr = learning_rate(optimizer, self.version, run_steps=self._config.run.steps)
+        lr = learning_rate(optimizer, self.step, run_steps=self._config.run.steps)
         heads = [partial(self._loss, micro, gradient_N) for micro in microbatches]
         update = self._trained.update(self._model, microbatches, heads, lr)
         self._trained.gather()
         metrics["train/grad_norm"] = update.grad_norm
         metrics["train/lr"] = lr
         metrics["train/tokens"] = float(sum(len(trajectory.tokens_T) for trajectory in batch.trajectories))
+        self.step += 1
         self.version += 1
         first = self._groups.get_tensor_model_parallel_rank() == self._groups.get_data_parallel_rank() == 0
         return StepResult(self.version, metrics) if last_stage and first else None

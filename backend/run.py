@@ -59,7 +59,7 @@ CHECKPOINT = "checkpoint-hf"
 def start_folder(config: RunConfig) -> Path:
     """Make the run folder and write the recipe into it. A folder of an earlier run is set aside.
 
-    Raises LedgerBusy when that run is still running.
+    Raises LedgerBusy or InputError when that run is still running.
     """
     folder = config.run.folder
     if folder.exists():
@@ -214,7 +214,7 @@ def build(
             keep_every=config.checkpoint.keep_every,
         ),
         trainer,
-        weights,
+        weights.begin_checkpoint,
         state.ledger,
         recorder,
         last_step=state.step,

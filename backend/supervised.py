@@ -4,27 +4,34 @@ To the trainer a response is a trajectory with reward 1, as if its present polic
 (``configs.supervised``). A reward model is trained by ``RewardModelRank`` on pairs of such trajectories.
 """
 
+import json
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from backend.batching import demonstrated
+from backend.checkpointing import NoHistory, TrainerCheckpoints
+from backend.checkpoints import CheckpointError, CheckpointFolder, Found, describe
 from backend.cluster import create_trainer, ray_cluster
+from backend.folder_lock import locked
 from backend.inputs import InputError, read_tokenizer
-from backend.monitor.metrics import MetricsLog
+from backend.monitor.metrics import METRICS_FILE, MetricsLog
 from backend.monitor.progress import Progress
 from backend.placement import place_trainer
 from backend.prepare import prepare_inputs
 from backend.remote import Trainer
+from backend.resume import CHECKPOINTS, can_resume, check_same_run
 from backend.run import CHECKPOINT, recipe_text, start_folder, with_absolute_paths
-from backend.stop import Stop
+from backend.stop import Stop, Stopped
 from bridge.families import model_spec
 from bridge.hf_config import UnsupportedModel
 from configs.schema import RunConfig
 from configs.supervised import Supervised
+from rollout.control.core import GroupCounts
 from rollout.data import Example, PromptError, PromptStream, read_examples
+from rollout.ledger.database import LedgerError
 from rollout.trajectory import Prompt
 
 RANK_CLASSES = {
@@ -40,24 +47,24 @@ METRICS = ("train/loss", "train/preference", "train/grad_norm", "train/lr", "tra
 """Those that mean something here, by how they begin."""
 
 
-async def run_supervised(asked: Supervised, progress: Progress) -> Path:
-    """Train as asked; the checkpoint's folder.
+async def run_supervised(asked: Supervised, progress: Progress, *, resume: bool = False) -> Path:
+    """Train as asked; the checkpoint's folder. ``resume``: go on with the run of this name, if there is one.
 
     Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail.
     """
-    return await Stop(progress).run(_run(replace(asked, run=with_absolute_paths(asked.run)), progress))
+    stop = Stop(progress)
+    return await stop.run(_run(replace(asked, run=with_absolute_paths(asked.run)), progress, stop, resume))
 
 
-async def _run(asked: Supervised, progress: Progress) -> Path:
+async def _run(asked: Supervised, progress: Progress, stop: Stop, resume: bool) -> Path:
     config = asked.run
     await prepare_inputs(config, progress.phase)
     progress.phase("reading model and examples")
     examples = read_examples_of(asked)
     with ExitStack() as stack:
-        folder = start_folder(config)
+        folder, found = open_folder(config, stack, progress, resume)
         metrics = MetricsLog(folder)
         stack.callback(metrics.close)
-        metrics.log(0, {"run/recipe": f"```yaml\n{recipe_text(config)}```"})
         progress.phase("starting Ray")
         nodes = stack.enter_context(ray_cluster(config))
         ranks = create_trainer(
@@ -67,27 +74,139 @@ async def _run(asked: Supervised, progress: Progress) -> Path:
         stack.callback(trainer.kill)
         progress.phase("starting the trainer")
         await trainer.connect()
-        await _train(config, examples, trainer, metrics, progress.phase)
+        at = Position(config.rollout.batch_size)
+        if found is not None:
+            at.version = _unused_version(folder, found)
+            at.step = await trainer.restore(found.path, at.version)
+            progress.note(f"resumed from step {at.step}")
+        metrics.log(at.version, {"run/recipe": f"```yaml\n{recipe_text(config)}```"})
+        checkpoints = TrainerCheckpoints(
+            config.checkpoint,
+            _checkpoint_folder(config),
+            trainer,
+            trainer.begin_checkpoint,
+            NoHistory(epoch=found.record.epoch + 1 if found else 0),
+            _Told(progress),
+            last_step=at.step,
+        )
+        try:
+            with stop.by("stopping behind this step; again to stop at once", at.end):
+                await _train(config, examples, trainer, at, checkpoints, metrics, progress.phase)
+            await checkpoints.last(at)
+        finally:
+            await checkpoints.cancel()
+        if stop.asked:
+            raise Stopped
         progress.phase("writing the trained model")
         await trainer.export_hf(folder / CHECKPOINT)
     return folder / CHECKPOINT
+
+
+@dataclass
+class Position:
+    """Where a supervised run stands. To its checkpoints it is a run without groups."""
+
+    batch_size: int
+    version: int = 0
+    step: int = 0
+    ended: bool = False
+    counts = GroupCounts()
+
+    @property
+    def position(self) -> int:
+        return self.step * self.batch_size
+
+    def end(self) -> None:
+        """No further step."""
+        self.ended = True
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What checkpoints have to say."""
+
+    progress: Progress
+
+    def checkpoint_taken(self, stall_s: float) -> None:
+        """Nobody waits for this trainer."""
+
+    def note(self, text: str) -> None:
+        self.progress.note(text)
 
 
 async def _train(
     config: RunConfig,
     examples: "Encoded",
     trainer: Trainer,
+    at: Position,
+    checkpoints: TrainerCheckpoints,
     metrics: MetricsLog,
     say: Callable[[str], None],
 ) -> None:
     steps, size = config.run.steps, config.rollout.batch_size
-    for step in range(steps):
-        batch = demonstrated([answer for i in range(size) for answer in examples.at(step * size + i)], step)
-        result = await trainer.train(batch)
+    first = at.step
+    while at.step < steps and not at.ended:
+        answers = [answer for i in range(size) for answer in examples.at(at.position + i)]
+        result = await trainer.train(demonstrated(answers, at.version))
+        at.version, at.step = result.version, at.step + 1
         found = {tag: value for tag, value in result.metrics.items() if tag.startswith(METRICS)}
-        metrics.log(result.version, {**found, "train/step": result.version})
-        if step == 0 or step + 1 == steps or (step + 1) % -(-steps // TOLD) == 0:
-            say(f"step {step + 1}/{steps}, loss {found['train/loss']:.4f}")
+        metrics.log(at.version, {**found, "train/step": at.step})
+        if at.step in (first + 1, steps) or at.step % -(-steps // TOLD) == 0:
+            say(f"step {at.step}/{steps}, loss {found['train/loss']:.4f}")
+        await checkpoints.step_done(at)
+
+
+# ---- the run folder
+
+
+def open_folder(
+    config: RunConfig, stack: ExitStack, progress: Progress, resume: bool
+) -> tuple[Path, Found | None]:
+    """The run folder, locked as long as ``stack`` lasts; and the checkpoint to go on from.
+
+    Raises InputError when the folder cannot be used.
+    """
+    folder = config.run.folder
+    try:
+        if resume and (folder / "recipe.yaml").exists():
+            if can_resume(folder):
+                raise InputError(f"{folder} holds a run of `slipstream train`, not of `slipstream sft`")
+            stack.enter_context(locked(folder))
+            check_same_run(config)
+            progress.phase("checking the last checkpoint")
+            found = _checkpoint_folder(config).latest()
+            for warning in found.warnings if found else ():
+                progress.note(warning)
+            if found is not None:
+                (folder / "recipe.yaml").write_text(recipe_text(config))
+                return folder, found
+            progress.note(f"no checkpoint in {folder}: the run starts from the beginning")
+            stack.close()
+        elif resume:
+            progress.note(f"nothing to resume in {folder}: the run starts from the beginning")
+        start_folder(config)
+        stack.enter_context(locked(folder))
+        return folder, None
+    except (LedgerError, CheckpointError) as error:
+        raise InputError(str(error)) from error
+    except OSError as error:
+        raise InputError(f"cannot use {folder}: {describe(error)}") from error
+
+
+def _checkpoint_folder(config: RunConfig) -> CheckpointFolder:
+    settings = config.checkpoint
+    return CheckpointFolder(
+        config.run.folder / CHECKPOINTS, keep_last=settings.keep_last, keep_every=settings.keep_every
+    )
+
+
+def _unused_version(folder: Path, found: Found) -> int:
+    """Above every number that the run has used: steps behind the checkpoint were logged under theirs."""
+    used = [json.loads(line)["step"] for line in (folder / METRICS_FILE).read_text().splitlines()]
+    return max([found.record.version, *used]) + 1
+
+
+# ---- examples
 
 
 class Encoded:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from backend.advantages import Scores, Targets, find_targets
 from backend.batching import MicroBatch, TrainBatch, assemble, check_staleness
+from backend.checkpointed_rank import CheckpointedRank
 from backend.learning_rate import learning_rate
 from backend.megatron.parallel import RankSpec, initialize
 from backend.minibatches import microbatches_of
@@ -33,7 +34,7 @@ from rollout.engine.client import EngineAddress, EngineClient
 from rollout.trajectory import Completion, Finish, Span, TrajectoryBuilder
 
 
-class TrainerRank:
+class TrainerRank(CheckpointedRank):
     """One rank of the trainer. All ranks are called with the same arguments, in the same order."""
 
     def __init__(self, config: RunConfig, rank: RankSpec) -> None:
@@ -78,10 +79,6 @@ class TrainerRank:
             # The other ranks wait in a collective meanwhile, which must not time out first.
             finish_timeout_s=config.run.step_timeout_s / 2,
         )
-        self.step = 0
-        """Training steps done. What is drawn or scheduled by time follows it."""
-        self.version = 0
-        """The number of the present weights. Never used twice, so it can jump where a run goes on."""
         self._resting = Resting(self._device)
         self._plan = export_plan(config, self._spec)
         self._publisher: Publisher | None = None
@@ -235,29 +232,6 @@ class TrainerRank:
     def wake(self) -> None:
         """Have it back, as it was."""
         self._resting.wake()
-
-    # ---- checkpoints
-
-    def begin_checkpoint(self, folder: str) -> None:
-        """Take a snapshot and start to write it into ``folder``, which all ranks see, in the background."""
-        self._checkpoints.begin(Path(folder), step=self.step, version=self.version)
-
-    def checkpoint_done(self) -> bool:
-        """Has this rank's writing ended, well or not. Does not wait, and needs no other rank."""
-        return self._checkpoints.written
-
-    def finish_checkpoint(self) -> None:
-        """Wait for the writing and make the checkpoint readable.
-
-        Raises CheckpointError on every rank when it has failed on any; training can go on all the same.
-        """
-        self._checkpoints.finish()
-
-    def restore(self, folder: str, version: int) -> int:
-        """Take over the state of a checkpoint, as version ``version``; the training steps it had done."""
-        self.step = self._checkpoints.load(Path(folder))
-        self.version = version
-        return self.step
 
     # ---- the weights' way out
 

@@ -26,6 +26,9 @@ _ROLLOUT = {
     "sampling": {"max_new_tokens": 1},
 }
 
+SHARED = ("run", "model", "data", "cluster", "prepare")
+"""Sections that are the run's as they are."""
+
 AS_IN_SUPERVISED = {"rollout.batch_size": "batch_size"}
 """Settings that have another name in a run."""
 
@@ -42,14 +45,19 @@ def run_of(data: dict[str, Any]) -> dict[str, Any]:
     """The run's recipe for a ``SupervisedConfig``, both as plain data that need not be valid."""
     actor = data.get("actor", {})
     return {
-        **{key: data[key] for key in ("run", "model", "data", "cluster", "prepare") if key in data},
+        **{key: data[key] for key in SHARED if key in data},
         "actor": {**actor, **_ACTOR} if isinstance(actor, dict) else actor,
         "rollout": {
             **_ROLLOUT,
             "batch_size": data.get("batch_size", SupervisedConfig.model_fields["batch_size"].default),
         },
-        "checkpoint": {"every": 0},
+        "checkpoint": _checkpoint(data.get("checkpoint", {})),
     }
+
+
+def _checkpoint(given: Any) -> Any:
+    default = SupervisedConfig.model_fields["checkpoint"].default
+    return {"every": default.every, **given} if isinstance(given, dict) else given
 
 
 def preferences_are_not_shared(asked: Any) -> Iterator[Violation]:

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from configs.schema.actor import TrainedConfig
 from configs.schema.base import Section
+from configs.schema.checkpoint import CheckpointConfig
 from configs.schema.plugin import Plugin
 from configs.schema.run import Cluster, LocalCluster, ModelConfig, RunSection
 
@@ -30,6 +31,7 @@ class SupervisedConfig(Section):
     data: ExamplesConfig
     actor: TrainedConfig = TrainedConfig()
     batch_size: int = Field(64, ge=1, description="Examples of a training step.")
+    checkpoint: CheckpointConfig = CheckpointConfig(every=100)
     cluster: Cluster = LocalCluster()
     prepare: Plugin | None = Field(
         None, description="Makes model.path and data.path before the run when one of them is not there."

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,10 @@ from backend.megatron.parallel import RankSpec
 from backend.quickstart import task
 from backend.quickstart.policy import build_policy
 from backend.quickstart.tokenizer import build_tokenizer, demonstration_text
+from backend.supervised import read_examples_of
 from configs.load import load_supervised
 from configs.schema import RunConfig
+from configs.supervised import Supervised
 from configs.violations import RecipeError
 from tests.integration.test_megatron_parity import unfused
 from tests.integration.test_other_models import compare, exported, gradients_in
@@ -137,6 +140,14 @@ def with_value_head(checkpoint: Path) -> Path:
     return checkpoint
 
 
+def wait_for(path: Path, run: subprocess.Popen, out: Path, timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        assert run.poll() is None, out.read_text()
+        assert time.monotonic() < deadline, f"{path} was not there in {timeout_s:.0f} s:\n{out.read_text()}"
+        time.sleep(0.05)
+
+
 def slipstream_sft(file: Path, *overrides: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "backend.cli", "sft", str(file), *overrides]
     return subprocess.run(command, capture_output=True, text=True, timeout=180)
@@ -165,11 +176,48 @@ def test_slipstream_sft_trains_and_writes_a_checkpoint(recipe, tmp_path: Path):
     assert float(loss) < losses[0] - 1
 
 
+def reward_model_without_a_break(rank: RankSpec, asked: Supervised) -> dict:
+    """The weights that ``slipstream sft`` has to end with, in HF names."""
+    from backend.reward_model import RewardModelRank
+
+    examples, size = read_examples_of(asked), asked.run.rollout.batch_size
+    trainer = RewardModelRank(asked.run, rank)
+    for at in range(asked.run.run.steps):
+        answers = [answer for i in range(size) for answer in examples.at(at * size + i)]
+        trainer.train(demonstrated(answers, at))
+    return exported(trainer._plan, trainer._parameters, rank.rank)
+
+
 def test_slipstream_sft_trains_a_reward_model_that_transformers_loads(recipe, tmp_path: Path):
-    done = slipstream_sft(recipe(learn="preferences"))
+    """Killed behind a checkpoint and resumed, it ends with the weights that it would have had."""
+    file, folder = recipe(learn="preferences", checkpoint={"every": 4}), tmp_path / "runs/sft"
+    command = [sys.executable, "-m", "backend.cli", "sft", str(file)]
+    with (tmp_path / "out").open("w") as out:
+        run = subprocess.Popen([*command, "run.steps=100000"], stdout=out, stderr=out)
+    try:
+        wait_for(folder / "checkpoints/v00000004", run, tmp_path / "out")
+        refused = slipstream_sft(file, "--resume")
+        assert refused.returncode == 2
+        assert "another process is running this run" in refused.stderr
+    finally:
+        run.kill()
+        run.wait()
+    steps = 3 + max(int(path.name[1:]) for path in folder.glob("checkpoints/v????????"))
+    done = slipstream_sft(file, "--resume", f"run.steps={steps}")
     assert done.returncode == 0, done.stderr
-    folder = tmp_path / "runs/sft"
+    assert f"resumed from step {steps - 3}" in done.stderr
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    versions = [record["step"] for record in records if "train/loss" in record]
+    assert versions == sorted(set(versions)), "a version number was used twice"
+    assert [record["train/step"] for record in records[-3:]] == [steps - 2, steps - 1, steps]
+    asked = load_supervised(file, [f"run.steps={steps}"])
+    [straight] = run_ranks(1, reward_model_without_a_break, asked)
+    files = (folder / "checkpoint-hf").glob("*.safetensors")
+    weights = {name: weight for file in files for name, weight in load_file(file).items()}
+    assert weights.keys() == straight.keys()
+    for name, weight in straight.items():
+        np.testing.assert_array_equal(weights[name].numpy(), weight, err_msg=name)
+
     losses = [record["train/loss"] for record in records if "train/loss" in record]
     assert losses[0] == pytest.approx(np.log(2))  # every value is 0 at first
     assert losses[-1] < 0.5

@@ -126,7 +126,7 @@ def test_the_files_of_every_model_are_checked(recipe, tmp_path):
     path = recipe(
         prepare=None,
         rollout={**yaml.safe_load(Path(recipe()).read_text())["rollout"], "sampling": {"max_new_tokens": 64}},
-        actor={"advantage": "gae", "teacher": {"path": str(tmp_path / "teacher")}},
+        actor={"advantage": "gae", "teacher": {"path": str(tmp_path / "teacher"), "reward_coefficient": 1.0}},
         critic={"path": str(tmp_path / "critic")},
     )
     ended = slipstream("check", path, pythonpath=tmp_path)
