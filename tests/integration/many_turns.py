@@ -5,17 +5,18 @@ from dataclasses import replace
 from rollout.trajectory import Prompt, Trajectory, TrajectoryBuilder
 from rollout.workflow import WorkflowContext
 
-TURNS = 40
+TURNS = 16
 
 
 class ManyTurns:
-    """Asks on and on; behind each answer comes one token of context."""
+    """Asks on and on, and rewards each answer; behind it comes one token of context."""
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> Trajectory:
         builder = TrajectoryBuilder(context.tokenizer.encode(prompt.prompt))
         sampling = context.sampling.model_copy(update={"max_new_tokens": 8})
         for _ in range(TURNS):
             builder.add_completion(await context.generator.generate(builder.tokens, sampling))
+            builder.reward_turn(float(builder.tokens[-1] % 2))
             builder.add_context(builder.tokens[:1])
         trajectory = builder.build()
         return replace(trajectory, reward=await context.reward.score(prompt, "", trajectory))

@@ -155,6 +155,7 @@ def test_unfinished_episodes_are_gone_on_with_after_a_restart(inputs: Path, root
         "run.steps=2",
         "rollout.max_head_offpolicyness=1",
         "rollout.workflow=tests.integration.many_turns.ManyTurns",
+        "actor.turns={}",
         "rollout.engine.stream_interval=2",
         "checkpoint.every=0",
     )
@@ -174,7 +175,7 @@ def test_unfinished_episodes_are_gone_on_with_after_a_restart(inputs: Path, root
     assert len(trajectories) == samples
     for (key, call), answer in answers.items():
         turns = sampled_runs(trajectories[key, 0])
-        assert len(turns) == TURNS
+        assert len(turns) == len(trajectories[key, 0].turn_rewards) == TURNS
         assert tuple(turns[call][: len(answer.tokens)]) == answer.tokens
     generated = json.loads((folder / "summary.json").read_text())["tokens_generated"]
     saved = sum(len(answer.tokens) for answer in answers.values())

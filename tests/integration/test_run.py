@@ -97,6 +97,7 @@ def test_a_signal_ends_everything_behind_a_checkpoint(launch: Launch):
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_second_signal_waits_for_nothing(launch: Launch):
     run = launch("run.steps=1000", "rollout.max_head_offpolicyness=2", "checkpoint.every=500")
     wait_for_step(run, 2)
@@ -119,6 +120,7 @@ def test_a_lost_trainer_fails_the_run_with_its_name(launch: Launch):
     run.assert_nothing_left()
 
 
+@pytest.mark.slow  # test_resume.py kills a driver too
 def test_a_killed_driver_takes_everything_with_it(launch: Launch):
     run = launch("run.steps=1000", "rollout.max_head_offpolicyness=2")
     wait_for_step(run, 1)
