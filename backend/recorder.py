@@ -168,6 +168,7 @@ class Recorder:
                 "perf/step_s": times.step_s,
                 "perf/train_s": times.train_s,
                 "perf/train_tokens_per_s": result.metrics["train/tokens"] / times.train_s,
+                "perf/train_tflops": result.metrics["train/tflop"] / times.train_s,
                 "perf/generate_tokens_per_s": tokens_per_s,
                 "perf/weight_update_s": report.total_s,
                 "perf/weight_update_stall_s": report.stall_s,

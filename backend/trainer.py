@@ -14,6 +14,7 @@ from torch import Tensor
 from backend.advantages import Scores, Targets, find_targets
 from backend.batching import MicroBatch, TrainBatch, assemble, check_staleness
 from backend.checkpointed_rank import CheckpointedRank
+from backend.flops import forward_flops
 from backend.learning_rate import learning_rate
 from backend.megatron.parallel import RankSpec, initialize
 from backend.minibatches import microbatches_of
@@ -106,6 +107,7 @@ class TrainerRank(CheckpointedRank):
         if self._is_last_stage:
             group = self._groups.get_data_parallel_group()
             targets = find_targets(self._config, batch, microbatches, scores, group)
+        metrics["train/tflop"] = self._flops(batch) / 1e12
         metrics["train/tokens"] = float(sum(trajectory.response_length for trajectory in batch.trajectories))
         metrics |= self._train_policy(minibatches, scores, targets)
         metrics |= self._train_critic(minibatches, scores, targets)
@@ -113,6 +115,12 @@ class TrainerRank(CheckpointedRank):
         self.step += 1
         self.version += 1
         return StepResult(self.version, metrics) if self._reports else None
+
+    def _flops(self, batch: TrainBatch) -> float:
+        """What the policy's model asks for in a step, of all ranks together."""
+        length_N = np.array([len(trajectory.tokens_T) for trajectory in batch.trajectories])
+        passes = 3 + self._config.actor.recompute_logprobs  # a backward pass counts as two forward ones
+        return passes * float(forward_flops(self._spec.geometry, length_N).sum())
 
     def _train_policy(
         self, minibatches: list[list[MicroBatch]], scores: list[Scores], targets: list[Targets | None]

@@ -50,7 +50,10 @@ class Fakes:
         self.gate.version = version
         times = StepTimes(**{"wait_s": 1.0, "train_s": 3.0, "step_s": 8.0} | times)
         self.recorder.step(
-            groups, StepResult(version, {"train/tokens": tokens, "train/loss": 0.5}), report, times
+            groups,
+            StepResult(version, {"train/tokens": tokens, "train/tflop": 0.6, "train/loss": 0.5}),
+            report,
+            times,
         )
         assert self.logged[-1][0] == version
         return self.logged[-1][1]
@@ -125,10 +128,12 @@ def test_a_step_is_logged_with_the_numbers_of_its_groups():
             "lost/surplus": 0,
             "lost/tokens_masked": 0,
             "train/tokens": 6.0,
+            "train/tflop": 0.6,
             "train/loss": 0.5,
             "perf/step_s": 8.0,
             "perf/train_s": 3.0,
             "perf/train_tokens_per_s": 2.0,
+            "perf/train_tflops": 0.2,
             "perf/generate_tokens_per_s": 50.0,
             "perf/weight_update_s": 2.0,
             "perf/weight_update_stall_s": 0.25,
