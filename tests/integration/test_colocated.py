@@ -31,7 +31,7 @@ def test_a_colocated_run_goes_on_with_partial_answers_of_before_the_trainers_tur
         "v00000005",
     ]
     for record in records(run):
-        assert record["mismatch/logprob_abs_max"] < 1e-3
+        assert record.get("mismatch/logprob_abs_max", 0.0) < 1e-3  # unless no token was of lag 0
         # Engines stand still for the whole of the trainer's turn, and so do they for nothing else.
         assert record["perf/weight_update_stall_s"] > record["perf/train_s"]
     run.assert_nothing_left()
