@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -116,6 +117,7 @@ def _without_interrupts() -> Iterator[None]:
     A terminal and a scheduler send them to the whole process group, but to end the ranks is up to the process
     that has started them. A process whose start is cut short would not be known to it.
     """
+    resource_tracker.ensure_running()  # the first process would start it, and it lets both through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
