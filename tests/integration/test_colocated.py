@@ -10,26 +10,28 @@ from tests.integration.test_run import Launch, finish, records, summary, wait_fo
 COLOCATED = ("rollout.engine.colocated=true", "weights.transport.type=tensor")
 
 
-def test_a_colocated_run_goes_on_with_partial_answers_of_before_the_trainers_turn(launch: Launch):
+def test_partial_answers_go_on_behind_the_trainers_turns_and_a_signal_ends_behind_a_checkpoint(
+    launch: Launch,
+):
     run = launch(
-        "run.steps=4",
+        "run.steps=1000",
         "rollout.max_head_offpolicyness=2",
         "actor.parallel.tensor=2",
-        "checkpoint.every=2",
+        "checkpoint.every=500",
         "actor.advantage=gae",
         "critic={}",
         *COLOCATED,
     )
-    assert finish(run) == 0, run.output()
+    wait_for_step(run, 4)
+    run.process.send_signal(signal.SIGTERM)
+    assert finish(run, 60) == 1
     found = summary(run)
-    assert (found["exit"], found["steps"], found["groups"]["trained"]) == ("done", 4, 16)
-    assert found["engine_restarts"] == 0
+    assert (found["exit"], found["engine_restarts"]) == ("stopped", 0)
+    assert found["groups"]["trained"] == 4 * found["steps"]
     assert found["multi_version_fraction"] > 0
     assert found["head_lag_max"] <= 2
-    assert sorted(path.name for path in run.folder.glob("checkpoints/v????????")) == [
-        "v00000002",
-        "v00000004",
-    ]
+    [checkpoint] = run.folder.glob("checkpoints/v????????")
+    assert int(checkpoint.name[1:]) == found["versions"]
     for record in records(run):
         assert record.get("mismatch/logprob_abs_max", 0.0) < 1e-3  # unless no token was of lag 0
         # Engines stand still for the whole of the trainer's turn, and so do they for nothing else.

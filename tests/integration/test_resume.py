@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -75,11 +76,15 @@ def story(inputs: Path, root: Path) -> Iterator[dict[str, str]]:
     try:
         wait_for("a checkpoint", lambda: len(list(run.folder.glob("checkpoints/v????????"))) >= 2, run)
         overrides = [f"run.root={root}", "run.name=run", *given(inputs)]
-        said = {
-            "resumed while running": refused("train", "quickstart", *overrides, "--resume"),
-            "started while running": refused("train", "quickstart", *overrides),
-            "audited while running": refused("audit", str(run.folder)),
+        asked = {
+            "resumed while running": ("train", "quickstart", *overrides, "--resume"),
+            "started while running": ("train", "quickstart", *overrides),
+            "audited while running": ("audit", str(run.folder)),
         }
+        with ThreadPoolExecutor() as pool:
+            said = dict(
+                zip(asked, pool.map(lambda arguments: refused(*arguments), asked.values()), strict=True)
+            )
         kill(run)
         yield said
     finally:

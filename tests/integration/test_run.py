@@ -86,6 +86,7 @@ def test_a_killed_engine_is_replaced_and_brought_to_the_current_version(launch: 
     run.assert_nothing_left()
 
 
+@pytest.mark.slow  # test_colocated.py ends by a signal too
 def test_a_signal_ends_everything_behind_a_checkpoint(launch: Launch):
     run = launch("run.steps=1000", "rollout.max_head_offpolicyness=2", "checkpoint.every=500")
     wait_for_step(run, 2)
