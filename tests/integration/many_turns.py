@@ -5,7 +5,7 @@ from dataclasses import replace
 from rollout.trajectory import Prompt, Trajectory, TrajectoryBuilder
 from rollout.workflow import WorkflowContext
 
-TURNS = 16
+TURNS = 12
 
 
 class ManyTurns:

@@ -196,9 +196,6 @@ def test_slipstream_sft_trains_a_reward_model_that_transformers_loads(recipe, tm
         run = subprocess.Popen([*command, "run.steps=100000"], stdout=out, stderr=out)
     try:
         wait_for(folder / "checkpoints/v00000004", run, tmp_path / "out")
-        refused = slipstream_sft(file, "--resume")
-        assert refused.returncode == 2
-        assert "another process is running this run" in refused.stderr
     finally:
         run.kill()
         run.wait()

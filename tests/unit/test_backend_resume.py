@@ -1,12 +1,14 @@
 """From a run folder to where the run goes on: what is used, what is given up, what is refused."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from backend.checkpoints import CheckpointFolder, CheckpointRecord
+from backend.folder_lock import locked
 from backend.inputs import InputError
 from backend.resume import (
     CHECKPOINTS,
@@ -177,6 +179,15 @@ def test_checkpoints_without_a_ledger_are_not_set_aside_unasked(config: RunConfi
     checkpoint(config, 1, 1)
     with pytest.raises(InputError, match=r"has checkpoints but no ledger\.sqlite"):
         refuse_without_ledger(config.run.folder)
+
+
+def test_a_running_supervised_run_is_neither_set_aside_nor_taken_over(config: RunConfig):
+    folder = config.run.folder
+    with locked(folder):
+        for attempt in (partial(refuse_if_running, folder), locked(folder).__enter__):
+            with pytest.raises(InputError, match="another process is running this run"):
+                attempt()
+    refuse_if_running(folder)
 
 
 def test_a_running_run_is_not_set_aside(config: RunConfig):
