@@ -13,7 +13,7 @@ end in a new version. A step of an engine's that fails costs that engine, never 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from backend.checkpoints import CheckpointError
@@ -34,8 +34,6 @@ class Turn:
 
     stood_s: float = 0.0
     """How long the engines stood still for it; known at its end."""
-    parts_s: dict[str, float] = field(default_factory=dict)
-    """Where the time of changing over went, by step."""
 
 
 class Devices(Protocol):
@@ -110,7 +108,6 @@ class Colocated:
         self._standing: list[EngineClient] = []
         """Engines that stand still for the turn that is on, and have what is ``_away`` still to come."""
         self._away: Sequence[EngineMemory] = ()
-        self._turn = Turn()
 
     @asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
@@ -131,20 +128,21 @@ class Colocated:
                 await stack.enter_async_context(self._pool.drained(self._drain_s))
             stack.enter_context(self._episodes.stopped())
             new = [await stack.enter_async_context(EngineClient(address)) for address in newcomers]
-            self._turn, began = Turn(), _now()
+            clock = asyncio.get_running_loop().time
+            turn, began = Turn(), clock()
             await self._stop(new)
             try:
-                yield self._turn
+                yield turn
             except CheckpointError:  # whatever else it is ends the run
                 await self._go_on(new)
                 raise
             await self._go_on(new)
-            self._turn.stood_s = _now() - began
+            turn.stood_s = clock() - began
 
     @asynccontextmanager
     async def publishing(self) -> AsyncIterator[None]:
-        await self._timed("rest", self._trainer.rest(keep_weights=True))
-        await self._each("regain_weights", lambda engine: engine.regain_memory(WEIGHTS))
+        await self._trainer.rest(keep_weights=True)
+        await self._each("regain weights", lambda engine: engine.regain_memory(WEIGHTS))
         self._away = [memory for memory in ALL_MEMORY if memory not in WEIGHTS]
         yield
 
@@ -153,10 +151,10 @@ class Colocated:
         await self._each("pause", lambda engine: engine.pause(self._pause))
         await self._each("release", lambda engine: engine.release_memory(ALL_MEMORY))
         if self._has_rested:
-            await self._timed("wake", self._trainer.wake())
+            await self._trainer.wake()
 
     async def _go_on(self, newcomers: Sequence[EngineClient]) -> None:
-        await self._timed("rest", self._trainer.rest())
+        await self._trainer.rest()
         self._has_rested = True
         # Those that the pool has lost meanwhile may hold a mixture of two versions: they stay as they are.
         whole = {*self._pool.clients, *newcomers}
@@ -178,22 +176,10 @@ class Colocated:
                 return f"{step}: {told(error)}"
             return None
 
-        async def all_of_them() -> None:
-            failures = await asyncio.gather(*map(attempt, self._standing))
-            for engine, reason in zip(self._standing, failures, strict=True):
-                if reason is not None:
-                    await self._pool.condemn(engine, reason)
-            self._standing = [
-                engine for engine, reason in zip(self._standing, failures, strict=True) if reason is None
-            ]
-
-        await self._timed(step, all_of_them())
-
-    async def _timed(self, part: str, work: Awaitable[None]) -> None:
-        began = _now()
-        await work
-        self._turn.parts_s[part] = self._turn.parts_s.get(part, 0.0) + _now() - began
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+        failures = await asyncio.gather(*map(attempt, self._standing))
+        for engine, reason in zip(self._standing, failures, strict=True):
+            if reason is not None:
+                await self._pool.condemn(engine, reason)
+        self._standing = [
+            engine for engine, reason in zip(self._standing, failures, strict=True) if reason is None
+        ]

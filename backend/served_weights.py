@@ -77,7 +77,6 @@ class ServedWeights:
                     report = await self._publish(result.version)
                 expected = await self._trainer.logprobs(self._verifier.text) if doubted else []
             report.stall_s += turn.stood_s
-            report.parts_s |= turn.parts_s
             if doubted:
                 verifying = self._verify(result.version, expected)
                 self._verdict = asyncio.create_task(verifying, name=f"verdict on version {result.version}")
@@ -152,15 +151,14 @@ class ServedWeights:
         """
         async with self._moving:
             version, expected = self._pool.version, []
-            if version > 0 or self._verifier is not None:
-                async with self._trainers_turn(engine):
-                    if version > 0:
-                        async with self._devices.publishing():
-                            report = await self._sent([engine])
-                        if engine.name in report.failed:
-                            return report.failed[engine.name]
-                    if self._verifier is not None:
-                        expected = await self._trainer.logprobs(self._verifier.text)
+            async with self._trainers_turn(engine):
+                if version > 0:
+                    async with self._devices.publishing():
+                        report = await self._sent([engine])
+                    if engine.name in report.failed:
+                        return report.failed[engine.name]
+                if self._verifier is not None:
+                    expected = await self._trainer.logprobs(self._verifier.text)
             if self._verifier is not None:
                 wrong = await self._verifier.wrong(version, expected, [engine])
                 if wrong and version == 0:

@@ -99,8 +99,7 @@ class TrainerRank(CheckpointedRank):
                 f"a batch for version {batch.version} reached a trainer at version {self.version}"
             )
         check_staleness(batch, self._config.rollout.max_head_offpolicyness)
-        rank = self._groups.get_data_parallel_rank()
-        minibatches, metrics = microbatches_of(self._config, self._spec.geometry, batch, self.step, rank=rank)
+        minibatches, metrics = self.microbatches(batch)
         microbatches = [micro for minibatch in minibatches for micro in minibatch]
         scores = self._scorers.ask(self._policy, microbatches)
         targets: list[Any] = [None] * len(microbatches)
@@ -115,6 +114,11 @@ class TrainerRank(CheckpointedRank):
         self.step += 1
         self.version += 1
         return StepResult(self.version, metrics) if self._reports else None
+
+    def microbatches(self, batch: TrainBatch) -> tuple[list[list[MicroBatch]], dict[str, float]]:
+        """As ``microbatches_of``, of this rank in its present step."""
+        rank = self._groups.get_data_parallel_rank()
+        return microbatches_of(self._config, self._spec.geometry, batch, self.step, rank=rank)
 
     def _flops(self, batch: TrainBatch) -> float:
         """What the policy's model asks for in a step, of all ranks together."""

@@ -1,7 +1,7 @@
 """How much of a device's peak a training step uses, and how much of its memory: the trainer on one rank.
 
     python -m benchmarks.mfu                                       # Qwen3-1.7B's shape, for a GPU of 80 GB
-    python -m benchmarks.mfu --layers 2 --hidden 256 --trajectories 8 --median 100    # anywhere
+    python -m benchmarks.mfu --layers 2 --hidden 256 --vocab 32000 --trajectories 8 --median 100 --budget 512
 
 A step of decoupled PPO in bfloat16 on trajectories of log-normal lengths, packed: recomputed log-probs, one
 optimizer update. *Tokens* are all that are computed, prompts included. *MFU* is what the model asks for
@@ -26,7 +26,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from backend.megatron.parallel import RankSpec
 from benchmarks.bridge import peak_mb, reset_peak
-from benchmarks.train_step import Shape, batch_of, config_of
+from benchmarks.train_step import batch_of, config_of
 from configs.schema import RunConfig
 from rollout.engine.actor import free_port
 
@@ -129,9 +129,13 @@ def main() -> None:
     lengths = np.clip(drawn, 16, options.budget).astype(int)
     with tempfile.TemporaryDirectory() as folder:
         model.write(Path(folder))
-        shape = Shape(1, options.budget, lambda: None, lambda rng: [])
-        config = config_of(shape, Path(folder), recompute=options.recompute, layer_spec=options.layer_spec)
-        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+        config = config_of(
+            Path(folder),
+            dtype="bfloat16",
+            microbatch_tokens=options.budget,
+            recompute=options.recompute,
+            layer_spec=options.layer_spec,
+        )
         found, device = measure(config, lengths, model.vocab, options.steps)
     table = Table("device", "tokens", "step, s", "tokens/s", "TFLOP/s", "MFU", "memory, GB")
     table.add_row(

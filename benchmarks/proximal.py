@@ -58,7 +58,8 @@ SETTINGS = {
 def times(shape: str, steps: int, threads: int) -> dict[str, float]:
     with work(SHAPES[shape], steps + WARM_UP) as (folder, batches):
         sides: dict[str, Any] = {
-            name: (Ours, config_of(SHAPES[shape], folder, **actor)) for name, actor in SETTINGS.items()
+            name: (Ours, config_of(folder, **SHAPES[shape].settings, **actor))
+            for name, actor in SETTINGS.items()
         }
         _, turns = take_turns(sides, batches, threads)
     found = {f"{name}_s": round(median_of(of_side, "seconds"), 4) for name, of_side in turns.items()}
@@ -168,7 +169,7 @@ def error(steps: int, lr: float, made: Path | None) -> dict[str, Any]:
         folder = made or Path(scratch) / "policy"
         if made is None:
             write_policy(folder, 0, steps=WARM_START_STEPS, say=lambda _: None)
-        config = config_of(SHAPES["quickstart"], folder, optimizer={"lr": lr})
+        config = config_of(folder, **SHAPES["quickstart"].settings, optimizer={"lr": lr})
         tokenizer = AutoTokenizer.from_pretrained(folder)
         host = "127.0.0.1"
         trainer = TrainerRank(config, RankSpec(0, 1, host, free_port(host)))

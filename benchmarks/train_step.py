@@ -62,6 +62,11 @@ class Shape:
     texts: Callable[[np.random.Generator], list[tuple[int, np.ndarray]]]
     """Of a step: how many tokens the prompt has, and all tokens."""
 
+    @property
+    def settings(self) -> dict[str, int]:
+        """Of ``actor``."""
+        return {"minibatches": self.minibatches, "microbatch_tokens": self.microbatch_tokens}
+
 
 def quickstart_policy() -> torch.nn.Module:
     return build_policy(build_tokenizer(), seed=0)
@@ -124,15 +129,13 @@ def batch_of(texts: list[tuple[int, np.ndarray]], version: int, rng: np.random.G
     return TrainBatch(version, tuple(trajectories), np.arange(len(texts)) // 8)
 
 
-def config_of(shape: Shape, folder: Path, **actor: Any) -> RunConfig:
+def config_of(folder: Path, dtype: str = "float32", **actor: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "run": {"name": "benchmark", "steps": 1, "step_timeout_s": 600},
-            "model": {"path": str(folder), "dtype": "float32"},
+            "model": {"path": str(folder), "dtype": dtype},
             "data": {"path": "unused.jsonl"},
             "actor": {
-                "minibatches": shape.minibatches,
-                "microbatch_tokens": shape.microbatch_tokens,
                 "optimizer": {"lr": 2.5e-4, "clip_grad": CLIP_GRAD},
                 **actor,
             },
@@ -326,7 +329,7 @@ def main() -> None:
     for name in arguments.shapes:
         shape = SHAPES[name]
         with work(shape, arguments.steps + WARM_UP) as (folder, batches):
-            config = config_of(shape, folder)
+            config = config_of(folder, **shape.settings)
             sides: dict[str, Any] = {"plain": (Plain, config), "ours": (Ours, config)}
             ways, turns = take_turns(sides, batches, arguments.threads)
         tokens = sum(len(t.tokens_T) for batch in batches for t in batch.trajectories) // len(batches)

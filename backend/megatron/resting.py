@@ -65,11 +65,6 @@ class Resting:
         self._away.clear()
         self._used = 0
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the device that are away."""
-        return sum(away.nbytes for away in self._away.values())
-
     def _places(self, storage: UntypedStorage) -> Iterator[tuple[Tensor, Tensor]]:
         """The content of a storage, piece by piece, and the room of each: uint8 [bytes]."""
         away = self._away[storage]

@@ -81,7 +81,9 @@ def layout_violations(config: RunConfig) -> list[Violation]:
     model, found = model_of(config), []
     if isinstance(model.layout, ClusterLayout):
         gpus = model.layout.nodes * model.layout.gpus_per_node
-        needed = trainer_unit(config) + config.rollout.engine.tensor_parallel
+        engine = config.rollout.engine
+        parts = (trainer_unit(config), engine.tensor_parallel)
+        needed = max(parts) if engine.colocated else sum(parts)
         if gpus < needed:
             reason = (
                 f"{gpus} GPUs cannot hold an engine (rollout.engine.tensor_parallel) beside a replica of the "

@@ -110,7 +110,8 @@ class TimeShared:
         yield turn
         go_on([*self._pool.clients, *newcomers], self._trainer.version, self._interrupt)
         turn.stood_s = loop.time() - began
-        self._trainer.pauses.append((began, loop.time()))
+        if not newcomers:  # else a restarted engine is brought up to date
+            self._trainer.pauses.append((began, loop.time()))
 
     def publishing(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from backend.batching import TrainBatch
 from backend.megatron.parallel import RankSpec
-from backend.minibatches import microbatches_of
 from bridge.families import model_spec
 from bridge.layout import Layout, Shard
 from bridge.mapping import Columns, Rows, Split, Whole
@@ -159,13 +158,7 @@ def frozen(trainer: Any) -> dict[str, Tensor]:
 
 
 def logprobs(trainer: Any, batch: TrainBatch) -> dict[tuple, np.ndarray]:
-    [microbatches], _ = microbatches_of(
-        trainer._config,
-        trainer._spec.geometry,
-        batch,
-        trainer.step,
-        rank=trainer._groups.get_data_parallel_rank(),
-    )
+    [microbatches], _ = trainer.microbatches(batch)
     values = trainer._policy.log_probs(microbatches, TEMPERATURE)
     return {
         tuple(micro.target_M): logp.numpy()
@@ -190,11 +183,8 @@ def lives(rank: RankSpec, work: list[tuple[int, RunConfig, Path]], batch: TrainB
                         piece.in_shard(factor).copy_(piece.in_hf(value))
             trainer._trained.optimizer.reload_model_params()
             life["logps"] = logprobs(trainer, batch)
-            trainer._trained.optimizer.step = lambda: (
-                True,
-                0.0,
-                0,
-            )  # leaves the gradient where it can be read
+            # Leaves the gradient where it can be read.
+            trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
             trainer.train(batch)
             del trainer._trained.optimizer.step
             life["gradients"] = copied(own, lambda factor: factor.main_grad)

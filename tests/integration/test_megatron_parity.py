@@ -9,7 +9,6 @@ import torch
 
 from backend.batching import TrainBatch
 from backend.megatron.parallel import RankSpec
-from backend.minibatches import microbatches_of
 from configs.schema import RunConfig
 from rollout.engine.actor import free_port
 from rollout.trajectory import UNSAMPLED, Finish, Trajectory
@@ -81,9 +80,7 @@ def logprobs_and_gradients(rank: RankSpec, config: RunConfig, batch: TrainBatch)
     from bridge.export import export
 
     trainer = TrainerRank(config, rank)
-    [microbatches], _ = microbatches_of(
-        config, trainer._spec.geometry, batch, 0, rank=trainer._groups.get_data_parallel_rank()
-    )
+    [microbatches], _ = trainer.microbatches(batch)
     values = trainer._policy.log_probs(microbatches, config.rollout.sampling.temperature)
     logps = {
         tuple(micro.target_M): logp.cpu().numpy()

@@ -9,7 +9,6 @@ import pytest
 
 from backend.batching import TrainBatch
 from backend.megatron.parallel import RankSpec
-from backend.minibatches import microbatches_of
 from configs.schema import RunConfig
 from rollout.engine.actor import free_port
 from rollout.trajectory import UNSAMPLED, Finish, Trajectory
@@ -55,13 +54,7 @@ def one_step(trainer: Any, config: RunConfig, budget: int, batch: TrainBatch):
     actor = config.actor.model_copy(update={"microbatch_tokens": budget})
     trainer._config = config.model_copy(update={"actor": actor})
     trainer.version = batch.version
-    [microbatches], _ = microbatches_of(
-        trainer._config,
-        trainer._spec.geometry,
-        batch,
-        trainer.step,
-        rank=trainer._groups.get_data_parallel_rank(),
-    )
+    [microbatches], _ = trainer.microbatches(batch)
     logps = {}
     for micro, logp_M in zip(microbatches, trainer._policy.log_probs(microbatches, 1.0), strict=True):
         for start, end in zip(micro.cu_seqlens, micro.cu_seqlens[1:], strict=False):

@@ -107,13 +107,11 @@ def test_views_of_one_memory_stay_views_of_it():
     resting = Resting(torch.device("cpu"), chunk=7)  # bytes: not even a float fits into every piece
     resting.rest([view, memory], keep=True)
     resting.rest([other, memory])
-    assert resting.nbytes == 52
     assert memory.untyped_storage().nbytes() == view.untyped_storage().nbytes() == 0
     resting.wake()
     assert memory.tolist() == list(range(10)) and other.tolist() == [0, 1, 2]
     memory[3] = 50
     assert view[1] == 50
-    assert resting.nbytes == 0
 
 
 def test_what_is_not_kept_comes_back_with_room_for_it():

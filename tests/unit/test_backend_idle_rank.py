@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from backend.batching import TrainBatch
-from backend.minibatches import microbatches_of
 from configs.schema import RunConfig
 from rollout.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.models import make_checkpoint
@@ -36,8 +35,7 @@ def gradients(rank, config: RunConfig, budgets: list[int]):
         actor = config.actor.model_copy(update={"microbatch_tokens": budget})
         trainer._config = config.model_copy(update={"actor": actor})
         trainer.version = 0
-        own = trainer._groups.get_data_parallel_rank()
-        [microbatches], _ = microbatches_of(trainer._config, trainer._spec.geometry, batch, 0, rank=own)
+        [microbatches], _ = trainer.microbatches(batch)
         sizes = [len(micro.index_M) for micro in microbatches]
         result = trainer.train(batch)
         parameters = trainer._policy.parts[0].module.named_parameters()

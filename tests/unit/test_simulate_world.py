@@ -330,3 +330,22 @@ def report(hash_seed: str, seed: int) -> str:
 def test_the_same_seed_gives_the_same_bytes_whatever_the_hash_seed():
     assert report("0", 7) == report("1", 7) == report("4242", 7)
     assert report("0", 7) != report("0", 8)
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_colocated_engines_stand_still_while_the_trainer_trains_and_go_on_with_what_they_had(failing: bool):
+    failures = {"engine_mean_time_s": 20.0, "engine_restart_s": 1.0} if failing else {}
+    recipe = config(
+        steps=30,
+        simulate={"failures": failures, "responses": {"median": 60}},
+        engine={"count": 2, "colocated": True},
+    )
+    layout = layout_of(recipe)
+    assert layout.shared and layout.gpus == layout.trainer_gpus
+    world = World(recipe, own_schedule(recipe), layout, Work(recipe, 0).workload())
+    outcome = world.run()
+    # One pause for each version: that of an engine that was started again is none.
+    assert len(world.trainer.training) == len(world.trainer.pauses) == recipe.run.steps
+    for (began, ended), (paused, resumed) in zip(world.trainer.training, world.trainer.pauses, strict=True):
+        assert paused <= began <= ended <= resumed
+    assert 0 < outcome.max_lag <= recipe.rollout.max_head_offpolicyness
