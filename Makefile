@@ -4,7 +4,7 @@
 # make test-slow    tests of minutes each: engines that do not answer for one, further kills and layouts
 # make test-other-megatron   the trainer's parity and optimizer tests on Megatron-Core 0.19.2, which Python 3.11 does not get
 # make staleness-study   how methods learn from stale batches (over an hour; goes on where it was stopped)
-# make lint         style and formatting
+# make lint         style, formatting and types
 # make clean        removes the environment (runs/ is kept)
 
 PYTHON ?= python3
@@ -44,6 +44,7 @@ staleness-study: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/pyright
 
 format: install
 	$(BIN)/ruff check --fix .
@@ -64,6 +65,10 @@ else
 	@$(PIP) -e '.[cpu,dev]' -c $(ENVIRONMENT)/constraints.txt
 	@$(PIP) --no-deps -r $(ENVIRONMENT)/sglang-cpu.txt
 endif
+	@# The folders of this repository by their import names, for type checkers and editors.
+	@mkdir -p $(VENV)/links/slipstream
+	@ln -sfn $(CURDIR)/backend/api/__init__.py $(CURDIR)/backend/api/py.typed $(VENV)/links/slipstream
+	@ln -sfn $(addprefix $(CURDIR)/,backend bridge configs rollout slurm) $(VENV)/links/slipstream
 	@touch $@
 
 constraints: install

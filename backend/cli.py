@@ -16,14 +16,14 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 from rich.console import Console
 
-from backend.doctor import examine, print_findings
-from bridge.families import ModelSpec, model_spec
-from bridge.hf_config import UnsupportedModel
-from bridge.plan import ExportPlan
-from configs.load import load_recipe, load_supervised
-from configs.rules import MODELS
-from configs.schema import RunConfig
-from configs.violations import RecipeError
+from slipstream.backend.commands.doctor import examine, print_findings
+from slipstream.bridge.families import ModelSpec, model_spec
+from slipstream.bridge.hf_config import UnsupportedModel
+from slipstream.bridge.plan import ExportPlan
+from slipstream.configs.load import load_recipe, load_supervised
+from slipstream.configs.rules import MODELS
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.violations import RecipeError
 
 T = TypeVar("T")
 
@@ -67,8 +67,8 @@ Layers = Annotated[
 def train(recipe: Recipe, overrides: Overrides = None, resume: Resume = False) -> None:
     """Run a recipe from its first step to its last."""
     config = _load(recipe, overrides)
-    from backend.monitor.summary import print_summary
-    from backend.run import run
+    from slipstream.backend.driver.run import run
+    from slipstream.backend.monitor.summary import print_summary
 
     summary = _attended(config, partial(run, config, resume=resume), _lies_in(config))
     print_summary(summary, sys.stdout, name=config.run.name)
@@ -78,7 +78,7 @@ def train(recipe: Recipe, overrides: Overrides = None, resume: Resume = False) -
 def sft(recipe: Recipe, overrides: Overrides = None, resume: Resume = False) -> None:
     """Train a policy on responses, or a reward model on preferences; writes a Hugging Face checkpoint."""
     asked = _load(recipe, overrides, load_supervised)
-    from backend.supervised import run_supervised
+    from slipstream.backend.driver.sft import run_supervised
 
     start = partial(run_supervised, asked, resume=resume)
     typer.echo(_attended(asked.run, start, _lies_in(asked.run)))
@@ -89,7 +89,7 @@ def check(recipe: Recipe, overrides: Overrides = None) -> None:
     """Say everything that is wrong with a recipe and its model, or that nothing is."""
     config = _load(recipe, overrides)
     if (config.model.path / "config.json").exists():  # else `prepare` makes it
-        from backend.inputs import checkpoint_problems
+        from slipstream.backend.driver.inputs import checkpoint_problems
 
         _plan(config)
         if problems := checkpoint_problems(config, MODELS):
@@ -108,7 +108,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="For scripts: one JSON document.")] = False,
 ) -> None:
     """Show how a recipe lays out the model on the trainer's ranks. Needs its config.json, no weights."""
-    from backend import planning
+    from slipstream.backend.commands import plan as planning
 
     config = _load(recipe, overrides)
     _, found = _plan(config)
@@ -124,9 +124,9 @@ def audit(
     as_json: Annotated[bool, typer.Option("--json", help="For scripts: one JSON document.")] = False,
 ) -> None:
     """Recount a run from its ledger and checkpoints: nothing lost, nothing trained twice."""
-    from backend.audit import as_json as json_of
-    from backend.audit import audit_run, print_audit
-    from rollout.ledger.database import LedgerError
+    from slipstream.backend.commands.audit import as_json as json_of
+    from slipstream.backend.commands.audit import audit_run, print_audit
+    from slipstream.rollout.ledger.database import LedgerError
 
     try:
         found = audit_run(run)
@@ -161,7 +161,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Run a recipe in virtual time: how fast it would be, and how other schedules would do."""
-    from backend.simulate.command import Failed, Options, run
+    from slipstream.backend.simulate.command import Failed, Options, run
 
     try:
         run(Options(recipe, tuple(overrides or ()), lengths, tuple(nodes or ()), fit, seed, as_json, out))
@@ -188,7 +188,7 @@ def hf_to_megatron(
     ] = None,
 ) -> None:
     """Write the weights of MODEL as a Megatron checkpoint, which any layout can load."""
-    from backend import convert
+    from slipstream.backend.commands import convert
 
     options = convert.LayoutOptions(tensor, pipeline, virtual_pipeline, expert, expert_tensor, layers)
     _convert(out, lambda: convert.hf_to_megatron(model, out, options, dtype))
@@ -211,7 +211,7 @@ def megatron_to_hf(
     layers: Layers = None,
 ) -> None:
     """Write the weights of CHECKPOINT as an HF checkpoint directory."""
-    from backend import convert
+    from slipstream.backend.commands import convert
 
     options = convert.LayoutOptions(tensor, pipeline, virtual_pipeline, expert, expert_tensor, layers)
     _convert(out, lambda: convert.megatron_to_hf(checkpoint, out, model, options))
@@ -227,8 +227,8 @@ def doctor() -> None:
 
 
 def _convert(out: Path, work: Callable[[], str]) -> None:
-    from backend.convert import WrongInput
-    from backend.ranks import RankFailed
+    from slipstream.backend.cluster.local_ranks import RankFailed
+    from slipstream.backend.commands.convert import WrongInput
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing that was started stays
     try:
@@ -261,10 +261,10 @@ def _attended(config: RunConfig, start: Callable[..., Coroutine[Any, Any, T]], s
     """
     import uvloop
 
-    from backend.inputs import InputError
-    from backend.monitor.progress import open_progress
-    from backend.placement import PlacementError
-    from backend.stop import Stopped
+    from slipstream.backend.cluster.placement import PlacementError
+    from slipstream.backend.driver.inputs import InputError
+    from slipstream.backend.driver.stop import Stopped
+    from slipstream.backend.monitor.progress import open_progress
 
     progress = open_progress(config.run.steps)
     try:
@@ -291,8 +291,8 @@ def _lies_in(config: RunConfig) -> str:
 
 def _plan(config: RunConfig) -> tuple[ModelSpec, ExportPlan]:
     """The model that a recipe names, and how it is laid out."""
-    from backend.planning import export_plan
-    from bridge.layout import UnevenSplit
+    from slipstream.backend.megatron.export_plan import export_plan
+    from slipstream.bridge.layout import UnevenSplit
 
     try:
         spec = model_spec(config.model.path)

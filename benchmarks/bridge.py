@@ -33,17 +33,17 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
-from backend.megatron.parallel import RankSpec
-from bridge.export import FlatBucket, export
-from bridge.families import spec_of
-from bridge.layout import Layout
-from bridge.load import load_hf
-from bridge.plan import Bucket, ExportPlan, entries, entries_of, make_plan
-from bridge.publication import Buckets, Patience, Publication
-from bridge.replica import mount
-from bridge.transport.delta import DeltaTransport
-from rollout.engine.actor import free_port
-from rollout.engine.client import EngineAddress, EngineClient, EngineLost
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.bridge.export import FlatBucket, export
+from slipstream.bridge.families import spec_of
+from slipstream.bridge.layout import Layout
+from slipstream.bridge.load import load_hf
+from slipstream.bridge.plan import Bucket, ExportPlan, entries, entries_of, make_plan
+from slipstream.bridge.publication import Buckets, Patience, Publication
+from slipstream.bridge.replica import mount
+from slipstream.bridge.transport.delta import DeltaTransport
+from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineLost
 from tests.ranks import run_ranks
 
 QWEN3_1_7B = {
@@ -317,7 +317,7 @@ STALL = ("pause", "begin", "send", "end", "resume")
 def stall(console: Console) -> float:
     """Of a short quickstart: the median seconds from pause to resume, by what they went into."""
     with tempfile.TemporaryDirectory() as root:
-        command = [sys.executable, "-m", "backend.cli", "train", "quickstart", f"run.root={root}"]
+        command = [sys.executable, "-m", "slipstream.backend.cli", "train", "quickstart", f"run.root={root}"]
         settings = ["run.steps=15", "eval.every=0", "eval.max_prompts=10", "checkpoint.every=0"]
         done = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=600)
         if done.returncode:

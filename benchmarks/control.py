@@ -21,13 +21,13 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from rollout.control.core import RolloutControl
-from rollout.control.gate import AdmissionGate
-from rollout.control.intake import Assignment, Intake
-from rollout.control.journal import Journal, NoJournal
-from rollout.data import PromptStream
-from rollout.ledger.recovery import open_ledger
-from rollout.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
+from slipstream.rollout.collect.gate import AdmissionGate
+from slipstream.rollout.collect.intake import Assignment, Intake
+from slipstream.rollout.collect.journal import Journal, NoJournal
+from slipstream.rollout.control.core import RolloutControl
+from slipstream.rollout.ledger.recovery import open_ledger
+from slipstream.rollout.prompts import PromptStream
+from slipstream.rollout.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
 
 BATCH = 256
 TOKENS = 512

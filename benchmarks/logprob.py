@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from backend.objective.logprob import fused_logprob, vocab_parallel_logprob
 from benchmarks.bridge import peak_mb, reset_peak
+from slipstream.backend.objective.logprob import fused_logprob, vocab_parallel_logprob
 
 TOKENS, HIDDEN, VOCAB = 1024, 2048, 151936
 SCALE = 2.0

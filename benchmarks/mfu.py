@@ -24,11 +24,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from backend.megatron.parallel import RankSpec
 from benchmarks.bridge import peak_mb, reset_peak
 from benchmarks.train_step import batch_of, config_of
-from configs.schema import RunConfig
-from rollout.engine.actor import free_port
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.engine.actor import free_port
 
 PEAKS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12}
 """FLOP/s in bfloat16, dense, by a part of the device's name."""
@@ -88,7 +88,7 @@ def peak_flops(device: torch.device) -> float:
 
 def measure(config: RunConfig, lengths: np.ndarray, vocab: int, steps: int) -> tuple[Found, str]:
     """The median of ``steps`` steps, the first of which does not count; and the device's name."""
-    from backend.trainer import TrainerRank
+    from slipstream.backend.trainer.rank import TrainerRank
 
     host, rng = "127.0.0.1", np.random.default_rng(0)
     trainer = TrainerRank(config, RankSpec(0, 1, host, free_port(host)))

@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from backend.packing import Balance, balance, deal, divide, pack, schedule
+from slipstream.backend.batch.packing import Balance, balance, deal, divide, pack, schedule
 
 BUDGET = 32_768
 HIDDEN = 4096

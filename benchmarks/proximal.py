@@ -31,16 +31,16 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from backend.batching import TrainBatch
-from backend.megatron.parallel import RankSpec
-from backend.objective.correction import interpolated_logp
-from backend.objective.losses import Tokens
-from backend.quickstart import WARM_START_STEPS, task, write_policy
-from backend.quickstart.policy import MAX_RESPONSE_TOKENS
-from backend.quickstart.tokenizer import prompt_text
 from benchmarks.train_step import SHAPES, WARM_UP, Ours, config_of, median_of, take_turns, work
-from rollout.engine.actor import free_port
-from rollout.trajectory import UNSAMPLED, Finish, Trajectory
+from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.backend.objective.correction import interpolated_logp
+from slipstream.backend.objective.losses import Tokens
+from slipstream.backend.quickstart import WARM_START_STEPS, task, write_policy
+from slipstream.backend.quickstart.policy import MAX_RESPONSE_TOKENS
+from slipstream.backend.quickstart.tokenizer import prompt_text
+from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
 
 PROMPTS, ANSWERS = 16, 8
 LAGS = {0: 4, 1: 6, 2: 4, 3: 1, 4: 1}
@@ -111,7 +111,7 @@ class Errors:
 @contextmanager
 def watched(errors: Errors) -> Iterator[None]:
     """Every token that the trainer takes the loss of is looked at."""
-    from backend import trainer
+    from slipstream.backend.trainer import rank as trainer
 
     token_losses = trainer.token_losses
 
@@ -162,7 +162,7 @@ def answers(
 
 def error(steps: int, lr: float, made: Path | None) -> dict[str, Any]:
     """Errors over ``steps`` steps, after as many as the oldest answers need. ``made``: the policy."""
-    from backend.trainer import TrainerRank
+    from slipstream.backend.trainer.rank import TrainerRank
 
     errors, oldest = Errors(), max(LAGS)
     with tempfile.TemporaryDirectory() as scratch:

@@ -23,11 +23,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from backend.checkpoints import CheckpointFolder
-from rollout.ledger.audit import audit_ledger
-from rollout.ledger.database import open_for_reading
-from rollout.ledger.recovery import LEDGER
-from rollout.ledger.writer import SAMPLES
+from slipstream.backend.checkpoint.folder import CheckpointFolder
+from slipstream.rollout.ledger.audit import audit_ledger
+from slipstream.rollout.ledger.database import open_for_reading
+from slipstream.rollout.ledger.recovery import LEDGER
+from slipstream.rollout.ledger.writer import SAMPLES
 
 SAMPLES_PER_GROUP = 8
 STEP_TIMEOUT_S = 300
@@ -59,7 +59,14 @@ class Run:
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "backend.cli", "train", "quickstart", f"run.root={self._root}"]
+        command = [
+            sys.executable,
+            "-m",
+            "slipstream.backend.cli",
+            "train",
+            "quickstart",
+            f"run.root={self._root}",
+        ]
         with (self._root / "output").open("a") as output:
             self._process = subprocess.Popen(
                 [*command, *SETTINGS, "--resume"], stdout=output, stderr=subprocess.STDOUT

@@ -14,11 +14,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from backend.simulate.command import Options, read
-from backend.simulate.compare import compare
-from backend.simulate.report import Report, print_fit
-from backend.simulate.trace import read_trace
-from configs.violations import RecipeError
+from slipstream.backend.simulate.command import Options, read
+from slipstream.backend.simulate.compare import compare
+from slipstream.backend.simulate.report import Report, print_fit
+from slipstream.backend.simulate.trace import read_trace
+from slipstream.configs.violations import RecipeError
 
 METRICS = "metrics.jsonl"
 

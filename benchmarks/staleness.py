@@ -22,13 +22,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from backend.simulate.account import Outcome
-from backend.simulate.command import recipe
-from backend.simulate.compare import Work
-from backend.simulate.layout import layout_of
-from backend.simulate.schedules import BOUNDS, Schedule, policies, volume_gate
-from backend.simulate.world import World
-from configs.schema import RunConfig
+from slipstream.backend.simulate.account import Outcome
+from slipstream.backend.simulate.command import recipe
+from slipstream.backend.simulate.compare import Work
+from slipstream.backend.simulate.gpu_split import layout_of
+from slipstream.backend.simulate.schedules import BOUNDS, Schedule, policies, volume_gate
+from slipstream.backend.simulate.world import World
+from slipstream.configs.schema import RunConfig
 
 BATCH, CONCURRENT, STEPS = 32, 64, 60
 """Groups, and training steps."""
@@ -88,7 +88,7 @@ def small(case: Case) -> RunConfig:
                 "max_concurrent": CONCURRENT * case.samples,
                 "episode_timeout_s": LONGEST_S,
                 "sampling": {"max_new_tokens": 32 * MEDIAN},
-                "reward": "rollout.reward.FinalAnswer",
+                "reward": "slipstream.rollout.reward.FinalAnswer",
             },
             "weights": {"interrupt": "in_place"},
             "simulate": {

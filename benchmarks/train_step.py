@@ -35,15 +35,15 @@ from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from backend.batching import TrainBatch
-from backend.megatron.parallel import RankSpec
-from backend.packing import split_minibatches
-from backend.quickstart import task
-from backend.quickstart.policy import build_policy
-from backend.quickstart.tokenizer import build_tokenizer, demonstration_text, prompt_text
-from configs.schema import RunConfig
-from rollout.engine.actor import free_port
-from rollout.trajectory import UNSAMPLED, Finish, Trajectory
+from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.packing import split_minibatches
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.backend.quickstart import task
+from slipstream.backend.quickstart.policy import build_policy
+from slipstream.backend.quickstart.tokenizer import build_tokenizer, demonstration_text, prompt_text
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
 
 ASKED = {"step_ratio": 1.1}
 CLIP_GRAD = 1.0
@@ -143,7 +143,7 @@ def config_of(folder: Path, dtype: str = "float32", **actor: Any) -> RunConfig:
                 "max_head_offpolicyness": 4,
                 "batch_size": 1,
                 "n_samples_per_prompt": 8,
-                "reward": "rollout.reward.FinalAnswer",
+                "reward": "slipstream.rollout.reward.FinalAnswer",
             },
         }
     )
@@ -161,7 +161,7 @@ class Ours:
     way = "packed"
 
     def __init__(self, config: RunConfig, first: TrainBatch) -> None:
-        from backend.trainer import TrainerRank
+        from slipstream.backend.trainer.rank import TrainerRank
 
         host = "127.0.0.1"
         self._trainer = TrainerRank(config, RankSpec(0, 1, host, free_port(host)))

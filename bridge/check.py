@@ -1,13 +1,13 @@
 """Do an HF config, its mapping, a layout and the checkpoint's files fit together? Imports no torch."""
 
-from bridge.families import ModelSpec
-from bridge.hf_index import CheckpointError, StoredTensor, stored_tensors
-from bridge.layout import Layout
-from bridge.plan import entries
+from slipstream.bridge.families import ModelSpec
+from slipstream.bridge.hf_index import HfCheckpointError, StoredTensor, stored_tensors
+from slipstream.bridge.layout import Layout
+from slipstream.bridge.plan import entries
 
 
 def check_names(spec: ModelSpec) -> dict[str, StoredTensor]:
-    """The checkpoint's tensors: every one is mapped once, with the expected shape. Raises CheckpointError."""
+    """The checkpoint's tensors, each mapped once and of the expected shape. Raises HfCheckpointError."""
     expected: dict[str, tuple[int, ...]] = {}
     optional: set[str] = set()
     problems = []
@@ -26,7 +26,7 @@ def check_names(spec: ModelSpec) -> dict[str, StoredTensor]:
         if name in found and stored[name].shape != shape
     ]
     if problems:
-        raise CheckpointError(f"{spec.path} does not fit its config.json:\n  " + "\n  ".join(problems))
+        raise HfCheckpointError(f"{spec.path} does not fit its config.json:\n  " + "\n  ".join(problems))
     return stored
 
 

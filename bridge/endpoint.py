@@ -63,7 +63,7 @@ class EngineEndpoint(Protocol):
     # from files
     async def load_files(self, folder: Path, *, flush_cache: bool, version: int) -> None: ...
 
-    # from a copy of the weights that is kept beside the engine (``bridge.replica``)
+    # from a copy of the weights that is kept beside the engine (``slipstream.bridge.replica``)
     async def replica_version(self) -> int | None:
         """The version of the copy; None when there is none, or part of one."""
         ...

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bridge.plan import SENDER, ExportPlan, Part
+from slipstream.bridge.plan import SENDER, ExportPlan, Part
 
 Parameters = Sequence[Mapping[str, Tensor]]
 """A rank's shards by name, for each of its model chunks."""

@@ -6,8 +6,8 @@ Read from an HF config by a family. Imports no torch.
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bridge.hf_config import UnsupportedModel, numbers, refuse
-from bridge.rope import Rope
+from slipstream.bridge.hf_config import UnsupportedModel, numbers, refuse
+from slipstream.bridge.rope import Rope
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bridge.export import FlatBucket
-from bridge.hf_index import INDEX, CheckpointError, StoredTensor
+from slipstream.bridge.export import FlatBucket
+from slipstream.bridge.hf_index import INDEX, HfCheckpointError, StoredTensor
 
 
 class HFCheckpoint:
@@ -32,13 +32,13 @@ class HFCheckpoint:
         self._stack.close()
 
     def tensor(self, name: str) -> Tensor:
-        """A view into the file: to be copied from while the checkpoint is open. Raises CheckpointError."""
+        """A view into the file: to be copied from while the checkpoint is open. Raises HfCheckpointError."""
         file = self._stored[name].file
         if file not in self._opened:
             try:
                 self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
             except SafetensorError as error:
-                raise CheckpointError(f"{file} cannot be read: {error}") from error
+                raise HfCheckpointError(f"{file} cannot be read: {error}") from error
         return self._opened[file].get_tensor(name)
 
 

@@ -19,7 +19,7 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 """Buffers that old checkpoints carry and every implementation recomputes."""
 
 
-class CheckpointError(ValueError):
+class HfCheckpointError(ValueError):
     """The checkpoint and the model do not fit together; the message lists the names."""
 
 
@@ -32,7 +32,7 @@ class StoredTensor:
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """By name. Raises CheckpointError for files that are missing, cut off or no safetensors."""
+    """By name. Raises HfCheckpointError for files that are missing, cut off or no safetensors."""
     return {
         name: StoredTensor(file, tuple(about["shape"]), about["dtype"])
         for file in _files(path)
@@ -47,13 +47,13 @@ def _files(path: Path) -> list[Path]:
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
         except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{index} is no index of safetensors files: {error!r}") from error
+            raise HfCheckpointError(f"{index} is no index of safetensors files: {error!r}") from error
         if absent := sorted(name for name in names if not (path / name).exists()):
-            raise CheckpointError(f"{path} lacks files that its index names: {', '.join(absent)}")
+            raise HfCheckpointError(f"{path} lacks files that its index names: {', '.join(absent)}")
         return [path / name for name in sorted(names)]
     if single.exists():
         return [single]
-    raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}")
+    raise HfCheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}")
 
 
 def _header(file: Path) -> dict[str, Any]:
@@ -62,14 +62,16 @@ def _header(file: Path) -> dict[str, Any]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if not 2 <= length <= min(LONGEST_HEADER, size - 8):
-            raise CheckpointError(f"{file} cannot be read: {size} bytes, with a header of {length}")
+            raise HfCheckpointError(f"{file} cannot be read: {size} bytes, with a header of {length}")
         try:
             header = json.loads(opened.read(length))
             ends = [about["data_offsets"][1] for name, about in header.items() if name != "__metadata__"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{file} cannot be read, its header is no safetensors': {error}") from error
+            raise HfCheckpointError(
+                f"{file} cannot be read, its header is no safetensors': {error}"
+            ) from error
     if 8 + length + max(ends, default=0) != size:
-        raise CheckpointError(
+        raise HfCheckpointError(
             f"{file} cannot be read, perhaps it is cut off: {size} bytes, its header promises "
             f"{8 + length + max(ends, default=0)}"
         )

@@ -9,7 +9,7 @@ different ones, then the replicas.
 from dataclasses import dataclass
 from typing import Literal
 
-from configs.schema import ParallelConfig
+from slipstream.configs.schema import ParallelConfig
 
 LayerSpec = Literal["local", "transformer_engine"]
 

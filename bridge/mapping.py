@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
-from bridge.layout import LayerSpec, Shard
+from slipstream.bridge.layout import LayerSpec, Shard
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,9 +14,9 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from math import prod
 
-from bridge.families import ModelSpec
-from bridge.layout import Coordinates, Layout, Place, Shard, UnevenSplit
-from bridge.mapping import Mapping, Piece, Shape, Split, Whole
+from slipstream.bridge.families import ModelSpec
+from slipstream.bridge.layout import Coordinates, Layout, Place, Shard, UnevenSplit
+from slipstream.bridge.mapping import Mapping, Piece, Shape, Split, Whole
 
 SENDER = 0
 """The rank that collects what is exported."""

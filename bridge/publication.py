@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from bridge.endpoint import EngineEndpoint, told
-from bridge.export import FlatBucket
-from bridge.report import PublishReport
+from slipstream.bridge.endpoint import EngineEndpoint, told
+from slipstream.bridge.export import FlatBucket
+from slipstream.bridge.report import PublishReport
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from bridge.endpoint import PAUSE, EngineEndpoint, Interrupt
-from bridge.export import FlatBucket
-from bridge.publication import Buckets, Patience, Publication
-from bridge.report import PublishReport
-from bridge.transport import Transport
+from slipstream.bridge.endpoint import PAUSE, EngineEndpoint, Interrupt
+from slipstream.bridge.export import FlatBucket
+from slipstream.bridge.publication import Buckets, Patience, Publication
+from slipstream.bridge.report import PublishReport
+from slipstream.bridge.transport import Transport
 
 __all__ = ["EngineEndpoint", "Interrupt", "PublishReport", "Publisher"]
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from bridge import delta
-from bridge.hf_index import INDEX, ITEMSIZE, SPELLINGS
+from slipstream.bridge import delta
+from slipstream.bridge.hf_index import INDEX, ITEMSIZE, SPELLINGS
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -118,7 +118,7 @@ class Replica:
 
 
 def mount(app: "FastAPI", folder: str) -> None:
-    """Give a server the routes that ``rollout.engine.client`` asks for its replica."""
+    """Give a server the routes that ``slipstream.rollout.engine.client`` asks for its replica."""
     from fastapi import Request
     from fastapi.responses import JSONResponse
 

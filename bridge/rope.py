@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bridge.hf_config import UnsupportedModel
+from slipstream.bridge.hf_config import UnsupportedModel
 
 Kind = Literal["default", "linear", "llama3", "yarn"]
 

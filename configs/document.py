@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from configs.violations import ABSENT, Violation, join, nearest, one_of, shown
+from slipstream.configs.violations import ABSENT, Violation, join, nearest, one_of, shown
 
 RECIPES = Path(__file__).parent / "recipes"
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from configs.owned import MEGATRON_OWNED, SGLANG_OWNED
-from configs.schema import RunConfig
-from configs.violations import Violation, join, nearest, one_of, shown
+from slipstream.configs.owned import MEGATRON_OWNED, SGLANG_OWNED
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.violations import Violation, join, nearest, one_of, shown
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,15 @@ import annotated_types
 from pydantic import AliasChoices, BeforeValidator, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from configs.document import read_document
-from configs.installed import check_passthrough, passthrough_path
-from configs.rules import check_rules
-from configs.schema import RunConfig
-from configs.schema.actor import ParallelConfig
-from configs.schema.base import Section
-from configs.schema.supervised import SupervisedConfig
-from configs.supervised import AS_IN_SUPERVISED, Supervised, preferences_are_not_shared, run_of
-from configs.violations import ABSENT, RecipeError, Violation, join, nearest, one_of, shown
+from slipstream.configs.document import read_document
+from slipstream.configs.installed import check_passthrough, passthrough_path
+from slipstream.configs.rules import check_rules
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.actor import ParallelConfig
+from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.supervised import SupervisedConfig
+from slipstream.configs.supervised import AS_IN_SUPERVISED, Supervised, preferences_are_not_shared, run_of
+from slipstream.configs.violations import ABSENT, RecipeError, Violation, join, nearest, one_of, shown
 
 SAME_SECTION = 0.8
 """How alike a key and a name of its own section must be to be suggested before the same name elsewhere."""

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from configs.schema import RunConfig
-from configs.violations import Violation
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.violations import Violation
 
 
 def decoupled_needs_proximal(config: RunConfig) -> Iterator[Violation]:

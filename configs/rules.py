@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from configs import objective_rules, trainer_rules
-from configs.schema import RunConfig
-from configs.violations import Violation, one_of
+from slipstream.configs import objective_rules, trainer_rules
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.violations import Violation, one_of
 
 USUAL_OFFPOLICYNESS = 16
 """Largest bound on the lag without a second word: behind it most importance weights are clipped."""

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from configs.schema import RunConfig
-from configs.schema.supervised import SupervisedConfig
-from configs.violations import Violation
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.supervised import SupervisedConfig
+from slipstream.configs.violations import Violation
 
 _ACTOR = {
     "objective": {"type": "reinforce"},
@@ -22,7 +22,7 @@ _ACTOR = {
 _ROLLOUT = {
     "max_head_offpolicyness": 0,
     "n_samples_per_prompt": 1,
-    "reward": "rollout.reward.FinalAnswer",  # never asked: there are no rollouts
+    "reward": "slipstream.rollout.reward.FinalAnswer",  # never asked: there are no rollouts
     "sampling": {"max_new_tokens": 1},
 }
 

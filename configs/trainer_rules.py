@@ -3,8 +3,8 @@
 import importlib.util
 from collections.abc import Iterator
 
-from configs.schema import RunConfig
-from configs.violations import Violation
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.violations import Violation
 
 RECOMPUTED_BY = {
     "recompute_modules": "selective",

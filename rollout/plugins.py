@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from configs.schema import PluginConfig
+from slipstream.configs.schema import PluginConfig
 
 
 class PluginError(ImportError):

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from bridge.families import FAMILIES, ModelSpec
-from bridge.layout import Layout
-from bridge.plan import entries, entries_of
+from slipstream.bridge.families import FAMILIES, ModelSpec
+from slipstream.bridge.layout import Layout
+from slipstream.bridge.plan import entries, entries_of
 
 CONFIG = {
     "vocab_size": 101,

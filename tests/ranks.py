@@ -1,9 +1,9 @@
-"""``backend.ranks`` with the patience of a test."""
+"""``slipstream.backend.cluster.local_ranks`` with the patience of a test."""
 
 from collections.abc import Callable
 from typing import Any
 
-from backend import ranks
+from slipstream.backend.cluster import local_ranks as ranks
 
 
 def run_ranks(

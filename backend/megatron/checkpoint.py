@@ -15,14 +15,14 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from backend.checkpoints import CheckpointError
-from backend.megatron import optimizer_state, random_state
-from backend.megatron.checkpoint_writer import BackgroundSave
-from backend.megatron.frozen import FrozenModel
-from backend.megatron.trained import Trained
-from backend.megatron.weights import ADAPTERS, content_of, differences, sharded_weights, take_over
-from bridge.geometry import Geometry
-from configs.schema import ActorConfig
+from slipstream.backend.checkpoint.folder import CheckpointError
+from slipstream.backend.megatron import optimizer_state, random_state
+from slipstream.backend.megatron.checkpoint_writer import BackgroundSave
+from slipstream.backend.megatron.frozen import FrozenModel
+from slipstream.backend.megatron.trained import Trained
+from slipstream.backend.megatron.weights import ADAPTERS, content_of, differences, sharded_weights, take_over
+from slipstream.bridge.geometry import Geometry
+from slipstream.configs.schema import ActorConfig
 
 POLICY, CRITIC, AVERAGE = "", "critic.", "average."
 """How the names of their weights begin in the files."""

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from bridge.geometry import Experts, Geometry, GroupedAttention, LatentAttention
-from bridge.layout import Layout
-from bridge.rope import Rope
-from configs.schema import ActorConfig
+from slipstream.bridge.geometry import Experts, Geometry, GroupedAttention, LatentAttention
+from slipstream.bridge.layout import Layout
+from slipstream.bridge.rope import Rope
+from slipstream.configs.schema import ActorConfig
 
 RECOMPUTE: Mapping[str, dict[str, Any]] = {
     "none": {},

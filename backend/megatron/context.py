@@ -28,5 +28,5 @@ class _Gather(torch.autograd.Function):
 
 
 def gathered(own_m: Tensor, counts: Sequence[int], order_M: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The values [M] of all ranks, of which this one has ``own_m``: see ``backend.context.ContextShare``."""
+    """The values [M] of all ranks, of which this one has ``own_m``: see ``ContextShare``."""
     return _Gather.apply(own_m, counts, group)[order_M]

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from backend.megatron.parallel import RankSpec, initialize
-from bridge.export import export
-from bridge.families import model_spec
-from bridge.hf_files import write_hf
-from bridge.layout import Layout
-from bridge.plan import make_plan
-from configs.schema import ActorConfig, LoraConfig, ParallelConfig
+from slipstream.backend.megatron.parallel import RankSpec, initialize
+from slipstream.bridge.export import export
+from slipstream.bridge.families import model_spec
+from slipstream.bridge.hf_files import write_hf
+from slipstream.bridge.layout import Layout
+from slipstream.bridge.plan import make_plan
+from slipstream.configs.schema import ActorConfig, LoraConfig, ParallelConfig
 
 COLLECTIVE_TIMEOUT_S = 3600
 """A rank may wait this long for another one: that reads its slices, or writes a file, on a slow disk."""
@@ -44,9 +44,9 @@ def write_megatron(
 ) -> None:
     """Read this rank's slices of the HF checkpoint and write them into ``folder``, which exists."""
     with _joined(rank, parallel) as device:
-        from backend.megatron.checkpoint_writer import BackgroundSave
-        from backend.megatron.model import build_model
-        from backend.megatron.weights import content_of, sharded_weights
+        from slipstream.backend.megatron.checkpoint_writer import BackgroundSave
+        from slipstream.backend.megatron.model import build_model
+        from slipstream.backend.megatron.weights import content_of, sharded_weights
 
         spec, dtype = model_spec(model), getattr(torch, dtype_name)
         parts = build_model(spec, ActorConfig(parallel=parallel, layer_spec="local"), dtype, device)
@@ -66,9 +66,9 @@ def write_huggingface(
     with _joined(rank, parallel) as device:
         from megatron.core import dist_checkpointing
 
-        from backend.megatron import weights
-        from backend.megatron.lora import adapt
-        from backend.megatron.model import empty_model, named_shards
+        from slipstream.backend.megatron import weights
+        from slipstream.backend.megatron.lora import adapt
+        from slipstream.backend.megatron.model import empty_model, named_shards
 
         spec, layout = model_spec(model), Layout.of(parallel)
         stored = weights.stored_tensors(checkpoint)

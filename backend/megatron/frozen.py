@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backend.batching import MicroBatch
-from backend.layer_spec import layer_spec
-from backend.megatron import head, model
-from backend.megatron.packed_model import LanguageModel
-from backend.megatron.weights import sharded_weights, take_over
-from bridge.families import ModelSpec
-from configs.schema import ActorConfig
+from slipstream.backend.batch.micro_batch import MicroBatch
+from slipstream.backend.megatron import head, model
+from slipstream.backend.megatron.layer_spec import layer_spec
+from slipstream.backend.megatron.packed_model import LanguageModel
+from slipstream.backend.megatron.weights import sharded_weights, take_over
+from slipstream.bridge.families import ModelSpec
+from slipstream.configs.schema import ActorConfig
 
 
 class FrozenModel:

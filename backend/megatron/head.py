@@ -10,8 +10,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequ
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from backend.megatron.local_layers import copied_to_ranks
-from backend.objective.logprob import fused_logprob
+from slipstream.backend.megatron.local_layers import copied_to_ranks
+from slipstream.backend.objective.logprob import fused_logprob
 
 
 class _WithGradient(torch.autograd.Function):

@@ -9,9 +9,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from backend.megatron.local_layers import PackedAttention, RMSNorm
-from bridge.geometry import Geometry, GroupedAttention, LatentAttention
-from bridge.layout import LayerSpec
+from slipstream.backend.megatron.local_layers import PackedAttention, RMSNorm
+from slipstream.bridge.geometry import Geometry, GroupedAttention, LatentAttention
+from slipstream.bridge.layout import LayerSpec
 
 
 def layer_specs(geometry: Geometry, kind: LayerSpec) -> list[ModuleSpec]:

@@ -36,12 +36,12 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 from torch.nn import Parameter
 
-from backend.megatron.local_layers import DownProjection, copied_to_ranks
-from bridge.families import ModelSpec
-from bridge.layout import Layout
-from bridge.mapping import Columns
-from bridge.plan import entries, entries_of
-from configs.schema import LoraConfig
+from slipstream.backend.megatron.local_layers import DownProjection, copied_to_ranks
+from slipstream.bridge.families import ModelSpec
+from slipstream.bridge.layout import Layout
+from slipstream.bridge.mapping import Columns
+from slipstream.bridge.plan import entries, entries_of
+from slipstream.configs.schema import LoraConfig
 
 
 def adapt(

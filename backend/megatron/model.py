@@ -32,16 +32,16 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from backend.layer_spec import layer_spec
-from backend.megatron import lora
-from backend.megatron.config import fields_of, transformer_config
-from backend.megatron.head import ValueHead
-from backend.megatron.layers import final_norm, layer_specs
-from backend.megatron.local_layers import DownProjection, RMSNorm
-from bridge.families import ModelSpec
-from bridge.layout import Layout
-from bridge.load import load_hf
-from configs.schema import ActorConfig
+from slipstream.backend.megatron import lora
+from slipstream.backend.megatron.config import fields_of, transformer_config
+from slipstream.backend.megatron.head import ValueHead
+from slipstream.backend.megatron.layer_spec import layer_spec
+from slipstream.backend.megatron.layers import final_norm, layer_specs
+from slipstream.backend.megatron.local_layers import DownProjection, RMSNorm
+from slipstream.bridge.families import ModelSpec
+from slipstream.bridge.layout import Layout
+from slipstream.bridge.load import load_hf
+from slipstream.configs.schema import ActorConfig
 
 
 def build_model(

@@ -19,8 +19,8 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 from torch.nn import Parameter
 
-from backend.checkpoints import CheckpointError
-from backend.megatron.rectangles import rectangles
+from slipstream.backend.checkpoint.folder import CheckpointError
+from slipstream.backend.megatron.rectangles import rectangles
 
 
 def allocate(optimizer: MegatronOptimizer) -> None:

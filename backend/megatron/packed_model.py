@@ -11,9 +11,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from backend.batching import MicroBatch
-from backend.context import ContextShare, share_of
-from backend.megatron import context, head
+from slipstream.backend.batch.context_parallel import ContextShare, share_of
+from slipstream.backend.batch.micro_batch import MicroBatch
+from slipstream.backend.megatron import context, head
 
 Head = Callable[..., Any]
 """What is made of the last stage's output [1, T, ...]. In training a loss: (sum, count, anything)."""

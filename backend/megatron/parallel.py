@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from configs.schema import ParallelConfig
+from slipstream.configs.schema import ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class RankSpec:
 
 def prepare_imports() -> None:
     """To be called before Megatron is imported."""
-    from backend.megatron import cpu
+    from slipstream.backend.megatron import cpu
 
     cpu.install()
 
@@ -49,7 +49,7 @@ def initialize(spec: RankSpec, parallel: ParallelConfig, *, seed: int, timeout_s
     )
     virtual = parallel.virtual_pipeline
     if virtual > 1 and parallel.pipeline == 2:
-        from backend.megatron import pipeline_shapes
+        from slipstream.backend.megatron import pipeline_shapes
 
         pipeline_shapes.install()
     parallel_state.initialize_model_parallel(

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from backend.batching import MicroBatch
-from backend.megatron import model, optimizer_state
-from backend.megatron.packed_model import Head, PackedModel
-from backend.megatron.resting import Resting
-from configs.schema import ActorConfig
+from slipstream.backend.batch.micro_batch import MicroBatch
+from slipstream.backend.megatron import model, optimizer_state
+from slipstream.backend.megatron.packed_model import Head, PackedModel
+from slipstream.backend.megatron.resting import Resting
+from slipstream.configs.schema import ActorConfig
 
 
 class Update(NamedTuple):

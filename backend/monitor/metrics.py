@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from backend.monitor.tags import TAGS
-from backend.monitor.tensorboard import Bucket, EventWriter, integer_buckets
+from slipstream.backend.monitor.tags import TAGS
+from slipstream.backend.monitor.tensorboard import EventWriter, HistogramBucket, integer_buckets
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -54,7 +54,7 @@ class MetricsLog:
             ValueError: a tag is not declared in `TAGS`, or its value is of another kind. Nothing is written.
         """
         scalars: dict[str, float | int] = {}
-        histograms: dict[str, list[Bucket]] = {}
+        histograms: dict[str, list[HistogramBucket]] = {}
         texts: dict[str, str] = {}
         for name, value in values.items():
             kind = _declared_kind(name)

@@ -16,7 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from backend.monitor.units import clock_face, count, seconds
+from slipstream.backend.monitor.units import clock_face, count, seconds
 
 FIRST_SILENCE_S = 30.0
 """A log that has said nothing for this long gets a sign of life; each further one takes twice as long."""

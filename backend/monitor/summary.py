@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from backend.monitor.units import count, seconds
+from slipstream.backend.monitor.units import count, seconds
 
 SUMMARY_FILE = "summary.json"
 
@@ -23,7 +23,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class GroupCounts(_Strict):
+class GroupTotals(_Strict):
     """Groups of the whole run. Those admitted and in none of the other fields were unfinished at the end."""
 
     admitted: NonNegativeInt
@@ -68,7 +68,7 @@ class RunSummary(_Strict):
     trainer_wait_fraction: Fraction | None = Field(
         description="Share of training_s spent waiting for batches."
     )
-    groups: GroupCounts
+    groups: GroupTotals
 
 
 def write_summary(folder: Path, summary: RunSummary) -> Path:

@@ -22,7 +22,7 @@ MAX_BUCKETS = 64
 """More than any permitted lag, so that lags keep one bucket per integer; response lengths share buckets."""
 
 
-class Bucket(NamedTuple):
+class HistogramBucket(NamedTuple):
     """How many observations are in ``first..last`` (both included)."""
 
     first: int
@@ -30,7 +30,7 @@ class Bucket(NamedTuple):
     count: int
 
 
-def integer_buckets(values: Iterable[int] | Mapping[int, int]) -> list[Bucket]:
+def integer_buckets(values: Iterable[int] | Mapping[int, int]) -> list[HistogramBucket]:
     """Group integers (or a mapping integer -> how often) into buckets without gaps; [] when there are none.
 
     One bucket per integer while at most `MAX_BUCKETS` are needed. Beyond that all buckets have the smallest
@@ -52,7 +52,7 @@ def integer_buckets(values: Iterable[int] | Mapping[int, int]) -> list[Bucket]:
     for value, count in counts.items():
         totals[value // width] += count
     return [
-        Bucket(index * width, (index + 1) * width - 1, totals[index])
+        HistogramBucket(index * width, (index + 1) * width - 1, totals[index])
         for index in range(low // width, high // width + 1)
     ]
 
@@ -82,7 +82,7 @@ class EventWriter:
             summary.value.add(tag=tag, simple_value=value, metadata=self._metadata(tag, None))
         self._write(step, summary)
 
-    def histogram(self, step: int, tag: str, buckets: Sequence[Bucket]) -> None:
+    def histogram(self, step: int, tag: str, buckets: Sequence[HistogramBucket]) -> None:
         """Write integer buckets (see `integer_buckets`); that of one integer k spans k-1/2 to k+1/2."""
         rows = [(bucket.first - 0.5, bucket.last + 0.5, bucket.count) for bucket in buckets]
         edges_K3 = np.array(rows, dtype="<f8").reshape(-1, 3)

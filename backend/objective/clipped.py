@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from backend.objective.policy_loss import LOG_RATIO_BOUND, PolicyLoss, ratio_of, sequence_mean
+from slipstream.backend.objective.policy_loss import LOG_RATIO_BOUND, PolicyLoss, ratio_of, sequence_mean
 
 
 def ppo(

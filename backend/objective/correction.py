@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from backend.objective.policy_loss import LOG_RATIO_BOUND, sequence_mean, sequence_sum
+from slipstream.backend.objective.policy_loss import LOG_RATIO_BOUND, sequence_mean, sequence_sum
 
 
 def behaviour_weight(log_weight_T: Tensor, cap: float | None) -> Tensor:

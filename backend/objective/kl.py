@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from backend.objective.policy_loss import LOG_RATIO_BOUND, ratio_of
+from slipstream.backend.objective.policy_loss import LOG_RATIO_BOUND, ratio_of
 
 Estimator = Literal["k1", "k2", "k3"]
 

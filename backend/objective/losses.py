@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from backend.objective import clipped, correction, masked, weighted
-from backend.objective.policy_loss import PolicyLoss
-from configs.schema import ActorConfig
+from slipstream.backend.objective import clipped, correction, masked, weighted
+from slipstream.backend.objective.policy_loss import PolicyLoss
+from slipstream.configs.schema import ActorConfig
 
 
 @dataclass(frozen=True)

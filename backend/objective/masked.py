@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from backend.objective.policy_loss import PolicyLoss, ratio_of
+from slipstream.backend.objective.policy_loss import PolicyLoss, ratio_of
 
 
 def m2po(logp_T: Tensor, behaviour_logp_T: Tensor, advantage_T: Tensor, *, threshold: float) -> PolicyLoss:

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from backend.objective import kl
-from backend.objective.losses import Tokens
-from backend.objective.policy_loss import PolicyLoss
+from slipstream.backend.objective import kl
+from slipstream.backend.objective.losses import Tokens
+from slipstream.backend.objective.policy_loss import PolicyLoss
 
 LARGEST_LOG_WEIGHT = 100.0
 """Behaviour weights are reported before their cap; one such token must not make inf of a step's mean."""

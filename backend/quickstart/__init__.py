@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from backend.quickstart import task
+from slipstream.backend.quickstart import task
 
 TRAIN_PROBLEMS = 4096
 HELD_OUT_PROBLEMS = 300
@@ -71,9 +71,9 @@ def write_policy(path: Path, seed: int, *, steps: int, say: Callable[[str], None
     # Imported here: torch takes seconds to load, which a preparation with nothing to do should not.
     from transformers import AutoModelForCausalLM
 
-    from backend.quickstart import policy as policies
-    from backend.quickstart.tokenizer import build_tokenizer
-    from backend.quickstart.warm_start import warm_start
+    from slipstream.backend.quickstart import policy as policies
+    from slipstream.backend.quickstart.tokenizer import build_tokenizer
+    from slipstream.backend.quickstart.warm_start import warm_start
 
     started = time.monotonic()
     tokenizer = build_tokenizer()

@@ -1,15 +1,15 @@
-"""`python -m backend.quickstart --model-path DIR --data-path FILE --eval-path FILE [--seed N]`."""
+"""`python -m slipstream.backend.quickstart --model-path DIR --data-path FILE --eval-path FILE [--seed N]`."""
 
 import argparse
 from functools import partial
 from pathlib import Path
 
-from backend.quickstart import prepare
+from slipstream.backend.quickstart import prepare
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m backend.quickstart",
+        prog="python -m slipstream.backend.quickstart",
         description="Make the quickstart's policy, train prompts and held-out prompts; what exists is kept.",
     )
     parser.add_argument("--model-path", type=Path, required=True, help="HF checkpoint directory to write")

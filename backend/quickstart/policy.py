@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from backend.quickstart import task
-from backend.quickstart.tokenizer import prompt_text
+from slipstream.backend.quickstart import task
+from slipstream.backend.quickstart.tokenizer import prompt_text
 
 INITIALIZER_RANGE = 0.1
 """About 1/sqrt(hidden). At the usual 0.02 so narrow a model is still on its plateau after the warm start."""

@@ -9,13 +9,13 @@ import random
 from itertools import islice
 from pathlib import Path
 
-from backend.batching import demonstrated
-from backend.megatron.parallel import RankSpec
-from backend.quickstart import task
-from backend.quickstart.tokenizer import build_tokenizer, demonstration_text, prompt_text
-from backend.ranks import run_ranks
-from configs.schema import RunConfig
-from configs.supervised import run_of
+from slipstream.backend.batch.micro_batch import demonstrated
+from slipstream.backend.cluster.local_ranks import run_ranks
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.backend.quickstart import task
+from slipstream.backend.quickstart.tokenizer import build_tokenizer, demonstration_text, prompt_text
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.supervised import run_of
 
 BATCH = 64
 RANKS = 2
@@ -69,7 +69,7 @@ def recipe(start: Path, seed: int, steps: int) -> RunConfig:
 
 def _train(rank: RankSpec, start: Path, out: Path, seed: int, steps: int) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so small a model is faster without
-    from backend.trainer import TrainerRank
+    from slipstream.backend.trainer.rank import TrainerRank
 
     tokenizer = build_tokenizer()
     trainer = TrainerRank(recipe(start, seed, steps), rank)

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from backend.simulate.failures import Failures
-from backend.simulate.pool import SimulatedPool
-from backend.simulate.trainer import SimulatedTrainer
-from backend.simulate.trajectory import SimulatedTrajectory
-from backend.trainer_result import StepResult
-from bridge.report import PublishReport
-from rollout.control.core import GroupCounts, Loss, RolloutControl
-from rollout.trajectory import Group
+from slipstream.backend.batch.step_result import StepResult
+from slipstream.backend.simulate.failures import Failures
+from slipstream.backend.simulate.pool import SimulatedPool
+from slipstream.backend.simulate.trainer import SimulatedTrainer
+from slipstream.backend.simulate.trajectory import SimulatedTrajectory
+from slipstream.bridge.report import PublishReport
+from slipstream.rollout.control.core import GroupCounts, Loss, RolloutControl
+from slipstream.rollout.trajectory import Group
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Outcome:
 
 @dataclass
 class Account:
-    """Seen by the loops as ``backend.recorder.Recorder`` is."""
+    """Seen by the loops as ``slipstream.backend.monitor.recorder.Recorder`` is."""
 
     step_s: list[float] = field(default_factory=list)
     wait_s: float = 0.0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any, TypeVar
 
-from backend.simulate.timers import Call, Timers
+from slipstream.backend.simulate.timers import Call, Timers
 
 T = TypeVar("T")
 

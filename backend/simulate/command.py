@@ -12,19 +12,19 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from backend.simulate.clock import Deadlock
-from backend.simulate.compare import Work, compare
-from backend.simulate.fit import Fitted, fit
-from backend.simulate.layout import layout_violations, model_of
-from backend.simulate.picture import draw
-from backend.simulate.report import Report, as_json, print_report
-from backend.simulate.trace import read_trace
-from backend.simulate.world import SimulationStalled
-from configs.load import load_recipe
-from configs.schema import RunConfig
-from configs.schema.simulate import ClusterLayout
-from configs.violations import RecipeError, Violation
-from rollout.data import PromptError, read_prompts
+from slipstream.backend.simulate.clock import Deadlock
+from slipstream.backend.simulate.compare import Work, compare
+from slipstream.backend.simulate.fit import Fitted, fit
+from slipstream.backend.simulate.gpu_split import layout_violations, model_of
+from slipstream.backend.simulate.picture import draw
+from slipstream.backend.simulate.report import Report, as_json, print_report
+from slipstream.backend.simulate.trace import read_trace
+from slipstream.backend.simulate.world import SimulationStalled
+from slipstream.configs.load import load_recipe
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.simulate import ClusterLayout
+from slipstream.configs.violations import RecipeError, Violation
+from slipstream.rollout.prompts import PromptError, read_prompts
 
 LENGTH_FIELDS = ("length", "response_length", "tokens", "new_tokens")
 """Under one of these names a line of JSON holds a length."""
@@ -133,7 +133,7 @@ def read(options: Options) -> tuple[list[Work], Fitted | None]:
 
 def recipe(path: str, overrides: Sequence[str] = ()) -> RunConfig:
     """As for training, but model and prompts need not be there: no token of them is looked at."""
-    return load_recipe(Path(path), [*overrides, "prepare=backend.simulate.only_simulated"])
+    return load_recipe(Path(path), [*overrides, "prepare=slipstream.backend.simulate.only_simulated"])
 
 
 def read_nodes(words: Sequence[str]) -> list[int]:

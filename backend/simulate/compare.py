@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backend.simulate.account import Outcome
-from backend.simulate.layout import Layout, layout_of, model_of, splits, time_shared
-from backend.simulate.schedules import ONE_STEP_OFF, Schedule, compared, own_schedule
-from backend.simulate.timeline import Timeline
-from backend.simulate.workload import Workload
-from backend.simulate.world import SimulationStalled, World
-from configs.schema import RunConfig
+from slipstream.backend.simulate.account import Outcome
+from slipstream.backend.simulate.gpu_split import GpuSplit, layout_of, model_of, splits, time_shared
+from slipstream.backend.simulate.schedules import ONE_STEP_OFF, Schedule, compared, own_schedule
+from slipstream.backend.simulate.timeline import Timeline
+from slipstream.backend.simulate.workload import Workload
+from slipstream.backend.simulate.world import SimulationStalled, World
+from slipstream.configs.schema import RunConfig
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Work:
 @dataclass(frozen=True)
 class Run:
     schedule: Schedule
-    layout: Layout
+    layout: GpuSplit
     outcome: Outcome | None
     stalled: str = ""
     """Why there is no outcome."""
@@ -50,7 +50,7 @@ class Comparison:
 
     own_schedule: Schedule
     own: Outcome
-    layout: Layout
+    layout: GpuSplit
     timeline: Timeline
     schedules: tuple[Run, ...] = ()
     splits: tuple[Run, ...] = ()
@@ -102,7 +102,7 @@ def compare(work: Work, say: Callable[[str], None] = lambda text: None) -> Compa
     if not model_of(config).compare:
         return Comparison(own, outcome, layout, timeline)
 
-    def runs(of: Sequence[tuple[Schedule, Layout]]) -> Iterator[Run]:
+    def runs(of: Sequence[tuple[Schedule, GpuSplit]]) -> Iterator[Run]:
         for number, (schedule, on) in enumerate(of, start=1):
             say(f"{number}/{len(of)} {schedule.title}, {on}")
             try:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from configs.schema import RunConfig
-from configs.schema.simulate import LengthModel, SimulateConfig
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.simulate import LengthModel, SimulateConfig
 
 
 def cost_model(config: RunConfig, model: SimulateConfig, lengths: np.ndarray | None) -> list[str]:

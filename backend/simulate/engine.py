@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from backend.simulate.trajectory import Spans, joined
-from configs.schema.simulate import EngineModel
+from slipstream.backend.simulate.trajectory import Spans, joined
+from slipstream.configs.schema.simulate import EngineModel
 
 EPSILON = 1e-5
 """Tokens. Sums of seconds are exact to about this much of a token after months of virtual time."""

@@ -2,15 +2,15 @@
 
 import asyncio
 
-from backend.served_weights import ServedWeights
-from backend.simulate.engine import Engine
-from backend.simulate.pool import SimulatedPool
-from backend.simulate.workload import Workload
-from configs.schema.simulate import FailureModel
+from slipstream.backend.driver.served_weights import ServedWeights
+from slipstream.backend.simulate.engine import Engine
+from slipstream.backend.simulate.pool import SimulatedPool
+from slipstream.backend.simulate.workload import Workload
+from slipstream.configs.schema.simulate import FailureModel
 
 
 class Failures:
-    """Seen by the loops as ``rollout.engine.supervisor.Supervisor`` is."""
+    """Seen by the loops as ``slipstream.rollout.engine.supervisor.Supervisor`` is."""
 
     def __init__(
         self, model: FailureModel, pool: SimulatedPool, weights: ServedWeights, workload: Workload

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backend.simulate.layout import layout_of, model_of
-from backend.simulate.trace import Requests, Trace
-from configs.schema import RunConfig
-from configs.schema.simulate import (
+from slipstream.backend.simulate.gpu_split import layout_of, model_of
+from slipstream.backend.simulate.trace import Requests, Trace
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.simulate import (
     EngineModel,
     PromptModel,
     RewardModel,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from backend.monitor.units import clock_face
-from backend.simulate.timeline import Timeline
+from slipstream.backend.monitor.units import clock_face
+from slipstream.backend.simulate.timeline import Timeline
 
 Colour = tuple[int, int, int]
 
@@ -30,7 +30,7 @@ ZOOMED_STEPS = 4
 
 
 @dataclass(frozen=True)
-class Part:
+class Stretch:
     """One of the two time axes."""
 
     title: str
@@ -65,15 +65,15 @@ def draw(timeline: Timeline, title: str, subtitle: str, max_running: int) -> byt
     return file.getvalue()
 
 
-def _parts(timeline: Timeline) -> list[Part]:
+def _parts(timeline: Timeline) -> list[Stretch]:
     """The whole run, and some steps from its middle, from publication to publication."""
     ends = [end for _, end in timeline.pauses]
     first = max(len(ends) // 2 - ZOOMED_STEPS // 2, 0)
     last = min(first + ZOOMED_STEPS, len(ends) - 1)
     begin = ends[first] if last > first else 0.0
     return [
-        Part(f"the whole run: {len(ends)} steps in {clock_face(timeline.end_s)}", 0.0, timeline.end_s),
-        Part(f"from version {first + 1 if last > first else 0} to version {last + 1}", begin, ends[last]),
+        Stretch(f"the whole run: {len(ends)} steps in {clock_face(timeline.end_s)}", 0.0, timeline.end_s),
+        Stretch(f"from version {first + 1 if last > first else 0} to version {last + 1}", begin, ends[last]),
     ]
 
 
@@ -81,7 +81,7 @@ def _draw_part(
     image: Image.Image,
     pen: ImageDraw.ImageDraw,
     timeline: Timeline,
-    part: Part,
+    part: Stretch,
     top: float,
     row_height: float,
     max_running: int,
@@ -126,7 +126,7 @@ def _draw_part(
 
 def _bars(
     pen: ImageDraw.ImageDraw,
-    part: Part,
+    part: Stretch,
     spans: Sequence[tuple[float, float]],
     top: float,
     bottom: float,

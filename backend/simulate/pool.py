@@ -1,4 +1,4 @@
-"""The engines of a simulated run, seen by the loops as ``rollout.engine.pool.EnginePool`` is.
+"""The engines of a simulated run, seen by the loops as ``slipstream.rollout.engine.pool.EnginePool`` is.
 
 A request goes to the least loaded engine, the first of several; beyond ``max_concurrent`` requests wait in
 the order in which they were asked for.
@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from backend.simulate.engine import Engine, Request
-from backend.simulate.trajectory import SimulatedTrajectory
-from backend.simulate.workload import Workload
-from configs.schema import SamplingConfig
-from configs.schema.simulate import EngineModel
+from slipstream.backend.simulate.engine import Engine, Request
+from slipstream.backend.simulate.trajectory import SimulatedTrajectory
+from slipstream.backend.simulate.workload import Workload
+from slipstream.configs.schema import SamplingConfig
+from slipstream.configs.schema.simulate import EngineModel
 
 
 class SimulatedPool:

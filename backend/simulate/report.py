@@ -12,13 +12,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from backend.monitor.units import count, seconds
-from backend.simulate.account import Outcome
-from backend.simulate.compare import Comparison, Run, Work
-from backend.simulate.costs import cost_model
-from backend.simulate.fit import Fitted
-from backend.simulate.layout import Layout, model_of
-from backend.simulate.schedules import BOUNDS, INTERRUPTS
+from slipstream.backend.monitor.units import count, seconds
+from slipstream.backend.simulate.account import Outcome
+from slipstream.backend.simulate.compare import Comparison, Run, Work
+from slipstream.backend.simulate.costs import cost_model
+from slipstream.backend.simulate.fit import Fitted
+from slipstream.backend.simulate.gpu_split import GpuSplit, model_of
+from slipstream.backend.simulate.schedules import BOUNDS, INTERRUPTS
 
 BAR = 40
 """Characters of the longest bar of a histogram."""
@@ -304,7 +304,7 @@ def _run_json(comparison: Comparison, run: Run) -> dict[str, Any]:
     }
 
 
-def _layout_json(layout: Layout) -> dict[str, Any]:
+def _layout_json(layout: GpuSplit) -> dict[str, Any]:
     return {
         "gpus": layout.gpus,
         "trainer_gpus": layout.trainer_gpus,

@@ -3,19 +3,19 @@
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.endpoint import Interrupt
-from configs.schema import RunConfig
-from configs.schema.rollout import (
+from slipstream.bridge.endpoint import Interrupt
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.rollout import (
     FifoConsumption,
     ReadyFirstConsumption,
     RolloutConfig,
     VolumeAdmission,
     WindowedConsumption,
 )
-from rollout.control.admission import Slots, VolumeGate
-from rollout.control.consumption import Consumption, OnStale, ReadyFirst
-from rollout.control.core import RolloutControl
-from rollout.control.policies import consumption_policy
+from slipstream.rollout.control.admission import Slots, VolumeGate
+from slipstream.rollout.control.consumption import ConsumptionPolicy, OnStale, ReadyFirst
+from slipstream.rollout.control.core import RolloutControl
+from slipstream.rollout.control.policies import consumption_policy
 
 BOUNDS = (1, 2, 4, 8)
 """Values of rollout.max_head_offpolicyness that are compared."""
@@ -47,7 +47,7 @@ class Schedule:
     def control(self, rollout: RolloutConfig, steps: int) -> RolloutControl:
         """A fresh core for a run of ``steps`` steps."""
         if self.consumption is None:
-            policy: Consumption = ReadyFirst(OnStale.TRAIN)
+            policy: ConsumptionPolicy = ReadyFirst(OnStale.TRAIN)
         else:
             policy = consumption_policy(rollout.model_copy(update={"consumption": self.consumption}))
         return RolloutControl(

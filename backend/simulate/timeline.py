@@ -4,7 +4,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from backend.simulate.world import World
+from slipstream.backend.simulate.world import World
 
 SAMPLES = 8192
 """Looks at the engines that are kept at most; with more, every other one is forgotten and fewer are taken."""

@@ -1,4 +1,4 @@
-"""``trace.jsonl`` of a run as arrays: what ``backend.monitor.trace`` and ``rollout.engine.trace`` wrote."""
+"""``trace.jsonl`` of a run as arrays: see ``monitor.trace`` and ``rollout.engine.trace``."""
 
 import json
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from backend.monitor.trace import TRACE
-from configs.violations import RecipeError, Violation
+from slipstream.backend.monitor.trace import TRACE
+from slipstream.configs.violations import RecipeError, Violation
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "request": ("engine", "start_s", "first_token_s", "end_s", "prompt_tokens", "new_tokens", "interrupted"),

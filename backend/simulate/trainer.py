@@ -1,18 +1,17 @@
-"""The trainer of a simulated run and its GPUs, seen by the loops as ``backend.remote.Trainer`` and
-``backend.devices`` are."""
+"""The trainer of a simulated run and its GPUs, seen by the loops as the real ones are."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
-from backend.batching import TrainBatch
-from backend.devices import Turn
-from backend.simulate.engine import Engine
-from backend.simulate.pool import SimulatedPool
-from backend.trainer_result import StepResult
-from bridge.endpoint import Interrupt
-from bridge.report import PublishReport
-from configs.schema.simulate import SimulateConfig
+from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.step_result import StepResult
+from slipstream.backend.driver.devices import Turn
+from slipstream.backend.simulate.engine import Engine
+from slipstream.backend.simulate.pool import SimulatedPool
+from slipstream.bridge.endpoint import Interrupt
+from slipstream.bridge.report import PublishReport
+from slipstream.configs.schema.simulate import SimulateConfig
 
 
 class SimulatedTrainer:

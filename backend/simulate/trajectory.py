@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from rollout.trajectory import Finish
+from slipstream.rollout.trajectory import Finish
 
 Spans = tuple[tuple[int, int], ...]
 """(version, tokens) in the order of generation, neighbours of different versions; versions never decrease."""
@@ -20,7 +20,7 @@ Sample = tuple[int, int, float, float]
 
 
 class SimulatedTrajectory:
-    """Stands for ``rollout.trajectory.Trajectory`` wherever no token is looked at."""
+    """Stands for ``slipstream.rollout.trajectory.Trajectory`` wherever no token is looked at."""
 
     __slots__ = ("response_length", "retractions", "reward", "sample", "sampled_length", "spans")
 

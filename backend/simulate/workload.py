@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from backend.simulate.trajectory import Sample, SimulatedPrompt, SimulatedTrajectory
-from configs.schema.simulate import LengthModel, SimulateConfig
+from slipstream.backend.simulate.trajectory import Sample, SimulatedPrompt, SimulatedTrajectory
+from slipstream.configs.schema.simulate import LengthModel, SimulateConfig
 
 BLOCK = 1024
 """Positions that are drawn at one time."""
@@ -121,7 +121,7 @@ class EpisodeLost(RuntimeError):
 
 
 class SimulatedWorkflow:
-    """One request and one judgement, like ``rollout.workflow.SingleTurn``."""
+    """One request and one judgement, like ``slipstream.rollout.workflow.SingleTurn``."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload

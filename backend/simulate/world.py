@@ -4,30 +4,30 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from backend.devices import Separate
-from backend.loops import Loops, collection_loop, training_loop
-from backend.served_weights import ServedWeights
-from backend.simulate import clock
-from backend.simulate.account import Account, Outcome
-from backend.simulate.failures import Failures
-from backend.simulate.layout import Layout, model_of
-from backend.simulate.pool import SimulatedPool
-from backend.simulate.schedules import Schedule
-from backend.simulate.trainer import SimulatedTrainer, TimeShared
-from backend.simulate.workload import (
+from slipstream.backend.driver.devices import Separate
+from slipstream.backend.driver.loops import Loops, collection_loop, training_loop
+from slipstream.backend.driver.served_weights import ServedWeights
+from slipstream.backend.simulate import clock
+from slipstream.backend.simulate.account import Account, Outcome
+from slipstream.backend.simulate.failures import Failures
+from slipstream.backend.simulate.gpu_split import GpuSplit, model_of
+from slipstream.backend.simulate.pool import SimulatedPool
+from slipstream.backend.simulate.schedules import Schedule
+from slipstream.backend.simulate.trainer import SimulatedTrainer, TimeShared
+from slipstream.backend.simulate.workload import (
     SimulatedReward,
     SimulatedStream,
     SimulatedWorkflow,
     Workload,
     held_out_prompts,
 )
-from backend.time_limit import TimeLimit
-from configs.schema import RunConfig
-from rollout.control.gate import AdmissionGate, StalledRun
-from rollout.control.intake import Intake
-from rollout.control.journal import NoJournal
-from rollout.plugins import build
-from rollout.workflow import WorkflowContext
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.collect.gate import AdmissionGate, StalledRun
+from slipstream.rollout.collect.intake import Intake
+from slipstream.rollout.collect.journal import NoJournal
+from slipstream.rollout.collect.time_limit import TimeLimit
+from slipstream.rollout.plugins import build
+from slipstream.rollout.workflow import WorkflowContext
 
 
 class _NoCheckpoints:
@@ -46,7 +46,7 @@ class World:
     trainer: SimulatedTrainer
 
     def __init__(
-        self, config: RunConfig, schedule: Schedule, layout: Layout, workload: Workload, held_out: int = 0
+        self, config: RunConfig, schedule: Schedule, layout: GpuSplit, workload: Workload, held_out: int = 0
     ) -> None:
         """``held_out``: prompts of the evaluations that ``eval.every`` asks for; 0: there are none."""
         self._config = config if held_out else config.model_copy(update={"eval": None})

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-from configs.load import load_recipe
-from configs.schema import RunConfig
+from slipstream.configs.load import load_recipe
+from slipstream.configs.schema import RunConfig
 
 UNBOUNDED = -1
 """Stands for an eta without a bound."""

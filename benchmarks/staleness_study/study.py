@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from backend.batching import TrainBatch
-from backend.quickstart import TRAIN_PROBLEMS, policy, task
-from backend.quickstart.tokenizer import build_tokenizer, prompt_text
 from benchmarks.staleness_study.methods import config_of, sampled_from
 from benchmarks.staleness_study.sampler import Answer, Sampler
 from benchmarks.staleness_study.trainer import StepReport, Trainer
 from benchmarks.staleness_study.warm_start import warm_start
-from rollout.trajectory import Completion, Finish, Span, Trajectory, TrajectoryBuilder
+from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.quickstart import TRAIN_PROBLEMS, policy, task
+from slipstream.backend.quickstart.tokenizer import build_tokenizer, prompt_text
+from slipstream.rollout.trajectory import Completion, Finish, Span, Trajectory, TrajectoryBuilder
 
 HIDDEN = 64
 """Half of the quickstart's: a run takes a third of the time."""

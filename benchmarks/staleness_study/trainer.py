@@ -17,16 +17,16 @@ from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3ForCausalLM
 
-from backend.batching import MicroBatch, TrainBatch, assemble, check_staleness
-from backend.learning_rate import learning_rate
-from backend.objective.advantage import ADVANTAGES
-from backend.objective.averaging import token_shares
-from backend.objective.correction import interpolated_logp
-from backend.objective.logprob import vocab_parallel_logprob
-from backend.objective.losses import Tokens, token_losses
-from backend.objective.statistics import token_statistics
-from backend.packing import schedule
-from configs.schema import ActorConfig
+from slipstream.backend.batch.micro_batch import MicroBatch, TrainBatch, assemble, check_staleness
+from slipstream.backend.batch.packing import schedule
+from slipstream.backend.objective.advantage import ADVANTAGES
+from slipstream.backend.objective.averaging import token_shares
+from slipstream.backend.objective.correction import interpolated_logp
+from slipstream.backend.objective.logprob import vocab_parallel_logprob
+from slipstream.backend.objective.losses import Tokens, token_losses
+from slipstream.backend.objective.statistics import token_statistics
+from slipstream.backend.trainer.learning_rate import learning_rate
+from slipstream.configs.schema import ActorConfig
 
 CHUNKS = 2
 """A micro-batch is padded in this many parts, shorter and longer rows: less padding, same gradient."""

@@ -1,5 +1,5 @@
 """The study's supervised warm start, in plain PyTorch as the rest of it: a policy gets the right format and a
-bad habit (see ``backend.quickstart.task``).
+bad habit (see ``slipstream.backend.quickstart.task``).
 
 Shapes: B sequences, T tokens, V symbols; N = B * (T - 1) predictions.
 """
@@ -13,8 +13,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from backend.quickstart.tokenizer import ASSISTANT, demonstration_text
-from backend.quickstart.warm_start import (
+from slipstream.backend.quickstart.tokenizer import ASSISTANT, demonstration_text
+from slipstream.backend.quickstart.warm_start import (
     DECAY_FROM,
     FLOOR_LR,
     PEAK_LR,

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from bridge.families import deepseek_v3, glm4_moe, llama, mistral, qwen2, qwen3, qwen3_moe
-from bridge.geometry import Geometry
-from bridge.hf_config import UnsupportedModel, read_config
-from bridge.mapping import Mapping, Mappings, Whole
+from slipstream.bridge.families import deepseek_v3, glm4_moe, llama, mistral, qwen2, qwen3, qwen3_moe
+from slipstream.bridge.geometry import Geometry
+from slipstream.bridge.hf_config import UnsupportedModel, read_config
+from slipstream.bridge.mapping import Mapping, Mappings, Whole
 
 
 class Family(Protocol):

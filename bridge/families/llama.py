@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from bridge.families.parts import decoder as mappings
-from bridge.geometry import Geometry, geometry_of, grouped_attention
-from bridge.hf_config import refuse
-from bridge.rope import rope_of
+from slipstream.bridge.families.parts import decoder as mappings
+from slipstream.bridge.geometry import Geometry, geometry_of, grouped_attention
+from slipstream.bridge.hf_config import refuse
+from slipstream.bridge.rope import rope_of
 
 __all__ = ["geometry", "mappings"]
 

@@ -1,7 +1,7 @@
 """The parameters that decoder families share, to be put together by them."""
 
-from bridge.geometry import Experts, Geometry, GroupedAttention, LatentAttention
-from bridge.mapping import Columns, Mapping, Mappings, Rows, Vocabulary, Whole
+from slipstream.bridge.geometry import Experts, Geometry, GroupedAttention, LatentAttention
+from slipstream.bridge.mapping import Columns, Mapping, Mappings, Rows, Vocabulary, Whole
 
 _HF = "model.layers.{layer}."
 _MEGATRON = "decoder.layers.{layer}."

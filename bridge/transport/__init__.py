@@ -9,7 +9,7 @@ delta        what has changed, to the engines' nodes every engine reads the copy
 
 from typing import Protocol
 
-from bridge.publication import Buckets, Publication
+from slipstream.bridge.publication import Buckets, Publication
 
 
 class Transport(Protocol):

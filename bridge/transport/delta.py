@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 import torch
 
-from bridge import delta
-from bridge.endpoint import EngineEndpoint, told
-from bridge.export import FlatBucket
-from bridge.plan import ExportPlan
-from bridge.publication import Buckets, Publication
-from bridge.replica import File
+from slipstream.bridge import delta
+from slipstream.bridge.endpoint import EngineEndpoint, told
+from slipstream.bridge.export import FlatBucket
+from slipstream.bridge.plan import ExportPlan
+from slipstream.bridge.publication import Buckets, Publication
+from slipstream.bridge.replica import File
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from bridge.export import FlatBucket
-from bridge.hf_files import write_hf
-from bridge.publication import Buckets, Publication
+from slipstream.bridge.export import FlatBucket
+from slipstream.bridge.hf_files import write_hf
+from slipstream.bridge.publication import Buckets, Publication
 
 KEPT = 2
 """Versions that stay: one may still be read by an engine that is slow to notice that it was given up."""

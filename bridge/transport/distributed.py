@@ -5,10 +5,10 @@ The next bucket is gathered while the last one is sent.
 
 import asyncio
 
-from bridge.endpoint import EngineEndpoint, told
-from bridge.export import FlatBucket
-from bridge.publication import Buckets, Patience, Publication
-from bridge.transport.engine_group import EngineGroup
+from slipstream.bridge.endpoint import EngineEndpoint, told
+from slipstream.bridge.export import FlatBucket
+from slipstream.bridge.publication import Buckets, Patience, Publication
+from slipstream.bridge.transport.engine_group import EngineGroup
 
 
 class DistributedTransport:

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
-from bridge.endpoint import EngineEndpoint, told
-from bridge.transport.rendezvous import BroadcastGroup, Rendezvous
+from slipstream.bridge.endpoint import EngineEndpoint, told
+from slipstream.bridge.transport.rendezvous import BroadcastGroup, Rendezvous
 
 Fail = Callable[[EngineEndpoint, str], None]
 """Told which engine could not be joined, and why."""

@@ -15,8 +15,8 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
-from bridge.export import FlatBucket
-from bridge.publication import Buckets, Publication
+from slipstream.bridge.export import FlatBucket
+from slipstream.bridge.publication import Buckets, Publication
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,19 @@
 """The typed recipe, one short file per section."""
 
-from configs.schema.actor import ActorConfig, LoraConfig, ParallelConfig
-from configs.schema.checkpoint import CheckpointConfig
-from configs.schema.models import AverageReference, CheckpointReference, CriticConfig, KLConfig, TeacherConfig
-from configs.schema.objective import CorrectionConfig, Objective, TurnsConfig
-from configs.schema.optimizer import ConstantRate, CosineDecay, LinearDecay, OptimizerConfig
-from configs.schema.plugin import PluginConfig
-from configs.schema.rollout import EngineConfig, RolloutConfig, SamplingConfig
-from configs.schema.run import (
+from slipstream.configs.schema.actor import ActorConfig, LoraConfig, ParallelConfig
+from slipstream.configs.schema.checkpoint import CheckpointConfig
+from slipstream.configs.schema.models import (
+    AverageReference,
+    CheckpointReference,
+    CriticConfig,
+    KLConfig,
+    TeacherConfig,
+)
+from slipstream.configs.schema.objective import CorrectionConfig, Objective, TurnsConfig
+from slipstream.configs.schema.optimizer import ConstantRate, CosineDecay, LinearDecay, OptimizerConfig
+from slipstream.configs.schema.plugin import PluginConfig
+from slipstream.configs.schema.rollout import EngineConfig, RolloutConfig, SamplingConfig
+from slipstream.configs.schema.run import (
     DataConfig,
     EvalConfig,
     LocalCluster,
@@ -15,13 +21,13 @@ from configs.schema.run import (
     RunConfig,
     SlurmCluster,
 )
-from configs.schema.simulate import SimulateConfig
-from configs.schema.weights import (
-    DeltaTransport,
-    DiskTransport,
-    DistributedTransport,
-    TensorTransport,
-    Transport,
+from slipstream.configs.schema.simulate import SimulateConfig
+from slipstream.configs.schema.weights import (
+    DeltaTransportConfig,
+    DiskTransportConfig,
+    DistributedTransportConfig,
+    TensorTransportConfig,
+    TransportConfig,
     Verify,
     VerifyOff,
     WeightsConfig,
@@ -37,9 +43,9 @@ __all__ = [
     "CosineDecay",
     "CriticConfig",
     "DataConfig",
-    "DeltaTransport",
-    "DiskTransport",
-    "DistributedTransport",
+    "DeltaTransportConfig",
+    "DiskTransportConfig",
+    "DistributedTransportConfig",
     "EngineConfig",
     "EvalConfig",
     "KLConfig",
@@ -57,8 +63,8 @@ __all__ = [
     "SimulateConfig",
     "SlurmCluster",
     "TeacherConfig",
-    "TensorTransport",
-    "Transport",
+    "TensorTransportConfig",
+    "TransportConfig",
     "TurnsConfig",
     "Verify",
     "VerifyOff",

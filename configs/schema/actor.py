@@ -4,10 +4,16 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, Field
 
-from configs.schema.base import Section
-from configs.schema.models import KLConfig, TeacherConfig
-from configs.schema.objective import CorrectionConfig, Objective, OverlongConfig, PPOObjective, TurnsConfig
-from configs.schema.optimizer import OptimizerConfig
+from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.models import KLConfig, TeacherConfig
+from slipstream.configs.schema.objective import (
+    CorrectionConfig,
+    Objective,
+    OverlongConfig,
+    PPOObjective,
+    TurnsConfig,
+)
+from slipstream.configs.schema.optimizer import OptimizerConfig
 
 LinearLayer = Literal[
     "linear_qkv",

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from configs.schema.base import Section
+from slipstream.configs.schema.base import Section
 
 
 class CheckpointConfig(Section):

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from configs.schema.base import Section
-from configs.schema.optimizer import OptimizerConfig
+from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.optimizer import OptimizerConfig
 
 
 class CheckpointReference(Section):

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from configs.schema.base import Section
+from slipstream.configs.schema.base import Section
 
 
 class _Objective(Section):

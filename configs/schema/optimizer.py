@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from configs.schema.base import Section
+from slipstream.configs.schema.base import Section
 
 
 class ConstantRate(Section):

@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from configs.schema.base import Section
-from configs.schema.plugin import Plugin
+from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.plugin import Plugin
 
 
 class SamplingConfig(Section):
@@ -63,7 +63,7 @@ class VolumeAdmission(Section):
     type: Literal["volume"] = "volume"
 
 
-Admission = Annotated[SlotsAdmission | VolumeAdmission, Field(discriminator="type")]
+AdmissionConfig = Annotated[SlotsAdmission | VolumeAdmission, Field(discriminator="type")]
 
 
 class ReadyFirstConsumption(Section):
@@ -95,7 +95,7 @@ class WindowedConsumption(Section):
     )
 
 
-Consumption = Annotated[
+ConsumptionConfig = Annotated[
     ReadyFirstConsumption | FifoConsumption | WindowedConsumption, Field(discriminator="type")
 ]
 
@@ -108,8 +108,8 @@ class RolloutConfig(Section):
     allow_extreme_offpolicyness: bool = Field(False, description="Permit a bound above 16.")
     batch_size: int = Field(ge=1, description="Groups per training step.")
     n_samples_per_prompt: int = Field(ge=1, description="Trajectories per group.")
-    admission: Admission = Field(SlotsAdmission(), description="When one more group may start.")
-    consumption: Consumption = Field(
+    admission: AdmissionConfig = Field(SlotsAdmission(), description="When one more group may start.")
+    consumption: ConsumptionConfig = Field(
         ReadyFirstConsumption(), description="Which ready groups make the next batch."
     )
     over_sampling: float = Field(
@@ -128,10 +128,11 @@ class RolloutConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
     workflow: Plugin = Field(
-        default="rollout.workflow.SingleTurn",
-        description="What an episode does (`rollout.workflow.Workflow`).",
+        default="slipstream.rollout.workflow.SingleTurn",
+        description="What an episode does (`slipstream.rollout.workflow.Workflow`).",
     )
-    reward: Plugin = Field(description="What an episode is worth (`rollout.reward.Reward`).")
+    reward: Plugin = Field(description="What an episode is worth (`slipstream.rollout.reward.Reward`).")
     group_filter: Plugin | None = Field(
-        None, description="Which finished groups are trained (`rollout.control.filters.GroupFilter`)."
+        None,
+        description="Which finished groups are trained (`slipstream.rollout.control.filters.GroupFilter`).",
     )

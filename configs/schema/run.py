@@ -5,14 +5,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from configs.schema.actor import ActorConfig
-from configs.schema.base import Section
-from configs.schema.checkpoint import CheckpointConfig
-from configs.schema.models import CriticConfig
-from configs.schema.plugin import Plugin
-from configs.schema.rollout import RolloutConfig
-from configs.schema.simulate import SimulateConfig
-from configs.schema.weights import WeightsConfig
+from slipstream.configs.schema.actor import ActorConfig
+from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.checkpoint import CheckpointConfig
+from slipstream.configs.schema.models import CriticConfig
+from slipstream.configs.schema.plugin import Plugin
+from slipstream.configs.schema.rollout import RolloutConfig
+from slipstream.configs.schema.simulate import SimulateConfig
+from slipstream.configs.schema.weights import WeightsConfig
 
 
 class RunSection(Section):

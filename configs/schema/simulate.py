@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from configs.schema.base import Section
+from slipstream.configs.schema.base import Section
 
 
 class RecipeLayout(Section):
@@ -27,7 +27,7 @@ class ClusterLayout(Section):
     )
 
 
-Layout = Annotated[RecipeLayout | ClusterLayout, Field(discriminator="type")]
+LayoutConfig = Annotated[RecipeLayout | ClusterLayout, Field(discriminator="type")]
 
 
 class LengthModel(Section):
@@ -124,7 +124,7 @@ class FailureModel(Section):
 
 
 class SimulateConfig(Section):
-    layout: Layout = Field(RecipeLayout(), description="The simulated cluster.")
+    layout: LayoutConfig = Field(RecipeLayout(), description="The simulated cluster.")
     prompts: PromptModel = PromptModel()
     responses: ResponseModel = ResponseModel()
     engine: EngineModel = EngineModel()

@@ -5,11 +5,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from configs.schema.actor import TrainedConfig
-from configs.schema.base import Section
-from configs.schema.checkpoint import CheckpointConfig
-from configs.schema.plugin import Plugin
-from configs.schema.run import Cluster, LocalCluster, ModelConfig, RunSection
+from slipstream.configs.schema.actor import TrainedConfig
+from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.checkpoint import CheckpointConfig
+from slipstream.configs.schema.plugin import Plugin
+from slipstream.configs.schema.run import Cluster, LocalCluster, ModelConfig, RunSection
 
 
 class ExamplesConfig(Section):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from configs.schema.base import Section
+from slipstream.configs.schema.base import Section
 
 
 class _Bucketed(Section):
@@ -16,26 +16,26 @@ class _Bucketed(Section):
     )
 
 
-class DistributedTransport(_Bucketed):
+class DistributedTransportConfig(_Bucketed):
     """Broadcast from the trainer into the engines over a process group (NCCL on GPUs, gloo on CPUs)."""
 
     type: Literal["distributed"] = "distributed"
 
 
-class TensorTransport(_Bucketed):
+class TensorTransportConfig(_Bucketed):
     """Through shared memory of the one node on which the trainer's first rank and all engines are."""
 
     type: Literal["tensor"] = "tensor"
 
 
-class DiskTransport(_Bucketed):
+class DiskTransportConfig(_Bucketed):
     """A checkpoint for each version, in a folder that trainer and engines see."""
 
     type: Literal["disk"] = "disk"
     path: Path | None = Field(None, description="Folder of the versions; null: `weights` in the run folder.")
 
 
-class DeltaTransport(_Bucketed):
+class DeltaTransportConfig(_Bucketed):
     """Only what has changed, to a copy that each engine keeps on its node; over HTTP."""
 
     type: Literal["delta"] = "delta"
@@ -44,8 +44,9 @@ class DeltaTransport(_Bucketed):
     )
 
 
-Transport = Annotated[
-    DistributedTransport | TensorTransport | DiskTransport | DeltaTransport, Field(discriminator="type")
+TransportConfig = Annotated[
+    DistributedTransportConfig | TensorTransportConfig | DiskTransportConfig | DeltaTransportConfig,
+    Field(discriminator="type"),
 ]
 
 
@@ -95,7 +96,7 @@ Verify = Annotated[
 class WeightsConfig(Section):
     """How a new policy version reaches the engines."""
 
-    transport: Transport = DistributedTransport()
+    transport: TransportConfig = DistributedTransportConfig()
     interrupt: Literal["retract", "in_place", "abort", "drain"] = Field(
         "retract",
         description="Running requests go on with their KV recomputed (retract) or kept (in_place), are cut "

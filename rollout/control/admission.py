@@ -27,7 +27,7 @@ class Occupancy(Protocol):
         ...
 
 
-class Admission(Protocol):
+class AdmissionPolicy(Protocol):
     def may_admit(self, now: Occupancy) -> bool: ...
 
 

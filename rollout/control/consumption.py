@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from rollout.control.slots import SlotTable, State
+from slipstream.rollout.control.slots import SlotTable, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class OnStale(StrEnum):
     """Nothing: the bound is not kept. For comparison in the simulator; no recipe can ask for it."""
 
 
-class Consumption(Protocol):
+class ConsumptionPolicy(Protocol):
     on_stale: OnStale | None
     """None: no group is ever late, because the policy waits for the ones that would be."""
 

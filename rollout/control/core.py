@@ -36,10 +36,10 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from rollout.control.admission import Admission, Slots
-from rollout.control.consumption import Consumption, Due, Fifo, OnStale
-from rollout.control.slots import OPEN, Slot, SlotTable, State
-from rollout.trajectory import Group
+from slipstream.rollout.control.admission import AdmissionPolicy, Slots
+from slipstream.rollout.control.consumption import ConsumptionPolicy, Due, Fifo, OnStale
+from slipstream.rollout.control.slots import OPEN, Slot, SlotTable, State
+from slipstream.rollout.trajectory import Group
 
 REQUEUES = 3
 """How often the prompt of a group that was too old is generated again: a prompt whose answers always take
@@ -111,8 +111,8 @@ class RolloutControl:
     batch_size: int
     bound: int
     """rollout.max_head_offpolicyness"""
-    admission: Admission = field(default_factory=Slots)
-    consumption: Consumption = field(default_factory=Fifo)
+    admission: AdmissionPolicy = field(default_factory=Slots)
+    consumption: ConsumptionPolicy = field(default_factory=Fifo)
     over_sampling: float = 1.0
     """Groups admitted per group that a batch needs. What a batch did not need in time is given up."""
     version: int = 0

@@ -2,23 +2,23 @@
 
 from collections import Counter
 
-from configs.schema.rollout import (
+from slipstream.configs.schema.rollout import (
     FifoConsumption,
     ReadyFirstConsumption,
     RolloutConfig,
     VolumeAdmission,
     WindowedConsumption,
 )
-from rollout.control.admission import Admission, Slots, VolumeGate
-from rollout.control.consumption import Consumption, Fifo, OnStale, ReadyFirst, Windowed
-from rollout.control.core import GroupCounts, Loss, RolloutControl
+from slipstream.rollout.control.admission import AdmissionPolicy, Slots, VolumeGate
+from slipstream.rollout.control.consumption import ConsumptionPolicy, Fifo, OnStale, ReadyFirst, Windowed
+from slipstream.rollout.control.core import GroupCounts, Loss, RolloutControl
 
 
-def admission_policy(config: RolloutConfig) -> Admission:
+def admission_policy(config: RolloutConfig) -> AdmissionPolicy:
     return VolumeGate() if isinstance(config.admission, VolumeAdmission) else Slots()
 
 
-def consumption_policy(config: RolloutConfig) -> Consumption:
+def consumption_policy(config: RolloutConfig) -> ConsumptionPolicy:
     match config.consumption:
         case FifoConsumption():
             return Fifo()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from rollout.trajectory import Group
+from slipstream.rollout.trajectory import Group
 
 
 class State(StrEnum):

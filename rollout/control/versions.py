@@ -18,10 +18,6 @@ is a plain difference again.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
-from rollout.trajectory import UNSAMPLED
-
 
 @dataclass(frozen=True)
 class Restart:
@@ -36,17 +32,6 @@ class Restart:
     def renumbered(self, version: int) -> int:
         """What a version of the epoch before counts as in this one."""
         return self.version - abs(version - self.restored)
-
-
-def renumber(versions_T: np.ndarray, epoch: int, restarts: Iterable[Restart]) -> np.ndarray:
-    """int32 [T] versions as numbered in ``epoch``, as numbered after all later restarts."""
-    for restart in sorted(restarts, key=lambda restart: restart.epoch):
-        if restart.epoch > epoch:
-            distance_T = np.abs(versions_T.astype(np.int64) - restart.restored)
-            versions_T = np.where(versions_T == UNSAMPLED, UNSAMPLED, (restart.version - distance_T)).astype(
-                np.int32
-            )
-    return versions_T
 
 
 def survives(version: int, epoch: int, restarts: Iterable[Restart]) -> bool:

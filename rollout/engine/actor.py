@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rollout.engine.process import ReplicaSpec, ServerProcess, ServerSpec
+from slipstream.rollout.engine.process import ReplicaSpec, ServerProcess, ServerSpec
 
 FIRST_PORT = 20_000
 """Ray takes those from 10,002 on for its workers."""

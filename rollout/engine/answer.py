@@ -14,9 +14,9 @@ import json
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from typing import Any
 
-from rollout.control.concurrency import EngineLoad
-from rollout.engine.continuation import head, joined
-from rollout.trajectory import Completion, Finish, Span
+from slipstream.rollout.control.concurrency import EngineLoad
+from slipstream.rollout.engine.continuation import head, joined
+from slipstream.rollout.trajectory import Completion, Finish, Span
 
 
 class Aborted(RuntimeError):

@@ -2,7 +2,7 @@
 
 Answers are streamed, so that what a server has generated is not lost with it. This file and ``answer`` are
 the only ones that know SGLang's request and answer formats (0.5.21). The control calls are the
-``EngineEndpoint`` that ``bridge.publish`` drives.
+``EngineEndpoint`` that ``slipstream.bridge.publish`` drives.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ from typing import Any, Literal, Self
 
 import aiohttp
 
-from configs.schema import SamplingConfig
-from rollout.control.concurrency import EngineLoad
-from rollout.engine.answer import Aborted, Answer, events, parse_load, parse_prompt_logprobs
-from rollout.trajectory import Completion
+from slipstream.configs.schema import SamplingConfig
+from slipstream.rollout.control.concurrency import EngineLoad
+from slipstream.rollout.engine.answer import Aborted, Answer, events, parse_load, parse_prompt_logprobs
+from slipstream.rollout.trajectory import Completion
 
 EngineMemory = Literal["weights", "kv_cache", "cuda_graph"]
 """What a server can give up apart from the others, by SGLang's names."""
 
 REPLICA = "/slipstream/replica"
-"""What ``bridge.replica`` adds to a server."""
+"""What ``slipstream.bridge.replica`` adds to a server."""
 
 HEALTH_TIMEOUT_S = 20.0
 """A server that takes longer than this to say that it is there does not serve either."""

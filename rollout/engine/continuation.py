@@ -8,7 +8,7 @@ Log-probs and versions are those under which each token was sampled; going on ch
 
 from dataclasses import replace
 
-from rollout.trajectory import Completion, Finish, Span
+from slipstream.rollout.trajectory import Completion, Finish, Span
 
 
 def merge(first: Completion, then: Completion) -> Completion:

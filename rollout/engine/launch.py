@@ -1,6 +1,6 @@
 """The SGLang server as a program that cannot outlive the process that started it.
 
-    python -m rollout.engine.launch '{"server": {"model_path": ...}, "replica": null, "temporary": "/tmp/x"}'
+    python -m slipstream.rollout.engine.launch '{"server": {...}, "replica": null, "temporary": "/tmp/x"}'
 
 ``server``: fields of SGLang's ServerArgs. ``replica``: null, or {"mount": the import path of a function that
 adds routes for a copy of the weights to the server, "folder": where that copy is}. ``temporary``: an empty
@@ -19,7 +19,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from rollout.engine.leftovers import kill_group
+from slipstream.rollout.engine.leftovers import kill_group
 
 
 def _die_with_owner(leftovers: list[Path]) -> None:

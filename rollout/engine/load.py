@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Sequence
 
-from rollout.control.concurrency import ConcurrencyController, EngineLoad
-from rollout.engine.client import EngineClient, EngineError, EngineLost
-from rollout.engine.pool import EnginePool
+from slipstream.rollout.control.concurrency import ConcurrencyController, EngineLoad
+from slipstream.rollout.engine.client import EngineClient, EngineError, EngineLost
+from slipstream.rollout.engine.pool import EnginePool
 
 SAMPLE_TIMEOUT_S = 5.0
 """A sample that takes longer tells of another time than those of the other engines."""

@@ -16,14 +16,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from weakref import WeakKeyDictionary
 
-from configs.schema import SamplingConfig
-from rollout.changes import Changes
-from rollout.engine.answer import Aborted
-from rollout.engine.client import EngineClient, EngineError, EngineLost, Silent
-from rollout.engine.continuation import ended, head, merge, tokens_left
-from rollout.engine.limit import Limit
-from rollout.engine.trace import RequestTrace, watched
-from rollout.trajectory import Completion, Finish
+from slipstream.configs.schema import SamplingConfig
+from slipstream.rollout.changes import Changes
+from slipstream.rollout.engine.answer import Aborted
+from slipstream.rollout.engine.client import EngineClient, EngineError, EngineLost, Silent
+from slipstream.rollout.engine.continuation import ended, head, merge, tokens_left
+from slipstream.rollout.engine.limit import Limit
+from slipstream.rollout.engine.trace import RequestTrace, watched
+from slipstream.rollout.trajectory import Completion, Finish
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ SILENCES = 3
 """How often one request may be met with silence by an engine that is well: once is a long pause; again and
 again is the request's fault, or a time-out that is too short."""
 
-Progress = Callable[[Completion], None]
+OnPartial = Callable[[Completion], None]
 
 
 class NoEngine(RuntimeError):
@@ -122,7 +122,7 @@ class EnginePool:
         *,
         greedy: bool = False,
         prefix: Completion | None = None,
-        progress: Progress | None = None,
+        progress: OnPartial | None = None,
     ) -> Completion:
         """Continue ``input_ids`` on any engine, up to ``sampling.max_new_tokens``.
 
@@ -167,7 +167,7 @@ class EnginePool:
         so_far: Completion | None,
         rest: int,
         greedy: bool,
-        progress: Progress | None,
+        progress: OnPartial | None,
     ) -> Completion:
         """One request to one engine, for what is missing of the answer. A lost engine is fenced off.
 

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollout.engine import cpu
-from rollout.engine.leftovers import kill_group, members, shared_memory_of, unlink
+from slipstream.rollout.engine import cpu
+from slipstream.rollout.engine.leftovers import kill_group, members, shared_memory_of, unlink
 
 
 class EngineStartError(RuntimeError):
@@ -76,7 +76,7 @@ def server_args(spec: ServerSpec) -> dict[str, Any]:
     return arguments | (cpu.SERVER_ARGS if spec.device == "cpu" else {}) | dict(spec.args)
 
 
-LAUNCHER = (sys.executable, "-m", "rollout.engine.launch")
+LAUNCHER = (sys.executable, "-m", "slipstream.rollout.engine.launch")
 """The server's program; its one further argument is JSON."""
 
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))

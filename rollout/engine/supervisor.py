@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rollout.engine.client import EngineAddress, EngineClient
-from rollout.engine.pool import EnginePool
+from slipstream.rollout.engine.client import EngineAddress, EngineClient
+from slipstream.rollout.engine.pool import EnginePool
 
 
 class EngineGone(RuntimeError):

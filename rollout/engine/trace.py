@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rollout.engine.answer import Aborted
-from rollout.engine.client import EngineLost
-from rollout.trajectory import Completion
+from slipstream.rollout.engine.answer import Aborted
+from slipstream.rollout.engine.client import EngineLost
+from slipstream.rollout.trajectory import Completion
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollout.control.versions import Restart, survives
-from rollout.ledger.database import explained, open_for_reading
-from rollout.ledger.records import CorruptRecord, decode_completion, decode_trajectory
-from rollout.ledger.recovery import restarts
-from rollout.ledger.writer import SAMPLES
+from slipstream.rollout.control.versions import Restart, survives
+from slipstream.rollout.ledger.database import explained, open_for_reading
+from slipstream.rollout.ledger.records import CorruptRecord, decode_completion, decode_trajectory
+from slipstream.rollout.ledger.recovery import restarts
+from slipstream.rollout.ledger.writer import SAMPLES
 
 SHOWN = 5
 """Examples per discrepancy."""

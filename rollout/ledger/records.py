@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from rollout.trajectory import UNSAMPLED, Completion, Finish, Span, Trajectory
+from slipstream.rollout.trajectory import UNSAMPLED, Completion, Finish, Span, Trajectory
 
 
 class CorruptRecord(ValueError):

@@ -4,16 +4,19 @@ import os
 import socket
 import sqlite3
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rollout.control.core import GroupCounts, Loss
-from rollout.control.versions import Restart, renumber
-from rollout.ledger.database import LedgerError, explained, open_for_writing
-from rollout.ledger.records import decode_completion, decode_trajectory
-from rollout.ledger.writer import SAMPLES, Ledger
-from rollout.trajectory import Completion, Span, Trajectory
+import numpy as np
+
+from slipstream.rollout.control.core import GroupCounts, Loss
+from slipstream.rollout.control.versions import Restart
+from slipstream.rollout.ledger.database import LedgerError, explained, open_for_writing
+from slipstream.rollout.ledger.records import decode_completion, decode_trajectory
+from slipstream.rollout.ledger.writer import SAMPLES, Ledger
+from slipstream.rollout.trajectory import UNSAMPLED, Completion, Span, Trajectory
 
 LEDGER = "ledger.sqlite"
 """In the run folder."""
@@ -190,3 +193,14 @@ def _renumbered(answer: Completion, epoch: int, starts: list[Restart]) -> Comple
         else:
             spans.append(Span(version, span.start, span.end))
     return Completion(answer.tokens, answer.logprobs, tuple(spans), answer.finish, answer.retractions)
+
+
+def renumber(versions_T: np.ndarray, epoch: int, restarts: Iterable[Restart]) -> np.ndarray:
+    """int32 [T] versions as numbered in ``epoch``, as numbered after all later restarts."""
+    for restart in sorted(restarts, key=lambda restart: restart.epoch):
+        if restart.epoch > epoch:
+            distance_T = np.abs(versions_T.astype(np.int64) - restart.restored)
+            versions_T = np.where(versions_T == UNSAMPLED, UNSAMPLED, (restart.version - distance_T)).astype(
+                np.int32
+            )
+    return versions_T

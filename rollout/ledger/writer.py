@@ -16,10 +16,10 @@ from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
 
-from rollout.control.core import Expired, Loss, Ticket
-from rollout.ledger.database import LedgerError, explained
-from rollout.ledger.records import digest, encode_completion, encode_trajectory
-from rollout.trajectory import Completion, Group, Trajectory
+from slipstream.rollout.control.core import Expired, Loss, Ticket
+from slipstream.rollout.ledger.database import LedgerError, explained
+from slipstream.rollout.ledger.records import digest, encode_completion, encode_trajectory
+from slipstream.rollout.trajectory import Completion, Group, Trajectory
 
 SAMPLES = 1 << 16
 """Keys of trajectories are group id * SAMPLES + sample."""

@@ -2,8 +2,8 @@
 
 from typing import Protocol
 
-from rollout.reward.final_answer import FinalAnswer
-from rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.reward.final_answer import FinalAnswer
+from slipstream.rollout.trajectory import Prompt, Trajectory
 
 __all__ = ["FinalAnswer", "Reward"]
 

@@ -1,6 +1,6 @@
 """Exact match of the text after a marker."""
 
-from rollout.trajectory import Finish, Prompt, Trajectory
+from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
 
 
 class FinalAnswer:

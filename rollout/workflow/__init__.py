@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from configs.schema import SamplingConfig
-from rollout.reward import Reward
-from rollout.trajectory import Completion, Messages, Prompt, Trajectory
-from rollout.workflow.single_turn import SingleTurn
+from slipstream.configs.schema import SamplingConfig
+from slipstream.rollout.reward import Reward
+from slipstream.rollout.trajectory import Completion, Messages, Prompt, Trajectory
+from slipstream.rollout.workflow.single_turn import SingleTurn
 
 __all__ = ["Generator", "SingleTurn", "Tokenizer", "Workflow", "WorkflowContext"]
 

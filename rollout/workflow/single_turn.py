@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rollout.trajectory import Prompt, Trajectory, TrajectoryBuilder
+from slipstream.rollout.trajectory import Prompt, Trajectory, TrajectoryBuilder
 
 if TYPE_CHECKING:
-    from rollout.workflow import WorkflowContext
+    from slipstream.rollout.workflow import WorkflowContext
 
 
 class SingleTurn:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.quickstart import prepare
+from slipstream.backend.quickstart import prepare
 from tests.cluster.slurm_cluster import SlurmCluster, tree
 
 REPOSITORY = Path(__file__).parents[2]

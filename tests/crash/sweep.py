@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from backend.quickstart import prepare
+from slipstream.backend.quickstart import prepare
 from tests.integration.conftest import LaunchedRun, run_command, start_run
 
 STEPS = 40
@@ -126,7 +126,7 @@ class Sweep:
             pids = {
                 "driver": lambda: [life.process.pid],
                 "trainer": lambda: life.pids_of("ray::TrainerActor"),
-                "engine": lambda: life.pids_of("rollout.engine.launch"),
+                "engine": lambda: life.pids_of("slipstream.rollout.engine.launch"),
             }[kill.victim]()
             if not pids:  # not yet there at this moment of a start
                 pids = [life.process.pid]

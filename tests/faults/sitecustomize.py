@@ -15,7 +15,7 @@ import os
 import sys
 import time
 
-TARGET = "bridge.transport.rendezvous"
+TARGET = "slipstream.bridge.transport.rendezvous"
 
 
 def harmful(send):

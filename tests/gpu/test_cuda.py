@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from backend.batching import TrainBatch
-from backend.megatron.parallel import RankSpec
-from bridge.families import FAMILIES
-from configs.schema import RunConfig
-from rollout.engine.actor import free_port
+from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.bridge.families import FAMILIES
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.engine.actor import free_port
 from tests.integration.test_bridge_logits import logits_of, reference_logits
 from tests.integration.test_megatron_parity import (
     config_for,
@@ -101,7 +101,7 @@ def test_logits_on_a_gpu_are_those_of_transformers(tmp_path: Path, family: str):
 
 
 def test_published_weights_are_bit_for_bit_those_of_the_exported_checkpoint_on_a_gpu(tmp_path: Path):
-    from backend.quickstart.tokenizer import build_tokenizer
+    from slipstream.backend.quickstart.tokenizer import build_tokenizer
     from tests.integration.test_engine_weights import VOCAB, serve, train_and_publish
 
     folder = make_checkpoint(tmp_path / "model", vocab_size=VOCAB)
@@ -119,7 +119,7 @@ def test_published_weights_are_bit_for_bit_those_of_the_exported_checkpoint_on_a
 @pytest.mark.parametrize("float32_logits", [False, True])
 @pytest.mark.parametrize("kept", [0, 2**30])
 def test_log_probs_of_bfloat16_hidden_states_on_a_gpu(monkeypatch, float32_logits: bool, kept: int):
-    from backend.objective import logprob
+    from slipstream.backend.objective import logprob
 
     monkeypatch.setattr(logprob, "KEPT_BYTES", kept)
     monkeypatch.setattr(logprob, "SLICE_ELEMENTS", {"cuda": 2**20})

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from backend.quickstart import prepare
+from slipstream.backend.quickstart import prepare
+from tests.environment import environment
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +92,7 @@ def ray_processes() -> set[int]:
 
 def run_command(*arguments: str) -> list[str]:
     """The command line of Slipstream, in this environment."""
-    return [sys.executable, "-m", "backend.cli", *arguments]
+    return [sys.executable, "-m", "slipstream.backend.cli", *arguments]
 
 
 FAULTS = Path(__file__).parents[1] / "faults"
@@ -120,13 +121,12 @@ def start_run(
         *overrides,
         *(["--resume"] if resume else []),
     )
-    environment = {**os.environ, key: value}
+    variables = {**os.environ, key: value}
     if fault is not None:
-        path = os.pathsep.join(filter(None, [str(FAULTS), os.environ.get("PYTHONPATH")]))
-        environment |= {"SLIPSTREAM_FAULT": fault, "PYTHONPATH": path}
+        variables = environment(FAULTS, SLIPSTREAM_FAULT=fault) | {key: value}
     before, ray_before = set(os.listdir("/dev/shm")), ray_processes()
     with (root / f"{name}.out").open("a") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=variables)
     return LaunchedRun(process, root / name, f"{key}={value}", before, ray_before)
 
 

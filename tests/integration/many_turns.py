@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from rollout.trajectory import Prompt, Trajectory, TrajectoryBuilder
-from rollout.workflow import WorkflowContext
+from slipstream.rollout.trajectory import Prompt, Trajectory, TrajectoryBuilder
+from slipstream.rollout.workflow import WorkflowContext
 
 TURNS = 12
 

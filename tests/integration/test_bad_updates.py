@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.audit import audit_run
+from slipstream.backend.commands.audit import audit_run
 from tests.integration.conftest import LaunchedRun
 from tests.integration.test_run import finish, records, summary, wait_for_step
 
@@ -37,7 +37,7 @@ def engines(run: LaunchedRun) -> list[list[int]]:
     for pid in run.descendants():
         group = os.getpgid(pid)
         found.setdefault(group, []).append(pid)
-    return [found[pid] for pid in run.pids_of("rollout.engine.launch") if pid in found]
+    return [found[pid] for pid in run.pids_of("slipstream.rollout.engine.launch") if pid in found]
 
 
 def wait_for(path: Path, timeout_s: float = 180) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from backend.megatron.parallel import RankSpec
-from bridge.families import FAMILIES
-from configs.schema import ActorConfig
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.bridge.families import FAMILIES
+from slipstream.configs.schema import ActorConfig
 from tests.bridge_cases import MIXTURES
 from tests.models import ROPES, make_checkpoint, reference_model
 from tests.ranks import run_ranks
@@ -37,12 +37,12 @@ def tokens() -> list[np.ndarray]:
 
 def logits_of(rank: RankSpec, folders: list[Path], parallel: dict) -> list[np.ndarray | None]:
     """For each checkpoint, the logits [sum of LENGTHS, vocabulary] on a rank of the last stage."""
-    from backend.megatron.parallel import initialize
+    from slipstream.backend.megatron.parallel import initialize
 
     actor = ActorConfig.model_validate({"parallel": parallel})
     device = initialize(rank, actor.parallel, seed=0, timeout_s=60)
-    from backend.megatron import model
-    from bridge.families import model_spec
+    from slipstream.backend.megatron import model
+    from slipstream.bridge.families import model_spec
 
     found = []
     for folder in folders:

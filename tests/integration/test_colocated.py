@@ -42,7 +42,7 @@ def test_partial_answers_go_on_behind_the_trainers_turns_and_a_signal_ends_behin
 def test_a_killed_engine_is_started_while_the_trainer_rests(launch: Launch):
     run = launch("run.steps=12", "rollout.max_head_offpolicyness=2", "rollout.engine.count=2", *COLOCATED)
     wait_for_step(run, 3)
-    os.kill(run.pids_of("rollout.engine.launch")[0], signal.SIGKILL)
+    os.kill(run.pids_of("slipstream.rollout.engine.launch")[0], signal.SIGKILL)
     assert finish(run) == 0, run.output()
     found = summary(run)
     assert (found["engine_restarts"], found["steps"], found["groups"]["failed"]) == (1, 12, 0)

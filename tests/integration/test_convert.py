@@ -16,13 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from backend.checkpoints import CheckpointFolder, CheckpointRecord
-from backend.megatron import conversion
-from backend.megatron.parallel import RankSpec
-from bridge.families import spec_of
-from configs.schema import ParallelConfig
-from rollout.engine.actor import free_port
+from slipstream.backend.checkpoint.folder import CheckpointFolder, CheckpointRecord
+from slipstream.backend.megatron import conversion
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.bridge.families import spec_of
+from slipstream.configs.schema import ParallelConfig
+from slipstream.rollout.engine.actor import free_port
 from tests.bridge_cases import CONFIG, DEEPSEEK, random_tensors, same_bits
+from tests.environment import environment
 from tests.integration.test_trainer_checkpoint import Case, train, trainer_of
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
@@ -233,9 +234,9 @@ def test_a_checkpoint_that_says_nothing_of_itself_is_compared_by_names_and_shape
 
 def slipstream(*args: object, **options: Any) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "backend.cli", "convert", *map(str, args)],
+        [sys.executable, "-m", "slipstream.backend.cli", "convert", *map(str, args)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "NO_COLOR": "1"},
+        env=environment(NO_COLOR="1"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from backend.megatron.parallel import RankSpec
-from backend.quickstart.tokenizer import build_tokenizer
-from configs.schema import RunConfig, SamplingConfig
-from rollout.engine.actor import free_port
-from rollout.engine.client import EngineAddress, EngineClient, EngineError, EngineLost, Silent
-from rollout.engine.pool import EnginePool
-from rollout.engine.process import ReplicaSpec, ServerProcess, ServerSpec
-from rollout.trajectory import Completion, Finish
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.backend.quickstart.tokenizer import build_tokenizer
+from slipstream.configs.schema import RunConfig, SamplingConfig
+from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineError, EngineLost, Silent
+from slipstream.rollout.engine.pool import EnginePool
+from slipstream.rollout.engine.process import ReplicaSpec, ServerProcess, ServerSpec
+from slipstream.rollout.trajectory import Completion, Finish
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import make_checkpoint, reference_logprobs, reference_model
 from tests.ranks import run_ranks
@@ -99,7 +99,9 @@ def serve(
         free_port("127.0.0.1"),
         version=0,
         seed=0,
-        replica=ReplicaSpec("bridge.replica.mount", f"/dev/shm/{uuid4().hex}") if replica else None,
+        replica=ReplicaSpec("slipstream.bridge.replica.mount", f"/dev/shm/{uuid4().hex}")
+        if replica
+        else None,
     )
     process = ServerProcess(spec, log)
     try:
@@ -145,7 +147,7 @@ def test_sampled_logprobs_are_those_of_the_distribution_at_the_temperature(
 
 def train_and_publish(rank: RankSpec, config: RunConfig, engines: list[EngineAddress], folder: Path):
     """Two steps, the second published to the engines and exported; the report, where there is one."""
-    from backend.trainer import TrainerRank
+    from slipstream.backend.trainer.rank import TrainerRank
 
     trainer = TrainerRank(config, rank)
     for version in range(2):

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from backend.batching import TrainBatch
-from backend.megatron.parallel import RankSpec
-from backend.packing import split_minibatches
-from configs.schema import ParallelConfig, RunConfig
-from rollout.engine.actor import free_port
+from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.packing import split_minibatches
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.configs.schema import ParallelConfig, RunConfig
+from slipstream.rollout.engine.actor import free_port
 from tests.integration.test_megatron_parity import config_for, make_batch, unfused
 from tests.integration.test_trainer_checkpoint import trainer_of
 from tests.models import make_checkpoint, reference_logprobs, reference_model

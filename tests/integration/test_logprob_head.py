@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from backend.megatron.parallel import RankSpec
-from configs.schema import ActorConfig
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.configs.schema import ActorConfig
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 
@@ -23,16 +23,16 @@ DTYPES = {"float32": 1e-5, "bfloat16": 2e-2}
 
 def both_ways(rank: RankSpec, folders: list[Path], parallel: dict, dtype: str):
     """For each checkpoint: log-probs, entropies and all gradients, from logits and from hidden states."""
-    from backend.megatron.parallel import initialize
+    from slipstream.backend.megatron.parallel import initialize
 
     actor = ActorConfig.model_validate({"parallel": parallel})
     device = initialize(rank, actor.parallel, seed=0, timeout_s=60)
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from backend.megatron import head, model
-    from backend.objective.logprob import vocab_parallel_logprob
-    from bridge.families import model_spec
+    from slipstream.backend.megatron import head, model
+    from slipstream.backend.objective.logprob import vocab_parallel_logprob
+    from slipstream.bridge.families import model_spec
 
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCAB, (TOKENS,), generator=generator).to(device)

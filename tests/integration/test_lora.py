@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from backend.batching import TrainBatch
-from backend.megatron.parallel import RankSpec
-from bridge.families import model_spec
-from bridge.layout import Layout, Shard
-from bridge.mapping import Columns, Rows, Split, Whole
-from bridge.plan import Entry, entries, entries_of
-from configs.schema import LoraConfig, ParallelConfig, RunConfig
-from rollout.engine.actor import free_port
+from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.bridge.families import model_spec
+from slipstream.bridge.layout import Layout, Shard
+from slipstream.bridge.mapping import Columns, Rows, Split, Whole
+from slipstream.bridge.plan import Entry, entries, entries_of
+from slipstream.configs.schema import LoraConfig, ParallelConfig, RunConfig
+from slipstream.rollout.engine.actor import free_port
 from tests.integration.test_megatron_parity import LAYOUTS, check, config_for, make_batch, reference_loss
 from tests.integration.test_trainer_checkpoint import trainer_of
 from tests.models import make_checkpoint, reference_logprobs, reference_model
@@ -345,7 +345,7 @@ def test_an_exported_model_is_the_trained_one_with_its_adapters(name, found, exp
 
 
 def test_a_merged_weight_is_rounded_once():
-    from backend.megatron.lora import _Adapted
+    from slipstream.backend.megatron.lora import _Adapted
 
     weight, a, b = (torch.randn(shape).bfloat16() for shape in ((200, 100), (8, 100), (200, 8)))
     merged = _Adapted.merged(SimpleNamespace(weight=weight, lora_a=a, lora_b=b, lora_scale=0.3))
@@ -355,7 +355,7 @@ def test_a_merged_weight_is_rounded_once():
 
 
 def test_a_target_that_the_model_does_not_have_is_refused(models):
-    from backend.megatron.lora import adapt
+    from slipstream.backend.megatron.lora import adapt
 
     lora = LoraConfig(rank=RANK, alpha=ALPHA, targets=["linear_proj", "linear_q_proj"])
     has = "linear_fc1, linear_fc2, linear_proj, linear_qkv"

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from backend.batching import TrainBatch
-from backend.megatron.parallel import RankSpec
-from configs.schema import RunConfig
-from rollout.engine.actor import free_port
-from rollout.trajectory import UNSAMPLED, Finish, Trajectory
+from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.models import make_checkpoint, reference_logprobs, reference_model
 from tests.ranks import run_ranks
 
@@ -48,7 +48,7 @@ def config_for(
                 "batch_size": 4,
                 "n_samples_per_prompt": 2,
                 "sampling": {"temperature": 0.8},
-                "reward": "rollout.reward.FinalAnswer",
+                "reward": "slipstream.rollout.reward.FinalAnswer",
             },
         }
     )
@@ -76,8 +76,8 @@ def make_batch(vocab: int, n: int = 8, seed: int = 0, version: int = 0) -> Train
 def logprobs_and_gradients(rank: RankSpec, config: RunConfig, batch: TrainBatch):
     """On every rank: its log-probs before the step, {target tokens: values}; on rank 0 also the gradient of
     the step's one update, in HF names."""
-    from backend.trainer import TrainerRank
-    from bridge.export import export
+    from slipstream.backend.trainer.rank import TrainerRank
+    from slipstream.bridge.export import export
 
     trainer = TrainerRank(config, rank)
     [microbatches], _ = trainer.microbatches(batch)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from backend.learning_rate import learning_rate
-from backend.megatron.parallel import RankSpec
-from configs.schema import ParallelConfig, RunConfig
-from rollout.engine.actor import free_port
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.backend.trainer.learning_rate import learning_rate
+from slipstream.configs.schema import ParallelConfig, RunConfig
+from slipstream.rollout.engine.actor import free_port
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.integration.test_trainer_checkpoint import trainer_of
 from tests.models import make_checkpoint
@@ -64,7 +64,7 @@ def numbers(tensor: torch.Tensor) -> np.ndarray:
 
 def mains(trainer: Any) -> dict[str, tuple[torch.nn.Parameter, torch.Tensor, int]]:
     """By name: a parameter of the model, what Adam updates for it here, and where in it that begins."""
-    from backend.megatron.optimizer_state import _parts, _shards
+    from slipstream.backend.megatron.optimizer_state import _parts, _shards
 
     names = {id(p): name for part in trainer._policy.parts for name, p in part.module.named_parameters()}
     return {

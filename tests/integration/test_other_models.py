@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from backend.batching import TrainBatch
-from backend.megatron.parallel import RankSpec
-from configs.schema import RunConfig
-from rollout.trajectory import Trajectory
+from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.trajectory import Trajectory
 from tests.integration.test_megatron_parity import config_for, make_batch, unfused
 from tests.models import make_checkpoint, reference_logprobs, reference_model
 from tests.ranks import run_ranks
@@ -114,12 +114,12 @@ def config_of(paths: dict[str, Path], parallel: dict, case: dict) -> RunConfig:
 
 def gradients_of(rank: RankSpec, configs: dict[str, RunConfig], batch: TrainBatch):
     """By case: metrics, and the gradients of policy and critic in HF names, on rank 0."""
-    from backend.megatron import model
-    from backend.scoring import Scorers
-    from backend.trainer import TrainerRank
-    from bridge.families import model_spec, value_spec
-    from bridge.layout import Layout
-    from bridge.plan import make_plan
+    from slipstream.backend.megatron import model
+    from slipstream.backend.trainer.rank import TrainerRank
+    from slipstream.backend.trainer.scoring import Scorers
+    from slipstream.bridge.families import model_spec, value_spec
+    from slipstream.bridge.layout import Layout
+    from slipstream.bridge.plan import make_plan
 
     trainer, found = None, {}
     for name, config in configs.items():
@@ -148,7 +148,7 @@ def gradients_of(rank: RankSpec, configs: dict[str, RunConfig], batch: TrainBatc
 
 def average_of(trainer, configs: dict[str, RunConfig], batch: TrainBatch, rank: int):
     """The policy before and after each of two steps, and its average, in HF names, on rank 0."""
-    from backend.scoring import Scorers
+    from slipstream.backend.trainer.scoring import Scorers
 
     config = next(iter(configs.values()))
     kl = {"reference": {"type": "average", "decay": DECAY}}
@@ -169,7 +169,7 @@ def gradients_in(parameters):
 
 
 def exported(plan, parameters, rank: int) -> dict[str, np.ndarray]:
-    from bridge.export import export
+    from slipstream.bridge.export import export
 
     found = {}
     for bucket in export(plan, parameters, rank):

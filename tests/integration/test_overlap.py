@@ -11,9 +11,9 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from backend.megatron.parallel import RankSpec
-from configs.schema import ParallelConfig, RunConfig
-from rollout.engine.actor import free_port
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.configs.schema import ParallelConfig, RunConfig
+from slipstream.rollout.engine.actor import free_port
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.integration.test_trainer_checkpoint import trainer_of
 from tests.models import make_checkpoint
@@ -79,7 +79,7 @@ KINDS = ("none", "selective", "full")
 
 @contextmanager
 def small_buckets():
-    from backend.megatron import model
+    from slipstream.backend.megatron import model
 
     made = partial(model.DistributedDataParallelConfig, bucket_size=BUCKET_SIZE)
     with patch.object(model, "DistributedDataParallelConfig", made):
@@ -134,7 +134,7 @@ def train_recomputing(rank: RankSpec, work: list[tuple[int, RunConfig]]) -> list
     """Per case: the last gradients, the weights, and how often attention and layers were computed."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    from backend.megatron.local_layers import PackedAttention
+    from slipstream.backend.megatron.local_layers import PackedAttention
 
     found = []
     for port, config in work:

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.batching import TrainBatch
-from backend.megatron.parallel import RankSpec
-from configs.schema import RunConfig
-from rollout.engine.actor import free_port
-from rollout.trajectory import UNSAMPLED, Finish, Trajectory
+from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.integration.test_megatron_parity import config_for
 from tests.integration.test_trainer_checkpoint import trainer_of
 from tests.models import make_checkpoint

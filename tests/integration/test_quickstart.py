@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from backend.quickstart.policy import greedy_accuracy
-from backend.quickstart.task import Problem
+from slipstream.backend.quickstart.policy import greedy_accuracy
+from slipstream.backend.quickstart.task import Problem
 
 TIMEOUT_S = 600
 """The job takes about two minutes on two free cores."""
@@ -18,7 +18,7 @@ TIMEOUT_S = 600
 @pytest.mark.timeout(TIMEOUT_S + 30)
 def test_the_quickstart_learns_within_its_staleness_bound_and_exports_what_it_served(tmp_path: Path):
     with (tmp_path / "out").open("w") as out:
-        command = [sys.executable, "-m", "backend.cli", "train", "quickstart", "run.steps=40"]
+        command = [sys.executable, "-m", "slipstream.backend.cli", "train", "quickstart", "run.steps=40"]
         code = subprocess.run(command, cwd=tmp_path, stdout=out, stderr=out, timeout=TIMEOUT_S).returncode
     assert code == 0, (tmp_path / "out").read_text()
     run = tmp_path / "runs/quickstart"

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from backend import quickstart
-from backend.learning_rate import learning_rate
-from backend.quickstart import task
-from backend.quickstart.tokenizer import build_tokenizer
-from backend.quickstart.warm_start import FLOOR_LR, PEAK_LR, encoded, recipe
+from slipstream.backend import quickstart
+from slipstream.backend.quickstart import task
+from slipstream.backend.quickstart.tokenizer import build_tokenizer
+from slipstream.backend.quickstart.warm_start import FLOOR_LR, PEAK_LR, encoded, recipe
+from slipstream.backend.trainer.learning_rate import learning_rate
 
 STEPS = 4
 

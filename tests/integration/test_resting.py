@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from backend.megatron.parallel import RankSpec
-from backend.megatron.resting import Resting
-from configs.schema import ParallelConfig, RunConfig
-from rollout.engine.actor import free_port
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.backend.megatron.resting import Resting
+from slipstream.configs.schema import ParallelConfig, RunConfig
+from slipstream.rollout.engine.actor import free_port
 from tests.integration.test_megatron_parity import config_for
 from tests.integration.test_trainer_checkpoint import own_weights, train, trainer_of
 from tests.models import make_checkpoint

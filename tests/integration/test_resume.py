@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.ledger.database import LedgerError, open_for_reading
-from rollout.ledger.records import decode_completion, decode_trajectory
-from rollout.trajectory import Trajectory
+from slipstream.rollout.ledger.database import LedgerError, open_for_reading
+from slipstream.rollout.ledger.records import decode_completion, decode_trajectory
+from slipstream.rollout.trajectory import Trajectory
 from tests.integration.conftest import LaunchedRun, run_command, start_run
 from tests.integration.many_turns import TURNS
 

@@ -69,7 +69,7 @@ def test_a_killed_engine_is_replaced_and_brought_to_the_current_version(launch: 
         "run.steps=14", "rollout.max_head_offpolicyness=3", f"weights.interrupt={interrupt}", *settings
     )
     wait_for_step(run, 3)
-    killed = run.pids_of("rollout.engine.launch")
+    killed = run.pids_of("slipstream.rollout.engine.launch")
     assert killed
     for pid in killed:
         os.kill(pid, signal.SIGKILL)

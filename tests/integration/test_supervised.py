@@ -13,16 +13,16 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from backend.batching import demonstrated
-from backend.megatron.parallel import RankSpec
-from backend.quickstart import task
-from backend.quickstart.policy import build_policy
-from backend.quickstart.tokenizer import build_tokenizer, demonstration_text
-from backend.supervised import read_examples_of
-from configs.load import load_supervised
-from configs.schema import RunConfig
-from configs.supervised import Supervised
-from configs.violations import RecipeError
+from slipstream.backend.batch.micro_batch import demonstrated
+from slipstream.backend.driver.sft import read_examples_of
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.backend.quickstart import task
+from slipstream.backend.quickstart.policy import build_policy
+from slipstream.backend.quickstart.tokenizer import build_tokenizer, demonstration_text
+from slipstream.configs.load import load_supervised
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.supervised import Supervised
+from slipstream.configs.violations import RecipeError
 from tests.integration.test_megatron_parity import unfused
 from tests.integration.test_other_models import compare, exported, gradients_in
 from tests.models import make_checkpoint, reference_model
@@ -67,7 +67,7 @@ def recipe(tmp_path: Path):
 
 def step(rank: RankSpec, config: RunConfig):
     """Metrics and gradient of a step on ``PAIRS``."""
-    from backend.trainer import TrainerRank
+    from slipstream.backend.trainer.rank import TrainerRank
 
     trainer = TrainerRank(config, rank)
     trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
@@ -96,7 +96,7 @@ def test_the_gradient_is_that_of_transformers_loss(tmp_path: Path, recipe, paral
 
 def reward_model_step(rank: RankSpec, config: RunConfig):
     """The same of a reward model, on ``PAIRS``, but for the last one, as pairs of answers."""
-    from backend.reward_model import RewardModelRank
+    from slipstream.backend.trainer.reward_model import RewardModelRank
 
     trainer = RewardModelRank(config, rank)
     trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
@@ -149,7 +149,7 @@ def wait_for(path: Path, run: subprocess.Popen, out: Path, timeout_s: float = 12
 
 
 def slipstream_sft(file: Path, *overrides: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "backend.cli", "sft", str(file), *overrides]
+    command = [sys.executable, "-m", "slipstream.backend.cli", "sft", str(file), *overrides]
     return subprocess.run(command, capture_output=True, text=True, timeout=180)
 
 
@@ -178,7 +178,7 @@ def test_slipstream_sft_trains_and_writes_a_checkpoint(recipe, tmp_path: Path):
 
 def reward_model_without_a_break(rank: RankSpec, asked: Supervised) -> dict:
     """The weights that ``slipstream sft`` has to end with, in HF names."""
-    from backend.reward_model import RewardModelRank
+    from slipstream.backend.trainer.reward_model import RewardModelRank
 
     examples, size = read_examples_of(asked), asked.run.rollout.batch_size
     trainer = RewardModelRank(asked.run, rank)
@@ -191,7 +191,7 @@ def reward_model_without_a_break(rank: RankSpec, asked: Supervised) -> dict:
 def test_slipstream_sft_trains_a_reward_model_that_transformers_loads(recipe, tmp_path: Path):
     """Killed behind a checkpoint and resumed, it ends with the weights that it would have had."""
     file, folder = recipe(learn="preferences", checkpoint={"every": 4}), tmp_path / "runs/sft"
-    command = [sys.executable, "-m", "backend.cli", "sft", str(file)]
+    command = [sys.executable, "-m", "slipstream.backend.cli", "sft", str(file)]
     with (tmp_path / "out").open("w") as out:
         run = subprocess.Popen([*command, "run.steps=100000"], stdout=out, stderr=out)
     try:

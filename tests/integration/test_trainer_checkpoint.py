@@ -17,10 +17,10 @@ import psutil
 import pytest
 import torch
 
-from backend.checkpoints import CheckpointError
-from backend.megatron.parallel import RankSpec
-from configs.schema import LoraConfig, ParallelConfig, RunConfig
-from rollout.engine.actor import free_port
+from slipstream.backend.checkpoint.folder import CheckpointError
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.configs.schema import LoraConfig, ParallelConfig, RunConfig
+from slipstream.rollout.engine.actor import free_port
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
@@ -133,7 +133,7 @@ def trainer_of(rank: RankSpec, config: RunConfig) -> Iterator[Any]:
     """A trainer whose process groups are gone afterwards, so that the process can have another one."""
     import torch.distributed as dist
 
-    from backend.trainer import TrainerRank
+    from slipstream.backend.trainer.rank import TrainerRank
 
     trainer = TrainerRank(config, rank)
     try:

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backend.batching import TrainBatch
-from backend.megatron.parallel import RankSpec
-from bridge.families import FAMILIES, model_spec
-from bridge.layout import Layout
-from bridge.plan import entries_of
-from configs.schema import RunConfig
-from rollout.engine.actor import free_port
+from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.bridge.families import FAMILIES, model_spec
+from slipstream.bridge.layout import Layout
+from slipstream.bridge.plan import entries_of
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.engine.actor import free_port
 from tests import stand_in_engine
 from tests.integration.test_megatron_parity import (
     check,

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backend.megatron.parallel import RankSpec
-from configs.schema import RunConfig
-from rollout.engine.client import EngineAddress, EngineClient
+from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from tests.integration.test_engine_weights import VOCAB, Server, serve
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import make_checkpoint
@@ -41,7 +41,7 @@ def train_and_publish(
     rank: RankSpec, config: RunConfig, engines: list[EngineAddress], folder: Path, text: list[int]
 ):
     """Each of several versions to the engines, and the last one as a checkpoint; the reports."""
-    from backend.trainer import TrainerRank
+    from slipstream.backend.trainer.rank import TrainerRank
 
     trainer = TrainerRank(config, rank)
     reports = []

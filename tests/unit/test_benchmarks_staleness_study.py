@@ -9,9 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from backend.batching import StalenessViolation
-from backend.quickstart import task
-from backend.quickstart.tokenizer import build_tokenizer, prompt_text
 from benchmarks.staleness_study.methods import (
     ETAS,
     METHODS,
@@ -26,6 +23,9 @@ from benchmarks.staleness_study.report import Interval, Results, fill_in, final,
 from benchmarks.staleness_study.sampler import Sampler
 from benchmarks.staleness_study.study import Inputs, Run, Setting, narrow_policy, read_results
 from benchmarks.staleness_study.trainer import Trainer
+from slipstream.backend.batch.micro_batch import StalenessViolation
+from slipstream.backend.quickstart import task
+from slipstream.backend.quickstart.tokenizer import build_tokenizer, prompt_text
 
 SETTING = Setting("test", lr=1e-3, steps=3, eval_every=3, held_out=4)
 

@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-import bridge.export
-from bridge.export import FlatBucket, export
-from bridge.families import FAMILIES, model_spec, spec_of
-from bridge.hf_files import write_hf
-from bridge.hf_index import CheckpointError
-from bridge.layout import Layout
-from bridge.load import load_hf
-from bridge.plan import make_plan
+import slipstream.bridge.export
+from slipstream.bridge.export import FlatBucket, export
+from slipstream.bridge.families import FAMILIES, model_spec, spec_of
+from slipstream.bridge.hf_files import write_hf
+from slipstream.bridge.hf_index import HfCheckpointError
+from slipstream.bridge.layout import Layout
+from slipstream.bridge.load import load_hf
+from slipstream.bridge.plan import make_plan
 from tests.bridge_cases import LAYOUTS, empty_parameters, hf_configs, random_tensors, same_bits
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
@@ -78,7 +78,7 @@ def test_every_tensor_that_does_not_fit_is_named_in_one_error(tmp_path):
             "model.layers.2.self_attn.k_proj.weight": torch.zeros(7, 7),
         },
     )
-    with pytest.raises(CheckpointError) as raised:
+    with pytest.raises(HfCheckpointError) as raised:
         load(folder)
     message = str(raised.value)
     for line in (
@@ -111,7 +111,7 @@ def test_buffers_and_the_head_of_a_tied_checkpoint_are_passed_over(tmp_path):
 def test_an_untied_checkpoint_without_a_head_is_refused(tmp_path):
     folder = make_checkpoint(tmp_path, tied=False)
     change(folder, **{"lm_head.weight": None})
-    with pytest.raises(CheckpointError, match=r"missing: lm_head\.weight"):
+    with pytest.raises(HfCheckpointError, match=r"missing: lm_head\.weight"):
         load(folder)
 
 
@@ -128,7 +128,7 @@ def test_a_file_that_the_index_names_and_that_is_not_there_is_an_error(tmp_path)
     reshard(folder)
     (folder / "part-0.safetensors").unlink()
     (folder / "part-2.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"part-0\.safetensors, part-2\.safetensors"):
+    with pytest.raises(HfCheckpointError, match=r"part-0\.safetensors, part-2\.safetensors"):
         load(folder)
 
 
@@ -136,14 +136,14 @@ def test_a_file_that_is_cut_off_is_an_error(tmp_path):
     folder = make_checkpoint(tmp_path)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+    with pytest.raises(HfCheckpointError, match=r"model\.safetensors cannot be read"):
         load(folder)
 
 
 def test_a_folder_without_weights_is_an_error(tmp_path):
     folder = make_checkpoint(tmp_path)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="holds neither"):
+    with pytest.raises(HfCheckpointError, match="holds neither"):
         load(folder)
 
 
@@ -151,17 +151,17 @@ def test_a_megatron_model_with_other_parameters_is_an_error(tmp_path):
     folder = make_checkpoint(tmp_path)
     spec = model_spec(folder)
     [whole] = empty_parameters(spec, Layout(), 0)
-    with pytest.raises(CheckpointError, match=r"no HF tensor is mapped to: a\.bias, b\.bias"):
+    with pytest.raises(HfCheckpointError, match=r"no HF tensor is mapped to: a\.bias, b\.bias"):
         load_hf(spec, Layout(), 0, [whole | {"b.bias": torch.zeros(1), "a.bias": torch.zeros(1)}])
-    with pytest.raises(CheckpointError, match=r"no parameter 'decoder\.final_layernorm\.weight'"):
+    with pytest.raises(HfCheckpointError, match=r"no parameter 'decoder\.final_layernorm\.weight'"):
         load_hf(spec, Layout(), 0, [{k: v for k, v in whole.items() if "final" not in k}])
-    with pytest.raises(CheckpointError, match=r"final_layernorm.*\(64,\) expected, Megatron has \(65,\)"):
+    with pytest.raises(HfCheckpointError, match=r"final_layernorm.*\(64,\) expected, Megatron has \(65,\)"):
         load_hf(spec, Layout(), 0, [whole | {"decoder.final_layernorm.weight": torch.zeros(65)}])
 
 
 def test_more_tensor_ranks_than_key_value_heads_are_refused_with_the_parameter_and_the_numbers(tmp_path):
     spec, layout = model_spec(make_checkpoint(tmp_path)), Layout(tensor=4)
-    with pytest.raises(CheckpointError, match=r"layers\.0.*linear_qkv.*2 key-value heads.*4 tensor-parallel"):
+    with pytest.raises(HfCheckpointError, match=r"layers\.0.*linear_qkv.*2 key-value heads.*4 tensor"):
         load_hf(spec, layout, 0, empty_parameters(spec, layout, 0))
 
 
@@ -179,7 +179,9 @@ def export_and_write(rank, jobs: list[Job]) -> int:
     )
     given = 0
     for source, target, layout, bucket_bytes, dtype in jobs:
-        bridge.export.SMALL_BYTES = bucket_bytes // 100  # so that some parts travel alone and others together
+        slipstream.bridge.export.SMALL_BYTES = (
+            bucket_bytes // 100
+        )  # so that some parts travel alone and others together
         spec = model_spec(source)
         if rank.rank >= layout.world_size:
             continue
@@ -300,7 +302,7 @@ def export_without_one(rank) -> str:
         return ""
     try:
         list(export(make_plan(spec, layout, 10**6, 4), parameters, 0))
-    except bridge.export.ExportError as error:
+    except slipstream.bridge.export.ExportError as error:
         return str(error)
     return "no error"
 

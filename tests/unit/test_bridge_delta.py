@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge import delta
+from slipstream.bridge import delta
 
 SIZES = st.integers(0, 3000)
 

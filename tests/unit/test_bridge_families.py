@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from bridge.families import FAMILIES, model_spec
-from bridge.geometry import Experts
-from bridge.hf_config import UnsupportedModel
-from bridge.layout import Layout
-from bridge.plan import entries
+from slipstream.bridge.families import FAMILIES, model_spec
+from slipstream.bridge.geometry import Experts
+from slipstream.bridge.hf_config import UnsupportedModel
+from slipstream.bridge.layout import Layout
+from slipstream.bridge.plan import entries
 from tests.bridge_cases import CONFIG, DEEPSEEK
 from tests.models import ROPES, make_checkpoint
 

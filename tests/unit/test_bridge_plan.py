@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.families import spec_of
-from bridge.layout import Coordinates, Layout, UnevenSplit
-from bridge.mapping import copy_in
-from bridge.plan import entries, entries_of, make_plan, pieces_of
-from configs.schema import ParallelConfig
+from slipstream.bridge.families import spec_of
+from slipstream.bridge.layout import Coordinates, Layout, UnevenSplit
+from slipstream.bridge.mapping import copy_in
+from slipstream.bridge.plan import entries, entries_of, make_plan, pieces_of
+from slipstream.configs.schema import ParallelConfig
 from tests.bridge_cases import CONFIG, DEEPSEEK, LAYOUTS, hf_configs, random_tensors, same_bits
 
 QWEN3 = spec_of({"model_type": "qwen3", **CONFIG}, Path())

@@ -9,12 +9,12 @@ import typing
 import pytest
 import torch
 
-from bridge.export import FlatBucket
-from bridge.publication import Patience
-from bridge.publish import PAUSE, Publisher
-from bridge.transport import engine_group
-from bridge.transport.distributed import DistributedTransport
-from configs.schema import WeightsConfig
+from slipstream.bridge.export import FlatBucket
+from slipstream.bridge.publication import Patience
+from slipstream.bridge.publish import PAUSE, Publisher
+from slipstream.bridge.transport import engine_group
+from slipstream.bridge.transport.distributed import DistributedTransport
+from slipstream.configs.schema import WeightsConfig
 
 TIMEOUT_S = 0.3
 

@@ -14,12 +14,12 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from safetensors.torch import load_file
 
-from bridge import delta
-from bridge.export import FlatBucket
-from bridge.hf_index import stored_tensors
-from bridge.publication import Buckets, Patience, Publication
-from bridge.replica import ROUTE, File, Replica, mount
-from bridge.transport.delta import DeltaTransport
+from slipstream.bridge import delta
+from slipstream.bridge.export import FlatBucket
+from slipstream.bridge.hf_index import stored_tensors
+from slipstream.bridge.publication import Buckets, Patience, Publication
+from slipstream.bridge.replica import ROUTE, File, Replica, mount
+from slipstream.bridge.transport.delta import DeltaTransport
 
 FILES = [
     File(("a", "b"), ((3, 5), (7,)), "bfloat16"),

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from bridge.hf_config import UnsupportedModel
-from bridge.rope import rope_of
+from slipstream.bridge.hf_config import UnsupportedModel
+from slipstream.bridge.rope import rope_of
 
 VARIANTS = st.one_of(
     st.fixed_dictionaries({"rope_type": st.just("linear"), "factor": st.floats(1, 16)}),

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from bridge.export import FlatBucket
-from bridge.publication import Patience
-from bridge.publish import Publisher
-from bridge.transport.distributed import DistributedTransport
-from bridge.transport.rendezvous import BroadcastFailed, BroadcastGroup, Rendezvous
+from slipstream.bridge.export import FlatBucket
+from slipstream.bridge.publication import Patience
+from slipstream.bridge.publish import Publisher
+from slipstream.bridge.transport.distributed import DistributedTransport
+from slipstream.bridge.transport.rendezvous import BroadcastFailed, BroadcastGroup, Rendezvous
 from tests.ranks import run_ranks
 
 PATIENCE = timedelta(seconds=60)

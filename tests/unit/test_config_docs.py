@@ -5,10 +5,10 @@ from pathlib import Path
 
 import yaml
 
-import configs
-from configs.load import schema_fields, schema_paths, section_type
-from configs.schema import PluginConfig, RunConfig
-from configs.violations import shown
+from slipstream import configs
+from slipstream.configs.load import schema_fields, schema_paths, section_type
+from slipstream.configs.schema import PluginConfig, RunConfig
+from slipstream.configs.violations import shown
 
 PAGE = (Path(configs.__file__).parent.parent / "docs/recipes.md").read_text(encoding="utf-8")
 ROWS = {

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.document import read_document
-from configs.violations import ABSENT
+from slipstream.configs.document import read_document
+from slipstream.configs.violations import ABSENT
 
 
 @pytest.fixture

@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from configs import installed
-from configs.installed import MEGATRON, SGLANG, Library, check_passthrough, read_megatron, read_sglang
-from configs.schema import ActorConfig, EngineConfig, RunConfig
+from slipstream.configs import installed
+from slipstream.configs.installed import (
+    MEGATRON,
+    SGLANG,
+    Library,
+    check_passthrough,
+    read_megatron,
+    read_sglang,
+)
+from slipstream.configs.schema import ActorConfig, EngineConfig, RunConfig
 
 CONFIG = RunConfig.model_validate(
     {

@@ -1,7 +1,6 @@
 """Loading recipes: every violation is in one report, and nothing but ``RecipeError`` comes out."""
 
 import copy
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,22 +10,21 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import configs
-from configs.document import RECIPES, read_document
-from configs.load import load_recipe, schema_fields, schema_paths, section_type
-from configs.schema import PluginConfig, RunConfig
-from configs.violations import ABSENT, RecipeError, Violation
+from slipstream.configs.document import RECIPES, read_document
+from slipstream.configs.load import load_recipe, schema_fields, schema_paths, section_type
+from slipstream.configs.schema import PluginConfig, RunConfig
+from slipstream.configs.violations import ABSENT, RecipeError, Violation
 
 VALID = {
     "run": {"name": "valid", "steps": 2},
-    "prepare": "backend.quickstart.prepare",
+    "prepare": "slipstream.backend.quickstart.prepare",
     "model": {"path": "nowhere"},
     "data": {"path": "nowhere.jsonl"},
     "rollout": {
         "max_head_offpolicyness": 4,
         "batch_size": 4,
         "n_samples_per_prompt": 4,
-        "reward": "rollout.reward.FinalAnswer",
+        "reward": "slipstream.rollout.reward.FinalAnswer",
     },
 }
 
@@ -210,8 +208,8 @@ def test_an_override_wins_over_the_other_spelling_in_the_file(recipe, spelling):
 
 def test_an_import_path_stands_for_a_plugin_without_arguments(recipe):
     config = load_recipe(recipe(VALID))
-    assert config.rollout.reward.path == "rollout.reward.FinalAnswer"
-    assert config.rollout.workflow.path == "rollout.workflow.SingleTurn"
+    assert config.rollout.reward.path == "slipstream.rollout.reward.FinalAnswer"
+    assert config.rollout.workflow.path == "slipstream.rollout.workflow.SingleTurn"
     assert config.rollout.reward.args == {}
 
 
@@ -291,18 +289,15 @@ def test_nothing_heavy_is_imported():
     program = (
         "import sys, time; start = time.perf_counter()\n"
         "from pathlib import Path\n"
-        "from configs.load import load_recipe\n"
+        "from slipstream.configs.load import load_recipe\n"
         "overrides = ['actor.megatron.deterministic_mode=true', 'run.steps=3']\n"
         "load_recipe(Path('quickstart'), overrides)\n"
         "print(time.perf_counter() - start)\n"
-        "heavy = {'torch', 'sglang', 'megatron', 'ray', 'transformers', 'rollout', 'backend', 'bridge'}\n"
+        "ours = {f'slipstream.{name}' for name in ('rollout', 'backend', 'bridge')}\n"
+        "heavy = ours | {'torch', 'sglang', 'megatron', 'ray', 'transformers'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
-    root = str(Path(configs.__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": root}
-    found = subprocess.run(
-        [sys.executable, "-c", program], env=environment, cwd=root, capture_output=True, text=True, timeout=60
-    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stderr
     assert float(found.stdout) < 5  # about 0.3 s; the rest is for a loaded machine
 
@@ -313,7 +308,9 @@ SCALARS = st.one_of(
     st.integers(),
     st.floats(),
     st.text(max_size=12),
-    st.sampled_from(["rollout.reward.FinalAnswer", "local", "slurm", "../x", "a.jsonl", "\0", "x" * 300]),
+    st.sampled_from(
+        ["slipstream.rollout.reward.FinalAnswer", "local", "slurm", "../x", "a.jsonl", "\0", "x" * 300]
+    ),
 )
 VALUES = st.recursive(
     SCALARS,

@@ -4,12 +4,14 @@ import json
 
 import pytest
 
-from configs import trainer_rules
-from configs.load import load_recipe
-from configs.rules import RULES, check_rules
-from configs.schema import RunConfig
-from configs.schema.base import Section
-from configs.violations import RecipeError
+from slipstream.configs import trainer_rules
+from slipstream.configs.load import load_recipe
+from slipstream.configs.rules import RULES, check_rules
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.base import Section
+from slipstream.configs.violations import RecipeError
+
+PREPARE = "slipstream.backend.quickstart.prepare"
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def base(tmp_path):
         f"eval: {{path: {tmp_path / 'heldout.parquet'}}}\n"
         "rollout:\n"
         "  {max_head_offpolicyness: 4, batch_size: 2, n_samples_per_prompt: 2,\n"
-        "   reward: rollout.reward.FinalAnswer, sampling: {max_new_tokens: 64}}\n"
+        "   reward: slipstream.rollout.reward.FinalAnswer, sampling: {max_new_tokens: 64}}\n"
     )
     return file
 
@@ -246,7 +248,11 @@ def found(file, *overrides: str) -> dict[str, str]:
         (["data.path=nowhere.jsonl"], "data.path", "no such file"),
         (["eval.path=nowhere.parquet"], "eval.path", "no such file"),
         (["model.path=nowhere"], "model.path", "no config.json"),
-        (["model.path=nowhere", "data.path=x.jsonl", "prepare=backend.quickstart.prepare"], None, ""),
+        (
+            ["model.path=nowhere", "data.path=x.jsonl", "prepare=slipstream.backend.quickstart.prepare"],
+            None,
+            "",
+        ),
         (["rollout.reward=nosuchpackage.Reward"], "rollout.reward", "no Python package 'nosuchpackage'"),
         (["rollout.workflow=nosuchpackage.Flow"], "rollout.workflow", "PYTHONPATH"),
         (["rollout.sampling.max_new_tokens=128"], "rollout.sampling.max_new_tokens", "less than 128"),
@@ -387,7 +393,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.reads[-1]}")
-@pytest.mark.parametrize("overrides", [(), ("eval=null",), ("prepare=backend.quickstart.prepare",)])
+@pytest.mark.parametrize("overrides", [(), ("eval=null",), (f"prepare={PREPARE}",)])
 def test_a_rule_declares_every_setting_that_it_reads(base, rule, overrides):
     reads: set[str] = set()
     list(rule.check(Recorder(load_recipe(base, overrides), "", reads)))
@@ -399,7 +405,7 @@ def test_a_rule_declares_every_setting_that_it_reads(base, rule, overrides):
 
 
 def test_declared_reads_are_settings_of_the_schema():
-    from configs.load import schema_paths
+    from slipstream.configs.load import schema_paths
 
     assert {read for rule in RULES for read in rule.reads} <= set(schema_paths())
 

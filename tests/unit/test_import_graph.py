@@ -1,92 +1,208 @@
-"""Which package may import which: ``backend -> rollout -> configs`` and ``backend -> bridge -> configs``."""
+"""Who may import whom: between the packages, between the rooms of each, and from outside.
+
+Every import counts, also one inside a function or under ``TYPE_CHECKING``. A room is a folder of a package,
+or a file that lies directly in it. Floors are drawn below, the ground floor first: a room imports lower ones.
+"""
 
 import ast
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-OURS = {"backend", "bridge", "configs", "rollout"}
+PACKAGES = ("backend", "bridge", "configs", "rollout", "slurm")
 HEAVY = {"torch", "ray", "sglang", "megatron", "transformers"}
 
 FORBIDDEN = {
-    "configs": (OURS - {"configs"}) | HEAVY,
-    "bridge": (OURS - {"bridge", "configs"}) | {"ray", "sglang", "megatron", "transformers"},
+    "configs": {"backend", "bridge", "rollout"} | HEAVY,
+    "bridge": {"backend", "rollout", "ray", "sglang", "megatron", "transformers"},
     "rollout": {"backend", "bridge", "megatron"},
-    "backend": set(),
+    "slurm": {"backend", "bridge", "configs", "rollout"} | (HEAVY - {"ray"}),
+    "backend": set[str](),
 }
-"""What no module of a package may import, not even inside a function."""
+"""What no module of a package may import: packages of ours, and libraries."""
+
+FLOORS = {
+    "backend": (
+        {"batch", "checkpoint", "objective"},
+        {"megatron", "monitor"},
+        {"trainer"},
+        {"cluster"},
+        {"driver", "quickstart"},
+        {"api", "commands", "simulate"},
+        {"cli"},
+    ),
+    "rollout": (
+        {"changes", "trajectory"},
+        {"control", "plugins", "prompts", "reward"},
+        {"engine", "ledger", "workflow"},
+        {"collect"},
+    ),
+}
+MOST_ROOMS, MOST_FLOORS, MOST_ARROWS = 14, 8, 40
+
+PURE = {"slipstream.rollout.control": {"asyncio", "sqlite3", "numpy", "threading"}}
+"""What is decided without clocks, tasks, arrays and disks."""
 
 CPU_SUPPORT = {
-    "backend.megatron.cpu": "backend.megatron.parallel",
-    "rollout.engine.cpu": "rollout.engine.process",
+    "slipstream.backend.megatron.cpu": "slipstream.backend.megatron.parallel",
+    "slipstream.rollout.engine.cpu": "slipstream.rollout.engine.process",
 }
 """The CPU support of a library, and the one module that may import it."""
 
 
-def modules(package: str) -> Iterator[tuple[str, Path]]:
-    for path in sorted((ROOT / package).rglob("*.py")):
-        if "stand_ins" in path.parts:  # put before the real libraries on sys.path, and named like them
-            continue
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the product, by its import name."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if "stand_ins" in path.parts:  # they stand for real libraries and are named like them
+                continue
+            parts = ("slipstream", *path.relative_to(ROOT).with_suffix("").parts)
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
 
 
-def imported(name: str, path: Path) -> set[str]:
-    """Every module that is imported anywhere in a file; ``from a import b`` counts as a and as a.b."""
+@cache
+def imports(name: str) -> frozenset[str]:
+    """Every module that is imported anywhere in ``name``; ``from a import b`` counts as a and as a.b."""
     found: set[str] = set()
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(modules()[name].read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                above = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*above, base] if base else above)
-            found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+            assert not node.level, f"{name} has a relative import"
+            found |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(found)
+
+
+def package_of(name: str) -> str:
+    """``backend`` for ``slipstream.backend.x``, and the name of the library for one from outside."""
+    first, _, rest = name.partition(".")
+    return rest.partition(".")[0] if first == "slipstream" else first
+
+
+def room_of(name: str) -> str | None:
+    """The room of a module of the product; None for a package's own ``__init__``."""
+    parts = name.split(".")
+    return parts[2] if len(parts) > 2 else None
+
+
+def arrows(package: str) -> dict[tuple[str, str], list[str]]:
+    """By (importing room, imported room) within ``package``: the imports that draw the arrow."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in modules():
+        above = room_of(name)
+        if package_of(name) != package or above is None:
+            continue
+        for target in sorted(imports(name)):
+            below = room_of(target) if target.startswith(f"slipstream.{package}.") else None
+            if below is not None and below != above:
+                found.setdefault((above, below), []).append(f"{name} imports {target}")
     return found
 
 
 @pytest.mark.parametrize("package", sorted(FORBIDDEN))
 def test_a_package_imports_only_what_lies_below_it(package):
-    names = list(modules(package))
+    names = [name for name in modules() if package_of(name) == package]
     assert names
-    wrong = {
+    wrong = [
         f"{name} imports {target}"
-        for name, path in names
-        for target in imported(name, path)
-        if target.partition(".")[0] in FORBIDDEN[package]
-    }
+        for name in names
+        for target in imports(name)
+        if package_of(target) in FORBIDDEN[package]
+    ]
     assert not wrong, "\n".join(sorted(wrong))
 
 
-@pytest.mark.parametrize("package", sorted(OURS))
-def test_no_package_imports_the_tests_or_benchmarks(package):
-    for name, path in modules(package):
-        assert not {t for t in imported(name, path) if t.partition(".")[0] in ("tests", "benchmarks")}, name
+@pytest.mark.parametrize("package", sorted(FLOORS))
+def test_no_import_runs_up_or_along_a_floor(package):
+    floor_of = {room: number for number, rooms in enumerate(FLOORS[package]) for room in rooms}
+    rooms = {room_of(name) for name in modules() if package_of(name) == package} - {None}
+    assert rooms == set(floor_of), "the drawing and the folders differ"
+    up = [
+        text
+        for (above, below), texts in arrows(package).items()
+        for text in texts
+        if floor_of[below] >= floor_of[above]
+    ]
+    assert not up, "\n".join(up)
+
+
+def test_the_backend_stays_small_enough_to_be_drawn():
+    floors = FLOORS["backend"]
+    assert sum(map(len, floors)) <= MOST_ROOMS
+    assert len(floors) <= MOST_FLOORS
+    assert len(arrows("backend")) <= MOST_ARROWS
+
+
+@pytest.mark.parametrize("package", ["bridge", "configs"])
+def test_there_is_no_circle_between_the_rooms_of_a_package(package):
+    below: dict[str, set[str]] = {}
+    for above, lower in arrows(package):
+        below.setdefault(above, set()).add(lower)
+    done: set[str] = set()
+
+    def walk(room: str, way: tuple[str, ...]) -> None:
+        assert room not in way, " -> ".join([*way, room])
+        if room not in done:
+            for lower in below.get(room, ()):
+                walk(lower, (*way, room))
+            done.add(room)
+
+    for room in below:
+        walk(room, ())
+
+
+@pytest.mark.parametrize("folder", sorted(PURE))
+def test_what_decides_imports_no_clock_task_array_or_disk(folder):
+    wrong = [
+        f"{name} imports {target}"
+        for name in modules()
+        if name.startswith(f"{folder}.")
+        for target in imports(name)
+        if target.partition(".")[0] in PURE[folder]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_product_imports_itself_by_its_own_name_and_neither_tests_nor_benchmarks():
+    strangers = {*PACKAGES, "tests", "benchmarks", "examples"}
+    wrong = [
+        f"{name} imports {target}"
+        for name in modules()
+        for target in imports(name)
+        if target.partition(".")[0] in strangers
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("support", sorted(CPU_SUPPORT))
 def test_cpu_support_is_imported_by_one_module_only(support):
-    importers = {
-        name for package in OURS for name, path in modules(package) if support in imported(name, path)
-    }
-    assert importers == {CPU_SUPPORT[support]}
+    assert {name for name in modules() if support in imports(name)} == {CPU_SUPPORT[support]}
 
 
 def test_sglang_is_imported_only_where_its_server_is_launched_or_described():
     importers = {
         name
-        for package in OURS - {"configs"}
-        for name, path in modules(package)
-        if any(target.partition(".")[0] == "sglang" for target in imported(name, path))
+        for name in modules()
+        if package_of(name) != "configs" and any(package_of(target) == "sglang" for target in imports(name))
     }
-    assert importers <= {"rollout.engine.launch", "rollout.engine.cpu"}
+    assert importers <= {"slipstream.rollout.engine.launch", "slipstream.rollout.engine.cpu"}
+
+
+def test_no_two_classes_share_a_name():
+    owners: dict[str, list[str]] = {}
+    for name, path in modules().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                owners.setdefault(node.name, []).append(name)
+    shared = {name: where for name, where in owners.items() if len(where) > 1}
+    assert not shared, shared
 
 
 def loaded_after(code: str) -> set[str]:
@@ -94,8 +210,6 @@ def loaded_after(code: str) -> set[str]:
     script = f"import sys\n{code}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
     ended = subprocess.run(
         [sys.executable, "-c", script],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -104,17 +218,15 @@ def loaded_after(code: str) -> set[str]:
     return set(ended.stdout.split())
 
 
-def test_the_driver_loads_neither_torch_nor_megatron_nor_sglang():
-    assert not loaded_after("import backend.cli, backend.run") & (HEAVY - {"ray"})
-
-
-def test_the_command_line_itself_loads_nothing_heavy():
-    assert not loaded_after("import backend.cli") & HEAVY
-
-
-def test_a_recipe_is_checked_without_anything_heavy():
-    assert not loaded_after("import configs.load, configs.rules, configs.installed") & HEAVY
-
-
-def test_a_plan_is_made_without_torch():
-    assert not loaded_after("import bridge.plan, bridge.families, bridge.report") & HEAVY
+@pytest.mark.parametrize(
+    ("code", "allowed"),
+    [
+        ("from slipstream.backend.driver import run", {"ray"}),
+        ("from slipstream.backend import cli", set()),
+        ("from slipstream.configs import load, rules, installed", set()),
+        ("from slipstream.bridge import plan, families, report", set()),
+        ("import slipstream", set()),
+    ],
+)
+def test_nothing_heavy_is_loaded_before_it_is_needed(code, allowed):
+    assert not loaded_after(code) & (HEAVY - allowed)

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.control.core import GroupCounts, Loss, Ticket
-from rollout.control.versions import Restart, renumber, survives
-from rollout.ledger.database import LedgerBusy, LedgerError, open_for_reading
-from rollout.ledger.records import (
+from slipstream.rollout.control.core import GroupCounts, Loss, Ticket
+from slipstream.rollout.control.versions import Restart, survives
+from slipstream.rollout.ledger.database import LedgerBusy, LedgerError, open_for_reading
+from slipstream.rollout.ledger.records import (
     CorruptRecord,
     decode_completion,
     decode_trajectory,
@@ -26,8 +26,8 @@ from rollout.ledger.records import (
     encode_completion,
     encode_trajectory,
 )
-from rollout.ledger.recovery import open_ledger
-from rollout.trajectory import UNSAMPLED, Completion, Finish, Group, Prompt, Span, Trajectory
+from slipstream.rollout.ledger.recovery import open_ledger, renumber
+from slipstream.rollout.trajectory import UNSAMPLED, Completion, Finish, Group, Prompt, Span, Trajectory
 
 BATCH = {"batch_size": 1, "n_samples": 2, "bound": 2}
 
@@ -326,7 +326,7 @@ def test_a_full_disk_ends_in_an_error_and_an_intact_ledger(tmp_path):
         import asyncio, resource, signal
         from pathlib import Path
         from tests.unit.test_ledger import BATCH, completion, open_ledger, ready_group
-        from rollout.ledger.database import LedgerError
+        from slipstream.rollout.ledger.database import LedgerError
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 

@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from rollout.control.core import Expired, Loss, Ticket
-from rollout.ledger.audit import audit_ledger
-from rollout.ledger.recovery import open_ledger
+from slipstream.rollout.control.core import Expired, Loss, Ticket
+from slipstream.rollout.ledger.audit import audit_ledger
+from slipstream.rollout.ledger.recovery import open_ledger
 from tests.unit.test_ledger import BATCH, completion, in_ledger, nothing, ready_group
 
 
@@ -160,7 +160,7 @@ class Life(RuleBasedStateMachine):
             self.ledger.lost(id_, end)
 
     def finish(self, id_):
-        from rollout.trajectory import Group, Prompt
+        from slipstream.rollout.trajectory import Group, Prompt
         from tests.unit.test_ledger import trajectory
 
         group = Group(id_, Prompt(0, "?"), self.version, (trajectory([self.version]),) * 2)

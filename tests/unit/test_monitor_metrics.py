@@ -12,9 +12,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
 
-from backend.monitor.metrics import MetricsLog
-from backend.monitor.tags import TAGS
-from backend.monitor.tensorboard import MAX_BUCKETS, Bucket, EventWriter, integer_buckets
+from slipstream.backend.monitor.metrics import MetricsLog
+from slipstream.backend.monitor.tags import TAGS
+from slipstream.backend.monitor.tensorboard import MAX_BUCKETS, EventWriter, HistogramBucket, integer_buckets
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -120,7 +120,11 @@ def test_buckets_of_different_steps_line_up():
 
 
 def test_negative_integers_have_buckets_too():
-    assert integer_buckets([-1, 1]) == [Bucket(-1, -1, 1), Bucket(0, 0, 0), Bucket(1, 1, 1)]
+    assert integer_buckets([-1, 1]) == [
+        HistogramBucket(-1, -1, 1),
+        HistogramBucket(0, 0, 0),
+        HistogramBucket(1, 1, 1),
+    ]
 
 
 def test_an_empty_histogram_is_recorded_and_not_drawn(tmp_path):
@@ -201,7 +205,7 @@ def test_a_first_line_left_unfinished_is_removed(tmp_path):
 def test_a_killed_run_leaves_whole_lines(tmp_path):
     program = f"""
 import os, pathlib, signal
-from backend.monitor.metrics import MetricsLog
+from slipstream.backend.monitor.metrics import MetricsLog
 log = MetricsLog(pathlib.Path({str(tmp_path)!r}))
 for step in range(50):
     log.log(step, {{"train/loss": 0.5}})
@@ -230,7 +234,7 @@ def test_tags_are_grouped_by_one_slash_and_groups_are_not_scattered():
 def test_monitor_imports_no_heavy_library():
     program = """
 import sys
-import backend.monitor.metrics, backend.monitor.progress, backend.monitor.summary
+from slipstream.backend.monitor import metrics, progress, summary
 print(sorted({"torch", "ray", "sglang", "megatron", "tensorflow"} & set(sys.modules)))
 """
     root = Path(__file__).parents[2]

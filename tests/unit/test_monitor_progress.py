@@ -5,8 +5,8 @@ import threading
 import pytest
 from rich.console import Console
 
-from backend.monitor.progress import LiveProgress, PlainProgress, StepTimer, open_progress
-from backend.monitor.units import clock_face, count, seconds
+from slipstream.backend.monitor.progress import LiveProgress, PlainProgress, StepTimer, open_progress
+from slipstream.backend.monitor.units import clock_face, count, seconds
 
 
 class Terminal(io.StringIO):

@@ -6,7 +6,7 @@ import os
 import pytest
 from pydantic import ValidationError
 
-from backend.monitor.summary import GroupCounts, RunSummary, print_summary, write_summary
+from slipstream.backend.monitor.summary import GroupTotals, RunSummary, print_summary, write_summary
 
 FIELDS = {
     "exit": "done",
@@ -40,7 +40,7 @@ EARLY_FAILURE = FIELDS | {
     "versions": 0,
     "stall_s_mean": None,
     "trainer_wait_fraction": None,
-    "groups": GroupCounts(admitted=3, trained=0, filtered=0, expired=0, failed=3),
+    "groups": GroupTotals(admitted=3, trained=0, filtered=0, expired=0, failed=3),
 }
 
 

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.objective import advantage as adv
-from backend.objective import kl
-from backend.objective.averaging import token_shares
-from configs.load import schema_fields
+from slipstream.backend.objective import advantage as adv
+from slipstream.backend.objective import kl
+from slipstream.backend.objective.averaging import token_shares
+from slipstream.configs.load import schema_fields
 
 REWARDS = st.sampled_from([0.0, 0.1, 1.0, -2.5, 7.0])
 

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.objective import correction as c
-from backend.objective.losses import Tokens, token_losses
-from backend.objective.policy_loss import sequence_mean, sequence_sum
-from configs.schema import ActorConfig
+from slipstream.backend.objective import correction as c
+from slipstream.backend.objective.losses import Tokens, token_losses
+from slipstream.backend.objective.policy_loss import sequence_mean, sequence_sum
+from slipstream.configs.schema import ActorConfig
 
 OWNERS = 4
 LOG_RATIOS = st.one_of(st.floats(-1, 1), st.sampled_from([0.0, 100.0, -100.0, 1e4, -1e4]))

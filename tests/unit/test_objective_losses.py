@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.objective.losses import LOSSES, SEQUENCE_MASKS, Tokens, token_losses
-from backend.objective.policy_loss import LOG_RATIO_BOUND
-from configs.load import section_type
-from configs.schema import ActorConfig, CorrectionConfig
+from slipstream.backend.objective.losses import LOSSES, SEQUENCE_MASKS, Tokens, token_losses
+from slipstream.backend.objective.policy_loss import LOG_RATIO_BOUND
+from slipstream.configs.load import section_type
+from slipstream.configs.schema import ActorConfig, CorrectionConfig
 
 BEHAVIOUR = ("m2po", "dppo", "aipo")
 TYPES = sorted(LOSSES)

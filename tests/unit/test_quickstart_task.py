@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from backend.quickstart import task
-from backend.quickstart.tokenizer import (
+from slipstream.backend.quickstart import task
+from slipstream.backend.quickstart.tokenizer import (
     ASSISTANT,
     EOS,
     SYMBOLS,

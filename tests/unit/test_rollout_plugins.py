@@ -4,11 +4,11 @@ import sys
 
 import pytest
 
-from configs.schema.plugin import PluginConfig
-from rollout import plugins
-from rollout.plugins import PluginError
-from rollout.reward import FinalAnswer
-from rollout.workflow import SingleTurn
+from slipstream.configs.schema.plugin import PluginConfig
+from slipstream.rollout import plugins
+from slipstream.rollout.plugins import PluginError
+from slipstream.rollout.reward import FinalAnswer
+from slipstream.rollout.workflow import SingleTurn
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def user_module(tmp_path, monkeypatch):
 
 
 def test_the_built_in_plugins_resolve():
-    assert plugins.resolve("rollout.workflow.SingleTurn") is SingleTurn
-    assert plugins.resolve("rollout.reward.FinalAnswer") is FinalAnswer
+    assert plugins.resolve("slipstream.rollout.workflow.SingleTurn") is SingleTurn
+    assert plugins.resolve("slipstream.rollout.reward.FinalAnswer") is FinalAnswer
 
 
 def test_a_class_is_constructed_with_the_recipes_arguments(user_module):
@@ -74,4 +74,4 @@ def test_arguments_that_do_not_fit_are_named(user_module, source, args):
 
 def test_a_constructor_that_refuses_its_arguments_is_heard():
     with pytest.raises(ValueError, match="marker must not be empty"):
-        plugins.build(PluginConfig(path="rollout.reward.FinalAnswer", args={"marker": ""}))
+        plugins.build(PluginConfig(path="slipstream.rollout.reward.FinalAnswer", args={"marker": ""}))

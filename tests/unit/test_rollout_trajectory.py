@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.trajectory import (
+from slipstream.rollout.trajectory import (
     UNSAMPLED,
     Completion,
     Finish,

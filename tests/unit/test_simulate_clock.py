@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.simulate import clock
-from backend.simulate.clock import Deadlock
-from backend.simulate.timers import SWEEP, Timers
+from slipstream.backend.simulate import clock
+from slipstream.backend.simulate.clock import Deadlock
+from slipstream.backend.simulate.timers import SWEEP, Timers
 
 
 def now() -> float:

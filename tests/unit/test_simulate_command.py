@@ -9,12 +9,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from backend.cli import app
-from backend.simulate import only_simulated
-from backend.simulate.command import Options, read, read_lengths
-from backend.simulate.schedules import BOUNDS, INTERRUPTS
-from configs.load import load_recipe
-from configs.violations import RecipeError
+from slipstream.backend.cli import app
+from slipstream.backend.simulate import only_simulated
+from slipstream.backend.simulate.command import Options, read, read_lengths
+from slipstream.backend.simulate.schedules import BOUNDS, INTERRUPTS
+from slipstream.configs.load import load_recipe
+from slipstream.configs.violations import RecipeError
 from tests.unit.test_simulate_fit import Written
 from tests.unit.test_simulate_fit import recipe as traced
 from tests.unit.test_simulate_world import config

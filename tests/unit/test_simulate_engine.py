@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.simulate import clock
-from backend.simulate.engine import Engine, Request
-from backend.simulate.trajectory import joined
-from configs.schema.simulate import EngineModel
+from slipstream.backend.simulate import clock
+from slipstream.backend.simulate.engine import Engine, Request
+from slipstream.backend.simulate.trajectory import joined
+from slipstream.configs.schema.simulate import EngineModel
 
 STEP, PER_REQUEST, PREFILL = Fraction(1, 8), Fraction(1, 64), Fraction(1, 256)
 MODEL = EngineModel(step_s=0.125, request_s=1 / 64, prefill_tokens_per_s=256, max_running=3, resend_s=0.25)

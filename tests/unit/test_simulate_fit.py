@@ -6,16 +6,16 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from backend.simulate.account import Account
-from backend.simulate.compare import Work
-from backend.simulate.engine import Engine
-from backend.simulate.fit import fit
-from backend.simulate.layout import layout_of, model_of
-from backend.simulate.pool import SimulatedPool
-from backend.simulate.schedules import own_schedule
-from backend.simulate.trace import LONGEST_PAUSE_S, read_trace
-from backend.simulate.world import World
-from configs.violations import RecipeError
+from slipstream.backend.simulate.account import Account
+from slipstream.backend.simulate.compare import Work
+from slipstream.backend.simulate.engine import Engine
+from slipstream.backend.simulate.fit import fit
+from slipstream.backend.simulate.gpu_split import layout_of, model_of
+from slipstream.backend.simulate.pool import SimulatedPool
+from slipstream.backend.simulate.schedules import own_schedule
+from slipstream.backend.simulate.trace import LONGEST_PAUSE_S, read_trace
+from slipstream.backend.simulate.world import World
+from slipstream.configs.violations import RecipeError
 from tests.unit.test_simulate_world import config
 
 
@@ -147,7 +147,7 @@ def test_lengths_keep_their_groups(monkeypatch, tmp_path):
 
 
 def test_constants_that_would_be_negative_are_zero():
-    from backend.simulate.fit import _least_squares
+    from slipstream.backend.simulate.fit import _least_squares
 
     random = np.random.default_rng(0)
     factors = random.uniform(1, 2, (200, 3))

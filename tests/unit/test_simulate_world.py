@@ -1,7 +1,6 @@
 """Simulated runs: the bound, the account of every token, and the same figures every time."""
 
 import hashlib
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backend.simulate.account import Outcome
-from backend.simulate.compare import Work, compare
-from backend.simulate.layout import layout_of, split, splits, time_shared
-from backend.simulate.picture import draw
-from backend.simulate.schedules import (
+from slipstream.backend.simulate.account import Outcome
+from slipstream.backend.simulate.compare import Work, compare
+from slipstream.backend.simulate.gpu_split import layout_of, split, splits, time_shared
+from slipstream.backend.simulate.picture import draw
+from slipstream.backend.simulate.schedules import (
     BOUNDS,
     INTERRUPTS,
     Schedule,
@@ -24,10 +23,11 @@ from backend.simulate.schedules import (
     synchronous,
     volume_gate,
 )
-from backend.simulate.timeline import ROWS, SAMPLES, Timeline
-from backend.simulate.world import SimulationStalled, World
-from configs.schema import RunConfig
-from rollout.control.core import Loss
+from slipstream.backend.simulate.timeline import ROWS, SAMPLES, Timeline
+from slipstream.backend.simulate.world import SimulationStalled, World
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.control.core import Loss
+from tests.environment import environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +45,7 @@ def config(steps=6, simulate=None, **rollout) -> RunConfig:
                 "max_concurrent": 16,
                 "episode_timeout_s": 1e6,
                 "sampling": {"max_new_tokens": 400},
-                "reward": "rollout.reward.FinalAnswer",
+                "reward": "slipstream.rollout.reward.FinalAnswer",
                 "engine": {"count": 2},
             }
             | rollout,
@@ -258,7 +258,7 @@ def timeline_of(recipe: RunConfig) -> Timeline:
 
 def test_a_timeline_shows_as_much_decoding_as_there_was(monkeypatch):
     for samples in (SAMPLES, 64):
-        monkeypatch.setattr("backend.simulate.timeline.SAMPLES", samples)
+        monkeypatch.setattr("slipstream.backend.simulate.timeline.SAMPLES", samples)
         recipe = config(steps=10)
         timeline = timeline_of(recipe)
         assert len(timeline.times_s) <= samples
@@ -291,7 +291,7 @@ def test_the_picture_is_a_png_with_all_its_colours(steps, tmp_path):
     with Image.open(tmp_path / "timeline.png") as image:
         assert image.width == 2400
         colours = {colour for _, colour in image.getcolors(2**24)}
-    from backend.simulate.picture import PUBLISHING, TRAINING, WAITING
+    from slipstream.backend.simulate.picture import PUBLISHING, TRAINING, WAITING
 
     assert {PUBLISHING, TRAINING, WAITING} <= colours
 
@@ -302,9 +302,9 @@ REPORT = """
 import sys
 sys.path.insert(0, {root!r})
 from tests.unit.test_simulate_world import config
-from backend.simulate.compare import Work, compare
-from backend.simulate.picture import draw
-from backend.simulate.report import Report, as_json
+from slipstream.backend.simulate.compare import Work, compare
+from slipstream.backend.simulate.picture import draw
+from slipstream.backend.simulate.report import Report, as_json
 recipe = config(steps=4, simulate={{
     "failures": {{"engine_mean_time_s": 10, "engine_restart_s": 2, "episode": 0.05}},
     "responses": {{"median": 60, "straggler_fraction": 0.1}},
@@ -319,7 +319,7 @@ sys.stdout.buffer.write(draw(found.timeline, "t", "s", 6))
 def report(hash_seed: str, seed: int) -> str:
     ended = subprocess.run(
         [sys.executable, "-c", REPORT.format(root=str(ROOT), seed=seed)],
-        env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)},
+        env=environment(PYTHONHASHSEED=hash_seed),
         capture_output=True,
         check=True,
         timeout=120,

@@ -1,0 +1,1 @@
+"""Asynchronous RL training of language models."""

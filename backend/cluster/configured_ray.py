@@ -1,0 +1,24 @@
+"""Ray, with the settings of a run. Ray reads them when it is imported, so import it from here only.
+
+    from slipstream.backend.cluster.configured_ray import ray
+
+In a Slurm job (RAY_ADDRESS is set) the cluster's own settings come from slurm/train.sbatch.
+"""
+
+import os
+import secrets
+
+if "RAY_ADDRESS" not in os.environ:
+    # A secret of this run's own. Without one, Ray keeps a token in the user's home folder.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# An engine's server cleans up behind itself when its actor is gone (rollout/engine/launch.py); Ray would
+# kill it before it could.
+os.environ.setdefault("RAY_kill_child_processes_on_worker_exit", "false")
+
+import ray
+import ray.exceptions
+import ray.util.scheduling_strategies
+
+__all__ = ["ray"]

@@ -1,0 +1,138 @@
+"""Which node each trainer rank and each engine runs on. Pure: node facts in, a placement out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from slipstream.configs.schema import RunConfig
+
+
+class PlacementError(ValueError):
+    """The cluster is too small for the recipe; the message has both numbers."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the Ray cluster."""
+
+    id: str
+    address: str
+    gpus: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The node of every trainer rank and of every engine, and the device they compute on."""
+
+    trainer: tuple[Node, ...]
+    engines: tuple[Node, ...]
+    device: str
+    """``cuda`` or ``cpu``."""
+    shared: tuple[tuple[int, ...], ...] = ()
+    """Of every engine, the trainer ranks whose GPUs are also its own (``rollout.engine.colocated``)."""
+
+
+def place(nodes: Sequence[Node], config: RunConfig) -> Placement:
+    """Trainer ranks fill the first nodes, engines the nodes after them; on one node they share it.
+
+    On GPUs, a rank has one and an engine as many as its tensor-parallel size, never across nodes. Colocated
+    engines have those of trainer ranks, in their order. On CPUs nothing is counted. Raises PlacementError.
+    """
+    nodes = sorted(nodes, key=_by_address)
+    device = _device(nodes, config)
+    if config.rollout.engine.colocated:
+        return _colocated(nodes, config, device)
+    if config.cluster.type == "slurm":
+        first = config.cluster.trainer_nodes or 1
+        if len(nodes) <= first:
+            raise PlacementError(
+                f"the job has {len(nodes)} nodes: cluster.trainer_nodes={first} leaves none for the engines; "
+                "ask sbatch for more nodes"
+            )
+        trainer_nodes, engine_nodes = nodes[:first], nodes[first:]
+    else:
+        trainer_nodes = engine_nodes = list(nodes)
+    free = {node.id: node.gpus for node in nodes}
+    trainer = _ranks(trainer_nodes, free, config, device)
+    engines, size = config.rollout.engine.count, config.rollout.engine.tensor_parallel
+    if device == "cpu":
+        on_nodes = tuple(engine_nodes[engine % len(engine_nodes)] for engine in range(engines))
+    else:
+        on_nodes = _take(engine_nodes, free, engines, size, "engines (rollout.engine)")
+    return Placement(trainer, on_nodes, device)
+
+
+def _colocated(nodes: Sequence[Node], config: RunConfig, device: str) -> Placement:
+    trainer = _ranks(nodes, {node.id: node.gpus for node in nodes}, config, device)
+    count, size = config.rollout.engine.count, config.rollout.engine.tensor_parallel
+    if device == "cpu":
+        shared: list[tuple[int, ...]] = []
+        engines = [trainer[engine % len(trainer)] for engine in range(count)]
+    else:
+        by_node = {node: [rank for rank, at in enumerate(trainer) if at == node] for node in nodes}
+        shared = [
+            tuple(ranks[first : first + size])
+            for ranks in by_node.values()
+            for first in range(0, len(ranks) - size + 1, size)
+        ][:count]
+        if len(shared) < count:
+            have = ", ".join(f"{node.address}: {len(ranks)}" for node, ranks in by_node.items())
+            raise PlacementError(
+                f"{count} engines (rollout.engine) need the GPUs of {size} trainer ranks each, on one node; "
+                f"there is room for {len(shared)} (trainer ranks by node: {have})"
+            )
+        engines = [trainer[ranks[0]] for ranks in shared]
+    if config.weights.transport.type == "tensor" and set(engines) != {trainer[0]}:
+        raise PlacementError(
+            f"weights.transport.type is tensor, but not all engines are on {trainer[0].address}, the node of "
+            "the trainer's first rank, whose memory they would share: use disk or delta"
+        )
+    return Placement(trainer, tuple(engines), device, tuple(shared))
+
+
+def place_trainer(nodes: Sequence[Node], config: RunConfig) -> Placement:
+    """The same without engines: the trainer has all nodes."""
+    nodes = sorted(nodes, key=_by_address)
+    device = _device(nodes, config)
+    return Placement(_ranks(nodes, {node.id: node.gpus for node in nodes}, config, device), (), device)
+
+
+def _ranks(nodes: Sequence[Node], free: dict[str, int], config: RunConfig, device: str) -> tuple[Node, ...]:
+    ranks = config.actor.parallel.world_size
+    if device == "cpu":
+        per_node = -(-ranks // len(nodes))
+        return tuple(nodes[rank // per_node] for rank in range(ranks))
+    return _take(nodes, free, ranks, 1, "trainer ranks (actor.parallel)")
+
+
+def _by_address(node: Node) -> tuple[int, int, str]:
+    """By number where the address is one, of either length; host names after them."""
+    try:
+        address = ip_address(node.address)
+    except ValueError:
+        return (99, 0, node.address)
+    return (address.version, int(address), "")
+
+
+def _device(nodes: Sequence[Node], config: RunConfig) -> str:
+    wanted = config.cluster.device
+    if wanted == "auto":
+        return "cuda" if any(node.gpus for node in nodes) else "cpu"
+    if wanted == "gpu" and not any(node.gpus for node in nodes):
+        raise PlacementError("cluster.device is gpu, but no node of the cluster has one")
+    return "cuda" if wanted == "gpu" else "cpu"
+
+
+def _take(nodes: Sequence[Node], free: dict[str, int], count: int, gpus: int, what: str) -> tuple[Node, ...]:
+    have = ", ".join(f"{node.address}: {free[node.id]}" for node in nodes)
+    taken: list[Node] = []
+    for node in nodes:
+        while len(taken) < count and free[node.id] >= gpus:
+            free[node.id] -= gpus
+            taken.append(node)
+    if len(taken) < count:
+        raise PlacementError(
+            f"{count} {what} need {gpus} GPUs each; there is room for {len(taken)} "
+            f"(free GPUs by node: {have})"
+        )
+    return tuple(taken)

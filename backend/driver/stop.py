@@ -1,0 +1,68 @@
+"""How a run is asked to end."""
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from slipstream.backend.monitor.progress import Progress
+
+T = TypeVar("T")
+
+
+class Stopped(Exception):
+    """The user or the scheduler asked the run to end."""
+
+
+class Stop:
+    """The end of a run on request: behind the present training step; at once when asked again, or before.
+
+    Further requests are ignored, so that clean-up is not cut short.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._ways: list[tuple[str, Callable[[], object]]] = []
+        self.asked = False
+
+    @contextmanager
+    def by(self, how: str, end: Callable[[], object]) -> Iterator[None]:
+        """Inside, ``end`` is what the first request does; what it was outside is for the next one."""
+        way = (how, end)
+        self._ways.append(way)
+        try:
+            yield
+        finally:
+            if way in self._ways:
+                self._ways.remove(way)
+
+    def ask(self) -> None:
+        if self._ways:
+            self.asked = True
+            how, end = self._ways.pop()
+            self._progress.phase(how)
+            end()
+
+    @contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """Ctrl-C and SIGTERM ask."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.ask)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """``work``, which a request cancels. Raises Stopped then."""
+        task = asyncio.ensure_future(work)
+        with self.on_signals(), self.by("stopping", task.cancel):
+            try:
+                return await task
+            except asyncio.CancelledError:
+                if self.asked:
+                    raise Stopped from None
+                raise

@@ -1,0 +1,93 @@
+"""Which GPUs of the simulated cluster train and which generate."""
+
+from dataclasses import dataclass
+
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.simulate import ClusterLayout, SimulateConfig
+from slipstream.configs.violations import Violation
+
+
+@dataclass(frozen=True)
+class GpuSplit:
+    gpus: int
+    trainer_gpus: int
+    engines: int
+    gpus_per_engine: int
+    shared: bool = False
+    """Trainer and engines take turns on the same GPUs."""
+
+    @property
+    def engine_gpus(self) -> int:
+        return self.engines * self.gpus_per_engine
+
+    def __str__(self) -> str:
+        if self.shared:
+            return f"{self.gpus} GPUs: all train and generate in turn"
+        return f"{self.gpus} GPUs: {self.trainer_gpus} train, {self.engine_gpus} generate"
+
+
+def model_of(config: RunConfig) -> SimulateConfig:
+    return config.simulate or SimulateConfig()
+
+
+def trainer_unit(config: RunConfig) -> int:
+    """The trainer's GPUs are a multiple of this: one data-parallel replica."""
+    return config.actor.parallel.tensor * config.actor.parallel.pipeline
+
+
+def layout_of(config: RunConfig) -> GpuSplit:
+    """As the recipe says. Its settings must have passed ``layout_violations``."""
+    model, engine = model_of(config), config.rollout.engine
+    if isinstance(model.layout, ClusterLayout):
+        gpus = model.layout.nodes * model.layout.gpus_per_node
+        if engine.colocated:
+            return GpuSplit(gpus, gpus, gpus // engine.tensor_parallel, engine.tensor_parallel, shared=True)
+        return split(config, gpus, model.layout.trainer_share * gpus)
+    trainer = config.actor.parallel.world_size
+    if engine.colocated:
+        return GpuSplit(trainer, trainer, engine.count, engine.tensor_parallel, shared=True)
+    engines = engine.count * engine.tensor_parallel
+    return GpuSplit(trainer + engines, trainer, engine.count, engine.tensor_parallel)
+
+
+def split(config: RunConfig, gpus: int, trainer_gpus: float) -> GpuSplit:
+    """The split with about ``trainer_gpus`` for training and at least one engine and one replica."""
+    unit, per_engine = trainer_unit(config), config.rollout.engine.tensor_parallel
+    most = (gpus - per_engine) // unit
+    replicas = min(max(round(trainer_gpus / unit), 1), most)
+    return GpuSplit(gpus, replicas * unit, (gpus - replicas * unit) // per_engine, per_engine)
+
+
+def time_shared(layout: GpuSplit) -> GpuSplit:
+    """All GPUs generate, then all train: what synchronous RL does without a second set of GPUs."""
+    engines = layout.gpus // layout.gpus_per_engine
+    return GpuSplit(layout.gpus, layout.gpus, engines, layout.gpus_per_engine, shared=True)
+
+
+def splits(config: RunConfig, gpus: int, most: int = 12) -> list[GpuSplit]:
+    """Feasible splits, at most about ``most`` of them, evenly spread; whole nodes where there are enough."""
+    model = model_of(config)
+    unit = trainer_unit(config)
+    if isinstance(model.layout, ClusterLayout) and gpus // model.layout.gpus_per_node > 2:
+        unit = max(unit, model.layout.gpus_per_node)
+    per_engine = config.rollout.engine.tensor_parallel
+    counts = range(unit, gpus - per_engine + 1, unit)
+    chosen = counts[:: -(-len(counts) // most)] if counts else counts
+    found = {layout.trainer_gpus: layout for layout in (split(config, gpus, count) for count in chosen)}
+    return [found[count] for count in sorted(found)]
+
+
+def layout_violations(config: RunConfig) -> list[Violation]:
+    model, found = model_of(config), []
+    if isinstance(model.layout, ClusterLayout):
+        gpus = model.layout.nodes * model.layout.gpus_per_node
+        engine = config.rollout.engine
+        parts = (trainer_unit(config), engine.tensor_parallel)
+        needed = max(parts) if engine.colocated else sum(parts)
+        if gpus < needed:
+            reason = (
+                f"{gpus} GPUs cannot hold an engine (rollout.engine.tensor_parallel) beside a replica of the "
+                f"trainer (actor.parallel.tensor * actor.parallel.pipeline): expected at least {needed}"
+            )
+            found.append(Violation("simulate.layout.nodes", model.layout.nodes, reason))
+    return found

@@ -1,0 +1,31 @@
+"""The learning rate of a training step. Pure: a run that is resumed goes on where it was."""
+
+import math
+
+from slipstream.configs.schema import ConstantRate, LinearDecay, OptimizerConfig
+
+
+def learning_rate(optimizer: OptimizerConfig, step: int, *, run_steps: int) -> float:
+    """Of training step ``step``, from 0. ``run_steps``: the end of a decay that has none of its own.
+
+        lr * (step + 1) / warmup                        step < warmup
+        lr                                              then, step < start
+        min_lr + (lr - min_lr) * f(progress)            then; progress = (step - start) / (end - start)
+
+    with f(p) = 1 - p (linear) or (1 + cos(pi p)) / 2 (cosine), and min_lr from step ``end`` on. No step is
+    trained at a learning rate of 0: the first one has some of it, and the last one of the decay still has.
+    """
+    if step < optimizer.warmup_steps:
+        return optimizer.lr * (step + 1) / optimizer.warmup_steps
+    decay = optimizer.decay
+    if isinstance(decay, ConstantRate):
+        return optimizer.lr
+    end = run_steps if decay.steps is None else decay.steps
+    if step >= end:
+        return decay.min_lr
+    start = max(optimizer.warmup_steps, decay.start)
+    if step < start:
+        return optimizer.lr
+    progress = (step - start) / (end - start)
+    left = 1 - progress if isinstance(decay, LinearDecay) else (1 + math.cos(math.pi * progress)) / 2
+    return decay.min_lr + (optimizer.lr - decay.min_lr) * left

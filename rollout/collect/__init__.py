@@ -1,0 +1,1 @@
+"""From a slot to a group that is ready to be trained."""

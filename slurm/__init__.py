@@ -1,0 +1,1 @@
+"""The batch script of a Slurm job and its helpers."""

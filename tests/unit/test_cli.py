@@ -1,0 +1,150 @@
+"""Exit codes and messages of the command line, called as a user calls it."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+
+from tests.environment import environment
+from tests.models import make_checkpoint
+
+ROOT = Path(__file__).parents[2]
+
+
+def slipstream(*args: str, pythonpath: Path | None = None) -> subprocess.CompletedProcess:
+    env = environment(*filter(None, [pythonpath]), NO_COLOR="1")
+    return subprocess.run(
+        [sys.executable, "-m", "slipstream.backend.cli", *args],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(**changes) -> str:
+        content = {
+            "run": {"name": "test", "root": str(tmp_path / "runs"), "steps": 1},
+            "model": {"path": str(tmp_path / "model")},
+            "data": {"path": str(tmp_path / "data.jsonl")},
+            "rollout": {
+                "max_head_offpolicyness": 2,
+                "batch_size": 2,
+                "n_samples_per_prompt": 2,
+                "reward": "slipstream.rollout.reward.FinalAnswer",
+            },
+            "prepare": "my_inputs.raises",
+        } | changes
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(content))
+        return str(path)
+
+    (tmp_path / "my_inputs.py").write_text("def raises(**_):\n    raise OSError('no room [on] the disk')\n")
+    return write
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_a_wrong_recipe_is_exit_code_2_with_every_mistake_on_standard_error(command, recipe, tmp_path):
+    path = recipe(model={"path": "x", "dtyp": "float32"}, actor={"optimizer": {"lr": -1}})
+    ended = slipstream(command, path, pythonpath=tmp_path)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert "model.dtyp" in ended.stderr
+    assert "actor.optimizer.lr" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_a_recipe_that_is_not_there_is_exit_code_2(command, tmp_path):
+    ended = slipstream(command, str(tmp_path / "no.yaml"))
+    assert ended.returncode == 2
+    assert "no.yaml" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_an_override_that_is_wrong_is_exit_code_2(recipe, tmp_path):
+    ended = slipstream("check", recipe(), "run.steps=none", pythonpath=tmp_path)
+    assert ended.returncode == 2
+    assert "run.steps" in ended.stderr
+
+
+def test_a_recipe_with_nothing_wrong_is_exit_code_0(recipe, tmp_path):
+    ended = slipstream("check", recipe(), "run.steps=12", pythonpath=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.strip().endswith("nothing wrong (test, 12 steps)")
+
+
+def test_a_preparation_that_fails_is_exit_code_1_with_the_cause(recipe, tmp_path):
+    ended = slipstream("train", recipe(), pythonpath=tmp_path)
+    assert ended.returncode == 1
+    assert "PrepareFailed: my_inputs.raises failed with exit code 1" in ended.stderr
+    assert "OSError: no room [on] the disk" in ended.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_inputs_that_cannot_be_used_are_exit_code_2_all_at_once_and_nothing_is_started(recipe, tmp_path):
+    make_checkpoint(tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text('{"question": 1}\n')
+    earlier = tmp_path / "runs" / "test"
+    earlier.mkdir(parents=True)
+    path = recipe(prepare=None)
+    overrides = ["rollout.workflow=slipstream.rollout.workflow.NoSuch", "rollout.sampling.max_new_tokens=64"]
+    ended = slipstream("train", path, *overrides, pythonpath=tmp_path)
+    assert ended.returncode == 2
+    for part in ("data.path", "line 1", "rollout.workflow", "NoSuch", "model.path"):  # it has no tokenizer
+        assert part in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert list(earlier.parent.iterdir()) == [earlier]
+
+
+def test_a_model_that_is_not_mapped_is_exit_code_2(recipe, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
+    ended = slipstream("check", recipe(prepare=None), pythonpath=tmp_path)
+    assert ended.returncode == 2
+    assert "model_type 'bert' is not mapped; supported: deepseek_v3" in ended.stderr
+
+
+def test_the_files_of_every_model_are_checked(recipe, tmp_path):
+    make_checkpoint(tmp_path / "model", tied=False)
+    for name in ("teacher", "critic"):
+        shutil.copytree(tmp_path / "model", tmp_path / name)
+        weights = load_file(tmp_path / name / "model.safetensors")
+        del weights["lm_head.weight"]  # a critic needs none
+        save_file(weights, tmp_path / name / "model.safetensors", {"format": "pt"})
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
+    path = recipe(
+        prepare=None,
+        rollout={**yaml.safe_load(Path(recipe()).read_text())["rollout"], "sampling": {"max_new_tokens": 64}},
+        actor={"advantage": "gae", "teacher": {"path": str(tmp_path / "teacher"), "reward_coefficient": 1.0}},
+        critic={"path": str(tmp_path / "critic")},
+    )
+    ended = slipstream("check", path, pythonpath=tmp_path)
+    assert ended.returncode == 2
+    assert "actor.teacher.path" in ended.stderr and "missing: lm_head.weight" in ended.stderr
+    assert "critic" not in ended.stderr and "model.path" not in ended.stderr
+
+
+def test_the_doctor_says_what_it_found_and_its_exit_code_whether_something_is_wrong():
+    from slipstream.backend.commands.doctor import examine
+
+    ended = slipstream("doctor")
+    assert ended.returncode == int(any(finding.wrong for finding in examine()))
+    for finding in examine():
+        assert finding.what in ended.stdout
+
+
+def test_without_a_command_the_commands_are_listed():
+    ended = slipstream("--help")
+    assert ended.returncode == 0
+    assert all(command in ended.stdout for command in ("train", "check", "doctor"))

@@ -1,0 +1,173 @@
+"""Which node everything runs on."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.backend.cluster.placement import Node, PlacementError, place
+from slipstream.configs.schema import RunConfig
+
+
+def config(
+    *,
+    data: int = 1,
+    tensor: int = 1,
+    engines: int = 1,
+    engine_tensor: int = 1,
+    device: str = "auto",
+    slurm: int = 0,
+    colocated: bool = False,
+    transport: str = "disk",
+) -> RunConfig:
+    cluster = {"type": "slurm", "trainer_nodes": slurm} if slurm else {"type": "local"}
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "test", "steps": 1},
+            "model": {"path": "unused"},
+            "data": {"path": "unused.jsonl"},
+            "actor": {"parallel": {"data": data, "tensor": tensor}},
+            "rollout": {
+                "max_head_offpolicyness": 0,
+                "batch_size": 64,
+                "n_samples_per_prompt": 2,
+                "reward": "slipstream.rollout.reward.FinalAnswer",
+                "engine": {"count": engines, "tensor_parallel": engine_tensor, "colocated": colocated},
+            },
+            "weights": {"transport": {"type": transport}},
+            "cluster": cluster | {"device": device},
+        }
+    )
+
+
+def nodes(*gpus: int) -> list[Node]:
+    return [Node(f"id{i}", f"10.0.0.{i}", n) for i, n in enumerate(gpus)]
+
+
+def addresses(placed) -> list[int]:
+    return [int(node.address.rpartition(".")[2]) for node in placed]
+
+
+def test_on_one_machine_trainer_and_engines_share_the_gpus():
+    placement = place(nodes(4), config(data=2, engines=2))
+    assert placement.device == "cuda"
+    assert addresses(placement.trainer) == addresses(placement.engines) == [0, 0]
+
+
+def test_without_gpus_nothing_is_counted():
+    placement = place(nodes(0), config(data=3, engines=5))
+    assert placement.device == "cpu"
+    assert addresses(placement.trainer) == [0] * 3
+    assert addresses(placement.engines) == [0] * 5
+
+
+def test_in_a_slurm_job_trainer_ranks_fill_the_first_nodes_and_engines_the_others():
+    placement = place(nodes(8, 8, 8, 8), config(data=4, tensor=4, engines=4, engine_tensor=4, slurm=2))
+    assert addresses(placement.trainer) == [0] * 8 + [1] * 8
+    assert addresses(placement.engines) == [2, 2, 3, 3]
+
+
+def test_on_cpu_nodes_of_a_slurm_job_ranks_are_consecutive_and_engines_spread():
+    placement = place(nodes(0, 0, 0, 0), config(data=3, engines=3, slurm=2))
+    assert addresses(placement.trainer) == [0, 0, 1]
+    assert addresses(placement.engines) == [2, 3, 2]
+
+
+def test_an_engine_is_never_split_over_nodes():
+    placement = place(nodes(4, 3, 3, 4), config(data=4, engines=3, engine_tensor=2, slurm=1))
+    assert addresses(placement.engines) == [1, 2, 3]
+    with pytest.raises(PlacementError, match=r"5 engines .* need 2 GPUs each; there is room for 4"):
+        place(nodes(4, 3, 3, 4), config(data=4, engines=5, engine_tensor=2, slurm=1))
+
+
+def test_nodes_are_taken_in_the_order_of_their_addresses_as_numbers():
+    shuffled = [Node(str(i), f"10.0.0.{i}", 1) for i in (10, 9, 2)]
+    placement = place(shuffled, config(data=2, engines=1, slurm=2))
+    assert addresses(placement.trainer) == [2, 9]
+    assert addresses(placement.engines) == [10]
+
+
+@pytest.mark.parametrize(
+    ("given_order", "expected"),
+    [
+        (["fd00::10", "fd00::9"], ["fd00::9", "fd00::10"]),
+        (["node-b", "node-a", "10.0.0.1"], ["10.0.0.1", "node-a", "node-b"]),
+    ],
+)
+def test_addresses_may_be_long_ones_or_names(given_order, expected):
+    found = place(
+        [Node(a, a, 1) for a in given_order], config(data=len(expected) - 1, slurm=len(expected) - 1)
+    )
+    assert [node.address for node in (*found.trainer, *found.engines)] == expected
+
+
+def test_a_job_without_nodes_for_the_engines_is_refused():
+    with pytest.raises(PlacementError, match=r"2 nodes.*trainer_nodes=2 leaves none.*ask sbatch"):
+        place(nodes(8, 8), config(slurm=2))
+
+
+def test_too_few_gpus_are_refused_with_what_is_left_of_them():
+    with pytest.raises(
+        PlacementError, match=r"9 trainer ranks .* 1 GPUs each; there is room for 8 .*10\.0\.0\.0: 8"
+    ):
+        place(nodes(8), config(data=9))
+    with pytest.raises(
+        PlacementError, match=r"1 engines .* 4 GPUs each; there is room for 0 \(free .*10\.0\.0\.0: 2\)"
+    ):
+        place(nodes(8), config(data=6, engines=1, engine_tensor=4))
+
+
+def test_gpus_that_are_asked_for_and_not_there_are_refused():
+    with pytest.raises(PlacementError, match=r"cluster\.device is gpu"):
+        place(nodes(0), config(device="gpu"))
+
+
+def test_gpus_that_are_there_can_be_left_alone():
+    assert place(nodes(8), config(device="cpu", data=20)).device == "cpu"
+
+
+@given(
+    st.lists(st.integers(0, 8), min_size=2, max_size=6).filter(any),
+    st.integers(1, 8),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(0, 3),
+)
+def test_no_gpu_is_given_away_twice(gpus, ranks, engines, engine_tensor, slurm):
+    try:
+        placement = place(
+            nodes(*gpus), config(data=ranks, engines=engines, engine_tensor=engine_tensor, slurm=slurm)
+        )
+    except PlacementError:
+        return
+    assert (len(placement.trainer), len(placement.engines)) == (ranks, engines)
+    for node in nodes(*gpus):
+        used = placement.trainer.count(node) + engine_tensor * placement.engines.count(node)
+        assert used <= node.gpus
+    if slurm:
+        assert not set(placement.trainer) & set(placement.engines)
+
+
+def test_colocated_engines_have_the_gpus_of_trainer_ranks_on_one_node():
+    found = place(nodes(8, 8), config(data=12, engines=5, engine_tensor=2, colocated=True))
+    assert addresses(found.trainer) == [0] * 8 + [1] * 4
+    assert addresses(found.engines) == [0, 0, 0, 0, 1]
+    assert found.shared == ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
+
+
+def test_no_colocated_engine_is_on_gpus_of_two_nodes():
+    with pytest.raises(PlacementError, match=r"3 engines .* 2 trainer ranks each.*room for 2 .*0: 3, .*1: 3"):
+        place(nodes(3, 3), config(data=6, engines=3, engine_tensor=2, colocated=True))
+
+
+def test_colocated_engines_share_memory_only_with_the_node_of_the_first_rank():
+    alone = config(data=2, engines=1, colocated=True, transport="tensor")
+    assert addresses(place(nodes(1, 1), alone).engines) == [0]
+    both = config(data=2, engines=2, colocated=True, transport="tensor")
+    with pytest.raises(PlacementError, match=r"transport\.type is tensor.*use disk or delta"):
+        place(nodes(1, 1), both)
+
+
+def test_colocated_engines_without_gpus_are_where_ranks_are():
+    found = place(nodes(0, 0), config(data=2, engines=3, colocated=True))
+    assert addresses(found.engines) == [0, 1, 0]
+    assert found.shared == ()

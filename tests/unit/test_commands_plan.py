@@ -1,0 +1,92 @@
+"""``slipstream plan`` and what ``check`` says about the model."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from slipstream.backend.cli import app
+from tests.models import make_checkpoint
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    make_checkpoint(tmp_path / "model", "deepseek_v3", tied=False)
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        f"run: {{name: test, steps: 1, root: {tmp_path / 'runs'}}}\n"
+        f"model: {{path: {tmp_path / 'model'}, dtype: bfloat16}}\n"
+        f"data: {{path: {tmp_path / 'train.jsonl'}}}\n"
+        "rollout: {max_head_offpolicyness: 4, batch_size: 4, n_samples_per_prompt: 4,\n"
+        "          reward: slipstream.rollout.reward.FinalAnswer, sampling: {max_new_tokens: 64}}\n"
+        "actor: {parallel: {tensor: 2, sequence: true, pipeline: 2, data: 2, expert: 4, expert_tensor: 1}}\n"
+        "weights: {transport: {type: distributed, bucket_mb: 1}}\n"
+    )
+    return file
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_a_plan_shows_the_layout_and_with_weights_the_way_of_every_tensor(recipe):
+    short = call("plan", recipe)
+    assert short.exit_code == 0, short.output
+    for told in ("deepseek_v3, 4 layers", "8 trainer ranks: tensor 2 * pipeline 2 * data 2"):
+        assert told in short.stdout
+    assert "8 experts over 4 ranks, each on 1" in short.stdout
+    assert "layers of each part of the pipeline: 2, 2" in short.stdout
+    assert "bucket" not in short.stdout
+    weights = call("plan", recipe, "--weights")
+    assert "leave through rank 0 in 2 buckets" in weights.stdout
+    assert "0-7" in weights.stdout, "experts come from all ranks"
+
+
+def test_the_json_document_has_every_tensor_of_the_checkpoint_once(recipe, tmp_path):
+    ended = call("plan", recipe, "--json")
+    assert ended.exit_code == 0, ended.output
+    found = json.loads(ended.stdout)
+    tensors = {name: shape for bucket in found["buckets"] for name, shape in bucket["tensors"].items()}
+    stored = load_file(tmp_path / "model/model.safetensors")
+    assert tensors == {name: list(tensor.shape) for name, tensor in stored.items()}
+    assert found["parameters"] == sum(tensor.numel() for tensor in stored.values())
+    assert found["bytes"] == sum(found["bytes_from_rank"].values())
+    assert [bucket["dtype"] for bucket in found["buckets"]] == ["bfloat16", "float32"]
+
+
+def test_a_layout_that_does_not_fit_is_exit_code_2(recipe):
+    ended = call("plan", recipe, "actor.parallel.expert=3")
+    assert ended.exit_code == 2
+    assert "actor.parallel.expert" in ended.output
+
+
+def test_check_names_every_tensor_that_does_not_fit(recipe, tmp_path):
+    assert call("check", recipe).exit_code == 0
+    file = tmp_path / "model/model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+    tensors["model.norm.weight"] = torch.zeros(5)
+    tensors["model.layers.0.self_attn.sinks"] = torch.zeros(4)
+    save_file(tensors, file)
+    ended = call("check", recipe)
+    assert ended.exit_code == 2
+    for told in (
+        "missing: model.layers.1.mlp.experts.3.up_proj.weight",
+        "not mapped: model.layers.0.self_attn.sinks",
+        "model.norm.weight has shape (5,), config.json means (64,)",
+    ):
+        assert told in ended.output
+
+
+def test_a_checkpoint_that_is_cut_off_or_no_checkpoint_is_exit_code_2(recipe, tmp_path):
+    file = tmp_path / "model/model.safetensors"
+    whole = file.read_bytes()
+    for data in (whole[:-100], whole[:20], b"", b"\xff" * 100, whole[:8] + b"[" + whole[9:]):
+        file.write_bytes(data)
+        ended = call("check", recipe)
+        assert ended.exit_code == 2
+        assert "cannot be read" in ended.output
+        assert "Traceback" not in ended.output

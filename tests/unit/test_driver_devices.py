@@ -1,0 +1,263 @@
+"""Trainer and engines take turns on the same devices, whatever fails meanwhile."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from slipstream.backend.checkpoint.folder import CheckpointError
+from slipstream.backend.driver import devices
+from slipstream.backend.driver.devices import Colocated
+from slipstream.backend.simulate import clock
+from slipstream.rollout.collect.time_limit import TimeLimit
+from slipstream.rollout.engine.client import EngineError
+
+ALL, WEIGHTS = {"weights", "kv_cache", "cuda_graph"}, {"weights"}
+
+
+@dataclass
+class World:
+    """What everybody did, in order, and who has memory on the devices."""
+
+    did: list[str] = field(default_factory=list)
+    trainer_has: str = "all"
+    engines: dict[str, "Engine"] = field(default_factory=dict)
+
+    def note(self, what: str) -> None:
+        self.did.append(what)
+        alive = [engine for engine in self.engines.values() if not engine.lost]
+        if self.trainer_has == "all":
+            assert not any(engine.has for engine in alive), what
+        elif self.trainer_has == "weights":
+            assert all(engine.has <= WEIGHTS for engine in alive), what
+
+
+@dataclass(eq=False)
+class Engine:
+    world: World
+    name: str
+    has: set[str] = field(default_factory=lambda: set(ALL))
+    paused: bool = False
+    fails: str = ""
+    lost: bool = False
+
+    async def pause(self, mode: str) -> None:
+        self.paused = True
+        await self._do(f"pauses ({mode})")
+
+    async def release_memory(self, parts) -> None:
+        assert self.paused and set(parts) <= self.has
+        await self._do("gives up")
+        self.has -= set(parts)
+
+    async def regain_memory(self, parts) -> None:
+        assert self.paused and not self.has & set(parts)
+        self.has |= set(parts)
+        await self._do(f"takes {' '.join(sorted(parts))}")
+
+    async def resume(self) -> None:
+        assert self.has == ALL
+        self.paused = False
+        await self._do("goes on")
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    async def __aenter__(self) -> "Engine":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def _do(self, what: str) -> None:
+        await asyncio.sleep(1)
+        if self.fails and what.startswith(self.fails):
+            raise EngineError("no")
+        self.world.note(f"{self.name} {what}")
+
+
+class Trainer:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def rest(self, *, keep_weights: bool = False) -> None:
+        self.world.trainer_has = "weights" if keep_weights else ""
+        self.world.note("trainer keeps weights" if keep_weights else "trainer rests")
+
+    async def wake(self) -> None:
+        assert not self.world.trainer_has
+        self.world.trainer_has = "all"
+        self.world.note("trainer wakes")
+
+
+class Pool:
+    def __init__(self, *clients: Engine) -> None:
+        self.clients = list(clients)
+        self.condemned: dict[str, str] = {}
+
+    async def condemn(self, client: Engine, reason: str) -> None:
+        client.lost = True
+        if client in self.clients:
+            self.clients.remove(client)
+            self.condemned[client.name] = reason
+
+
+def colocated(world: World, *clients: Engine, episodes: TimeLimit | None = None) -> tuple[Colocated, Pool]:
+    pool: Any = Pool(*clients)
+    trainer: Any = Trainer(world)
+    found = Colocated(
+        trainer, pool, pause="retract", drain_s=None, timeout_s=5, episodes=episodes or TimeLimit(10)
+    )
+    return found, pool
+
+
+def world_of(*names: str, **fails: str) -> World:
+    world = World()
+    world.engines = {name: Engine(world, name, fails=fails.get(name, "")) for name in names}
+    return world
+
+
+async def started(world: World, *clients: Engine, **more: Any) -> tuple[Colocated, Pool]:
+    """The trainer has been there once."""
+    found, pool = colocated(world, **more)
+    engines, world.engines = world.engines, {}
+    async with found.training():
+        """It is built."""
+    world.engines = engines
+    pool.clients = list(clients)
+    world.did.clear()
+    return found, pool
+
+
+def run(main: Callable[[], Any]) -> Any:
+    return clock.run(main())
+
+
+def test_a_step_hands_the_devices_over_and_back():
+    async def main():
+        world = world_of("a")
+        found, _ = await started(world, world.engines["a"])
+        async with found.training() as turn:
+            world.note("trains")
+            async with found.publishing():
+                world.note("sends")
+        assert world.did == [
+            "a pauses (retract)",
+            "a gives up",
+            "trainer wakes",
+            "trains",
+            "trainer keeps weights",
+            "a takes weights",
+            "sends",
+            "trainer rests",
+            "a takes cuda_graph kv_cache",
+            "a goes on",
+        ]
+        assert turn.stood_s == pytest.approx(5)
+
+    run(main)
+
+
+def test_a_turn_may_end_without_a_new_version():
+    async def main():
+        world = world_of("a", "b")
+        found, _ = await started(world, *world.engines.values())
+        with pytest.raises(CheckpointError):
+            async with found.training():
+                raise CheckpointError("disk full")
+        assert world.did[-5:-3] == ["trainer rests", "a takes cuda_graph kv_cache weights"]
+        assert not any(engine.paused for engine in world.engines.values())
+
+    run(main)
+
+
+@pytest.mark.parametrize("step", ["pauses", "gives up", "takes weights", "takes cuda_graph", "goes on"])
+def test_an_engine_that_fails_a_step_is_given_up_and_the_others_go_on(step: str):
+    async def main():
+        world = world_of("a", "b", b=step)
+        found, pool = await started(world, *world.engines.values())
+        async with found.training(), found.publishing():
+            """Sends."""
+        assert list(pool.condemned) == ["b"]
+        assert "no" in pool.condemned["b"]
+        assert world.did[-1] == "a goes on"
+        assert not world.engines["a"].paused
+
+    run(main)
+
+
+def test_an_engine_that_the_pool_has_lost_meanwhile_stays_as_it_is():
+    async def main():
+        world = world_of("a", "b")
+        found, pool = await started(world, *world.engines.values())
+        async with found.training(), found.publishing():
+            await pool.condemn(world.engines["b"], "part of the weights")
+        assert world.engines["b"].paused
+        assert world.engines["b"].has == WEIGHTS
+
+    run(main)
+
+
+def test_an_engine_that_is_new_stands_aside_as_well(monkeypatch):
+    async def main():
+        world = world_of("a", "new")
+        found, _ = await started(world, world.engines["a"])
+        monkeypatch.setattr(devices, "EngineClient", lambda address: world.engines[address])
+        address: Any = "new"
+        async with found.training(address):
+            assert not world.engines["new"].has
+        assert not world.engines["new"].paused
+
+    run(main)
+
+
+def test_engines_start_while_the_trainer_rests_and_the_trainer_waits_for_those_that_start():
+    async def main():
+        world = world_of()
+        found, _ = colocated(world)
+        times: dict[str, float] = {}
+
+        async def start(name: str, begins: float) -> None:
+            await asyncio.sleep(begins)
+            async with found.starting():
+                times[f"{name} starts"] = asyncio.get_running_loop().time()
+                await asyncio.sleep(10)
+
+        async def train(name: str, begins: float) -> None:
+            await asyncio.sleep(begins)
+            async with found.training():
+                times[name] = asyncio.get_running_loop().time()
+                await asyncio.sleep(3)
+
+        await asyncio.gather(
+            start("early", 0), train("builds", 1), start("two", 4.5), train("step", 5), start("late", 6)
+        )
+        assert times == {
+            "builds": 1,
+            "early starts": 4,  # nothing starts before the trainer was there
+            "two starts": 4.5,
+            "step": 14.5,
+            "late starts": 17.5,
+        }
+
+    run(main)
+
+
+def test_the_trainers_time_is_not_an_episodes():
+    async def main():
+        world, episodes = world_of(), TimeLimit(10)
+        found, _ = await started(world, episodes=episodes)
+
+        async def episode() -> None:
+            with episodes():
+                await asyncio.sleep(19)
+
+        running = asyncio.create_task(episode())
+        await asyncio.sleep(1)
+        async with found.training():
+            await asyncio.sleep(10)
+        await running
+
+    run(main)

@@ -1,0 +1,200 @@
+"""From a run folder to where the run goes on: what is used, what is given up, what is refused."""
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder, CheckpointRecord
+from slipstream.backend.driver.folder_lock import locked
+from slipstream.backend.driver.inputs import InputError
+from slipstream.backend.driver.resume import (
+    begin,
+    check_same_run,
+    find_checkpoint,
+    refuse_if_running,
+    refuse_without_ledger,
+)
+from slipstream.backend.driver.run import recipe_text
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.control.core import Ticket
+from slipstream.rollout.ledger.database import LedgerBusy
+from slipstream.rollout.ledger.recovery import LEDGER, open_ledger
+from slipstream.rollout.ledger.writer import Ledger
+from slipstream.rollout.trajectory import Group, Prompt
+from tests.unit.test_ledger import completion, trajectory
+
+PROMPTS = [Prompt(i, f"prompt {i}") for i in range(20)]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "run", "root": str(tmp_path), "steps": 20},
+            "model": {"path": "model"},
+            "data": {"path": "train.jsonl", "shuffle": False},
+            "rollout": {
+                "max_head_offpolicyness": 2,
+                "batch_size": 1,
+                "n_samples_per_prompt": 1,
+                "reward": "slipstream.rollout.reward.FinalAnswer",
+            },
+        }
+    )
+    config.run.folder.mkdir()
+    (config.run.folder / "recipe.yaml").write_text(recipe_text(config))
+    return config
+
+
+def start(config: RunConfig, checkpoint=None):
+    inputs = SimpleNamespace(prompts=PROMPTS)
+    return begin(config, inputs, checkpoint)  # type: ignore[arg-type]
+
+
+async def trained(ledger: Ledger, id_: int, version: int) -> None:
+    """Group ``id_``, of the version before, is what ``version`` was trained on."""
+    group = Group(id_, PROMPTS[id_], version - 1, (trajectory([version - 1]),))
+    ledger.admitted(Ticket(id_, version - 1), id_)
+    ledger.trajectory(id_, 0, group.trajectories[0])
+    ledger.ready(group)
+    ledger.step_begins(version, version)
+    ledger.published(version, [group])
+    await ledger.flushed()
+
+
+def checkpoint(config: RunConfig, version: int, step: int, epoch: int = 0) -> None:
+    folder = CheckpointFolder(config.run.folder / CHECKPOINTS, keep_last=9)
+    (folder.begin(version) / "weights").write_bytes(b"1")
+    folder.commit(CheckpointRecord(version, step, epoch, step, {"trained": step}))
+
+
+def test_a_run_goes_on_from_its_checkpoint_with_what_the_ledger_kept(config: RunConfig):
+    ledger = start(config).ledger
+
+    async def first_life() -> None:
+        await trained(ledger, 0, 1)
+        checkpoint(config, 1, 1)
+        await trained(ledger, 1, 2)
+        ledger.admitted(Ticket(2, 2), 2)
+        ledger.partial(2, 0, 0, (), completion((2, 3)), done=False)
+        ledger.admitted(Ticket(3, 2), 3)
+        await ledger.flushed()
+
+    asyncio.run(first_life())
+    ledger.close()
+    state = start(config, find_checkpoint(config))
+    try:
+        assert (state.version, state.step) == (3, 1)
+        assert state.notes == [
+            "resumed from version 1 (step 1), served as version 3: "
+            "1 groups ready, 1 continued, 1 to be generated again"
+        ]
+        assert state.control.ready == 1  # what was trained into version 2, to be trained again
+        [resumed] = state.intake.resumed
+        assert (resumed.ticket.id, resumed.prompt) == (2, PROMPTS[2])
+        # Version 2 was one step from version 1, which is version 3 now.
+        assert resumed.prior.partials[0][0].answer.spans[0].version == 2
+        assert state.intake.position == 4
+    finally:
+        state.ledger.close()
+
+
+def test_what_cannot_be_trained_within_the_bound_is_generated_again(config: RunConfig):
+    ledger = start(config).ledger
+
+    async def first_life() -> None:
+        for id_ in range(3):
+            group = Group(id_, PROMPTS[id_], 0, (trajectory([0]),))
+            ledger.admitted(Ticket(id_, 0), id_)
+            ledger.trajectory(id_, 0, group.trajectories[0])
+            ledger.ready(group)
+        await ledger.flushed()
+
+    asyncio.run(first_life())
+    ledger.close()
+    stricter = config.rollout.model_copy(update={"max_head_offpolicyness": 0})
+    state = start(config.model_copy(update={"rollout": stricter}))
+    state.ledger.close()
+    assert "1 groups ready, 0 continued, 2 to be generated again" in state.notes[0]
+
+
+def test_a_checkpoint_of_a_line_that_was_left_is_passed_over(config: RunConfig):
+    ledger = start(config).ledger
+
+    async def life(ledger: Ledger, ids: range, first: int) -> None:
+        for id_, version in zip(ids, range(first, first + len(ids)), strict=True):
+            await trained(ledger, id_, version)
+
+    asyncio.run(life(ledger, range(0, 3), 1))
+    ledger.close()
+    checkpoint(config, 1, 1)
+    checkpoint(config, 3, 3)
+    # Version 3 is damaged, so the second life goes on from version 1 and leaves 2 and 3 behind.
+    ledger, _ = open_ledger(
+        config.run.folder / LEDGER, batch_size=1, n_samples=1, bound=2, restored=1, step=1
+    )
+    ledger.close()
+    found = find_checkpoint(config)
+    assert found.record.version == 1
+    assert found.warnings == (
+        "checkpoint v00000003 is passed over: the run has gone on from an older one since",
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "setting", "value"),
+    [("run", "seed", 7), ("rollout", "batch_size", 2), ("data", "shuffle", True)],
+)
+def test_settings_that_give_the_ledger_its_meaning_cannot_change(config: RunConfig, section, setting, value):
+    check_same_run(config)
+    changed = getattr(config, section).model_copy(update={setting: value})
+    with pytest.raises(InputError, match=rf"{section}.{setting}: {value}, but the run was started with"):
+        check_same_run(config.model_copy(update={section: changed}))
+
+
+def test_all_changed_settings_are_named_at_once(config: RunConfig):
+    changed = config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"seed": 7}),
+            "rollout": config.rollout.model_copy(update={"batch_size": 2, "n_samples_per_prompt": 3}),
+        }
+    )
+    with pytest.raises(InputError) as error:
+        check_same_run(changed)
+    assert all(name in str(error.value) for name in ("run.seed", "batch_size", "n_samples_per_prompt"))
+
+
+def test_a_run_without_its_recipe_cannot_be_resumed(config: RunConfig):
+    (config.run.folder / "recipe.yaml").unlink()
+    with pytest.raises(InputError, match=r"recipe\.yaml"):
+        check_same_run(config)
+
+
+def test_checkpoints_without_a_ledger_are_not_set_aside_unasked(config: RunConfig):
+    refuse_without_ledger(config.run.folder)
+    checkpoint(config, 1, 1)
+    with pytest.raises(InputError, match=r"has checkpoints but no ledger\.sqlite"):
+        refuse_without_ledger(config.run.folder)
+
+
+def test_a_running_supervised_run_is_neither_set_aside_nor_taken_over(config: RunConfig):
+    folder = config.run.folder
+    with locked(folder):
+        for attempt in (partial(refuse_if_running, folder), locked(folder).__enter__):
+            with pytest.raises(InputError, match="another process is running this run"):
+                attempt()
+    refuse_if_running(folder)
+
+
+def test_a_running_run_is_not_set_aside(config: RunConfig):
+    refuse_if_running(config.run.folder)
+    ledger = start(config).ledger
+    with pytest.raises(LedgerBusy):
+        refuse_if_running(config.run.folder)
+    ledger.close()
+    refuse_if_running(config.run.folder)
+    (config.run.folder / LEDGER).write_bytes(b"damaged")
+    refuse_if_running(config.run.folder)

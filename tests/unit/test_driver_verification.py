@@ -1,0 +1,305 @@
+"""Which engines are believed, and what happens to the weights that are served meanwhile."""
+
+import asyncio
+import math
+
+import pytest
+
+from slipstream.backend.batch.step_result import StepResult
+from slipstream.backend.driver.devices import Separate
+from slipstream.backend.driver.served_weights import ServedWeights
+from slipstream.backend.driver.verification import Verifier, WeightsMismatch, probe_text
+from slipstream.bridge.report import PublishReport
+from slipstream.configs.schema.weights import VerifyAlways, VerifyEveryN
+from slipstream.rollout.engine.answer import Aborted
+from slipstream.rollout.engine.client import EngineAddress, EngineError, EngineLost
+from slipstream.rollout.engine.pool import EnginePool
+from slipstream.rollout.trajectory import Prompt
+
+EXPECTED = [-1.0, -2.0, -3.0]
+
+
+class World:
+    """Engines by name: the log-probs and the checksum that each would answer, or what it raises."""
+
+    def __init__(self) -> None:
+        self.logprobs: dict[str, object] = {}
+        self.checksums: dict[str, object] = {}
+        self.asked: list[tuple[str, int]] = []
+        self.unwell: set[str] = set()
+        self.takes_s = 0.0
+
+    def connect(self, address: EngineAddress) -> "Client":
+        return Client(self, address)
+
+    def verifier(self, verify=None, timeout_s: float = 5.0) -> Verifier:
+        return Verifier(
+            verify or VerifyAlways(),
+            [1, 2, 3, 4],
+            "float32",
+            answer_timeout_s=0.05,
+            timeout_s=timeout_s,
+            connect=self.connect,
+        )
+
+
+class Client:
+    def __init__(self, world: World, address: EngineAddress) -> None:
+        self.address, self.name, self._world = address, address.name, world
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *exc):
+        pass
+
+    async def prompt_logprobs(self, ids, *, version):
+        self._world.asked.append((self.name, version))
+        return await self._answer(self._world.logprobs.get(self.name, EXPECTED))
+
+    async def healthy(self):
+        return self.name not in self._world.unwell
+
+    async def checksum(self):
+        return await self._answer(self._world.checksums.get(self.name, "same"))
+
+    async def _answer(self, answer):
+        await asyncio.sleep(60 if answer == "silence" else self._world.takes_s)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def engine(name: str) -> EngineAddress:
+    return EngineAddress(name, f"http://{name}", 1, 100, 100, 5)
+
+
+def wrong(verifier: Verifier, *names: str, version: int = 3) -> dict[str, str]:
+    return asyncio.run(verifier.wrong(version, EXPECTED, [engine(name) for name in names]))
+
+
+def test_engines_that_compute_what_the_trainer_does_are_right():
+    world = World()
+    world.logprobs["a"] = [-1.0005, -2.0, -3.001]
+    assert wrong(world.verifier(), "a", "b") == {}
+    assert world.asked == [("a", 3), ("b", 3)]
+
+
+@pytest.mark.parametrize("found", [[-1.0, -2.0, -3.01], [-1.0, math.nan, -3.0], [-1.0, -math.inf, -3.0]])
+def test_an_engine_that_computes_something_else_is_wrong_and_the_reason_has_both_numbers(found):
+    world = World()
+    world.logprobs["a"] = found
+    reasons = wrong(world.verifier(), "a", "b")
+    assert reasons.keys() == {"a"}
+    assert "does not hold version 3" in reasons["a"]
+    assert "weights.verify.tolerance allows 0.001" in reasons["a"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("silence", "no answer about version 3 in 0.2 s"),
+        (EngineLost("gone"), "no answer about version 3: gone"),
+        (EngineError("log-probs of version 2, expected 3"), "expected 3"),
+        (Aborted("generation was aborted"), "generation was aborted"),
+    ],
+)
+def test_an_engine_that_does_not_answer_is_not_believed_and_holds_up_no_other(answer, reason):
+    world = World()
+    world.logprobs["a"] = answer
+    reasons = wrong(world.verifier(timeout_s=0.2), "a", "b")
+    assert reasons.keys() == {"a"}
+    assert reason in reasons["a"]
+
+
+def test_a_busy_engine_may_take_its_time_and_one_that_is_not_well_may_not():
+    world = World()
+    world.takes_s = 0.2
+    assert wrong(world.verifier(), "a") == {}
+    world.unwell.add("b")
+    assert wrong(world.verifier(), "a", "b") == {"b": "no answer about version 3: b has gone silent"}
+
+
+def test_of_engines_with_different_checksums_the_fewer_are_wrong():
+    world = World()
+    world.checksums["b"] = "other"
+    assert wrong(world.verifier(), "a", "b", "c").keys() == {"b"}
+
+
+def test_where_checksums_are_at_odds_without_a_majority_none_is_believed():
+    world = World()
+    world.checksums["b"] = "other"
+    assert wrong(world.verifier(), "a", "b").keys() == {"a", "b"}
+
+
+def test_a_late_engine_must_have_the_checksum_that_the_others_had():
+    world = World()
+    verifier = world.verifier()
+    assert wrong(verifier, "a", "b") == {}
+    world.checksums["late"] = "other"
+    assert wrong(verifier, "late").keys() == {"late"}
+    assert wrong(verifier, "late", version=4) == {}, "of another version there is nothing to compare with"
+
+
+def test_an_engine_without_checksums_is_judged_by_what_it_computes():
+    world = World()
+    world.checksums |= {"a": EngineError("Torch not compiled with CUDA enabled"), "b": "x"}
+    verifier = world.verifier()
+    assert wrong(verifier, "a") == {}
+    assert wrong(verifier, "b", "a") == {}
+
+
+def test_every_n_verifies_every_nth_version():
+    verifier = World().verifier(VerifyEveryN(n=3))
+    assert [version for version in range(10) if verifier.due(version)] == [0, 3, 6, 9]
+    assert all(World().verifier().due(version) for version in range(10))
+
+
+class Tokenizer:
+    def apply_chat_template(self, conversation, *, add_generation_prompt, return_dict):
+        return [len(word) for word in conversation[0]["content"].split()]
+
+
+def test_the_text_is_that_of_the_prompts_as_often_as_it_takes():
+    prompts = [Prompt(0, "a bb ccc"), Prompt(1, "dddd")]
+    assert probe_text(prompts, Tokenizer(), 6) == [1, 2, 3, 4, 1, 2]
+    assert probe_text(prompts, Tokenizer(), 2) == [1, 2]
+
+
+# ---- the weights that are served
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.version = 0
+        self.published: list[tuple[int, list[str]]] = []
+        self.reports: list[dict] = []
+
+    async def train(self, batch):
+        self.version += 1
+        return StepResult(self.version, {})
+
+    async def publish(self, engines):
+        names = [address.name for address in engines]
+        self.published.append((self.version, names))
+        trouble = self.reports.pop(0) if self.reports else {}
+        out = {name for where in trouble.values() for name in where}
+        return PublishReport(self.version, [name for name in names if name not in out], **trouble)
+
+    async def logprobs(self, ids):
+        return EXPECTED
+
+
+async def serving(world: World, *names: str) -> tuple[ServedWeights, EnginePool, Trainer]:
+    trainer, pool = Trainer(), EnginePool(max_concurrent=4, wait_timeout_s=5, isolate_versions=False)
+    for name in names:
+        await pool.add(world.connect(engine(name)))
+    return ServedWeights(trainer, pool, Separate(pool), verifier=world.verifier()), pool, trainer
+
+
+def test_engines_are_in_doubt_from_before_the_update_until_the_verdict():
+    async def main():
+        world = World()
+        weights, pool, _ = await serving(world, "a", "b")
+        world.logprobs["b"] = [0.0, 0.0, 0.0]
+        await weights.advance(None)
+        assert {client.name: version for client, version in pool._doubted.items()} == {"a": 1, "b": 1}
+        await weights.settled()
+        assert [client.name for client in pool.clients] == ["a"]
+        assert [client.name for client in pool._doubted] == ["b"]
+        client, reason = pool.lost.get_nowait()
+        assert client.name == "b"
+        assert "does not hold version 1" in reason
+
+    asyncio.run(main())
+
+
+def test_the_next_version_waits_for_the_verdict_on_the_last_one():
+    async def main():
+        world = World()
+        weights, _, trainer = await serving(world, "a")
+        await weights.advance(None)
+        await weights.advance(None)
+        assert world.asked == [("a", 1)]
+        await weights.settled()
+        assert world.asked == [("a", 1), ("a", 2)]
+        assert [version for version, _ in trainer.published] == [1, 2]
+
+    asyncio.run(main())
+
+
+def test_interrupted_engines_are_published_to_again_once():
+    async def main():
+        world = World()
+        weights, pool, trainer = await serving(world, "a", "b", "c")
+        trainer.reports = [{"failed": {"b": "gone"}, "interrupted": {"a": "b", "c": "b"}}]
+        advance = await weights.advance(None)
+        assert trainer.published == [(1, ["a", "b", "c"]), (1, ["a", "c"])]
+        assert advance.report.updated == ["a", "c"]
+        assert [client.name for client in pool.clients] == ["a", "c"]
+        trainer.reports = [{"interrupted": {"a": "x"}}, {"interrupted": {"a": "y"}}]
+        advance = await weights.advance(None)
+        assert advance.report.failed == {"a": "y"}
+        assert [client.name for client in pool.clients] == ["c"]
+        await weights.settled()
+
+    asyncio.run(main())
+
+
+def test_an_engine_is_admitted_when_it_was_found_to_hold_the_version():
+    async def main():
+        world = World()
+        weights, _, trainer = await serving(world, "a")
+        await weights.advance(None)
+        admitted = []
+
+        async def admit():
+            admitted.append(1)
+
+        assert await weights.bring_up_to_date(engine("late"), admit) is None
+        world.logprobs["other"] = [0.0, 0.0, 0.0]
+        assert "does not hold version 1" in await weights.bring_up_to_date(engine("other"), admit)
+        assert admitted == [1]
+        assert trainer.published[1:] == [(1, ["late"]), (1, ["other"])]
+        await weights.settled()
+
+    asyncio.run(main())
+
+
+def test_engine_and_trainer_at_odds_about_the_initial_weights_is_an_error_of_its_own():
+    async def main():
+        world = World()
+        weights, _, trainer = await serving(world)
+        world.logprobs["a"] = [0.0, 0.0, 0.0]
+        with pytest.raises(WeightsMismatch, match="a: it does not hold version 0"):
+            await weights.bring_up_to_date(engine("a"), None)
+        assert trainer.published == []
+
+    asyncio.run(main())
+
+
+def test_a_question_that_cannot_be_put_is_a_verdict_too():
+    """Else the answers that wait for it would wait for ever."""
+
+    async def main():
+        world = World()
+        weights, pool, _ = await serving(world, "a")
+        world.logprobs["a"] = ZeroDivisionError("a bug")
+        await weights.advance(None)
+        await weights.settled()
+        assert pool.clients == []
+        assert "a bug" in pool.lost.get_nowait()[1]
+
+    asyncio.run(main())
+
+
+def test_a_verdict_that_is_pending_at_the_end_is_given_up():
+    async def main():
+        world = World()
+        weights, *_ = await serving(world, "a")
+        world.logprobs["a"] = "silence"
+        await weights.advance(None)
+        await weights.cancel()
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())

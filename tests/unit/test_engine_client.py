@@ -1,0 +1,661 @@
+"""The engine client against a small server that answers in SGLang's format."""
+
+import asyncio
+import inspect
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from slipstream.bridge.publish import EngineEndpoint
+from slipstream.configs.schema import SamplingConfig
+from slipstream.rollout.control.concurrency import EngineLoad
+from slipstream.rollout.engine.client import (
+    Aborted,
+    EngineAddress,
+    EngineClient,
+    EngineError,
+    EngineLost,
+    InvalidRequest,
+    Silent,
+)
+from slipstream.rollout.trajectory import Completion, Finish, Span
+from tests.unit.test_engine_answer import ABORT, ANSWER, COMPLETION, STOP, answer, attested, chunk
+
+SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=4)
+
+
+def address(url: str, timeout_s: float = 5) -> EngineAddress:
+    return EngineAddress(
+        "engine-0", url, 1, vocab_size=100, max_length=20, timeout_s=timeout_s, stream_interval=16
+    )
+
+
+def event(chunk: object) -> bytes:
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def streamed(*chunks: object) -> web.Response:
+    """A stream that has ended."""
+    return web.Response(body=b"".join(map(event, chunks)) + DONE, content_type="text/event-stream")
+
+
+def streaming(*steps: object):
+    """A reply that sends the chunks one after another; a number is a pause in seconds."""
+
+    async def reply(request):
+        if request.path != "/generate":
+            return web.json_response({})
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for step in steps:
+            if isinstance(step, float):
+                await asyncio.sleep(step)
+            else:
+                await response.write(step if isinstance(step, bytes) else event(step))
+        return response
+
+    return reply
+
+
+ONE = [chunk(1, 1, 3)]
+THREE = [*ONE, chunk(3, 2, 3)]
+WHOLE = [*THREE, chunk(4, 1, 5, STOP, weight_versions=attested((3, 0, 2), (5, 2, 4)))]
+"""An answer of four tokens in three chunks."""
+
+
+def tokens(n: int, *spans: Span, finish=Finish.PARTIAL) -> Completion:
+    """The first n tokens of that answer."""
+    return Completion(tuple(range(100, 100 + n)), tuple(-float(i) for i in range(n)), spans, finish)
+
+
+class Server:
+    """Records every request; answers with ``reply``: a function of the request, a response, or JSON.
+
+    JSON is the only chunk of a generation that is streamed.
+    """
+
+    def __init__(self, reply) -> None:
+        self.reply = reply
+        self.requests: list[tuple[str, str, dict | None]] = []
+        self.connections: set = set()
+        self.disconnected = asyncio.Event()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json() if request.can_read_body else None
+        self.requests.append((request.method, request.path, body))
+        self.connections.add(request.transport)
+        try:
+            reply = await self.reply(request) if inspect.iscoroutinefunction(self.reply) else self.reply
+        except asyncio.CancelledError:
+            self.disconnected.set()
+            raise
+        if isinstance(reply, web.StreamResponse):
+            return reply
+        return streamed(reply) if body and body.get("stream") else web.json_response(reply)
+
+
+@asynccontextmanager
+async def serving(reply, timeout_s: float = 5):
+    server = Server(reply)
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", server.handle)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    try:
+        async with EngineClient(address(f"http://127.0.0.1:{port}", timeout_s)) as client:
+            yield server, client
+    finally:
+        await runner.cleanup()
+
+
+# ---- requests
+
+
+def test_a_generation_request_is_sent_and_its_answer_read():
+    async def main():
+        async with serving(ANSWER) as (server, client):
+            assert await client.generate([1, 2], SAMPLING, version=3, cache_key="v3") == COMPLETION
+            ((method, path, body),) = server.requests
+            assert (method, path) == ("POST", "/generate")
+            assert len(body.pop("rid")) == 32
+            assert body == {
+                "input_ids": [1, 2],
+                "sampling_params": {
+                    "temperature": 0.7,
+                    "top_p": 0.9,
+                    "top_k": 5,
+                    "max_new_tokens": 4,
+                    "stream_interval": 16,
+                },
+                "return_logprob": True,
+                "stream": True,
+                "extra_key": "v3",
+            }
+
+    asyncio.run(main())
+
+
+def test_every_request_has_a_name_of_its_own():
+    async def main():
+        async with serving(ANSWER) as (server, client):
+            await asyncio.gather(*(client.generate([1], SAMPLING, version=0) for _ in range(20)))
+            names = {body["rid"] for _, _, body in server.requests}
+            assert len(names) == 20
+            assert len({len(name) for name in names}) == 1, "SGLang aborts whatever begins with a name"
+
+    asyncio.run(main())
+
+
+def test_greedy_generation_has_temperature_zero():
+    async def main():
+        async with serving(ANSWER) as (server, client):
+            await client.generate([1], SAMPLING, version=0, greedy=True)
+            body = server.requests[0][2]
+            assert body["sampling_params"]["temperature"] == 0
+            assert body["extra_key"] is None
+
+    asyncio.run(main())
+
+
+def test_prompt_log_probs_ask_for_no_new_token_and_skip_the_first():
+    reply = answer(
+        finish_reason={"type": "length", "length": 0},
+        input_token_logprobs=[[None, 7, None], [-0.25, 8, None], [-0.75, 9, None]],
+    )
+
+    async def main():
+        async with serving(reply) as (server, client):
+            assert await client.prompt_logprobs([7, 8, 9]) == [-0.25, -0.75]
+            body = server.requests[0][2]
+            assert body["sampling_params"] == {"max_new_tokens": 0, "temperature": 0.0}
+            assert (body["input_ids"], body["logprob_start_len"], body["return_logprob"]) == (
+                [7, 8, 9],
+                0,
+                True,
+            )
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda c: c.pause("retract"), ("/pause_generation", {"mode": "retract"})),
+        (lambda c: c.resume(), ("/continue_generation", {})),
+        (lambda c: c.abort("x"), ("/abort_request", {"rid": "x"})),
+        (lambda c: c.abort_all(), ("/abort_request", {"abort_all": True})),
+        (lambda c: c.begin_update(), ("/begin_weight_update", {})),
+        (lambda c: c.end_update(), ("/end_weight_update", {})),
+        (lambda c: c.leave_group("g"), ("/destroy_weights_update_group", {"group_name": "g"})),
+        (
+            lambda c: c.join_group(
+                address="h", port=5, rank_offset=1, world_size=3, group="g", backend="gloo"
+            ),
+            (
+                "/init_weights_update_group",
+                {
+                    "master_address": "h",
+                    "master_port": 5,
+                    "rank_offset": 1,
+                    "world_size": 3,
+                    "group_name": "g",
+                    "backend": "gloo",
+                },
+            ),
+        ),
+        (
+            lambda c: c.receive(
+                names=["a", "b"],
+                shapes=[(2, 3), (4,)],
+                dtype="float32",
+                group="g",
+                flush_cache=True,
+                version=7,
+            ),
+            (
+                "/update_weights_from_distributed",
+                {
+                    "names": ["a", "b"],
+                    "dtypes": ["float32", "float32"],
+                    "shapes": [[2, 3], [4]],
+                    "group_name": "g",
+                    "load_format": "flattened_bucket",
+                    "flush_cache": True,
+                    "weight_version": "7",
+                },
+            ),
+        ),
+    ],
+)
+def test_control_calls_are_what_sglang_expects(call, expected):
+    async def main():
+        async with serving({"success": True, "message": "ok"}) as (server, client):
+            await call(client)
+            assert server.requests == [("POST", *expected)]
+
+    asyncio.run(main())
+
+
+def test_a_bucket_before_the_last_names_no_version():
+    async def main():
+        async with serving({"success": True}) as (server, client):
+            await client.receive(
+                names=["a"], shapes=[(1,)], dtype="float32", group="g", flush_cache=False, version=None
+            )
+            assert server.requests[0][2]["weight_version"] is None
+
+    asyncio.run(main())
+
+
+def test_the_client_offers_all_that_publishing_asks_of_an_engine():
+    for name, method in inspect.getmembers(EngineEndpoint, inspect.isfunction):
+        if not name.startswith("_"):
+            asked = inspect.signature(method).parameters
+            offered = inspect.signature(getattr(EngineClient, name)).parameters
+            assert [(p.name, p.kind) for p in asked.values()] == [
+                (p.name, p.kind) for p in offered.values()
+            ], name
+
+
+def test_the_version_is_the_servers_own():
+    async def main():
+        async with serving({"model_path": "m", "weight_version": "12"}) as (server, client):
+            assert await client.version() == 12
+            assert server.requests == [("GET", "/model_info", None)]
+
+    asyncio.run(main())
+
+
+# ---- requests that never leave
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "message"),
+    [
+        ([], "input_ids is empty"),
+        ([1, 100, 2], r"token ids \[100\] are outside the vocabulary of 100"),
+        ([-1], r"token ids \[-1\] are outside"),
+        ([200] * 9, r"token ids \[200, 200, 200, 200, 200\] are outside"),
+        ([1] * 17, r"17 prompt \+ 4 new tokens exceed the context of 20"),
+    ],
+)
+def test_a_request_that_would_harm_the_server_never_leaves(input_ids, message):
+    async def main():
+        async with serving(ANSWER) as (server, client):
+            with pytest.raises(InvalidRequest, match=message):
+                await client.generate(input_ids, SAMPLING, version=0)
+            assert server.requests == []
+
+    asyncio.run(main())
+
+
+def test_the_longest_request_and_the_last_token_id_are_allowed():
+    async def main():
+        async with serving(ANSWER) as (_, client):
+            assert await client.generate([99] * 16, SAMPLING, version=0) == COMPLETION
+
+    asyncio.run(main())
+
+
+def test_prompt_log_probs_are_checked_like_generation():
+    async def main():
+        async with serving(ANSWER) as (server, client):
+            for bad in ([], [100], [1] * 21):
+                with pytest.raises(InvalidRequest):
+                    await client.prompt_logprobs(bad)
+            assert server.requests == []
+
+    asyncio.run(main())
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (
+            {"success": False, "message": "not in an update"},
+            "engine-0 /begin_weight_update: not in an update",
+        ),
+        ({"success": False}, "'success': False"),
+    ],
+)
+def test_a_refusal_with_status_200_is_an_error(reply, message):
+    async def main():
+        async with serving(reply) as (_, client):
+            with pytest.raises(EngineError, match=message):
+                await client.begin_update()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("status", [400, 404, 500, 503])
+def test_an_http_error_is_the_servers_own_message(status):
+    async def reply(request):
+        return web.Response(status=status, text="the scheduler says no")
+
+    async def main():
+        async with serving(reply) as (_, client):
+            with pytest.raises(EngineError, match=f"/generate: HTTP {status}: the scheduler says no"):
+                await client.generate([1], SAMPLING, version=0)
+            assert not await client.healthy()
+
+    asyncio.run(main())
+
+
+def test_an_empty_answer_of_a_control_call_is_fine():
+    async def reply(request):
+        return web.Response(text="")
+
+    async def main():
+        async with serving(reply) as (_, client):
+            await client.resume()
+            assert await client.healthy()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[1, 2", "<html>", "null", "[]", "{}", "data: {}\n\n", "data: {\n\n", ": ping\n\n"]
+)
+def test_an_answer_that_is_none_is_an_error_of_the_engine(text):
+    async def reply(request):
+        return web.Response(text=text)
+
+    async def main():
+        async with serving(reply) as (_, client):
+            with pytest.raises(EngineError, match="engine-0 /generate: "):
+                await client.generate([1], SAMPLING, version=0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        {"error": {"message": "too long", "type": "invalid_request_error", "code": 400}},
+        chunk(0, 0, 0, {"type": "abort", "message": "too long", "status_code": 400}),
+    ],
+)
+def test_a_refusal_inside_the_stream_is_the_servers_own_message(refusal):
+    async def main():
+        async with serving(refusal) as (_, client):
+            with pytest.raises(EngineError, match="engine-0 /generate: too long"):
+                await client.generate([1], SAMPLING, version=0)
+
+    asyncio.run(main())
+
+
+def test_an_aborted_answer_is_told_apart_and_keeps_what_there_was():
+    last = chunk(5, 2, 5, ABORT, weight_versions=attested((3, 0, 2), (5, 2, 5)))
+
+    async def main():
+        async with serving(streaming(*THREE, last, DONE)) as (_, client):
+            with pytest.raises(Aborted, match="generation was aborted: Aborted") as caught:
+                await client.generate([1], SAMPLING, version=3)
+            assert caught.value.partial == tokens(4, Span(3, 0, 2), Span(5, 2, 4))
+        async with serving(answer(finish_reason={"type": "abort"})) as (_, client):
+            with pytest.raises(Aborted):
+                await client.prompt_logprobs([1])
+
+    asyncio.run(main())
+
+
+# ---- streams
+
+
+def test_progress_is_told_of_every_chunk_but_the_last_which_is_the_answer():
+    async def main():
+        async with serving(streaming(*WHOLE, DONE)) as (_, client):
+            seen: list[Completion] = []
+            whole = await client.generate([1], SAMPLING, version=2, progress=seen.append)
+            assert whole == tokens(4, Span(3, 0, 2), Span(5, 2, 4), finish=Finish.STOP)
+            assert seen == [tokens(1, Span(2, 0, 1)), tokens(3, Span(2, 0, 1), Span(3, 1, 3))]
+
+    asyncio.run(main())
+
+
+def test_the_answer_is_there_although_the_connection_stays():
+    async def main():
+        async with serving(streaming(*WHOLE, 30.0)) as (_, client):
+            async with asyncio.timeout(3):
+                assert (await client.generate([1], SAMPLING, version=3)).finish is Finish.STOP
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), ValueError("bug"), TimeoutError()])
+def test_what_progress_raises_is_its_own_and_not_held_against_the_engine(error):
+    def broken(_):
+        raise error
+
+    async def main():
+        async with serving(streaming(*WHOLE, DONE)) as (_, client):
+            with pytest.raises(type(error)) as caught:
+                await client.generate([1], SAMPLING, version=3, progress=broken)
+            assert caught.value is error
+
+    asyncio.run(main())
+
+
+def test_chunks_longer_than_a_read_buffer_arrive_whole():
+    n = 20_000
+    last = chunk(n, n - 1, 3, STOP, weight_versions=attested((3, 0, n)))
+
+    async def main():
+        async with serving(streaming(chunk(1, 1, 3), last, DONE)) as (_, client):
+            assert len((await client.generate([1], SAMPLING, version=3)).tokens) == n
+
+    asyncio.run(main())
+
+
+# ---- losses
+
+
+def test_no_answer_in_time_from_a_server_that_is_not_well_is_a_loss():
+    async def reply(request):
+        await asyncio.sleep(30)
+
+    async def main():
+        async with serving(reply, timeout_s=0.05) as (server, client):
+            with pytest.raises(EngineLost, match="/generate: nothing came for 0 s"):
+                await client.generate([1], SAMPLING, version=0)
+            assert not await client.healthy()
+            assert "/abort_request" not in {path for _, path, _ in server.requests}
+
+    asyncio.run(main())
+
+
+def test_silence_of_a_server_that_is_well_condemns_the_request_and_not_the_server():
+    async def main():
+        async with serving(streaming(*THREE, 30.0), timeout_s=0.1) as (server, client):
+            with pytest.raises(Silent, match="nothing came for 0 s") as caught:
+                await client.generate([1], SAMPLING, version=3)
+            assert caught.value.partial == tokens(3, Span(3, 0, 3))
+            (_, _, asked), health, (_, path, aborted) = server.requests
+            assert health == ("GET", "/health", None)
+            assert (path, aborted) == ("/abort_request", {"rid": asked["rid"]})
+
+    asyncio.run(main())
+
+
+def test_silence_is_from_chunk_to_chunk_and_not_the_time_of_the_whole_answer():
+    slow = [step for part in WHOLE for step in (0.2, part)]
+
+    async def main():
+        async with serving(streaming(*slow, DONE), timeout_s=0.4) as (_, client):
+            assert (await client.generate([1], SAMPLING, version=3)).finish is Finish.STOP
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_ends_too_early_is_a_loss_that_keeps_what_there_was():
+    async def main():
+        for end in ([], [DONE]):
+            async with serving(streaming(*THREE, *end)) as (_, client):
+                with pytest.raises(EngineLost, match="stopped before its end") as caught:
+                    await client.generate([1], SAMPLING, version=2)
+                assert caught.value.partial == tokens(3, Span(2, 0, 1), Span(3, 1, 3))
+        async with serving(streaming()) as (_, client):
+            with pytest.raises(EngineLost) as caught:
+                await client.generate([1], SAMPLING, version=2)
+            assert caught.value.partial is None
+
+    asyncio.run(main())
+
+
+def test_a_server_that_dies_in_the_middle_is_a_loss_that_keeps_what_there_was():
+    async def dying(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for part in THREE:
+            await response.write(event(part))
+        await asyncio.sleep(0.05)
+        request.transport.abort()
+        return response
+
+    async def main():
+        async with serving(dying) as (_, client):
+            with pytest.raises(EngineLost) as caught:
+                await client.generate([1], SAMPLING, version=3)
+            assert caught.value.partial == tokens(3, Span(3, 0, 3))
+
+    asyncio.run(main())
+
+
+def test_a_server_that_is_not_there_is_a_loss():
+    async def main():
+        async with EngineClient(address("http://127.0.0.1:9")) as client:
+            with pytest.raises(EngineLost, match="ClientConnectorError"):
+                await client.generate([1], SAMPLING, version=0)
+            assert not await client.healthy()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "part", [b"", b'HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"output_ids": [1', b"HTTP"]
+)
+def test_a_connection_that_breaks_is_a_loss(part):
+    async def dying(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(part)
+        writer.close()
+
+    async def main():
+        server = await asyncio.start_server(dying, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, EngineClient(address(f"http://127.0.0.1:{port}")) as client:
+            with pytest.raises(EngineLost):
+                await client.generate([1], SAMPLING, version=0)
+
+    asyncio.run(main())
+
+
+def test_an_idle_server_that_closes_a_kept_connection_is_not_lost():
+    """SGLang closes idle connections; a request that meets the closing one must not condemn the engine."""
+
+    async def once_per_connection(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")  # keeps the connection, as it seems
+        await reader.readline()  # but goes away when it is used again
+        writer.close()
+
+    async def main():
+        server = await asyncio.start_server(once_per_connection, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, EngineClient(address(f"http://127.0.0.1:{port}")) as client:
+            for _ in range(3):
+                await client.resume()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("chunks", [[], THREE], ids=["before the answer", "within the answer"])
+def test_closing_the_client_ends_its_running_requests_as_lost(chunks):
+    """So that an engine that is condemned does not keep its requests until their time-out."""
+
+    async def main():
+        async with serving(streaming(*chunks, 30.0) if chunks else hang) as (server, client):
+            running = [asyncio.create_task(client.generate([1], SAMPLING, version=3)) for _ in range(3)]
+            while len(server.requests) < 3:
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.05)
+            await client.close()
+            ended = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 1)
+            assert [type(error) for error in ended] == [EngineLost] * 3
+            assert {error.partial and len(error.partial.tokens) for error in ended} == {3 if chunks else None}
+            with pytest.raises(EngineLost, match="given up"):
+                await client.generate([1], SAMPLING, version=3)
+
+    asyncio.run(main())
+
+
+async def hang(request):
+    await asyncio.sleep(30)
+
+
+@pytest.mark.parametrize("chunks", [[], THREE], ids=["before the answer", "within the answer"])
+def test_a_cancelled_request_disconnects_so_that_the_server_stops_generating(chunks):
+    async def main():
+        async with serving(streaming(*chunks, 30.0) if chunks else hang) as (server, client):
+            running = asyncio.create_task(client.generate([1], SAMPLING, version=0))
+            while not server.requests:
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.05)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            await asyncio.wait_for(server.disconnected.wait(), 1)
+
+    asyncio.run(main())
+
+
+def test_many_requests_run_at_once():
+    together = 150
+    """More than the 100 connections that aiohttp would allow."""
+
+    async def main():
+        everyone = asyncio.Barrier(together)
+
+        async def reply(request):
+            await everyone.wait()
+            return streamed(ANSWER)
+
+        async with serving(reply) as (_, client):
+            work = (client.generate([1], SAMPLING, version=0) for _ in range(together))
+            assert await asyncio.wait_for(asyncio.gather(*work), 5) == [COMPLETION] * together
+
+    asyncio.run(main())
+
+
+# ---- load
+
+
+def test_the_load_is_asked_for_and_a_malformed_one_is_an_error():
+    rank = {
+        "timestamp": 5.0,
+        "num_running_reqs": 3,
+        "num_waiting_reqs": 1,
+        "token_usage": 0.25,
+        "queues": {"retracted": 0},
+    }
+
+    async def main():
+        async with serving({"loads": [rank]}) as (server, client):
+            assert await client.load() == EngineLoad(3, 1, 0.25, 0, 5.0)
+            assert server.requests == [("GET", "/v1/loads", None)]
+            server.reply = {"loads": []}
+            with pytest.raises(EngineError, match="engine-0 /v1/loads: not an answer"):
+                await client.load()
+
+    asyncio.run(main())

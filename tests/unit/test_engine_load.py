@@ -1,0 +1,140 @@
+"""Following the load: all engines at once, failures are no observations, the decision reaches the pool."""
+
+import asyncio
+
+from slipstream.rollout.control.concurrency import ConcurrencyController, EngineLoad
+from slipstream.rollout.engine import load
+from slipstream.rollout.engine.client import EngineError, EngineLost
+from slipstream.rollout.engine.load import follow_load, sample
+from slipstream.rollout.engine.pool import EnginePool
+
+FULL = EngineLoad(running=10, waiting=0, kv_use=0.99)
+
+
+class FakeEngine:
+    """Gives its answers in turn, the last one for ever; an exception is raised, None is no answer at all."""
+
+    def __init__(self, name: str, *answers: EngineLoad | Exception | None) -> None:
+        self.name = name
+        self.answers = list(answers)
+        self.asked = 0
+
+    async def load(self) -> EngineLoad:
+        self.asked += 1
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if answer is None:
+            await asyncio.sleep(60)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Controller(ConcurrencyController):
+    """Records what it is told; wants one fewer with every observation."""
+
+    def __init__(self) -> None:
+        super().__init__(maximum=100)
+        self.told: list = []
+
+    def observe(self, loads, in_use) -> None:
+        self.told.append((sorted(load.running for load in loads), in_use))
+        self.limit -= 1
+
+    def disturbed(self) -> None:
+        self.told.append("disturbed")
+
+
+def running(n: int, taken_s: float = 0.0) -> EngineLoad:
+    return EngineLoad(n, 0, 0.5, taken_s=taken_s)
+
+
+def pool_of(*engines: FakeEngine) -> EnginePool:
+    pool = EnginePool(max_concurrent=100, wait_timeout_s=5, isolate_versions=False)
+    for engine in engines:
+        asyncio.get_running_loop().create_task(pool.add(engine))
+    return pool
+
+
+async def followed(pool: EnginePool, controller: ConcurrencyController, until) -> None:
+    await asyncio.sleep(0)
+    following = asyncio.create_task(follow_load(pool, controller, every_s=0.01))
+    async with asyncio.timeout(3):
+        while not until():
+            assert not following.done()
+            await asyncio.sleep(0.005)
+    following.cancel()
+    await asyncio.wait({following})
+    assert following.cancelled()
+
+
+def test_engines_that_fail_or_are_late_are_left_out(monkeypatch):
+    monkeypatch.setattr(load, "SAMPLE_TIMEOUT_S", 0.05)
+    engines = [
+        FakeEngine("a", running(1)),
+        FakeEngine("b", EngineLost("gone")),
+        FakeEngine("c", None),
+        FakeEngine("d", EngineError("HTTP 500")),
+        FakeEngine("e", running(5)),
+    ]
+    assert asyncio.run(sample(engines)) == {"a": running(1), "e": running(5)}
+    assert asyncio.run(sample([])) == {}
+
+
+def test_what_the_controller_decides_becomes_the_limit_of_the_pool():
+    async def main():
+        engine = FakeEngine("a", *(running(n, taken_s=n) for n in range(20)))
+        pool, controller = pool_of(engine), Controller()
+        await followed(pool, controller, lambda: len(controller.told) == 3)
+        assert controller.told == [([0], 0), ([1], 0), ([2], 0)]
+        assert pool.limit == controller.limit == 97
+
+    asyncio.run(main())
+
+
+def test_a_sample_that_repeats_the_last_one_is_no_observation():
+    async def main():
+        engines = (
+            FakeEngine("a", running(1, 1.0), running(1, 1.0), running(2, 2.0)),
+            FakeEngine("b", running(5, 1.0)),
+        )
+        controller = Controller()
+        await followed(pool_of(*engines), controller, lambda: len(controller.told) == 4)
+        assert controller.told == [([1, 5], 0), ([], 0), ([2], 0), ([], 0)]
+
+    asyncio.run(main())
+
+
+def test_a_failed_sample_changes_nothing_and_the_next_one_counts():
+    async def main():
+        engine = FakeEngine("a", EngineLost("gone"), EngineError("no"), running(3, 1.0))
+        controller = ConcurrencyController(maximum=100)
+        pool = pool_of(engine)
+        await followed(pool, controller, lambda: engine.asked > 4)
+        assert pool.limit == 100
+
+    asyncio.run(main())
+
+
+def test_a_new_version_tells_the_controller_of_the_disturbance():
+    async def main():
+        engine = FakeEngine("a", running(1))
+        pool, controller = pool_of(engine), Controller()
+
+        def until() -> bool:
+            pool.version = 1 if len(controller.told) >= 2 else 0
+            return len(controller.told) >= 5
+
+        await followed(pool, controller, until)
+        assert controller.told.count("disturbed") == 1
+
+    asyncio.run(main())
+
+
+def test_full_memory_lowers_the_limit_of_the_pool():
+    async def main():
+        pool, controller = pool_of(FakeEngine("a", FULL)), ConcurrencyController(maximum=100)
+        pool._requests.inside = 100
+        await followed(pool, controller, lambda: pool.limit < 100)
+        assert pool.limit == 80
+
+    asyncio.run(main())

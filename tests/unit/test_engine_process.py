@@ -1,0 +1,338 @@
+"""The server's process: its arguments and environment, its start, and an end that leaves nothing running.
+
+SGLang is replaced by a program of a few lines that serves /health and, like SGLang, has a child.
+"""
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from slipstream.rollout.engine import cpu
+from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.engine.process import (
+    LAUNCHER,
+    EngineStartError,
+    ServerProcess,
+    ServerSpec,
+    server_args,
+)
+from tests.environment import environment
+
+STAND_IN = textwrap.dedent(
+    """
+    import http.server, json, mmap, os, signal, subprocess, sys, threading
+
+    mode, settings = sys.argv[1], json.loads(sys.argv[-1])
+    arguments = settings["server"]
+    if mode == "dies":
+        print("a line before", flush=True)
+        sys.exit("there is no such model")
+    if mode == "launched":
+        from slipstream.rollout.engine.launch import _die_with_owner
+        from pathlib import Path
+        leftovers = [Path(settings["temporary"])]
+        leftovers += [Path(settings["replica"]["folder"])] if settings["replica"] else []
+        threading.Thread(target=_die_with_owner, args=(leftovers,), daemon=True).start()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen(["sleep", "300"])
+    with open(f"/dev/shm/slipstream-test-{os.getpid()}", "w+b") as file:
+        file.truncate(4096)
+        shared = mmap.mmap(file.fileno(), 4096)
+    told = {"arguments": arguments, "environment": dict(os.environ), "child": child.pid}
+    told["temporary"] = settings["temporary"]
+    print(json.dumps(told), flush=True)
+
+    class Health(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(503 if mode == "unhealthy" else 200)
+            self.end_headers()
+        def log_message(self, *args):
+            pass
+
+    http.server.HTTPServer((arguments["host"], arguments["port"]), Health).serve_forever()
+    """
+)
+
+
+def spec(**changes) -> ServerSpec:
+    fields = {
+        "model_path": Path("/models/tiny"),
+        "dtype": "float32",
+        "device": "cuda",
+        "tensor_parallel": 1,
+        "host": "127.0.0.1",
+        "port": free_port("127.0.0.1"),
+        "version": 3,
+        "seed": 11,
+    }
+    return ServerSpec(**fields | changes)
+
+
+@contextmanager
+def started(folder: Path, mode: str = "healthy", **changes):
+    """A stand-in server, which is ended in any case."""
+    program = folder / "stand_in.py"
+    program.write_text(STAND_IN)
+    server = ServerProcess(
+        spec(**changes), folder / "logs/engine-0.log", (sys.executable, str(program), mode)
+    )
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def report(folder: Path) -> dict:
+    """What the stand-in said about itself."""
+    return json.loads((folder / "logs/engine-0.log").read_text().splitlines()[-1])
+
+
+def alive(pid: int) -> bool:
+    """Running, and not merely waiting for somebody to ask for its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "nothing came of it"
+        time.sleep(0.01)
+
+
+def shared_memory(pid: int) -> Path:
+    return Path(f"/dev/shm/slipstream-test-{pid}")
+
+
+# ---- arguments and environment
+
+
+def test_server_arguments_are_the_fields_of_server_args():
+    assert server_args(spec(port=30000)) == {
+        "model_path": "/models/tiny",
+        "dtype": "float32",
+        "device": "cuda",
+        "tp_size": 1,
+        "host": "127.0.0.1",
+        "port": 30000,
+        "weight_version": "3",
+        "random_seed": 11,
+        "skip_server_warmup": True,
+        "incremental_streaming_output": True,
+    }
+
+
+def test_the_recipe_overrides_the_defaults_of_the_cpu_which_a_gpu_does_not_have():
+    on_cpu = server_args(spec(device="cpu", args={"max_total_tokens": 99, "log_level": "info"}))
+    assert on_cpu["attention_backend"] == "torch_native"
+    assert on_cpu["max_total_tokens"] == 99
+    assert on_cpu["log_level"] == "info"
+    assert cpu.SERVER_ARGS["max_total_tokens"] != 99
+    assert not cpu.SERVER_ARGS.keys() & server_args(spec()).keys()
+
+
+def test_one_rank_on_a_cpu_is_not_bound_to_a_core(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    found = cpu.environment(1)
+    assert found["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert found["CUDA_VISIBLE_DEVICES"] == ""
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in found
+    first, *_, last = found["PYTHONPATH"].split(os.pathsep)
+    assert (first, last) == (str(cpu.STAND_INS / "common"), "/mine")
+
+
+@pytest.mark.parametrize(("cores", "expected"), [({0, 1}, "0|1|0"), ({5, 2, 9, 7}, "2|5|7"), ({4}, "4|4|4")])
+def test_several_ranks_on_a_cpu_have_a_core_each_as_far_as_there_are_cores(monkeypatch, cores, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
+    assert cpu.environment(3)["SGLANG_CPU_OMP_THREADS_BIND"] == expected
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_triton_is_replaced_only_where_it_is_missing(monkeypatch, installed):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    paths = cpu.environment(1)["PYTHONPATH"].split(os.pathsep)
+    assert paths == [str(cpu.STAND_INS / name) for name in ["common"] + ["triton_missing"] * (not installed)]
+    assert all(Path(path).is_dir() for path in paths)
+
+
+def test_the_launcher_is_a_module_that_is_there():
+    assert LAUNCHER[:2] == (sys.executable, "-m")
+    assert importlib.util.find_spec(LAUNCHER[2]) is not None
+
+
+def test_a_free_port_can_be_bound():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", free_port("127.0.0.1")))
+
+
+def test_a_free_port_is_none_that_the_kernel_gives_away():
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(free_port("127.0.0.1") < lowest for _ in range(20))
+
+
+# ---- start
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_server_is_started_with_its_arguments_and_found_healthy(tmp_path, monkeypatch, device):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # must not stand between us and the server
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    with started(tmp_path, device=device) as server:
+        asyncio.run(healthy_then_stop(server))
+        told = report(tmp_path)
+        assert told["arguments"]["weight_version"] == "3"
+        environment = told["environment"]
+        assert environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+        assert environment["HF_HUB_OFFLINE"] == "1"
+        assert ("SGLANG_USE_CPU_ENGINE" in environment) == (device == "cpu")
+        assert server.url == f"http://127.0.0.1:{told['arguments']['port']}"
+
+
+async def healthy_then_stop(server: ServerProcess) -> None:
+    """The thread that waits for the exit belongs to the event loop: it has to end with it."""
+    try:
+        await server.wait_healthy(10)
+    finally:
+        await asyncio.to_thread(server.stop)
+
+
+def test_a_server_that_exits_while_starting_is_an_error_with_the_end_of_its_log(tmp_path):
+    with started(tmp_path, "dies") as server:
+        with pytest.raises(EngineStartError) as caught:
+            asyncio.run(healthy_then_stop(server))
+        assert "SGLang exited with code 1 while starting" in str(caught.value)
+        assert str(caught.value).endswith("a line before\nthere is no such model\n")
+
+
+def test_a_server_that_does_not_become_healthy_is_an_error_that_names_the_time(tmp_path):
+    async def main(server):
+        try:
+            with pytest.raises(EngineStartError, match="SGLang was not healthy within 1 s; the end of"):
+                await server.wait_healthy(0.6)
+        finally:
+            server.stop()
+
+    with started(tmp_path, "unhealthy") as server:
+        asyncio.run(main(server))
+
+
+def test_the_answer_of_another_server_on_its_port_does_not_make_a_dead_server_healthy(tmp_path):
+    async def answer(reader, writer):
+        await reader.readline()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async def main():
+        other = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = other.sockets[0].getsockname()[1]
+        with started(tmp_path, "dies", port=port) as server:
+            await server.wait_exit()
+            async with other:
+                with pytest.raises(EngineStartError, match="exited with code 1"):
+                    await server.wait_healthy(5)
+
+    asyncio.run(main())
+
+
+def test_the_exit_of_a_server_is_noticed(tmp_path):
+    async def main(server):
+        waiting = [asyncio.create_task(server.wait_exit()) for _ in range(2)]
+        await server.wait_healthy(10)
+        assert not any(task.done() for task in waiting)
+        os.kill(server.pid, signal.SIGKILL)
+        assert await asyncio.wait_for(asyncio.gather(*waiting), 2) == [-9, -9]
+
+    with started(tmp_path) as server:
+        asyncio.run(main(server))
+
+
+def test_the_log_of_an_earlier_server_is_kept(tmp_path):
+    for _ in range(2):
+        with started(tmp_path, "dies") as server, pytest.raises(EngineStartError):
+            asyncio.run(healthy_then_stop(server))
+    assert (tmp_path / "logs/engine-0.log").read_text().count("there is no such model") == 2
+
+
+# ---- end
+
+
+def test_stopping_ends_the_whole_group_and_its_shared_memory_and_may_be_repeated(tmp_path):
+    with started(tmp_path) as server:
+        wait_until(lambda: (tmp_path / "logs/engine-0.log").read_text().endswith("\n"))
+        child, temporary = report(tmp_path)["child"], Path(report(tmp_path)["temporary"])
+        assert alive(server.pid)
+        assert list(temporary.iterdir()) == []
+        assert alive(child)
+        assert shared_memory(server.pid).exists()
+        server.stop()
+        assert not alive(server.pid)
+        wait_until(lambda: not alive(child))
+        assert not shared_memory(server.pid).exists()
+        assert not temporary.exists()
+        server.stop()
+
+
+def test_stopping_ends_the_children_of_a_server_that_died(tmp_path):
+    async def main(server):
+        await server.wait_healthy(10)
+        os.kill(server.pid, signal.SIGKILL)
+        await server.wait_exit()
+
+    with started(tmp_path) as server:
+        asyncio.run(main(server))
+        child = report(tmp_path)["child"]
+        assert alive(child)
+        server.stop()
+        wait_until(lambda: not alive(child))
+        assert not shared_memory(server.pid).exists()
+
+
+OWNER = textwrap.dedent(
+    """
+    import sys, time
+    from pathlib import Path
+    from slipstream.rollout.engine.process import ServerProcess, ServerSpec
+
+    folder, port = Path(sys.argv[1]), int(sys.argv[2])
+    spec = ServerSpec(Path("m"), "float32", "cuda", 1, "127.0.0.1", port, 0, 0)
+    launcher = (sys.executable, str(folder / "stand_in.py"), "launched")
+    server = ServerProcess(spec, folder / "logs/engine-0.log", launcher)
+    print(server.pid, flush=True)
+    time.sleep(300)
+    """
+)
+
+
+def test_the_group_ends_with_its_owner_even_by_kill_9(tmp_path):
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    (tmp_path / "owner.py").write_text(OWNER)
+    variables = environment()
+    command = [sys.executable, str(tmp_path / "owner.py"), str(tmp_path), str(free_port("127.0.0.1"))]
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            server = int(owner.stdout.readline())
+            log = tmp_path / "logs/engine-0.log"
+            wait_until(lambda: log.exists() and log.read_text().endswith("\n"))
+            child = report(tmp_path)["child"]
+            time.sleep(0.1)
+            assert alive(server), "it must live as long as its owner does"
+            assert alive(child)
+        finally:
+            owner.kill()
+        wait_until(lambda: not alive(server) and not alive(child))
+        wait_until(lambda: not shared_memory(server).exists())
+        assert not Path(report(tmp_path)["temporary"]).exists()

@@ -1,0 +1,480 @@
+"""The supervisor: engines are started, synced, watched and restarted, each server judged for itself."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from slipstream.configs.schema import SamplingConfig
+from slipstream.rollout.engine.client import EngineAddress, EngineLost
+from slipstream.rollout.engine.pool import EnginePool
+from slipstream.rollout.engine.supervisor import EngineGone, Supervisor
+
+
+class FakeHandle:
+    """A server without a process: it starts when allowed, and exits when the test says."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.starts = 0
+        self.stops = 0
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self.start_errors: list[Exception | None] = []
+        self._exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def start(self) -> EngineAddress:
+        self.starts += 1
+        await self.may_start.wait()
+        if self.start_errors and (error := self.start_errors.pop(0)) is not None:
+            raise error
+        self._exited = asyncio.get_running_loop().create_future()
+        return EngineAddress(self.name, f"http://127.0.0.1:{self.starts}", 1, 100, 100, timeout_s=1)
+
+    async def wait_exit(self) -> int:
+        return await asyncio.shield(self._exited)
+
+    async def stop(self) -> None:
+        self.stops += 1
+
+    def exit(self, code: int) -> None:
+        self._exited.set_result(code)
+
+
+class World:
+    """A supervisor over fake handles, with a pool and a sync that the test controls."""
+
+    def __init__(self, n: int, restarts: int) -> None:
+        self.handles = [FakeHandle(f"engine-{i}") for i in range(n)]
+        self.pool = EnginePool(max_concurrent=8, wait_timeout_s=5, isolate_versions=False)
+        self.notes: list[str] = []
+        self.synced: list[str] = []
+        self.refusals: list[str | Exception | None] = []
+        self.may_sync = asyncio.Event()
+        self.may_sync.set()
+        self.serving = asyncio.Event()
+        self.supervisor = Supervisor(
+            self.handles, self.pool, self.sync, restarts=restarts, note=self.notes.append
+        )
+
+    async def sync(self, address, admit):
+        await self.may_sync.wait()
+        self.synced.append(address.url)
+        refused = self.refusals.pop(0) if self.refusals else None
+        if isinstance(refused, Exception):
+            raise refused
+        if refused is None:
+            await admit()
+        return refused
+
+    @property
+    def handle(self) -> FakeHandle:
+        return self.handles[0]
+
+    @property
+    def urls(self) -> list[str]:
+        """Where the engines of the pool are: the port of a fake server is the number of its start."""
+        return [client.address.url for client in self.pool.clients]
+
+
+async def until(condition, timeout_s: float = 3.0) -> None:
+    """Poll, for the tests' own sake: everything under test is event driven."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def supervised(n: int = 1, restarts: int = 3):
+    world = World(n, restarts)
+    running = asyncio.create_task(world.supervisor.run(world.serving))
+    world.running = running
+    try:
+        yield world
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def failure(world: World) -> Exception:
+    """What ends the supervisor's run, which comes in an ExceptionGroup."""
+    async with asyncio.timeout(3):
+        with pytest.raises(ExceptionGroup) as caught:
+            await world.running
+    (error,) = caught.value.exceptions
+    return error
+
+
+def test_all_engines_serve_before_the_run_begins():
+    async def main():
+        async with supervised(n=2) as world:
+            world.handles[1].may_start.clear()
+            await settle()
+            assert len(world.urls) == 1
+            assert not world.serving.is_set()
+            world.handles[1].may_start.set()
+            await asyncio.wait_for(world.serving.wait(), 1)
+            assert len(world.urls) == 2
+            assert world.supervisor.restarts == 0
+            assert world.notes == []
+
+    asyncio.run(main())
+
+
+def test_an_engine_is_in_the_pool_only_after_it_is_synced():
+    async def main():
+        async with supervised() as world:
+            world.may_sync.clear()
+            await settle()
+            assert world.handle.starts == 1
+            assert world.urls == []
+            world.may_sync.set()
+            await settle()
+            assert len(world.urls) == 1
+
+    asyncio.run(main())
+
+
+def test_a_server_that_exits_is_started_again_and_synced_anew():
+    async def main():
+        async with supervised() as world:
+            await world.serving.wait()
+            world.may_sync.clear()
+            world.handle.exit(-9)
+            await until(lambda: world.handle.starts == 2)
+            assert world.urls == []
+            world.may_sync.set()
+            await until(lambda: world.urls)
+            assert world.synced == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+            assert world.urls == ["http://127.0.0.1:2"]
+            assert world.notes == ["engine-0 is started again: its server exited with code -9"]
+            assert world.supervisor.restarts == 1
+
+    asyncio.run(main())
+
+
+def test_a_condemned_engine_leaves_the_pool_and_is_started_again():
+    async def main():
+        async with supervised(n=2) as world:
+            await world.serving.wait()
+            world.supervisor.condemn("engine-1", "receive of version 3: no answer")
+            await until(lambda: world.handles[1].starts == 2)
+            await until(lambda: len(world.urls) == 2)
+            assert world.handles[0].starts == 1
+            assert world.notes == ["engine-1 is started again: receive of version 3: no answer"]
+
+    asyncio.run(main())
+
+
+def test_the_first_verdict_on_an_engine_is_the_one_reported():
+    async def main():
+        async with supervised() as world:
+            await world.serving.wait()
+            world.supervisor.condemn("engine-0", "it missed version 3")
+            world.supervisor.condemn("engine-0", "it does not answer")
+            await until(lambda: world.notes)
+            assert world.notes == ["engine-0 is started again: it missed version 3"]
+
+    asyncio.run(main())
+
+
+def test_the_exit_code_is_reported_rather_than_what_the_clients_noticed():
+    async def main():
+        async with supervised() as world:
+            await world.serving.wait()
+            world.supervisor.condemn("engine-0", "it does not answer")
+            await asyncio.sleep(0.05)
+            world.handle.exit(137)
+            await until(lambda: world.notes)
+            assert world.notes == ["engine-0 is started again: its server exited with code 137"]
+
+    asyncio.run(main())
+
+
+def test_an_engine_whose_request_is_lost_is_started_again():
+    async def main():
+        async with supervised() as world:
+            await world.serving.wait()
+            request = asyncio.create_task(world.pool.generate([1], SamplingConfig(max_new_tokens=1)))
+            await until(lambda: world.handle.starts == 2)  # nothing listens there
+            assert world.notes == ["engine-0 is started again: it does not answer"]
+            request.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_late_loss_of_the_old_server_does_not_condemn_the_new_one():
+    """Requests that were running on a server end as lost when its client is closed: as the next one starts.
+
+    Counting them against it would start it again, and again, until the budget is used up.
+    """
+
+    async def main():
+        async with supervised(restarts=1) as world:
+            await world.serving.wait()
+            (old,) = world.pool.clients
+            world.handle.may_start.clear()
+            world.handle.exit(1)
+            await until(lambda: world.handle.starts == 2)
+            world.pool.lost.put_nowait((old, "it does not answer"))
+            await settle()
+            world.handle.may_start.set()
+            await until(lambda: world.urls)
+            world.pool.lost.put_nowait((old, "it does not answer"))
+            await asyncio.sleep(0.6)  # a verdict takes up to half a second to act
+            assert world.handle.starts == 2
+            assert world.urls == ["http://127.0.0.1:2"]
+            assert not world.running.done()
+
+    asyncio.run(main())
+
+
+def test_a_late_verdict_by_name_does_not_condemn_the_server_that_is_starting():
+    async def main():
+        async with supervised(restarts=1) as world:
+            await world.serving.wait()
+            world.handle.may_start.clear()
+            world.handle.exit(1)
+            await until(lambda: world.handle.starts == 2)
+            world.supervisor.condemn("engine-0", "it missed version 3")
+            world.handle.may_start.set()
+            await until(lambda: world.urls)
+            await asyncio.sleep(0.6)
+            assert world.urls == ["http://127.0.0.1:2"]
+            assert not world.running.done()
+
+    asyncio.run(main())
+
+
+def test_running_requests_of_a_condemned_engine_are_ended_and_cost_it_one_restart():
+    """With real clients: the old server accepts requests and never answers."""
+
+    async def main():
+        async def silent(reader, writer):
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(silent, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with server, supervised(restarts=1) as world:
+
+            async def start():
+                world.handle.starts += 1
+                return EngineAddress("engine-0", url, 1, 100, 100, timeout_s=60)
+
+            world.handle.start = start
+            await world.serving.wait()
+            sampling = SamplingConfig(max_new_tokens=1)
+            requests = [asyncio.create_task(world.pool.generate([1], sampling)) for _ in range(5)]
+            await asyncio.sleep(0.05)
+            world.supervisor.condemn("engine-0", "it missed version 3")
+            await until(lambda: world.handle.starts == 2)
+            await until(lambda: world.pool.requests_resent == 5)
+            await asyncio.sleep(0.6)
+            assert world.handle.starts == 2
+            assert len(world.urls) == 1
+            for request in requests:
+                request.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_is_lost_as_soon_as_it_is_admitted_is_noticed():
+    """Also before the supervisor has seen the end of the sync."""
+
+    async def main():
+        async with supervised() as world:
+            sync = world.sync
+
+            async def lost_at_once(address, admit):
+                refused = await sync(address, admit)
+                if world.handle.starts == 1:
+                    (client,) = world.pool.clients
+                    await world.pool.remove(client)
+                    world.pool.lost.put_nowait((client, "it does not answer"))
+                    await settle()
+                return refused
+
+            world.supervisor._sync = lost_at_once
+            await until(lambda: world.handle.starts == 2 and world.urls)
+            assert world.urls == ["http://127.0.0.1:2"]
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_lost_a_request_is_in_the_pool_once_after_its_restart():
+    async def main():
+        async with supervised() as world:
+            await world.serving.wait()
+            (client,) = world.pool.clients
+            await world.pool.remove(client)
+            world.pool.lost.put_nowait((client, "it does not answer"))
+            world.handle.exit(1)
+            await until(lambda: world.urls == ["http://127.0.0.1:2"])
+            await asyncio.sleep(0.6)
+            assert world.urls == ["http://127.0.0.1:2"]
+            assert world.supervisor.restarts == 1
+
+    asyncio.run(main())
+
+
+def test_a_refused_sync_is_a_restart():
+    async def main():
+        async with supervised() as world:
+            world.refusals = ["join for version 4: no answer"]
+            await asyncio.wait_for(world.serving.wait(), 1)
+            assert world.handle.starts == 2
+            assert world.urls == ["http://127.0.0.1:2"]
+            (note,) = world.notes
+            assert "could not be brought to the current version: join for version 4" in note
+
+    asyncio.run(main())
+
+
+def test_a_sync_that_raises_ends_the_run():
+    """Only the trainer raises there, and it holds the policy."""
+
+    async def main():
+        async with supervised() as world:
+            world.refusals = [RuntimeError("the trainer is gone")]
+            assert str(await failure(world)) == "the trainer is gone"
+            assert world.urls == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_an_engine_that_fails_too_often_ends_the_run(restarts):
+    async def main():
+        async with supervised(restarts=restarts) as world:
+            for number in range(restarts + 1):
+                await until(lambda number=number: world.urls == [f"http://127.0.0.1:{number + 1}"])
+                world.handle.exit(number)
+            error = await failure(world)
+            assert isinstance(error, EngineGone)
+            assert str(error) == (
+                f"engine-0 failed {restarts + 1} times; the last time its server exited with code {restarts}"
+            )
+            assert world.handle.starts == restarts + 1
+            assert world.urls == []
+
+    asyncio.run(main())
+
+
+def test_each_engine_has_its_own_budget():
+    async def main():
+        async with supervised(n=3, restarts=1) as world:
+            await world.serving.wait()
+            for handle in world.handles:
+                handle.exit(1)
+            await until(lambda: world.supervisor.restarts == 3 and len(world.urls) == 3)
+            assert not world.running.done()
+
+    asyncio.run(main())
+
+
+def test_a_first_start_that_fails_ends_the_run_with_its_reason():
+    async def main():
+        async with supervised() as world:
+            world.handle.start_errors = [RuntimeError("no such model")]
+            assert str(await failure(world)) == "no such model"
+            assert not world.serving.is_set()
+            assert world.handle.starts == 1
+
+    asyncio.run(main())
+
+
+def test_a_restart_that_fails_is_tried_again_within_the_budget():
+    async def main():
+        async with supervised(restarts=3) as world:
+            await world.serving.wait()
+            world.handle.start_errors = [RuntimeError("the port is taken"), RuntimeError("again")]
+            world.handle.exit(1)
+            await until(lambda: world.urls == ["http://127.0.0.1:4"])
+            assert world.notes == [
+                "engine-0 is started again: its server exited with code 1",
+                "engine-0 is started again: it did not start: the port is taken",
+                "engine-0 is started again: it did not start: again",
+            ]
+            world.handle.exit(1)
+            error = await failure(world)
+            assert str(error) == "engine-0 failed 4 times; the last time its server exited with code 1"
+
+    asyncio.run(main())
+
+
+def test_when_one_engine_ends_the_run_the_others_leave_the_pool():
+    async def main():
+        async with supervised(n=2, restarts=0) as world:
+            await world.serving.wait()
+            clients = world.pool.clients
+            world.handles[0].exit(1)
+            assert isinstance(await failure(world), EngineGone)
+            assert world.urls == []
+            for client in clients:
+                with pytest.raises(EngineLost, match="given up"):
+                    await client.resume()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("phase", ["starting", "syncing", "serving", "condemned"])
+def test_a_cancelled_supervisor_ends_and_empties_the_pool(phase):
+    async def main():
+        async with supervised(n=2) as world:
+            if phase == "starting":
+                world.handle.may_start.clear()
+            elif phase == "syncing":
+                world.may_sync.clear()
+            await settle()
+            if phase == "condemned":
+                world.supervisor.condemn("engine-0", "why")
+                await settle()
+            world.running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(world.running, 1)
+            assert world.urls == []
+
+    asyncio.run(main())
+
+
+def test_a_cancellation_as_the_exit_is_noticed_is_not_swallowed():
+    """Else the supervisor would start a server that nobody stops, and never end."""
+
+    async def main():
+        for steps in range(12):
+            async with supervised() as world:
+                await world.serving.wait()
+                world.supervisor.condemn("engine-0", "it does not answer")
+                await settle()
+                world.handle.exit(1)
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+                world.running.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asyncio.wait_for(world.running, 1)
+
+    asyncio.run(main())
+
+
+def test_stopping_ends_every_server_also_when_one_refuses():
+    async def main():
+        async with supervised(n=3) as world:
+            await world.serving.wait()
+
+            async def refuse():
+                raise RuntimeError("its actor is gone")
+
+            world.handles[1].stop = refuse
+            world.running.cancel()
+            await asyncio.gather(world.running, return_exceptions=True)
+            await world.supervisor.stop()
+            assert [handle.stops for handle in world.handles] == [1, 0, 1]
+
+    asyncio.run(main())

@@ -1,0 +1,264 @@
+"""The numbers of a run, computed by hand from what the recorder was told."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from slipstream.backend.batch.step_result import StepResult
+from slipstream.backend.monitor.recorder import Recorder, StepTimes
+from slipstream.bridge.report import PublishReport
+from slipstream.rollout.control.core import GroupCounts, Loss
+from slipstream.rollout.control.slots import State
+from slipstream.rollout.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
+
+
+class Fakes:
+    """A recorder and everything that it reads or writes."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.restarts = 0
+        self.logged: list[tuple[int, dict]] = []
+        self.shown: list[dict] = []
+        self.notes: list[str] = []
+        self.gate = SimpleNamespace(
+            counts=GroupCounts(),
+            ready=0,
+            version=0,
+            step=0,
+            losses=Counter(),
+            in_state=lambda state: {State.GENERATING: 2, State.JUDGING: 1}[state],
+        )
+        self.pool = SimpleNamespace(tokens_generated=0, requests_resent=0, in_use=5, limit=6)
+        self.recorder = Recorder(
+            SimpleNamespace(log=lambda step, values: self.logged.append((step, dict(values)))),
+            SimpleNamespace(
+                step=lambda version, **shown: self.shown.append({"version": version, **shown}),
+                note=self.notes.append,
+            ),
+            self.gate,
+            self.pool,
+            lambda: self.restarts,
+            clock=lambda: self.now,
+        )
+
+    def step(self, groups, version: int, *, tokens: float = 6.0, **times: float) -> dict:
+        """A step that was recorded; what was logged."""
+        report = PublishReport(version, bytes_sent=4_000_000, stall_s=0.25, total_s=2.0)
+        self.gate.version = version
+        times = StepTimes(**{"wait_s": 1.0, "train_s": 3.0, "step_s": 8.0} | times)
+        self.recorder.step(
+            groups,
+            StepResult(version, {"train/tokens": tokens, "train/tflop": 0.6, "train/loss": 0.5}),
+            report,
+            times,
+        )
+        assert self.logged[-1][0] == version
+        return self.logged[-1][1]
+
+
+def trajectory(versions: list[int], reward: float, finish=Finish.STOP, retractions: int = 0) -> Trajectory:
+    """Two prompt tokens and one trained token for each version."""
+    n = len(versions) + 2
+    return Trajectory(
+        np.arange(n),
+        np.arange(n) >= 2,
+        np.zeros(n, np.float32),
+        np.array([UNSAMPLED, UNSAMPLED, *versions], np.int32),
+        finish,
+        retractions,
+        reward,
+    )
+
+
+def group(number: int, *trajectories: Trajectory) -> Group:
+    return Group(number, Prompt(number, "?"), 0, trajectories)
+
+
+def two_groups() -> list[Group]:
+    return [
+        group(0, trajectory([3, 3, 4], 1.0), trajectory([4], 0.0, Finish.LENGTH, retractions=2)),
+        group(1, trajectory([2, 4], 0.0, retractions=1), trajectory([4, 4], 0.0)),
+    ]
+
+
+def test_a_step_is_logged_with_the_numbers_of_its_groups():
+    fakes = Fakes()
+    fakes.recorder.training_begins()
+    fakes.now, fakes.pool.tokens_generated = 10.0, 500
+    fakes.gate.counts = GroupCounts(admitted=9, trained=2, filtered=1, expired=1, failed=1)
+    fakes.gate.ready, fakes.gate.step = 1, 5
+    fakes.gate.losses.update([Loss.FILTERED, Loss.FAILED, Loss.REQUEUED])
+    fakes.restarts, fakes.pool.requests_resent = 3, 7
+    logged = fakes.step(two_groups(), 5)
+    assert logged.pop("staleness/token_lag") == {0: 5, 1: 2, 2: 1}
+    assert logged.pop("rollout/response_lengths") == [3, 1, 2, 2]
+    assert logged == pytest.approx(
+        {
+            "reward/mean": 0.25,
+            "reward/std": 3**0.5 / 4,
+            "staleness/head_max": 2,
+            "staleness/head_mean": (1 + 0 + 2 + 0) / 4,
+            "staleness/token_mean": (1 + 1 + 2) / 8,
+            "rollout/multi_version_fraction": 0.5,
+            "rollout/response_length": 2.0,
+            "rollout/response_length_max": 3,
+            "rollout/truncated_fraction": 0.25,
+            "rollout/groups_admitted": 9,
+            "rollout/groups_trained": 2,
+            "rollout/groups_filtered": 1,
+            "rollout/groups_expired": 1,
+            "rollout/groups_failed": 1,
+            "rollout/groups_in_flight": 3,
+            "rollout/groups_generating": 2,
+            "rollout/groups_judging": 1,
+            "rollout/groups_ready": 1,
+            "rollout/episode_retries": 0,
+            "rollout/retractions": 3,
+            "rollout/requests_resent": 7,
+            "rollout/requests_running": 5,
+            "rollout/requests_limit": 6,
+            "train/step": 5,
+            "lost/filtered": 1,
+            "lost/failed": 1,
+            "lost/stale": 0,
+            "lost/requeued": 1,
+            "lost/surplus": 0,
+            "lost/tokens_masked": 0,
+            "train/tokens": 6.0,
+            "train/tflop": 0.6,
+            "train/loss": 0.5,
+            "perf/step_s": 8.0,
+            "perf/train_s": 3.0,
+            "perf/train_tokens_per_s": 2.0,
+            "perf/train_tflops": 0.2,
+            "perf/generate_tokens_per_s": 50.0,
+            "perf/weight_update_s": 2.0,
+            "perf/weight_update_stall_s": 0.25,
+            "perf/weight_bytes": 4_000_000,
+            "perf/weight_gb_per_s": 0.002,
+            "perf/trainer_wait_s": 1.0,
+            "perf/trainer_wait_fraction": 0.125,
+            "perf/engine_restarts": 3,
+        }
+    )
+    assert fakes.shown == [
+        {"version": 5, "reward": 0.25, "head_lag": 2, "tokens_per_s": 50.0, "accuracy": None}
+    ]
+
+
+def test_every_logged_tag_is_declared():
+    from slipstream.backend.monitor.tags import TAGS
+
+    fakes = Fakes()
+    fakes.step(two_groups(), 5)
+    fakes.recorder.evaluated(5, 0.5, 10.0)
+    assert {name for _, values in fakes.logged for name in values} <= TAGS.keys()
+
+
+def test_generation_speed_is_that_since_the_step_before():
+    fakes = Fakes()
+    fakes.now, fakes.pool.tokens_generated = 100.0, 7_000
+    fakes.recorder.training_begins()
+    fakes.now, fakes.pool.tokens_generated = 110.0, 7_500
+    assert fakes.step(two_groups(), 5)["perf/generate_tokens_per_s"] == pytest.approx(50)
+    fakes.now, fakes.pool.tokens_generated = 114.0, 7_900
+    assert fakes.step(two_groups(), 6)["perf/generate_tokens_per_s"] == pytest.approx(100)
+
+
+def test_retractions_and_retries_add_up_over_the_run_and_only_a_few_failures_are_shown():
+    fakes = Fakes()
+    for attempt in range(1, 6):
+        fakes.recorder.episode_failed(Prompt(7, "?"), attempt, ValueError("no"))
+    fakes.step(two_groups(), 5)
+    logged = fakes.step(two_groups(), 6)
+    assert (logged["rollout/retractions"], logged["rollout/episode_retries"]) == (6, 5)
+    assert fakes.notes == [f"episode of prompt 7, attempt {n}: ValueError: no" for n in (1, 2, 3)]
+
+
+def test_an_evaluation_is_logged_at_its_version_and_shown_with_the_next_step_only():
+    fakes = Fakes()
+    fakes.recorder.evaluated(4, 0.75, 12.0)
+    assert fakes.logged == [(4, {"eval/accuracy": 0.75, "eval/response_length": 12.0})]
+    fakes.step(two_groups(), 5)
+    fakes.step(two_groups(), 6)
+    assert [shown["accuracy"] for shown in fakes.shown] == [0.75, None]
+
+
+def test_the_summary_adds_the_run_up():
+    fakes = Fakes()
+    fakes.now = 20.0
+    fakes.recorder.evaluated(0, 0.1, 5.0)
+    fakes.recorder.training_begins()
+    fakes.now, fakes.pool.tokens_generated = 30.0, 400
+    fakes.step(two_groups(), 5, tokens=8.0, wait_s=4.0)
+    fakes.now, fakes.pool.tokens_generated = 40.0, 1_000
+    fakes.step([group(2, trajectory([5], 1.0), trajectory([5], 1.0))], 6, tokens=2.0, wait_s=1.0)
+    fakes.recorder.training_ends()
+    fakes.now = 45.0
+    fakes.recorder.evaluated(6, 0.9, 5.0)
+    fakes.gate.counts = GroupCounts(admitted=5, trained=3, filtered=1, failed=1)
+    fakes.restarts = 1
+    summary = fakes.recorder.summary("done").model_dump()
+    assert summary.pop("groups") == {"admitted": 5, "trained": 3, "filtered": 1, "expired": 0, "failed": 1}
+    assert summary == pytest.approx(
+        {
+            "exit": "done",
+            "steps": 2,
+            "wall_s": 45.0,
+            "training_s": 20.0,
+            "accuracy_before": 0.1,
+            "accuracy_after": 0.9,
+            "head_lag_max": 2,
+            "head_lag_mean": 3 / 6,
+            "multi_version_fraction": 2 / 6,
+            "tokens_generated": 1_000,
+            "tokens_trained": 10,
+            "versions": 6,
+            "resumed": 0,
+            "stall_s_mean": 0.25,
+            "engine_restarts": 1,
+            "trainer_wait_fraction": 5 / 20,
+        }
+    )
+
+
+def test_a_run_that_never_trained_has_no_training_in_its_summary():
+    fakes = Fakes()
+    fakes.now = 12.0
+    summary = fakes.recorder.summary("failed")
+    assert (summary.exit, summary.steps, summary.wall_s, summary.training_s) == ("failed", 0, 12.0, 0.0)
+    assert summary.tokens_generated == 0
+    assert summary.head_lag_max is summary.stall_s_mean is summary.trainer_wait_fraction is None
+    assert summary.accuracy_before is summary.accuracy_after is None
+
+
+def test_an_interrupted_run_does_not_call_an_earlier_version_its_last_policy():
+    fakes = Fakes()
+    fakes.recorder.evaluated(0, 0.1, 5.0)
+    fakes.recorder.training_begins()
+    fakes.step(two_groups(), 5)
+    fakes.recorder.evaluated(5, 0.4, 5.0)
+    assert fakes.recorder.summary("stopped").accuracy_after == 0.4
+    fakes.step([group(2, trajectory([5], 1.0))], 6)
+    assert fakes.recorder.summary("stopped").accuracy_after is None
+
+
+def test_training_time_goes_on_until_it_has_ended_even_if_that_is_at_time_zero():
+    fakes = Fakes()
+    fakes.now = -10.0
+    fakes.recorder.training_begins()
+    fakes.now = 0.0
+    fakes.recorder.training_ends()
+    fakes.now = 5.0
+    assert fakes.recorder.summary("done").training_s == 10.0
+
+
+def test_a_trajectory_without_a_trained_token_does_not_end_the_run():
+    fakes = Fakes()
+    logged = fakes.step([group(0, trajectory([], 0.0), trajectory([3], 1.0))], 5)
+    assert (logged["staleness/head_max"], logged["rollout/response_lengths"]) == (1, [0, 1])
+    logged = fakes.step([group(1, trajectory([], 0.0))], 6)
+    assert (logged["staleness/token_mean"], logged["staleness/token_lag"]) == (0, {})

@@ -1,0 +1,148 @@
+"""Every kind of objective runs through the real trainer; averages are those of mini-batches on all ranks."""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.monitor.tags import TAGS
+from slipstream.backend.trainer import rank as trainer_module
+from slipstream.backend.trainer.advantages import Targets, find_targets
+from slipstream.configs.schema import ActorConfig, RunConfig
+from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
+from tests.models import make_checkpoint
+from tests.ranks import run_ranks
+
+RESPONSES = (3, 9, 5, 1, 12)
+GROUPS = np.array([0, 0, 0, 1, 1])
+ADVANTAGES = np.array([1.0, -0.5, 0.3, -2.0, 0.7], np.float32)
+BUDGETS = (17, 100)
+
+ACTORS = [
+    {"objective": {"type": "gspo"}, "averaging": "sequence"},
+    {"objective": {"type": "decayed_clip"}, "entropy_bonus": 0.1},
+    {"objective": {"type": "cispo"}, "correction": {"sequence": {"type": "kl", "max": 1.0}, "negative": {}}},
+    {"objective": {"type": "ppo"}, "recompute_logprobs": False, "interpolate_logprobs": True},
+    {"objective": {"type": "dppo"}, "use_decoupled_loss": False, "recompute_logprobs": False},
+    {"objective": {"type": "m2po"}, "use_decoupled_loss": False, "overlong": {"start": 4, "end": 8}},
+    {"objective": {"type": "ppo"}, "correction": {"token": {"type": "mask"}}, "advantage": "reinforce_pp"},
+]
+
+
+def trajectory(seed: int, response: int) -> Trajectory:
+    rng = np.random.default_rng(seed)
+    sampled = np.arange(4 + response) >= 4
+    return Trajectory(
+        rng.integers(0, 101, len(sampled)),
+        sampled,
+        np.where(sampled, -4.6 + rng.normal(0, 0.3, len(sampled)), 0).astype(np.float32),
+        np.where(sampled, rng.integers(0, 2, len(sampled)), UNSAMPLED).astype(np.int32),
+        Finish.STOP,
+        reward=float(seed % 2),
+    )
+
+
+TRAJECTORIES = tuple(trajectory(i, n) for i, n in enumerate(RESPONSES))
+
+
+def given(advantage, config, batch, microbatches, scores, group):
+    """In the place of ``find_targets``."""
+    return [Targets(torch.from_numpy(advantage[micro.trajectory_M]), None) for micro in microbatches]
+
+
+def one_step(trainer, config: RunConfig, actor: ActorConfig, trajectories, group, advantage=None):
+    """Gradients and metrics of a step that is not taken."""
+    trainer._config = config.model_copy(update={"actor": actor})
+    trainer_module.find_targets = find_targets if advantage is None else partial(given, advantage)
+    trainer.version = 1
+    result = trainer.train(TrainBatch(1, tuple(trajectories), group))
+    parameters = trainer._policy.parts[0].module.named_parameters()
+    grads = {name: p.main_grad.clone().numpy() for name, p in parameters}
+    return grads, result and result.metrics
+
+
+def steps(rank, config: RunConfig):
+    from slipstream.backend.trainer.rank import TrainerRank
+
+    trainer = TrainerRank(config, rank)
+    trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
+    parallel = {"parallel": {"data": 2}, "optimizer": {"clip_grad": 0.0}}
+    metrics = [
+        one_step(trainer, config, ActorConfig.model_validate(parallel | actor), TRAJECTORIES, GROUPS)[1]
+        for actor in ACTORS
+    ]
+    # Of one trajectory, twice: each rank needs one.
+    alone = [
+        one_step(trainer, config, config.actor, [one, one], np.zeros(2, np.int64), np.full(2, a))[0]
+        for one, a in zip(TRAJECTORIES, ADVANTAGES, strict=True)
+    ]
+    together = {
+        (averaging, budget): one_step(
+            trainer,
+            config,
+            config.actor.model_copy(update={"averaging": averaging, "microbatch_tokens": budget}),
+            TRAJECTORIES,
+            GROUPS,
+            ADVANTAGES,
+        )[0]
+        for averaging in ("token", "sequence", "prompt")
+        for budget in BUDGETS
+    }
+    return metrics, alone, together
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("model"))
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "test", "steps": 1, "step_timeout_s": 60},
+            "model": {"path": str(checkpoint), "dtype": "float32"},
+            "data": {"path": "unused.jsonl"},
+            "actor": {"parallel": {"data": 2}, "optimizer": {"clip_grad": 0.0}},
+            "rollout": {
+                "max_head_offpolicyness": 4,
+                "batch_size": 5,
+                "n_samples_per_prompt": 1,
+                "reward": "slipstream.rollout.reward.FinalAnswer",
+            },
+        }
+    )
+    return run_ranks(2, steps, config)
+
+
+def weights_of(averaging: str) -> np.ndarray:
+    """What the gradient of each trajectory alone, a mean over its tokens, counts in the average."""
+    tokens = np.array(RESPONSES, np.float64)
+    if averaging == "token":
+        return tokens / tokens.sum()
+    if averaging == "sequence":
+        return np.full(len(tokens), 1 / len(tokens))
+    return np.array([n / tokens[own == GROUPS].sum() / 2 for n, own in zip(tokens, GROUPS, strict=True)])
+
+
+@pytest.mark.parametrize("averaging", ["token", "sequence", "prompt"])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_the_gradient_is_the_average_over_all_micro_batches_and_ranks(two_ranks, averaging, budget):
+    for _, alone, together in two_ranks:
+        for name, grad in together[averaging, budget].items():
+            expected = sum(
+                w * one[name].astype(np.float64) for w, one in zip(weights_of(averaging), alone, strict=True)
+            )
+            np.testing.assert_allclose(grad, expected, rtol=1e-3, atol=2e-6, err_msg=name)
+        assert max(np.abs(grad).max() for grad in together[averaging, budget].values()) > 1e-3
+
+
+def test_every_kind_of_objective_trains_and_reports_only_metrics_that_are_documented(two_ranks):
+    [metrics] = [found for found, _, _ in two_ranks if found[0]]
+    for actor, found in zip(ACTORS, metrics, strict=True):
+        assert all(math.isfinite(value) for value in found.values()), (actor, found)
+        assert set(found) <= set(TAGS)
+    by_type = {actor["objective"]["type"]: found for actor, found in zip(ACTORS, metrics, strict=True)}
+    assert {"train/masked_sequence_fraction", "train/masked_negative_fraction"} <= set(by_type["cispo"])
+    assert "mismatch/tokens" not in by_type["dppo"]
+    assert by_type["dppo"]["train/behaviour_weight_mean"] > 0
+    assert "train/behaviour_weight_capped_fraction" not in by_type["m2po"]
