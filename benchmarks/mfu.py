@@ -100,11 +100,11 @@ def measure(config: RunConfig, lengths: np.ndarray, vocab: int, steps: int) -> t
         if number == 1:
             torch.cuda.reset_peak_memory_stats() if on_gpu else reset_peak()
         began = time.perf_counter()
-        result = trainer.train(batch)
+        metrics = trainer.train(batch)
         if on_gpu:
             torch.cuda.synchronize()
         took.append(time.perf_counter() - began)
-        tflop = result.metrics["train/tflop"]
+        tflop = metrics["train/tflop"]
     seconds = median(took[1:])
     memory_gb = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else peak_mb() / 1e3
     tflops = tflop / seconds

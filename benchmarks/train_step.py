@@ -167,9 +167,9 @@ class Ours:
         self._trainer = TrainerRank(config, RankSpec(0, 1, host, free_port(host)))
 
     def step(self, batch: TrainBatch) -> tuple[float, float]:
-        result = self._trainer.train(batch)
-        assert result is not None
-        return result.metrics["train/loss"], result.metrics["train/grad_norm"]
+        metrics = self._trainer.train(batch)
+        assert metrics is not None
+        return metrics["train/loss"], metrics["train/grad_norm"]
 
 
 class Plain:

@@ -1,19 +1,11 @@
 """The Ray actor of one trainer rank. Imports nothing heavy, so that the driver stays light."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.engine.actor import free_port
 from slipstream.rollout.plugins import resolve
-
-if TYPE_CHECKING:
-    from slipstream.backend.batch.micro_batch import TrainBatch
-    from slipstream.backend.trainer.rank import StepResult
-    from slipstream.bridge.publish import PublishReport
-    from slipstream.rollout.engine.client import EngineAddress
 
 
 def redirect_output(path: Path) -> None:
@@ -61,35 +53,6 @@ class TrainerActor:
             self._config, RankSpec(self._rank, world_size, address, port)
         )
 
-    def train(self, batch: "TrainBatch") -> "StepResult | None":
-        return self._trainer.train(batch)
-
-    def publish(self, engines: "Sequence[EngineAddress]") -> "PublishReport | None":
-        return self._trainer.publish(engines)
-
-    def logprobs(self, ids: list[int]) -> list[float] | None:
-        return self._trainer.logprobs(ids)
-
-    def export_hf(self, folder: str) -> None:
-        self._trainer.export_hf(Path(folder))
-
-    def rest(self, keep_weights: bool) -> None:
-        self._trainer.rest(keep_weights)
-
-    def wake(self) -> None:
-        self._trainer.wake()
-
-    def begin_checkpoint(self, folder: str) -> None:
-        self._trainer.begin_checkpoint(folder)
-
-    def checkpoint_done(self) -> bool:
-        return self._trainer.checkpoint_done()
-
-    def finish_checkpoint(self) -> None:
-        self._trainer.finish_checkpoint()
-
-    def restore(self, folder: str, version: int) -> int:
-        return self._trainer.restore(folder, version)
-
-    def renumber(self, version: int) -> None:
-        self._trainer.version = version
+    def call(self, verb: str, *arguments: object) -> object:
+        """Call the method ``verb`` of the rank."""
+        return getattr(self._trainer, verb)(*arguments)

@@ -80,10 +80,10 @@ async def training_step(loops: Loops, groups: list[Group], asked: float) -> int:
     advance = await loops.weights.advance(as_batch(groups, loops.gate.version))
     for name, reason in advance.report.failed.items():
         loops.supervisor.condemn(name, reason)
-    loops.gate.published(advance.result.version)
+    loops.gate.published(advance.version)
     times = StepTimes(wait_s=waited_s, train_s=advance.train_s, step_s=clock() - asked)
-    loops.recorder.step(groups, advance.result, advance.report, times)
-    return advance.result.version
+    loops.recorder.step(groups, advance.version, advance.metrics, advance.report, times)
+    return advance.version
 
 
 def as_batch(groups: list[Group], version: int) -> TrainBatch:

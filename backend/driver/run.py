@@ -315,7 +315,7 @@ async def drive(loops: Loops, state: RunState, folder: Path, progress: Progress,
     async with asyncio.TaskGroup() as tasks:
         keeping = [tasks.create_task(loops.supervisor.run(serving), name="serving")]
         progress.phase("starting the engines and the trainer")
-        await loops.weights.connect(state.version, state.checkpoint.path if state.checkpoint else None)
+        await loops.weights.connect(state.checkpoint.path if state.checkpoint else None)
         await serving.wait()
         if loops.held_out and not state.ledger.epoch:
             progress.phase("evaluating the initial policy")

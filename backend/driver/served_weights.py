@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.backend.batch.micro_batch import TrainBatch
-from slipstream.backend.batch.step_result import StepResult
 from slipstream.backend.driver.devices import Devices, Turn
 from slipstream.backend.driver.trainer_client import Trainer
 from slipstream.backend.driver.verification import Verifier, WeightsMismatch
@@ -27,7 +26,8 @@ from slipstream.rollout.engine.pool import EnginePool
 class Advance:
     """One version further."""
 
-    result: StepResult
+    version: int
+    metrics: dict[str, float]
     report: PublishReport
     train_s: float
 
@@ -50,14 +50,12 @@ class ServedWeights:
         self._moving = asyncio.Lock()
         self._verdict: asyncio.Task[None] | None = None
 
-    async def connect(self, version: int, checkpoint: Path | None) -> None:
-        """Start the trainer, from a checkpoint if there is one; its weights are ``version`` from now on."""
+    async def connect(self, checkpoint: Path | None) -> None:
+        """Start the trainer, from a checkpoint if there is one."""
         async with self._moving, self._devices.training():
             await self._trainer.connect()
             if checkpoint is not None:
-                await self._trainer.restore(checkpoint, version)
-            else:
-                await self._trainer.renumber(version)
+                await self._trainer.restore(checkpoint)
 
     async def advance(self, batch: TrainBatch) -> Advance:
         """Train one step and bring every serving engine to the new version.
@@ -67,20 +65,20 @@ class ServedWeights:
         async with self._moving:
             async with self._trainers_turn() as turn:
                 began = time.monotonic()
-                result = await self._trainer.train(batch)
+                version, metrics = batch.version + 1, await self._trainer.train(batch)
                 train_s = time.monotonic() - began
                 await self.settled()
-                doubted = self._verifier is not None and self._verifier.due(result.version)
+                doubted = self._verifier is not None and self._verifier.due(version)
                 if doubted:
-                    self._pool.doubt(result.version)
+                    self._pool.doubt(version)
                 async with self._devices.publishing():
-                    report = await self._publish(result.version)
+                    report = await self._publish(version)
                 expected = await self._trainer.logprobs(self._verifier.text) if doubted else []
             report.stall_s += turn.stood_s
             if doubted:
-                verifying = self._verify(result.version, expected)
-                self._verdict = asyncio.create_task(verifying, name=f"verdict on version {result.version}")
-            return Advance(result, report, train_s)
+                verifying = self._verify(version, expected)
+                self._verdict = asyncio.create_task(verifying, name=f"verdict on version {version}")
+            return Advance(version, metrics, report, train_s)
 
     async def begin_checkpoint(self, folder: Path) -> None:
         """As ``Trainer.begin_checkpoint``."""
@@ -114,20 +112,20 @@ class ServedWeights:
             await asyncio.wait({self._verdict})
 
     async def _publish(self, version: int) -> PublishReport:
-        report = await self._sent([client.address for client in self._pool.clients])
+        report = await self._sent(version, [client.address for client in self._pool.clients])
         for client in self._pool.clients:
             if client.name in report.failed:
                 await self._pool.remove(client)
         self._pool.version = version
         return report
 
-    async def _sent(self, engines: Sequence[EngineAddress]) -> PublishReport:
+    async def _sent(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
         """Engines that have got a part because of another one are sent everything again, once."""
-        report = await self._trainer.publish(engines)
+        report = await self._trainer.publish(version, engines)
         if not report.interrupted:
             return report
         again = [engine for engine in engines if engine.name in report.interrupted]
-        return report.repeated(await self._trainer.publish(again))
+        return report.repeated(await self._trainer.publish(version, again))
 
     async def _verify(self, version: int, expected: list[float]) -> None:
         assert self._verifier is not None
@@ -154,7 +152,7 @@ class ServedWeights:
             async with self._trainers_turn(engine):
                 if version > 0:
                     async with self._devices.publishing():
-                        report = await self._sent([engine])
+                        report = await self._sent(version, [engine])
                     if engine.name in report.failed:
                         return report.failed[engine.name]
                 if self._verifier is not None:

@@ -83,7 +83,7 @@ async def _run(asked: Supervised, progress: Progress, stop: Stop, resume: bool) 
         at = Position(config.rollout.batch_size)
         if found is not None:
             at.version = _unused_version(folder, found)
-            at.step = await trainer.restore(found.path, at.version)
+            at.step = await trainer.restore(found.path)
             progress.note(f"resumed from step {at.step}")
         metrics.log(at.version, {"run/recipe": f"```yaml\n{recipe_text(config)}```"})
         checkpoints = TrainerCheckpoints(
@@ -153,9 +153,9 @@ async def _train(
     first = at.step
     while at.step < steps and not at.ended:
         answers = [answer for i in range(size) for answer in examples.at(at.position + i)]
-        result = await trainer.train(demonstrated(answers, at.version))
-        at.version, at.step = result.version, at.step + 1
-        found = {tag: value for tag, value in result.metrics.items() if tag.startswith(METRICS)}
+        trained = await trainer.train(demonstrated(answers, at.version))
+        at.version, at.step = at.version + 1, at.step + 1
+        found = {tag: value for tag, value in trained.items() if tag.startswith(METRICS)}
         metrics.log(at.version, {**found, "train/step": at.step})
         if at.step in (first + 1, steps) or at.step % -(-steps // TOLD) == 0:
             say(f"step {at.step}/{steps}, loss {found['train/loss']:.4f}")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.backend.batch.micro_batch import TrainBatch
-from slipstream.backend.batch.step_result import StepResult
 from slipstream.backend.checkpoint.folder import CheckpointError
 from slipstream.backend.cluster.configured_ray import ray
 from slipstream.bridge.report import PublishReport
@@ -55,15 +54,17 @@ class Trainer:
         address, port = await within(
             self._timeout_s, "the first trainer rank", self._ranks[0].meeting_point.remote()
         )
-        processes = await self._all("starting the trainer", "process")
+        starting = [rank.process.remote() for rank in self._ranks]
+        processes = await self._within("starting the trainer", starting)
         self._pids, self.gpus = [pid for pid, _ in processes], [gpus for _, gpus in processes]
-        await self._all("building the model", "connect", address, port)
+        connecting = [rank.connect.remote(address, port) for rank in self._ranks]
+        await self._within("building the model", connecting)
 
-    async def train(self, batch: TrainBatch) -> StepResult:
+    async def train(self, batch: TrainBatch) -> dict[str, float]:
         return self._only(await self._all(f"training step {batch.version + 1}", "train", ray.put(batch)))
 
-    async def publish(self, engines: Sequence[EngineAddress]) -> PublishReport:
-        return self._only(await self._all("publishing the weights", "publish", list(engines)))
+    async def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
+        return self._only(await self._all(f"publishing version {version}", "publish", version, list(engines)))
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Log-probs of ids[1:] given what precedes them, at temperature 1, under the present weights."""
@@ -77,14 +78,14 @@ class Trainer:
         await self._all("moving the trainer back to the GPUs", "wake")
 
     async def export_hf(self, folder: Path) -> None:
-        await self._all("writing the HF checkpoint", "export_hf", str(folder))
+        await self._all("writing the HF checkpoint", "export_hf", folder.absolute())
 
     async def begin_checkpoint(self, folder: Path) -> None:
         """Have the ranks start to write their state into ``folder``. Training may go on when this returns.
 
         Raises CheckpointError when a rank cannot write there.
         """
-        await self._all("starting a checkpoint", "begin_checkpoint", str(folder.absolute()))
+        await self._all("starting a checkpoint", "begin_checkpoint", folder.absolute())
 
     async def checkpoint_written(self) -> None:
         """Wait until no rank is writing any more; only ``finish_checkpoint`` says whether it has gone well.
@@ -96,7 +97,7 @@ class Trainer:
         """
         writing = self._ranks
         while writing:
-            calls = [rank.checkpoint_done.remote() for rank in writing]
+            calls = [rank.call.remote("checkpoint_done") for rank in writing]
             done = await self._answers("writing a checkpoint", calls)
             writing = [rank for rank, is_done in zip(writing, done, strict=True) if not is_done]
             if writing:
@@ -111,14 +112,10 @@ class Trainer:
         # It may have to wait for a training step that came before it.
         await self._all("finishing a checkpoint", "finish_checkpoint", timeout_s=2 * self._timeout_s)
 
-    async def restore(self, folder: Path, version: int) -> int:
-        """Load a checkpoint as version ``version``; the training steps it had done."""
-        [step, *_] = await self._all("loading a checkpoint", "restore", str(folder.absolute()), version)
+    async def restore(self, folder: Path) -> int:
+        """Load a checkpoint. Return the number of training steps it had done."""
+        [step, *_] = await self._all("loading a checkpoint", "restore", folder.absolute())
         return step
-
-    async def renumber(self, version: int) -> None:
-        """The present weights are ``version`` from now on."""
-        await self._all("numbering the weights", "renumber", version)
 
     def kill(self) -> None:
         for rank in self._ranks:
@@ -127,7 +124,12 @@ class Trainer:
             unlink(segments_of_torch(pid))
 
     async def _all(self, what: str, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        calls = [getattr(rank, method).remote(*args) for rank in self._ranks]
+        calls = [rank.call.remote(method, *args) for rank in self._ranks]
+        return await self._within(what, calls, timeout_s)
+
+    async def _within(
+        self, what: str, calls: Sequence[Awaitable[Any]], timeout_s: float | None = None
+    ) -> list[Any]:
         return await within(timeout_s or self._timeout_s, what, self._answers(what, calls))
 
     async def _answers(self, what: str, calls: Sequence[Awaitable[Any]]) -> list[Any]:

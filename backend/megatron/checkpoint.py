@@ -60,7 +60,7 @@ class RankCheckpoints:
 
     # ---- saving
 
-    def begin(self, folder: Path, *, step: int, version: int) -> None:
+    def begin(self, folder: Path, *, step: int) -> None:
         """Take a snapshot and start to write it into ``folder``; training may go on when this returns.
 
         A checkpoint that was begun and not finished is given up.
@@ -69,7 +69,6 @@ class RankCheckpoints:
             "random": self._random_states(random_state.capture()),
             "about": {
                 "step": step,
-                "version": version,
                 "updates": {
                     prefix: optimizer_state.updates(one.optimizer) for prefix, one in self._trained.items()
                 },

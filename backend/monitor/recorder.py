@@ -8,7 +8,6 @@ from typing import Literal
 
 import numpy as np
 
-from slipstream.backend.batch.step_result import StepResult
 from slipstream.backend.monitor.metrics import MetricsLog
 from slipstream.backend.monitor.progress import Progress
 from slipstream.backend.monitor.summary import GroupTotals, RunSummary
@@ -114,8 +113,15 @@ class Recorder:
         """A group has ended untrained; ``trajectories``: what was finished of it."""
         self._lost[loss] += [trajectory.sampled_length for trajectory in trajectories]
 
-    def step(self, groups: list[Group], result: StepResult, report: PublishReport, times: StepTimes) -> None:
-        """A training step on ``groups`` has produced and published ``result.version``."""
+    def step(
+        self,
+        groups: list[Group],
+        version: int,
+        metrics: dict[str, float],
+        report: PublishReport,
+        times: StepTimes,
+    ) -> None:
+        """A training step on ``groups`` has produced and published ``version``."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         rewards = np.array([t.reward for t in trajectories])
         turns = [reward for t in trajectories for _, reward in t.turn_rewards]
@@ -123,11 +129,11 @@ class Recorder:
         then, before = self._last_step
         self._last_step = (now, generated)
         tokens_per_s = (generated - before) / max(now - then, 1e-9)
-        staleness = self._staleness(trajectories, result.version - 1)
+        staleness = self._staleness(trajectories, version - 1)
         totals, counts = self._totals, self._gate.counts
         totals.steps += 1
         totals.wait_s += times.wait_s
-        totals.tokens_trained += int(result.metrics["train/tokens"])
+        totals.tokens_trained += int(metrics["train/tokens"])
         totals.stalls_s.append(report.stall_s)
         totals.retractions += sum(t.retractions for t in trajectories)
         lengths = [t.sampled_length for t in trajectories]
@@ -135,7 +141,7 @@ class Recorder:
         lost = {f"lost/{loss}_lengths": found for loss, found in self._lost.items() if found}
         self._lost = {loss: [] for loss in Loss}
         self._metrics.log(
-            result.version,
+            version,
             {
                 "reward/mean": rewards.mean(),
                 "reward/std": rewards.std(),
@@ -164,11 +170,11 @@ class Recorder:
                 "lost/tokens_masked": totals.tokens_masked,
                 **lost,
                 **self._checkpoint_stall,
-                **result.metrics,
+                **metrics,
                 "perf/step_s": times.step_s,
                 "perf/train_s": times.train_s,
-                "perf/train_tokens_per_s": result.metrics["train/tokens"] / times.train_s,
-                "perf/train_tflops": result.metrics["train/tflop"] / times.train_s,
+                "perf/train_tokens_per_s": metrics["train/tokens"] / times.train_s,
+                "perf/train_tflops": metrics["train/tflop"] / times.train_s,
                 "perf/generate_tokens_per_s": tokens_per_s,
                 "perf/weight_update_s": report.total_s,
                 "perf/weight_update_stall_s": report.stall_s,
@@ -182,7 +188,7 @@ class Recorder:
         self._checkpoint_stall = {}
         if self._trace:
             tokens = sum(len(t.tokens_T) for t in trajectories)
-            self._trace.write("step", version=result.version, tokens=tokens, end_s=now, **asdict(times))
+            self._trace.write("step", version=version, tokens=tokens, end_s=now, **asdict(times))
             self._trace.write("publish", end_s=now, **asdict(report))
         self._progress.step(
             self._gate.step,

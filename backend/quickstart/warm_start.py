@@ -76,9 +76,9 @@ def _train(rank: RankSpec, start: Path, out: Path, seed: int, steps: int) -> Non
     rng = random.Random(f"warm-start-{seed}")  # every rank draws the same
     for step in range(steps):
         shown = demonstrations(rng, progress=step / steps)
-        result = trainer.train(demonstrated([encoded(tokenizer, *one) for one in shown], step))
-        if result is not None and (step % 100 == 0 or step == steps - 1):
-            loss = result.metrics["train/loss"]
+        metrics = trainer.train(demonstrated([encoded(tokenizer, *one) for one in shown], step))
+        if metrics is not None and (step % 100 == 0 or step == steps - 1):
+            loss = metrics["train/loss"]
             print(f"  warm start: step {step + 1}/{steps}, loss {loss:.3f} per response token", flush=True)
     trainer.export_hf(out)
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.backend.batch.step_result import StepResult
 from slipstream.backend.simulate.failures import Failures
 from slipstream.backend.simulate.pool import SimulatedPool
 from slipstream.backend.simulate.trainer import SimulatedTrainer
@@ -130,8 +129,15 @@ class Account:
     failed_attempts: int = 0
     failures: list[str] = field(default_factory=list)
 
-    def step(self, groups: list[Group], result: StepResult, report: PublishReport, times: Any) -> None:
-        version = result.version - 1
+    def step(
+        self,
+        groups: list[Group],
+        version: int,
+        metrics: dict[str, float],
+        report: PublishReport,
+        times: Any,
+    ) -> None:
+        version -= 1
         head_lags, token_lags = self.head_lags, self.token_lags
         for group in groups:
             for trajectory in group.trajectories:

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 from slipstream.backend.batch.micro_batch import TrainBatch
-from slipstream.backend.batch.step_result import StepResult
 from slipstream.backend.driver.devices import Turn
 from slipstream.backend.simulate.engine import Engine
 from slipstream.backend.simulate.pool import SimulatedPool
@@ -31,7 +30,7 @@ class SimulatedTrainer:
         self.pauses: list[tuple[float, float]] = []
         """From when to when the serving engines were paused for each version."""
 
-    async def train(self, batch: TrainBatch) -> StepResult:
+    async def train(self, batch: TrainBatch) -> dict[str, float]:
         model = self._model.trainer
         tokens = sum(t.prompt_tokens + t.sampled_length for t in batch.trajectories)
         seconds = model.step_s + tokens / (model.tokens_per_s * self._gpus)
@@ -43,11 +42,11 @@ class SimulatedTrainer:
         await asyncio.sleep(seconds)
         self._slow_down(1.0)
         self.training.append((began, loop.time()))
-        self.version = batch.version + 1
         trained = sum(t.response_length for t in batch.trajectories)
-        return StepResult(self.version, {"train/tokens": float(trained)})
+        return {"train/tokens": float(trained)}
 
-    async def publish(self, engines: Sequence[Engine]) -> PublishReport:
+    async def publish(self, version: int, engines: Sequence[Engine]) -> PublishReport:
+        self.version = version
         model, mode = self._model.transfer, self._interrupt
         loop = asyncio.get_running_loop()
         began = loop.time()

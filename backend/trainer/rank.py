@@ -13,7 +13,6 @@ from torch import Tensor
 
 from slipstream.backend.batch.flops import forward_flops
 from slipstream.backend.batch.micro_batch import MicroBatch, TrainBatch, assemble, check_staleness
-from slipstream.backend.batch.step_result import StepResult
 from slipstream.backend.megatron.export_plan import export_plan
 from slipstream.backend.megatron.parallel import RankSpec, initialize
 from slipstream.backend.objective import kl
@@ -86,18 +85,12 @@ class TrainerRank(CheckpointedRank):
 
     # ---- one training step
 
-    def train(self, batch: TrainBatch) -> StepResult | None:
-        """Train on ``batch`` and move to the next step and version.
-
-        Gives the result on the reporting rank, None elsewhere.
+    def train(self, batch: TrainBatch) -> dict[str, float] | None:
+        """Train one step on ``batch``. Return its metrics on the reporting rank, None elsewhere.
 
         Raises StalenessViolation when a token that carries loss is outside the bound: the last gate, at the
         place where it matters.
         """
-        if batch.version != self.version:
-            raise ValueError(
-                f"a batch for version {batch.version} reached a trainer at version {self.version}"
-            )
         check_staleness(batch, self._config.rollout.max_head_offpolicyness)
         minibatches, metrics = self.microbatches(batch)
         microbatches = [micro for minibatch in minibatches for micro in minibatch]
@@ -112,8 +105,7 @@ class TrainerRank(CheckpointedRank):
         metrics |= self._train_critic(minibatches, scores, targets)
         self._scorers.follow(self._parameters)
         self.step += 1
-        self.version += 1
-        return StepResult(self.version, metrics) if self._reports else None
+        return metrics if self._reports else None
 
     def microbatches(self, batch: TrainBatch) -> tuple[list[list[MicroBatch]], dict[str, float]]:
         """As ``microbatches_of``, of this rank in its present step."""
@@ -167,10 +159,8 @@ class TrainerRank(CheckpointedRank):
         """
         n = len(ids) - 1
         text = TrajectoryBuilder(ids[:1])
-        text.add_completion(
-            Completion(tuple(ids[1:]), (0.0,) * n, (Span(self.version, 0, n),), Finish.LENGTH)
-        )
-        batch = TrainBatch(self.version, (text.build(),), np.zeros(1, np.int64))
+        text.add_completion(Completion(tuple(ids[1:]), (0.0,) * n, (Span(0, 0, n),), Finish.LENGTH))
+        batch = TrainBatch(0, (text.build(),), np.zeros(1, np.int64))
         parallel = self._config.actor.parallel
         micro = assemble(batch, [0], parallel.length_multiple, each=parallel.trajectory_multiple)
         times = self._config.actor.parallel.microbatch_multiple
@@ -247,8 +237,8 @@ class TrainerRank(CheckpointedRank):
 
     # ---- the weights' way out
 
-    def publish(self, engines: Sequence[EngineAddress]) -> PublishReport | None:
-        """Bring ``engines`` to this trainer's version. The report on the sender, None elsewhere."""
+    def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport | None:
+        """Send the weights to ``engines`` as ``version``. Return the report on the sender, None elsewhere."""
         buckets = self._export()
         if dist.get_rank() != SENDER:
             for _ in buckets:
@@ -257,7 +247,7 @@ class TrainerRank(CheckpointedRank):
         if self._publisher is None:
             backend = "nccl" if self._device.type == "cuda" else "gloo"
             self._publisher = make_publisher(self._config, self._plan, address=self._address, backend=backend)
-        return asyncio.run(_publish(self._publisher, self.version, engines, buckets))
+        return asyncio.run(_publish(self._publisher, version, engines, buckets))
 
     def export_hf(self, folder: Path) -> None:
         """Write the present weights as an HF checkpoint directory."""

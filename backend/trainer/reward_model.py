@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.backend.batch.micro_batch import MicroBatch, TrainBatch
-from slipstream.backend.batch.step_result import StepResult
 from slipstream.backend.megatron.export_plan import export_plan
 from slipstream.backend.megatron.parallel import RankSpec, initialize
 from slipstream.backend.objective.value import preference_loss
@@ -63,8 +62,8 @@ class RewardModelRank(CheckpointedRank):
             finish_timeout_s=config.run.step_timeout_s / 2,
         )
 
-    def train(self, batch: TrainBatch) -> StepResult | None:
-        """One optimizer update; the result on the reporting rank, None elsewhere."""
+    def train(self, batch: TrainBatch) -> dict[str, float] | None:
+        """Make one optimizer update. Return its metrics on the reporting rank, None elsewhere."""
         rank = self._groups.get_data_parallel_rank()
         [microbatches], metrics = microbatches_of(
             self._config, self._spec.geometry, batch, self.step, rank=rank
@@ -84,9 +83,8 @@ class RewardModelRank(CheckpointedRank):
         metrics["train/lr"] = lr
         metrics["train/tokens"] = float(sum(len(trajectory.tokens_T) for trajectory in batch.trajectories))
         self.step += 1
-        self.version += 1
         first = self._groups.get_tensor_model_parallel_rank() == self._groups.get_data_parallel_rank() == 0
-        return StepResult(self.version, metrics) if last_stage and first else None
+        return metrics if last_stage and first else None
 
     def export_hf(self, folder: Path) -> None:
         """Write the model as an HF checkpoint for sequence classification with one label."""

@@ -140,7 +140,7 @@ def train_a_step(rank: RankSpec, parallel: ParallelConfig, case: Case, folder: P
     config = case.config(folder)
     with trainer_of(rank, config) as trainer:
         train(trainer, 1)
-        trainer.begin_checkpoint(str(hf.parent / "checkpoints" / "v00000001.partial"))
+        trainer.begin_checkpoint(hf.parent / "checkpoints" / "v00000001.partial")
         trainer.finish_checkpoint()
         trainer.export_hf(hf)
 

@@ -152,7 +152,7 @@ def train_and_publish(rank: RankSpec, config: RunConfig, engines: list[EngineAdd
     trainer = TrainerRank(config, rank)
     for version in range(2):
         trainer.train(make_batch(VOCAB, seed=version, version=version))
-    report = trainer.publish(engines)
+    report = trainer.publish(2, engines)
     trainer.export_hf(folder)
     return report
 

@@ -126,14 +126,14 @@ def train(rank: RankSpec, jobs: dict[str, Job]) -> dict[str, Curve]:
         found[name] = curve = Curve()
         with trainer_of(replace(rank, port=job.port), job.config) as trainer:
             if job.resume is not None:
-                trainer.restore(str(job.resume), version=SAVED)
+                trainer.restore(job.resume)
             while trainer.step < STEPS:
-                result = trainer.train(batch_of(trainer.step))
-                if result is not None:
-                    curve.loss.append(result.metrics["train/loss"])
-                    curve.grad_norm.append(result.metrics["train/grad_norm"])
+                metrics = trainer.train(batch_of(trainer.step))
+                if metrics is not None:
+                    curve.loss.append(metrics["train/loss"])
+                    curve.grad_norm.append(metrics["train/grad_norm"])
                 if job.save is not None and trainer.step == SAVED:
-                    trainer.begin_checkpoint(str(job.save))
+                    trainer.begin_checkpoint(job.save)
                     trainer.finish_checkpoint()
             for bucket in trainer._export():
                 if bucket is not None:

@@ -190,8 +190,7 @@ def lives(rank: RankSpec, work: list[tuple[int, RunConfig, Path]], batch: TrainB
             life["gradients"] = copied(own, lambda factor: factor.main_grad)
             life["metrics"] = {}
             for step in range(STEPS):
-                result = trainer.train(make_batch(VOCAB, seed=step, version=trainer.version))
-                life["metrics"] = result.metrics if result else {}
+                life["metrics"] = trainer.train(make_batch(VOCAB, seed=step, version=trainer.step)) or {}
             life["trained"] = copied(own)
             now = frozen(trainer)
             life["base is as it was"] = all(torch.equal(now[name], base[name]) for name in base)

@@ -92,7 +92,7 @@ def updates(rank: RankSpec, work: list[tuple[int, RunConfig]]) -> list[dict[str,
 
             trainer._trained.optimizer.step = noting
             for n in range(STEPS):
-                trainer.train(make_batch(VOCAB, seed=n, version=trainer.version))
+                trainer.train(make_batch(VOCAB, seed=n, version=trainer.step))
                 for name, (_, shard, _) in own.items():
                     history[name].append(numbers(shard))
             found.append(

@@ -127,12 +127,12 @@ def gradients_of(rank: RankSpec, configs: dict[str, RunConfig], batch: TrainBatc
             trainer = TrainerRank(config, rank)
         else:
             trainer._scorers = Scorers(config, torch.float32, trainer._device)
-        trainer._config, trainer.version = config, 0
+        trainer._config = config
         trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
         critic = trainer._scorers.critic
         if critic is not None:
             critic.trained.optimizer.step = lambda: (True, 0.0, 0)
-        result = trainer.train(batch)
+        metrics = trainer.train(batch)
         gradients = exported(trainer._plan, gradients_in(trainer._parameters), rank.rank)
         of_critic = None
         if critic is not None:
@@ -140,7 +140,7 @@ def gradients_of(rank: RankSpec, configs: dict[str, RunConfig], batch: TrainBatc
             plan = make_plan(spec, Layout.of(config.actor.parallel), 2**20, 4)
             shards = [model.named_shards(part) for part in critic.trained.modules]
             of_critic = exported(plan, gradients_in(shards), rank.rank)
-        found[name] = (result and result.metrics, gradients, of_critic)
+        found[name] = (metrics, gradients, of_critic)
     del trainer._trained.optimizer.step
     found["average"] = average_of(trainer, configs, batch, rank.rank)
     return found
@@ -156,7 +156,7 @@ def average_of(trainer, configs: dict[str, RunConfig], batch: TrainBatch, rank: 
     trainer._scorers = Scorers(trainer._config, torch.float32, trainer._device)
     policies = [exported(trainer._plan, trainer._parameters, rank)]
     for _ in range(2):
-        trainer.train(replace(batch, version=trainer.version))
+        trainer.train(batch)
         policies.append(exported(trainer._plan, trainer._parameters, rank))
     average = trainer._scorers.average
     return policies, exported(trainer._plan, average._waiting, rank)

@@ -122,8 +122,7 @@ def train_overlapped(rank: RankSpec, work: list[tuple[int, RunConfig]]) -> list[
             trainer._trained.optimizer.step = stepping
             metrics = {}
             for n in range(STEPS):
-                result = trainer.train(make_batch(VOCAB, seed=n, version=trainer.version))
-                metrics = result.metrics if result else {}
+                metrics = trainer.train(make_batch(VOCAB, seed=n, version=trainer.step)) or {}
             found.append(
                 {"weights": weights(trainer), "metrics": metrics, "under way": under_way, "late": late}
             )

@@ -53,7 +53,6 @@ def one_step(trainer: Any, config: RunConfig, budget: int, batch: TrainBatch):
     """Number of micro-batches, log-probs by trajectory, and the gradient of a step that is not taken."""
     actor = config.actor.model_copy(update={"microbatch_tokens": budget})
     trainer._config = config.model_copy(update={"actor": actor})
-    trainer.version = batch.version
     [microbatches], _ = trainer.microbatches(batch)
     logps = {}
     for micro, logp_M in zip(microbatches, trainer._policy.log_probs(microbatches, 1.0), strict=True):

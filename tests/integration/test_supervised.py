@@ -71,8 +71,8 @@ def step(rank: RankSpec, config: RunConfig):
 
     trainer = TrainerRank(config, rank)
     trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
-    result = trainer.train(demonstrated(PAIRS, version=0))
-    return result and result.metrics, exported(trainer._plan, gradients_in(trainer._parameters), rank.rank)
+    metrics = trainer.train(demonstrated(PAIRS, version=0))
+    return metrics, exported(trainer._plan, gradients_in(trainer._parameters), rank.rank)
 
 
 @pytest.mark.parametrize("parallel", [{}, {"data": 2}], ids=["one rank", "data 2"])
@@ -100,8 +100,8 @@ def reward_model_step(rank: RankSpec, config: RunConfig):
 
     trainer = RewardModelRank(config, rank)
     trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
-    result = trainer.train(demonstrated(PAIRS[:-1], version=0))
-    return result and result.metrics, exported(trainer._plan, gradients_in(trainer._parameters), rank.rank)
+    metrics = trainer.train(demonstrated(PAIRS[:-1], version=0))
+    return metrics, exported(trainer._plan, gradients_in(trainer._parameters), rank.rank)
 
 
 @pytest.mark.parametrize(

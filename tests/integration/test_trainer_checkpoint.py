@@ -146,8 +146,7 @@ def trainer_of(rank: RankSpec, config: RunConfig) -> Iterator[Any]:
 def train(trainer: Any, steps: int) -> dict[str, float]:
     metrics = {}
     for _ in range(steps):
-        result = trainer.train(make_batch(VOCAB, seed=100 + trainer.step, version=trainer.version))
-        metrics = result.metrics if result else {}
+        metrics = trainer.train(make_batch(VOCAB, seed=100 + trainer.step, version=trainer.step)) or {}
     return metrics
 
 
@@ -202,7 +201,7 @@ def save_all(rank: RankSpec, cases: dict[str, tuple[int, RunConfig, Path]]) -> d
             train(trainer, 2)
             random.seed(rank.rank)  # no two ranks alike
             with held_back():
-                trainer.begin_checkpoint(str(folder))
+                trainer.begin_checkpoint(folder)
                 lines[name] = line(trainer, draw())
             trainer.finish_checkpoint()
     return lines
@@ -213,8 +212,7 @@ def resume_all(rank: RankSpec, cases: dict[str, tuple[int, RunConfig, Path]]) ->
     lines = {}
     for name, (port, config, folder) in cases.items():
         with trainer_of(replace(rank, port=port), config) as trainer:
-            assert trainer.restore(str(folder), version=7) == trainer.step == 2
-            assert trainer.version == 7
+            assert trainer.restore(folder) == trainer.step == 2
             lines[name] = line(trainer, draw())
     return lines
 
@@ -317,12 +315,12 @@ def mishaps(rank: RankSpec, config: RunConfig, folders: dict[str, Path]) -> dict
     shm = set(os.listdir("/dev/shm"))
     with trainer_of(rank, config) as trainer:
         found["at step 0"] = own_weights(trainer)
-        trainer.begin_checkpoint(str(folders["step 0"]))
+        trainer.begin_checkpoint(folders["step 0"])
         trainer.finish_checkpoint()
         train(trainer, 1)
         begun = own_weights(trainer)
         with held_back() as released:
-            trainer.begin_checkpoint(str(folders["snapshot"]))
+            trainer.begin_checkpoint(folders["snapshot"])
             train(trainer, 2)
             with torch.no_grad():
                 for parameter in trainer._parameters[0].values():
@@ -336,7 +334,7 @@ def mishaps(rank: RankSpec, config: RunConfig, folders: dict[str, Path]) -> dict
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
         trainer.finish_checkpoint()
-        found["restored step"] = trainer.restore(str(folders["snapshot"]), version=5)
+        found["restored step"] = trainer.restore(folders["snapshot"])
         found["snapshot"] = (begun, own_weights(trainer))
 
         if rank.rank == 1:  # real ENOSPC, for one rank's file and later for the index
@@ -344,19 +342,19 @@ def mishaps(rank: RankSpec, config: RunConfig, folders: dict[str, Path]) -> dict
             (folders["full index"] / ".metadata.tmp").symlink_to("/dev/full")
         dist.barrier()
         for name in ("full", "full index"):
-            trainer.begin_checkpoint(str(folders[name]))
+            trainer.begin_checkpoint(folders[name])
             found[name] = error_of(trainer.finish_checkpoint)
         found["absent"] = error_of(trainer.begin_checkpoint, str(folders["full"] / "absent"))
 
         with held_back():
-            trainer.begin_checkpoint(str(folders["given up"]))
-            trainer.begin_checkpoint(str(folders["afterwards"]))
+            trainer.begin_checkpoint(folders["given up"])
+            trainer.begin_checkpoint(folders["afterwards"])
         found["after trouble"] = train(trainer, 1)
         trainer.finish_checkpoint()
-        trainer.restore(str(folders["step 0"]), version=9)
+        trainer.restore(folders["step 0"])
         found["restored at step 0"] = own_weights(trainer)
         found["first step again"] = train(trainer, 1)
-        trainer.restore(str(folders["afterwards"]), version=10)
+        trainer.restore(folders["afterwards"])
         found["after restore"] = train(trainer, 1)
     actor = config.actor.model_copy(update={"lora": LoraConfig.model_validate(ADAPTERS)})
     others = {

@@ -65,12 +65,12 @@ def go_on(rank: RankSpec, work: dict[str, tuple[RunConfig, int, RunConfig, int, 
         folder.mkdir()
         with trainer_of(replace(rank, port=port), config) as trainer:
             train(trainer, 1)
-            trainer.begin_checkpoint(str(folder))
+            trainer.begin_checkpoint(folder)
             trainer.finish_checkpoint()
             train(trainer, 2)
             before = exported(trainer)
         with trainer_of(replace(rank, port=other_port), other) as trainer:
-            trainer.restore(str(folder), version=1)
+            trainer.restore(folder)
             train(trainer, 2)
             lines[name] = (before, exported(trainer))
     return lines

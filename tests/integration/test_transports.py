@@ -47,7 +47,7 @@ def train_and_publish(
     reports = []
     for version in range(VERSIONS):
         trainer.train(make_batch(VOCAB, seed=version, version=version))
-        reports.append(trainer.publish(engines))
+        reports.append(trainer.publish(version + 1, engines))
     trainer.export_hf(folder)
     return reports, trainer.logprobs(text)
 

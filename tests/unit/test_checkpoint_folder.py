@@ -352,25 +352,23 @@ def test_any_range_of_a_matrix_is_at_most_three_rectangles_in_order(shape: tuple
 
 
 class Rank:
-    """Looks like the handle of a trainer actor; each method has a queue of answers."""
+    """Looks like the handle of a trainer actor; each verb has a queue of answers."""
 
     def __init__(self, **answers: list[Any]) -> None:
         self.calls: list[str] = []
-        for name, queue in answers.items():
-            setattr(self, name, self._method(name, iter(queue)))
+        queues = {verb: iter(queue) for verb, queue in answers.items()}
 
-    def _method(self, name: str, queue: Any) -> Any:
-        async def answer() -> Any:
-            value = next(queue)
+        async def answer(verb: str) -> Any:
+            value = next(queues[verb])
             if isinstance(value, Exception):
                 raise value
             return value
 
-        def remote(*args: Any) -> Any:
-            self.calls.append(name)
-            return asyncio.ensure_future(answer())
+        def remote(verb: str, *_: Any) -> Any:
+            self.calls.append(verb)
+            return asyncio.ensure_future(answer(verb))
 
-        return type("Method", (), {"remote": staticmethod(remote)})
+        self.call = type("Method", (), {"remote": staticmethod(remote)})
 
 
 def trainer(*ranks: Rank) -> Trainer:
@@ -417,4 +415,4 @@ def test_a_failed_checkpoint_is_told_from_a_failed_trainer():
 
 
 def test_restoring_gives_the_step():
-    assert asyncio.run(trainer(Rank(restore=[4]), Rank(restore=[4])).restore(Path("v4"), 9)) == 4
+    assert asyncio.run(trainer(Rank(restore=[4]), Rank(restore=[4])).restore(Path("v4"))) == 4

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from slipstream.backend.batch.step_result import StepResult
 from slipstream.backend.monitor.recorder import Recorder, StepTimes
 from slipstream.bridge.report import PublishReport
 from slipstream.rollout.control.core import GroupCounts, Loss
@@ -51,7 +50,8 @@ class Fakes:
         times = StepTimes(**{"wait_s": 1.0, "train_s": 3.0, "step_s": 8.0} | times)
         self.recorder.step(
             groups,
-            StepResult(version, {"train/tokens": tokens, "train/tflop": 0.6, "train/loss": 0.5}),
+            version,
+            {"train/tokens": tokens, "train/tflop": 0.6, "train/loss": 0.5},
             report,
             times,
         )

@@ -57,11 +57,10 @@ def one_step(trainer, config: RunConfig, actor: ActorConfig, trajectories, group
     """Gradients and metrics of a step that is not taken."""
     trainer._config = config.model_copy(update={"actor": actor})
     trainer_module.find_targets = find_targets if advantage is None else partial(given, advantage)
-    trainer.version = 1
-    result = trainer.train(TrainBatch(1, tuple(trajectories), group))
+    metrics = trainer.train(TrainBatch(1, tuple(trajectories), group))
     parameters = trainer._policy.parts[0].module.named_parameters()
     grads = {name: p.main_grad.clone().numpy() for name, p in parameters}
-    return grads, result and result.metrics
+    return grads, metrics
 
 
 def steps(rank, config: RunConfig):

@@ -34,13 +34,12 @@ def gradients(rank, config: RunConfig, budgets: list[int]):
     for budget in budgets:
         actor = config.actor.model_copy(update={"microbatch_tokens": budget})
         trainer._config = config.model_copy(update={"actor": actor})
-        trainer.version = 0
         [microbatches], _ = trainer.microbatches(batch)
         sizes = [len(micro.index_M) for micro in microbatches]
-        result = trainer.train(batch)
+        metrics = trainer.train(batch)
         parameters = trainer._policy.parts[0].module.named_parameters()
         grads = {name: p.main_grad.clone().numpy() for name, p in parameters}
-        found.append((sizes, grads, result and result.metrics))
+        found.append((sizes, grads, metrics))
     return found
 
 
