@@ -12,6 +12,7 @@ import json
 import resource
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,7 +25,8 @@ from rich.table import Table
 from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.collect.intake import Assignment, Intake
 from slipstream.rollout.collect.journal import Journal, NoJournal
-from slipstream.rollout.control.core import RolloutControl
+from slipstream.rollout.collect.running import RunningGroups
+from slipstream.rollout.control.core import Loss, RolloutControl
 from slipstream.rollout.ledger.recovery import open_ledger
 from slipstream.rollout.prompts import PromptStream
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
@@ -83,6 +85,13 @@ class Measured:
     """CPU time per trajectory, all threads."""
 
 
+class Silent:
+    """Hears of lost work and does nothing."""
+
+    def lost(self, loss: Loss, trajectories: Sequence[Trajectory]) -> None: ...
+    def episode_failed(self, prompt: Prompt, attempt: int, error: Exception) -> None: ...
+
+
 class Run:
     """Collection and training over a gate, as the loops of a run do it, with nothing to generate or train."""
 
@@ -137,7 +146,7 @@ def measure(
 
         async def main() -> Measured:
             run = Run(
-                AdmissionGate(core, intake, journal, lambda *lost: None),
+                AdmissionGate(core, intake, journal, Silent(), RunningGroups()),
                 journal,
                 concurrent or in_flight,
                 episode_s,
@@ -173,7 +182,7 @@ def flatness(total: int = 100_000) -> list[tuple[int, float]]:
         ledger, _ = open_ledger(Path(folder) / "ledger.sqlite", batch_size=BATCH, n_samples=1, bound=3)
 
         async def main() -> list[tuple[int, float]]:
-            run = Run(AdmissionGate(core, intake, ledger, lambda *lost: None), ledger, 1024, 0.0)
+            run = Run(AdmissionGate(core, intake, ledger, Silent(), RunningGroups()), ledger, 1024, 0.0)
             collecting = asyncio.create_task(run.collect())
             points, steps = [], 0
             for target in (1_000, 11_000, 45_000, 55_000, 90_000, total):

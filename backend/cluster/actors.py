@@ -1,58 +1,98 @@
-"""The Ray actor of one trainer rank. Imports nothing heavy, so that the driver stays light."""
+"""Makes the Ray actors of a run: one for each trainer rank, one for each engine's server."""
 
-import os
+import hashlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypedDict, cast
 
+from slipstream.backend.cluster.configured_ray import ray
+from slipstream.backend.cluster.handles import EngineServerActor, RankActor
+from slipstream.backend.cluster.placement import Node, Placement
+from slipstream.backend.cluster.trainer_actor import TrainerActor
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.engine.actor import free_port
-from slipstream.rollout.plugins import resolve
+from slipstream.rollout.engine.actor import EngineActor
+from slipstream.rollout.engine.process import ReplicaSpec
+
+POLICY_RANK = "slipstream.backend.trainer.rank.TrainerRank"
+"""Class of the ranks of a reinforcement learning run."""
+
+CALLS_AT_ONCE = 8
+"""Calls that an engine's actor runs at once: it awaits its server's end while it starts and stops it."""
 
 
-def redirect_output(path: Path) -> None:
-    """Send this process's standard output and error, those of C libraries included, to a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
+class ActorOptions(TypedDict):
+    num_cpus: int
+    num_gpus: int
+    scheduling_strategy: object
+    max_restarts: int
 
 
-class TrainerActor:
-    """Holds a ``TrainerRank``, or what ``rank_class`` names.
+def on_node(node: Node, gpus: int) -> ActorOptions:
+    """Return the options that place an actor on ``node`` with ``gpus`` GPUs of its own."""
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node.id, soft=False)
+    return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy, "max_restarts": 0}
 
-    ``connect`` is called on all ranks at once, with rank 0's meeting point.
-    """
 
-    def __init__(self, config: RunConfig, rank: int, device: str, logs: str, rank_class: str) -> None:
-        redirect_output(Path(logs) / f"trainer-{rank}.log")
+def create_ranks(
+    config: RunConfig, placement: Placement, logs: Path, *, rank_class: str = POLICY_RANK
+) -> list[RankActor]:
+    """Return one actor handle for each trainer rank. ``rank_class``: import path of what the actors hold."""
+    gpus = int(placement.device == "cuda")
+    remote = ray.remote(TrainerActor)
+    actors = [
+        remote.options(**on_node(node, gpus)).remote(config, rank, placement.device, str(logs), rank_class)
+        for rank, node in enumerate(placement.trainer)
+    ]
+    return cast(list[RankActor], actors)
+
+
+class EngineActors:
+    """Makes the actor of any engine of a run, as often as it is needed."""
+
+    def __init__(self, config: RunConfig, placement: Placement, logs: Path) -> None:
         self._config = config
-        self._rank = rank
-        self._device = device
-        self._rank_class = rank_class
+        self._placement = placement
+        self._logs = logs
 
-    def meeting_point(self) -> tuple[str, int]:
-        """An address and free port of this node for the trainer's process group."""
-        import ray
+    def create(self, number: int, trainer_gpus: Sequence[Sequence[str]]) -> EngineServerActor:
+        """Return the handle of a new actor for engine ``number``.
 
-        address = "127.0.0.1" if self._config.cluster.type == "local" else ray.util.get_node_ip_address()
-        return address, free_port(address)
-
-    def process(self) -> tuple[int, list[str]]:
-        """This process's id, and the GPUs that Ray has given it, by their ids on this node."""
-        import ray
-
-        return os.getpid(), [str(gpu) for gpu in ray.get_gpu_ids()]
-
-    def connect(self, address: str, port: int) -> None:
-        if self._device == "cpu":
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
-        from slipstream.backend.megatron.parallel import RankSpec
-
-        world_size = self._config.actor.parallel.world_size
-        self._trainer = resolve(self._rank_class)(
-            self._config, RankSpec(self._rank, world_size, address, port)
+        ``trainer_gpus``: ids of each trainer rank's GPUs. A colocated engine has those and asks Ray for none.
+        """
+        config, placement = self._config, self._placement
+        engine, name = config.rollout.engine, f"engine-{number}"
+        sharing = placement.shared[number] if placement.shared else ()
+        shared_gpus = [gpu for rank in sharing for gpu in trainer_gpus[rank]]
+        gpus = engine.tensor_parallel if placement.device == "cuda" and not shared_gpus else 0
+        actor = (
+            ray.remote(EngineActor)
+            .options(**on_node(placement.engines[number], gpus), max_concurrency=CALLS_AT_ONCE)
+            .remote(
+                name=name,
+                model_path=str(config.model.path.resolve()),
+                dtype=config.model.dtype,
+                device=placement.device,
+                tensor_parallel=engine.tensor_parallel,
+                seed=config.run.seed + number,
+                args=engine.args,
+                log_folder=str(self._logs),
+                loopback=config.cluster.type == "local",
+                start_timeout_s=engine.start_timeout_s,
+                shared_gpus=shared_gpus,
+                replica=replica_of(config, name),
+            )
         )
+        return cast(EngineServerActor, actor)
 
-    def call(self, verb: str, *arguments: object) -> object:
-        """Call the method ``verb`` of the rank."""
-        return getattr(self._trainer, verb)(*arguments)
+
+def replica_of(config: RunConfig, engine: str) -> ReplicaSpec | None:
+    """Return where an engine keeps a copy of the weights, if the transport needs one.
+
+    The next start of the same run finds the same folder, so that what a crash has left does not stay.
+    """
+    transport = config.weights.transport
+    if transport.type != "delta":
+        return None
+    run = hashlib.sha256(str(config.run.folder.resolve()).encode()).hexdigest()[:12]
+    folder = transport.memory / f"slipstream-{run}-{engine}"
+    return ReplicaSpec("slipstream.bridge.replica.mount", str(folder))

@@ -37,7 +37,7 @@ def run_ranks(
     ``function`` is one of a module. Processes are forked from one that has imported Megatron, or
     with ``fresh`` each of them begins with nothing. Raises RankFailed.
     """
-    context = multiprocessing.get_context("spawn" if fresh else "forkserver")
+    context = multiprocessing.get_context("spawn") if fresh else multiprocessing.get_context("forkserver")
     if not fresh:
         context.set_forkserver_preload(["slipstream.backend.trainer.preload"])
     port = free_port(HOST)

@@ -1,126 +1,89 @@
-"""When checkpoints are taken, and how they end: written beside training, committed by one rename."""
+"""When checkpoints are taken and how they end: written beside training, committed by one rename.
+
+step done ──► copy the trainer's state (training waits) ──► ranks write ──► ledger flushed ──► rename
+"""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import asdict
-from pathlib import Path
-from typing import Protocol
 
 from slipstream.backend.checkpoint.folder import CheckpointError, CheckpointFolder, CheckpointRecord
-from slipstream.backend.driver.trainer_client import Trainer
+from slipstream.backend.driver.ports import CheckpointedTrainer, CheckpointListener, History, RunPosition
 from slipstream.configs.schema import CheckpointConfig
-from slipstream.rollout.control.core import GroupCounts
-
-
-class Progressing(Protocol):
-    """Where a run stands."""
-
-    @property
-    def version(self) -> int: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def position(self) -> int:
-        """Prompts, or examples, drawn so far."""
-        ...
-
-    @property
-    def counts(self) -> GroupCounts: ...
-
-
-class Checkpoints(Protocol):
-    """What the training loop asks for."""
-
-    async def step_done(self, run: Progressing) -> None:
-        """A version was published: the place for a checkpoint of it, if one is due."""
-        ...
-
-
-class History(Protocol):
-    """What a run remembers besides its checkpoints: its ledger, if it has one."""
-
-    epoch: int
-
-    async def flushed(self) -> None: ...
-    def release(self, version: int) -> None:
-        """Nobody will go back behind ``version``."""
-        ...
 
 
 class NoHistory:
+    """The history of a run without a ledger."""
+
     def __init__(self, epoch: int = 0) -> None:
         self.epoch = epoch
 
     async def flushed(self) -> None:
-        """There is nothing to wait for."""
+        """Return at once."""
 
     def release(self, version: int) -> None:
-        """There is nothing to forget."""
+        """Do nothing."""
 
 
-class Told(Protocol):
-    def checkpoint_taken(self, stall_s: float) -> None: ...
-    def note(self, text: str) -> None: ...
-
-
-Snapshot = Callable[[Path], Awaitable[None]]
-"""``Trainer.begin_checkpoint``"""
+TrainersTurn = Callable[[], AbstractAsyncContextManager[object]]
+"""Lets the trainer compute inside the block: ``ServedWeights.trainers_turn``."""
 
 
 class TrainerCheckpoints:
-    """Checkpoints of the trainer and of the ledger's state, one at a time.
+    """Checkpoints of the trainer and of where the ledger stands, one at a time.
 
-    Training waits only while the ranks copy their state; a checkpoint that falls due while one is being
-    written is taken after the next step. One that fails is told to the user, and the run goes on.
+    Training waits only while the ranks copy their state. A checkpoint that falls due while another one is
+    written is taken after the next step. A checkpoint that fails is noted, and the run goes on.
     """
 
     def __init__(
         self,
         config: CheckpointConfig,
         folder: CheckpointFolder,
-        trainer: Trainer,
-        begin: Snapshot,
+        trainer: CheckpointedTrainer,
+        turn: TrainersTurn,
         history: History,
-        told: Told,
+        listener: CheckpointListener,
         last_step: int = 0,
     ) -> None:
-        """``last_step``: of the checkpoint that the run was restored from."""
+        """``last_step``: step of the checkpoint that the run was restored from."""
         self._config = config
         self._folder = folder
         self._trainer = trainer
-        self._begin_writing = begin
+        self._turn = turn
         self._history = history
-        self._told = told
+        self._listener = listener
         self._last_step = last_step
         self._writing: asyncio.Task[None] | None = None
 
-    async def step_done(self, run: Progressing) -> None:
+    async def step_done(self, run: RunPosition) -> None:
+        """Take a checkpoint if ``checkpoint.every`` steps have passed since the last one."""
         every = self._config.every
         if self._writing is not None and self._writing.done():
             self._writing.result()
             self._writing = None
         if every and self._writing is None and run.step - self._last_step >= every:
-            await self._begin(run)
+            self._writing = await self._begin(run)
 
-    async def last(self, run: Progressing) -> None:
-        """The checkpoint of a run's end; returns when it is committed."""
+    async def last(self, run: RunPosition) -> None:
+        """Take the checkpoint of a run's end. Returns when it is committed."""
         if self._writing is not None:
             await self._writing
-            self._writing = None
-        if self._config.every and run.step > self._last_step:
-            await self._begin(run)
+        due = self._config.every and run.step > self._last_step
+        self._writing = await self._begin(run) if due else None
         if self._writing is not None:
             await self._writing
 
     async def cancel(self) -> None:
-        """Give up what is being written: the run ends. Nothing half-written will ever be read."""
+        """Give up the checkpoint that is being written. Nothing half-written is ever read."""
         if self._writing is not None:
             self._writing.cancel()
             await asyncio.wait({self._writing})
 
-    async def _begin(self, run: Progressing) -> None:
+    async def _begin(self, run: RunPosition) -> asyncio.Task[None] | None:
+        """Begin a checkpoint. Return the task that writes it; None when it could not be begun."""
         record = CheckpointRecord(
             version=run.version,
             step=run.step,
@@ -131,17 +94,18 @@ class TrainerCheckpoints:
         began = time.monotonic()
         try:
             path = await asyncio.to_thread(self._folder.begin, record.version)
-            await self._begin_writing(path)
+            async with self._turn():
+                await self._trainer.begin_checkpoint(path)
         except CheckpointError as error:
             self._failed(record, error)
-            return
-        self._told.checkpoint_taken(time.monotonic() - began)
+            return None
+        self._listener.checkpoint_taken(time.monotonic() - began)
         self._last_step = record.step
-        self._writing = asyncio.create_task(self._finish(record), name=f"checkpoint of {record.version}")
+        return asyncio.create_task(self._finish(record), name=f"checkpoint of {record.version}")
 
     async def _finish(self, record: CheckpointRecord) -> None:
         try:
-            with suppress(TimeoutError):  # then finish_checkpoint gives it up, and says so
+            with suppress(TimeoutError):  # finish_checkpoint then gives it up, with the reason
                 await asyncio.wait_for(self._trainer.checkpoint_written(), self._config.timeout_s)
             await self._trainer.finish_checkpoint()
             # What the weights have learned must be in the ledger before a resume can start from them.
@@ -156,5 +120,5 @@ class TrainerCheckpoints:
                 self._history.release(newest[0])
 
     def _failed(self, record: CheckpointRecord, error: CheckpointError) -> None:
-        self._told.note(f"no checkpoint of version {record.version}: {error}")
+        self._listener.note(f"no checkpoint of version {record.version}: {error}")
         self._folder.discard(record.version)

@@ -1,13 +1,13 @@
-"""Who has the GPUs: trainer and engines each their own, or one of them at a time the same ones.
+"""Who has the GPUs: trainer and engines have their own, or take turns on the same ones.
 
-Colocated, the engines generate while the trainer's state is in host memory. For a training step they stop,
-and give up their memory too:
+Colocated engines generate while the trainer's state is in host memory. For a training step they stop and give
+their memory up:
 
-    engines | generate | give all up |             | take weights |       | take all | generate
-    trainer | rests    |             | wakes, trains, keeps weights | sends | rests    | rests
+    engines | generate | release all |               | regain weights |       | regain all | generate
+    trainer | rests    |             | wakes, trains |                | sends | rests      | rests
 
-Their weights come back as they were (SGLang keeps them on the host), so that a turn of the trainer's need not
-end in a new version. A step of an engine's that fails costs that engine, never the turn.
+SGLang keeps an engine's weights on the host meanwhile, so that a turn of the trainer may also end without a
+new version. An engine that fails a step of this protocol is condemned; the turn goes on.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.backend.checkpoint.folder import CheckpointError
-from slipstream.backend.driver.trainer_client import Trainer
+from slipstream.backend.driver.ports import RestingTrainer
 from slipstream.bridge.endpoint import Pause, told
 from slipstream.rollout.changes import Changes
 from slipstream.rollout.collect.time_limit import TimeLimit
@@ -30,25 +30,30 @@ WEIGHTS: Sequence[EngineMemory] = ("weights",)
 
 @dataclass
 class Turn:
-    """The trainer's time at the devices."""
+    """One period in which the trainer computes."""
 
     stood_s: float = 0.0
-    """How long the engines stood still for it; known at its end."""
+    """Seconds for which the engines stood still because of it. Known at its end."""
 
 
 class Devices(Protocol):
-    shared: bool
+    """Hands the devices to whoever needs them."""
+
+    @property
+    def shared(self) -> bool:
+        """Trainer and engines take turns."""
+        ...
 
     def starting(self) -> AbstractAsyncContextManager[None]:
-        """While an engine is being started."""
+        """Let an engine start inside the block."""
         ...
 
     def training(self, *newcomers: EngineAddress) -> AbstractAsyncContextManager[Turn]:
-        """While the trainer computes. ``newcomers``: engines that run, and are not in the pool yet."""
+        """Let the trainer compute inside the block. ``newcomers`` run, and are not in the pool yet."""
         ...
 
     def publishing(self) -> AbstractAsyncContextManager[None]:
-        """Within ``training``: while weights go to the engines. Only weights are on the devices then."""
+        """Let weights travel to the engines inside the block, which lies within ``training``."""
         ...
 
 
@@ -57,10 +62,9 @@ class Separate:
 
     shared = False
 
-    def __init__(self, pool: EnginePool, *, drain_s: float | None = None) -> None:
-        """``drain_s``: wait so long for the running requests before a version is published."""
-        self._pool = pool
-        self._drain_s = drain_s
+    def __init__(self, publishing: Callable[[], AbstractAsyncContextManager[None]] = nullcontext) -> None:
+        """``publishing``: what surrounds a publication, such as draining the pool."""
+        self._publishing = publishing
 
     def starting(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
@@ -69,19 +73,17 @@ class Separate:
         return nullcontext(Turn())
 
     def publishing(self) -> AbstractAsyncContextManager[None]:
-        return self._pool.drained(self._drain_s) if self._drain_s is not None else nullcontext()
+        return self._publishing()
 
 
 class Colocated:
-    """Trainer and engines take turns on the same devices. The engines have them first, once the trainer was
-    there to start. Single event loop.
-    """
+    """Trainer and engines take turns on the same devices. The trainer starts first. Single event loop."""
 
     shared = True
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: RestingTrainer,
         pool: EnginePool,
         *,
         pause: Pause,
@@ -89,10 +91,10 @@ class Colocated:
         timeout_s: float,
         episodes: TimeLimit,
     ) -> None:
-        """``pause``: what becomes of running requests, those that outlast ``drain_s`` if it is given.
+        """``pause``: what a stop does to requests that run, with ``drain_s`` to those that outlast it.
 
-        ``timeout_s``: longest time for an engine to stop, to give its memory up or to take it back.
-        ``episodes``: a limit that does not count the trainer's turns.
+        ``timeout_s``: longest time for an engine to stop, to release its memory or to regain it.
+        ``episodes``: a time limit that stands still during the trainer's turns.
         """
         self._trainer = trainer
         self._pool = pool
@@ -100,13 +102,13 @@ class Colocated:
         self._drain_s = drain_s
         self._timeout_s = timeout_s
         self._episodes = episodes
-        self._one = asyncio.Lock()
+        self._turn = asyncio.Lock()
         self._trainer_rests = False
         self._has_rested = False
         self._starting = 0
         self._changes = Changes()
         self._standing: list[EngineClient] = []
-        """Engines that stand still for the turn that is on, and have what is ``_away`` still to come."""
+        """Engines that stand still during the present turn and have yet to regain ``_away``."""
         self._away: Sequence[EngineMemory] = ()
 
     @asynccontextmanager
@@ -121,7 +123,7 @@ class Colocated:
 
     @asynccontextmanager
     async def training(self, *newcomers: EngineAddress) -> AsyncIterator[Turn]:
-        async with self._one, AsyncExitStack() as stack:
+        async with self._turn, AsyncExitStack() as stack:
             self._trainer_rests = False  # so that no further engine starts
             await self._changes.first(lambda: True if not self._starting else None)
             if self._drain_s is not None:
@@ -133,7 +135,7 @@ class Colocated:
             await self._stop(new)
             try:
                 yield turn
-            except CheckpointError:  # whatever else it is ends the run
+            except CheckpointError:  # any other error ends the run
                 await self._go_on(new)
                 raise
             await self._go_on(new)
@@ -156,7 +158,7 @@ class Colocated:
     async def _go_on(self, newcomers: Sequence[EngineClient]) -> None:
         await self._trainer.rest()
         self._has_rested = True
-        # Those that the pool has lost meanwhile may hold a mixture of two versions: they stay as they are.
+        # An engine that the pool has lost meanwhile may hold a mixture of two versions: it stays stopped.
         whole = {*self._pool.clients, *newcomers}
         self._standing = [engine for engine in self._standing if engine in whole]
         await self._each("regain", lambda engine: engine.regain_memory(self._away))
@@ -165,7 +167,7 @@ class Colocated:
         self._changes.notify()
 
     async def _each(self, step: str, call: Callable[[EngineClient], Awaitable[None]]) -> None:
-        """Do one step on every engine that stands, at once. One that fails it is given up."""
+        """Take one step of the protocol on every standing engine. Condemn the engines that fail it."""
 
         async def attempt(engine: EngineClient) -> str | None:
             try:

@@ -1,15 +1,16 @@
-"""What a run reads: everything that may be wrong with it is found before Ray or an engine is started."""
+"""What a run reads. Everything that may be wrong with it is found before Ray or an engine is started."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Protocol, TypeVar, cast
 
 from slipstream.bridge.check import check_names
 from slipstream.bridge.families import ModelSpec, model_spec, value_spec
 from slipstream.bridge.hf_config import UnsupportedModel
 from slipstream.bridge.hf_index import HfCheckpointError
 from slipstream.configs.rules import CRITIC, OTHER_MODELS, setting
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import PluginConfig, RunConfig
 from slipstream.rollout import plugins
 from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.prompts import PromptError, read_prompts
@@ -20,17 +21,28 @@ from slipstream.rollout.workflow import Tokenizer, Workflow
 T = TypeVar("T")
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-"""Without any of these transformers makes up an empty tokenizer."""
+"""Without any of these files transformers makes up an empty tokenizer."""
 
 
 class InputError(ValueError):
     """The inputs of a run cannot be used; the message lists every reason."""
 
 
+class HfTokenizer(Tokenizer, Protocol):
+    """What runs need of an HF tokenizer besides what workflows do."""
+
+    eos_token_id: int
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def __len__(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Inputs:
+    """Everything that a recipe names, read and constructed."""
+
     spec: ModelSpec
-    tokenizer: Tokenizer
+    tokenizer: HfTokenizer
     prompts: list[Prompt]
     held_out: list[Prompt]
     workflow: Workflow
@@ -49,32 +61,40 @@ def read_inputs(config: RunConfig) -> Inputs:
             problems.append(f"{name}: {error}")
             return None
 
-    rollout, eval_ = config.rollout, config.eval
+    def plugin(name: str, settings: PluginConfig | None) -> object:
+        return attempt(name, lambda: plugins.build(settings)) if settings is not None else None
+
+    rollout = config.rollout
     spec = attempt("model.path", lambda: model_spec(config.model.path))
-    found: dict[str, Any] = {
-        "spec": spec,
-        "tokenizer": attempt("model.path", lambda: read_tokenizer(config, spec)),
-        "prompts": attempt("data.path", lambda: read_prompts(config.data.path)),
-        "held_out": attempt("eval.path", lambda: read_prompts(eval_.path)[: eval_.max_prompts])
-        if eval_
-        else [],
-        "workflow": attempt("rollout.workflow", lambda: plugins.build(rollout.workflow)),
-        "reward": attempt("rollout.reward", lambda: plugins.build(rollout.reward)),
-        "group_filter": attempt("rollout.group_filter", lambda: plugins.build(rollout.group_filter))
-        if rollout.group_filter
-        else None,
-    }
+    tokenizer = attempt("model.path", lambda: read_tokenizer(config, spec))
+    prompts = attempt("data.path", lambda: read_prompts(config.data.path))
+    held_out = attempt("eval.path", lambda: _held_out(config))
+    workflow = plugin("rollout.workflow", rollout.workflow)
+    reward = plugin("rollout.reward", rollout.reward)
+    group_filter = plugin("rollout.group_filter", rollout.group_filter)
     problems += checkpoint_problems(config, OTHER_MODELS)
-    if problems:
+    if problems or spec is None or tokenizer is None or prompts is None or held_out is None:
         raise InputError("\n".join(problems))
-    return Inputs(**found)
+    return Inputs(
+        spec=spec,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        held_out=held_out,
+        workflow=cast(Workflow, workflow),
+        reward=cast(Reward, reward),
+        group_filter=cast(GroupFilter | None, group_filter),
+    )
 
 
 def checkpoint_problems(config: RunConfig, settings: Iterable[str]) -> list[str]:
-    """Where checkpoints do not have what their config.json means. ``settings``: those that name them."""
-    problems = []
+    """Return what is wrong with HF checkpoints: tensors that do not fit their config.json.
+
+    ``settings``: the settings that name checkpoints.
+    """
+    problems: list[str] = []
     for name in settings:
-        if (path := setting(config, name)) is not None:
+        path = cast(Path | None, setting(config, name))
+        if path is not None:
             try:
                 spec = model_spec(path)
                 check_names(value_spec(spec) if name == CRITIC else spec)
@@ -83,18 +103,25 @@ def checkpoint_problems(config: RunConfig, settings: Iterable[str]) -> list[str]
     return problems
 
 
-def read_tokenizer(config: RunConfig, spec: ModelSpec | None) -> Tokenizer:
-    """The checkpoint's tokenizer. One with ids that the model does not know would stop the engines."""
+def read_tokenizer(config: RunConfig, spec: ModelSpec | None) -> HfTokenizer:
+    """Return the checkpoint's tokenizer. Raises ValueError, OSError.
+
+    A tokenizer with ids that the model does not have would end the engines.
+    """
     from transformers import AutoTokenizer
 
     if not any((config.model.path / name).exists() for name in _TOKENIZER_FILES):
         raise ValueError(
             f"{config.model.path} has no tokenizer; expected one of {', '.join(_TOKENIZER_FILES)}"
         )
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = cast(HfTokenizer, AutoTokenizer.from_pretrained(config.model.path))
     if spec is not None and len(tokenizer) > spec.geometry.vocab:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens, the model {spec.geometry.vocab} "
             "(vocab_size in config.json)"
         )
     return tokenizer
+
+
+def _held_out(config: RunConfig) -> list[Prompt]:
+    return read_prompts(config.eval.path)[: config.eval.max_prompts] if config.eval else []

@@ -1,15 +1,15 @@
-"""``slipstream sft``: examples -> batches -> the trainer -> a Hugging Face checkpoint.
+"""``slipstream sft``: examples ──► batches ──► the trainer ──► an HF checkpoint.
 
-To the trainer a response is a trajectory with reward 1, as if its present policy had sampled it
-(``configs.supervised``). A reward model is trained by ``RewardModelRank`` on pairs of such trajectories.
+For the trainer a response is a trajectory with reward 1 that its present policy has sampled
+(``configs/supervised.py``). A reward model is trained by ``RewardModelRank`` on pairs of such trajectories.
 """
 
 import json
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from slipstream.backend.batch.micro_batch import demonstrated
 from slipstream.backend.checkpoint.folder import (
@@ -19,16 +19,27 @@ from slipstream.backend.checkpoint.folder import (
     FoundCheckpoint,
     describe,
 )
+from slipstream.backend.cluster.actors import create_ranks
 from slipstream.backend.cluster.placement import place_trainer
-from slipstream.backend.cluster.ray_cluster import create_trainer, ray_cluster
+from slipstream.backend.cluster.rank_group import RankGroup
+from slipstream.backend.cluster.ray_cluster import ray_cluster
 from slipstream.backend.driver.checkpointing import NoHistory, TrainerCheckpoints
-from slipstream.backend.driver.folder_lock import locked
-from slipstream.backend.driver.inputs import InputError, read_tokenizer
+from slipstream.backend.driver.inputs import HfTokenizer, InputError, read_tokenizer
 from slipstream.backend.driver.prepare import prepare_inputs
-from slipstream.backend.driver.resume import can_resume, check_same_run
-from slipstream.backend.driver.run import CHECKPOINT, recipe_text, start_folder, with_absolute_paths
+from slipstream.backend.driver.run_folder import (
+    CHECKPOINT_HF,
+    LOGS,
+    RECIPE,
+    can_resume,
+    check_same_run,
+    locked,
+    recipe_text,
+    start_folder,
+    with_absolute_paths,
+    write_recipe,
+)
 from slipstream.backend.driver.stop import Stop, Stopped
-from slipstream.backend.driver.trainer_client import Trainer
+from slipstream.backend.driver.trainer import RankedTrainer
 from slipstream.backend.monitor.metrics import METRICS_FILE, MetricsLog
 from slipstream.backend.monitor.progress import Progress
 from slipstream.bridge.families import model_spec
@@ -40,77 +51,80 @@ from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.prompts import Example, PromptError, PromptStream, read_examples
 from slipstream.rollout.trajectory import Prompt
 
+T = TypeVar("T")
+
 RANK_CLASSES = {
     "responses": "slipstream.backend.trainer.rank.TrainerRank",
     "preferences": "slipstream.backend.trainer.reward_model.RewardModelRank",
 }
 COLUMNS = {"responses": ("response",), "preferences": ("chosen", "rejected")}
 
-TOLD = 50
-"""Steps that are told to the user, of all."""
+PROGRESS_LINES = 50
+"""Number of progress lines to print."""
 
 METRICS = ("train/loss", "train/preference", "train/grad_norm", "train/lr", "train/tokens", "packing/")
-"""Those that mean something here, by how they begin."""
+"""Beginnings of the tags that mean something without rollouts."""
 
 
-async def run_supervised(asked: Supervised, progress: Progress, *, resume: bool = False) -> Path:
-    """Train as asked; the checkpoint's folder. ``resume``: go on with the run of this name, if there is one.
+async def run_supervised(supervised: Supervised, progress: Progress, *, resume: bool = False) -> Path:
+    """Train, and return the folder of the HF checkpoint. ``resume``: go on with the run in the run folder.
 
     Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail.
     """
     stop = Stop(progress)
-    return await stop.run(_run(replace(asked, run=with_absolute_paths(asked.run)), progress, stop, resume))
+    absolute = replace(supervised, run=with_absolute_paths(supervised.run))
+    return await stop.run(_run(absolute, progress, stop, resume))
 
 
-async def _run(asked: Supervised, progress: Progress, stop: Stop, resume: bool) -> Path:
-    config = asked.run
+async def _run(supervised: Supervised, progress: Progress, stop: Stop, resume: bool) -> Path:
+    config = supervised.run
     await prepare_inputs(config, progress.phase)
     progress.phase("reading model and examples")
-    examples = read_examples_of(asked)
+    examples = read_encoded_examples(supervised)
     with ExitStack() as stack:
-        folder, found = open_folder(config, stack, progress, resume)
+        folder, checkpoint = open_folder(config, stack, progress, resume)
         metrics = MetricsLog(folder)
         stack.callback(metrics.close)
         progress.phase("starting Ray")
         nodes = stack.enter_context(ray_cluster(config))
-        ranks = create_trainer(
-            config, place_trainer(nodes, config), folder / "logs", rank_class=RANK_CLASSES[asked.learn]
-        )
-        trainer = Trainer(ranks, step_timeout_s=config.run.step_timeout_s, logs=folder / "logs")
+        logs, timeout_s = folder / LOGS, config.run.step_timeout_s
+        rank_class = RANK_CLASSES[supervised.learn]
+        actors = create_ranks(config, place_trainer(nodes, config), logs, rank_class=rank_class)
+        trainer = RankedTrainer(RankGroup(actors, timeout_s=timeout_s, logs=logs), step_timeout_s=timeout_s)
         stack.callback(trainer.kill)
         progress.phase("starting the trainer")
         await trainer.connect()
-        at = Position(config.rollout.batch_size)
-        if found is not None:
-            at.version = _unused_version(folder, found)
-            at.step = await trainer.restore(found.path)
-            progress.note(f"resumed from step {at.step}")
-        metrics.log(at.version, {"run/recipe": f"```yaml\n{recipe_text(config)}```"})
+        position = Position(config.rollout.batch_size)
+        if checkpoint is not None:
+            position.version = _unused_version(folder, checkpoint)
+            position.step = await trainer.restore(checkpoint.path)
+            progress.note(f"resumed from step {position.step}")
+        metrics.log(position.version, {"run/recipe": f"```yaml\n{recipe_text(config)}```"})
         checkpoints = TrainerCheckpoints(
             config.checkpoint,
             _checkpoint_folder(config),
             trainer,
-            trainer.begin_checkpoint,
-            NoHistory(epoch=found.record.epoch + 1 if found else 0),
-            _Told(progress),
-            last_step=at.step,
+            nullcontext,
+            NoHistory(epoch=checkpoint.record.epoch + 1 if checkpoint else 0),
+            _ProgressNotes(progress),
+            last_step=position.step,
         )
         try:
-            with stop.by("stopping behind this step; again to stop at once", at.end):
-                await _train(config, examples, trainer, at, checkpoints, metrics, progress.phase)
-            await checkpoints.last(at)
+            with stop.by("stopping behind this step; again to stop at once", position.end):
+                await _train(config, examples, trainer, position, checkpoints, metrics, progress.phase)
+            await checkpoints.last(position)
         finally:
             await checkpoints.cancel()
         if stop.asked:
             raise Stopped
         progress.phase("writing the trained model")
-        await trainer.export_hf(folder / CHECKPOINT)
-    return folder / CHECKPOINT
+        await trainer.export_hf(folder / CHECKPOINT_HF)
+    return folder / CHECKPOINT_HF
 
 
 @dataclass
 class Position:
-    """Where a supervised run stands. To its checkpoints it is a run without groups."""
+    """Where a supervised run stands. For its checkpoints it is a run without groups."""
 
     batch_size: int
     version: int = 0
@@ -120,21 +134,22 @@ class Position:
 
     @property
     def position(self) -> int:
+        """Number of examples drawn so far."""
         return self.step * self.batch_size
 
     def end(self) -> None:
-        """No further step."""
+        """Begin no further step."""
         self.ended = True
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What checkpoints have to say."""
+class _ProgressNotes:
+    """Shows the user what checkpoints report."""
 
     progress: Progress
 
     def checkpoint_taken(self, stall_s: float) -> None:
-        """Nobody waits for this trainer."""
+        """Do nothing: supervised training has no metric for it."""
 
     def note(self, text: str) -> None:
         self.progress.note(text)
@@ -142,24 +157,25 @@ class _Told:
 
 async def _train(
     config: RunConfig,
-    examples: "Encoded",
-    trainer: Trainer,
-    at: Position,
+    examples: "EncodedExamples",
+    trainer: RankedTrainer,
+    position: Position,
     checkpoints: TrainerCheckpoints,
     metrics: MetricsLog,
     say: Callable[[str], None],
 ) -> None:
     steps, size = config.run.steps, config.rollout.batch_size
-    first = at.step
-    while at.step < steps and not at.ended:
-        answers = [answer for i in range(size) for answer in examples.at(at.position + i)]
-        trained = await trainer.train(demonstrated(answers, at.version))
-        at.version, at.step = at.version + 1, at.step + 1
-        found = {tag: value for tag, value in trained.items() if tag.startswith(METRICS)}
-        metrics.log(at.version, {**found, "train/step": at.step})
-        if at.step in (first + 1, steps) or at.step % -(-steps // TOLD) == 0:
-            say(f"step {at.step}/{steps}, loss {found['train/loss']:.4f}")
-        await checkpoints.step_done(at)
+    first = position.step
+    while position.step < steps and not position.ended:
+        indices = range(position.position, position.position + size)
+        answers = [answer for index in indices for answer in examples.answers_at(index)]
+        trained = await trainer.train(demonstrated(answers, position.version))
+        position.version, position.step = position.version + 1, position.step + 1
+        shown = {tag: value for tag, value in trained.items() if tag.startswith(METRICS)}
+        metrics.log(position.version, {**shown, "train/step": position.step})
+        if position.step in (first + 1, steps) or position.step % -(-steps // PROGRESS_LINES) == 0:
+            say(f"step {position.step}/{steps}, loss {shown['train/loss']:.4f}")
+        await checkpoints.step_done(position)
 
 
 # ---- the run folder
@@ -168,24 +184,24 @@ async def _train(
 def open_folder(
     config: RunConfig, stack: ExitStack, progress: Progress, resume: bool
 ) -> tuple[Path, FoundCheckpoint | None]:
-    """The run folder, locked as long as ``stack`` lasts; and the checkpoint to go on from.
+    """Return the run folder, which ``stack`` unlocks again, and the checkpoint to start from.
 
     Raises InputError when the folder cannot be used.
     """
     folder = config.run.folder
     try:
-        if resume and (folder / "recipe.yaml").exists():
+        if resume and (folder / RECIPE).exists():
             if can_resume(folder):
                 raise InputError(f"{folder} holds a run of `slipstream train`, not of `slipstream sft`")
             stack.enter_context(locked(folder))
             check_same_run(config)
             progress.phase("checking the last checkpoint")
-            found = _checkpoint_folder(config).latest()
-            for warning in found.warnings if found else ():
+            checkpoint = _checkpoint_folder(config).latest()
+            for warning in checkpoint.warnings if checkpoint else ():
                 progress.note(warning)
-            if found is not None:
-                (folder / "recipe.yaml").write_text(recipe_text(config))
-                return folder, found
+            if checkpoint is not None:
+                write_recipe(config)
+                return folder, checkpoint
             progress.note(f"no checkpoint in {folder}: the run starts from the beginning")
             stack.close()
         elif resume:
@@ -206,59 +222,69 @@ def _checkpoint_folder(config: RunConfig) -> CheckpointFolder:
     )
 
 
-def _unused_version(folder: Path, found: FoundCheckpoint) -> int:
-    """Above every number that the run has used: steps behind the checkpoint were logged under theirs."""
+def _unused_version(folder: Path, checkpoint: FoundCheckpoint) -> int:
+    """Return a number above all that were used: steps behind the checkpoint were logged under theirs."""
     used = [json.loads(line)["step"] for line in (folder / METRICS_FILE).read_text().splitlines()]
-    return max([found.record.version, *used]) + 1
+    return max([checkpoint.record.version, *used]) + 1
 
 
 # ---- examples
 
 
-class Encoded:
+TokenPair = tuple[list[int], list[int]]
+"""Token ids of a prompt and of an answer to it."""
+
+
+class EncodedExamples:
     """Examples as token ids, in a seeded endless order."""
 
-    def __init__(self, config: RunConfig, examples: list[Example], tokenizer: Any) -> None:
-        self._answers = [
-            [_encoded(one.prompt, answer, tokenizer) for answer in one.answers] for one in examples
+    def __init__(self, config: RunConfig, examples: Sequence[Example], tokenizer: HfTokenizer) -> None:
+        self._pairs = [
+            [_encoded(example.prompt, answer, tokenizer) for answer in example.answers]
+            for example in examples
         ]
-        prompts = [one.prompt for one in examples]
+        prompts = [example.prompt for example in examples]
         self._order = PromptStream(prompts, shuffle=config.data.shuffle, seed=config.run.seed)
 
-    def at(self, position: int) -> list[tuple[list[int], list[int]]]:
-        """Prompt and answer for each answer of the example."""
-        return self._answers[self._order.at(position).id]
+    def answers_at(self, position: int) -> list[TokenPair]:
+        """Return the prompt with each answer of the example at ``position`` in the order."""
+        return self._pairs[self._order.at(position).id]
 
     @property
     def longest(self) -> int:
-        return max(len(prompt) + len(answer) for answers in self._answers for prompt, answer in answers)
+        """Number of tokens of the longest prompt with its answer."""
+        return max(len(prompt) + len(answer) for pairs in self._pairs for prompt, answer in pairs)
 
 
-def read_examples_of(asked: Supervised) -> Encoded:
-    """Raises InputError with all problems at once."""
-    config, problems = asked.run, []
+def read_encoded_examples(supervised: Supervised) -> EncodedExamples:
+    """Read tokenizer and examples. Raises InputError with all problems at once."""
+    config = supervised.run
+    problems: list[str] = []
 
-    def attempt(setting: str, read: Callable[[], Any]) -> Any:
+    def attempt(setting: str, read: Callable[[], T]) -> T | None:
         try:
             return read()
         except (UnsupportedModel, PromptError, OSError, ValueError) as error:
             problems.append(f"{setting}: {error}")
+            return None
 
     spec = attempt("model.path", lambda: model_spec(config.model.path))
     tokenizer = attempt("model.path", lambda: read_tokenizer(config, spec))
-    examples = attempt("data.path", lambda: read_examples(config.data.path, COLUMNS[asked.learn]))
-    if not problems:
-        encoded = Encoded(config, examples, tokenizer)
+    examples = attempt("data.path", lambda: read_examples(config.data.path, COLUMNS[supervised.learn]))
+    if spec is not None and tokenizer is not None and examples is not None:
+        encoded = EncodedExamples(config, examples, tokenizer)
         if encoded.longest <= spec.geometry.max_positions:
             return encoded
         problems.append(
             f"data.path: an example has {encoded.longest} tokens; the model has room for "
-            f"{spec.geometry.max_positions} (max_position_embeddings): leave such ones out"
+            f"{spec.geometry.max_positions} (max_position_embeddings): leave such examples out"
         )
     raise InputError("\n".join(problems))
 
 
-def _encoded(prompt: Prompt, answer: str, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The prompt as a rollout sends it, and the answer with the end token that a policy has to give."""
-    asked = tokenizer.apply_chat_template(prompt.messages(), add_generation_prompt=True, return_dict=False)
-    return asked, [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+def _encoded(prompt: Prompt, answer: str, tokenizer: HfTokenizer) -> TokenPair:
+    """Return the prompt as a rollout sends it, and the answer with the end token."""
+    prompt_ids = tokenizer.apply_chat_template(
+        prompt.messages(), add_generation_prompt=True, return_dict=False
+    )
+    return prompt_ids, [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]

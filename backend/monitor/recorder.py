@@ -1,34 +1,25 @@
-"""Turns what the loops did into metrics, progress and the summary."""
+"""Turns what happens in a run into metrics, progress and the summary."""
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from slipstream.backend.monitor.metrics import MetricsLog
+from slipstream.backend.monitor.metrics import MetricsLog, Value
 from slipstream.backend.monitor.progress import Progress
+from slipstream.backend.monitor.status import RunStatus, StepTimes
 from slipstream.backend.monitor.summary import GroupTotals, RunSummary
 from slipstream.backend.monitor.trace import TraceLog
 from slipstream.bridge.report import PublishReport
-from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.control.core import Loss
 from slipstream.rollout.control.slots import State
-from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.trajectory import Finish, Group, Prompt, Trajectory
 
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of one training step."""
-
-    wait_s: float
-    """Waiting for the batch."""
-    train_s: float
-    step_s: float
-    """All of it, publication included."""
+SHOWN_FAILURES = 3
+"""Number of failed episodes that the user is shown; metrics count all of them."""
 
 
 @dataclass
@@ -47,29 +38,26 @@ class _Totals:
 
 
 class Recorder:
-    """Owned by the driver's event loop. ``clock`` gives monotonic seconds."""
+    """Implements the listener ports of the driver. Owned by the driver's event loop."""
 
     def __init__(
         self,
         metrics: MetricsLog,
         progress: Progress,
-        gate: AdmissionGate,
-        pool: EnginePool,
-        engine_restarts: Callable[[], int],
+        trace: TraceLog | None = None,
+        *,
         clock: Callable[[], float] = time.monotonic,
         started: float | None = None,
         resumed: int = 0,
-        trace: TraceLog | None = None,
     ) -> None:
-        """``started``: when the run began, by ``clock`` (now, if not given). ``resumed``: earlier starts."""
-        self._resumed = resumed
-        self._trace = trace
+        """``started``: when the run began, by ``clock`` in seconds (now, if not given). ``resumed``: earlier
+        starts of the run.
+        """
         self._metrics = metrics
         self._progress = progress
-        self._gate = gate
-        self._pool = pool
-        self._engine_restarts = engine_restarts
+        self._trace = trace
         self._clock = clock
+        self._resumed = resumed
         self._totals = _Totals()
         self._accuracy: dict[int, float] = {}
         self._shown_accuracy: float | None = None
@@ -79,157 +67,123 @@ class Recorder:
         self._last_step = (self._started, 0)
         self._checkpoint_stall: dict[str, float] = {}
         self._lost: dict[Loss, list[int]] = {loss: [] for loss in Loss}
-        """Lengths of what was lost since the last step."""
+        """Lengths in tokens of the trajectories lost since the last step."""
 
-    def training_begins(self) -> None:
-        """Admission is open from now on."""
+    def training_begins(self, status: RunStatus) -> None:
+        """Start the clock of training: groups are admitted from now on."""
         self._training_began = self._clock()
-        self._last_step = (self._training_began, self._pool.tokens_generated)
+        self._last_step = (self._training_began, status.tokens_generated)
 
     def training_ends(self) -> None:
+        """Stop the clock of training."""
         self._training_ended = self._clock()
 
     def evaluated(self, version: int, accuracy: float, response_length: float) -> None:
-        """Held-out results of ``version``; measured beside training, they may hold tokens of a newer one."""
         self._accuracy[version] = self._shown_accuracy = accuracy
         self._metrics.log(version, {"eval/accuracy": accuracy, "eval/response_length": response_length})
 
     def note(self, text: str) -> None:
-        """Tell the user."""
         self._progress.note(text)
 
     def episode_failed(self, prompt: Prompt, attempt: int, error: Exception) -> None:
         self._totals.episode_retries += 1
-        if self._totals.episode_retries <= 3:
+        if self._totals.episode_retries <= SHOWN_FAILURES:
             self._progress.note(
                 f"episode of prompt {prompt.id}, attempt {attempt}: {type(error).__name__}: {error}"
             )
 
     def checkpoint_taken(self, stall_s: float) -> None:
-        """Training has waited so long for the state of the trainer to be copied."""
         self._checkpoint_stall = {"perf/checkpoint_stall_s": stall_s}
 
     def lost(self, loss: Loss, trajectories: Sequence[Trajectory]) -> None:
-        """A group has ended untrained; ``trajectories``: what was finished of it."""
         self._lost[loss] += [trajectory.sampled_length for trajectory in trajectories]
 
     def step(
         self,
-        groups: list[Group],
+        groups: Sequence[Group],
         version: int,
-        metrics: dict[str, float],
+        metrics: Mapping[str, float],
         report: PublishReport,
         times: StepTimes,
+        status: RunStatus,
     ) -> None:
-        """A training step on ``groups`` has produced and published ``version``."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        rewards = np.array([t.reward for t in trajectories])
-        turns = [reward for t in trajectories for _, reward in t.turn_rewards]
-        now, generated = self._clock(), self._pool.tokens_generated
+        rewards = np.array([t.reward for t in trajectories], np.float64)
+        now, generated = self._clock(), status.tokens_generated
         then, before = self._last_step
         self._last_step = (now, generated)
         tokens_per_s = (generated - before) / max(now - then, 1e-9)
-        staleness = self._staleness(trajectories, version - 1)
-        totals, counts = self._totals, self._gate.counts
+        head_lag, staleness = self._staleness(trajectories, version - 1)
+        totals = self._totals
         totals.steps += 1
         totals.wait_s += times.wait_s
         totals.tokens_trained += int(metrics["train/tokens"])
         totals.stalls_s.append(report.stall_s)
         totals.retractions += sum(t.retractions for t in trajectories)
-        lengths = [t.sampled_length for t in trajectories]
-        totals.tokens_masked += sum(lengths) - sum(t.response_length for t in trajectories)
-        lost = {f"lost/{loss}_lengths": found for loss, found in self._lost.items() if found}
-        self._lost = {loss: [] for loss in Loss}
+        totals.tokens_masked += sum(t.sampled_length - t.response_length for t in trajectories)
         self._metrics.log(
             version,
             {
-                "reward/mean": rewards.mean(),
-                "reward/std": rewards.std(),
-                **({"reward/turn_mean": np.mean(turns)} if turns else {}),
+                **_reward_metrics(rewards, trajectories),
                 **staleness,
-                "rollout/response_length": np.mean(lengths),
-                "rollout/response_length_max": max(lengths),
-                "rollout/response_lengths": lengths,
-                "rollout/truncated_fraction": np.mean([t.finish is Finish.LENGTH for t in trajectories]),
-                "rollout/groups_admitted": counts.admitted,
-                "rollout/groups_trained": counts.trained,
-                "rollout/groups_filtered": counts.filtered,
-                "rollout/groups_expired": counts.expired,
-                "rollout/groups_failed": counts.failed,
-                "rollout/groups_in_flight": counts.in_flight - self._gate.ready,
-                "rollout/requests_running": self._pool.in_use,
-                "rollout/requests_limit": self._pool.limit,
-                "rollout/groups_generating": self._gate.in_state(State.GENERATING),
-                "rollout/groups_judging": self._gate.in_state(State.JUDGING),
-                "rollout/groups_ready": self._gate.ready,
+                **_length_metrics(trajectories),
+                **_status_metrics(status),
                 "rollout/episode_retries": totals.episode_retries,
                 "rollout/retractions": totals.retractions,
-                "rollout/requests_resent": self._pool.requests_resent,
-                "train/step": self._gate.step,
-                **{f"lost/{loss}": self._gate.losses[loss] for loss in Loss},
                 "lost/tokens_masked": totals.tokens_masked,
-                **lost,
+                **{f"lost/{loss}_lengths": lengths for loss, lengths in self._lost.items() if lengths},
                 **self._checkpoint_stall,
                 **metrics,
-                "perf/step_s": times.step_s,
-                "perf/train_s": times.train_s,
-                "perf/train_tokens_per_s": metrics["train/tokens"] / times.train_s,
-                "perf/train_tflops": metrics["train/tflop"] / times.train_s,
+                **_performance_metrics(metrics, report, times),
                 "perf/generate_tokens_per_s": tokens_per_s,
-                "perf/weight_update_s": report.total_s,
-                "perf/weight_update_stall_s": report.stall_s,
-                "perf/weight_bytes": report.bytes_sent,
-                "perf/weight_gb_per_s": report.bytes_sent / max(report.total_s, 1e-9) / 1e9,
-                "perf/trainer_wait_s": times.wait_s,
-                "perf/trainer_wait_fraction": times.wait_s / times.step_s,
-                "perf/engine_restarts": self._engine_restarts(),
             },
         )
+        self._lost = {loss: [] for loss in Loss}
         self._checkpoint_stall = {}
         if self._trace:
             tokens = sum(len(t.tokens_T) for t in trajectories)
             self._trace.write("step", version=version, tokens=tokens, end_s=now, **asdict(times))
             self._trace.write("publish", end_s=now, **asdict(report))
         self._progress.step(
-            self._gate.step,
+            status.step,
             reward=float(rewards.mean()),
-            head_lag=int(staleness["staleness/head_max"]),
+            head_lag=head_lag,
             tokens_per_s=tokens_per_s,
             accuracy=self._shown_accuracy,
         )
         self._shown_accuracy = None
 
-    def _staleness(self, trajectories: list[Trajectory], version: int) -> dict:
-        """Lags of a batch that was trained from ``version``."""
+    def _staleness(self, trajectories: list[Trajectory], version: int) -> tuple[int, dict[str, Value]]:
+        """Return the largest head lag of a batch trained from ``version``, and the metrics of its lags."""
         # A workflow may give a trajectory without a single token to train.
-        heads = np.array([version - t.oldest_version for t in trajectories if t.response_length] or [0])
+        heads = [version - t.oldest_version for t in trajectories if t.response_length] or [0]
         lags: Counter[int] = Counter()
         for trajectory in trajectories:
             lags.update((version - trajectory.versions_T[trajectory.loss_mask_T]).tolist())
         several = sum(t.n_versions > 1 for t in trajectories)
-        totals = self._totals
+        totals, head_lag = self._totals, max(heads)
         totals.trajectories += len(trajectories)
         totals.multi_version += several
-        totals.head_lag_sum += int(heads.sum())
-        totals.head_lag_max = max(totals.head_lag_max, int(heads.max()))
-        return {
-            "staleness/head_max": int(heads.max()),
-            "staleness/head_mean": heads.mean(),
+        totals.head_lag_sum += sum(heads)
+        totals.head_lag_max = max(totals.head_lag_max, head_lag)
+        return head_lag, {
+            "staleness/head_max": head_lag,
+            "staleness/head_mean": sum(heads) / len(heads),
             "staleness/token_mean": sum(lag * n for lag, n in lags.items()) / max(lags.total(), 1),
             "staleness/token_lag": dict(lags),
             "rollout/multi_version_fraction": several / len(trajectories),
         }
 
-    def summary(self, end: Literal["done", "failed", "stopped"]) -> RunSummary:
-        """The account of the run so far."""
-        totals, counts = self._totals, self._gate.counts
+    def summary(self, end: Literal["done", "failed", "stopped"], status: RunStatus) -> RunSummary:
+        """Return the account of the run so far, which has come to ``end``."""
+        totals, counts = self._totals, status.counts
         now = self._clock()
         training_s = 0.0
         if self._training_began is not None:
             training_s = (
                 now if self._training_ended is None else self._training_ended
             ) - self._training_began
-        version = self._gate.version
+        version = status.version
         trained = totals.trajectories > 0
         return RunSummary(
             exit=end,
@@ -241,12 +195,69 @@ class Recorder:
             head_lag_max=totals.head_lag_max if trained else None,
             head_lag_mean=totals.head_lag_sum / totals.trajectories if trained else None,
             multi_version_fraction=totals.multi_version / totals.trajectories if trained else None,
-            tokens_generated=self._pool.tokens_generated,
+            tokens_generated=status.tokens_generated,
             tokens_trained=totals.tokens_trained,
             versions=version,
             resumed=self._resumed,
             stall_s_mean=float(np.mean(totals.stalls_s)) if trained else None,
-            engine_restarts=self._engine_restarts(),
+            engine_restarts=status.engine_restarts,
             trainer_wait_fraction=min(1.0, totals.wait_s / training_s) if training_s else None,
             groups=GroupTotals(**asdict(counts)),
         )
+
+
+def _reward_metrics(rewards: np.ndarray, trajectories: Sequence[Trajectory]) -> dict[str, Value]:
+    metrics: dict[str, Value] = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+    turns = [reward for trajectory in trajectories for _, reward in trajectory.turn_rewards]
+    if turns:
+        metrics["reward/turn_mean"] = float(np.mean(turns))
+    return metrics
+
+
+def _length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Value]:
+    lengths = [trajectory.sampled_length for trajectory in trajectories]
+    truncated = sum(trajectory.finish is Finish.LENGTH for trajectory in trajectories)
+    return {
+        "rollout/response_length": float(np.mean(lengths)),
+        "rollout/response_length_max": max(lengths),
+        "rollout/response_lengths": lengths,
+        "rollout/truncated_fraction": truncated / len(trajectories),
+    }
+
+
+def _status_metrics(status: RunStatus) -> dict[str, Value]:
+    counts, states = status.counts, status.states
+    return {
+        "rollout/groups_admitted": counts.admitted,
+        "rollout/groups_trained": counts.trained,
+        "rollout/groups_filtered": counts.filtered,
+        "rollout/groups_expired": counts.expired,
+        "rollout/groups_failed": counts.failed,
+        "rollout/groups_in_flight": counts.in_flight - states[State.READY],
+        "rollout/groups_generating": states[State.GENERATING],
+        "rollout/groups_judging": states[State.JUDGING],
+        "rollout/groups_ready": states[State.READY],
+        "rollout/requests_running": status.requests_running,
+        "rollout/requests_limit": status.requests_limit,
+        "rollout/requests_resent": status.requests_resent,
+        "train/step": status.step,
+        "perf/engine_restarts": status.engine_restarts,
+        **{f"lost/{loss}": status.losses[loss] for loss in Loss},
+    }
+
+
+def _performance_metrics(
+    metrics: Mapping[str, float], report: PublishReport, times: StepTimes
+) -> dict[str, Value]:
+    return {
+        "perf/step_s": times.step_s,
+        "perf/train_s": times.train_s,
+        "perf/train_tokens_per_s": metrics["train/tokens"] / times.train_s,
+        "perf/train_tflops": metrics["train/tflop"] / times.train_s,
+        "perf/weight_update_s": report.total_s,
+        "perf/weight_update_stall_s": report.stall_s,
+        "perf/weight_bytes": report.bytes_sent,
+        "perf/weight_gb_per_s": report.bytes_sent / max(report.total_s, 1e-9) / 1e9,
+        "perf/trainer_wait_s": times.wait_s,
+        "perf/trainer_wait_fraction": times.wait_s / times.step_s,
+    }

@@ -1,17 +1,17 @@
 """What a simulated run came to."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from slipstream.backend.monitor.status import RunStatus, StepTimes
 from slipstream.backend.simulate.failures import Failures
 from slipstream.backend.simulate.pool import SimulatedPool
 from slipstream.backend.simulate.trainer import SimulatedTrainer
 from slipstream.backend.simulate.trajectory import SimulatedTrajectory
 from slipstream.bridge.report import PublishReport
 from slipstream.rollout.control.core import GroupCounts, Loss, RolloutControl
-from slipstream.rollout.trajectory import Group
+from slipstream.rollout.trajectory import Group, Prompt, Trajectory
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Outcome:
 
 @dataclass
 class Account:
-    """Seen by the loops as ``slipstream.backend.monitor.recorder.Recorder`` is."""
+    """Keeps the statistics of a simulated run: the listener of its loops."""
 
     step_s: list[float] = field(default_factory=list)
     wait_s: float = 0.0
@@ -131,40 +131,44 @@ class Account:
 
     def step(
         self,
-        groups: list[Group],
+        groups: Sequence[Group],
         version: int,
-        metrics: dict[str, float],
+        metrics: Mapping[str, float],
         report: PublishReport,
-        times: Any,
+        times: StepTimes,
+        status: RunStatus,
     ) -> None:
-        version -= 1
-        head_lags, token_lags = self.head_lags, self.token_lags
+        head_lags, token_lags, trained_from = self.head_lags, self.token_lags, version - 1
         for group in groups:
             for trajectory in group.trajectories:
-                spans = trajectory.spans
+                assert isinstance(trajectory, SimulatedTrajectory)
+                spans = trajectory.version_spans
                 self.trajectories += 1
                 self.retractions += trajectory.retractions
                 self.tokens_trained += trajectory.response_length
                 self.tokens_masked += trajectory.sampled_length - trajectory.response_length
                 if spans:
-                    head_lags[version - spans[0][0]] += 1
-                    for of, tokens in spans:
-                        token_lags[version - of] += tokens
+                    head_lags[trained_from - spans[0][0]] += 1
+                    for sampled_by, tokens in spans:
+                        token_lags[trained_from - sampled_by] += tokens
         self.step_s.append(times.step_s)
         self.wait_s += times.wait_s
         self.publish_s += report.total_s
 
-    def lost(self, loss: Loss, trajectories: Sequence[SimulatedTrajectory]) -> None:
+    def lost(self, loss: Loss, trajectories: Sequence[Trajectory]) -> None:
         """Groups are counted by the control core."""
         self.tokens_lost[loss] += sum(trajectory.sampled_length for trajectory in trajectories)
 
-    def episode_failed(self, prompt: Any, attempt: int, error: Exception) -> None:
+    def episode_failed(self, prompt: Prompt, attempt: int, error: Exception) -> None:
         self.failed_attempts += 1
         if len(self.failures) < 3:
             self.failures.append(f"prompt {prompt.id}, attempt {attempt}: {type(error).__name__}: {error}")
 
     def evaluated(self, version: int, accuracy: float, response_length: float) -> None:
         """Evaluations matter for the time that they take from the engines."""
+
+    def checkpoint_taken(self, stall_s: float) -> None:
+        """Do nothing: checkpoints are not simulated."""
 
     def note(self, text: str) -> None:
         self.failures.append(text)

@@ -17,6 +17,7 @@ from typing import Any
 
 from slipstream.backend.simulate.trajectory import Spans, joined
 from slipstream.configs.schema.simulate import EngineModel
+from slipstream.rollout.engine.client import EngineAddress
 
 EPSILON = 1e-5
 """Tokens. Sums of seconds are exact to about this much of a token after months of virtual time."""
@@ -108,9 +109,9 @@ class Engine:
         self._timer_at = 0.0
 
     @property
-    def address(self) -> "Engine":
-        """What the trainer publishes to."""
-        return self
+    def address(self) -> EngineAddress:
+        """The name of the engine, in the form in which trainers take it."""
+        return EngineAddress(self.name, "", ranks=1, vocab_size=0, max_length=0, timeout_s=0.0)
 
     @property
     def kv_tokens(self) -> float:

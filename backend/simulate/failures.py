@@ -1,6 +1,7 @@
 """Engines that fail and come back."""
 
 import asyncio
+from functools import partial
 
 from slipstream.backend.driver.served_weights import ServedWeights
 from slipstream.backend.simulate.engine import Engine
@@ -10,10 +11,10 @@ from slipstream.configs.schema.simulate import FailureModel
 
 
 class Failures:
-    """Seen by the loops as ``slipstream.rollout.engine.supervisor.Supervisor`` is."""
+    """Stands for the supervisor of the engines: one task for each engine lets it fail and restarts it."""
 
     def __init__(
-        self, model: FailureModel, pool: SimulatedPool, weights: ServedWeights, workload: Workload
+        self, model: FailureModel, pool: SimulatedPool, weights: ServedWeights[Engine], workload: Workload
     ) -> None:
         self._model = model
         self._pool = pool
@@ -22,13 +23,13 @@ class Failures:
         self.count = 0
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Let engines fail until this is cancelled."""
         if self._model.engine_mean_time_s is not None:
             async with asyncio.TaskGroup() as engines:
                 for engine in self._pool.engines:
-                    engines.create_task(self._of(engine, self._model.engine_mean_time_s))
+                    engines.create_task(self._fail(engine, self._model.engine_mean_time_s))
 
-    async def _of(self, engine: Engine, mean_time_s: float) -> None:
+    async def _fail(self, engine: Engine, mean_time_s: float) -> None:
         random = self._workload.engine_failures(engine.index)
         while True:
             await asyncio.sleep(random.exponential(mean_time_s))
@@ -36,12 +37,6 @@ class Failures:
             await self._pool.remove(engine)
             await asyncio.sleep(self._model.engine_restart_s)
             engine.restart()
-
-            async def admit() -> None:
-                await self._pool.add(engine)
-
-            if reason := await self._weights.bring_up_to_date(engine, admit):  # type: ignore[arg-type]
+            admit = partial(self._pool.add, engine)
+            if reason := await self._weights.bring_up_to_date(engine.address, admit):
                 raise AssertionError(f"a simulated publication cannot fail: {reason}")
-
-    def condemn(self, name: str, reason: str) -> None:
-        raise AssertionError(f"a simulated publication cannot fail: {name}: {reason}")

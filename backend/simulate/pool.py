@@ -6,14 +6,14 @@ the order in which they were asked for.
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from slipstream.backend.simulate.engine import Engine, Request
-from slipstream.backend.simulate.trajectory import SimulatedTrajectory
+from slipstream.backend.simulate.trajectory import SimulatedCompletion
 from slipstream.backend.simulate.workload import Workload
 from slipstream.configs.schema import SamplingConfig
 from slipstream.configs.schema.simulate import EngineModel
+from slipstream.rollout.trajectory import Completion
 
 
 class SimulatedPool:
@@ -32,7 +32,6 @@ class SimulatedPool:
         self.engines = [
             Engine(index, model, self._loop, self._finished, self._drained) for index in range(engines)
         ]
-        self.version = 0
         self.tokens_generated = 0
         self.requests_resent = 0
 
@@ -46,6 +45,21 @@ class SimulatedPool:
         self._loads.add(engine.index)
         while self._waiting and self._room:
             self._start(self._waiting.popleft())
+
+    def named(self, names: Iterable[str]) -> list[Engine]:
+        """Return the engines of these names, serving or not."""
+        by_name = {engine.name: engine for engine in self.engines}
+        return [by_name[name] for name in names]
+
+    async def condemn(self, client: Engine, reason: str) -> None:
+        """Raise: no step of a simulated publication can fail."""
+        raise AssertionError(f"a simulated publication cannot fail: {client.name}: {reason}")
+
+    def doubt(self, version: int) -> None:
+        """Do nothing: simulated weights are not verified."""
+
+    def trust(self, client: Engine) -> None:
+        """Do nothing: simulated weights are not verified."""
 
     async def remove(self, engine: Engine) -> None:
         """The engine is lost. Its requests go on elsewhere with what they have."""
@@ -63,12 +77,12 @@ class SimulatedPool:
         sampling: SamplingConfig,
         *,
         greedy: bool = False,
-        prefix: Any = None,
-        progress: Any = None,
-    ) -> SimulatedTrajectory:
-        """Answer for ``input_ids``, which are a prompt's position and the number of a sample.
+        prefix: Completion | None = None,
+        progress: Callable[[Completion], None] | None = None,
+    ) -> SimulatedCompletion:
+        """Answer ``input_ids``, which are a prompt's position and the number of a sample.
 
-        ``greedy``: for an evaluation, whose tokens are not counted.
+        ``greedy``: for an evaluation, whose tokens do not count. ``prefix`` and ``progress`` have no meaning.
         """
         sample = self._workload.sample(*input_ids)
         length = min(sample[1], sampling.max_new_tokens) if greedy else sample[1]
@@ -85,7 +99,7 @@ class SimulatedPool:
             raise
         if not greedy:
             self.tokens_generated += length
-        return SimulatedTrajectory(sample, request.spans, length, request.retractions)
+        return SimulatedCompletion(sample, request.spans, request.retractions)
 
     def slow_down(self, factor: float) -> None:
         for engine in self.engines:

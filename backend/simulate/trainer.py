@@ -1,16 +1,18 @@
-"""The trainer of a simulated run and its GPUs, seen by the loops as the real ones are."""
+"""The trainer of a simulated run and its GPUs, behind the same ports as the real ones."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 from slipstream.backend.batch.micro_batch import TrainBatch
 from slipstream.backend.driver.devices import Turn
 from slipstream.backend.simulate.engine import Engine
 from slipstream.backend.simulate.pool import SimulatedPool
+from slipstream.backend.simulate.trajectory import SimulatedTrajectory
 from slipstream.bridge.endpoint import Interrupt
 from slipstream.bridge.report import PublishReport
 from slipstream.configs.schema.simulate import SimulateConfig
+from slipstream.rollout.engine.client import EngineAddress
 
 
 class SimulatedTrainer:
@@ -23,16 +25,18 @@ class SimulatedTrainer:
         self._model = model
         self._gpus = gpus
         self._pool = pool
-        self._interrupt = interrupt
-        self.version = 0
+        self._interrupt: Interrupt | None = interrupt
+        self.published = 0
+        """Newest version that was sent to an engine."""
         self.training: list[tuple[float, float]] = []
-        """From when to when each step was trained."""
+        """Begin and end of each training step, in seconds."""
         self.pauses: list[tuple[float, float]] = []
-        """From when to when the serving engines were paused for each version."""
+        """Begin and end of the pause of the serving engines for each version, in seconds."""
 
-    async def train(self, batch: TrainBatch) -> dict[str, float]:
-        model = self._model.trainer
-        tokens = sum(t.prompt_tokens + t.sampled_length for t in batch.trajectories)
+    async def train(self, batch: TrainBatch) -> Mapping[str, float]:
+        model, trajectories = self._model.trainer, batch.trajectories
+        prompt_tokens = sum(t.prompt_tokens for t in trajectories if isinstance(t, SimulatedTrajectory))
+        tokens = prompt_tokens + sum(t.sampled_length for t in trajectories)
         seconds = model.step_s + tokens / (model.tokens_per_s * self._gpus)
         if any(engine.running for engine in self._pool.engines):
             seconds *= model.slowdown
@@ -42,31 +46,35 @@ class SimulatedTrainer:
         await asyncio.sleep(seconds)
         self._slow_down(1.0)
         self.training.append((began, loop.time()))
-        trained = sum(t.response_length for t in batch.trajectories)
-        return {"train/tokens": float(trained)}
+        return {"train/tokens": float(sum(t.response_length for t in trajectories))}
 
-    async def publish(self, version: int, engines: Sequence[Engine]) -> PublishReport:
-        self.version = version
+    async def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
         model, mode = self._model.transfer, self._interrupt
+        receivers = self._pool.named(address.name for address in engines)
         loop = asyncio.get_running_loop()
         began = loop.time()
+        self.published = version
         await asyncio.sleep(model.prepare_s)
         paused = loop.time()
         if mode is not None:
-            await stop(self._pool, engines, mode)
+            await stop(self._pool, receivers, mode)
             paused = loop.time()
         await asyncio.sleep(model.pause_s + model.total_bytes / model.bytes_per_s)
         if mode is not None:
-            go_on(engines, self.version, mode)
-            if len(self.pauses) < self.version:  # else a restarted engine is brought up to date
+            go_on(receivers, version, mode)
+            if len(self.pauses) < version:  # else a restarted engine is brought up to date
                 self.pauses.append((paused, loop.time()))
         return PublishReport(
-            self.version,
-            [engine.name for engine in engines],
+            version,
+            [engine.name for engine in receivers],
             bytes_sent=model.total_bytes,
             stall_s=loop.time() - paused if mode is not None else 0.0,
             total_s=loop.time() - began,
         )
+
+    async def logprobs(self, ids: Sequence[int]) -> list[float]:
+        """Raise: simulated weights are not verified."""
+        raise AssertionError("a simulated trainer computes no log-probs")
 
     def _slow_down(self, factor: float) -> None:
         if self._model.engine.slowdown != 1.0:
@@ -74,6 +82,7 @@ class SimulatedTrainer:
 
 
 async def stop(pool: SimulatedPool, engines: Sequence[Engine], interrupt: Interrupt) -> None:
+    """Pause ``engines``, with ``drain`` once none of them runs a request."""
     if interrupt == "drain":
         await pool.drained(engines)
     for engine in engines:
@@ -81,12 +90,13 @@ async def stop(pool: SimulatedPool, engines: Sequence[Engine], interrupt: Interr
 
 
 def go_on(engines: Sequence[Engine], version: int, interrupt: Interrupt) -> None:
+    """Resume ``engines``, which hold ``version`` now."""
     for engine in engines:
         engine.resume(version, reprefill=interrupt in ("retract", "abort"), resend=interrupt == "abort")
 
 
 class TimeShared:
-    """The trainer's GPUs are the engines', which stand still while it has them."""
+    """Trainer and engines take turns on the same GPUs."""
 
     shared = True
 
@@ -99,16 +109,17 @@ class TimeShared:
         return nullcontext()
 
     @asynccontextmanager
-    async def training(self, *newcomers: Engine) -> AsyncIterator[Turn]:
+    async def training(self, *newcomers: EngineAddress) -> AsyncIterator[Turn]:
         loop, turn = asyncio.get_running_loop(), Turn()
+        restarted = self._pool.named(address.name for address in newcomers)
         await stop(self._pool, self._pool.clients, self._interrupt)
-        for engine in newcomers:
+        for engine in restarted:
             engine.pause()
         began = loop.time()
         yield turn
-        go_on([*self._pool.clients, *newcomers], self._trainer.version, self._interrupt)
+        go_on([*self._pool.clients, *restarted], self._trainer.published, self._interrupt)
         turn.stood_s = loop.time() - began
-        if not newcomers:  # else a restarted engine is brought up to date
+        if not restarted:  # else a restarted engine is brought up to date
             self._trainer.pauses.append((began, loop.time()))
 
     def publishing(self) -> AbstractAsyncContextManager[None]:

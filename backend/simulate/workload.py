@@ -6,13 +6,20 @@ all schedules are compared on the same work.
 
 import asyncio
 import math
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
-from slipstream.backend.simulate.trajectory import Sample, SimulatedPrompt, SimulatedTrajectory
+from slipstream.backend.simulate.trajectory import (
+    Sample,
+    SimulatedCompletion,
+    SimulatedPrompt,
+    SimulatedTrajectory,
+)
 from slipstream.configs.schema.simulate import LengthModel, SimulateConfig
+from slipstream.rollout.trajectory import Messages, Prompt, Trajectory
+from slipstream.rollout.workflow import WorkflowContext
 
 BLOCK = 1024
 """Positions that are drawn at one time."""
@@ -105,15 +112,27 @@ class SimulatedStream:
         self.position = 0
 
     def at(self, position: int) -> SimulatedPrompt:
-        return SimulatedPrompt(position)
+        return SimulatedPrompt(position, "")
 
 
 HELD_OUT = 2**40
 """Positions of the prompts of evaluations begin here, beyond all that are trained."""
 
 
-def held_out_prompts(number: int) -> list[SimulatedPrompt]:
-    return [SimulatedPrompt(HELD_OUT + index) for index in range(number)]
+def held_out_prompts(number: int) -> list[Prompt]:
+    return [SimulatedPrompt(HELD_OUT + index, "") for index in range(number)]
+
+
+class SimulatedTokenizer:
+    """Stands where a context needs a tokenizer: simulated episodes have no tokens."""
+
+    def apply_chat_template(self, conversation: Messages, **kwargs: object) -> list[int]:
+        """Raise: nothing is encoded."""
+        raise AssertionError("a simulated episode encodes nothing")
+
+    def decode(self, token_ids: Sequence[int], **kwargs: object) -> str:
+        """Raise: nothing is decoded."""
+        raise AssertionError("a simulated episode decodes nothing")
 
 
 class EpisodeLost(RuntimeError):
@@ -126,23 +145,27 @@ class SimulatedWorkflow:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
 
-    async def run(self, prompt: SimulatedPrompt, context: Any) -> SimulatedTrajectory:
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> SimulatedTrajectory:
+        assert isinstance(prompt, SimulatedPrompt)
         number = prompt.number(context.generator)
-        trajectory = await context.generator.generate((prompt.id, number), context.sampling)
+        completion = await context.generator.generate((prompt.id, number), context.sampling)
+        assert isinstance(completion, SimulatedCompletion)
+        sample, spans = completion.sample, completion.version_spans
+        trajectory = SimulatedTrajectory(
+            sample, spans, sum(tokens for _, tokens in spans), completion.retractions
+        )
         if self._workload.failure_rate:
             attempt = prompt.attempt(number)
             if self._workload.fails(prompt.id, number, attempt):
                 raise EpisodeLost(f"attempt {attempt + 1} at sample {number}")
-        trajectory.reward = await context.reward.score(prompt, "", trajectory)
-        return trajectory
+        return trajectory.judged(await context.reward.score(prompt, "", trajectory))
 
 
 class SimulatedReward:
     """Takes its time, and then says what the workload says."""
 
-    def score(
-        self, prompt: SimulatedPrompt, response: str, trajectory: SimulatedTrajectory
-    ) -> asyncio.Future[float]:
+    def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> asyncio.Future[float]:
+        assert isinstance(trajectory, SimulatedTrajectory)
         _, _, seconds, reward = trajectory.sample
         loop = asyncio.get_running_loop()
         judged: asyncio.Future[float] = loop.create_future()

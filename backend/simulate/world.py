@@ -2,11 +2,15 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import cast
 
-from slipstream.backend.driver.devices import Separate
-from slipstream.backend.driver.loops import Loops, collection_loop, training_loop
+from slipstream.backend.driver.collection import collection_loop
+from slipstream.backend.driver.devices import Devices, Separate
+from slipstream.backend.driver.evaluation import Evaluation
+from slipstream.backend.driver.ports import RunPosition
 from slipstream.backend.driver.served_weights import ServedWeights
+from slipstream.backend.driver.training import training_loop
+from slipstream.backend.monitor.status import RunStatus
 from slipstream.backend.simulate import clock
 from slipstream.backend.simulate.account import Account, Outcome
 from slipstream.backend.simulate.failures import Failures
@@ -17,22 +21,27 @@ from slipstream.backend.simulate.trainer import SimulatedTrainer, TimeShared
 from slipstream.backend.simulate.workload import (
     SimulatedReward,
     SimulatedStream,
+    SimulatedTokenizer,
     SimulatedWorkflow,
     Workload,
     held_out_prompts,
 )
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout.collect.episodes import Episodes
 from slipstream.rollout.collect.gate import AdmissionGate, StalledRun
+from slipstream.rollout.collect.groups import GroupCollector, NamedFilter
 from slipstream.rollout.collect.intake import Intake
 from slipstream.rollout.collect.journal import NoJournal
+from slipstream.rollout.collect.running import RunningGroups
 from slipstream.rollout.collect.time_limit import TimeLimit
+from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.plugins import build
 from slipstream.rollout.workflow import WorkflowContext
 
 
 class _NoCheckpoints:
-    async def step_done(self, gate: AdmissionGate) -> None:
-        """Checkpoints are written beside training."""
+    async def step_done(self, run: RunPosition) -> None:
+        """Do nothing: checkpoints are written beside training."""
 
 
 class SimulationStalled(RuntimeError):
@@ -46,20 +55,21 @@ class World:
     trainer: SimulatedTrainer
 
     def __init__(
-        self, config: RunConfig, schedule: Schedule, layout: GpuSplit, workload: Workload, held_out: int = 0
+        self, config: RunConfig, schedule: Schedule, split: GpuSplit, workload: Workload, held_out: int = 0
     ) -> None:
-        """``held_out``: prompts of the evaluations that ``eval.every`` asks for; 0: there are none."""
-        self._config = config if held_out else config.model_copy(update={"eval": None})
+        """``held_out``: number of prompts of each evaluation that ``eval.every`` asks for."""
+        self._config = config
         self._schedule = schedule
-        self._layout = layout
+        self._split = split
         self._workload = workload
         self._held_out = held_out
         self._waiting = ""
 
     def run(self, on_advance: Callable[[float], None] | None = None) -> Outcome:
-        """Raises SimulationStalled when a real run would end with StalledRun, and Deadlock for a bug.
+        """Simulate the run.
 
         ``on_advance`` is called with each new time, while ``pool`` and ``trainer`` are still as they were.
+        Raises SimulationStalled when a real run would end with StalledRun, and Deadlock for a bug.
         """
         try:
             return clock.run(self._run(), on_advance)
@@ -70,54 +80,71 @@ class World:
             raise SimulationStalled(f"{_first(stalled)}; {self._waiting}") from None
 
     async def _run(self) -> Outcome:
-        rollout, model, workload = self._config.rollout, model_of(self._config), self._workload
-        self.pool = SimulatedPool(self._layout.engines, model.engine, workload, rollout.max_concurrent)
-        interrupt, shared = self._schedule.interrupt, self._layout.shared
-        self.trainer = SimulatedTrainer(
-            model, self._layout.trainer_gpus, self.pool, None if shared else interrupt
+        config, model, workload = self._config, model_of(self._config), self._workload
+        rollout, interrupt = config.rollout, self._schedule.interrupt
+        account, running = Account(), RunningGroups()
+        control = self._schedule.control(rollout, config.run.steps)
+        journal = NoJournal()
+        gate = AdmissionGate(control, Intake(SimulatedStream()), journal, account, running)
+        pool = SimulatedPool(self._split.engines, model.engine, workload, rollout.max_concurrent)
+        shared = self._split.shared
+        trainer = SimulatedTrainer(model, self._split.trainer_gpus, pool, None if shared else interrupt)
+        devices: Devices = TimeShared(trainer, pool, interrupt) if shared else Separate()
+        weights = ServedWeights(trainer, pool, devices, gate)
+        failures = Failures(model.failures, pool, weights, workload)
+        context = WorkflowContext(pool, SimulatedTokenizer(), SimulatedReward(), rollout.sampling)
+        limit = TimeLimit(rollout.episode_timeout_s)
+        episodes = Episodes(SimulatedWorkflow(workload), rollout, limit, account)
+        collector = GroupCollector(
+            gate=gate,
+            journal=journal,
+            engines=pool,
+            context=context,
+            episodes=episodes,
+            samples=rollout.n_samples_per_prompt,
+            group_filter=_filter(config),
         )
-        pool: Any = self.pool
-        trainer: Any = self.trainer
-        devices: Any = TimeShared(trainer, pool, interrupt) if shared else Separate(pool)
-        weights: Any = ServedWeights(trainer, pool, devices)
-        failures = Failures(model.failures, self.pool, weights, workload)
-        account = Account()
-        control = self._schedule.control(rollout, self._config.run.steps)
-        stream: Any = SimulatedStream()
-        generator: Any = self.pool
-        tokenizer: Any = None  # no token is looked at
-        context = WorkflowContext(generator, tokenizer, SimulatedReward(), rollout.sampling)
-        parts: dict[str, Any] = {
-            "gate": AdmissionGate(control, Intake(stream), NoJournal(), account.lost),
-            "journal": NoJournal(),
-            "pool": self.pool,
-            "trainer": self.trainer,
-            "weights": weights,
-            "supervisor": failures,
-            "workflow": SimulatedWorkflow(workload),
-            "context": context,
-            "group_filter": build(rollout.group_filter) if rollout.group_filter else None,
-            "recorder": account,
-            "checkpoints": _NoCheckpoints(),
-            "episode_limit": TimeLimit(rollout.episode_timeout_s),
-        }
-        held_out: Any = held_out_prompts(self._held_out)
-        loops = Loops(config=self._config, held_out=held_out, **parts)
+        evaluation = None
+        if config.eval is not None and self._held_out:
+            held_out = held_out_prompts(self._held_out)
+            evaluation = Evaluation(config.eval, held_out, pool, context, episodes, account)
+        self.pool, self.trainer = pool, trainer
+
+        def status() -> RunStatus:
+            return RunStatus(
+                version=gate.version,
+                step=gate.step,
+                counts=gate.counts,
+                losses=gate.losses,
+                states=gate.states,
+                tokens_generated=pool.tokens_generated,
+                requests_running=0,
+                requests_limit=rollout.max_concurrent,
+                requests_resent=pool.requests_resent,
+                engine_restarts=failures.count,
+            )
+
         async with asyncio.TaskGroup() as tasks:
-            beside = [tasks.create_task(collection_loop(loops)), tasks.create_task(failures.run())]
+            beside = [
+                tasks.create_task(collection_loop(gate, collector, running)),
+                tasks.create_task(failures.run()),
+            ]
             try:
-                await training_loop(loops)
+                await training_loop(config.run, gate, weights, _NoCheckpoints(), evaluation, account, status)
             except* StalledRun:
                 self._waiting = clock.waiting(asyncio.get_running_loop())
                 raise
-            outcome = account.outcome(
-                control, self.pool, self.trainer, failures, asyncio.get_running_loop().time()
-            )
+            outcome = account.outcome(control, pool, trainer, failures, asyncio.get_running_loop().time())
             for task in beside:
                 task.cancel()
         return outcome
 
 
+def _filter(config: RunConfig) -> NamedFilter | None:
+    settings = config.rollout.group_filter
+    return NamedFilter(settings.path, cast(GroupFilter, build(settings))) if settings else None
+
+
 def _first(error: BaseException) -> BaseException:
-    """The error itself, out of the groups around it."""
+    """Return the error itself, out of the groups around it."""
     return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -1,29 +1,36 @@
-"""The control core for coroutines: waits for slots and batches, and every event written down."""
+"""The control core for coroutines: waiting for slots and batches, and every event written down.
+
+collection ──slot()──► ticket ──► finished | filtered | failed ──► core ──batch()──► training
+              waits for a free slot                                       waits for a ready batch
+training   ──step_begins(), published()──► core frees the slots, the waiting collection goes on
+"""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from slipstream.rollout.changes import Changes
 from slipstream.rollout.collect.intake import Assignment, Intake
 from slipstream.rollout.collect.journal import Journal
-from slipstream.rollout.control.core import Expired, GroupCounts, Loss, RolloutControl, Ticket
+from slipstream.rollout.collect.listener import CollectionListener
+from slipstream.rollout.collect.running import RunningGroups
+from slipstream.rollout.control.core import GroupCounts, Loss, RolloutControl, Ticket
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.trajectory import Group, Trajectory
 
 LEAST_FAILURES = 8
-"""Failures in a row that are always borne: with few slots, one bad prompt must not end the run."""
+"""Number of failed groups in a row that never end a run: with few slots, one bad prompt must not end it."""
 
 
 class StalledRun(RuntimeError):
-    """Nothing can be trained: the batch did not come, or group after group fails."""
+    """Nothing can be trained: no batch came in time, or group after group fails."""
 
 
 class AdmissionGate:
     """Waits for slots and batches. All users run on one event loop.
 
-    A wait that is cancelled or timed out has taken neither a slot nor a batch. The other events never
-    suspend, but for ``finished`` and ``step_begins``, which return when the journal is safe: what is
-    trained can be trained again after a crash.
+    A wait that is cancelled or timed out has taken neither a slot nor a batch. The other events return at
+    once, except for ``finished`` and ``step_begins``: they return when the journal is on disk, because what
+    is trained must be known after a crash.
     """
 
     def __init__(
@@ -31,28 +38,29 @@ class AdmissionGate:
         core: RolloutControl,
         intake: Intake,
         journal: Journal,
-        on_lost: Callable[[Loss, Sequence[Trajectory]], None],
+        listener: CollectionListener,
+        running: RunningGroups,
     ) -> None:
-        """``on_lost`` is told of every group that ends untrained, with what was generated for it."""
+        """``running`` holds the tasks of groups that are collected; those of expired groups are cancelled."""
         self._core = core
         self._intake = intake
         self._journal = journal
-        self._on_lost = on_lost
+        self._listener = listener
+        self._running = running
         self._changes = Changes()
         self._batch: list[Group] = []
         self._is_ended = False
         self._failures_in_a_row = 0
         self._last_failure = ""
-        self.abandon: Callable[[int], None] = lambda id_: None
-        """Called with every group that has expired: work on it is to be cancelled."""
 
     @property
     def version(self) -> int:
+        """Policy version that every serving engine holds. The control core owns it."""
         return self._core.version
 
     @property
     def step(self) -> int:
-        """Training steps done."""
+        """Number of training steps done."""
         return self._core.step
 
     @property
@@ -61,29 +69,27 @@ class AdmissionGate:
 
     @property
     def losses(self) -> dict[Loss, int]:
+        """Number of groups lost so far, by cause."""
         return self._core.losses
 
     @property
-    def ready(self) -> int:
-        return self._core.ready
-
-    def in_state(self, state: State) -> int:
-        """Groups that are there now."""
-        return self._core.states[state]
-
-    def is_open(self, id_: int) -> bool:
-        """Whether work on the group is wanted: False once it has ended, be it because it has expired."""
-        return self._core.is_open(id_)
+    def position(self) -> int:
+        """Number of prompts drawn from the prompt set so far."""
+        return self._intake.position
 
     @property
-    def position(self) -> int:
-        """Prompts drawn from the prompt set so far."""
-        return self._intake.position
+    def states(self) -> dict[State, int]:
+        """Number of groups that have not ended, by state."""
+        return dict(self._core.states)
+
+    def is_open(self, id_: int) -> bool:
+        """Return whether work on the group is still needed. An expired group is not open."""
+        return self._core.is_open(id_)
 
     # ---- collection
 
     async def slot(self) -> Assignment:
-        """Wait until a group may start. Waits as long as the trainer holds all slots."""
+        """Wait until a group may start. There is no time-out: slots are free as soon as the trainer steps."""
         if self._intake.resumed:
             return self._intake.resumed.popleft()
         ticket = await self._changes.first(lambda: self._core.admit() if self._core.may_admit() else None)
@@ -92,14 +98,16 @@ class AdmissionGate:
         return assignment
 
     def generating(self, ticket: Ticket) -> None:
+        """Note that the first completion of the group is requested."""
         self._core.generating(ticket.id)
 
     def judging(self, ticket: Ticket) -> None:
+        """Note that the group waits for nothing but rewards."""
         if self._core.is_open(ticket.id):
             self._core.judging(ticket.id)
 
     async def finished(self, group: Group) -> None:
-        """The group is complete and judged; its trajectories have been given to the journal."""
+        """Take a complete and judged group whose trajectories are in the journal already."""
         self._journal.ready(group)
         await self._journal.flushed()
         self._failures_in_a_row = 0
@@ -108,12 +116,13 @@ class AdmissionGate:
             self._changes.notify()
 
     def filtered(self, group: Group) -> None:
+        """Give up a complete group that the recipe's filter rejects."""
         self._core.filtered(group.id)
         self._failures_in_a_row = 0
         self._lost(group.id, Loss.FILTERED, group.trajectories)
 
     def failed(self, ticket: Ticket, reason: str, trajectories: Sequence[Trajectory] = ()) -> None:
-        """``trajectories``: those of the group that were finished."""
+        """Give up a group whose episodes failed; ``trajectories`` are its finished ones."""
         self._core.failed(ticket.id)
         self._failures_in_a_row += 1
         self._last_failure = reason
@@ -122,14 +131,14 @@ class AdmissionGate:
     # ---- training
 
     def end(self) -> None:
-        """No further batch is taken."""
+        """Give out no further batch."""
         self._is_ended = True
         self._changes.notify()
 
     async def batch(self, timeout_s: float) -> list[Group]:
-        """Wait for the next batch; an empty one when the gate was ended.
+        """Wait for the next batch. It is empty once the gate was ended.
 
-        Raises StalledRun after ``timeout_s``, or when only failures come.
+        Raises StalledRun after ``timeout_s``, or when group after group fails.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -144,12 +153,12 @@ class AdmissionGate:
             ) from None
 
     async def step_begins(self) -> None:
-        """The batch is about to be trained: its version's number is taken from now on, come what may."""
+        """Write down that the batch is about to be trained: the number of the next version is taken now."""
         self._journal.step_begins(self._core.version + 1, self._core.step + 1)
         await self._journal.flushed()
 
     def published(self, version: int) -> None:
-        """Every serving engine has the version that came of the batch."""
+        """Move to ``version``, trained on the last batch: every engine in the pool holds it."""
         self._core.published(version)
         self._journal.published(version, self._batch)
         for group in self._batch:
@@ -170,18 +179,19 @@ class AdmissionGate:
             self._changes.notify()
         return batch
 
-    def _settle_expired(self) -> list[Expired]:
-        expired = self._core.take_expired()
-        for one in expired:
-            self.abandon(one.id)
-            self._journal.expired(one)
-            if one.loss is not Loss.REQUEUED:
-                self._intake.ended(one.id)
-            self._on_lost(one.loss, one.group.trajectories if one.group else ())
-        return expired
+    def _settle_expired(self) -> bool:
+        """Write down and abandon the groups that have expired. Return whether there were any."""
+        expired_groups = self._core.take_expired()
+        for expired in expired_groups:
+            self._running.abandon(expired.id)
+            self._journal.expired(expired)
+            if expired.loss is not Loss.REQUEUED:
+                self._intake.ended(expired.id)
+            self._listener.lost(expired.loss, expired.group.trajectories if expired.group else ())
+        return bool(expired_groups)
 
     def _lost(self, id_: int, loss: Loss, trajectories: Sequence[Trajectory]) -> None:
         self._journal.lost(id_, loss, trajectories)
         self._intake.ended(id_)
-        self._on_lost(loss, trajectories)
+        self._listener.lost(loss, trajectories)
         self._changes.notify()

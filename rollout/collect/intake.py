@@ -1,13 +1,22 @@
-"""Which prompt a ticket stands for: a fresh one, one that is generated again, or one of before a restart."""
+"""The prompt that a ticket stands for: a fresh one, one to generate again, or one from before a restart."""
 
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from slipstream.rollout.control.core import Ticket
 from slipstream.rollout.ledger.recovery import OpenGroup
-from slipstream.rollout.prompts import PromptStream
 from slipstream.rollout.trajectory import Prompt
+
+
+class PromptSource(Protocol):
+    """An endless sequence of prompts: ``rollout.prompts.PromptStream``."""
+
+    position: int
+    """Where the next fresh prompt is."""
+
+    def at(self, position: int) -> Prompt: ...
 
 
 @dataclass(frozen=True)
@@ -17,29 +26,30 @@ class Assignment:
     ticket: Ticket
     prompt: Prompt
     prior: OpenGroup | None = None
-    """What an earlier life of the run has generated of it."""
+    """What was generated of it before a restart."""
 
 
 class Intake:
-    """Prompts by ticket. Remembers the positions of groups that have not ended."""
+    """Finds the prompt of a ticket. Remembers the positions of the groups that have not ended."""
 
-    def __init__(self, stream: PromptStream, open_groups: Iterable[OpenGroup] = ()) -> None:
-        """``open_groups``: all that a restart has found."""
+    def __init__(self, stream: PromptSource, open_groups: Iterable[OpenGroup] = ()) -> None:
+        """``open_groups``: every group that a restart has found unfinished."""
         self._stream = stream
         self._positions = {group.id: group.position for group in open_groups}
         self.resumed: deque[Assignment] = deque()
-        """Groups of before a restart that hold a slot already, to be gone on with."""
+        """Groups from before a restart that hold a slot already and are to be continued."""
 
     @property
     def position(self) -> int:
-        """Prompts drawn from the stream so far."""
+        """Number of prompts drawn from the stream so far."""
         return self._stream.position
 
     def resume(self, ticket: Ticket, group: OpenGroup) -> None:
+        """Queue a group from before a restart."""
         self.resumed.append(Assignment(ticket, self._stream.at(group.position), group))
 
     def assign(self, ticket: Ticket) -> tuple[Assignment, int]:
-        """The prompt of a ticket that was just given, and its position in the stream."""
+        """Return the work that a new ticket stands for, and the position of its prompt in the stream."""
         if ticket.id in self._positions:
             position = self._positions[ticket.id]
         elif ticket.requeued_from is not None:
@@ -51,9 +61,9 @@ class Intake:
         return Assignment(ticket, self._stream.at(position)), position
 
     def prompt(self, id_: int) -> Prompt:
-        """Of a group that has not ended."""
+        """Return the prompt of a group that has not ended."""
         return self._stream.at(self._positions[id_])
 
     def ended(self, id_: int) -> None:
-        """The group needs its prompt no more."""
+        """Forget the position of a group that needs its prompt no more."""
         self._positions.pop(id_, None)

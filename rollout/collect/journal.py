@@ -1,4 +1,4 @@
-"""Where the gate writes down what happens, so that a restart knows it: the ledger, or nothing."""
+"""The port through which the gate writes events down, so that a restart knows them."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -8,7 +8,7 @@ from slipstream.rollout.trajectory import Completion, Group, Trajectory
 
 
 class Journal(Protocol):
-    """``rollout.ledger.writer.Ledger`` says what each event means. None of them waits but ``flushed``."""
+    """Takes events. ``rollout.ledger.writer.Ledger`` says what each one means. Only ``flushed`` waits."""
 
     def admitted(self, ticket: Ticket, position: int) -> None: ...
     def partial(

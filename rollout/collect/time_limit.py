@@ -14,25 +14,25 @@ class TimeLimit:
         with limit():               # TimeoutError unless the block ends within 600 seconds
             await something()
 
-    ``asyncio.timeout`` sets a timer for each use and cancels it again: a good part of what an episode costs
-    this process. But limits of one length run out in the order in which they were set, and so only the first
-    of them needs a timer. Use it from one event loop.
+    ``asyncio.timeout`` sets and cancels a timer for each use, a good part of the driver's CPU time for an
+    episode. Limits of one length run out in the order in which they were set, so that only the first one
+    needs a timer. Single event loop.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._entered: dict[_Entry, None] = {}
-        """In the order in which they run out."""
+        """Running blocks, in the order in which their time runs out."""
         self._timer: asyncio.TimerHandle | None = None
         self._is_stopped = False
 
     def __call__(self) -> "_Entry":
-        """For the task that runs; its time begins when the block does."""
+        """Limit a block of the running task. Its time begins when the block does."""
         return _Entry(self)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Time inside counts for nobody. Not to be nested."""
+        """Stop the clock of every limit inside the block. Must not be nested."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         self._is_stopped = True
@@ -93,6 +93,6 @@ class _Entry:
     ) -> None:
         if not self.has_run_out:
             del self._limit._entered[self]
-        # As asyncio.timeout has it: a cancellation that is not ours alone goes on.
+        # As in asyncio.timeout: a cancellation that others asked for as well goes on.
         elif self.task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError(f"not done within {self._limit.seconds:g} s") from error

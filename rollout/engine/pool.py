@@ -1,19 +1,20 @@
 """The serving engines, seen by workflows as one generator.
 
-A request goes to the least loaded engine. When its engine is lost or gives it up, another request goes on
-with what it had generated, on whichever engine; when there is none, it waits until one serves again. Only
-engines that hold the current policy version are in the pool.
+A request goes to the least loaded engine. When that engine is lost or aborts the request, the tokens
+generated so far become the prefix of a further request to any engine. While no engine serves, requests wait.
+Only engines that hold the current policy version are in the pool.
 
-    limit -> engine -> whole answer
+    limit -> engine -> complete
                ^ |
-               | +-> lost, aborted: the answer so far is the prefix of the next request, for the rest of
-               +---- the token budget
+               | +-> lost or aborted: the partial completion is the prefix of the next request, which has
+               +---- the rest of the token budget
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from slipstream.configs.schema import SamplingConfig
@@ -28,8 +29,8 @@ from slipstream.rollout.trajectory import Completion, Finish
 log = logging.getLogger(__name__)
 
 SILENCES = 3
-"""How often one request may be met with silence by an engine that is well: once is a long pause; again and
-again is the request's fault, or a time-out that is too short."""
+"""Number of times that a healthy engine may stay silent about one request. One silence is a long pause;
+several are the request's fault, or a time-out that is too short."""
 
 OnPartial = Callable[[Completion], None]
 
@@ -38,18 +39,32 @@ class NoEngine(RuntimeError):
     """No engine has served for the allowed time."""
 
 
+class PolicyVersion(Protocol):
+    """The owner of the policy version: the control core."""
+
+    @property
+    def version(self) -> int:
+        """Version that every engine in the pool holds."""
+        ...
+
+
 class EnginePool:
     """Routes requests. Single event loop."""
 
     def __init__(
         self,
+        policy: PolicyVersion,
         *,
         max_concurrent: int,
         wait_timeout_s: float,
         isolate_versions: bool,
         trace: Callable[[RequestTrace], None] | None = None,
     ) -> None:
-        """``trace`` is called once for every engine request that has ended."""
+        """``max_concurrent``: requests that run at one time. ``wait_timeout_s``: longest time without an
+        engine. ``isolate_versions``: keep KV caches of different versions apart. ``trace`` is called once for
+        every engine request that has ended.
+        """
+        self._policy = policy
         self._wait_timeout_s = wait_timeout_s
         self._isolate_versions = isolate_versions
         self._trace = trace
@@ -57,16 +72,20 @@ class EnginePool:
         self._changes = Changes()
         self._requests = Limit(max_concurrent)
         self._held = False
-        self.version = 0
         self._doubted: WeakKeyDictionary[EngineClient, int] = WeakKeyDictionary()
-        """Engines, also such as are gone, by the first version that they have not been found to hold."""
+        """First unverified version of each engine in doubt, engines that are gone included."""
         self.lost: asyncio.Queue[tuple[EngineClient, str]] = asyncio.Queue()
-        """Engines that were fenced off, each once, and why; their supervisor decides about them."""
+        """Engines that were condemned, each once, with the reason; the supervisor restarts them."""
         self.tokens_generated = 0
-        """Sampled ones: greedy answers are evaluation. Each token counts once, prefixes of callers do not."""
+        """Number of sampled tokens. Evaluation (greedy) and the prefixes of callers do not count."""
         self.tokens_continued = 0
-        """Tokens of interrupted answers that were gone on with, which would otherwise have been lost."""
+        """Number of tokens of interrupted completions that were continued instead of lost."""
         self.requests_resent = 0
+
+    @property
+    def version(self) -> int:
+        """Policy version that every engine in the pool holds."""
+        return self._policy.version
 
     @property
     def clients(self) -> list[EngineClient]:
@@ -74,7 +93,7 @@ class EnginePool:
 
     @property
     def limit(self) -> int:
-        """How many ``generate`` calls go on at one time. Lowering it disturbs none of those that do."""
+        """Number of ``generate`` calls that run at one time. Lowering it does not disturb running calls."""
         return self._requests.size
 
     @limit.setter
@@ -83,35 +102,35 @@ class EnginePool:
 
     @property
     def in_use(self) -> int:
-        """How many ``generate`` calls go on now; more than ``limit`` for a while after it was lowered."""
+        """Number of ``generate`` calls that run now; above ``limit`` for a while after it was lowered."""
         return self._requests.inside
 
     async def add(self, client: EngineClient) -> None:
-        """The engine serves, and holds the current version."""
+        """Send requests to an engine, which holds the current version."""
         self._load.setdefault(client, 0)
         self._changes.notify()
 
     async def remove(self, client: EngineClient) -> None:
-        """Fence the engine off: no further request goes to it."""
+        """Send no further request to an engine."""
         self._load.pop(client, None)
         self._changes.notify()
 
     async def condemn(self, client: EngineClient, reason: str) -> None:
-        """Fence an engine off that is not to serve again as it is. Does nothing when that is so already."""
+        """Send no further request to an engine and have it restarted. Does nothing the second time."""
         if self._load.pop(client, None) is not None:
             self.lost.put_nowait((client, reason))
             self._changes.notify()
 
     def doubt(self, version: int) -> None:
-        """What the present engines sample from ``version`` on is held back until they are trusted.
+        """Hold back what the present engines sample from ``version`` on until they are trusted.
 
-        Before the version is published: what has arrived by now is older, and is not held back.
+        Call it before the version is published: tokens that have arrived by then are older and not held back.
         """
         for client in self._load:
             self._doubted[client] = version
 
     def trust(self, client: EngineClient) -> None:
-        """The engine was found to hold what it says it does."""
+        """Release what an engine in doubt has sampled: its weights are verified."""
         self._doubted.pop(client, None)
         self._changes.notify()
 
@@ -126,9 +145,9 @@ class EnginePool:
     ) -> Completion:
         """Continue ``input_ids`` on any engine, up to ``sampling.max_new_tokens``.
 
-        ``prefix`` is a partial answer of before, of a run that was resumed for example: it is continued, and
-        counts as part of the answer and of its token budget. ``progress`` is called with the answer so far,
-        the prefix included, whenever there is more of it.
+        ``prefix`` is a partial completion, of a resumed run for example: it is continued, and counts as part
+        of the completion and of its token budget. ``progress`` is called with the completion so far, prefix
+        included, whenever it grows.
 
         Raises InvalidRequest, EngineError, NoEngine.
         """
@@ -158,6 +177,7 @@ class EnginePool:
                 so_far = part if so_far is None else merge(so_far, part)
                 if progress is not None and so_far.finish is Finish.PARTIAL:
                     progress(so_far)
+        assert so_far is not None  # the token budget is at least 1
         return ended(so_far)
 
     async def _ask(
@@ -169,9 +189,9 @@ class EnginePool:
         greedy: bool,
         progress: OnPartial | None,
     ) -> Completion:
-        """One request to one engine, for what is missing of the answer. A lost engine is fenced off.
+        """Ask one engine for the missing rest of a completion. Condemn the engine when it is lost.
 
-        Gives and tells nothing that was sampled from weights in doubt.
+        Neither the result nor ``progress`` holds a token that was sampled from weights in doubt.
         """
         client = await self._acquire()
         ids = [*input_ids, *(so_far.tokens if so_far else ())]
@@ -183,20 +203,20 @@ class EnginePool:
                     nonlocal sure
                     watch.saw(part)
                     if client in self._doubted:
-                        return  # the versions of an answer that goes on are lower bounds
+                        return  # the versions of a partial completion are lower bounds
                     sure = len(part.tokens)
                     if progress is not None:
                         progress(merge(so_far, part) if so_far else part)
 
-                answer = await client.generate(
+                completion = await client.generate(
                     ids,
                     sampling.model_copy(update={"max_new_tokens": rest}),
                     greedy=greedy,
                     cache_key=self._cache_key(),
-                    version=self.version,
+                    version=self._policy.version,
                     progress=grown,
                 )
-                watch.saw(answer)
+                watch.saw(completion)
         except (EngineLost, Silent) as cut:
             if client in self._doubted and cut.partial is not None:
                 cut.partial = head(cut.partial, sure) if sure else None
@@ -209,12 +229,12 @@ class EnginePool:
             raise
         finally:
             self._release(client)
-        return await self._vouched_for(client, answer)
+        return await self._vouched_for(client, completion)
 
-    async def _vouched_for(self, client: EngineClient, answer: Completion) -> Completion:
-        """``answer``, once the engine is trusted with the versions in it. Raises EngineLost if it is not."""
-        if self._undoubted(client, answer) is answer:
-            return answer
+    async def _vouched_for(self, client: EngineClient, completion: Completion) -> Completion:
+        """Return ``completion`` once its engine is trusted. Raises EngineLost when its weights were wrong."""
+        if self._undoubted(client, completion) is completion:
+            return completion
 
         def verdict() -> bool | None:
             return True if client not in self._doubted else False if client not in self._load else None
@@ -226,22 +246,22 @@ class EnginePool:
             right = False
             await self.condemn(client, f"no verdict on its weights in {self._wait_timeout_s:g} s")
         if right:
-            return answer
-        raise EngineLost(f"{client.name} held wrong weights", self._undoubted(client, answer))
+            return completion
+        raise EngineLost(f"{client.name} held wrong weights", self._undoubted(client, completion))
 
-    def _undoubted(self, client: EngineClient, answer: Completion) -> Completion | None:
-        """The tokens before the first that was sampled from weights in doubt; None when there is none."""
+    def _undoubted(self, client: EngineClient, completion: Completion) -> Completion | None:
+        """Return the tokens before the first one sampled from weights in doubt; None if there is none."""
         version = self._doubted.get(client)
         if version is None:
-            return answer
-        n = next((span.start for span in answer.spans if span.version >= version), None)
-        return answer if n is None else head(answer, n) if n else None
+            return completion
+        n = next((span.start for span in completion.spans if span.version >= version), None)
+        return completion if n is None else head(completion, n) if n else None
 
     @asynccontextmanager
     async def drained(self, timeout_s: float) -> AsyncIterator[None]:
-        """Nothing is generated inside: new requests wait, and running ones are waited for.
+        """Hold new requests back inside the block, and enter it once no request runs.
 
-        Those that take longer than ``timeout_s`` are left to run. Not to be nested.
+        Requests that run longer than ``timeout_s`` go on inside the block. Must not be nested.
         """
         self._held = True
         try:
@@ -256,16 +276,16 @@ class EnginePool:
             self._changes.notify()
 
     async def abort_running(self) -> None:
-        """Make every engine give up what it is generating. For the end of a run, when nobody waits for it."""
+        """Make every engine abort its requests: the run ends, and nobody waits for them."""
         await asyncio.gather(*(client.abort_all() for client in self._load), return_exceptions=True)
 
     def _cache_key(self) -> str | None:
-        """With in-place updates old KV survives in the prefix cache; new requests must not build on it."""
-        return f"v{self.version}" if self._isolate_versions else None
+        """After an in-place update the prefix cache holds old KV, on which new requests must not build."""
+        return f"v{self._policy.version}" if self._isolate_versions else None
 
     async def _acquire(self) -> EngineClient:
         while True:
-            # Whoever holds requests back has a time-out of its own, so that the wait for it needs none here.
+            # The holder of ``drained`` has a time-out of its own, so that this wait needs none.
             await self._changes.first(lambda: None if self._held else True)
             try:
                 async with asyncio.timeout(self._wait_timeout_s):

@@ -1,9 +1,8 @@
-"""Keeps the engines serving: starts them, notices that one is gone, starts it again, brings it up to date.
+"""Keeps the engines serving: starts them, notices lost ones, restarts them, brings them up to date.
 
     STARTING --healthy--> SYNCING --holds the current version--> SERVING --lost / condemned--> STARTING
 
-An engine is in the pool only while SERVING. ``sync`` brings one engine to the current version and calls
-``admit`` while no publication can intervene.
+An engine is in the pool only while SERVING. It is admitted while no publication can intervene.
 """
 
 import asyncio
@@ -20,59 +19,65 @@ class EngineGone(RuntimeError):
 
 
 class EngineHandle(Protocol):
-    """Who owns the server's process, wherever that is."""
+    """The owner of one server's process, wherever it runs."""
 
     name: str
 
     async def start(self) -> EngineAddress:
-        """Start, or start again, from the run's initial weights; returns when the server is healthy."""
+        """Start, or restart, from the run's initial weights. Returns when the server is healthy."""
         ...
 
     async def wait_exit(self) -> int: ...
     async def stop(self) -> None: ...
 
 
-Sync = Callable[[EngineAddress, Callable[[], Awaitable[None]]], Awaitable[str | None]]
-"""``sync(address, admit)``: None when the engine holds the current version and was admitted, else why not."""
+class WeightsSource(Protocol):
+    """Who knows the current policy version and has its weights."""
+
+    async def bring_up_to_date(
+        self, engine: EngineAddress, admit: Callable[[], Awaitable[None]]
+    ) -> str | None:
+        """Bring ``engine`` to the current version and call ``admit``. Return None, or why it failed."""
+        ...
 
 
 @dataclass
 class _Engine:
     handle: EngineHandle
     client: EngineClient | None = None
-    """Of the server as last started; None while there is none that could be condemned."""
+    """Client of the server as last started; None while it is being started."""
     condemned: asyncio.Event = field(default_factory=asyncio.Event)
     reason: str = ""
     restarts: int = 0
 
 
 class Supervisor:
-    """Single event loop. ``start`` once, then ``run`` for as long as engines are needed, then ``stop``."""
+    """Single event loop. ``run`` for as long as engines are needed, then ``stop``."""
 
     def __init__(
         self,
         handles: Sequence[EngineHandle],
         pool: EnginePool,
-        sync: Sync,
+        weights: WeightsSource,
         *,
         restarts: int,
         note: Callable[[str], None],
     ) -> None:
         self._engines = {handle.name: _Engine(handle) for handle in handles}
         self._pool = pool
-        self._sync = sync
+        self._weights = weights
         self._restarts_allowed = restarts
         self._note = note
 
     @property
     def restarts(self) -> int:
-        """Restarts so far, all engines."""
+        """Number of restarts of all engines so far."""
         return sum(engine.restarts for engine in self._engines.values())
 
     def condemn(self, name: str, reason: str) -> None:
-        """The engine may hold wrong weights, or does not answer: it is to be started again.
+        """Restart an engine that may hold wrong weights or does not answer.
 
-        Does nothing while it is being started again already: a late verdict is about the server that is gone.
+        Does nothing while the engine is being restarted: a late verdict is about the server that is gone.
         """
         engine = self._engines[name]
         if engine.client is not None and not engine.condemned.is_set():
@@ -82,8 +87,8 @@ class Supervisor:
     async def run(self, serving: asyncio.Event) -> None:
         """Start all engines, set ``serving`` once every one of them serves, and keep them so.
 
-        Never returns. Raises, in an ExceptionGroup, EngineGone, what the first start of an engine raised, or
-        what ``sync`` raised.
+        Never returns. Raises, in an ExceptionGroup, EngineGone, the error of an engine's first start, or the
+        error of bringing an engine up to date.
         """
         async with asyncio.TaskGroup() as tasks:
             started = [asyncio.Event() for _ in self._engines]
@@ -116,17 +121,17 @@ class Supervisor:
             self._note(f"{engine.handle.name} is started again: {reason}")
 
     async def _serve(self, engine: _Engine, started: asyncio.Event) -> str:
-        """One life of the engine, from its start to its loss; the reason of the loss."""
+        """Run one life of the engine, from its start to its loss. Return the reason of the loss."""
         try:
             client = EngineClient(await engine.handle.start())
-        except Exception as error:  # whatever it is, it may be over the next time; the budget is the limit
-            if engine.restarts == 0:  # most likely the recipe, which the next time would not change
+        except Exception as error:  # it may pass; the number of restarts is limited
+            if engine.restarts == 0:  # most likely the recipe is wrong, and would be so again
                 raise
             return f"it did not start: {error}"
         engine.condemned.clear()
         engine.client = client
         try:
-            refused = await self._sync(client.address, lambda: self._pool.add(client))
+            refused = await self._weights.bring_up_to_date(client.address, lambda: self._pool.add(client))
             if refused is not None:
                 return f"it could not be brought to the current version: {refused}"
             started.set()
@@ -137,12 +142,12 @@ class Supervisor:
             await client.close()
 
     async def _lost(self, engine: _Engine) -> str:
-        """Wait for the end of the server, or for a verdict on it; the reason."""
+        """Wait for the end of the server, or for a verdict on it. Return the reason."""
         exit_code = asyncio.ensure_future(engine.handle.wait_exit())
         condemned = asyncio.ensure_future(engine.condemned.wait())
         try:
             await asyncio.wait({exit_code, condemned}, return_when=asyncio.FIRST_COMPLETED)
-            # A server that died is noticed by its clients first; its exit code tells more.
+            # Clients notice a dead server first, but its exit code tells more.
             await asyncio.wait({exit_code}, timeout=0.5)
             if exit_code.done():
                 return f"its server exited with code {exit_code.result()}"

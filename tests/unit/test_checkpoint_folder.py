@@ -15,7 +15,8 @@ import pytest
 
 from slipstream.backend.checkpoint import folder as checkpoints
 from slipstream.backend.checkpoint.folder import CheckpointError, CheckpointFolder, CheckpointRecord
-from slipstream.backend.driver.trainer_client import Trainer, TrainerFailed
+from slipstream.backend.cluster.rank_group import RankGroup, TrainerFailed
+from slipstream.backend.driver.trainer import RankedTrainer
 from slipstream.backend.megatron.rectangles import rectangles
 from slipstream.configs.schema.checkpoint import CheckpointConfig
 
@@ -371,8 +372,9 @@ class Rank:
         self.call = type("Method", (), {"remote": staticmethod(remote)})
 
 
-def trainer(*ranks: Rank) -> Trainer:
-    return Trainer(ranks, step_timeout_s=5, logs=Path("logs"))
+def trainer(*ranks: Rank) -> RankedTrainer:
+    group = RankGroup(ranks, timeout_s=5, logs=Path("logs"))
+    return RankedTrainer(group, step_timeout_s=5)
 
 
 def ray_error(cause: Exception) -> Exception:
@@ -382,14 +384,14 @@ def ray_error(cause: Exception) -> Exception:
 
 
 def test_the_driver_asks_each_rank_until_it_has_written(monkeypatch):
-    monkeypatch.setattr("slipstream.backend.driver.trainer_client.POLL_S", 0.001)
+    monkeypatch.setattr("slipstream.backend.driver.trainer.POLL_S", 0.001)
     fast, slow = Rank(checkpoint_done=[True]), Rank(checkpoint_done=[False, False, True])
     asyncio.run(trainer(fast, slow).checkpoint_written())
     assert (len(fast.calls), len(slow.calls)) == (1, 3)
 
 
 def test_other_calls_reach_the_ranks_while_the_driver_waits(monkeypatch):
-    monkeypatch.setattr("slipstream.backend.driver.trainer_client.POLL_S", 0.01)
+    monkeypatch.setattr("slipstream.backend.driver.trainer.POLL_S", 0.01)
     rank = Rank(checkpoint_done=[False] * 3 + [True], export_hf=[None])
 
     async def both() -> None:

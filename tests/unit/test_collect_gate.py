@@ -10,11 +10,13 @@ from slipstream.rollout.changes import Changes
 from slipstream.rollout.collect.gate import LEAST_FAILURES, AdmissionGate, StalledRun
 from slipstream.rollout.collect.intake import Intake
 from slipstream.rollout.collect.journal import NoJournal
+from slipstream.rollout.collect.running import RunningGroups
 from slipstream.rollout.control.consumption import OnStale, ReadyFirst
 from slipstream.rollout.control.core import ControlError, Expired, GroupCounts, Loss, RolloutControl, Ticket
 from slipstream.rollout.ledger.recovery import OpenGroup
 from slipstream.rollout.prompts import PromptStream
 from slipstream.rollout.trajectory import Finish, Group, Prompt, Trajectory
+from tests.unit.doubles import Listener
 
 
 def group(ticket: Ticket) -> Group:
@@ -28,9 +30,11 @@ def make(batch_size=1, eta=0) -> tuple[RolloutControl, AdmissionGate]:
     return core, gate_of(core)
 
 
-def gate_of(core: RolloutControl, journal=None, on_lost=lambda loss, trajectories: None) -> AdmissionGate:
+def gate_of(core: RolloutControl, journal=None, listener=None, running=None) -> AdmissionGate:
     stream = PromptStream([Prompt(i, f"prompt {i}") for i in range(5)], shuffle=False, seed=0)
-    return AdmissionGate(core, Intake(stream), journal or NoJournal(), on_lost)
+    return AdmissionGate(
+        core, Intake(stream), journal or NoJournal(), listener or Listener(), running or RunningGroups()
+    )
 
 
 async def slot(gate: AdmissionGate) -> Ticket:
@@ -407,16 +411,18 @@ def test_a_group_is_not_trained_before_the_journal_is_safe():
 def test_work_on_an_expired_group_is_abandoned_and_its_late_end_is_ignored():
     async def main():
         core = RolloutControl(1, 0, over_sampling=2)
-        journal, lost, abandoned = Written(), [], []
+        journal, listener, running = Written(), Listener(), RunningGroups()
         journal.safe.set()
-        gate = gate_of(core, journal, lambda *args: lost.append(args))
-        gate.abandon = abandoned.append
+        gate = gate_of(core, journal, listener, running)
         first, second = await slot(gate), await slot(gate)
+        work = asyncio.create_task(asyncio.sleep(60))
+        running.add(second.id, work)
         await gate.finished(group(first))
         await gate.batch(1)
         gate.published(1)
-        assert abandoned == [second.id]
-        assert lost == [(Loss.SURPLUS, ())]
+        await asyncio.wait({work}, timeout=1)
+        assert work.cancelled()
+        assert listener.losses == [(Loss.SURPLUS, ())]
         assert journal.events[-1] == ("expired", Expired(second.id, Loss.SURPLUS, None))
         await gate.finished(group(second))
         gate.judging(second)
@@ -454,7 +460,7 @@ def test_groups_of_before_a_restart_are_assigned_first_with_what_they_had():
         core = RolloutControl(1, 2, version=6, counts=GroupCounts(6, 4))
         intake.resume(core.restore_open(4, 5), found[0])
         core.restore_unstarted(5)
-        gate = AdmissionGate(core, intake, NoJournal(), lambda *lost: None)
+        gate = AdmissionGate(core, intake, NoJournal(), Listener(), RunningGroups())
         taken = [await gate.slot() for _ in range(3)]
         assert [(a.ticket, a.prompt.id, a.prior) for a in taken] == [
             (Ticket(4, 5), 1, found[0]),

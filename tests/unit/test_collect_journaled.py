@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from slipstream.configs.schema import SamplingConfig
+from slipstream.rollout.collect.generator import JOURNAL_EVERY_S, JournaledGenerator
 from slipstream.rollout.collect.journal import NoJournal
-from slipstream.rollout.collect.journaled import JOURNAL_EVERY_S, JournaledGenerator
 from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.ledger.records import digest
 from slipstream.rollout.ledger.recovery import PartialAnswer

@@ -8,16 +8,18 @@ from types import SimpleNamespace
 import pytest
 
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder, CheckpointRecord
-from slipstream.backend.driver.folder_lock import locked
 from slipstream.backend.driver.inputs import InputError
 from slipstream.backend.driver.resume import (
     begin,
-    check_same_run,
     find_checkpoint,
+)
+from slipstream.backend.driver.run_folder import (
+    check_same_run,
+    locked,
+    recipe_text,
     refuse_if_running,
     refuse_without_ledger,
 )
-from slipstream.backend.driver.run import recipe_text
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.control.core import Ticket
 from slipstream.rollout.ledger.database import LedgerBusy
@@ -87,7 +89,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_what_the_ledger_kept(config: Run
     ledger.close()
     state = start(config, find_checkpoint(config))
     try:
-        assert (state.version, state.step) == (3, 1)
+        assert (state.control.version, state.control.step) == (3, 1)
         assert state.notes == [
             "resumed from version 1 (step 1), served as version 3: "
             "1 groups ready, 1 continued, 1 to be generated again"

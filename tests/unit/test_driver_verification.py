@@ -14,6 +14,7 @@ from slipstream.rollout.engine.answer import Aborted
 from slipstream.rollout.engine.client import EngineAddress, EngineError, EngineLost
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.trajectory import Prompt
+from tests.unit.doubles import Policy
 
 EXPECTED = [-1.0, -2.0, -3.0]
 
@@ -188,10 +189,11 @@ class Trainer:
 
 
 async def serving(world: World, *names: str) -> tuple[ServedWeights, EnginePool, Trainer]:
-    trainer, pool = Trainer(), EnginePool(max_concurrent=4, wait_timeout_s=5, isolate_versions=False)
+    trainer, policy = Trainer(), Policy()
+    pool = EnginePool(policy, max_concurrent=4, wait_timeout_s=5, isolate_versions=False)
     for name in names:
         await pool.add(world.connect(engine(name)))
-    return ServedWeights(trainer, pool, Separate(pool), verifier=world.verifier()), pool, trainer
+    return ServedWeights(trainer, pool, Separate(), policy, verifier=world.verifier()), pool, trainer
 
 
 def test_engines_are_in_doubt_from_before_the_update_until_the_verdict():

@@ -7,6 +7,7 @@ from slipstream.rollout.engine import load
 from slipstream.rollout.engine.client import EngineError, EngineLost
 from slipstream.rollout.engine.load import follow_load, sample
 from slipstream.rollout.engine.pool import EnginePool
+from tests.unit.doubles import Policy
 
 FULL = EngineLoad(running=10, waiting=0, kv_use=0.99)
 
@@ -49,7 +50,7 @@ def running(n: int, taken_s: float = 0.0) -> EngineLoad:
 
 
 def pool_of(*engines: FakeEngine) -> EnginePool:
-    pool = EnginePool(max_concurrent=100, wait_timeout_s=5, isolate_versions=False)
+    pool = EnginePool(Policy(), max_concurrent=100, wait_timeout_s=5, isolate_versions=False)
     for engine in engines:
         asyncio.get_running_loop().create_task(pool.add(engine))
     return pool
@@ -121,7 +122,7 @@ def test_a_new_version_tells_the_controller_of_the_disturbance():
         pool, controller = pool_of(engine), Controller()
 
         def until() -> bool:
-            pool.version = 1 if len(controller.told) >= 2 else 0
+            pool._policy.version = 1 if len(controller.told) >= 2 else 0
             return len(controller.told) >= 5
 
         await followed(pool, controller, until)

@@ -12,6 +12,7 @@ from slipstream.rollout.engine.continuation import joined
 from slipstream.rollout.engine.pool import SILENCES, EnginePool, NoEngine
 from slipstream.rollout.engine.trace import RequestTrace
 from slipstream.rollout.trajectory import Completion, Finish, Span
+from tests.unit.doubles import Policy
 
 SAMPLING = SamplingConfig(max_new_tokens=4)
 COMPLETION = Completion((1, 2), (-1.0, -1.0), (Span(0, 0, 2),), Finish.STOP)
@@ -77,7 +78,10 @@ async def settle() -> None:
 
 def make(max_concurrent=10, wait_timeout_s=5.0, isolate_versions=False) -> EnginePool:
     return EnginePool(
-        max_concurrent=max_concurrent, wait_timeout_s=wait_timeout_s, isolate_versions=isolate_versions
+        Policy(),
+        max_concurrent=max_concurrent,
+        wait_timeout_s=wait_timeout_s,
+        isolate_versions=isolate_versions,
     )
 
 
@@ -344,7 +348,7 @@ def test_with_isolation_requests_of_another_version_share_no_prefix_cache(isolat
         pool, engine = make(isolate_versions=isolate), FakeEngine()
         await pool.add(engine)
         for version in (0, 3):
-            pool.version = version
+            pool._policy.version = version
             (task,) = start(pool)
             await settle()
             engine.end()
@@ -360,7 +364,7 @@ def test_a_resent_request_takes_the_cache_key_of_the_version_it_is_resent_under(
         await pool.add(engine)
         (task,) = start(pool)
         await settle()
-        pool.version = 1
+        pool._policy.version = 1
         engine.end(Aborted("stop"))
         await settle()
         engine.end()
@@ -407,7 +411,7 @@ def test_an_interrupted_answer_is_continued_and_not_begun_again(cut):
         await settle()
         await pool.remove(first)
         await pool.add(second)
-        pool.version = 2
+        pool._policy.version = 2
         first.end(cut("gone", part(1, 2, version=0, retractions=1)))
         await settle()
         assert second.requests == [
@@ -688,7 +692,7 @@ def test_draining_an_idle_pool_takes_no_time_and_an_error_ends_it():
 def traced() -> tuple[EnginePool, list[RequestTrace]]:
     seen: list[RequestTrace] = []
     return (
-        EnginePool(max_concurrent=4, wait_timeout_s=5, isolate_versions=False, trace=seen.append),
+        EnginePool(Policy(), max_concurrent=4, wait_timeout_s=5, isolate_versions=False, trace=seen.append),
         seen,
     )
 

@@ -9,6 +9,7 @@ from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.engine.client import EngineAddress, EngineLost
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.engine.supervisor import EngineGone, Supervisor
+from tests.unit.doubles import Policy
 
 
 class FakeHandle:
@@ -46,18 +47,16 @@ class World:
 
     def __init__(self, n: int, restarts: int) -> None:
         self.handles = [FakeHandle(f"engine-{i}") for i in range(n)]
-        self.pool = EnginePool(max_concurrent=8, wait_timeout_s=5, isolate_versions=False)
+        self.pool = EnginePool(Policy(), max_concurrent=8, wait_timeout_s=5, isolate_versions=False)
         self.notes: list[str] = []
         self.synced: list[str] = []
         self.refusals: list[str | Exception | None] = []
         self.may_sync = asyncio.Event()
         self.may_sync.set()
         self.serving = asyncio.Event()
-        self.supervisor = Supervisor(
-            self.handles, self.pool, self.sync, restarts=restarts, note=self.notes.append
-        )
+        self.supervisor = Supervisor(self.handles, self.pool, self, restarts=restarts, note=self.notes.append)
 
-    async def sync(self, address, admit):
+    async def bring_up_to_date(self, address, admit):
         await self.may_sync.wait()
         self.synced.append(address.url)
         refused = self.refusals.pop(0) if self.refusals else None
@@ -290,7 +289,7 @@ def test_an_engine_that_is_lost_as_soon_as_it_is_admitted_is_noticed():
 
     async def main():
         async with supervised() as world:
-            sync = world.sync
+            sync = world.bring_up_to_date
 
             async def lost_at_once(address, admit):
                 refused = await sync(address, admit)
@@ -301,7 +300,7 @@ def test_an_engine_that_is_lost_as_soon_as_it_is_admitted_is_noticed():
                     await settle()
                 return refused
 
-            world.supervisor._sync = lost_at_once
+            world.bring_up_to_date = lost_at_once
             await until(lambda: world.handle.starts == 2 and world.urls)
             assert world.urls == ["http://127.0.0.1:2"]
 

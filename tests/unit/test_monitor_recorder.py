@@ -1,12 +1,14 @@
 """The numbers of a run, computed by hand from what the recorder was told."""
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from slipstream.backend.monitor.recorder import Recorder, StepTimes
+from slipstream.backend.monitor.recorder import Recorder
+from slipstream.backend.monitor.status import RunStatus, StepTimes
 from slipstream.bridge.report import PublishReport
 from slipstream.rollout.control.core import GroupCounts, Loss
 from slipstream.rollout.control.slots import State
@@ -18,35 +20,38 @@ class Fakes:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.restarts = 0
         self.logged: list[tuple[int, dict]] = []
         self.shown: list[dict] = []
         self.notes: list[str] = []
-        self.gate = SimpleNamespace(
-            counts=GroupCounts(),
-            ready=0,
+        self.status = RunStatus(
             version=0,
             step=0,
+            counts=GroupCounts(),
             losses=Counter(),
-            in_state=lambda state: {State.GENERATING: 2, State.JUDGING: 1}[state],
+            states=dict.fromkeys(State, 0) | {State.GENERATING: 2, State.JUDGING: 1},
+            tokens_generated=0,
+            requests_running=5,
+            requests_limit=6,
+            requests_resent=0,
+            engine_restarts=0,
         )
-        self.pool = SimpleNamespace(tokens_generated=0, requests_resent=0, in_use=5, limit=6)
         self.recorder = Recorder(
             SimpleNamespace(log=lambda step, values: self.logged.append((step, dict(values)))),
             SimpleNamespace(
                 step=lambda version, **shown: self.shown.append({"version": version, **shown}),
                 note=self.notes.append,
             ),
-            self.gate,
-            self.pool,
-            lambda: self.restarts,
             clock=lambda: self.now,
         )
+
+    def set(self, **changes) -> None:
+        """Change where the run stands."""
+        self.status = replace(self.status, **changes)
 
     def step(self, groups, version: int, *, tokens: float = 6.0, **times: float) -> dict:
         """A step that was recorded; what was logged."""
         report = PublishReport(version, bytes_sent=4_000_000, stall_s=0.25, total_s=2.0)
-        self.gate.version = version
+        self.set(version=version)
         times = StepTimes(**{"wait_s": 1.0, "train_s": 3.0, "step_s": 8.0} | times)
         self.recorder.step(
             groups,
@@ -54,6 +59,7 @@ class Fakes:
             {"train/tokens": tokens, "train/tflop": 0.6, "train/loss": 0.5},
             report,
             times,
+            self.status,
         )
         assert self.logged[-1][0] == version
         return self.logged[-1][1]
@@ -86,12 +92,12 @@ def two_groups() -> list[Group]:
 
 def test_a_step_is_logged_with_the_numbers_of_its_groups():
     fakes = Fakes()
-    fakes.recorder.training_begins()
-    fakes.now, fakes.pool.tokens_generated = 10.0, 500
-    fakes.gate.counts = GroupCounts(admitted=9, trained=2, filtered=1, expired=1, failed=1)
-    fakes.gate.ready, fakes.gate.step = 1, 5
-    fakes.gate.losses.update([Loss.FILTERED, Loss.FAILED, Loss.REQUEUED])
-    fakes.restarts, fakes.pool.requests_resent = 3, 7
+    fakes.recorder.training_begins(fakes.status)
+    fakes.now = 10.0
+    fakes.set(tokens_generated=500)
+    fakes.set(counts=GroupCounts(admitted=9, trained=2, filtered=1, expired=1, failed=1))
+    fakes.set(states={**fakes.status.states, State.READY: 1}, step=5, engine_restarts=3, requests_resent=7)
+    fakes.set(losses=Counter([Loss.FILTERED, Loss.FAILED, Loss.REQUEUED]))
     logged = fakes.step(two_groups(), 5)
     assert logged.pop("staleness/token_lag") == {0: 5, 1: 2, 2: 1}
     assert logged.pop("rollout/response_lengths") == [3, 1, 2, 2]
@@ -160,11 +166,14 @@ def test_every_logged_tag_is_declared():
 
 def test_generation_speed_is_that_since_the_step_before():
     fakes = Fakes()
-    fakes.now, fakes.pool.tokens_generated = 100.0, 7_000
-    fakes.recorder.training_begins()
-    fakes.now, fakes.pool.tokens_generated = 110.0, 7_500
+    fakes.now = 100.0
+    fakes.set(tokens_generated=7_000)
+    fakes.recorder.training_begins(fakes.status)
+    fakes.now = 110.0
+    fakes.set(tokens_generated=7_500)
     assert fakes.step(two_groups(), 5)["perf/generate_tokens_per_s"] == pytest.approx(50)
-    fakes.now, fakes.pool.tokens_generated = 114.0, 7_900
+    fakes.now = 114.0
+    fakes.set(tokens_generated=7_900)
     assert fakes.step(two_groups(), 6)["perf/generate_tokens_per_s"] == pytest.approx(100)
 
 
@@ -191,17 +200,19 @@ def test_the_summary_adds_the_run_up():
     fakes = Fakes()
     fakes.now = 20.0
     fakes.recorder.evaluated(0, 0.1, 5.0)
-    fakes.recorder.training_begins()
-    fakes.now, fakes.pool.tokens_generated = 30.0, 400
+    fakes.recorder.training_begins(fakes.status)
+    fakes.now = 30.0
+    fakes.set(tokens_generated=400)
     fakes.step(two_groups(), 5, tokens=8.0, wait_s=4.0)
-    fakes.now, fakes.pool.tokens_generated = 40.0, 1_000
+    fakes.now = 40.0
+    fakes.set(tokens_generated=1_000)
     fakes.step([group(2, trajectory([5], 1.0), trajectory([5], 1.0))], 6, tokens=2.0, wait_s=1.0)
     fakes.recorder.training_ends()
     fakes.now = 45.0
     fakes.recorder.evaluated(6, 0.9, 5.0)
-    fakes.gate.counts = GroupCounts(admitted=5, trained=3, filtered=1, failed=1)
-    fakes.restarts = 1
-    summary = fakes.recorder.summary("done").model_dump()
+    fakes.set(counts=GroupCounts(admitted=5, trained=3, filtered=1, failed=1))
+    fakes.set(engine_restarts=1)
+    summary = fakes.recorder.summary("done", fakes.status).model_dump()
     assert summary.pop("groups") == {"admitted": 5, "trained": 3, "filtered": 1, "expired": 0, "failed": 1}
     assert summary == pytest.approx(
         {
@@ -228,7 +239,7 @@ def test_the_summary_adds_the_run_up():
 def test_a_run_that_never_trained_has_no_training_in_its_summary():
     fakes = Fakes()
     fakes.now = 12.0
-    summary = fakes.recorder.summary("failed")
+    summary = fakes.recorder.summary("failed", fakes.status)
     assert (summary.exit, summary.steps, summary.wall_s, summary.training_s) == ("failed", 0, 12.0, 0.0)
     assert summary.tokens_generated == 0
     assert summary.head_lag_max is summary.stall_s_mean is summary.trainer_wait_fraction is None
@@ -238,22 +249,22 @@ def test_a_run_that_never_trained_has_no_training_in_its_summary():
 def test_an_interrupted_run_does_not_call_an_earlier_version_its_last_policy():
     fakes = Fakes()
     fakes.recorder.evaluated(0, 0.1, 5.0)
-    fakes.recorder.training_begins()
+    fakes.recorder.training_begins(fakes.status)
     fakes.step(two_groups(), 5)
     fakes.recorder.evaluated(5, 0.4, 5.0)
-    assert fakes.recorder.summary("stopped").accuracy_after == 0.4
+    assert fakes.recorder.summary("stopped", fakes.status).accuracy_after == 0.4
     fakes.step([group(2, trajectory([5], 1.0))], 6)
-    assert fakes.recorder.summary("stopped").accuracy_after is None
+    assert fakes.recorder.summary("stopped", fakes.status).accuracy_after is None
 
 
 def test_training_time_goes_on_until_it_has_ended_even_if_that_is_at_time_zero():
     fakes = Fakes()
     fakes.now = -10.0
-    fakes.recorder.training_begins()
+    fakes.recorder.training_begins(fakes.status)
     fakes.now = 0.0
     fakes.recorder.training_ends()
     fakes.now = 5.0
-    assert fakes.recorder.summary("done").training_s == 10.0
+    assert fakes.recorder.summary("done", fakes.status).training_s == 10.0
 
 
 def test_a_trajectory_without_a_trained_token_does_not_end_the_run():

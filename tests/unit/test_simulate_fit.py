@@ -53,7 +53,7 @@ class Written:
             )
             finished(pool, engine, request)
 
-        def stepping(account, groups, version, metrics, report, times):
+        def stepping(account, groups, version, metrics, report, times, status):
             world = self.world
             begin, end = world.trainer.training[-1]
             tokens = sum(t.prompt_tokens + t.sampled_length for g in groups for t in g.trajectories)
@@ -61,7 +61,7 @@ class Written:
             written = asdict(times) | {"train_s": end - begin}
             self.write("step", version=version, tokens=tokens, end_s=now, **written)
             self.write("publish", end_s=now, **asdict(report))
-            step(account, groups, version, metrics, report, times)
+            step(account, groups, version, metrics, report, times, status)
 
         monkeypatch.setattr(Engine, "take", taking)
         monkeypatch.setattr(Engine, "_join", joining)

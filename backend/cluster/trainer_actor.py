@@ -1,0 +1,56 @@
+"""The Ray actor of one trainer rank. It imports nothing heavy, so that the driver stays light."""
+
+import os
+from pathlib import Path
+
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.plugins import resolve
+
+
+def redirect_output(path: Path) -> None:
+    """Send this process's standard output and error, those of C libraries included, to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+class TrainerActor:
+    """Holds one rank: an instance of the class that ``rank_class`` names."""
+
+    def __init__(self, config: RunConfig, rank: int, device: str, logs: str, rank_class: str) -> None:
+        redirect_output(Path(logs) / f"trainer-{rank}.log")
+        self._config = config
+        self._rank = rank
+        self._device = device
+        self._rank_class = rank_class
+
+    def meeting_point(self) -> tuple[str, int]:
+        """Return an address and a free port of this node for the trainer's process group."""
+        import ray
+
+        address = "127.0.0.1" if self._config.cluster.type == "local" else ray.util.get_node_ip_address()
+        return address, free_port(address)
+
+    def process(self) -> tuple[int, list[str]]:
+        """Return this process's id, and the ids of the GPUs that Ray has given it on this node."""
+        import ray
+
+        return os.getpid(), [str(gpu) for gpu in ray.get_gpu_ids()]
+
+    def connect(self, address: str, port: int) -> None:
+        """Build the rank. Called on all ranks at once, with rank 0's meeting point."""
+        if self._device == "cpu":
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
+        from slipstream.backend.megatron.parallel import RankSpec
+
+        world_size = self._config.actor.parallel.world_size
+        self._instance = resolve(self._rank_class)(
+            self._config, RankSpec(self._rank, world_size, address, port)
+        )
+
+    def call(self, verb: str, *arguments: object) -> object:
+        """Call the method ``verb`` of the rank."""
+        return getattr(self._instance, verb)(*arguments)

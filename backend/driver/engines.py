@@ -1,0 +1,111 @@
+"""The engines of a run as the supervisor sees them: one handle each, with a Ray actor behind it."""
+
+from dataclasses import dataclass
+
+from slipstream.backend.cluster.actors import EngineActors
+from slipstream.backend.cluster.configured_ray import ray
+from slipstream.backend.cluster.handles import EngineServerActor, kill
+from slipstream.backend.cluster.waits import within
+from slipstream.backend.driver.devices import Devices
+from slipstream.backend.driver.trainer import RankedTrainer
+from slipstream.bridge.geometry import Geometry
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.engine.client import EngineAddress
+
+STOP_TIMEOUT_S = 15.0
+START_GRACE_S = 60.0
+"""Seconds that an actor's start may take beyond its server's."""
+
+INITIAL_VERSION = 0
+"""Version of the weights in ``model.path``, with which every server starts."""
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What may be asked of an engine, and for how long."""
+
+    ranks: int
+    vocab_size: int
+    max_length: int
+    request_timeout_s: float
+    stream_interval: int
+    start_timeout_s: float
+
+    @staticmethod
+    def of(config: RunConfig, geometry: Geometry) -> "EngineLimits":
+        engine = config.rollout.engine
+        # A request stands still while a colocated trainer takes its turn.
+        turn_s = config.run.step_timeout_s if engine.colocated else 0.0
+        return EngineLimits(
+            ranks=engine.tensor_parallel,
+            vocab_size=geometry.vocab,
+            max_length=geometry.max_positions,
+            request_timeout_s=engine.request_timeout_s + turn_s,
+            stream_interval=engine.stream_interval,
+            start_timeout_s=engine.start_timeout_s + START_GRACE_S,
+        )
+
+
+class RayEngine:
+    """An ``EngineHandle`` whose server is owned by a Ray actor. A lost actor is replaced."""
+
+    def __init__(
+        self,
+        number: int,
+        actors: EngineActors,
+        limits: EngineLimits,
+        trainer: RankedTrainer,
+        devices: Devices,
+    ) -> None:
+        """``trainer``: its GPUs are also a colocated engine's. ``devices`` say when a server may start."""
+        self.name = f"engine-{number}"
+        self._number = number
+        self._actors = actors
+        self._limits = limits
+        self._trainer = trainer
+        self._devices = devices
+        self._actor: EngineServerActor | None = None
+
+    async def start(self) -> EngineAddress:
+        async with self._devices.starting():
+            if self._actor is None:
+                self._actor = self._create()
+            try:
+                url = await self._start(self._actor)
+            except ray.exceptions.RayActorError:
+                self._actor = self._create()
+                url = await self._start(self._actor)
+        limits = self._limits
+        return EngineAddress(
+            self.name,
+            url,
+            ranks=limits.ranks,
+            vocab_size=limits.vocab_size,
+            max_length=limits.max_length,
+            timeout_s=limits.request_timeout_s,
+            stream_interval=limits.stream_interval,
+        )
+
+    async def wait_exit(self) -> int:
+        if self._actor is None:
+            raise RuntimeError(f"{self.name} was never started")
+        try:
+            exit_code = await self._actor.wait_exit.remote()
+        except ray.exceptions.RayActorError:
+            return -1
+        return int(exit_code)
+
+    async def stop(self) -> None:
+        if self._actor is None:
+            return
+        try:
+            await within(STOP_TIMEOUT_S, f"stopping {self.name}", self._actor.stop.remote())
+        finally:
+            kill(self._actor)
+
+    def _create(self) -> EngineServerActor:
+        return self._actors.create(self._number, self._trainer.gpus)
+
+    async def _start(self, actor: EngineServerActor) -> str:
+        started = actor.start.remote(INITIAL_VERSION)
+        return str(await within(self._limits.start_timeout_s, f"starting {self.name}", started))

@@ -1,0 +1,173 @@
+"""The ports of the driver: what its loops need of a trainer, of the engines and of a listener.
+
+Everything that implements one is passed to a constructor, ready for use. A real run has Ray actors and SGLang
+servers behind them, a simulated run has models.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.monitor.status import RunStatus, StepTimes
+from slipstream.bridge.report import PublishReport
+from slipstream.rollout.collect.listener import CollectionListener
+from slipstream.rollout.control.core import GroupCounts
+from slipstream.rollout.engine.client import EngineAddress
+from slipstream.rollout.trajectory import Group
+
+
+class Trainer(Protocol):
+    """All trainer ranks as one object. One call at a time: the ranks meet in collectives."""
+
+    async def train(self, batch: TrainBatch) -> Mapping[str, float]:
+        """Train one step. Return its metrics by the tags of ``monitor/tags.py``."""
+        ...
+
+    async def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
+        """Send the weights to ``engines``, which hold policy version ``version`` afterwards."""
+        ...
+
+    async def logprobs(self, ids: Sequence[int]) -> list[float]:
+        """Return the log-probs of ids[1:], each given its prefix, at temperature 1."""
+        ...
+
+
+class StartedTrainer(Trainer, Protocol):
+    """A trainer whose processes are started by the run."""
+
+    async def connect(self) -> None:
+        """Start the ranks and build the model from ``model.path``."""
+        ...
+
+    async def restore(self, folder: Path) -> int:
+        """Load a checkpoint. Return the number of training steps it had done."""
+        ...
+
+
+class RestingTrainer(Protocol):
+    """A trainer that can lend its devices' memory to the engines."""
+
+    async def rest(self, *, keep_weights: bool = False) -> None:
+        """Move everything to host memory, or everything but the weights."""
+        ...
+
+    async def wake(self) -> None:
+        """Move the trainer's state back to the devices."""
+        ...
+
+
+class CheckpointedTrainer(Protocol):
+    """A trainer that writes checkpoints while it trains on. Its methods raise CheckpointError."""
+
+    async def begin_checkpoint(self, folder: Path) -> None:
+        """Copy the state and start to write it into ``folder``. Training may go on when this returns."""
+        ...
+
+    async def checkpoint_written(self) -> None:
+        """Wait until no rank writes any more, well or not. May be awaited beside any other call."""
+        ...
+
+    async def finish_checkpoint(self) -> None:
+        """Make the checkpoint readable."""
+        ...
+
+
+class NamedClient(Protocol):
+    """An engine that serves."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def address(self) -> EngineAddress: ...
+
+
+ClientT = TypeVar("ClientT", bound=NamedClient)
+
+
+class ServingPool(Protocol[ClientT]):
+    """The engines that serve, as whoever publishes to them sees them: ``rollout.engine.pool.EnginePool``."""
+
+    @property
+    def clients(self) -> Sequence[ClientT]: ...
+    async def condemn(self, client: ClientT, reason: str) -> None: ...
+    def doubt(self, version: int) -> None: ...
+    def trust(self, client: ClientT) -> None: ...
+
+
+class VersionOwner(Protocol):
+    """The one owner of the policy version: the control core, behind the admission gate."""
+
+    @property
+    def version(self) -> int: ...
+    def published(self, version: int) -> None:
+        """Move to ``version``: every engine in the pool holds it."""
+        ...
+
+
+class RunPosition(Protocol):
+    """Where a run stands, as its checkpoints record it."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def step(self) -> int:
+        """Number of training steps done."""
+        ...
+
+    @property
+    def position(self) -> int:
+        """Number of prompts, or examples, drawn so far."""
+        ...
+
+    @property
+    def counts(self) -> GroupCounts: ...
+
+
+class Checkpoints(Protocol):
+    """Takes checkpoints when they are due."""
+
+    async def step_done(self, run: RunPosition) -> None:
+        """A version was published: take a checkpoint of it if one is due."""
+        ...
+
+
+class History(Protocol):
+    """What a run remembers besides its checkpoints: its ledger, if it has one."""
+
+    @property
+    def epoch(self) -> int: ...
+    async def flushed(self) -> None: ...
+    def release(self, version: int) -> None:
+        """Forget what only a restart from before ``version`` would need."""
+        ...
+
+
+class CheckpointListener(Protocol):
+    def checkpoint_taken(self, stall_s: float) -> None:
+        """Training waited ``stall_s`` seconds while the trainer's state was copied."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Tell the user something that does not end the run."""
+        ...
+
+
+class RunListener(CollectionListener, CheckpointListener, Protocol):
+    """Hears of everything that metrics, progress and the summary are made of."""
+
+    def step(
+        self,
+        groups: Sequence[Group],
+        version: int,
+        metrics: Mapping[str, float],
+        report: PublishReport,
+        times: StepTimes,
+        status: RunStatus,
+    ) -> None:
+        """A training step on ``groups`` has produced ``version``, and the engines hold it."""
+        ...
+
+    def evaluated(self, version: int, accuracy: float, response_length: float) -> None:
+        """Held-out prompts were answered greedily. Beside training, some tokens may be of a newer version."""
+        ...

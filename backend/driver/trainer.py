@@ -1,0 +1,77 @@
+"""The trainer as the driver sees it: typed verbs over the group of its ranks."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.cluster.configured_ray import ray
+from slipstream.backend.cluster.rank_group import RankGroup
+from slipstream.bridge.report import PublishReport
+from slipstream.rollout.engine.client import EngineAddress
+
+POLL_S = 1.0
+"""Seconds between two questions whether a checkpoint is written. Checkpoints are minutes apart."""
+
+FINISH_PATIENCE = 2
+"""Time-outs of a step that ``finish_checkpoint`` may take: it may wait behind a training step."""
+
+
+class RankedTrainer:
+    """Implements the trainer ports of ``driver/ports.py`` on a group of ranks."""
+
+    def __init__(self, ranks: RankGroup, *, step_timeout_s: float) -> None:
+        self._ranks = ranks
+        self._step_timeout_s = step_timeout_s
+
+    @property
+    def gpus(self) -> list[list[str]]:
+        """Ids of each rank's GPUs. Empty before ``connect``."""
+        return self._ranks.gpus
+
+    async def connect(self) -> None:
+        await self._ranks.connect()
+
+    async def train(self, batch: TrainBatch) -> Mapping[str, float]:
+        step = f"training step {batch.version + 1}"
+        return _reported(await self._ranks.call(step, "train", ray.put(batch)))
+
+    async def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
+        publishing = f"publishing version {version}"
+        return _reported(await self._ranks.call(publishing, "publish", version, list(engines)))
+
+    async def logprobs(self, ids: Sequence[int]) -> list[float]:
+        return _reported(await self._ranks.call("computing log-probs", "logprobs", list(ids)))
+
+    async def rest(self, *, keep_weights: bool = False) -> None:
+        await self._ranks.call("moving the trainer to host memory", "rest", keep_weights)
+
+    async def wake(self) -> None:
+        await self._ranks.call("moving the trainer back to the GPUs", "wake")
+
+    async def export_hf(self, folder: Path) -> None:
+        """Write the weights as an HF checkpoint directory."""
+        await self._ranks.call("writing the HF checkpoint", "export_hf", folder.absolute())
+
+    async def begin_checkpoint(self, folder: Path) -> None:
+        await self._ranks.call("starting a checkpoint", "begin_checkpoint", folder.absolute())
+
+    async def checkpoint_written(self) -> None:
+        await self._ranks.wait_until("writing a checkpoint", "checkpoint_done", every_s=POLL_S)
+
+    async def finish_checkpoint(self) -> None:
+        patience_s = FINISH_PATIENCE * self._step_timeout_s
+        await self._ranks.call("finishing a checkpoint", "finish_checkpoint", timeout_s=patience_s)
+
+    async def restore(self, folder: Path) -> int:
+        [step, *_] = await self._ranks.call("loading a checkpoint", "restore", folder.absolute())
+        return step
+
+    def kill(self) -> None:
+        """End the ranks' processes."""
+        self._ranks.kill()
+
+
+def _reported(results: list[Any]) -> Any:
+    """Return the result of the only rank that reports."""
+    return next(result for result in results if result is not None)

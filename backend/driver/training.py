@@ -1,0 +1,63 @@
+"""Training: ready groups in, policy versions out.
+
+    gate.batch ──► step_begins ──► weights.advance: train, publish ──► listener.step ──► checkpoint, if due
+        ▲          (journal on disk)        │                                            evaluation, if due
+        └──────── slots are free ◄──────────┘
+
+The loop waits for nothing but a batch (``run.batch_timeout_s``) and the trainer. Back-pressure on generation
+is the number of slots: they become free when the version trained on their groups is published. Evaluations
+and the writing of checkpoints go on beside the next steps.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.driver.evaluation import Evaluation
+from slipstream.backend.driver.ports import Checkpoints, ClientT, RunListener
+from slipstream.backend.driver.served_weights import ServedWeights
+from slipstream.backend.monitor.status import RunStatus, StepTimes
+from slipstream.configs.schema.run import RunSection
+from slipstream.rollout.collect.gate import AdmissionGate
+from slipstream.rollout.trajectory import Group
+
+
+async def training_loop(
+    run: RunSection,
+    gate: AdmissionGate,
+    weights: ServedWeights[ClientT],
+    checkpoints: Checkpoints,
+    evaluation: Evaluation | None,
+    listener: RunListener,
+    status: Callable[[], RunStatus],
+) -> None:
+    """Train and publish until ``run.steps`` steps are done or the gate was ended."""
+    clock = asyncio.get_running_loop().time
+    running: list[asyncio.Task[None]] = []
+    async with asyncio.TaskGroup() as evaluations:
+        while gate.step < run.steps:
+            began = clock()
+            groups = await gate.batch(run.batch_timeout_s)
+            if not groups:
+                for task in running:
+                    task.cancel()
+                return
+            waited_s = clock() - began
+            await gate.step_begins()
+            advance = await weights.advance(as_batch(groups, gate.version))
+            times = StepTimes(wait_s=waited_s, train_s=advance.train_s, step_s=clock() - began)
+            listener.step(groups, advance.version, advance.metrics, advance.report, times, status())
+            await checkpoints.step_done(gate)
+            if evaluation is not None and evaluation.is_due(gate.step, run.steps):
+                running.append(evaluations.create_task(evaluation.run(advance.version)))
+
+
+def as_batch(groups: Sequence[Group], version: int) -> TrainBatch:
+    """Return the trajectories of ``groups``, in their order, for a step that starts from ``version``."""
+    return TrainBatch(
+        version,
+        tuple(trajectory for group in groups for trajectory in group.trajectories),
+        np.repeat([group.id for group in groups], [len(group.trajectories) for group in groups]),
+    )

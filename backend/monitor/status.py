@@ -1,0 +1,38 @@
+"""Where a run stands at one moment, for metrics and the summary."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slipstream.rollout.control.core import GroupCounts, Loss
+from slipstream.rollout.control.slots import State
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """Counters are totals since the start of the run's ledger, or of this process where they say so."""
+
+    version: int
+    step: int
+    """Training steps done."""
+    counts: GroupCounts
+    losses: Mapping[Loss, int]
+    """Groups lost, by cause."""
+    states: Mapping[State, int]
+    """Groups that have not ended, by state."""
+    tokens_generated: int
+    """Sampled by this process's engines; evaluation does not count."""
+    requests_running: int
+    requests_limit: int
+    requests_resent: int
+    engine_restarts: int
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Durations of one training step in seconds."""
+
+    wait_s: float
+    """Time spent waiting for the batch."""
+    train_s: float
+    step_s: float
+    """The whole step, publication included."""
