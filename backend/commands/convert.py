@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from slipstream.backend.checkpoint.folder import MANIFEST, CheckpointError, CheckpointFolder, describe
 from slipstream.backend.cluster.local_ranks import run_ranks
+from slipstream.backend.commands.outcome import WrongInput
 from slipstream.bridge import hf_index
 from slipstream.bridge.check import check_names
 from slipstream.bridge.families import ModelSpec, model_spec
@@ -34,10 +35,6 @@ TIMEOUT_S = 24 * 3600
 
 INDEX, FORMAT = "metadata.json", "torch_dist"
 """The file by which Megatron knows a distributed checkpoint, and the format that it names."""
-
-
-class WrongInput(ValueError):
-    """A conversion cannot be made of what was given; the message lists every reason."""
 
 
 @dataclass(frozen=True)

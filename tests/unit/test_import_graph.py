@@ -32,8 +32,8 @@ FLOORS = {
         {"trainer"},
         {"cluster"},
         {"driver", "quickstart"},
-        {"api", "commands", "simulate"},
-        {"cli"},
+        {"commands", "simulate"},
+        {"api", "cli"},
     ),
     "rollout": (
         {"changes", "trajectory"},
