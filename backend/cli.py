@@ -17,9 +17,10 @@ import typer
 from rich.console import Console
 
 from slipstream.backend.commands.doctor import examine, print_findings
-from slipstream.bridge.families import ModelSpec, model_spec
-from slipstream.bridge.hf_config import UnsupportedModel
-from slipstream.bridge.plan import ExportPlan
+from slipstream.bridge.families import model_spec
+from slipstream.bridge.hf.config import UnsupportedModel
+from slipstream.bridge.model.spec import ModelSpec
+from slipstream.bridge.shards.plan import ExportPlan
 from slipstream.configs.load import load_recipe, load_supervised
 from slipstream.configs.rules import MODELS
 from slipstream.configs.schema import RunConfig
@@ -292,7 +293,7 @@ def _lies_in(config: RunConfig) -> str:
 def _plan(config: RunConfig) -> tuple[ModelSpec, ExportPlan]:
     """The model that a recipe names, and how it is laid out."""
     from slipstream.backend.megatron.export_plan import export_plan
-    from slipstream.bridge.layout import UnevenSplit
+    from slipstream.bridge.model.layout import UnevenSplit
 
     try:
         spec = model_spec(config.model.path)

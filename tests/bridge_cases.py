@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from slipstream.bridge.families import FAMILIES, ModelSpec
-from slipstream.bridge.layout import Layout
-from slipstream.bridge.plan import entries, entries_of
+from slipstream.bridge.families import FAMILIES
+from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.model.spec import ModelSpec
+from slipstream.bridge.shards.plan import entries, entries_of
 
 CONFIG = {
     "vocab_size": 101,

@@ -12,7 +12,7 @@ from slipstream.rollout.plugins import resolve
 if TYPE_CHECKING:
     from slipstream.backend.batch.micro_batch import TrainBatch
     from slipstream.backend.trainer.rank import StepResult
-    from slipstream.bridge.publish import PublishReport
+    from slipstream.bridge.publish.report import PublishReport
     from slipstream.rollout.engine.client import EngineAddress
 
 

@@ -105,7 +105,7 @@ def replica_of(config: RunConfig, engine: str) -> ReplicaSpec | None:
         return None
     run = hashlib.sha256(str(config.run.folder.resolve()).encode()).hexdigest()[:12]
     return ReplicaSpec(
-        "slipstream.bridge.replica.mount", str(transport.memory / f"slipstream-{run}-{engine}")
+        "slipstream.bridge.transport.replica.mount", str(transport.memory / f"slipstream-{run}-{engine}")
     )
 
 

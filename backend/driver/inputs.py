@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from slipstream.bridge.check import check_names
-from slipstream.bridge.families import ModelSpec, model_spec, value_spec
-from slipstream.bridge.hf_config import UnsupportedModel
-from slipstream.bridge.hf_index import HfCheckpointError
+from slipstream.bridge.families import model_spec
+from slipstream.bridge.hf.config import UnsupportedModel
+from slipstream.bridge.hf.index import HfCheckpointError
+from slipstream.bridge.model.spec import ModelSpec, value_spec
+from slipstream.bridge.shards.check import check_tensors
 from slipstream.configs.rules import CRITIC, OTHER_MODELS, setting
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout import plugins
@@ -77,7 +78,7 @@ def checkpoint_problems(config: RunConfig, settings: Iterable[str]) -> list[str]
         if (path := setting(config, name)) is not None:
             try:
                 spec = model_spec(path)
-                check_names(value_spec(spec) if name == CRITIC else spec)
+                check_tensors(value_spec(spec) if name == CRITIC else spec)
             except (UnsupportedModel, HfCheckpointError, OSError) as error:
                 problems.append(f"{name}: {error}")
     return problems

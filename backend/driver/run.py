@@ -36,7 +36,7 @@ from slipstream.backend.monitor.progress import Progress
 from slipstream.backend.monitor.recorder import Recorder
 from slipstream.backend.monitor.summary import RunSummary, write_summary
 from slipstream.backend.monitor.trace import TraceLog
-from slipstream.bridge.endpoint import PAUSE
+from slipstream.bridge.publish.endpoint import PAUSE
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.base import Section
 from slipstream.rollout.collect.gate import AdmissionGate

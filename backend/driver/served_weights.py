@@ -18,7 +18,7 @@ from slipstream.backend.batch.step_result import StepResult
 from slipstream.backend.driver.devices import Devices, Turn
 from slipstream.backend.driver.trainer_client import Trainer
 from slipstream.backend.driver.verification import Verifier, WeightsMismatch
-from slipstream.bridge.report import PublishReport
+from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.engine.pool import EnginePool
 
@@ -127,7 +127,7 @@ class ServedWeights:
         if not report.interrupted:
             return report
         again = [engine for engine in engines if engine.name in report.interrupted]
-        return report.repeated(await self._trainer.publish(again))
+        return report.merged(await self._trainer.publish(again))
 
     async def _verify(self, version: int, expected: list[float]) -> None:
         assert self._verifier is not None

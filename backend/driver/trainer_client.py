@@ -10,7 +10,7 @@ from slipstream.backend.batch.micro_batch import TrainBatch
 from slipstream.backend.batch.step_result import StepResult
 from slipstream.backend.checkpoint.folder import CheckpointError
 from slipstream.backend.cluster.configured_ray import ray
-from slipstream.bridge.report import PublishReport
+from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.engine.leftovers import segments_of_torch, unlink
 

@@ -11,14 +11,15 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-import slipstream.bridge.export
-from slipstream.bridge.export import FlatBucket, export
+import slipstream.bridge.shards.export
 from slipstream.bridge.families import FAMILIES, model_spec, spec_of
-from slipstream.bridge.hf_files import write_hf
-from slipstream.bridge.hf_index import HfCheckpointError
-from slipstream.bridge.layout import Layout
-from slipstream.bridge.load import load_hf
-from slipstream.bridge.plan import make_plan
+from slipstream.bridge.hf.bucket import FlatBucket
+from slipstream.bridge.hf.files import write_hf
+from slipstream.bridge.hf.index import HfCheckpointError
+from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.shards.export import export
+from slipstream.bridge.shards.load import load_hf
+from slipstream.bridge.shards.plan import make_plan
 from tests.bridge_cases import LAYOUTS, empty_parameters, hf_configs, random_tensors, same_bits
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
@@ -86,8 +87,8 @@ def test_every_tensor_that_does_not_fit_is_named_in_one_error(tmp_path):
         "missing: model.layers.1.mlp.up_proj.weight",
         "not mapped: model.layers.0.self_attn.sinks",
         "not mapped: model.layers.9.mlp.up_proj.weight",
-        "model.embed_tokens.weight has shape (100, 64), config.json means (101, 64)",
-        "model.layers.2.self_attn.k_proj.weight has shape (7, 7), config.json means (48, 64)",
+        "model.embed_tokens.weight has shape (100, 64), config.json implies (101, 64)",
+        "model.layers.2.self_attn.k_proj.weight has shape (7, 7), config.json implies (48, 64)",
     ):
         assert line in message
     assert len(message.splitlines()) == 7
@@ -179,7 +180,7 @@ def export_and_write(rank, jobs: list[Job]) -> int:
     )
     given = 0
     for source, target, layout, bucket_bytes, dtype in jobs:
-        slipstream.bridge.export.SMALL_BYTES = (
+        slipstream.bridge.shards.export.SMALL_BYTES = (
             bucket_bytes // 100
         )  # so that some parts travel alone and others together
         spec = model_spec(source)
@@ -302,11 +303,11 @@ def export_without_one(rank) -> str:
         return ""
     try:
         list(export(make_plan(spec, layout, 10**6, 4), parameters, 0))
-    except slipstream.bridge.export.ExportError as error:
+    except slipstream.bridge.shards.export.ExportError as error:
         return str(error)
     return "no error"
 
 
 def test_the_sender_says_which_rank_it_has_waited_for():
     told, _ = run_ranks(2, export_without_one)
-    assert told.startswith("waited in vain for rank 1 to export model.embed_tokens.weight and on")
+    assert told.startswith("rank 1 did not respond in the export of model.embed_tokens.weight")

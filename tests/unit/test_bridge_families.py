@@ -7,10 +7,10 @@ import pytest
 from safetensors import safe_open
 
 from slipstream.bridge.families import FAMILIES, model_spec
-from slipstream.bridge.geometry import Experts
-from slipstream.bridge.hf_config import UnsupportedModel
-from slipstream.bridge.layout import Layout
-from slipstream.bridge.plan import entries
+from slipstream.bridge.hf.config import UnsupportedModel
+from slipstream.bridge.model.geometry import Experts
+from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.shards.plan import entries
 from tests.bridge_cases import CONFIG, DEEPSEEK
 from tests.models import ROPES, make_checkpoint
 
@@ -121,7 +121,7 @@ def test_the_config_of_deepseek_v3_itself_is_read():
         shared_ffn_hidden=2048,
     )
     assert geometry.extra_layers == 1
-    assert geometry.rope.attention_factor == 1.0
+    assert (geometry.rope.magnitude, geometry.rope.magnitude_all) == (1.0, 1.0)
 
 
 # ---- what is refused

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.bridge.layout import Shard, UnevenSplit
-from slipstream.bridge.mapping import Columns, Rows, Split, Vocabulary, Whole, copy_in
+from slipstream.bridge.model.layout import Shard, UnevenSplit
+from slipstream.bridge.model.mapping import Columns, Rows, Split, Vocabulary, Whole, copy_in
 from tests.bridge_cases import same_bits
 
 

@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.bridge.families import spec_of
-from slipstream.bridge.layout import Coordinates, Layout, UnevenSplit
-from slipstream.bridge.mapping import copy_in
-from slipstream.bridge.plan import entries, entries_of, make_plan, pieces_of
+from slipstream.bridge.model.layout import Coordinates, Layout, UnevenSplit
+from slipstream.bridge.model.mapping import copy_in
+from slipstream.bridge.shards.plan import entries, entries_of, make_plan, pieces_of
 from slipstream.configs.schema import ParallelConfig
 from tests.bridge_cases import CONFIG, DEEPSEEK, LAYOUTS, hf_configs, random_tensors, same_bits
 
 QWEN3 = spec_of({"model_type": "qwen3", **CONFIG}, Path())
-MOE = spec_of({"model_type": "deepseek_v3", **CONFIG, **DEEPSEEK}, Path())
+MOE_CONFIG = {"model_type": "deepseek_v3", **CONFIG, **DEEPSEEK}
+MOE = spec_of(MOE_CONFIG, Path())
 
 
 # ---- layouts
@@ -223,7 +224,7 @@ def test_transformer_engine_has_norms_inside_linear_layers_and_experts_in_one_mo
 
 def test_a_trillion_parameters_on_a_thousand_ranks_are_planned_at_once():
     sizes = {"num_hidden_layers": 61, "n_routed_experts": 384, "hidden_size": 7168}
-    spec = spec_of(MOE.hf | sizes | {"moe_intermediate_size": 2048}, Path())
+    spec = spec_of(MOE_CONFIG | sizes | {"moe_intermediate_size": 2048}, Path())
     layout = Layout(tensor=8, pipeline=8, data=16, expert=32, expert_tensor=1, layers=(8,) * 7 + (5,))
     assert layout.world_size == 1024
     plan = make_plan(spec, layout, 2**30, 2)

@@ -9,9 +9,10 @@ import typing
 import pytest
 import torch
 
-from slipstream.bridge.export import FlatBucket
-from slipstream.bridge.publication import Patience
-from slipstream.bridge.publish import PAUSE, Publisher
+from slipstream.bridge.hf.bucket import FlatBucket
+from slipstream.bridge.publish.endpoint import PAUSE
+from slipstream.bridge.publish.publication import Timeouts
+from slipstream.bridge.publish.publisher import Publisher
 from slipstream.bridge.transport import engine_group
 from slipstream.bridge.transport.distributed import DistributedTransport
 from slipstream.configs.schema import WeightsConfig
@@ -134,11 +135,11 @@ def world(monkeypatch) -> World:
 
 
 def publisher(interrupt="retract", timeout_s=TIMEOUT_S) -> Publisher:
-    patience = Patience(timeout_s, timeout_s)
+    timeouts = Timeouts(timeout_s, timeout_s)
     transport = DistributedTransport(
-        address="127.0.0.1", backend="gloo", patience=patience, label="slipstream-weights"
+        address="127.0.0.1", backend="gloo", timeouts=timeouts, label="slipstream-weights"
     )
-    return Publisher(transport, interrupt=interrupt, patience=patience)
+    return Publisher(transport, interrupt=interrupt, timeouts=timeouts)
 
 
 class Buckets:
@@ -279,7 +280,7 @@ def test_an_engine_that_is_lost_after_the_weights_were_sent_does_not_count_as_up
     [
         (ValueError("bad shape"), "ValueError: bad shape"),
         (ConnectionResetError("gone"), "ConnectionResetError: gone"),
-        ("hangs", "no answer; a weight bucket was not taken in 0.3 s"),
+        ("hangs", "no answer; a weight bucket was not received in 0.3 s"),
     ],
     ids=["refuses", "is gone", "hangs"],
 )
@@ -299,7 +300,7 @@ def test_of_a_broadcast_that_breaks_one_engine_is_to_blame_and_the_others_may_be
     assert report.bytes_sent == 0
     assert buckets.used_up
     again = publish(publishing, 1, [engines[0], engines[2]], Buckets(world))
-    both = report.repeated(again)
+    both = report.merged(again)
     assert both.updated == ["a", "c"]
     assert both.failed.keys() == {"b"}
     assert both.stall_s == pytest.approx(report.stall_s + again.stall_s)
@@ -326,7 +327,7 @@ def test_a_broadcast_that_fails_at_the_sender_alone_is_no_engines_fault(world):
     assert (report.updated, report.failed) == ([], {})
     assert report.interrupted["a"] == "send for version 1: RuntimeError: connection closed by peer"
     again = publish(publishing, 1, engines, Buckets(world))
-    assert report.repeated(again).failed.keys() == {"a", "b"}  # twice is enough
+    assert report.merged(again).failed.keys() == {"a", "b"}  # twice is enough
 
 
 def test_after_a_broken_transfer_the_next_publication_makes_another_group(world):

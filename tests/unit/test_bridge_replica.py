@@ -14,16 +14,17 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from safetensors.torch import load_file
 
-from slipstream.bridge import delta
-from slipstream.bridge.export import FlatBucket
-from slipstream.bridge.hf_index import stored_tensors
-from slipstream.bridge.publication import Buckets, Patience, Publication
-from slipstream.bridge.replica import ROUTE, File, Replica, mount
+from slipstream.bridge.hf.bucket import FlatBucket
+from slipstream.bridge.hf.index import stored_tensors
+from slipstream.bridge.publish.bucket_stream import BucketStream
+from slipstream.bridge.publish.publication import Publication, Timeouts
+from slipstream.bridge.transport import patches
 from slipstream.bridge.transport.delta import DeltaTransport
+from slipstream.bridge.transport.replica import ROUTE, Replica, ReplicaFile, mount
 
 FILES = [
-    File(("a", "b"), ((3, 5), (7,)), "bfloat16"),
-    File(("bias",), ((4,),), "float32"),
+    ReplicaFile(("a", "b"), ((3, 5), (7,)), "bfloat16"),
+    ReplicaFile(("bias",), ((4,),), "float32"),
 ]
 
 
@@ -43,7 +44,7 @@ def raw(flat: torch.Tensor) -> np.ndarray:
 def fill(replica: Replica, version: int) -> None:
     replica.begin(FILES)
     for number, flat in enumerate(weights(version)):
-        replica.patch(number, delta.whole(raw(flat), flat.itemsize))
+        replica.patch(number, patches.whole(raw(flat), flat.itemsize))
     replica.commit(version)
 
 
@@ -71,7 +72,7 @@ def test_patches_bring_it_to_the_next_version(tmp_path):
     replica.begin(FILES)
     assert replica.version() is None, "neither the one nor the other"
     for number, (old, new) in enumerate(zip(weights(3), weights(4), strict=True)):
-        replica.patch(number, delta.difference(raw(old), raw(new), new.itemsize))
+        replica.patch(number, patches.difference(raw(old), raw(new), new.itemsize))
     replica.commit(4)
     assert replica.version() == 4
     assert holds(tmp_path, 4)
@@ -80,9 +81,9 @@ def test_patches_bring_it_to_the_next_version(tmp_path):
 def test_other_files_replace_those_that_are_there(tmp_path):
     replica = Replica(tmp_path)
     fill(replica, 3)
-    one = [File(("c",), ((2, 2),), "float32")]
+    one = [ReplicaFile(("c",), ((2, 2),), "float32")]
     replica.begin(one)
-    replica.patch(0, delta.whole(np.arange(16, dtype=np.uint8), 4))
+    replica.patch(0, patches.whole(np.arange(16, dtype=np.uint8), 4))
     replica.commit(4)
     assert set(stored_tensors(tmp_path)) == {"c"}
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
@@ -90,12 +91,12 @@ def test_other_files_replace_those_that_are_there(tmp_path):
 
 def test_a_file_that_was_never_announced_is_refused(tmp_path):
     replica = Replica(tmp_path)
-    with pytest.raises(delta.PatchError, match="file 0 was never announced"):
-        replica.patch(0, delta.whole(np.zeros(4, np.uint8), 4))
+    with pytest.raises(patches.PatchError, match="file 0 was not announced"):
+        replica.patch(0, patches.whole(np.zeros(4, np.uint8), 4))
     replica.begin(FILES)
     for number in (-1, 2):
-        with pytest.raises(delta.PatchError, match="2 were"):
-            replica.patch(number, delta.whole(np.zeros(4, np.uint8), 4))
+        with pytest.raises(patches.PatchError, match="there are 2 files"):
+            replica.patch(number, patches.whole(np.zeros(4, np.uint8), 4))
 
 
 def test_where_there_is_no_room_it_says_so_before_anything_is_written(tmp_path, monkeypatch):
@@ -118,7 +119,7 @@ def test_over_http_it_answers_with_its_version_and_refuses_with_the_reason(serve
     assert server.get(ROUTE).json() == {"folder": str(tmp_path / "copy"), "version": None}
     assert server.post(f"{ROUTE}/begin", content=msgspec.msgpack.encode(FILES)).status_code == 200
     for number, flat in enumerate(weights(1)):
-        body = delta.encoded(delta.whole(raw(flat), flat.itemsize))
+        body = patches.encoded(patches.whole(raw(flat), flat.itemsize))
         assert server.post(f"{ROUTE}/patch/{number}", content=body).status_code == 200
     assert server.post(f"{ROUTE}/commit/1").status_code == 200
     assert server.get(ROUTE).json()["version"] == 1
@@ -126,7 +127,7 @@ def test_over_http_it_answers_with_its_version_and_refuses_with_the_reason(serve
     for path, body, reason in (
         ("begin", b"\xff", "Expected `array`"),
         ("patch/0", b"\xff", "not a patch"),
-        ("patch/9", delta.encoded(delta.whole(np.zeros(4, np.uint8), 4)), "never announced"),
+        ("patch/9", patches.encoded(patches.whole(np.zeros(4, np.uint8), 4)), "not announced"),
     ):
         refused = server.post(f"{ROUTE}/{path}", content=body)
         assert refused.status_code == 409
@@ -156,19 +157,19 @@ class Engine:
         return self.replica.version()
 
     async def replica_begin(self, files):
-        self.replica.begin(msgspec.msgpack.decode(files, type=list[File]))
+        self.replica.begin(msgspec.msgpack.decode(files, type=list[ReplicaFile]))
 
     async def replica_patch(self, number, patch):
         count = len(self.received)
         self.received.append(len(patch))
         if count == self.lost_at:
             raise ConnectionResetError("gone")
-        message = delta.decoded(patch)
+        message = patches.decoded(patch)
         if count in self.corrupts:
             message.checksum = bytes(16)
         try:
             self.replica.patch(number, message)
-        except delta.PatchError as error:
+        except patches.PatchError as error:
             raise Refused(str(error)) from error
 
     async def replica_commit(self, version):
@@ -200,11 +201,11 @@ def publish(transport: DeltaTransport, version: int, engines: list[Engine]) -> P
     )
 
     async def run() -> Publication:
-        publication = Publication(version, engines, Patience(5, 5))
+        publication = Publication(version, engines, Timeouts(5, 5))
         with ThreadPoolExecutor(1) as thread:
-            coming = Buckets(buckets, thread)
-            await transport.prepare(publication, coming)
-            await transport.update(publication, coming, flush_cache=True)
+            stream = BucketStream(buckets, thread)
+            await transport.prepare(publication, stream)
+            await transport.update(publication, stream, flush_cache=True)
         return publication
 
     return asyncio.run(run())
@@ -276,7 +277,7 @@ def test_after_a_sender_that_failed_in_the_middle_everything_is_sent(transport, 
     engine = Engine("engine", tmp_path)
     publish(transport, 1, [engine])
     with monkeypatch.context() as patched:
-        patched.setattr(delta, "difference", lambda *args: (_ for _ in ()).throw(MemoryError()))
+        patched.setattr(patches, "difference", lambda *args: (_ for _ in ()).throw(MemoryError()))
         with pytest.raises(MemoryError):
             publish(transport, 2, [engine])
     publish(transport, 3, [engine])

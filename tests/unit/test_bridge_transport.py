@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from slipstream.bridge.export import FlatBucket
-from slipstream.bridge.publication import Patience
-from slipstream.bridge.publish import Publisher
+from slipstream.bridge.hf.bucket import FlatBucket
+from slipstream.bridge.publish.publication import Timeouts
+from slipstream.bridge.publish.publisher import Publisher
 from slipstream.bridge.transport.distributed import DistributedTransport
 from slipstream.bridge.transport.rendezvous import BroadcastFailed, BroadcastGroup, Rendezvous
 from tests.ranks import run_ranks
@@ -121,9 +121,9 @@ class RefusingEngine(RemoteEngine):
 def publish_twice(wire: TCPStore) -> dict:
     """First beside an engine that refuses to join, then alone in the group that is there by then."""
     engine = RemoteEngine(wire)
-    patience = Patience(30, 30)
-    transport = DistributedTransport(address="127.0.0.1", backend="gloo", patience=patience, label="weights")
-    publisher = Publisher(transport, interrupt="retract", patience=patience)
+    timeouts = Timeouts(30, 30)
+    transport = DistributedTransport(address="127.0.0.1", backend="gloo", timeouts=timeouts, label="weights")
+    publisher = Publisher(transport, interrupt="retract", timeouts=timeouts)
 
     def buckets(version: int):
         for i in range(2):

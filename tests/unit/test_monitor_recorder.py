@@ -8,7 +8,7 @@ import pytest
 
 from slipstream.backend.batch.step_result import StepResult
 from slipstream.backend.monitor.recorder import Recorder, StepTimes
-from slipstream.bridge.report import PublishReport
+from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.core import GroupCounts, Loss
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
