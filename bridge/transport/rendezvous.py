@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Rendezvous:
     """The meeting point of one group: a store on a free port of ``address``.
 
-    It must outlive the group. To close it makes every process that still waits in it fail at once, on any
-    machine. That is how a group is called off that one member will never join.
+    It must outlive the group. Closing it makes every process that still waits in it fail at once, on any
+    machine. This is how a group is called off when a member will never join.
     """
 
     def __init__(self, address: str, world_size: int, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Patches: whatever the two versions are, applying gives the bits of the new one, or an error."""
+"""Patches: for any two versions, applying a patch gives the bits of the new one, or an error."""
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ SIZES = st.integers(0, 3000)
 
 @st.composite
 def versions(draw) -> tuple[np.ndarray, np.ndarray, int]:
-    """Two versions of a bucket, of which a part differs in any way."""
+    """Two versions of a bucket that differ in any part and in any way."""
     itemsize = draw(st.sampled_from([1, 2, 4, 8]))
     n = draw(SIZES)
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -57,7 +57,7 @@ def test_a_step_of_the_usual_size_changes_few_bytes():
     assert len(patches.encoded(patches.difference(base, new, 2))) < 0.05 * len(new)
 
 
-def test_what_does_not_shrink_is_sent_as_it_is():
+def test_a_bucket_that_does_not_shrink_is_sent_whole():
     rng = np.random.default_rng(0)
     base, new = rng.integers(0, 256, (2, 4096), dtype=np.uint8)
     patch = patches.difference(base, new, 4)
@@ -82,8 +82,8 @@ def test_the_checksum_finds_any_flipped_bit_and_misplaced_word(position):
     assert len({patches.checksum(each) for each in (data, flipped, swapped, data[:-1])}) == 4
 
 
-def senseless_patches() -> dict[str, patches.Patch]:
-    """Patches for a bucket of 100 two-byte elements that nobody should have made."""
+def malformed_patches() -> dict[str, patches.Patch]:
+    """Malformed patches for a bucket of 100 two-byte elements."""
     base, new = np.zeros(200, np.uint8), np.zeros(200, np.uint8)
     new[10] = 1
     good = patches.difference(base, new, 2)
@@ -110,13 +110,13 @@ def senseless_patches() -> dict[str, patches.Patch]:
     }
 
 
-@pytest.mark.parametrize("name", senseless_patches())
-def test_a_patch_that_makes_no_sense_is_an_error(name):
+@pytest.mark.parametrize("name", malformed_patches())
+def test_a_malformed_patch_is_an_error(name):
     with pytest.raises(patches.PatchError):
-        patches.apply(senseless_patches()[name], np.zeros(200, np.uint8))
+        patches.apply(malformed_patches()[name], np.zeros(200, np.uint8))
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01\x02\x03", msgspec.msgpack.encode({"a": 1})])
-def test_bytes_that_are_no_patch_are_an_error(data):
+def test_bytes_that_are_not_a_patch_are_an_error(data):
     with pytest.raises(patches.PatchError, match="not a patch"):
         patches.decoded(data)

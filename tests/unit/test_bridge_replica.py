@@ -1,4 +1,4 @@
-"""The copy of the weights beside an engine, by itself and behind HTTP, and the transport that feeds it."""
+"""The replica of the weights beside an engine, alone and behind HTTP, and the delta transport."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +29,7 @@ FILES = [
 
 
 def weights(seed: int) -> list[torch.Tensor]:
-    """Flat buckets of ``FILES``."""
+    """Return flat buckets for ``FILES``."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randn(22, generator=generator).bfloat16(),
@@ -49,16 +49,16 @@ def fill(replica: Replica, version: int) -> None:
 
 
 def holds(folder: Path, seed: int) -> bool:
-    """As a program that loads checkpoints sees it."""
+    """True if a program that loads checkpoints finds these weights."""
     a, bias = weights(seed)
-    found = {name: load_file(stored.file)[name] for name, stored in stored_tensors(folder).items()}
-    return found.keys() == {"a", "b", "bias"} and all(
-        torch.equal(found[name], expected)
+    loaded = {name: load_file(stored.file)[name] for name, stored in stored_tensors(folder).items()}
+    return loaded.keys() == {"a", "b", "bias"} and all(
+        torch.equal(loaded[name], expected)
         for name, expected in {"a": a[:15].view(3, 5), "b": a[15:], "bias": bias}.items()
     )
 
 
-def test_it_is_a_checkpoint_of_the_version_that_was_committed(tmp_path):
+def test_a_replica_is_a_checkpoint_of_the_committed_version(tmp_path):
     replica = Replica(tmp_path / "copy")
     assert replica.version() is None
     fill(replica, 3)
@@ -66,11 +66,11 @@ def test_it_is_a_checkpoint_of_the_version_that_was_committed(tmp_path):
     assert holds(tmp_path / "copy", 3)
 
 
-def test_patches_bring_it_to_the_next_version(tmp_path):
+def test_patches_bring_a_replica_to_the_next_version(tmp_path):
     replica = Replica(tmp_path)
     fill(replica, 3)
     replica.begin(FILES)
-    assert replica.version() is None, "neither the one nor the other"
+    assert replica.version() is None, "neither version"
     for number, (old, new) in enumerate(zip(weights(3), weights(4), strict=True)):
         replica.patch(number, patches.difference(raw(old), raw(new), new.itemsize))
     replica.commit(4)
@@ -78,18 +78,18 @@ def test_patches_bring_it_to_the_next_version(tmp_path):
     assert holds(tmp_path, 4)
 
 
-def test_other_files_replace_those_that_are_there(tmp_path):
+def test_new_files_replace_the_old_ones(tmp_path):
     replica = Replica(tmp_path)
     fill(replica, 3)
-    one = [ReplicaFile(("c",), ((2, 2),), "float32")]
-    replica.begin(one)
+    files = [ReplicaFile(("c",), ((2, 2),), "float32")]
+    replica.begin(files)
     replica.patch(0, patches.whole(np.arange(16, dtype=np.uint8), 4))
     replica.commit(4)
     assert set(stored_tensors(tmp_path)) == {"c"}
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
 
 
-def test_a_file_that_was_never_announced_is_refused(tmp_path):
+def test_a_file_that_was_not_announced_is_refused(tmp_path):
     replica = Replica(tmp_path)
     with pytest.raises(patches.PatchError, match="file 0 was not announced"):
         replica.patch(0, patches.whole(np.zeros(4, np.uint8), 4))
@@ -99,7 +99,7 @@ def test_a_file_that_was_never_announced_is_refused(tmp_path):
             replica.patch(number, patches.whole(np.zeros(4, np.uint8), 4))
 
 
-def test_where_there_is_no_room_it_says_so_before_anything_is_written(tmp_path, monkeypatch):
+def test_missing_room_is_reported_before_anything_is_written(tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
@@ -115,7 +115,7 @@ def server(tmp_path) -> TestClient:
     return TestClient(app)
 
 
-def test_over_http_it_answers_with_its_version_and_refuses_with_the_reason(server, tmp_path):
+def test_over_http_a_replica_reports_its_version_and_refuses_with_the_reason(server, tmp_path):
     assert server.get(ROUTE).json() == {"folder": str(tmp_path / "copy"), "version": None}
     assert server.post(f"{ROUTE}/begin", content=msgspec.msgpack.encode(FILES)).status_code == 200
     for number, flat in enumerate(weights(1)):
@@ -140,7 +140,7 @@ class Refused(RuntimeError):
 
 
 class Engine:
-    """With a replica, reached without HTTP. ``corrupts``: which patches, by count, arrive damaged."""
+    """An engine whose replica is called directly. ``corrupts``: numbers of the patches that it damages."""
 
     ranks = 1
 
@@ -182,7 +182,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """What the transport reads of an export plan."""
+    """The attributes of a planned bucket that the transport reads."""
 
     hf_names: tuple[str, ...]
     hf_shapes: tuple[tuple[int, ...], ...]
@@ -216,7 +216,7 @@ def transport() -> DeltaTransport:
     return DeltaTransport(PLAN, "bfloat16")
 
 
-def test_engines_follow_from_version_to_version_and_a_new_one_is_sent_everything(transport, tmp_path):
+def test_engines_follow_from_version_to_version_and_a_new_engine_gets_whole_buckets(transport, tmp_path):
     first, late = Engine("first", tmp_path), Engine("late", tmp_path)
     publish(transport, 1, [first])
     publish(transport, 2, [first])
@@ -227,8 +227,8 @@ def test_engines_follow_from_version_to_version_and_a_new_one_is_sent_everything
     assert holds(late.folder, 3)
 
 
-def test_a_version_again_is_sent_again(transport, tmp_path):
-    """As to an engine that was started again while nothing was trained."""
+def test_the_same_version_can_be_published_again(transport, tmp_path):
+    """An engine that restarts without a training step in between needs that."""
     first, again = Engine("first", tmp_path), Engine("again", tmp_path)
     publish(transport, 1, [first])
     publish(transport, 1, [again])
@@ -238,7 +238,7 @@ def test_a_version_again_is_sent_again(transport, tmp_path):
     assert holds(again.folder, 2)
 
 
-def test_an_engine_that_missed_a_version_is_sent_everything(transport, tmp_path):
+def test_an_engine_that_missed_a_version_gets_whole_buckets(transport, tmp_path):
     steady, away = Engine("steady", tmp_path), Engine("away", tmp_path)
     publish(transport, 1, [steady, away])
     publish(transport, 2, [steady])
@@ -247,7 +247,7 @@ def test_an_engine_that_missed_a_version_is_sent_everything(transport, tmp_path)
     assert holds(steady.folder, 3)
 
 
-def test_a_patch_that_arrives_damaged_is_made_good_by_the_whole_bucket(transport, tmp_path):
+def test_a_damaged_patch_is_replaced_by_the_whole_bucket(transport, tmp_path):
     engine = Engine("engine", tmp_path, corrupts={2})
     publish(transport, 1, [engine])
     report = publish(transport, 2, [engine]).report
@@ -256,7 +256,7 @@ def test_a_patch_that_arrives_damaged_is_made_good_by_the_whole_bucket(transport
     assert holds(engine.folder, 2)
 
 
-def test_an_engine_that_damages_whole_buckets_as_well_is_out(transport, tmp_path):
+def test_an_engine_that_damages_whole_buckets_as_well_drops_out(transport, tmp_path):
     bad, good = Engine("bad", tmp_path, corrupts={2, 3}), Engine("good", tmp_path)
     publish(transport, 1, [bad, good])
     report = publish(transport, 2, [bad, good]).report
@@ -266,14 +266,14 @@ def test_an_engine_that_damages_whole_buckets_as_well_is_out(transport, tmp_path
     assert holds(good.folder, 2)
 
 
-def test_an_engine_that_is_lost_is_out_and_the_others_go_on(transport, tmp_path):
+def test_an_engine_that_is_lost_drops_out_and_the_others_go_on(transport, tmp_path):
     lost, good = Engine("lost", tmp_path, lost_at=1), Engine("good", tmp_path)
     report = publish(transport, 1, [lost, good]).report
     assert report.failed == {"lost": "send for version 1: ConnectionResetError: gone"}
     assert good.loaded == [(1, True)]
 
 
-def test_after_a_sender_that_failed_in_the_middle_everything_is_sent(transport, tmp_path, monkeypatch):
+def test_whole_buckets_are_sent_after_the_sender_failed_halfway(transport, tmp_path, monkeypatch):
     engine = Engine("engine", tmp_path)
     publish(transport, 1, [engine])
     with monkeypatch.context() as patched:

@@ -1,4 +1,4 @@
-"""Rotary frequencies against those of transformers."""
+"""Rotary frequencies, compared with those of transformers."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_the_base_is_read_in_either_spelling(config, theta):
     assert rope_of(config).frequencies(4) == [1.0, theta**-0.5]
 
 
-def test_the_rotated_fraction_is_the_family_s_unless_the_config_says():
+def test_the_rotated_fraction_is_the_family_s_unless_the_config_states_it():
     assert rope_of({}, fraction=0.5).fraction == 0.5
     assert rope_of({"partial_rotary_factor": 0.25}, fraction=0.5).fraction == 0.25
     assert rope_of({"rope_parameters": {"partial_rotary_factor": 1.0}}, fraction=0.5).fraction == 1.0
@@ -84,6 +84,6 @@ def test_the_rotated_fraction_is_the_family_s_unless_the_config_says():
         ("linear", "expected a JSON object"),
     ],
 )
-def test_a_variant_or_parameter_that_is_not_known_is_refused(rope, message):
+def test_an_unknown_variant_or_parameter_is_refused(rope, message):
     with pytest.raises(UnsupportedModel, match=message):
         rope_of({"rope_scaling": rope})
