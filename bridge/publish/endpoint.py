@@ -20,9 +20,9 @@ PAUSE: dict[Interrupt, Pause] = {
 }
 """The pause of each interrupt.
 
-Whoever sends the requests drains the engines before the publication. The pause then retracts only requests
-that outlasted the draining. It is still needed: without it SGLang starts new requests between two steps of an
-update, on weights of two versions.
+For ``drain``, whoever sends the requests lets the running ones finish before the publication. The engines
+are paused nevertheless: without a pause SGLang would start new requests between two steps of an update, on
+weights of two versions. Requests that outlast the draining are retracted.
 """
 
 
@@ -37,9 +37,7 @@ class EngineEndpoint(Protocol):
     def name(self) -> str: ...
     @property
     def address(self) -> Hashable:
-        """Identity of the process. It changes when an engine restarts under its name, and with it the new
-        process is in no group.
-        """
+        """Identity of the engine's process. It changes with a restart; the new process is in no group."""
         ...
 
     @property
