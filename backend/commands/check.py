@@ -2,9 +2,9 @@
 
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.bridge.families import ModelSpec, model_spec
-from slipstream.bridge.hf_config import UnsupportedModel
-from slipstream.bridge.layout import UnevenSplit
-from slipstream.bridge.plan import ExportPlan
+from slipstream.bridge.hf.config import UnsupportedModel
+from slipstream.bridge.model.layout import UnevenSplit
+from slipstream.bridge.shards.plan import ExportPlan
 from slipstream.configs.rules import MODELS
 from slipstream.configs.schema import RunConfig
 

@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 from slipstream.backend.checkpoint.folder import MANIFEST, CheckpointError, CheckpointFolder, describe
 from slipstream.backend.cluster.local_ranks import run_ranks
 from slipstream.backend.commands.outcome import WrongInput
-from slipstream.bridge import hf_index
-from slipstream.bridge.check import check_names
 from slipstream.bridge.families import ModelSpec, model_spec
-from slipstream.bridge.hf_config import UnsupportedModel
-from slipstream.bridge.hf_index import StoredTensor
-from slipstream.bridge.layout import Layout, Shard, UnevenSplit
-from slipstream.bridge.plan import entries, pieces_of
+from slipstream.bridge.hf import index as hf_index
+from slipstream.bridge.hf.config import UnsupportedModel
+from slipstream.bridge.hf.index import StoredTensor
+from slipstream.bridge.model.layout import Layout, Shard, UnevenSplit
+from slipstream.bridge.shards.check import check_tensors
+from slipstream.bridge.shards.plan import entries, pieces_of
 from slipstream.configs.load import load_layout
 from slipstream.configs.schema import ParallelConfig
 from slipstream.configs.violations import RecipeError
@@ -71,7 +71,7 @@ def hf_to_megatron(model: Path, out: Path, options: LayoutOptions, dtype: str | 
     """
     problems = _Problems("MODEL")
     spec, parallel = problems.model_and_layout(model, options)
-    stored = problems.attempt("MODEL", lambda: check_names(spec)) if spec else None
+    stored = problems.attempt("MODEL", lambda: check_tensors(spec)) if spec else None
     problems.output(out)
     problems.report()
     assert spec and parallel and stored

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-"""Largest mean difference of log-probs, by type of the weights. Different kernels make it about 1e-6 and 1e-2;
-one wrong matrix makes it about 1."""
+"""Largest mean difference of log-probs, by type of the weights. Different kernels make it about 1e-6
+and 1e-2; one wrong matrix makes it about 1."""
 
 
 class WeightsMismatch(RuntimeError):
