@@ -33,18 +33,6 @@ class Trainer(Protocol):
         ...
 
 
-class StartedTrainer(Trainer, Protocol):
-    """A trainer whose processes are started by the run."""
-
-    async def connect(self) -> None:
-        """Start the ranks and build the model from ``model.path``."""
-        ...
-
-    async def restore(self, folder: Path) -> int:
-        """Load a checkpoint. Return the number of training steps it had done."""
-        ...
-
-
 class RestingTrainer(Protocol):
     """A trainer that can lend its devices' memory to the engines."""
 
