@@ -42,8 +42,8 @@ from slipstream.bridge.plan import Bucket, ExportPlan, entries, entries_of, make
 from slipstream.bridge.publication import Buckets, Patience, Publication
 from slipstream.bridge.replica import mount
 from slipstream.bridge.transport.delta import DeltaTransport
-from slipstream.rollout.engine.actor import free_port
 from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineLost
+from slipstream.rollout.network import free_port
 from tests.ranks import run_ranks
 
 QWEN3_1_7B = {

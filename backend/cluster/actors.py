@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.network import free_port
 from slipstream.rollout.plugins import resolve
 
 if TYPE_CHECKING:

@@ -1,33 +1,12 @@
 """The Ray actor that owns one SGLang server."""
 
 import asyncio
-import random
-import socket
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from slipstream.rollout.engine.process import ReplicaSpec, ServerProcess, ServerSpec
-
-FIRST_PORT = 20_000
-"""Ray takes those from 10,002 on for its workers."""
-
-
-def free_port(host: str) -> int:
-    """A TCP port that is free on an address of this machine now, and likely to be so in a while.
-
-    A server binds its port only after seconds of starting. So it is not one of those that the kernel gives
-    to connections and to whoever asks for any port meanwhile.
-    """
-    kernels, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    # The seeds of a run make all ranks draw alike; these numbers must differ.
-    ports = random.SystemRandom().sample(range(FIRST_PORT, max(int(kernels), FIRST_PORT + 1000)), 100)
-    for port in [*ports, 0]:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind((host, port))
-            return probe.getsockname()[1]
-    raise OSError(f"no TCP port is free on {host}")
+from slipstream.rollout.network import free_port
 
 
 class EngineActor:

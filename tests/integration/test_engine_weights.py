@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.schema import RunConfig, SamplingConfig
-from slipstream.rollout.engine.actor import free_port
 from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineError, EngineLost, Silent
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.engine.process import ReplicaSpec, ServerProcess, ServerSpec
+from slipstream.rollout.network import free_port
 from slipstream.rollout.trajectory import Completion, Finish
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import make_checkpoint, reference_logprobs, reference_model

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -19,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from slipstream.rollout.engine import cpu
-from slipstream.rollout.engine.actor import free_port
 from slipstream.rollout.engine.process import (
     LAUNCHER,
     EngineStartError,
@@ -27,6 +25,7 @@ from slipstream.rollout.engine.process import (
     ServerSpec,
     server_args,
 )
+from slipstream.rollout.network import free_port
 from tests.environment import environment
 
 STAND_IN = textwrap.dedent(
@@ -172,16 +171,6 @@ def test_triton_is_replaced_only_where_it_is_missing(monkeypatch, installed):
 def test_the_launcher_is_a_module_that_is_there():
     assert LAUNCHER[:2] == (sys.executable, "-m")
     assert importlib.util.find_spec(LAUNCHER[2]) is not None
-
-
-def test_a_free_port_can_be_bound():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", free_port("127.0.0.1")))
-
-
-def test_a_free_port_is_none_that_the_kernel_gives_away():
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert all(free_port("127.0.0.1") < lowest for _ in range(20))
 
 
 # ---- start

@@ -36,7 +36,7 @@ FLOORS = {
         {"cli"},
     ),
     "rollout": (
-        {"changes", "trajectory"},
+        {"changes", "network", "trajectory"},
         {"control", "plugins", "prompts", "reward"},
         {"engine", "ledger", "workflow"},
         {"collect"},
