@@ -220,7 +220,7 @@ class Encoded:
 
     def __init__(self, config: RunConfig, examples: list[Example], tokenizer: Any) -> None:
         self._answers = [
-            [_encoded(one.prompt, answer, tokenizer) for answer in one.answers] for one in examples
+            [_encoded(one.prompt, answer, tokenizer) for answer in one.targets] for one in examples
         ]
         prompts = [one.prompt for one in examples]
         self._order = PromptStream(prompts, shuffle=config.data.shuffle, seed=config.run.seed)
