@@ -1,4 +1,4 @@
-"""Prompt sets: jsonl or parquet files with the columns ``prompt`` and ``label``, in a seeded endless order."""
+"""Prompt sets: jsonl or parquet files with columns ``prompt`` and ``label``, in a seeded endless order."""
 
 import json
 import random

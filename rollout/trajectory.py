@@ -87,7 +87,7 @@ class Completion:
     tokens: tuple[int, ...]
     """Token ids, without those of the request."""
     logprobs: tuple[float, ...]
-    """Behaviour log-prob of each token: natural logarithm, from the engine."""
+    """Behaviour log-prob of each token, from the engine: natural logarithm, at the sampling temperature."""
     spans: tuple[Span, ...]
     """Version spans, in order and without gaps: from 0 to ``len(tokens)``."""
     finish: Finish
@@ -133,7 +133,8 @@ class Trajectory:
     loss_mask_T: npt.NDArray[np.bool_]
     """bool. True: the policy sampled the token, and it is trained."""
     logprobs_T: npt.NDArray[np.float32]
-    """float32 behaviour log-probs, natural logarithm. 0 where no policy sampled the token; never read there."""
+    """float32 behaviour log-probs: natural logarithm, at the sampling temperature. 0 where no policy sampled
+    the token; never read there."""
     versions_T: npt.NDArray[np.int32]
     """int32 policy versions; UNSAMPLED where no policy sampled the token."""
     finish: Finish
@@ -193,7 +194,10 @@ class Trajectory:
         return length
 
     def turn_T(self) -> npt.NDArray[np.intp]:
-        """Return the turn of each token, int64 [T], from 0. Tokens behind the last turn get the number of turns."""
+        """Return the turn of each token, int64 [T], from 0.
+
+        Tokens behind the last turn get the number of turns.
+        """
         ends = np.array([end for end, _ in self.turn_rewards], np.int64)
         return np.searchsorted(ends, np.arange(len(self.tokens_T)), side="right")
 
