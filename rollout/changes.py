@@ -27,7 +27,7 @@ class Changes:
                 waiter.set_result(None)
 
     async def first(self, attempt: Callable[[], T | None]) -> T:
-        """Return the first result of ``attempt`` that is not None. Use ``asyncio.timeout`` for a time limit."""
+        """Return the first result of ``attempt`` that is not None. For a time-out: ``asyncio.timeout``."""
         while (result := attempt()) is None:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters[waiter] = None

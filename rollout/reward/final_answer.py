@@ -4,9 +4,9 @@ from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
 
 
 class FinalAnswer:
-    """1.0 for a response that ends by itself and whose text behind its only ``marker`` is the label, else 0.0.
+    """1.0 for a response that ends by itself, with the label behind its only ``marker``; 0.0 otherwise.
 
-    White space around the text and around the label is ignored.
+    White space around the label is ignored on both sides.
     """
 
     def __init__(self, marker: str = "#") -> None:

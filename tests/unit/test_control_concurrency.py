@@ -26,7 +26,7 @@ from slipstream.rollout.control.concurrency import (
 class SimulatedEngine:
     """Decodes running requests by ``speed`` tokens a tick; retracts the youngest when its memory is full.
 
-    As many requests as the limit allows are under way at all times; each starts with an empty answer.
+    As many requests as the limit allows are under way at all times; each starts with an empty completion.
     """
 
     memory: int
