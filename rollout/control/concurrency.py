@@ -118,7 +118,7 @@ class ConcurrencyController:
             self._grow()
 
     def disturbed(self) -> None:
-        """Forget the queues. A queue behind engines that were stopped for an update is no sign of pressure."""
+        """Forget the queues: engines that were stopped for an update have them for no lack of memory."""
         self._queues.clear()
 
     def _lower(self, limit: int, ceiling: int) -> bool:

@@ -28,11 +28,11 @@ ONE_TOKEN = SamplingConfig(max_new_tokens=1)
 
 
 class Endless(EngineClient):
-    """Answers end by their length only, so that what a test interrupts is still running."""
+    """Completions end by their length only, so that what a test interrupts is still running."""
 
-    def _ends(self, body, answer):
+    def _chunks(self, rid, body, stream):
         body["sampling_params"]["ignore_eos"] = True
-        return super()._ends(body, answer)
+        return super()._chunks(rid, body, stream)
 
 
 @contextlib.asynccontextmanager

@@ -12,21 +12,21 @@ FULL = EngineLoad(running=10, waiting=0, kv_use=0.99)
 
 
 class FakeEngine:
-    """Gives its answers in turn, the last one for ever; an exception is raised, None is no answer at all."""
+    """Gives its replies in turn, the last one forever. An exception is raised; None is no reply at all."""
 
-    def __init__(self, name: str, *answers: EngineLoad | Exception | None) -> None:
+    def __init__(self, name: str, *replies: EngineLoad | Exception | None) -> None:
         self.name = name
-        self.answers = list(answers)
+        self.replies = list(replies)
         self.asked = 0
 
     async def load(self) -> EngineLoad:
         self.asked += 1
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        if answer is None:
+        reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        if reply is None:
             await asyncio.sleep(60)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
 
 class Controller(ConcurrencyController):

@@ -219,14 +219,14 @@ def test_a_server_that_does_not_become_healthy_is_an_error_that_names_the_time(t
         asyncio.run(main(server))
 
 
-def test_the_answer_of_another_server_on_its_port_does_not_make_a_dead_server_healthy(tmp_path):
-    async def answer(reader, writer):
+def test_the_reply_of_another_server_on_its_port_does_not_make_a_dead_server_healthy(tmp_path):
+    async def reply(reader, writer):
         await reader.readline()
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
         writer.close()
 
     async def main():
-        other = await asyncio.start_server(answer, "127.0.0.1", 0)
+        other = await asyncio.start_server(reply, "127.0.0.1", 0)
         port = other.sockets[0].getsockname()[1]
         with started(tmp_path, "dies", port=port) as server:
             await server.wait_exit()
