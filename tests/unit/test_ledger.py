@@ -88,7 +88,7 @@ def test_a_trajectory_written_before_there_were_rewards_of_turns_can_be_read():
 
 
 @given(st.lists(st.tuples(st.integers(-5, 50), st.integers(1, 5)), max_size=8))
-def test_an_answer_comes_back_as_it_was(spans):
+def test_a_completion_comes_back_as_it_was(spans):
     one = completion(*spans)
     assert decode_completion(encode_completion(one)) == one
 
@@ -186,16 +186,16 @@ def test_every_kind_of_group_is_found_again(tmp_path):
     assert found.losses == {Loss.FILTERED: 1, Loss.FAILED: 1, Loss.STALE: 1}
     assert [group.id for group in found.open] == [0, 1, 2, 6]
     _, partial, half, _ = found.open
-    assert len(partial.partials[0][0].answer.tokens) == 5
+    assert len(partial.partials[0][0].completion.tokens) == 5
     assert partial.partials[1][0].done
-    assert partial.partials[1][1].asked == digest(AGAIN)
+    assert partial.partials[1][1].input_digest == digest(AGAIN)
     assert partial.tokens == 8
-    assert [span.version for span in partial.partials[0][0].answer.spans] == [1], "0 is served as 1 now"
+    assert [span.version for span in partial.partials[0][0].completion.spans] == [1], "0 is served as 1 now"
     assert half.trajectories[0].versions_T.tolist() == [UNSAMPLED, 1]
     assert half.position == 12
 
 
-def test_a_finished_trajectory_replaces_its_partial_answers(tmp_path):
+def test_a_finished_trajectory_replaces_its_completions(tmp_path):
     path = tmp_path / "ledger.sqlite"
 
     async def act(ledger):
