@@ -52,8 +52,8 @@ class _Meta(TypedDict):
     num_retractions: NotRequired[int | None]
     output_token_logprobs: Sequence[tuple[float, int, object]]
     """(log-prob, token id, text) of each token."""
-    input_token_logprobs: Sequence[tuple[float | None, int, object]]
-    """Only where it was asked for. The first log-prob is None."""
+    input_token_logprobs: Sequence[tuple[float, int, object]]
+    """Only where it was asked for. The log-prob of the first token is None."""
 
 
 class _Failure(TypedDict):
@@ -187,7 +187,7 @@ def parse_prompt_logprobs(reply: object, length: int, version: int | None = None
         if reason["type"] == "abort":
             raise Aborted(f"generation was aborted: {reason.get('message', '')}")
         _first, *rest = meta["input_token_logprobs"]
-        logprobs = [float(cast(float, logprob)) for logprob, *_ in rest]
+        logprobs = [float(logprob) for logprob, *_ in rest]
         if version is not None and int(meta["weight_version"]) != version:
             raise ValueError(f"log-probs of version {meta['weight_version']}, expected {version}")
     except (LookupError, TypeError, AttributeError) as error:

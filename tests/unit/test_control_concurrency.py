@@ -254,10 +254,10 @@ def test_it_converges_to_nearly_the_throughput_of_the_best_fixed_limit(engine):
     drive(engine, controller, 700)
     before = engine.done
     drive(engine, controller, 700)
-    found = (engine.done - before) / 700
+    rate = (engine.done - before) / 700
     candidates = (8, 16, 32, 64, 96, 128, 192, 250)
     best = max(throughput(again(engine), limit) for limit in candidates)
-    assert found > 0.75 * best, (found, best, controller.limit)
+    assert rate > 0.75 * best, (rate, best, controller.limit)
 
 
 @settings(max_examples=10, deadline=None)

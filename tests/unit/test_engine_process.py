@@ -48,9 +48,9 @@ STAND_IN = textwrap.dedent(
     with open(f"/dev/shm/slipstream-test-{os.getpid()}", "w+b") as file:
         file.truncate(4096)
         shared = mmap.mmap(file.fileno(), 4096)
-    told = {"arguments": arguments, "environment": dict(os.environ), "child": child.pid}
-    told["temporary"] = settings["temporary"]
-    print(json.dumps(told), flush=True)
+    reported = {"arguments": arguments, "environment": dict(os.environ), "child": child.pid}
+    reported["temporary"] = settings["temporary"]
+    print(json.dumps(reported), flush=True)
 
     class Health(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -145,11 +145,11 @@ def test_the_recipe_overrides_the_defaults_of_the_cpu_which_a_gpu_does_not_have(
 
 def test_one_rank_on_a_cpu_is_not_bound_to_a_core(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    found = cpu.environment(1)
-    assert found["SGLANG_USE_CPU_ENGINE"] == "1"
-    assert found["CUDA_VISIBLE_DEVICES"] == ""
-    assert "SGLANG_CPU_OMP_THREADS_BIND" not in found
-    first, *_, last = found["PYTHONPATH"].split(os.pathsep)
+    variables = cpu.environment(1)
+    assert variables["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert variables["CUDA_VISIBLE_DEVICES"] == ""
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in variables
+    first, *_, last = variables["PYTHONPATH"].split(os.pathsep)
     assert (first, last) == (str(cpu.STAND_INS / "common"), "/mine")
 
 
@@ -182,13 +182,13 @@ def test_a_server_is_started_with_its_arguments_and_found_healthy(tmp_path, monk
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
     with started(tmp_path, device=device) as server:
         asyncio.run(healthy_then_stop(server))
-        told = report(tmp_path)
-        assert told["arguments"]["weight_version"] == "3"
-        environment = told["environment"]
+        reported = report(tmp_path)
+        assert reported["arguments"]["weight_version"] == "3"
+        environment = reported["environment"]
         assert environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
         assert environment["HF_HUB_OFFLINE"] == "1"
         assert ("SGLANG_USE_CPU_ENGINE" in environment) == (device == "cpu")
-        assert server.url == f"http://127.0.0.1:{told['arguments']['port']}"
+        assert server.url == f"http://127.0.0.1:{reported['arguments']['port']}"
 
 
 async def healthy_then_stop(server: ServerProcess) -> None:

@@ -120,16 +120,16 @@ class Life(RuleBasedStateMachine):
         self.open(0)
 
     def open(self, restored: int) -> None:
-        self.ledger, found = open_ledger(self.path, **BATCH, restored=restored, step=self.line[restored])
-        self.version, self.step = found.restart.version, found.step
+        self.ledger, recovered = open_ledger(self.path, **BATCH, restored=restored, step=self.line[restored])
+        self.version, self.step = recovered.restart.version, recovered.step
         self.line = {v: step for v, step in self.line.items() if v <= restored} | {self.version: self.step}
         self.published = [v for v in self.published if v <= restored]
-        self.next = found.counts.admitted
-        self.position = found.position
+        self.next = recovered.counts.admitted
+        self.position = recovered.position
         self.ready = []
         self.open_ids = []
-        self.unstarted = [(group.id, group.position) for group in found.open]
-        for group in found.open:
+        self.unstarted = [(group.id, group.position) for group in recovered.open]
+        for group in recovered.open:
             self.ledger.discarded(group.id, group.tokens)
         self.wait()
 
@@ -167,8 +167,8 @@ class Life(RuleBasedStateMachine):
         from tests.unit.test_ledger import trajectory
 
         group = Group(id_, Prompt(0, "?"), self.version, (trajectory([self.version]),) * 2)
-        for sample, one in enumerate(group.trajectories):
-            self.ledger.trajectory(id_, sample, one)
+        for sample, each in enumerate(group.trajectories):
+            self.ledger.trajectory(id_, sample, each)
         self.ledger.ready(group)
         return group
 
