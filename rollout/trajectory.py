@@ -38,8 +38,11 @@ class computed_once(Generic[Owner, Value]):
 class Prompt:
     """One row of a prompt set: what the policy is asked, and what a reward compares with.
 
-    {"prompt": "What is 2+2?", "label": "4", "level": 1}     # a line of a jsonl file
-    Prompt(id=0, prompt="What is 2+2?", label="4", metadata={"level": 1})
+    The first line of a jsonl file
+
+        {"prompt": "What is 2+2?", "label": "4", "level": 1}
+
+    becomes ``Prompt(id=0, prompt="What is 2+2?", label="4", metadata={"level": 1})``.
     """
 
     id: int
@@ -57,14 +60,14 @@ class Prompt:
 
 
 class Finish(StrEnum):
-    """Why a completion ended."""
+    """Reason why a completion ended."""
 
     STOP = "stop"
-    """The policy ended it, with an end token."""
+    """The policy sampled an end token."""
     LENGTH = "length"
-    """Its token budget, ``sampling.max_new_tokens``, was used up."""
+    """The token budget, ``sampling.max_new_tokens``, was used up."""
     PARTIAL = "partial"
-    """It has not ended: more tokens follow, in this request or in another."""
+    """The completion has not ended: more tokens follow, in the same request or in the next one."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens that an engine generated for one request, with what the engine says about each.
+    """The tokens that an engine generated for one request, with the log-prob and policy version of each.
 
-    Token ids, log-probs and versions are the engine's own; text is never tokenized again. Raises ValueError
-    when there are not as many log-probs as tokens, or when the spans do not tile the tokens.
+    All three come from the engine; text is never tokenized again. Raises ValueError when there are not as
+    many log-probs as tokens, or when the spans do not tile the tokens.
     """
 
     tokens: tuple[int, ...]
@@ -92,7 +95,7 @@ class Completion:
     """Version spans, in order and without gaps: from 0 to ``len(tokens)``."""
     finish: Finish
     retractions: int = 0
-    """How often the engine took the request off the GPU and computed its KV cache again."""
+    """Number of times that the engine took the request off the GPU and computed its KV cache again."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):
@@ -138,7 +141,7 @@ class Trajectory:
     versions_T: npt.NDArray[np.int32]
     """int32 policy versions; UNSAMPLED where no policy sampled the token."""
     finish: Finish
-    """Why the last completion ended."""
+    """Finish of the last completion."""
     retractions: int = 0
     """Retractions of all completions."""
     reward: float | None = None
@@ -160,7 +163,9 @@ class Trajectory:
                     f"has {len(self.tokens_T)} tokens: turns must be in order, each with at least one token"
                 )
             if not isfinite(reward):
-                raise ValueError(f"the turn that ends at token {end} has the reward {reward}, not a number")
+                raise ValueError(
+                    f"the turn that ends at token {end} has the reward {reward}, expected a finite number"
+                )
             start = end
 
     @computed_once

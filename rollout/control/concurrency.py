@@ -91,8 +91,6 @@ class ConcurrencyController:
         """Observations until the last lowering of the limit has shown its effect."""
         self._queues: deque[int] = deque(maxlen=PATIENCE)
         self.limit = maximum
-        self.cuts = 0
-        self.trims = 0
 
     def observe(self, loads: Sequence[EngineLoad], in_use: int) -> None:
         """Take in one observation and adjust ``limit``.
@@ -108,12 +106,12 @@ class ConcurrencyController:
         self._unsettled = PATIENCE if in_use > self.limit else max(0, self._unsettled - 1)
         if queue > 0:
             # This need not wait for the effect of the last lowering: in_use falls as the queue drains.
-            self.trims += self._lower(in_use - queue, ceiling=in_use - queue)
+            self._lower(in_use - queue, ceiling=in_use - queue)
         if kv_use > KV_FULL or any(load.retracted for load in loads):
             self._calm = 0
             if not self._unsettled:
                 base = min(self.limit, in_use)
-                self.cuts += self._lower(int(base * CUT), ceiling=base - base // GROW)
+                self._lower(int(base * CUT), ceiling=base - base // GROW)
         elif waiting == 0 and kv_use < KV_FREE and in_use >= USED * self.limit:
             self._grow()
 
@@ -121,14 +119,12 @@ class ConcurrencyController:
         """Forget the queues: engines that were stopped for an update have them for no lack of memory."""
         self._queues.clear()
 
-    def _lower(self, limit: int, ceiling: int) -> bool:
+    def _lower(self, limit: int, ceiling: int) -> None:
         self._calm = 0
         limit = max(self._minimum, limit)
-        if limit >= self.limit:
-            return False
-        self.limit, self._ceiling = limit, max(limit, ceiling)
-        self._unsettled = PATIENCE
-        return True
+        if limit < self.limit:
+            self.limit, self._ceiling = limit, max(limit, ceiling)
+            self._unsettled = PATIENCE
 
     def _grow(self) -> None:
         self._calm += 1

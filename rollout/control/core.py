@@ -119,7 +119,7 @@ class Expired:
     id: int
     loss: Loss
     group: Group | None
-    """Its trajectories, if it was ready."""
+    """The trajectories of the group, if it was ready."""
 
 
 @dataclass
@@ -343,7 +343,7 @@ class RolloutControl:
         return True
 
     def restore_unstarted(self, id_: int) -> None:
-        """Have ``admit`` give the next free slot to this group, which is generated from its prompt again."""
+        """Let ``admit`` give the next free slot to this group, which is generated from its prompt again."""
         self._unstarted.append(id_)
 
     def _has_room_for(self, version: int) -> bool:
@@ -356,7 +356,7 @@ class RolloutControl:
 
     @property
     def _may_train_parts(self) -> bool:
-        """Whether a group may be trained although some of its tokens are beyond the bound."""
+        """True if a group may be trained although some of its tokens are beyond the bound."""
         return self.consumption.on_stale in (OnStale.MASK, OnStale.TRAIN)
 
     # ----

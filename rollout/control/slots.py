@@ -41,7 +41,7 @@ class Slot:
     group: Group | None = None
     """The trajectories, once the group is ready."""
     requeues: int = 0
-    """How often the prompt of the group has been requeued."""
+    """Number of times that the prompt of the group was requeued."""
 
 
 @dataclass

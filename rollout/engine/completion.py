@@ -3,8 +3,8 @@
 No I/O. This is the place where the policy version of each token is decided, and with it every lag in a run.
 The version comes from the engine itself, never from the time at which a token arrives.
 
-    last chunk       `weight_versions`: the engine's own spans, exact for every token. An aborted completion
-                     ends with such a chunk, too. They replace everything that was assumed before.
+    last chunk       `weight_versions`: the engine's own spans, exact for every token. They replace what the
+                     chunks before gave. An aborted completion ends with such a chunk, too.
     earlier chunks   `weight_version` alone: the version that the server has while it hands the chunk out. An
                      update may have come since it sampled the tokens.
 

@@ -4,10 +4,12 @@ import asyncio
 
 
 class Limit:
-    """Limits how many tasks are inside at one time, first come, first served.
+    """Limits how many tasks are inside at one time. First come, first served.
 
-    async with limit: ...       # the task is inside
-    limit.size = 4              # disturbs no task inside; the next enters when fewer than 4 are inside
+        async with limit: ...       # the task is inside
+        limit.size = 4
+
+    A smaller size disturbs no task inside; the next task enters when fewer than ``size`` are inside.
     """
 
     def __init__(self, size: int) -> None:

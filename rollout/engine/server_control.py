@@ -27,10 +27,6 @@ class _Replica(TypedDict):
     version: int | None
 
 
-class _ModelInfo(TypedDict):
-    weight_version: str
-
-
 class _Queues(TypedDict):
     retracted: int
 
@@ -180,10 +176,6 @@ class ServerControl(EngineConnection):
             return str(reply["per_engine_checksum"])
         except LookupError as error:
             raise EngineError(f"{self.name} /weights_checker: no checksum in {reply}") from error
-
-    async def version(self) -> int:
-        """Return the policy version that the server says it has."""
-        return int(cast(_ModelInfo, await self._get("/model_info"))["weight_version"])
 
     async def load(self) -> EngineLoad:
         """Return the load when the server last sampled it: at most 15 decoding steps ago, unless paused."""

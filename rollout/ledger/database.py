@@ -80,7 +80,7 @@ class LedgerError(RuntimeError):
 
 
 class LedgerBusy(LedgerError):
-    """Another process has the ledger open: the run is running."""
+    """The ledger is open in another process: the run is running."""
 
 
 def open_for_writing(path: Path) -> sqlite3.Connection:

@@ -31,7 +31,7 @@ class StoredCompletion:
     """Digest of the request's token ids (``records.digest``)."""
     completion: Completion
     done: bool
-    """Whether the completion is whole."""
+    """True if the completion is whole, False if tokens are missing at its end."""
 
 
 @dataclass

@@ -13,9 +13,11 @@ __all__ = ["Generator", "SingleTurn", "Tokenizer", "Workflow", "WorkflowContext"
 
 
 class Generator(Protocol):
-    """Continues token ids with the current policy: how a workflow asks for completions.
+    """Continues token ids with the current policy. A workflow finds it in its context.
 
-    completion = await context.generator.generate(builder.tokens, context.sampling)
+        completion = await context.generator.generate(builder.tokens, context.sampling)
+
+    Many requests may run at one time; the engines batch them.
     """
 
     async def generate(self, input_ids: Sequence[int], sampling: SamplingConfig) -> Completion:

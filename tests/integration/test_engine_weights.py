@@ -46,6 +46,11 @@ async def slowed(address: EngineAddress, seconds_per_token: float = 0.1) -> Asyn
                 await client._post("/slow_down", {"forward_sleep_time": None})
 
 
+async def version_of(client: EngineClient) -> int:
+    """The policy version that the server says it has."""
+    return int((await client._get("/model_info"))["weight_version"])
+
+
 async def pool_of(*clients: EngineClient) -> EnginePool:
     pool = EnginePool(max_concurrent=8, wait_timeout_s=60, isolate_versions=False)
     for client in clients:
@@ -67,7 +72,7 @@ class Server:
     process: ServerProcess
 
     def ask(self, *questions) -> list:
-        """Run client calls one after another: ``ask(lambda client: client.version())``."""
+        """Run client calls one after another: ``ask(lambda client: client.checksum())``."""
 
         async def answers() -> list:
             async with EngineClient(self.address) as client:
@@ -326,7 +331,7 @@ def test_published_weights_are_bit_for_bit_those_of_the_exported_checkpoint(
     before = server.probe(probes)
     reports = run_ranks(config.actor.parallel.world_size, train_and_publish, config, [server.address], folder)
     assert reports[0].updated == ["engine"]
-    assert server.ask(lambda client: client.version()) == [2]
+    assert server.ask(version_of) == [2]
     updated = server.probe(probes)
     assert updated != before
     with serve(folder, tmp_path / "fresh.log") as fresh:

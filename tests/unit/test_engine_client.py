@@ -266,15 +266,6 @@ def test_the_client_offers_all_that_publishing_asks_of_an_engine():
             ], name
 
 
-def test_the_version_is_the_servers_own():
-    async def main():
-        async with serving({"model_path": "m", "weight_version": "12"}) as (server, client):
-            assert await client.version() == 12
-            assert server.requests == [("GET", "/model_info", None)]
-
-    asyncio.run(main())
-
-
 # ---- requests that never leave
 
 
