@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.schema import RunConfig, SamplingConfig
-from slipstream.rollout.engine.actor import free_port
 from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineError, EngineLost, Silent
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.engine.process import ReplicaSpec, ServerProcess, ServerSpec
+from slipstream.rollout.network import free_port
 from slipstream.rollout.trajectory import Completion, Finish
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import make_checkpoint, reference_logprobs, reference_model
@@ -28,11 +28,11 @@ ONE_TOKEN = SamplingConfig(max_new_tokens=1)
 
 
 class Endless(EngineClient):
-    """Answers end by their length only, so that what a test interrupts is still running."""
+    """Completions end by their length only, so that what a test interrupts is still running."""
 
-    def _ends(self, body, answer):
+    def _chunks(self, rid, body, stream):
         body["sampling_params"]["ignore_eos"] = True
-        return super()._ends(body, answer)
+        return super()._chunks(rid, body, stream)
 
 
 @contextlib.asynccontextmanager
@@ -44,6 +44,11 @@ async def slowed(address: EngineAddress, seconds_per_token: float = 0.1) -> Asyn
         finally:
             with contextlib.suppress(EngineLost):
                 await client._post("/slow_down", {"forward_sleep_time": None})
+
+
+async def version_of(client: EngineClient) -> int:
+    """The policy version that the server says it has."""
+    return int((await client._get("/model_info"))["weight_version"])
 
 
 async def pool_of(*clients: EngineClient) -> EnginePool:
@@ -67,7 +72,7 @@ class Server:
     process: ServerProcess
 
     def ask(self, *questions) -> list:
-        """Run client calls one after another: ``ask(lambda client: client.version())``."""
+        """Run client calls one after another: ``ask(lambda client: client.checksum())``."""
 
         async def answers() -> list:
             async with EngineClient(self.address) as client:
@@ -326,7 +331,7 @@ def test_published_weights_are_bit_for_bit_those_of_the_exported_checkpoint(
     before = server.probe(probes)
     reports = run_ranks(config.actor.parallel.world_size, train_and_publish, config, [server.address], folder)
     assert reports[0].updated == ["engine"]
-    assert server.ask(lambda client: client.version()) == [2]
+    assert server.ask(version_of) == [2]
     updated = server.probe(probes)
     assert updated != before
     with serve(folder, tmp_path / "fresh.log") as fresh:

@@ -20,7 +20,7 @@ from slipstream.bridge.model.layout import Layout, Shard
 from slipstream.bridge.model.mapping import Columns, Rows, Split, Whole
 from slipstream.bridge.shards.plan import Entry, entries, entries_of
 from slipstream.configs.schema import LoraConfig, ParallelConfig, RunConfig
-from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.network import free_port
 from tests.integration.test_megatron_parity import LAYOUTS, check, config_for, make_batch, reference_loss
 from tests.integration.test_trainer_checkpoint import trainer_of
 from tests.models import make_checkpoint, reference_logprobs, reference_model

@@ -10,7 +10,7 @@ import torch
 from slipstream.backend.batch.micro_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.network import free_port
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.models import make_checkpoint, reference_logprobs, reference_model
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ import pytest
 from slipstream.backend.batch.micro_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.network import free_port
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.integration.test_megatron_parity import config_for
 from tests.integration.test_trainer_checkpoint import trainer_of
