@@ -21,7 +21,7 @@ from slipstream.bridge.families import ModelSpec, model_spec
 from slipstream.bridge.hf_config import UnsupportedModel
 from slipstream.bridge.plan import ExportPlan
 from slipstream.configs.load import load_recipe, load_supervised
-from slipstream.configs.rules import MODELS
+from slipstream.configs.rules.models import MODELS
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.violations import RecipeError
 

@@ -8,7 +8,7 @@ from slipstream.bridge.check import check_names
 from slipstream.bridge.families import ModelSpec, model_spec, value_spec
 from slipstream.bridge.hf_config import UnsupportedModel
 from slipstream.bridge.hf_index import HfCheckpointError
-from slipstream.configs.rules import CRITIC, OTHER_MODELS, setting
+from slipstream.configs.rules.models import CRITIC, OTHER_MODELS, model_folder
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout import plugins
 from slipstream.rollout.control.filters import GroupFilter
@@ -74,7 +74,7 @@ def checkpoint_problems(config: RunConfig, settings: Iterable[str]) -> list[str]
     """Where checkpoints do not have what their config.json means. ``settings``: those that name them."""
     problems = []
     for name in settings:
-        if (path := setting(config, name)) is not None:
+        if (path := model_folder(config, name)) is not None:
             try:
                 spec = model_spec(path)
                 check_names(value_spec(spec) if name == CRITIC else spec)

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import yaml
 
-from slipstream import configs
-from slipstream.configs.load import schema_fields, schema_paths, section_type
 from slipstream.configs.schema import PluginConfig, RunConfig
+from slipstream.configs.schema.paths import schema_fields, schema_paths, sections_of
 from slipstream.configs.violations import shown
 
-PAGE = (Path(configs.__file__).parent.parent / "docs/recipes.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/recipes.md").read_text(encoding="utf-8")
 ROWS = {
     cells[0].strip().strip("`"): cells[2].strip()
     for line in PAGE.splitlines()
@@ -22,6 +21,7 @@ def documented_default(field) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
+    value = value.path if isinstance(value, PluginConfig) else value
     return f"`{shown(value) if not isinstance(value, str | Path) else value}`"
 
 
@@ -33,9 +33,8 @@ def settings() -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for path, section, field in schema_fields():
-        kind = section_type(field)
-        is_plugin = kind is not None and kind.before is not None and kind.tag is None
-        if section is not PluginConfig and (kind is None or is_plugin):
+        inner = set(sections_of(field).values())
+        if section is not PluginConfig and inner <= {PluginConfig}:
             found.setdefault(".".join(path), documented_default(field))
     return found
 

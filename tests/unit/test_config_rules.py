@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from slipstream.configs import trainer_rules
 from slipstream.configs.load import load_recipe
-from slipstream.configs.rules import RULES, check_rules
+from slipstream.configs.rules import RULES, check_rules, trainer
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.paths import schema_paths
 from slipstream.configs.violations import RecipeError
 
 PREPARE = "slipstream.backend.quickstart.prepare"
@@ -67,7 +67,7 @@ def found(file, *overrides: str) -> dict[str, str]:
             (
                 [f"actor.objective={{type: {type_}}}"],
                 "actor.use_decoupled_loss",
-                "corrected twice: set this to false, or choose ppo",
+                "corrected twice; set this to false, or choose ppo",
             )
             for type_ in ("m2po", "dppo", "aipo")
         ),
@@ -162,12 +162,12 @@ def found(file, *overrides: str) -> dict[str, str]:
         (
             ["actor.recompute=full", "actor.megatron.recompute_modules=[core_attn]"],
             "actor.megatron.recompute_modules",
-            "only actor.recompute: selective has it, and actor.recompute is full",
+            "only actor.recompute: selective uses it, and actor.recompute is full",
         ),
         (
             ["actor.megatron.recompute_num_layers=1"],
             "actor.megatron.recompute_num_layers",
-            "only actor.recompute: full has it",
+            "only actor.recompute: full uses it",
         ),
         (["actor.optimizer.overlap_grad_reduce=true"], None, ""),
         (
@@ -275,7 +275,7 @@ def found(file, *overrides: str) -> dict[str, str]:
         (
             ["actor.parallel.pipeline=2", "actor.parallel.virtual_pipeline=2", "actor.minibatches=3"],
             "rollout.batch_size",
-            "for each pipeline stage",
+            "per pipeline stage",
         ),
         (["actor.parallel.data=2", "actor.parallel.expert=2"], "actor.parallel.expert", "has no experts"),
         (
@@ -405,8 +405,6 @@ def test_a_rule_declares_every_setting_that_it_reads(base, rule, overrides):
 
 
 def test_declared_reads_are_settings_of_the_schema():
-    from slipstream.configs.load import schema_paths
-
     assert {read for rule in RULES for read in rule.reads} <= set(schema_paths())
 
 
@@ -443,7 +441,7 @@ def test_experts_have_to_fit_on_the_ranks(base, overrides, path, part):
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_transformer_engine_has_to_be_installed_where_it_is_asked_for(base, monkeypatch, installed):
-    monkeypatch.setattr(trainer_rules, "transformer_engine_is_installed", lambda: installed)
+    monkeypatch.setattr(trainer, "transformer_engine_is_installed", lambda: installed)
     reasons = found(base, "actor.layer_spec=transformer_engine")
     assert list(reasons) == ([] if installed else ["actor.layer_spec"])
     if not installed:
