@@ -92,7 +92,7 @@ def _items(field: FieldInfo) -> str:
 
 def _mapping(sections: Mapping[str, type[Section]]) -> str:
     if "" not in sections:
-        return f"a mapping with the type {one_of(map(shown, sections))}"
+        return f"a mapping whose `type` is {one_of(map(shown, sections))}"
     also = "an import path or " if sections[""] is PluginConfig else ""
     return f"{also}a mapping with {_keys(sections[''])}"
 

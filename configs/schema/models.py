@@ -93,7 +93,8 @@ class CriticConfig(Section):
     value_clip: float | None = Field(
         default=0.2,
         gt=0,
-        description="Largest change of a value within a training step; null: unlimited.",
+        description="Largest change of a value within a training step (PPO's clipped value loss); null: "
+        "unlimited.",
     )
     warmup_steps: int = Field(
         default=0,

@@ -132,7 +132,8 @@ class RolloutConfig(Section):
         default=1.0,
         ge=1,
         le=4,
-        description="Number of groups to start per group that a batch needs. The surplus is given up.",
+        description="Number of groups to start per group that a batch needs. Groups that are not needed in "
+        "time are given up.",
     )
     max_concurrent: int = Field(
         default=256,

@@ -142,7 +142,7 @@ def test_an_unknown_key_comes_with_the_nearest_valid_one(recipe, key, hint):
         ("actor.optimizer.lr", 0, "expected more than 0"),
         ("rollout.over_sampling", 5, "expected at most 4"),
         ("actor.parallel.expert_tensor", 0, "expected at least 1 or null"),
-        ("weights.verify", 3, "expected a mapping with the type 'always', 'every_n' or 'off'"),
+        ("weights.verify", 3, "expected a mapping whose `type` is 'always', 'every_n' or 'off'"),
         ("actor.use_decoupled_loss", "yes", "expected true or false"),
         ("actor.use_decoupled_loss", 1, "expected true or false"),
         (
