@@ -181,13 +181,13 @@ def _check_keys(
                 continue  # the constructor refuses it
             if (spelled := join(*path, key.value)) in SPELLINGS:
                 key.value = SPELLINGS[spelled].rpartition(".")[2]
-            here, line = (*path, key.value), key.start_mark.line + 1
+            key_path, line = (*path, key.value), key.start_mark.line + 1
             if key.tag not in (_TAG + "str", _TAG + "merge"):
-                document.refuse(here, "a key must be text; write it in quotes")
+                document.refuse(key_path, "a key must be text; write it in quotes")
                 node.value.remove(pair)
             elif (first := lines.get(key.value)) is not None:
                 where = f"on lines {first} and {line}" if first != line else f"on line {line}"
-                document.refuse(here, f"given twice, {where}; keep one")
+                document.refuse(key_path, f"given twice, {where}; keep one")
             lines.setdefault(key.value, line)
-            _check_keys(value, here, document, parents, done)
+            _check_keys(value, key_path, document, parents, done)
     parents.discard(id(node))

@@ -26,7 +26,7 @@ from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.paths import sections_of
 from slipstream.configs.schema.supervised import SupervisedConfig
 from slipstream.configs.supervised import AS_IN_SUPERVISED, Supervised, preferences_are_not_shared, run_of
-from slipstream.configs.violations import ABSENT, RecipeError, Violation, nearest
+from slipstream.configs.violations import ABSENT, RecipeError, Violation, join, nearest
 
 Root = TypeVar("Root", bound=Section)
 
@@ -39,7 +39,7 @@ def load_recipe(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     document = read_document(recipe, overrides)
     config = _validated(RunConfig, document, recipe)
-    _raise_any([*document.violations, *_check(config, document.unsure)], recipe)
+    _raise_any([*document.violations, *_check_together(config, document.unsure)], recipe)
     return config
 
 
@@ -49,7 +49,7 @@ def load_supervised(recipe: Path, overrides: Sequence[str] = ()) -> Supervised:
     supervised = _validated(SupervisedConfig, document, recipe)
     config = run_of(supervised)
     unsure = document.unsure | {path for path, name in AS_IN_SUPERVISED.items() if name in document.unsure}
-    violations = [violation.renamed(AS_IN_SUPERVISED) for violation in _check(config, unsure)]
+    violations = [violation.renamed(AS_IN_SUPERVISED) for violation in _check_together(config, unsure)]
     _raise_any([*document.violations, *violations, *preferences_are_not_shared(supervised)], recipe)
     return Supervised(config, supervised.learn)
 
@@ -62,11 +62,12 @@ def load_layout(model: Path, parallel: Mapping[str, object]) -> ParallelConfig:
     document = Document({"model": {"path": str(model)}, "actor": {"parallel": dict(parallel)}})
     config = _validated(RunConfig, document, model)
     violations = [*document.violations, *check_rules(config, document.unsure)]
-    _raise_any([each for each in violations if each.path.startswith("actor.parallel.")], "the layout")
+    about_layout = [problem for problem in violations if problem.path.startswith("actor.parallel.")]
+    _raise_any(about_layout, "the layout")
     return config.actor.parallel
 
 
-def _check(config: RunConfig, unsure: set[str]) -> Iterator[Violation]:
+def _check_together(config: RunConfig, unsure: set[str]) -> Iterator[Violation]:
     yield from check_rules(config, unsure)
     yield from check_passthrough(config)
 
@@ -101,13 +102,13 @@ def _repaired(
     value = ABSENT if problem["type"] == "missing" else problem["input"]
     if field is None:
         reason, meant = unknown_key(root, section, path)
-        document.violations.append(Violation(".".join(path), value, reason))
+        document.violations.append(Violation(join(*path), value, reason))
         document.unsure.update(meant)
         return _replaced(data, path, ABSENT)
     if problem["type"] in ("union_tag_invalid", "union_tag_not_found"):
         types, name = list(sections_of(field)), problem["input"].get("type", ABSENT)
         document.refuse((*path, "type"), expectation(problem, field), name)
-        document.unsure.add(".".join(path))
+        document.unsure.add(join(*path))
         near = nearest(name, types) if isinstance(name, str) else None
         return _replaced(data, (*path, "type"), near) if near else _replaced(data, path, ABSENT)
     index = [str(key) for key in problem["loc"] if isinstance(key, int)]

@@ -59,8 +59,8 @@ def test_every_python_float_is_read_back(number):
 
 def test_repeated_keys_are_found_at_every_depth_with_their_lines(read):
     document = read("a:\n  b: 1\n  c: {d: 1, d: 2}\n  b: 3\na: 4\n")
-    found = {violation.path: violation.reason for violation in document.violations}
-    assert found == {
+    reasons = {violation.path: violation.reason for violation in document.violations}
+    assert reasons == {
         "a.b": "given twice, on lines 2 and 4; keep one",
         "a.c.d": "given twice, on line 3; keep one",
         "a": "given twice, on lines 1 and 5; keep one",

@@ -83,21 +83,21 @@ def test_five_mistakes_are_all_named(recipe):
         "megatron": {"recompute_methodd": "block"},
     }
     data["rollout"]["engine"] = {"args": {"max_running_request": 3}}
-    found = violations(recipe(data))
-    assert set(found) == {
+    reported = violations(recipe(data))
+    assert set(reported) == {
         "rollout.lr",
         "actor.minibatches",
         "actor.recompute_logprobs",
         "actor.megatron.recompute_methodd",
         "rollout.engine.args.max_running_request",
     }
-    assert "did you mean actor.optimizer.lr or critic.optimizer.lr?" in found["rollout.lr"].reason
-    assert found["actor.minibatches"].value == "four"
-    assert found["actor.minibatches"].reason == "expected a whole number"
+    assert "did you mean actor.optimizer.lr or critic.optimizer.lr?" in reported["rollout.lr"].reason
+    assert reported["actor.minibatches"].value == "four"
+    assert reported["actor.minibatches"].reason == "expected a whole number"
     for way_out in ("actor.recompute_logprobs to true", "actor.use_decoupled_loss to false"):
-        assert way_out in found["actor.recompute_logprobs"].reason
-    assert "did you mean recompute_method?" in found["actor.megatron.recompute_methodd"].reason
-    assert "did you mean max_running_requests?" in found["rollout.engine.args.max_running_request"].reason
+        assert way_out in reported["actor.recompute_logprobs"].reason
+    assert "did you mean recompute_method?" in reported["actor.megatron.recompute_methodd"].reason
+    assert "did you mean max_running_requests?" in reported["rollout.engine.args.max_running_request"].reason
 
 
 def test_the_report_counts_and_lists_every_violation(recipe):
@@ -162,10 +162,10 @@ def test_an_unknown_key_comes_with_the_nearest_valid_one(recipe, key, hint):
     ],
 )
 def test_a_wrong_value_is_shown_with_what_was_expected(recipe, path, value, expected):
-    found = violations(recipe(changed(path, value)))
-    assert list(found) == [path]
-    assert found[path].value == value
-    assert found[path].reason.startswith(expected)
+    reported = violations(recipe(changed(path, value)))
+    assert list(reported) == [path]
+    assert reported[path].value == value
+    assert reported[path].reason.startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -177,27 +177,48 @@ def test_a_wrong_value_is_shown_with_what_was_expected(recipe, path, value, expe
     ],
 )
 def test_adapters_of_unknown_layers_are_refused_with_the_names_of_all(recipe, targets, path, start, end):
-    found = violations(recipe(changed("actor.lora", {"rank": 8, "alpha": 16, "targets": targets})))
-    assert list(found) == [path]
-    assert found[path].reason.startswith(f"{start}'linear_qkv', 'linear_proj', 'linear_fc1', ")
-    assert found[path].reason.endswith(end)
+    reported = violations(recipe(changed("actor.lora", {"rank": 8, "alpha": 16, "targets": targets})))
+    assert list(reported) == [path]
+    assert reported[path].reason.startswith(f"{start}'linear_qkv', 'linear_proj', 'linear_fc1', ")
+    assert reported[path].reason.endswith(end)
 
 
 def test_a_missing_setting_is_named_and_does_not_hide_others(recipe):
     data = changed("run.steps", 0)
     del data["rollout"]["reward"], data["model"]
-    found = violations(recipe(data))
-    assert set(found) == {"run.steps", "rollout.reward", "model"}
-    assert found["model"].value is ABSENT
-    assert found["rollout.reward"].reason.startswith("missing, but required: Import path of a class with ")
-    assert found["model"].reason == "missing, but required: a mapping with path (required), dtype"
+    reported = violations(recipe(data))
+    assert set(reported) == {"run.steps", "rollout.reward", "model"}
+    assert reported["model"].value is ABSENT
+    assert reported["rollout.reward"].reason.startswith("missing, but required: Import path of a class with ")
+    assert reported["model"].reason == "missing, but required: a mapping with path (required), dtype"
+
+
+def test_every_required_setting_that_is_missing_is_named_at_once(recipe):
+    sections = {"model": {}, "data": {}, "eval": {}, "rollout": {"workflow": {}}}
+    data = {**sections, "actor": {"lora": {}, "teacher": {}, "overlong": {}}}
+    assert set(violations(recipe(data))) == {
+        "run",
+        "model.path",
+        "data.path",
+        "eval.path",
+        "actor.lora.rank",
+        "actor.lora.alpha",
+        "actor.teacher.path",
+        "actor.overlong.start",
+        "actor.overlong.end",
+        "rollout.max_head_offpolicyness",
+        "rollout.batch_size",
+        "rollout.n_samples_per_prompt",
+        "rollout.workflow.path",
+        "rollout.reward",
+    }
 
 
 def test_a_wrong_cluster_type_does_not_hide_the_settings_below_it(recipe):
     data = {**VALID, "cluster": {"type": "slrum", "trainer_nodes": 0}}
     assert set(violations(recipe(data))) == {"cluster.type", "cluster.trainer_nodes"}
-    found = violations(recipe({**VALID, "cluster": {"device": "cpu"}}))
-    assert found["cluster.type"].reason == "missing; expected 'local' or 'slurm'"
+    reported = violations(recipe({**VALID, "cluster": {"device": "cpu"}}))
+    assert reported["cluster.type"].reason == "missing; expected 'local' or 'slurm'"
 
 
 def test_a_misspelt_setting_silences_the_rules_that_read_it(recipe):
@@ -263,7 +284,7 @@ TYPE_THAT_HAS = {
     "weights.verify.n": "every_n",
     "weights.verify.": "always",
 }
-"""Of the sections with several types; the first that fits."""
+"""A type of the section that has the setting; the first prefix that matches counts."""
 
 
 BESIDES = {
@@ -272,7 +293,7 @@ BESIDES = {
     "actor.teacher": {"path": "nowhere"},
     "actor.overlong": {"start": 10, "end": 20},
 }
-"""What optional sections cannot do without."""
+"""The required settings of optional sections."""
 
 
 @pytest.mark.parametrize("path", LEAVES)
@@ -310,9 +331,9 @@ def test_nothing_heavy_is_imported():
         "heavy = ours | {'torch', 'sglang', 'megatron', 'ray', 'transformers'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert found.returncode == 0, found.stderr
-    assert float(found.stdout) < 5  # about 0.3 s; the rest is for a loaded machine
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert float(ended.stdout) < 5  # about 0.3 s; the rest is for a loaded machine
 
 
 SCALARS = st.one_of(

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from slipstream.backend.objective.losses import LOSSES, SEQUENCE_MASKS, Tokens, token_losses
 from slipstream.backend.objective.policy_loss import LOG_RATIO_BOUND
-from slipstream.configs.schema.paths import sections_of
 from slipstream.configs.schema import ActorConfig, CorrectionConfig
+from slipstream.configs.schema.paths import sections_of
 
 BEHAVIOUR = ("m2po", "dppo", "aipo")
 TYPES = sorted(LOSSES)
