@@ -51,18 +51,10 @@ def read_document(recipe: Path, overrides: Sequence[str]) -> Document:
     return document
 
 
-def find_recipe(recipe: Path) -> Path:
-    """The file that ``recipe`` names: a path, or the bare name of a recipe in configs/recipes."""
-    if recipe.is_file() or recipe.parent != Path():
-        return recipe
-    bundled = RECIPES / (recipe.name if recipe.suffix in (".yaml", ".yml") else f"{recipe.name}.yaml")
-    return bundled if bundled.is_file() else recipe
-
-
 def _read_recipe(recipe: Path, document: Document) -> dict[str, object] | None:
     value: object = ABSENT
     try:
-        data = _parse(find_recipe(recipe).read_text(encoding="utf-8"), (), document)
+        data = _parse(_find_recipe(recipe).read_text(encoding="utf-8"), (), document)
         if isinstance(data, dict):
             return cast(dict[str, object], data)
         value = ABSENT if data is None else data
@@ -80,6 +72,14 @@ def _read_recipe(recipe: Path, document: Document) -> dict[str, object] | None:
         reason = f"the recipe cannot be read: {getattr(error, 'strerror', None) or error}"
     document.refuse([str(recipe)], reason, value)
     return None
+
+
+def _find_recipe(recipe: Path) -> Path:
+    """The file that ``recipe`` names: a path, or the bare name of a recipe in configs/recipes."""
+    if recipe.is_file() or recipe.parent != Path():
+        return recipe
+    bundled = RECIPES / (recipe.name if recipe.suffix in (".yaml", ".yml") else f"{recipe.name}.yaml")
+    return bundled if bundled.is_file() else recipe
 
 
 def _apply(override: str, document: Document) -> None:

@@ -62,7 +62,7 @@ def locate(
 
 def expectation(problem: ErrorDetails, field: FieldInfo) -> str:
     """What ``field`` accepts, as the reason why pydantic has refused something else."""
-    kind, sections = problem["type"], sections_of(field)
+    kind, sections = "list_type" if is_item(problem) else problem["type"], sections_of(field)
     if kind == "value_error":
         return str(problem.get("ctx", {})["error"])
     if kind == "missing":
@@ -77,9 +77,12 @@ def expectation(problem: ErrorDetails, field: FieldInfo) -> str:
         words = _EXPECTED[kind].format(items=_items(field), **problem.get("ctx", {}))
     else:
         words = problem["msg"].removeprefix("Input should be ")
-    in_list = isinstance(problem["loc"][-1], int)
-    or_null = " or null" if type(None) in get_args(field.annotation) and not in_list else ""
-    return f"expected {words}{or_null}"
+    return f"expected {words} or null" if type(None) in get_args(field.annotation) else f"expected {words}"
+
+
+def is_item(problem: ErrorDetails) -> bool:
+    """Return whether ``problem`` is about an item of a list. The setting is the whole list."""
+    return isinstance(problem["loc"][-1], int)
 
 
 def _items(field: FieldInfo) -> str:

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from slipstream.configs.document import Document, read_document
-from slipstream.configs.explain import expectation, locate, unknown_key
+from slipstream.configs.explain import expectation, is_item, locate, unknown_key
 from slipstream.configs.installed import check_passthrough
 from slipstream.configs.rules import check_rules
 from slipstream.configs.schema import RunConfig
@@ -111,9 +111,16 @@ def _repaired(
         document.unsure.add(join(*path))
         near = nearest(name, types) if isinstance(name, str) else None
         return _replaced(data, (*path, "type"), near) if near else _replaced(data, path, ABSENT)
-    index = [str(key) for key in problem["loc"] if isinstance(key, int)]
-    document.refuse((*path, *index), expectation(problem, field), value)
+    if is_item(problem) and (value := _value_at(data, path)) is ABSENT:
+        return _replaced(data, path, ABSENT)  # another item of the list was refused before
+    document.refuse(path, expectation(problem, field), value)
     return _replaced(data, path, _placeholder(field) if field.is_required() else ABSENT)
+
+
+def _value_at(data: object, path: Sequence[str]) -> object:
+    for key in path:
+        data = cast(Mapping[str, object], data).get(key, ABSENT) if isinstance(data, dict) else ABSENT
+    return data
 
 
 def _replaced(data: object, path: Sequence[str], value: object) -> dict[str, object]:
