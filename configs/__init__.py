@@ -1,4 +1,4 @@
-"""What a run is: the typed recipe (``schema``), how it is read (``load``) and the recipes themselves.
+"""The description of a run: the typed recipe (``schema``), its loader (``load``) and the bundled recipes.
 
-Imports no torch and nothing of the other packages, so ``slipstream check`` answers in a moment.
+This package imports neither torch nor any other package of Slipstream, so that ``slipstream check`` is fast.
 """

@@ -1,6 +1,6 @@
-"""What is wrong with a recipe: one ``Violation`` per mistake, all of them in one ``RecipeError``.
+"""Mistakes in a recipe: one ``Violation`` per mistake, all of them in one ``RecipeError``.
 
-Also what every check shares: how a value is shown, and which known name an unknown one resembles.
+This module also says how every check shows a value, and which known name an unknown name resembles.
 """
 
 import difflib
@@ -15,7 +15,7 @@ class _Absent:
 
 
 ABSENT = _Absent()
-"""The value of a violation about something that is not there. ``None`` is taken: it is YAML's null."""
+"""The value of a violation at which nothing is given. ``None`` is YAML's null."""
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -24,18 +24,18 @@ _SHORT.maxlevel = 3
 
 @dataclass(frozen=True)
 class Violation:
-    """One mistake: where it is (dotted path), what was found there, and what was expected instead."""
+    """One mistake: its dotted path, the value found there, and what was expected instead."""
 
     path: str
     value: object
     reason: str
 
     def __str__(self) -> str:
-        found = "" if self.value is ABSENT else f" = {shown(self.value)}"
-        return f"{self.path}{found}: {self.reason}"
+        value = "" if self.value is ABSENT else f" = {shown(self.value)}"
+        return f"{self.path}{value}: {self.reason}"
 
     def renamed(self, names: Mapping[str, str]) -> "Violation":
-        """The same where settings have other names."""
+        """Return a copy in which the settings ``names`` have their other names."""
         reason = self.reason
         for name, other in names.items():
             reason = reason.replace(name, other)
@@ -43,7 +43,7 @@ class Violation:
 
 
 class RecipeError(Exception):
-    """A recipe that cannot be run. ``violations`` holds every mistake that was found, not only the first."""
+    """A recipe that cannot be run. ``violations`` holds every mistake, not only the first."""
 
     def __init__(self, violations: Iterable[Violation], source: str = "the recipe") -> None:
         self.violations = tuple(violations)
@@ -66,12 +66,12 @@ def shown(value: object) -> str:
 
 
 def join(*keys: str) -> str:
-    """A dotted path; a key that would break the line is shown quoted."""
+    """A dotted path. A key that would break the line is shown quoted."""
     return ".".join(key if key.isprintable() and key else repr(key) for key in keys)
 
 
 def nearest(name: str, known: Sequence[str], cutoff: float = 0.6) -> str | None:
-    """The name in ``known`` that is spelled most like ``name``; None when none is ``cutoff`` alike."""
+    """The name in ``known`` that is spelled most like ``name``; None if none is ``cutoff`` alike."""
     plain = {candidate.lower(): candidate for candidate in known}
     matches = difflib.get_close_matches(name.lower().replace("-", "_"), plain, n=1, cutoff=cutoff)
     return plain[matches[0]] if matches else None
@@ -79,5 +79,5 @@ def nearest(name: str, known: Sequence[str], cutoff: float = 0.6) -> str | None:
 
 def one_of(choices: Iterable[object]) -> str:
     """``a, b or c``."""
-    *head, last = (shown(choice) if not isinstance(choice, str) else choice for choice in choices)
+    *head, last = (choice if isinstance(choice, str) else shown(choice) for choice in choices)
     return f"{', '.join(head)} or {last}" if head else last

@@ -5,7 +5,7 @@ from slipstream.bridge.families import ModelSpec, model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.model.layout import UnevenSplit
 from slipstream.bridge.shards.plan import ExportPlan
-from slipstream.configs.rules import MODELS
+from slipstream.configs.rules.models import MODELS
 from slipstream.configs.schema import RunConfig
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
 from slipstream.bridge.families import model_spec
@@ -10,7 +9,7 @@ from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.hf.index import HfCheckpointError
 from slipstream.bridge.model.spec import ModelSpec, value_spec
 from slipstream.bridge.shards.check import check_tensors
-from slipstream.configs.rules import CRITIC, OTHER_MODELS, setting
+from slipstream.configs.rules.models import CRITIC, OTHER_MODELS, model_folder
 from slipstream.configs.schema import PluginConfig, RunConfig
 from slipstream.rollout import plugins
 from slipstream.rollout.control.filters import GroupFilter
@@ -94,8 +93,7 @@ def checkpoint_problems(config: RunConfig, settings: Iterable[str]) -> list[str]
     """
     problems: list[str] = []
     for name in settings:
-        path = cast(Path | None, setting(config, name))
-        if path is not None:
+        if (path := model_folder(config, name)) is not None:
             try:
                 spec = model_spec(path)
                 check_tensors(value_spec(spec) if name == CRITIC else spec)

@@ -15,6 +15,7 @@ from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.backend.quickstart import task
 from slipstream.backend.quickstart.tokenizer import build_tokenizer, demonstration_text, prompt_text
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.supervised import SupervisedConfig
 from slipstream.configs.supervised import run_of
 
 BATCH = 64
@@ -40,8 +41,8 @@ def warm_start(start: Path, out: Path, *, seed: int, steps: int) -> None:
 
 def recipe(start: Path, seed: int, steps: int) -> RunConfig:
     """What the trainer is told."""
-    return RunConfig.model_validate(
-        run_of(
+    return run_of(
+        SupervisedConfig.model_validate(
             {
                 "run": {"name": "warm-start", "steps": steps, "seed": seed, "step_timeout_s": TIMEOUT_S},
                 "model": {"path": start, "dtype": "float32"},

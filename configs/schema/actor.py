@@ -1,8 +1,8 @@
 """``actor``: the policy being trained."""
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import Field
 
 from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.models import KLConfig, TeacherConfig
@@ -26,67 +26,75 @@ LinearLayer = Literal[
     "linear_kv_down_proj",
     "linear_kv_up_proj",
 ]
-"""Attention: fused query, key, value; output. Feed-forward, dense and of experts: fused gate and up; down.
-Latent attention has the others instead of linear_qkv."""
+"""Megatron's names of linear layers. In attention: the fused query, key and value projection, and the
+output projection. In dense and expert feed-forward layers: the fused gate and up projection, and the down
+projection. The other names replace ``linear_qkv`` in latent attention."""
 
 
 class ParallelConfig(Section):
-    """How many ways the model is split. The trainer has tensor * context * pipeline * data ranks."""
+    """The layout of the trainer, which has tensor * context * pipeline * data ranks."""
 
-    tensor: int = Field(1, ge=1, description="Tensor-parallel ranks.")
-    pipeline: int = Field(1, ge=1, description="Pipeline stages.")
+    tensor: int = Field(default=1, ge=1, description="Number of tensor-parallel ranks.")
+    pipeline: int = Field(default=1, ge=1, description="Number of pipeline stages.")
     virtual_pipeline: int = Field(
-        1, ge=1, description="Parts of the model that each pipeline stage holds (interleaved schedule)."
+        default=1,
+        ge=1,
+        description="Number of model parts on each pipeline stage (interleaved schedule).",
     )
     layers: list[int] | None = Field(
-        None,
-        description="Layers of each part of the pipeline, in order: `pipeline * virtual_pipeline` numbers; "
-        "null: the same in each.",
+        default=None,
+        description="Number of layers of each model part, in order: `pipeline * virtual_pipeline` numbers; "
+        "null: the same number in each.",
     )
-    data: int = Field(1, ge=1, description="Data-parallel replicas.")
-    sequence: bool = Field(False, description="Sequence parallelism inside the tensor-parallel group.")
+    data: int = Field(default=1, ge=1, description="Number of data-parallel replicas.")
+    sequence: bool = Field(
+        default=False, description="Use sequence parallelism inside the tensor-parallel group."
+    )
     context: int = Field(
-        1,
+        default=1,
         ge=1,
-        description="Ranks that share the tokens of each trajectory (needs layer_spec: transformer_engine).",
+        description="Number of ranks that share the tokens of each trajectory. More than 1 needs "
+        "`actor.layer_spec: transformer_engine`.",
     )
-    expert: int = Field(1, ge=1, description="Ranks that different experts are spread over.")
+    expert: int = Field(default=1, ge=1, description="Number of ranks over which the experts are spread.")
     expert_tensor: int | None = Field(
-        None, ge=1, description="Tensor-parallel ranks of each expert; null: as `tensor`."
+        default=None, ge=1, description="Number of tensor-parallel ranks of each expert; null: `tensor`."
     )
 
     @property
     def microbatch_multiple(self) -> int:
-        """A rank's micro-batches come in multiples of this: interleaved, there is one for each stage."""
+        """Divisor of the number of micro-batches of a rank. The interleaved schedule needs a multiple of the
+        number of pipeline stages."""
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     @property
     def trajectory_multiple(self) -> int:
-        """The tokens of a padded trajectory are a multiple of this: context parallelism cuts it evenly."""
+        """Divisor of the tokens of a padded trajectory: context parallelism cuts it into equal chunks."""
         return 2 * self.context if self.context > 1 else 1
 
     @property
     def length_multiple(self) -> int:
-        """Those of a micro-batch of this: sequence parallelism splits what a rank has of it."""
+        """Divisor of the tokens of a micro-batch: sequence parallelism splits a rank's share of it."""
         return self.trajectory_multiple * (self.tensor if self.sequence else 1)
 
     @property
     def world_size(self) -> int:
+        """Number of ranks of the trainer."""
         return self.tensor * self.context * self.pipeline * self.data
 
 
 class LoraConfig(Section):
-    """Train low-rank adapters of linear layers, W + alpha / rank * B A, and leave the model itself as it is.
+    """Low-rank adapters of linear layers, W + alpha / rank * B A. The model's own weights are not trained.
 
-    Engines get merged weights.
+    The engines receive merged weights.
     """
 
-    rank: int = Field(ge=1, description="Rows of A and columns of B.")
-    alpha: float = Field(gt=0, description="Adapters count alpha / rank times.")
+    rank: int = Field(ge=1, description="Rank of the adapters: the rows of A and the columns of B.")
+    alpha: float = Field(gt=0, description="Scale of the adapters: their output is times alpha / rank.")
     targets: list[LinearLayer] | None = Field(
-        None,
+        default=None,
         min_length=1,
-        description="Megatron's names of the layers; null: all linear layers of the decoder.",
+        description="Megatron's names of the layers to adapt; null: all linear layers of the decoder.",
     )
 
 
@@ -94,69 +102,96 @@ Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_bas
 
 
 class TrainedConfig(Section):
-    """How a model is trained, whatever for."""
+    """Settings of the trainer that do not depend on what the model is trained for."""
 
-    parallel: ParallelConfig = ParallelConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    lora: LoraConfig | None = Field(None, description="null: train all weights.")
+    parallel: ParallelConfig = Field(default=ParallelConfig(), description="Layout of the trainer.")
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Optimizer of the model.")
+    lora: LoraConfig | None = Field(
+        default=None, description="Low-rank adapters; null: all weights are trained."
+    )
     averaging: Literal["token", "sequence", "prompt"] = Field(
-        "token",
-        description="What has equal weight in the loss of a minibatch: tokens, trajectories or prompts.",
+        default="token",
+        description="Unit with equal weight in the loss of a mini-batch: a token, a trajectory "
+        "(`sequence`) or a prompt.",
     )
     microbatch_tokens: int = Field(
-        8192, ge=1, description="Token budget of one packed forward pass on one data-parallel rank."
+        default=8192,
+        ge=1,
+        description="Largest number of tokens in a micro-batch, for all ranks of one data-parallel replica "
+        "together. A longer trajectory has a micro-batch of its own.",
     )
     fp32_lm_head: bool = Field(
-        False,
-        description="Do not round a bfloat16 model's logits to bfloat16. No effect on a float32 model.",
+        default=False,
+        description="Keep the logits of a bfloat16 model in float32. Has no effect on a float32 model.",
     )
     layer_spec: Literal["auto", "transformer_engine", "local"] = Field(
-        "auto",
-        description="Layers of Transformer Engine, or plain PyTorch ones; auto: the former on GPUs where "
-        "it is installed, for bfloat16 models without adapters.",
+        default="auto",
+        description="Implementation of the layers: Transformer Engine's, or plain PyTorch (`local`). `auto` "
+        "takes Transformer Engine's on GPUs where it is installed, for bfloat16 models without adapters.",
     )
     recompute: Literal["none", "selective", "full"] = Field(
-        "none",
-        description="Activations that the backward pass computes again instead of keeping them: none, those "
-        "inside of attention, or all but the input of each layer.",
+        default="none",
+        description="Activations that the backward pass recomputes instead of keeping them in memory: none, "
+        "the ones inside attention (`selective`), or all except the input of each layer (`full`).",
     )
-    megatron: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Further fields of Megatron's TransformerConfig and OptimizerConfig, by their own names.",
+    megatron: dict[str, object] = Field(
+        default={},
+        description="Further fields of Megatron's TransformerConfig and OptimizerConfig, under their own "
+        "names.",
     )
 
 
 class ActorConfig(TrainedConfig):
-    objective: Objective = Field(PPOObjective(), description="What is minimised (docs/objectives.md).")
-    correction: CorrectionConfig = CorrectionConfig()
+    """The policy being trained."""
+
+    objective: Objective = Field(
+        default=PPOObjective(), description="Function that training minimises (docs/objectives.md)."
+    )
+    correction: CorrectionConfig = Field(
+        default=CorrectionConfig(), description="Corrections for stale tokens and sequences."
+    )
     use_decoupled_loss: bool = Field(
-        True,
-        description="Take the ratio to the proximal policy, weight by proximal / behaviour (AReaL).",
+        default=True,
+        description="Take the ratio to the proximal policy, and multiply the loss by the importance weight "
+        "proximal / behaviour (AReaL).",
     )
     recompute_logprobs: bool = Field(
-        True,
-        validation_alias=AliasChoices("recompute_logprobs", "recompute_logprob"),
-        description="Recompute the log-probs of a batch with the weights that the step starts from.",
+        default=True,
+        description="Compute the proximal log-probs of a batch with the weights that the training step "
+        "starts from.",
     )
     interpolate_logprobs: bool = Field(
-        False,
-        description="Estimate the proximal log-probs of the decoupled loss instead, between behaviour and "
-        "current ones according to lag (A-3PO): no forward pass.",
+        default=False,
+        description="Estimate the proximal log-probs instead of computing them, by interpolating between "
+        "behaviour and current log-probs according to lag (A-3PO). Saves a forward pass.",
     )
     advantage: Advantage = Field(
-        "grpo",
-        description="From rewards to advantages. grpo: (reward - mean) / standard deviation within a group; "
-        "dr_grpo: not divided; rloo: reward - mean of the others in the group; reinforce_pp: whitened "
-        "over the tokens of the batch, with _baseline after subtracting the mean of the group; gae: of each "
-        "token from the `critic`'s values, whitened; reward: as it is.",
+        default="grpo",
+        description="Advantage of a trajectory from its reward. `grpo`: (reward - group mean) / group "
+        "standard deviation. `dr_grpo`: reward - group mean. `rloo`: reward - mean of the other trajectories "
+        "of the group. `reinforce_pp`: reward, whitened over the tokens of the batch. "
+        "`reinforce_pp_baseline`: reward - group mean, whitened in the same way. `gae`: an advantage per "
+        "token from the critic's values, whitened. `reward`: the reward itself.",
     )
-    overlong: OverlongConfig | None = Field(None, description="Penalty for long answers; null: none.")
-    turns: TurnsConfig | None = Field(None, description="Rewards of single turns; null: only the episode's.")
+    overlong: OverlongConfig | None = Field(
+        default=None, description="Penalty for long trajectories; null: none."
+    )
+    turns: TurnsConfig | None = Field(
+        default=None, description="Rewards of single turns; null: only episodes have rewards."
+    )
     kl: KLConfig | None = Field(
-        None, description="Keeps the policy near a reference model; null: no such model."
+        default=None, description="Penalty for leaving a reference model; null: none is loaded."
     )
-    teacher: TeacherConfig | None = Field(None, description="Distillation; null: no such model.")
+    teacher: TeacherConfig | None = Field(
+        default=None, description="Distillation from a teacher; null: none is loaded."
+    )
     entropy_bonus: float = Field(
-        0.0, ge=0, description="Coefficient of the policy's entropy, which is subtracted from the loss."
+        default=0.0,
+        ge=0,
+        description="Coefficient of the policy's entropy, which is subtracted from the loss.",
     )
-    minibatches: int = Field(1, ge=1, description="Optimizer updates per training step.")
+    minibatches: int = Field(
+        default=1,
+        ge=1,
+        description="Number of mini-batches, and so of optimizer updates, in a training step.",
+    )

@@ -1,4 +1,4 @@
-"""``checkpoint``: how often the trainer's whole state is written, and what is kept of it."""
+"""``checkpoint``: how often the trainer's whole state is written, and which checkpoints are kept."""
 
 from pydantic import Field
 
@@ -6,13 +6,19 @@ from slipstream.configs.schema.base import Section
 
 
 class CheckpointConfig(Section):
-    """Checkpoints that a run goes on from. They are written while training goes on."""
+    """Checkpoints from which a run resumes. They are written while training continues."""
 
-    every: int = Field(10, ge=0, description="Training steps from one checkpoint to the next; 0: none.")
-    keep_last: int = Field(2, ge=1, description="Newest checkpoints that are kept; older ones are deleted.")
+    every: int = Field(
+        default=10, ge=0, description="Number of training steps between two checkpoints; 0 writes none."
+    )
+    keep_last: int = Field(
+        default=2, ge=1, description="Number of newest checkpoints to keep; older ones are deleted."
+    )
     keep_every: int | None = Field(
-        None, ge=1, description="Also keep every checkpoint whose training step is a multiple of this."
+        default=None,
+        ge=1,
+        description="Also keep every checkpoint whose training step is a multiple of this number.",
     )
     timeout_s: float = Field(
-        1800, gt=0, description="Longest that writing one checkpoint may take before it is given up."
+        default=1800, gt=0, description="Seconds after which the writing of one checkpoint is given up."
     )

@@ -1,27 +1,31 @@
-"""The models besides the policy, each of them there only if the objective asks for it."""
+"""The models besides the policy. Each of them is loaded only if the recipe has its section."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.base import PathSetting, Section
 from slipstream.configs.schema.optimizer import OptimizerConfig
 
 
 class CheckpointReference(Section):
-    """A model that stays as it is."""
+    """A reference model whose weights never change."""
 
     type: Literal["checkpoint"] = "checkpoint"
-    path: Path | None = Field(None, description="HF checkpoint directory; null: `model.path`.")
+    path: PathSetting | None = Field(
+        default=None, description="Hugging Face checkpoint directory; null: `model.path`."
+    )
 
 
 class AverageReference(Section):
-    """The exponential moving average of the policy's own weights, in single precision."""
+    """The exponential moving average of the policy's own weights, in float32."""
 
     type: Literal["average"] = "average"
     decay: float = Field(
-        0.99, gt=0, lt=1, description="The average is decay * average + (1 - decay) * policy after each step."
+        default=0.99,
+        gt=0,
+        lt=1,
+        description="After each training step the average becomes decay * average + (1 - decay) * policy.",
     )
 
 
@@ -29,50 +33,71 @@ Reference = Annotated[CheckpointReference | AverageReference, Field(discriminato
 
 
 class KLConfig(Section):
-    """Keeps the policy near a reference model."""
+    """A penalty for the divergence of the policy from a reference model."""
 
-    coefficient: float = Field(1e-3, gt=0, description="How much the divergence counts.")
+    coefficient: float = Field(default=1e-3, gt=0, description="Coefficient of the KL estimate.")
     where: Literal["loss", "reward"] = Field(
-        "loss",
-        description="loss: added to it, with the ratio pi / mu that makes the gradient unbiased. reward: "
-        "subtracted from the reward, of each token with `advantage: gae`, else of the trajectory.",
+        default="loss",
+        description="`loss`: the estimate is added to the loss, times pi / mu, which makes its gradient "
+        "unbiased. `reward`: it is subtracted from the reward of each token with `actor.advantage: gae`, and "
+        "from the reward of the trajectory otherwise.",
     )
     estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="From x = log pi - log ref: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x."
+        default="k3",
+        description="KL estimate from x = log pi - log ref: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x.",
     )
-    reference: Reference = CheckpointReference()
+    reference: Reference = Field(
+        default=CheckpointReference(), description="Model from which the divergence is measured."
+    )
 
 
 class TeacherConfig(Section):
-    """On-policy distillation: log pi_teacher - log pi of each token is added to its advantage."""
+    """On-policy distillation: log pi_teacher - log pi_old of each token is added to its advantage."""
 
-    path: Path = Field(description="HF checkpoint directory of a model with the policy's vocabulary.")
-    coefficient: float = Field(1.0, gt=0, description="How much the teacher's part counts.")
+    path: PathSetting = Field(
+        description="Hugging Face checkpoint directory of a model with the policy's vocabulary."
+    )
+    coefficient: float = Field(
+        default=1.0, gt=0, description="Coefficient of the teacher's part of the advantage."
+    )
     reward_coefficient: float = Field(
-        0.0, ge=0, description="How much the advantage from rewards counts; 0: only the teacher."
+        default=0.0,
+        ge=0,
+        description="Coefficient of the advantage from rewards; 0 trains on the teacher alone.",
     )
 
 
 class CriticOptimizerConfig(OptimizerConfig):
-    lr: float = Field(1e-5, gt=0, description="Learning rate after warm-up.")
+    lr: float = Field(default=1e-5, gt=0, description="Peak learning rate, reached after the warm-up.")
 
 
 class CriticConfig(Section):
-    """A model with one value per token, trained beside the policy in the same layout."""
+    """A model that predicts one value per token, trained beside the policy and in its layout."""
 
-    path: Path | None = Field(
-        None,
-        description="HF checkpoint directory to start from, a language model or one for sequence "
-        "classification with one label; null: `model.path`. Without such a head values start at 0.",
+    path: PathSetting | None = Field(
+        default=None,
+        description="Hugging Face checkpoint directory of the initial critic: a language model, whose value "
+        "head starts at 0, or a model for sequence classification with one label (`score.weight`); "
+        "null: `model.path`.",
     )
-    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
-    discount: float = Field(1.0, gt=0, le=1, description="Of rewards, per token.")
+    optimizer: CriticOptimizerConfig = Field(
+        default=CriticOptimizerConfig(), description="Optimizer of the critic."
+    )
+    discount: float = Field(default=1.0, gt=0, le=1, description="Discount of later rewards, per token.")
     gae_lambda: float = Field(
-        1.0, ge=0, le=1, description="1: returns minus values; lower: less variance, more bias."
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Lambda of GAE. 1 gives returns minus values; less has less variance and more bias.",
     )
     value_clip: float | None = Field(
-        0.2, gt=0, description="How far a value may move in a training step; null: any distance."
+        default=0.2,
+        gt=0,
+        description="Largest change of a value within a training step (PPO's clipped value loss); null: "
+        "unlimited.",
     )
     warmup_steps: int = Field(
-        0, ge=0, description="First training steps in which only the critic is trained."
+        default=0,
+        ge=0,
+        description="Number of training steps at the start of the run that train only the critic.",
     )

@@ -1,6 +1,6 @@
 """``optimizer`` of the actor and of the critic."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -8,67 +8,81 @@ from slipstream.configs.schema.base import Section
 
 
 class ConstantRate(Section):
-    """The learning rate stays where the warm-up has brought it."""
+    """After the warm-up the learning rate stays at `lr`."""
 
     type: Literal["constant"] = "constant"
 
 
 class _Decaying(Section):
-    min_lr: float = Field(0.0, ge=0, description="Learning rate after the decay.")
+    min_lr: float = Field(default=0.0, ge=0, description="Learning rate after the decay.")
     start: int = Field(
-        0,
+        default=0,
         ge=0,
-        description="Training step that it stays up to; less than the warm-up: none is added to that.",
+        description="Number of training steps, warm-up included, before the decay begins. The decay never "
+        "begins before the end of the warm-up.",
     )
     steps: int | None = Field(
-        None,
+        default=None,
         ge=1,
-        description="Training step, warm-up included, that has come down to min_lr; null: run.steps.",
+        description="Number of training steps, warm-up included, after which the learning rate is `min_lr`; "
+        "null: `run.steps`.",
     )
 
 
 class LinearDecay(_Decaying):
-    """The learning rate falls in a straight line."""
+    """The learning rate falls linearly from `lr` to `min_lr`."""
 
     type: Literal["linear"] = "linear"
 
 
 class CosineDecay(_Decaying):
-    """The learning rate falls like half a cosine."""
+    """The learning rate falls from `lr` to `min_lr` along half a cosine."""
 
     type: Literal["cosine"] = "cosine"
 
 
-def _by_type(value: Any) -> Any:
+def _from_type(value: object) -> object:
     return {"type": value} if isinstance(value, str) else value
 
 
 Decay = Annotated[
     Annotated[ConstantRate | LinearDecay | CosineDecay, Field(discriminator="type")],
-    BeforeValidator(_by_type),
+    BeforeValidator(_from_type),
 ]
 """``constant``, ``linear`` or ``cosine``; or ``{type: cosine, min_lr: 1e-7}``."""
 
 
 class OptimizerConfig(Section):
-    """Adam as Megatron's optimizer runs it, with a linear warm-up and then a decay of the learning rate."""
+    """Megatron's Adam, with a linear warm-up and then a decay of the learning rate."""
 
-    lr: float = Field(1e-6, gt=0, description="Learning rate after warm-up.")
-    warmup_steps: int = Field(0, ge=0, description="Training steps of linear warm-up.")
-    decay: Decay = Field(ConstantRate(), description="How the learning rate goes on after warm-up.")
-    weight_decay: float = Field(0.0, ge=0, description="Of matrices; norms and biases have none.")
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    clip_grad: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 switches clipping off.")
+    lr: float = Field(default=1e-6, gt=0, description="Peak learning rate, reached after the warm-up.")
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Number of training steps over which the learning rate rises linearly."
+    )
+    decay: Decay = Field(default=ConstantRate(), description="Learning rate after the warm-up.")
+    weight_decay: float = Field(
+        default=0.0,
+        ge=0,
+        description="Decoupled weight decay (AdamW) of matrices; norms and biases have none.",
+    )
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay rate of Adam's first moment.")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="Decay rate of Adam's second moment.")
+    eps: float = Field(
+        default=1e-8, gt=0, description="Constant added to the square root of Adam's second moment."
+    )
+    clip_grad: float = Field(
+        default=1.0, ge=0, description="Largest global gradient norm; 0 switches clipping off."
+    )
     distributed: bool = Field(
-        False, description="Shard the optimizer state over data-parallel ranks (DistributedOptimizer)."
+        default=False,
+        description="Shard the optimizer state over data-parallel ranks (Megatron's DistributedOptimizer).",
     )
     overlap_grad_reduce: bool = Field(
-        False, description="Sum gradients over data-parallel ranks while the backward pass goes on."
+        default=False,
+        description="Sum gradients over data-parallel ranks during the backward pass instead of after it.",
     )
     overlap_param_gather: bool = Field(
-        False,
-        description="Gather the weights of one update during the forward pass of the next one of the same "
-        "training step (needs distributed, overlap_grad_reduce and minibatches > 1).",
+        default=False,
+        description="Gather the updated weights during the next forward pass of the same training step. "
+        "Needs `distributed`, `overlap_grad_reduce` and `actor.minibatches` of at least 2.",
     )

@@ -1,7 +1,7 @@
-"""Named by import path: how a recipe points at code, the built-in code included."""
+"""Settings that name code by its import path, the code that comes with Slipstream included."""
 
 import re
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -20,10 +20,12 @@ ImportPath = Annotated[str, AfterValidator(_is_dotted)]
 
 
 class PluginConfig(Section):
-    """An object to construct: ``path`` names a class (or factory), ``args`` are its keyword arguments."""
+    """A class or factory, and the keyword arguments that it is called with."""
 
-    path: ImportPath
-    args: dict[str, Any] = Field(default_factory=dict)
+    path: ImportPath = Field(
+        description="Import path `package.module.Name` of a class or of a function that returns an object."
+    )
+    args: dict[str, object] = Field(default={}, description="Keyword arguments of the class or function.")
 
 
 def _from_string(value: object) -> object:

@@ -1,64 +1,74 @@
-"""``rollout``: how trajectories are generated, judged and admitted."""
+"""``rollout``: how trajectories are generated, rewarded and admitted."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from slipstream.configs.schema.base import Section
-from slipstream.configs.schema.plugin import Plugin
+from slipstream.configs.schema.plugin import Plugin, PluginConfig
 
 
 class SamplingConfig(Section):
-    """How the behaviour policy samples. Log-probs are those of the distribution at this temperature."""
+    """How the behaviour policy samples."""
 
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, description="-1 keeps the whole vocabulary.")
-    max_new_tokens: int = Field(1024, ge=1)
+    temperature: float = Field(
+        default=1.0,
+        gt=0,
+        description="Temperature of the softmax. Log-probs are of the distribution at this temperature.",
+    )
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Must be 1: no truncation by probability.")
+    top_k: int = Field(default=-1, description="Must be -1: the whole vocabulary.")
+    max_new_tokens: int = Field(default=1024, ge=1, description="Largest number of tokens of a completion.")
 
 
 class EngineConfig(Section):
-    """The SGLang servers."""
+    """The SGLang engines."""
 
-    count: int = Field(1, ge=1, description="Independent servers.")
-    tensor_parallel: int = Field(1, ge=1, description="Ranks of one server.")
+    count: int = Field(default=1, ge=1, description="Number of engines, each of which is a server.")
+    tensor_parallel: int = Field(default=1, ge=1, description="Number of tensor-parallel ranks per engine.")
     colocated: bool = Field(
-        False,
-        description="The engines are on the trainer's GPUs and take turns with it: who does not compute has "
-        "its memory on the host. Generation stands still while the trainer trains.",
+        default=False,
+        description="Place the engines on the trainer's GPUs. Trainer and engines take turns, and the one "
+        "that waits keeps its state in host memory. Generation stops while the trainer trains.",
     )
-    start_timeout_s: float = Field(600, gt=0, description="Longest time from start to healthy.")
+    start_timeout_s: float = Field(
+        default=600, gt=0, description="Seconds that an engine may take to start and become healthy."
+    )
     request_timeout_s: float = Field(
-        600,
+        default=600,
         gt=0,
-        description="Longest silence of an engine about one request, pauses for an update included (but not "
-        "the trainer's turns of `colocated`); a longer one has the engine checked and the request continued.",
+        description="Seconds for which an engine may send nothing about a request. Then the engine is "
+        "checked and the request is continued. Pauses for an update count, turns of a colocated trainer do "
+        "not.",
     )
     stream_interval: int = Field(
-        64,
+        default=64,
         ge=1,
-        description="Tokens from one message of an engine about a request to the next: what is lost of an "
-        "answer at most when its engine dies.",
+        description="Number of tokens between two messages of an engine about a request: the most that is "
+        "lost of a completion when its engine dies.",
     )
     adaptive_concurrency: bool = Field(
-        True,
-        description="Generate fewer than `rollout.max_concurrent` trajectories at one time while the "
-        "engines' KV memory does not hold them.",
+        default=True,
+        description="Generate fewer than `rollout.max_concurrent` trajectories at a time while the engines' "
+        "KV memory cannot hold that many.",
     )
-    restarts: int = Field(3, ge=0, description="Restarts of one engine before the run fails.")
-    args: dict[str, Any] = Field(
-        default_factory=dict, description="Further fields of SGLang's ServerArgs, by their own names."
+    restarts: int = Field(
+        default=3, ge=0, description="Number of restarts of one engine before the run fails."
+    )
+    args: dict[str, object] = Field(
+        default={}, description="Further fields of SGLang's ServerArgs, under their own names."
     )
 
 
 class SlotsAdmission(Section):
-    """(max_head_offpolicyness + 1) * batch_size slots, freed when what was trained on them is published."""
+    """(max_head_offpolicyness + 1) * batch_size slots. A slot is freed when the policy version trained on its
+    group is published."""
 
     type: Literal["slots"] = "slots"
 
 
 class VolumeAdmission(Section):
-    """AReaL's gate, for comparison: bounds how many groups were ever accepted, not how old they become."""
+    """AReaL's gate, for comparison. It bounds how many groups were ever accepted, not how old they become."""
 
     type: Literal["volume"] = "volume"
 
@@ -67,18 +77,18 @@ AdmissionConfig = Annotated[SlotsAdmission | VolumeAdmission, Field(discriminato
 
 
 class ReadyFirstConsumption(Section):
-    """What is ready is trained, oldest first, but for its tokens that are older than the bound by then."""
+    """Ready groups are trained, oldest first. Tokens beyond the bound are treated by `on_stale`."""
 
     type: Literal["ready_first"] = "ready_first"
     on_stale: Literal["mask", "requeue", "drop"] = Field(
-        "mask",
-        description="A group with tokens outside the bound: they get no loss (mask), its prompt is generated "
-        "again (requeue), or it is given up (drop).",
+        default="mask",
+        description="Treatment of a group with tokens beyond the bound. `mask`: those tokens carry no loss. "
+        "`requeue`: the group is given up and its prompt admitted again. `drop`: the group is given up.",
     )
 
 
 class FifoConsumption(Section):
-    """Batches in admission order exactly. A slow group holds up its batch."""
+    """Groups are trained in the order of their admission. A slow group delays its batch."""
 
     type: Literal["fifo"] = "fifo"
 
@@ -88,10 +98,10 @@ class WindowedConsumption(Section):
 
     type: Literal["windowed"] = "windowed"
     fraction: float = Field(
-        0.25,
+        default=0.25,
         ge=0,
         lt=1,
-        description="Part of the slots that is not admitted to, so that as many groups may be overtaken.",
+        description="Fraction of the slots that admission leaves empty. That many groups may be overtaken.",
     )
 
 
@@ -101,38 +111,60 @@ ConsumptionConfig = Annotated[
 
 
 class RolloutConfig(Section):
+    """How trajectories are generated, rewarded and admitted."""
+
     max_head_offpolicyness: int = Field(
         ge=0,
-        description="Bound on the lag of every trained token, in policy versions; 0: synchronous.",
+        description="Bound on the lag of every trained token, in policy versions; 0 is synchronous.",
     )
-    allow_extreme_offpolicyness: bool = Field(False, description="Permit a bound above 16.")
-    batch_size: int = Field(ge=1, description="Groups per training step.")
-    n_samples_per_prompt: int = Field(ge=1, description="Trajectories per group.")
-    admission: AdmissionConfig = Field(SlotsAdmission(), description="When one more group may start.")
+    allow_extreme_offpolicyness: bool = Field(default=False, description="Permit a bound above 16.")
+    batch_size: int = Field(
+        ge=1, description="Number of groups in a batch. A training step consumes one batch."
+    )
+    n_samples_per_prompt: int = Field(ge=1, description="Number of trajectories in a group.")
+    admission: AdmissionConfig = Field(
+        default=SlotsAdmission(), description="Condition for starting the next group."
+    )
     consumption: ConsumptionConfig = Field(
-        ReadyFirstConsumption(), description="Which ready groups make the next batch."
+        default=ReadyFirstConsumption(), description="Choice of the ready groups that make the next batch."
     )
     over_sampling: float = Field(
-        1.0,
+        default=1.0,
         ge=1,
         le=4,
-        description="Groups started per group that a batch needs; those not needed in time are given up.",
+        description="Number of groups to start per group that a batch needs. Groups that are not needed in "
+        "time are given up.",
     )
     max_concurrent: int = Field(
-        256, ge=1, description="Trajectories being generated at one time, all engines."
+        default=256,
+        ge=1,
+        description="Largest number of trajectories that all engines together generate at a time.",
     )
     episode_attempts: int = Field(
-        3, ge=1, description="Attempts of one episode before its group is `failed`; a lost engine costs none."
+        default=3,
+        ge=1,
+        description="Number of attempts at an episode before its group is lost as `failed`. The loss of an "
+        "engine does not count as an attempt.",
     )
-    episode_timeout_s: float = Field(600, gt=0, description="Longest time of one attempt at an episode.")
-    sampling: SamplingConfig = SamplingConfig()
-    engine: EngineConfig = EngineConfig()
+    episode_timeout_s: float = Field(
+        default=600, gt=0, description="Seconds that one attempt at an episode may take."
+    )
+    sampling: SamplingConfig = Field(
+        default=SamplingConfig(), description="How the behaviour policy samples."
+    )
+    engine: EngineConfig = Field(default=EngineConfig(), description="The SGLang engines.")
     workflow: Plugin = Field(
-        default="slipstream.rollout.workflow.SingleTurn",
-        description="What an episode does (`slipstream.rollout.workflow.Workflow`).",
+        default=PluginConfig(path="slipstream.rollout.workflow.SingleTurn"),
+        description="Import path of a class with the method `run` of `slipstream.rollout.workflow.Workflow`, "
+        "which executes one episode.",
     )
-    reward: Plugin = Field(description="What an episode is worth (`slipstream.rollout.reward.Reward`).")
+    reward: Plugin = Field(
+        description="Import path of a class with the method `score` of `slipstream.rollout.reward.Reward`, "
+        "which returns the reward of an episode."
+    )
     group_filter: Plugin | None = Field(
-        None,
-        description="Which finished groups are trained (`slipstream.rollout.control.filters.GroupFilter`).",
+        default=None,
+        description="Import path of a class with the method `keep` of "
+        "`slipstream.rollout.control.filters.GroupFilter`, which says whether a finished group is trained; "
+        "null: all are.",
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from slipstream.configs.schema.actor import ActorConfig
-from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.base import PathSetting, Section
 from slipstream.configs.schema.checkpoint import CheckpointConfig
 from slipstream.configs.schema.models import CriticConfig
 from slipstream.configs.schema.plugin import Plugin
@@ -16,59 +16,92 @@ from slipstream.configs.schema.weights import WeightsConfig
 
 
 class RunSection(Section):
-    """What this run is called, how long it goes on and where its folder is."""
+    """Name, length and folder of the run."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run folder.")
-    root: Path = Field(Path("runs"), description="Where run folders are made.")
-    steps: int = Field(ge=1, description="Training steps, each of which publishes one policy version.")
-    seed: int = Field(0, ge=0)
-    step_timeout_s: float = Field(1800, gt=0, description="Longest training step before the run fails.")
-    batch_timeout_s: float = Field(3600, gt=0, description="Longest wait for a batch before the run fails.")
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run and of its folder."
+    )
+    root: PathSetting = Field(default=Path("runs"), description="Directory in which run folders are created.")
+    steps: int = Field(
+        ge=1, description="Number of training steps, each of which publishes one policy version."
+    )
+    seed: int = Field(default=0, ge=0, description="Random seed of the run and of its engines.")
+    step_timeout_s: float = Field(
+        default=1800, gt=0, description="Seconds that a training step may take before the run fails."
+    )
+    batch_timeout_s: float = Field(
+        default=3600, gt=0, description="Seconds to wait for a batch before the run fails."
+    )
 
     @property
     def folder(self) -> Path:
+        """The run folder."""
         return self.root / self.name
 
 
 class ModelConfig(Section):
-    path: Path = Field(description="HF checkpoint directory: config.json, safetensors, tokenizer.")
+    """The initial policy."""
+
+    path: PathSetting = Field(
+        description="Hugging Face checkpoint directory with config.json, safetensors and tokenizer."
+    )
     dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", description="Compute type of trainer and engines."
+        default="bfloat16", description="Data type of weights and activations in trainer and engines."
     )
 
 
 class DataConfig(Section):
-    path: Path = Field(description="Prompts: .jsonl or .parquet with the columns `prompt` and `label`.")
-    shuffle: bool = True
+    """The prompts to train on."""
+
+    path: PathSetting = Field(
+        description="Prompt file (.jsonl or .parquet) with the columns `prompt` and `label`."
+    )
+    shuffle: bool = Field(
+        default=True, description="Take the prompts in random order instead of the order of the file."
+    )
 
 
 class EvalConfig(Section):
-    """Greedy accuracy on held-out prompts, before the first step, during the run and at its end."""
+    """Greedy accuracy on held-out prompts before the first step, during the run and after the last step."""
 
-    path: Path = Field(description="Held-out prompts, same format as data.path.")
-    every: int = Field(0, ge=0, description="Evaluate after every this many steps; 0: only before and after.")
-    max_prompts: int | None = Field(None, ge=1)
-    max_new_tokens: int | None = Field(None, ge=1, description="Default: rollout.sampling.max_new_tokens.")
+    path: PathSetting = Field(description="Held-out prompts, in the format of `data.path`.")
+    every: int = Field(
+        default=0,
+        ge=0,
+        description="Number of training steps between two evaluations; 0 evaluates only before and after.",
+    )
+    max_prompts: int | None = Field(
+        default=None, ge=1, description="Largest number of prompts to evaluate on; null: all."
+    )
+    max_new_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Largest number of tokens of a completion; null: `rollout.sampling.max_new_tokens`.",
+    )
 
 
 class LocalCluster(Section):
-    """A Ray of its own on this machine, ended with the run."""
+    """A Ray cluster on this machine, which starts and ends with the run."""
 
     type: Literal["local"] = "local"
-    device: Literal["auto", "cpu", "gpu"] = Field("auto", description="auto: GPUs when the machine has them.")
+    device: Literal["auto", "cpu", "gpu"] = Field(
+        default="auto", description="Device of trainer and engines. `auto`: GPUs if the machine has any."
+    )
 
 
 class SlurmCluster(Section):
-    """The Ray that slurm/train.sbatch started in this job; its address comes from RAY_ADDRESS."""
+    """The Ray cluster that slurm/train.sbatch has started in this job. RAY_ADDRESS holds its address."""
 
     type: Literal["slurm"] = "slurm"
     trainer_nodes: int | None = Field(
-        None,
+        default=None,
         ge=1,
-        description="Nodes of the trainer; the engines get the others. null: 1, or with "
-        "`rollout.engine.colocated` all of them for both.",
+        description="Number of nodes for the trainer; the engines get the other nodes. null: 1, or all nodes "
+        "for both with `rollout.engine.colocated`.",
     )
-    device: Literal["auto", "cpu", "gpu"] = "auto"
+    device: Literal["auto", "cpu", "gpu"] = Field(
+        default="auto", description="Device of trainer and engines. `auto`: GPUs if the machine has any."
+    )
 
 
 Cluster = Annotated[LocalCluster | SlurmCluster, Field(discriminator="type")]
@@ -80,17 +113,22 @@ class RunConfig(Section):
     run: RunSection
     model: ModelConfig
     data: DataConfig
-    eval: EvalConfig | None = None
-    actor: ActorConfig = ActorConfig()
-    critic: CriticConfig | None = Field(None, description="Of `actor.advantage: gae`; null: no such model.")
+    eval: EvalConfig | None = Field(default=None, description="Evaluation; null: none.")
+    actor: ActorConfig = Field(default=ActorConfig(), description="The policy being trained.")
+    critic: CriticConfig | None = Field(
+        default=None, description="Value model of `actor.advantage: gae`; null: none is loaded."
+    )
     rollout: RolloutConfig
-    weights: WeightsConfig = WeightsConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    cluster: Cluster = LocalCluster()
+    weights: WeightsConfig = Field(
+        default=WeightsConfig(), description="Publication and verification of policy versions."
+    )
+    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints of the run.")
+    cluster: Cluster = Field(default=LocalCluster(), description="Machines that the run uses.")
     simulate: SimulateConfig | None = Field(
-        None, description="Cost model of `slipstream simulate`; null: the defaults."
+        default=None, description="Cost model of `slipstream simulate`; null: its defaults."
     )
     prepare: Plugin | None = Field(
-        None,
-        description="Makes model.path, data.path and eval.path before the run when one of them is not there.",
+        default=None,
+        description="Import path of a function that creates `model.path`, `data.path` and `eval.path`. It is "
+        "called before the run if one of them does not exist.",
     )

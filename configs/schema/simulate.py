@@ -11,19 +11,19 @@ from slipstream.configs.schema.base import Section
 
 
 class RecipeLayout(Section):
-    """The GPUs that the recipe asks for: rollout.engine.count engines, and the ranks of actor.parallel."""
+    """The GPUs of the recipe: `rollout.engine.count` engines and the ranks of `actor.parallel`."""
 
     type: Literal["recipe"] = "recipe"
 
 
 class ClusterLayout(Section):
-    """Whole nodes, divided between trainer and engines."""
+    """Whole nodes, whose GPUs are divided between trainer and engines."""
 
     type: Literal["cluster"] = "cluster"
-    nodes: int = Field(1, ge=1, description="Nodes, unless --nodes gives their number.")
-    gpus_per_node: int = Field(8, ge=1)
+    nodes: int = Field(default=1, ge=1, description="Number of nodes. The option --nodes replaces it.")
+    gpus_per_node: int = Field(default=8, ge=1, description="Number of GPUs per node.")
     trainer_share: float = Field(
-        0.25, gt=0, lt=1, description="Part of all GPUs that trains; the others generate."
+        default=0.25, gt=0, lt=1, description="Fraction of all GPUs that train; the others generate."
     )
 
 
@@ -31,107 +31,149 @@ LayoutConfig = Annotated[RecipeLayout | ClusterLayout, Field(discriminator="type
 
 
 class LengthModel(Section):
-    """Log-normal lengths in tokens."""
+    """A log-normal distribution of lengths in tokens."""
 
-    median: float = Field(ge=1)
-    sigma: float = Field(ge=0, le=4, description="Standard deviation of the logarithm.")
-    cap: int | None = Field(None, ge=1, description="Longest; null: rollout.sampling.max_new_tokens.")
+    median: float = Field(ge=1, description="Median length in tokens.")
+    sigma: float = Field(ge=0, le=4, description="Standard deviation of the logarithm of the length.")
+    cap: int | None = Field(
+        default=None, ge=1, description="Largest length in tokens; null: `rollout.sampling.max_new_tokens`."
+    )
 
 
 class ResponseModel(LengthModel):
-    """How long responses are. ``--lengths`` replaces median, sigma and cap."""
+    """Lengths of responses. The option --lengths replaces median, sigma and cap."""
 
-    median: float = Field(7000, ge=1)
-    sigma: float = Field(0.9, ge=0, le=4, description="Standard deviation of the logarithm.")
-    straggler_fraction: float = Field(0.0, ge=0, le=1, description="Part of the responses that straggle.")
+    median: float = Field(default=7000, ge=1, description="Median length in tokens.")
+    sigma: float = Field(
+        default=0.9, ge=0, le=4, description="Standard deviation of the logarithm of the length."
+    )
+    straggler_fraction: float = Field(
+        default=0.0, ge=0, le=1, description="Fraction of the responses that are stragglers."
+    )
     straggler_factor: float = Field(
-        10.0, ge=1, description="How many times longer a straggler is; the cap does not hold for it."
+        default=10.0,
+        ge=1,
+        description="Factor by which a straggler is longer. Stragglers may exceed the cap.",
     )
 
 
 class PromptModel(LengthModel):
-    """How long prompts are."""
+    """Lengths of prompts."""
 
-    median: float = Field(500, ge=1)
-    sigma: float = Field(0.5, ge=0, le=4, description="Standard deviation of the logarithm.")
-    cap: int | None = Field(4096, ge=1, description="Longest prompt.")
+    median: float = Field(default=500, ge=1, description="Median length in tokens.")
+    sigma: float = Field(
+        default=0.5, ge=0, le=4, description="Standard deviation of the logarithm of the length."
+    )
+    cap: int | None = Field(
+        default=4096, ge=1, description="Largest length in tokens; null: `rollout.sampling.max_new_tokens`."
+    )
 
 
 class EngineModel(Section):
-    """One decode step of an engine gives each running request a token in ``step_s + request_s * running``."""
+    """A decode step takes ``step_s + request_s * running`` and gives each running request one token."""
 
-    step_s: float = Field(0.0145, gt=0, description="Seconds of a decode step, whatever its batch.")
-    request_s: float = Field(1e-4, ge=0, description="Further seconds of a decode step per running request.")
-    prefill_tokens_per_s: float = Field(
-        40_000, gt=0, description="Prompt tokens per second; decoding stands still meanwhile."
+    step_s: float = Field(default=0.0145, gt=0, description="Seconds of a decode step without its requests.")
+    request_s: float = Field(
+        default=1e-4, ge=0, description="Additional seconds of a decode step per running request."
     )
-    max_running: int = Field(256, ge=1, description="Requests that decode at one time; others queue.")
+    prefill_tokens_per_s: float = Field(
+        default=40_000, gt=0, description="Prompt tokens per second. The engine does not decode meanwhile."
+    )
+    max_running: int = Field(
+        default=256, ge=1, description="Largest number of requests that run at a time; others queue."
+    )
     kv_tokens: int | None = Field(
-        None, ge=1, description="Tokens that the KV memory of one engine holds; null: no limit."
+        default=None, ge=1, description="Tokens that the KV memory of one engine holds; null: unlimited."
     )
     resend_s: float = Field(
-        0.002, ge=0, description="Seconds per running request that aborting and sending it again costs."
+        default=0.002,
+        ge=0,
+        description="Seconds per running request to abort it and send it again (`weights.interrupt: abort`).",
     )
     slowdown: float = Field(
-        1.0, ge=1, description="Decode steps take this many times longer while the trainer trains."
+        default=1.0, ge=1, description="Factor by which decode steps are longer while the trainer trains."
     )
 
 
 class TrainerModel(Section):
     """A training step takes ``step_s + tokens / (tokens_per_s * GPUs)``, prompt tokens included."""
 
-    tokens_per_s: float = Field(13_000, gt=0, description="Tokens per second and GPU, the whole step.")
-    step_s: float = Field(5.0, ge=0, description="Seconds of a step that do not depend on its batch.")
+    tokens_per_s: float = Field(
+        default=13_000, gt=0, description="Tokens per second and GPU, over a whole training step."
+    )
+    step_s: float = Field(
+        default=5.0, ge=0, description="Seconds of a training step that do not depend on its batch."
+    )
     slowdown: float = Field(
-        1.0, ge=1, description="A step takes this many times longer if engines decode when it begins."
+        default=1.0,
+        ge=1,
+        description="Factor by which a training step is longer if engines generate when it begins.",
     )
 
 
 class TransferModel(Section):
-    """A version reaches all engines in ``prepare_s + pause_s + bytes / bytes_per_s``.
+    """A policy version takes ``prepare_s + pause_s + bytes / bytes_per_s`` to reach all engines.
 
     Engines generate during the first of these times and are paused during the others.
     """
 
-    parameters: float = Field(1.54e9, gt=0, description="Parameters of the model, 2 bytes each.")
-    bytes: int | None = Field(None, ge=0, description="Bytes that travel; null: 2 * parameters.")
-    bytes_per_s: float = Field(14e9, gt=0)
-    pause_s: float = Field(0.5, ge=0, description="Seconds of the pause besides the transfer.")
-    prepare_s: float = Field(0.0, ge=0, description="Seconds before the pause, after training.")
+    parameters: float = Field(
+        default=1.54e9, gt=0, description="Number of parameters of the model, of 2 bytes each."
+    )
+    bytes: int | None = Field(
+        default=None, ge=0, description="Bytes that are transferred; null: 2 * parameters."
+    )
+    bytes_per_s: float = Field(
+        default=14e9, gt=0, description="Bytes per second, to all engines at the same time."
+    )
+    pause_s: float = Field(default=0.5, ge=0, description="Seconds of the pause without the transfer.")
+    prepare_s: float = Field(
+        default=0.0, ge=0, description="Seconds between the end of the training step and the pause."
+    )
 
     @property
     def total_bytes(self) -> int:
+        """Bytes that are transferred."""
         return int(2 * self.parameters) if self.bytes is None else self.bytes
 
 
 class RewardModel(Section):
-    """Log-normal time from the end of a response to its reward."""
+    """A log-normal time from the end of a response to its reward."""
 
-    median_s: float = Field(0.5, ge=0)
-    sigma: float = Field(0.5, ge=0, le=4, description="Standard deviation of the logarithm.")
+    median_s: float = Field(default=0.5, ge=0, description="Median seconds.")
+    sigma: float = Field(
+        default=0.5, ge=0, le=4, description="Standard deviation of the logarithm of the time."
+    )
 
 
 class FailureModel(Section):
-    """What goes wrong, at seeded times."""
+    """Failures, at times drawn from the seed."""
 
     engine_mean_time_s: float | None = Field(
-        None, gt=0, description="Mean time from an engine's start to its failure; null: none fails."
+        default=None,
+        gt=0,
+        description="Mean seconds from the start of an engine to its failure; null: no engine fails.",
     )
-    engine_restart_s: float = Field(120, ge=0, description="From a failure until the engine can be updated.")
+    engine_restart_s: float = Field(
+        default=120, ge=0, description="Seconds from the failure of an engine until it can be updated."
+    )
     episode: float = Field(
-        0.0, ge=0, le=1, description="Part of the attempts at an episode that fail after generation."
+        default=0.0, ge=0, le=1, description="Fraction of attempts at an episode that fail after generation."
     )
 
 
 class SimulateConfig(Section):
-    layout: LayoutConfig = Field(RecipeLayout(), description="The simulated cluster.")
-    prompts: PromptModel = PromptModel()
-    responses: ResponseModel = ResponseModel()
-    engine: EngineModel = EngineModel()
-    trainer: TrainerModel = TrainerModel()
-    transfer: TransferModel = TransferModel()
-    reward: RewardModel = RewardModel()
-    failures: FailureModel = FailureModel()
+    """The cost model of ``slipstream simulate``."""
+
+    layout: LayoutConfig = Field(default=RecipeLayout(), description="The simulated cluster.")
+    prompts: PromptModel = Field(default=PromptModel(), description="Lengths of prompts.")
+    responses: ResponseModel = Field(default=ResponseModel(), description="Lengths of responses.")
+    engine: EngineModel = Field(default=EngineModel(), description="Speed of an engine.")
+    trainer: TrainerModel = Field(default=TrainerModel(), description="Speed of the trainer.")
+    transfer: TransferModel = Field(default=TransferModel(), description="Time to publish a version.")
+    reward: RewardModel = Field(default=RewardModel(), description="Time to compute a reward.")
+    failures: FailureModel = Field(default=FailureModel(), description="Failures of engines and episodes.")
     compare: bool = Field(
-        True, description="Also simulate other schedules and other splits of the GPUs, for the tables."
+        default=True,
+        description="Simulate other schedules and other splits of the GPUs too, for the printed tables.",
     )

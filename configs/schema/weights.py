@@ -1,46 +1,49 @@
-"""``weights``: how a new policy version reaches the engines, and how it is known to be the right one."""
+"""``weights``: how a new policy version reaches the engines, and how they are verified to hold it."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.base import PathSetting, Section
 
 
 class _Bucketed(Section):
     bucket_mb: int = Field(
-        256,
+        default=256,
         ge=1,
-        description="Weights that leave the trainer at one time, in MiB; a larger tensor goes alone.",
+        description="Size of a bucket in MiB. A larger tensor has a bucket of its own.",
     )
 
 
 class DistributedTransportConfig(_Bucketed):
-    """Broadcast from the trainer into the engines over a process group (NCCL on GPUs, gloo on CPUs)."""
+    """Broadcast from the trainer to the engines over a process group (NCCL on GPUs, gloo on CPUs)."""
 
     type: Literal["distributed"] = "distributed"
 
 
 class TensorTransportConfig(_Bucketed):
-    """Through shared memory of the one node on which the trainer's first rank and all engines are."""
+    """Through shared memory, if the trainer's first rank and all engines are on one node."""
 
     type: Literal["tensor"] = "tensor"
 
 
 class DiskTransportConfig(_Bucketed):
-    """A checkpoint for each version, in a folder that trainer and engines see."""
+    """A checkpoint per version in a folder that trainer and engines share."""
 
     type: Literal["disk"] = "disk"
-    path: Path | None = Field(None, description="Folder of the versions; null: `weights` in the run folder.")
+    path: PathSetting | None = Field(
+        default=None, description="Folder of the versions; null: `weights` in the run folder."
+    )
 
 
 class DeltaTransportConfig(_Bucketed):
-    """Only what has changed, to a copy that each engine keeps on its node; over HTTP."""
+    """Only the changed weights, over HTTP, to a copy that each engine keeps on its node."""
 
     type: Literal["delta"] = "delta"
-    memory: Path = Field(
-        Path("/dev/shm"), description="Folder on the engines' nodes for the copies; one of memory is fastest."
+    memory: PathSetting = Field(
+        default=Path("/dev/shm"),
+        description="Folder of the copies on the engines' nodes; a memory file system is fastest.",
     )
 
 
@@ -52,35 +55,37 @@ TransportConfig = Annotated[
 
 class _Verifying(Section):
     tolerance: float | None = Field(
-        None,
+        default=None,
         gt=0,
-        description="Largest mean difference between the log-probs of engine and trainer; "
+        description="Largest mean absolute difference between the log-probs of an engine and of the trainer; "
         "null: 0.001 in float32, 0.1 in bfloat16.",
     )
-    tokens: int = Field(256, ge=8, description="Length of the text, from the prompts, that they are about.")
+    tokens: int = Field(
+        default=256, ge=8, description="Number of prompt tokens whose log-probs are compared."
+    )
 
 
 class VerifyAlways(_Verifying):
-    """Every version, and every engine before it serves."""
+    """Every version is verified, and every engine before it serves."""
 
     type: Literal["always"] = "always"
 
 
 class VerifyEveryN(_Verifying):
-    """Every n-th version, and every engine before it serves."""
+    """Every n-th version is verified, and every engine before it serves."""
 
     type: Literal["every_n"] = "every_n"
-    n: int = Field(10, ge=1)
+    n: int = Field(default=10, ge=1, description="Number of versions from one verified version to the next.")
 
 
 class VerifyOff(Section):
-    """Whatever an engine says that it has loaded is believed."""
+    """No version is verified: an engine's report of the version that it holds is trusted."""
 
     type: Literal["off"] = "off"
 
 
-def _from_string(value: Any) -> Any:
-    # YAML reads a bare `off` as false.
+def _from_type(value: object) -> object:
+    # YAML 1.1 parsers read a bare `off` as false.
     if value is False:
         value = "off"
     return {"type": value} if isinstance(value, str) else value
@@ -88,7 +93,7 @@ def _from_string(value: Any) -> Any:
 
 Verify = Annotated[
     Annotated[VerifyAlways | VerifyEveryN | VerifyOff, Field(discriminator="type")],
-    BeforeValidator(_from_string),
+    BeforeValidator(_from_type),
 ]
 """``always``, ``every_n`` or ``off``; or ``{type: every_n, n: 5}``."""
 
@@ -96,25 +101,29 @@ Verify = Annotated[
 class WeightsConfig(Section):
     """How a new policy version reaches the engines."""
 
-    transport: TransportConfig = DistributedTransportConfig()
+    transport: TransportConfig = Field(
+        default=DistributedTransportConfig(), description="How the buckets travel."
+    )
     interrupt: Literal["retract", "in_place", "abort", "drain"] = Field(
-        "retract",
-        description="Running requests go on with their KV recomputed (retract) or kept (in_place), are cut "
-        "off and continued (abort), or end before, while new ones wait (drain; timeout_s at most).",
+        default="retract",
+        description="Effect of an update on running requests. `retract`: they go on, and their KV cache is "
+        "computed again. `in_place`: they go on with the KV cache that they have. `abort`: they are cut off "
+        "and continued. `drain`: they end before the update, for at most `weights.timeout_s`, while new "
+        "requests wait.",
     )
     verify: Verify = Field(
-        VerifyAlways(),
-        description="Which versions are compared with the trainer's before anything that an engine has "
-        "sampled from them is used.",
+        default=VerifyAlways(),
+        description="Versions for which the engines are compared with the trainer. Until an engine passes, "
+        "nothing that it has sampled from the version is used.",
     )
     timeout_s: float = Field(
-        300,
+        default=300,
         gt=0,
-        description="Longest step of publishing a version that moves weights, or connects engines for that.",
+        description="Seconds for a step of publishing that moves weights or connects engines to the trainer.",
     )
     answer_timeout_s: float = Field(
-        30,
+        default=30,
         gt=0,
-        description="Longest time for an engine to say yes to a step while the others stand still; behind it "
-        "the engine is given up for this version and started again.",
+        description="Seconds for an engine to answer any other step of publishing. An engine that does not "
+        "answer misses this version and is restarted.",
     )

@@ -56,7 +56,7 @@ def test_every_violation_is_reported_in_the_words_of_the_command_line(mixture, t
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"tensor": 0}, "--tensor = 0: expected a whole number of at least 1"),
+        ({"tensor": 0}, "--tensor = 0: expected at least 1"),
         ({"layers": "1,x"}, "--layers = [1, 'x']: expected a list of whole numbers or null"),
         ({"pipeline": 2, "layers": "1,4"}, "--layers = [1, 4]: expected 2 numbers"),
         ({"virtual_pipeline": 2}, "--virtual-pipeline = 2: expected 1"),

@@ -59,8 +59,8 @@ def test_every_python_float_is_read_back(number):
 
 def test_repeated_keys_are_found_at_every_depth_with_their_lines(read):
     document = read("a:\n  b: 1\n  c: {d: 1, d: 2}\n  b: 3\na: 4\n")
-    found = {violation.path: violation.reason for violation in document.violations}
-    assert found == {
+    reasons = {violation.path: violation.reason for violation in document.violations}
+    assert reasons == {
         "a.b": "given twice, on lines 2 and 4; keep one",
         "a.c.d": "given twice, on line 3; keep one",
         "a": "given twice, on lines 1 and 5; keep one",
@@ -77,6 +77,7 @@ def test_repeated_keys_are_found_at_every_depth_with_their_lines(read):
         ("a: 1\n---\nb: 2\n", "not valid YAML"),
         ("a: !!python/name:os.system\n", "not valid YAML: line 1"),
         ("? [1, 2]\n: 3\n", "not valid YAML"),
+        ("a: &a\n  b: [1, *a]\n", "line 1: a mapping or list contains itself"),
         ("a: " + "9" * 5000, "a number cannot be read"),
         ("a: " + "[" * 5000, "nested too deeply"),
         (b"a: \xff\n", "not UTF-8 text"),
@@ -102,10 +103,10 @@ def test_a_file_that_is_not_there_and_a_directory_are_violations(tmp_path):
         assert document.violations[0].value is ABSENT
 
 
-def test_keys_that_are_not_text_and_aliases_to_a_parent_are_removed(read):
-    document = read("a: &a\n  2: x\n  true: y\n  self: *a\n  rest: 1\n")
-    assert document.data == {"a": {"rest": 1}}
-    assert {violation.path for violation in document.violations} == {"a.2", "a.true", "a.self"}
+def test_keys_that_are_not_text_are_removed(read):
+    document = read("a:\n  2: x\n  true: y\n  b: [{3: z}]\n  rest: 1\n")
+    assert document.data == {"a": {"b": [{}], "rest": 1}}
+    assert {violation.path for violation in document.violations} == {"a.2", "a.true", "a.b.0.3"}
 
 
 def test_shared_aliases_cost_no_more_than_their_text(read):

@@ -7,14 +7,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.configs import installed
-from slipstream.configs.installed import (
-    MEGATRON,
-    SGLANG,
-    Library,
-    check_passthrough,
-    read_megatron,
-    read_sglang,
-)
+from slipstream.configs.installed import MEGATRON, SGLANG, Library, check_passthrough
+from slipstream.configs.installed.source import read_megatron, read_sglang
 from slipstream.configs.schema import ActorConfig, EngineConfig, RunConfig
 
 CONFIG = RunConfig.model_validate(

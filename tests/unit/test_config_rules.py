@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from slipstream.configs import trainer_rules
 from slipstream.configs.load import load_recipe
-from slipstream.configs.rules import RULES, check_rules
+from slipstream.configs.rules import RULES, check_rules, trainer
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.paths import schema_paths
 from slipstream.configs.violations import RecipeError
 
 PREPARE = "slipstream.backend.quickstart.prepare"
@@ -40,7 +40,8 @@ def base(tmp_path):
     return file
 
 
-def found(file, *overrides: str) -> dict[str, str]:
+def violations(file, *overrides: str) -> dict[str, str]:
+    """The reason of each violation, by its path."""
     try:
         load_recipe(file, overrides)
     except RecipeError as error:
@@ -67,7 +68,7 @@ def found(file, *overrides: str) -> dict[str, str]:
             (
                 [f"actor.objective={{type: {type_}}}"],
                 "actor.use_decoupled_loss",
-                "corrected twice: set this to false, or choose ppo",
+                "corrected twice; set this to false, or choose ppo",
             )
             for type_ in ("m2po", "dppo", "aipo")
         ),
@@ -162,12 +163,12 @@ def found(file, *overrides: str) -> dict[str, str]:
         (
             ["actor.recompute=full", "actor.megatron.recompute_modules=[core_attn]"],
             "actor.megatron.recompute_modules",
-            "only actor.recompute: selective has it, and actor.recompute is full",
+            "only actor.recompute: selective uses it, and actor.recompute is full",
         ),
         (
             ["actor.megatron.recompute_num_layers=1"],
             "actor.megatron.recompute_num_layers",
-            "only actor.recompute: full has it",
+            "only actor.recompute: full uses it",
         ),
         (["actor.optimizer.overlap_grad_reduce=true"], None, ""),
         (
@@ -275,7 +276,7 @@ def found(file, *overrides: str) -> dict[str, str]:
         (
             ["actor.parallel.pipeline=2", "actor.parallel.virtual_pipeline=2", "actor.minibatches=3"],
             "rollout.batch_size",
-            "for each pipeline stage",
+            "per pipeline stage",
         ),
         (["actor.parallel.data=2", "actor.parallel.expert=2"], "actor.parallel.expert", "has no experts"),
         (
@@ -335,7 +336,7 @@ def found(file, *overrides: str) -> dict[str, str]:
     ],
 )
 def test_a_rule_reports_its_own_setting_and_only_that(base, overrides, path, part):
-    reasons = found(base, *overrides)
+    reasons = violations(base, *overrides)
     assert list(reasons) == ([path] if path else [])
     assert part in reasons.get(path, "")
 
@@ -350,28 +351,28 @@ def test_a_rule_reports_its_own_setting_and_only_that(base, overrides, path, par
 )
 def test_rewards_that_would_not_count_beside_a_teacher_are_refused(base, tmp_path, overrides, path):
     teacher = f"actor.teacher={{path: {tmp_path / 'model'}"
-    reasons = found(base, *overrides, f"{teacher}}}")
+    reasons = violations(base, *overrides, f"{teacher}}}")
     assert list(reasons) == [path]
     assert "actor.teacher.reward_coefficient is 0" in reasons[path]
-    assert not found(base, *overrides, f"{teacher}, reward_coefficient: 0.5}}")
+    assert not violations(base, *overrides, f"{teacher}, reward_coefficient: 0.5}}")
 
 
 def test_a_name_taken_by_a_file_is_refused(base):
     runs = base.parent / "runs"
     runs.mkdir()
     (runs / "base").write_text("")
-    assert list(found(base)) == ["run.name"]
+    assert list(violations(base)) == ["run.name"]
 
 
 def test_a_model_config_that_is_no_json_object_is_reported(base):
     for text in ("[1]", "{", "\ud800".encode("utf-8", "surrogatepass").decode("latin-1")):
         (base.parent / "model/config.json").write_text(text, encoding="latin-1", errors="replace")
-        assert list(found(base)) == ["model.path"]
+        assert list(violations(base)) == ["model.path"]
 
 
 def test_a_rule_is_skipped_when_a_setting_that_it_reads_is_wrong(base):
     overrides = ["actor.recompute_logprobs=false", "actor.use_decoupled_loss=perhaps", "actor.minibatches=5"]
-    assert set(found(base, *overrides)) == {"actor.use_decoupled_loss", "rollout.batch_size"}
+    assert set(violations(base, *overrides)) == {"actor.use_decoupled_loss", "rollout.batch_size"}
 
 
 class Recorder:
@@ -405,8 +406,6 @@ def test_a_rule_declares_every_setting_that_it_reads(base, rule, overrides):
 
 
 def test_declared_reads_are_settings_of_the_schema():
-    from slipstream.configs.load import schema_paths
-
     assert {read for rule in RULES for read in rule.reads} <= set(schema_paths())
 
 
@@ -436,15 +435,15 @@ def test_experts_have_to_fit_on_the_ranks(base, overrides, path, part):
     config = base.parent / "model/config.json"
     experts = {"n_routed_experts": 8, "moe_intermediate_size": 32}
     config.write_text(json.dumps(json.loads(config.read_text()) | experts))
-    violations = found(base, *overrides, "rollout.batch_size=8")
-    assert violations.keys() == ({path} if path else set())
-    assert part in violations.get(path, "")
+    reasons = violations(base, *overrides, "rollout.batch_size=8")
+    assert reasons.keys() == ({path} if path else set())
+    assert part in reasons.get(path, "")
 
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_transformer_engine_has_to_be_installed_where_it_is_asked_for(base, monkeypatch, installed):
-    monkeypatch.setattr(trainer_rules, "transformer_engine_is_installed", lambda: installed)
-    reasons = found(base, "actor.layer_spec=transformer_engine")
+    monkeypatch.setattr(trainer, "transformer_engine_is_installed", lambda: installed)
+    reasons = violations(base, "actor.layer_spec=transformer_engine")
     assert list(reasons) == ([] if installed else ["actor.layer_spec"])
     if not installed:
         assert "`pip install .[gpu]`" in reasons["actor.layer_spec"]

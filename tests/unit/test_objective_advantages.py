@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from slipstream.backend.objective import advantage as adv
 from slipstream.backend.objective import kl
 from slipstream.backend.objective.averaging import token_shares
-from slipstream.configs.load import schema_fields
+from slipstream.configs.schema.paths import schema_fields
 
 REWARDS = st.sampled_from([0.0, 0.1, 1.0, -2.5, 7.0])
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from slipstream.backend.objective.losses import LOSSES, SEQUENCE_MASKS, Tokens, token_losses
 from slipstream.backend.objective.policy_loss import LOG_RATIO_BOUND
-from slipstream.configs.load import section_type
 from slipstream.configs.schema import ActorConfig, CorrectionConfig
+from slipstream.configs.schema.paths import sections_of
 
 BEHAVIOUR = ("m2po", "dppo", "aipo")
 TYPES = sorted(LOSSES)
@@ -184,10 +184,10 @@ def test_autograd_agrees_with_itself_where_nothing_is_held_fixed(type_):
 
 
 def test_the_registries_hold_the_types_of_the_schema_and_take_their_settings():
-    assert set(LOSSES) == set(section_type(ActorConfig.model_fields["objective"]).choices) == set(SETTINGS)
-    kinds = section_type(CorrectionConfig.model_fields["sequence"]).choices
+    assert set(LOSSES) == set(sections_of(ActorConfig.model_fields["objective"])) == set(SETTINGS)
+    kinds = sections_of(CorrectionConfig.model_fields["sequence"])
     assert set(SEQUENCE_MASKS) == set(kinds)
-    for type_, kind in section_type(ActorConfig.model_fields["objective"]).choices.items():
+    for type_, kind in sections_of(ActorConfig.model_fields["objective"]).items():
         assert set(kind.model_fields) - {"type"} == set(SETTINGS[type_][0])
         assert kind().against_behaviour == (type_ in BEHAVIOUR)
         token_losses(actor(type_), draw(0, 3))

@@ -1,7 +1,7 @@
-"""Fields of Megatron and SGLang that Slipstream sets itself, each with what to use instead.
+"""Fields of Megatron and SGLang that Slipstream sets, each with the setting to use instead.
 
-A second value for the same thing would be ignored or win silently, so a recipe may not write one. SGLang
-fields are listed under the names of their command line flags too, by which they are better known.
+A second value for the same field would be ignored, or would silently win, so a recipe must not write one.
+SGLang's fields are listed under the names of their command-line flags too.
 """
 
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ def _all(names: str, instead: str) -> dict[str, str]:
 
 
 def _use(setting: str) -> str:
-    return f"Slipstream sets this field: use {setting}"
+    return f"Slipstream sets this field; use {setting} instead"
 
 
-_ADAM = "Slipstream trains with Adam: its settings are in actor.optimizer"
-_FROM_MODEL = "it follows from config.json in model.path and cannot be changed for a trained checkpoint"
+_ADAM = "Slipstream trains with Adam; its settings are in actor.optimizer"
+_FROM_MODEL = "the value follows from config.json in model.path and cannot change for a trained checkpoint"
 _NO_LAYOUT = "Slipstream builds the process groups from actor.parallel, which does not have this dimension"
 _BY_SLIPSTREAM = "Slipstream sets this field, and the loss and the batches depend on it"
 
@@ -42,7 +42,7 @@ MEGATRON_OWNED: Mapping[str, str] = {
     "clip_grad": _use("actor.optimizer.clip_grad"),
     "use_distributed_optimizer": _use("actor.optimizer.distributed"),
     "overlap_param_gather": _use("actor.optimizer.overlap_param_gather"),
-    "overlap_param_gather_with_optimizer_step": "Slipstream gathers all weights before they are published",
+    "overlap_param_gather_with_optimizer_step": "Slipstream gathers all weights before it publishes them",
     "optimizer": _ADAM,
     **_all("bf16 fp16 params_dtype pipeline_dtype enable_autocast autocast_dtype", _use("model.dtype")),
     **_all(
@@ -57,7 +57,7 @@ MEGATRON_OWNED: Mapping[str, str] = {
     ),
     **_all(
         "hidden_dropout attention_dropout",
-        "Slipstream trains without dropout: the engines have none, so log-probs would never agree",
+        "Slipstream trains without dropout: the engines have none, and their log-probs would not agree",
     ),
     **_all(
         "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout "
@@ -74,17 +74,17 @@ SGLANG_OWNED: Mapping[str, str] = {
     "device": _use("cluster.device"),
     "dtype": _use("model.dtype"),
     **_all("tp_size tp tensor_parallel_size", _use("rollout.engine.tensor_parallel")),
-    **_all("dp_size dp data_parallel_size", _use("rollout.engine.count for more servers")),
+    **_all("dp_size dp data_parallel_size", _use("rollout.engine.count")),
     **_all(
         "pp_size pp pipeline_parallel_size",
-        _use("rollout.engine.tensor_parallel, the only way in which one server is split"),
+        "Slipstream splits an engine by tensor parallelism only; use rollout.engine.tensor_parallel instead",
     ),
     "random_seed": _use("run.seed"),
     **_all("preferred_sampling_params sampling_defaults", _use("rollout.sampling")),
     **_all(
         "host port nccl_port dist_init_addr nnodes node_rank base_gpu_id gpu_id_step",
-        "Slipstream places the servers and chooses their addresses",
+        "Slipstream places the engines and chooses their addresses",
     ),
-    "weight_version": "Slipstream sets this field with each policy version that it publishes",
-    "skip_server_warmup": "Slipstream sets this field: it waits until a server is healthy instead",
+    "weight_version": "Slipstream sets this field whenever it publishes a policy version",
+    "skip_server_warmup": "Slipstream sets this field, and waits until the engine is healthy instead",
 }

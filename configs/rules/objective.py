@@ -1,7 +1,8 @@
-"""What must hold between the objective, its corrections and the staleness of the data (``rules.RULES``)."""
+"""Rules about the objective, its corrections and advantages, and the staleness of the data."""
 
 from collections.abc import Iterator
 
+from slipstream.configs.rules.rule import Rule
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.violations import Violation
 
@@ -12,7 +13,7 @@ def decoupled_needs_proximal(config: RunConfig) -> Iterator[Violation]:
         yield Violation(
             "actor.recompute_logprobs",
             False,
-            "the decoupled loss clips against the proximal policy, whose log-probs would never be computed: "
+            "the decoupled loss needs the log-probs of the proximal policy, which nothing would compute; "
             "set actor.recompute_logprobs to true, or actor.use_decoupled_loss to false, "
             "or actor.interpolate_logprobs to true for an estimate",
         )
@@ -24,14 +25,14 @@ def interpolation_is_of_use(config: RunConfig) -> Iterator[Violation]:
         yield Violation(
             "actor.interpolate_logprobs",
             True,
-            "the proximal log-probs would be both computed and estimated: "
+            "the proximal log-probs would be both computed and estimated; "
             "set actor.recompute_logprobs to false to save the forward pass, or this to false",
         )
     if actor.interpolate_logprobs and not actor.use_decoupled_loss:
         yield Violation(
             "actor.interpolate_logprobs",
             True,
-            "only the decoupled loss has a proximal policy to estimate: "
+            "only the decoupled loss has a proximal policy to estimate; "
             "set actor.use_decoupled_loss to true, or this to false",
         )
 
@@ -42,15 +43,15 @@ def corrected_once(config: RunConfig) -> Iterator[Violation]:
         return
     if objective.against_behaviour:
         why = (
-            "takes its ratio to the behaviour policy and so corrects for stale data itself; "
-            "with the weight proximal / behaviour it would be corrected twice"
+            "takes its ratio to the behaviour policy, which corrects for stale data; "
+            "with the importance weight proximal / behaviour the data would be corrected twice"
         )
     else:
-        why = "damps off-policy tokens by its own gate, for which a behaviour weight is not defined"
+        why = "damps off-policy tokens by its own gate, for which no importance weight is defined"
     yield Violation(
         "actor.use_decoupled_loss",
         True,
-        f"actor.objective.type: {objective.type} {why}: set this to false, or choose ppo, dual_clip, "
+        f"actor.objective.type: {objective.type} {why}; set this to false, or choose ppo, dual_clip, "
         "decayed_clip, gspo or cispo as actor.objective.type",
     )
 
@@ -66,7 +67,7 @@ def stale_data_is_bounded(config: RunConfig) -> Iterator[Violation]:
             "actor.objective.type",
             actor.objective.type,
             f"tokens may be {config.rollout.max_head_offpolicyness} versions old "
-            "(rollout.max_head_offpolicyness) and nothing bounds what they do: choose an objective with a "
+            "(rollout.max_head_offpolicyness), and nothing bounds their effect; choose an objective with a "
             "trust region such as ppo, or set actor.use_decoupled_loss to true with actor.correction.token "
             "of type cap or mask, or set actor.correction.sequence, or rollout.max_head_offpolicyness to 0",
         )
@@ -78,7 +79,7 @@ def token_correction_has_a_weight(config: RunConfig) -> Iterator[Violation]:
         yield Violation(
             "actor.correction.token",
             token.type,
-            "it says what becomes of the weight proximal / behaviour, which only the decoupled loss has: "
+            "it applies to the importance weight proximal / behaviour, which only the decoupled loss has; "
             "set actor.use_decoupled_loss to true, or leave this out",
         )
 
@@ -87,15 +88,14 @@ def masks_need_proximal(config: RunConfig) -> Iterator[Violation]:
     actor = config.actor
     if actor.recompute_logprobs or actor.interpolate_logprobs:
         return
-    for name in ("token", "sequence"):
-        correction = getattr(actor.correction, name)
+    for name, correction in (("token", actor.correction.token), ("sequence", actor.correction.sequence)):
         if correction is not None and correction.type not in ("cap", "raw"):
             yield Violation(
                 f"actor.correction.{name}",
                 correction.type,
-                "it masks by proximal / behaviour, and there are no proximal log-probs: "
+                "it masks by proximal / behaviour, and there are no proximal log-probs; "
                 "set actor.recompute_logprobs to true, or leave this out; actor.correction.negative and "
-                "actor.objective.type: dppo need none",
+                "actor.objective.type: dppo do without them",
             )
 
 
@@ -105,9 +105,8 @@ def sequence_ratio_keeps_its_tokens(config: RunConfig) -> Iterator[Violation]:
         yield Violation(
             "actor.correction.token",
             token.type,
-            f"actor.objective.type: {objective.type} gives a sequence one ratio, which a mask "
-            "on single tokens contradicts: use actor.correction.sequence, or an objective that "
-            "takes its ratio by token",
+            f"actor.objective.type: {objective.type} gives a sequence one ratio, so single tokens cannot be "
+            "masked; use actor.correction.sequence, or an objective that takes its ratio by token",
         )
 
 
@@ -120,19 +119,19 @@ def overlong_has_a_slope(config: RunConfig) -> Iterator[Violation]:
 
 
 def critic_is_of_use(config: RunConfig) -> Iterator[Violation]:
-    wanted = config.actor.advantage == "gae"
-    if wanted and config.critic is None:
+    needs_critic = config.actor.advantage == "gae"
+    if needs_critic and config.critic is None:
         yield Violation(
             "actor.advantage",
             "gae",
-            "it takes values from a critic, and there is none: add a `critic` section (`critic: {}` is one "
-            "that starts at model.path), or choose an advantage from rewards alone",
+            "it takes values from a critic, and there is none; add a `critic` section (`critic: {}` is a "
+            "critic that starts from model.path), or choose an advantage from rewards alone",
         )
-    if config.critic is not None and not wanted:
+    if config.critic is not None and not needs_critic:
         yield Violation(
             "actor.advantage",
             config.actor.advantage,
-            "a critic would be trained and never asked: set this to gae, or leave `critic` out",
+            "a critic would be trained and never used; set this to gae, or leave `critic` out",
         )
 
 
@@ -140,17 +139,17 @@ def rewards_reach_the_advantage(config: RunConfig) -> Iterator[Violation]:
     actor = config.actor
     if actor.teacher is None or actor.teacher.reward_coefficient > 0:
         return
-    why = "rewards do not count, as actor.teacher.reward_coefficient is 0: set that above 0, or"
+    why = "rewards have no effect, because actor.teacher.reward_coefficient is 0; set that above 0, or"
     if actor.kl is not None and actor.kl.where == "reward":
         yield Violation("actor.kl.where", "reward", f"{why} this to loss")
     if actor.advantage == "gae":
-        yield Violation("actor.advantage", "gae", f"{why} this to reward, without a critic to be trained")
+        yield Violation("actor.advantage", "gae", f"{why} this to reward, which needs no critic")
     if actor.turns is not None:
         yield Violation("actor.turns", actor.turns.model_dump(), f"{why} leave this out")
 
 
 def values_are_of_the_same_rewards(config: RunConfig) -> Iterator[Violation]:
-    """A critic learns one scale of rewards, and knows one discount."""
+    """A critic learns a single scale of rewards and a single discount."""
     turns = config.actor.turns
     if turns is None or config.actor.advantage != "gae":
         return
@@ -158,12 +157,44 @@ def values_are_of_the_same_rewards(config: RunConfig) -> Iterator[Violation]:
         yield Violation(
             "actor.turns.baseline",
             turns.baseline,
-            "the critic of actor.advantage: gae is the baseline, and what it learns must not depend on which "
-            "answers are in a group: set this to none",
+            "the baseline of actor.advantage: gae is the critic, which must learn rewards that do not depend "
+            "on the other trajectories of a group; set this to none",
         )
     if turns.discount != 1:
         yield Violation(
             "actor.turns.discount",
             turns.discount,
-            "actor.advantage: gae discounts by token: set critic.discount, and this to 1",
+            "actor.advantage: gae discounts by token; set critic.discount, and this to 1",
         )
+
+
+RULES = (
+    Rule(
+        decoupled_needs_proximal,
+        ("actor.use_decoupled_loss", "actor.recompute_logprobs", "actor.interpolate_logprobs"),
+    ),
+    Rule(
+        interpolation_is_of_use,
+        ("actor.interpolate_logprobs", "actor.recompute_logprobs", "actor.use_decoupled_loss"),
+    ),
+    Rule(corrected_once, ("actor.use_decoupled_loss", "actor.objective")),
+    Rule(
+        stale_data_is_bounded,
+        (
+            "actor.objective",
+            "actor.correction",
+            "actor.use_decoupled_loss",
+            "rollout.max_head_offpolicyness",
+        ),
+    ),
+    Rule(token_correction_has_a_weight, ("actor.correction.token", "actor.use_decoupled_loss")),
+    Rule(
+        masks_need_proximal,
+        ("actor.correction", "actor.recompute_logprobs", "actor.interpolate_logprobs"),
+    ),
+    Rule(sequence_ratio_keeps_its_tokens, ("actor.objective", "actor.correction.token")),
+    Rule(overlong_has_a_slope, ("actor.overlong",)),
+    Rule(critic_is_of_use, ("actor.advantage", "critic")),
+    Rule(rewards_reach_the_advantage, ("actor.kl", "actor.teacher", "actor.advantage", "actor.turns")),
+    Rule(values_are_of_the_same_rewards, ("actor.advantage", "actor.turns")),
+)

@@ -1,0 +1,130 @@
+"""Say in words what pydantic refuses in a recipe: where it is, what was expected, and which key was meant."""
+
+from collections.abc import Mapping, Sequence
+from typing import get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from slipstream.configs.installed import passthrough_path
+from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.paths import schema_paths, sections_of
+from slipstream.configs.schema.plugin import PluginConfig
+from slipstream.configs.violations import join, nearest, one_of, shown
+
+SAME_SECTION = 0.8
+"""Similarity from which a name of the same section is suggested before an equal name of another section."""
+
+MOST_SUGGESTIONS = 4
+
+_EXPECTED = {
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "path_type": "a path",
+    "list_type": "a list of {items}",
+    "dict_type": "a mapping",
+    "too_short": "a list of at least {min_length} of {items}",
+    "literal_error": "{expected}",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "string_pattern_mismatch": "text that matches {pattern}",
+}
+"""What a setting accepts, by the type of pydantic's error."""
+
+
+def locate(
+    root: type[Section], loc: Sequence[int | str]
+) -> tuple[tuple[str, ...], type[Section], FieldInfo | None]:
+    """The path of the setting at ``loc``, the section that it is in, and its field; None for an unknown key.
+
+    Pydantic puts the type of a section into ``loc``, behind the key of the section. The path does without.
+    """
+    path: list[str] = []
+    section, field = root, None
+    choices: Mapping[str, type[Section]] = {"": root}
+    for key in map(str, loc):
+        if len(choices) > 1:
+            choices = {"": choices[key]}
+            continue
+        if not choices:
+            break  # inside of a list
+        section = choices[""]
+        path.append(key)
+        field = section.model_fields.get(key)
+        choices = sections_of(field) if field else {}
+    return tuple(path), section, field
+
+
+def expectation(problem: ErrorDetails, field: FieldInfo) -> str:
+    """What ``field`` accepts, as the reason why pydantic has refused something else."""
+    kind, sections = "list_type" if is_item(problem) else problem["type"], sections_of(field)
+    if kind == "value_error":
+        return str(problem.get("ctx", {})["error"])
+    if kind == "missing":
+        return f"missing, but required: {field.description or _mapping(sections)}"
+    if kind == "union_tag_not_found":
+        return f"missing; expected {one_of(map(shown, sections))}"
+    if kind == "union_tag_invalid":
+        return f"expected {one_of(map(shown, sections))}"
+    if sections:
+        words = _mapping(sections)
+    elif kind in _EXPECTED:
+        words = _EXPECTED[kind].format(items=_items(field), **problem.get("ctx", {}))
+    else:
+        words = problem["msg"].removeprefix("Input should be ")
+    return f"expected {words} or null" if type(None) in get_args(field.annotation) else f"expected {words}"
+
+
+def is_item(problem: ErrorDetails) -> bool:
+    """Return whether ``problem`` is about an item of a list. The setting is the whole list."""
+    return isinstance(problem["loc"][-1], int)
+
+
+def _items(field: FieldInfo) -> str:
+    """What the list in ``field`` holds, in words."""
+    for part in (field.annotation, *get_args(field.annotation)):
+        if get_origin(part) is list:
+            return ", ".join(shown(name) for name in get_args(get_args(part)[0])) or "whole numbers"
+    return "values"
+
+
+def _mapping(sections: Mapping[str, type[Section]]) -> str:
+    if "" not in sections:
+        return f"a mapping whose `type` is {one_of(map(shown, sections))}"
+    also = "an import path or " if sections[""] is PluginConfig else ""
+    return f"{also}a mapping with {_keys(sections[''])}"
+
+
+def _keys(section: type[Section]) -> str:
+    fields = section.model_fields.items()
+    required = [f"{name} (required)" for name, field in fields if field.is_required()]
+    return ", ".join([*required, *(name for name, field in fields if not field.is_required())])
+
+
+def unknown_key(root: type[Section], section: type[Section], path: Sequence[str]) -> tuple[str, list[str]]:
+    """The reason to refuse the unknown key at ``path``, and the setting of ``section`` that it misspells.
+
+    The key may be, in this order, almost spelled like a setting of the section, a setting of another section,
+    a field of Megatron or SGLang, or more roughly spelled like a setting of the section.
+    """
+    *outer, key = path
+    settings, name = list(section.model_fields), key.rpartition(".")[2]
+    elsewhere = [other for other in schema_paths(root) if other.rpartition(".")[2] == name]
+    if join(*path) in elsewhere:
+        return f"unknown key; another type has it; the keys here are {_keys(section)}", []
+    near = nearest(key, settings, SAME_SECTION)
+    if near is None:
+        if not 0 < len(elsewhere) <= MOST_SUGGESTIONS:
+            elsewhere = [passed] if (passed := passthrough_path(name)) else []
+        if elsewhere:
+            return f"unknown key; did you mean {one_of(elsewhere)}?", []
+        near = nearest(key, settings)
+    if near is None:
+        return f"unknown key; the keys here are {_keys(section)}", []
+    meant = join(*outer, near)
+    return f"unknown key; did you mean {meant}?", [meant]

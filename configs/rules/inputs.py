@@ -1,0 +1,114 @@
+"""Rules about files and packages that the recipe names, and about the run folder."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from slipstream.configs.rules.models import (
+    MODELS,
+    OTHER_MODELS,
+    POLICY,
+    model_config,
+    model_folder,
+    model_number,
+)
+from slipstream.configs.rules.rule import Rule, setting
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.violations import Violation, one_of
+
+PROMPT_SUFFIXES = (".jsonl", ".parquet")
+PROMPTS = ("data.path", "eval.path")
+PLUGINS = ("rollout.workflow", "rollout.reward", "rollout.group_filter", "prepare")
+COMPLETION_LENGTHS = ("rollout.sampling.max_new_tokens", "eval.max_new_tokens")
+
+LONGEST_NAME = 255
+"""Bytes in one path component, on every file system in use."""
+
+
+def run_folder_can_be_made(config: RunConfig) -> Iterator[Violation]:
+    if len(config.run.name) > LONGEST_NAME:
+        reason = f"expected at most {LONGEST_NAME} characters, because it names a folder"
+        yield Violation("run.name", config.run.name, reason)
+    elif os.path.exists(config.run.root) and not os.path.isdir(config.run.root):
+        reason = "expected a directory, or a path where one can be created"
+        yield Violation("run.root", str(config.run.root), reason)
+    elif os.path.exists(config.run.folder) and not os.path.isdir(config.run.folder):
+        reason = f"{config.run.folder} exists and is not a directory; choose another name"
+        yield Violation("run.name", config.run.name, reason)
+
+
+def prompts_have_a_known_format(config: RunConfig, path: str) -> Iterator[Violation]:
+    file = setting(config, path, Path)
+    if file is not None and file.suffix not in PROMPT_SUFFIXES:
+        yield Violation(path, str(file), f"expected a file that ends in {one_of(PROMPT_SUFFIXES)}")
+
+
+def prompts_exist(config: RunConfig, path: str) -> Iterator[Violation]:
+    file = setting(config, path, Path)
+    if file is None or config.prepare is not None:
+        return
+    if file.suffix in PROMPT_SUFFIXES and not os.path.isfile(file):
+        yield Violation(path, str(file), "there is no such file, and no `prepare` to create it")
+
+
+def model_exists(config: RunConfig, path: str) -> Iterator[Violation]:
+    folder = model_folder(config, path)
+    made = config.prepare is not None and folder == config.model.path
+    if folder is not None and not made and not os.path.isfile(folder / "config.json"):
+        also = ", and no `prepare` to create it" if path == POLICY else ""
+        reason = f"it has no config.json{also}; expected a Hugging Face checkpoint directory on this machine"
+        yield Violation(path, str(folder), reason)
+
+
+def model_config_is_readable(config: RunConfig, path: str) -> Iterator[Violation]:
+    folder = model_folder(config, path)
+    if folder is not None and os.path.isfile(folder / "config.json") and model_config(config, path) is None:
+        yield Violation(path, str(folder), "its config.json is not a readable JSON object")
+
+
+def plugin_can_be_found(config: RunConfig, path: str) -> Iterator[Violation]:
+    """Only the top-level package is looked for: importing the rest could load torch."""
+    name = setting(config, f"{path}.path", str)
+    package = name.partition(".")[0] if name else None
+    if package and not _is_importable(package):
+        reason = f"there is no Python package {package!r}; install it or add its folder to PYTHONPATH"
+        yield Violation(path, name, reason)
+
+
+def vocabulary_is_the_policys(config: RunConfig, path: str) -> Iterator[Violation]:
+    expected, size = (model_number(config, "vocab_size", model) for model in (POLICY, path))
+    if expected and size and size != expected:
+        reason = f"its vocabulary has {size} tokens; expected {expected}, the vocabulary of model.path"
+        yield Violation(path, str(model_folder(config, path)), reason)
+
+
+def completion_fits_the_model(config: RunConfig, path: str) -> Iterator[Violation]:
+    """The length of the prompts is unknown here, but each has at least one token."""
+    length = setting(config, path, int)
+    context = model_number(config, "max_position_embeddings")
+    if length is not None and context is not None and length >= context:
+        reason = (
+            f"expected less than {context}, the model's max_position_embeddings, to leave room for a prompt"
+        )
+        yield Violation(path, length, reason)
+
+
+def _is_importable(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # ValueError: a module without a spec, such as __main__
+        return False
+
+
+RULES = (
+    Rule(run_folder_can_be_made, ("run.name", "run.root")),
+    *(Rule(partial(prompts_have_a_known_format, path=path), (path,)) for path in PROMPTS),
+    *(Rule(partial(prompts_exist, path=path), ("prepare", path)) for path in PROMPTS),
+    *(Rule(partial(model_exists, path=path), ("prepare", POLICY, path)) for path in MODELS),
+    *(Rule(partial(model_config_is_readable, path=path), (path,)) for path in MODELS),
+    *(Rule(partial(plugin_can_be_found, path=path), (path,)) for path in PLUGINS),
+    *(Rule(partial(vocabulary_is_the_policys, path=path), (POLICY, path)) for path in OTHER_MODELS),
+    *(Rule(partial(completion_fits_the_model, path=path), (POLICY, path)) for path in COMPLETION_LENGTHS),
+)

@@ -1,0 +1,148 @@
+"""Rules about generation, the schedule of groups and batches, and publishing."""
+
+from collections.abc import Iterator
+
+from slipstream.configs.rules.rule import Rule
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.violations import Violation
+
+USUAL_OFFPOLICYNESS = 16
+"""Largest bound that needs no second setting. Beyond it most importance weights are clipped."""
+
+
+def offpolicyness_is_usual(config: RunConfig) -> Iterator[Violation]:
+    bound = config.rollout.max_head_offpolicyness
+    if bound > USUAL_OFFPOLICYNESS and not config.rollout.allow_extreme_offpolicyness:
+        yield Violation(
+            "rollout.max_head_offpolicyness",
+            bound,
+            f"expected at most {USUAL_OFFPOLICYNESS} (2 to 8 is usual); "
+            "to train on older tokens, set rollout.allow_extreme_offpolicyness to true",
+        )
+
+
+def volume_needs_ready_first(config: RunConfig) -> Iterator[Violation]:
+    rollout = config.rollout
+    if rollout.admission.type == "volume" and rollout.consumption.type != "ready_first":
+        yield Violation(
+            "rollout.consumption.type",
+            rollout.consumption.type,
+            "expected 'ready_first': rollout.admission.type: volume does not bound the age of a group, "
+            "so that waiting for slow groups could exceed rollout.max_head_offpolicyness",
+        )
+    if rollout.admission.type == "volume" and rollout.over_sampling > 1:
+        yield Violation(
+            "rollout.over_sampling",
+            rollout.over_sampling,
+            "expected 1: the formula of rollout.admission.type: volume admits no surplus",
+        )
+
+
+def group_has_a_spread(config: RunConfig) -> Iterator[Violation]:
+    samples = config.rollout.n_samples_per_prompt
+    if config.actor.advantage not in ("reinforce_pp", "gae", "reward") and samples < 2:
+        yield Violation(
+            "rollout.n_samples_per_prompt",
+            samples,
+            "expected at least 2: with one trajectory per group the reward minus the group mean is 0, so "
+            f"nothing is learned (actor.advantage: {config.actor.advantage})",
+        )
+
+
+def batch_feeds_every_rank(config: RunConfig) -> Iterator[Violation]:
+    trajectories = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    parallel = config.actor.parallel
+    stages = parallel.microbatch_multiple
+    shares = config.actor.minibatches * parallel.data * stages
+    if trajectories < shares:
+        by_stage = " and, with virtual_pipeline, per pipeline stage" if stages > 1 else ""
+        yield Violation(
+            "rollout.batch_size",
+            config.rollout.batch_size,
+            f"a batch has {trajectories} trajectories (batch_size * n_samples_per_prompt); "
+            f"expected at least {shares}: one per mini-batch and data-parallel rank "
+            f"(actor.minibatches * actor.parallel.data){by_stage}",
+        )
+
+
+def sampling_keeps_the_distribution(config: RunConfig) -> Iterator[Violation]:
+    """Refuse truncated sampling.
+
+    SGLang returns log-probs of the full softmax at the temperature. A token that is drawn from a truncated
+    and renormalised distribution would enter the loss with too small a behaviour probability.
+    """
+    why = (
+        "tokens would be sampled from a truncated distribution, but the engine returns log-probs of the "
+        "whole one, so every importance weight would be wrong"
+    )
+    sampling = config.rollout.sampling
+    if sampling.top_p < 1:
+        yield Violation("rollout.sampling.top_p", sampling.top_p, f"expected 1: {why}")
+    if sampling.top_k == 0 or sampling.top_k < -1:
+        reason = "expected -1, the whole vocabulary: 0 would keep no token, and less than -1 has no meaning"
+        yield Violation("rollout.sampling.top_k", sampling.top_k, reason)
+    elif sampling.top_k > 0:
+        yield Violation("rollout.sampling.top_k", sampling.top_k, f"expected -1, the whole vocabulary: {why}")
+
+
+def shared_memory_is_on_one_node(config: RunConfig) -> Iterator[Violation]:
+    colocated = config.rollout.engine.colocated
+    if config.weights.transport.type == "tensor" and config.cluster.type == "slurm" and not colocated:
+        yield Violation(
+            "weights.transport.type",
+            "tensor",
+            "in a Slurm job trainer and engines are on different nodes, which share no memory; "
+            "expected 'distributed', 'disk' or 'delta'",
+        )
+
+
+def colocated_engines_can_stand_aside(config: RunConfig) -> Iterator[Violation]:
+    if not config.rollout.engine.colocated:
+        return
+    otherwise = "or set rollout.engine.colocated to false"
+    if config.weights.interrupt == "in_place":
+        yield Violation(
+            "weights.interrupt",
+            "in_place",
+            "colocated engines release the memory that holds the KV cache of running requests; "
+            f"expected 'retract', 'abort' or 'drain', {otherwise}",
+        )
+    if config.weights.transport.type == "distributed":
+        yield Violation(
+            "weights.transport.type",
+            "distributed",
+            "NCCL does not connect two processes on one GPU; "
+            f"expected 'tensor' (on one node), 'disk' or 'delta', {otherwise}",
+        )
+    if config.cluster.type == "slurm" and config.cluster.trainer_nodes is not None:
+        yield Violation(
+            "cluster.trainer_nodes",
+            config.cluster.trainer_nodes,
+            f"colocated engines are on all nodes of the trainer; leave this setting out, {otherwise}",
+        )
+
+
+RULES = (
+    Rule(
+        offpolicyness_is_usual,
+        ("rollout.max_head_offpolicyness", "rollout.allow_extreme_offpolicyness"),
+    ),
+    Rule(
+        volume_needs_ready_first,
+        ("rollout.admission", "rollout.consumption", "rollout.over_sampling"),
+    ),
+    Rule(group_has_a_spread, ("actor.advantage", "rollout.n_samples_per_prompt")),
+    Rule(
+        batch_feeds_every_rank,
+        ("rollout.batch_size", "rollout.n_samples_per_prompt", "actor.minibatches", "actor.parallel"),
+    ),
+    Rule(sampling_keeps_the_distribution, ("rollout.sampling.top_p", "rollout.sampling.top_k")),
+    Rule(
+        shared_memory_is_on_one_node,
+        ("weights.transport", "cluster.type", "rollout.engine.colocated"),
+    ),
+    Rule(
+        colocated_engines_can_stand_aside,
+        ("rollout.engine.colocated", "weights.interrupt", "weights.transport", "cluster"),
+    ),
+)
