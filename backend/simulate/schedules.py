@@ -60,7 +60,7 @@ class Schedule:
         )
 
 
-def own_schedule(config: RunConfig) -> Schedule:
+def recipe_schedule(config: RunConfig) -> Schedule:
     """What the recipe asks for."""
     rollout = config.rollout
     return Schedule(
@@ -99,7 +99,7 @@ def compared(config: RunConfig) -> list[Schedule]:
 
     Each policy is shown with the interrupt mode of the recipe, the recipe's own policy with all of them.
     """
-    own = own_schedule(config)
+    own = recipe_schedule(config)
     known = {policy: name for name, policy in policies().items()}
     named = {
         **policies(),
