@@ -18,8 +18,8 @@ from slipstream.backend.simulate.schedules import (
     INTERRUPTS,
     Schedule,
     compared,
-    recipe_schedule,
     policies,
+    recipe_schedule,
     synchronous,
     volume_gate,
 )
