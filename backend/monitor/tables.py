@@ -4,12 +4,22 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
 from rich.box import SIMPLE_HEAD, Box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 Row = TypeVar("Row")
 Columns = Mapping[str, Callable[[Row], object]]
 """Names of columns, in their order, and the function that gives what stands in a row there."""
+
+WIDTH = 132
+"""Columns of tables when the output is not a terminal."""
+
+
+def table_console() -> Console:
+    """Return a console on standard output that is wide enough for tables."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
 def rows_table(

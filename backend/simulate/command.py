@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from slipstream.backend.monitor.tables import table_console
 from slipstream.backend.simulate.clock import Deadlock
 from slipstream.backend.simulate.compare import Work, compare
 from slipstream.backend.simulate.fit import Fitted, fit
@@ -36,9 +37,6 @@ NODES = re.compile(r"[0-9,]+")
 
 SHOWN = 5
 """Number of wrong lines of a file that are reported one by one."""
-
-WIDTH = 132
-"""Columns of the tables when the output is not a terminal."""
 
 JSON_FILE, PICTURE = "simulation.json", "timeline.png"
 
@@ -79,8 +77,7 @@ def run(options: Options) -> None:
     if options.as_json:
         print(as_json(report), end="")
     else:
-        console = Console(highlight=False)
-        print_report(report, console if console.is_terminal else Console(highlight=False, width=WIDTH))
+        print_report(report, table_console())
 
 
 # ---- input
