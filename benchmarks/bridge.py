@@ -1,17 +1,17 @@
-"""The bridge against what the machine can do: gathering weights, loading them, planning their way.
+"""The bridge against the limits of the machine: export, load and plan of weights, and updates of engines.
 
     python -m benchmarks.bridge            # the shape of Qwen3-1.7B, bfloat16: four minutes, 12 GB
-    python -m benchmarks.bridge --layers 4 # a smaller one
+    python -m benchmarks.bridge --layers 4 # a smaller model
 
 Export: from the ranks of a trainer into the sender's buckets, against the faster of a bare gather and bare
-sends of the same bytes, in the same buckets, by the same processes. Load: every rank its slices of the
-checkpoint's files, against every rank reading as many bytes, both from the page cache. Plan: a mixture
-of experts of 10^12 parameters on 1,024 ranks. Delta: a version after one step of Adam (learning rate 1e-6,
-the first step, which moves every weight by all of it) to a copy beside an engine, over HTTP, against the
-whole version the same way. Stall: how long engines stand still for an update, in a short quickstart.
+sends of the same bytes in the same buckets by the same processes. Load: every rank loads its slices of the
+checkpoint's files, against every rank reading as many bytes, both from the page cache. Plan: a mixture of
+experts with 10^12 parameters on 1,024 ranks. Delta: a version after one step of Adam (its first step, with
+learning rate 1e-6, which moves every weight by 1e-6) goes to a replica beside an engine over HTTP, against
+the whole version sent in the same way. Stall: the time for which an update stops engines, in a short
+quickstart.
 """
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -25,15 +25,15 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 from safetensors.torch import save_file
 
+from benchmarks.harness import parser, peak_mb, reset_peak
 from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.backend.monitor.tables import Columns, rows_table, table_console
 from slipstream.bridge.families import spec_of
 from slipstream.bridge.hf.bucket import FlatBucket
 from slipstream.bridge.model.layout import Layout
@@ -48,7 +48,7 @@ from slipstream.rollout.engine.client import EngineAddress, EngineClient, Engine
 from slipstream.rollout.network import free_port
 from tests.ranks import run_ranks
 
-QWEN3_1_7B = {
+QWEN3_1_7B: dict[str, object] = {
     "model_type": "qwen3",
     "num_hidden_layers": 28,
     "hidden_size": 2048,
@@ -61,7 +61,7 @@ QWEN3_1_7B = {
     "rope_theta": 1e6,
     "tie_word_embeddings": True,
 }
-TRILLION = {
+TRILLION: dict[str, object] = {
     "model_type": "deepseek_v3",
     "num_hidden_layers": 61,
     "hidden_size": 7168,
@@ -94,8 +94,8 @@ REPEATS = 3
 DTYPE = torch.bfloat16
 
 
-def write_checkpoint(folder: Path, hf: dict[str, Any]) -> None:
-    """In files of about a gigabyte, as checkpoints are."""
+def write_checkpoint(folder: Path, hf: dict[str, object]) -> None:
+    """Write random weights in files of about a gigabyte, as checkpoints have."""
     (folder / "config.json").write_text(json.dumps(hf))
     weight_map, pending, size, number = {}, {}, 0, 0
 
@@ -121,20 +121,8 @@ def write_checkpoint(folder: Path, hf: dict[str, Any]) -> None:
 # ---- on the ranks
 
 
-def peak_mb() -> float:
-    """The largest resident size since ``reset_peak``."""
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line]
-    return int(line.split()[1]) / 1024
-
-
-def reset_peak() -> float:
-    """Forget the peak so far; the resident size now."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak_mb()
-
-
 def timed(work: Callable[[], None]) -> float:
-    """Seconds until the last rank is done."""
+    """Return the seconds until the last rank is done."""
     dist.barrier()
     began = time.perf_counter()
     work()
@@ -144,16 +132,18 @@ def timed(work: Callable[[], None]) -> float:
 
 @dataclass
 class Measured:
+    """Seconds of each repetition on one rank."""
+
     export_s: list[float]
     gather_s: list[float]
     send_s: list[float]
     load_s: list[float]
     read_s: list[float]
     peak_extra_mb: float
-    """Of the sender while it exports, the buckets included."""
+    """Memory that the sender needs while it exports, the buckets included."""
 
 
-def on_rank(rank: RankSpec, folder: Path, hf: dict[str, Any], layout: Layout) -> Measured:
+def on_rank(rank: RankSpec, folder: Path, hf: dict[str, object], layout: Layout) -> Measured:
     dist.init_process_group(
         "gloo", init_method=f"tcp://{rank.address}:{rank.port}", rank=rank.rank, world_size=rank.world_size
     )
@@ -164,29 +154,30 @@ def on_rank(rank: RankSpec, folder: Path, hf: dict[str, Any], layout: Layout) ->
             entry.split.shard_shape(shard.size), dtype=DTYPE
         )
     plan = make_plan(spec, layout, BUCKET_MB * 2**20, DTYPE.itemsize)
-    found = Measured([], [], [], [], [], 0.0)
-    own_bytes = sum(tensor.nbytes for part in parameters for tensor in part.values())
-    room = torch.zeros(own_bytes, dtype=torch.uint8)
+    measured = Measured([], [], [], [], [], 0.0)
+    n_bytes = sum(tensor.nbytes for part in parameters for tensor in part.values())
+    room = torch.zeros(n_bytes, dtype=torch.uint8)
     for _ in range(REPEATS):
-        found.read_s.append(timed(lambda: read_bytes(folder, rank, room)))
-        found.load_s.append(timed(lambda: load_hf(spec, layout, rank.rank, parameters)))
+        measured.read_s.append(timed(lambda: read_bytes(folder, rank, room)))
+        measured.load_s.append(timed(lambda: load_hf(spec, layout, rank.rank, parameters)))
     for _ in range(REPEATS):
-        found.gather_s.append(timed(lambda: bare_gather(plan, rank)))
-        found.send_s.append(timed(lambda: bare_sends(plan, rank)))
+        measured.gather_s.append(timed(lambda: bare_gather(plan, rank)))
+        measured.send_s.append(timed(lambda: bare_sends(plan, rank)))
         before = reset_peak()
-        found.export_s.append(timed(lambda: drain(plan, parameters, rank)))
-        found.peak_extra_mb = max(found.peak_extra_mb, peak_mb() - before)
+        measured.export_s.append(timed(lambda: drain(plan, parameters, rank)))
+        measured.peak_extra_mb = max(measured.peak_extra_mb, peak_mb() - before)
     dist.destroy_process_group()
-    return found
+    return measured
 
 
 def drain(plan: ExportPlan, parameters: list[dict[str, torch.Tensor]], rank: RankSpec) -> None:
+    """Export all buckets, and do nothing with them."""
     for _ in export(plan, parameters, rank.rank):
-        """Nobody takes the buckets: what is measured is how fast they come."""
+        pass
 
 
 def bare_gather(plan: ExportPlan, rank: RankSpec) -> None:
-    """As many bytes in as many buckets: an equal part of each from every rank."""
+    """Gather as many bytes in as many buckets: an equal part of each from every rank."""
     longest = max(bucket.numel for bucket in plan.buckets)
     part = torch.zeros(-(-longest // rank.world_size), dtype=DTYPE)
     room = [torch.empty_like(part) for _ in range(rank.world_size)] if rank.rank == 0 else None
@@ -196,7 +187,7 @@ def bare_gather(plan: ExportPlan, rank: RankSpec) -> None:
 
 
 def bare_sends(plan: ExportPlan, rank: RankSpec) -> None:
-    """The same, each part sent by itself; the sender's own is copied."""
+    """Send the same parts one by one. The sender copies its own part."""
     longest = max(bucket.numel for bucket in plan.buckets)
     part = torch.zeros(-(-longest // rank.world_size), dtype=DTYPE)
     room = [torch.empty_like(part) for _ in range(rank.world_size)] if rank.rank == 0 else []
@@ -208,18 +199,19 @@ def bare_sends(plan: ExportPlan, rank: RankSpec) -> None:
         works = [dist.irecv(room[other][:n], other) for other in range(1, rank.world_size)]
         room[0][:n].copy_(part[:n])
         for work in works:
+            assert work is not None
             work.wait()
 
 
 def read_bytes(folder: Path, rank: RankSpec, room: torch.Tensor) -> None:
-    """As many bytes of the checkpoint's files as this rank loads, into memory that is there."""
-    view = memoryview(room.numpy())
+    """Read as many bytes of the checkpoint's files as this rank loads, into memory that exists already."""
+    view = room.numpy().data
     files = sorted(folder.glob("*.safetensors"))
-    at, turn = 0, rank.rank
-    while at < len(view):
+    filled, turn = 0, rank.rank
+    while filled < len(view):
         with files[turn % len(files)].open("rb", buffering=0) as file:
-            while at < len(view) and (n := file.readinto(view[at : at + 2**24])):
-                at += n
+            while filled < len(view) and (n := file.readinto(view[filled : filled + 2**24])):
+                filled += n
         turn += 1
 
 
@@ -228,14 +220,14 @@ def read_bytes(folder: Path, rank: RankSpec, room: torch.Tensor) -> None:
 
 @dataclass
 class Carried:
-    """One version on its way to a replica."""
+    """Cost of sending one version to a replica."""
 
     bytes: int = 0
     seconds: float = 0.0
 
 
 def serve_replica(folder: str, port: int) -> None:
-    """What of an engine the delta transport talks to: its HTTP server, with the replica's routes."""
+    """Serve the part of an engine that the delta transport talks to: the replica's HTTP routes."""
     import uvicorn
     from fastapi import FastAPI
 
@@ -245,7 +237,7 @@ def serve_replica(folder: str, port: int) -> None:
 
 
 def changes(plan: ExportPlan) -> tuple[Carried, Carried]:
-    """A version as a whole, and the next one as what has changed; bucket by bucket, to need little memory."""
+    """Send a whole version, then the changes of the next one. Each bucket goes by itself, to save memory."""
     generator = torch.Generator().manual_seed(0)
     whole, changed = Carried(), Carried()
     port = free_port("127.0.0.1")
@@ -257,8 +249,8 @@ def changes(plan: ExportPlan) -> tuple[Carried, Carried]:
         try:
             for bucket in plan.buckets:
                 master = torch.randn(bucket.numel, generator=generator).mul_(0.02).requires_grad_()
-                one = ExportPlan(plan.spec, plan.layout, (bucket,), plan.bucket_numel)
-                transport = DeltaTransport(one, "bfloat16")
+                plan_of_bucket = ExportPlan(plan.spec, plan.layout, (bucket,), plan.bucket_numel)
+                transport = DeltaTransport(plan_of_bucket, "bfloat16")
                 carry(transport, port, bucket, master, 1, whole)
                 master.grad = torch.randn(bucket.numel, generator=generator)
                 torch.optim.Adam([master], lr=1e-6, betas=(0.9, 0.95), eps=1e-8).step()
@@ -317,13 +309,13 @@ STALL = ("pause", "begin", "send", "end", "resume")
 
 
 def stall(console: Console) -> float:
-    """Of a short quickstart: the median seconds from pause to resume, by what they went into."""
+    """Print and return the median seconds from pause to resume in a short quickstart."""
     with tempfile.TemporaryDirectory() as root:
         command = [sys.executable, "-m", "slipstream.backend.cli", "train", "quickstart", f"run.root={root}"]
         settings = ["run.steps=15", "eval.every=0", "eval.max_prompts=10", "checkpoint.every=0"]
         done = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=600)
         if done.returncode:
-            sys.exit(f"the quickstart has failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+            sys.exit(f"the quickstart failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
         lines = [json.loads(line) for line in (Path(root) / "quickstart/trace.jsonl").open()]
     reports = [line for line in lines if line["kind"] == "publish"][1:]  # the first one joins the group
     whole = median(report["stall_s"] for report in reports)
@@ -335,53 +327,87 @@ def stall(console: Console) -> float:
     return whole
 
 
+@dataclass(frozen=True)
+class Row:
+    """Rates of one layout, in GB/s, and the sender's extra memory."""
+
+    layout: str
+    export: float
+    bare: float
+    load: float
+    read: float
+    peak_extra_mb: float
+
+    @property
+    def document(self) -> dict[str, float]:
+        return {
+            "export_ratio": round(self.export / self.bare, 3),
+            "load_ratio": round(self.load / self.read, 3),
+            "peak_extra_mb": round(self.peak_extra_mb),
+            "export_gb_per_s": round(self.export, 3),
+        }
+
+
+TABLE: Columns[Row] = {
+    "layout": lambda row: row.layout,
+    "export": lambda row: f"{row.export:.2f} GB/s",
+    "bare export": lambda row: f"{row.bare:.2f} GB/s",
+    "export ratio": lambda row: f"{row.export / row.bare:.2f}",
+    "load": lambda row: f"{row.load:.2f} GB/s",
+    "bare read": lambda row: f"{row.read:.2f} GB/s",
+    "load ratio": lambda row: f"{row.load / row.read:.2f}",
+    "extra memory": lambda row: f"{row.peak_extra_mb:.0f} MB",
+}
+
+
+def measure(name: str, folder: Path, hf: dict[str, object], size: int) -> Row:
+    """Measure one of ``LAYOUTS`` on a checkpoint of ``size`` bytes."""
+    ranks = run_ranks(LAYOUTS[name].world_size, on_rank, folder, hf, LAYOUTS[name], timeout_s=600)
+    sender: Measured = ranks[0]
+    bare_s = min(median(sender.gather_s), median(sender.send_s))
+    gb = size / 1e9
+    return Row(
+        name,
+        export=gb / median(sender.export_s),
+        bare=gb / bare_s,
+        load=gb / median(sender.load_s),
+        read=gb / median(sender.read_s),
+        peak_extra_mb=sender.peak_extra_mb,
+    )
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=QWEN3_1_7B["num_hidden_layers"])
-    hf = QWEN3_1_7B | {"num_hidden_layers": parser.parse_args().layers}
-    size = sum(prod(s) for e in entries(spec_of(hf, Path()), Layout()) for s in e.hf_shapes) * DTYPE.itemsize
-    console = Console()
-    table = Table("layout", "export", "bare", "ratio", "load", "read", "ratio", "extra memory")
-    found: dict[str, dict[str, float]] = {}
+    options = parser(__doc__)
+    options.add_argument("--layers", type=int, default=QWEN3_1_7B["num_hidden_layers"])
+    hf = QWEN3_1_7B | {"num_hidden_layers": options.parse_args().layers}
+    spec = spec_of(hf, Path())
+    size = sum(prod(shape) for entry in entries(spec, Layout()) for shape in entry.hf_shapes) * DTYPE.itemsize
+    console = table_console()
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), hf)
-        for name, layout in LAYOUTS.items():
-            ranks = run_ranks(layout.world_size, on_rank, Path(folder), hf, layout, timeout_s=600)
-            sender = ranks[0]
-            export_s = median(sender.export_s)
-            bare_s = min(median(sender.gather_s), median(sender.send_s))
-            load_s, read_s = median(sender.load_s), median(sender.read_s)
-            found[name] = {
-                "export_ratio": round(bare_s / export_s, 3),
-                "load_ratio": round(read_s / load_s, 3),
-                "peak_extra_mb": round(sender.peak_extra_mb),
-                "export_gb_per_s": round(size / export_s / 1e9, 3),
-            }
-            rate = [f"{size / seconds / 1e9:.2f} GB/s" for seconds in (export_s, bare_s, load_s, read_s)]
-            table.add_row(
-                name,
-                *rate[:2],
-                f"{bare_s / export_s:.2f}",
-                *rate[2:],
-                f"{read_s / load_s:.2f}",
-                f"{sender.peak_extra_mb:.0f} MB",
-            )
+        rows = [measure(name, Path(folder), hf, size) for name in LAYOUTS]
     planning = plan_s()
-    whole, changed = changes(make_plan(spec_of(hf, Path()), Layout(), BUCKET_MB * 2**20, DTYPE.itemsize))
-    console.print(table)
+    whole, changed = changes(make_plan(spec, Layout(), BUCKET_MB * 2**20, DTYPE.itemsize))
+    console.print(rows_table("weights", rows, TABLE))
     stalled = stall(console)
-    console.print(f"{size / 1e9:.2f} GB; buckets of {BUCKET_MB} MB, the embedding has one of its own")
+    console.print(f"{size / 1e9:.2f} GB; buckets of {BUCKET_MB} MB, the embedding has a bucket of its own")
     console.print(
         f"a version to a replica: {whole.bytes / 1e6:.0f} MB in {whole.seconds:.1f} s; after a step of Adam "
         f"{changed.bytes / 1e6:.0f} MB in {changed.seconds:.1f} s"
     )
     console.print(f"plan of {THOUSAND_RANKS.world_size} ranks and 10^12 parameters: {planning:.2f} s")
-    worst = {key: min(one[key] for one in found.values()) for key in ("export_ratio", "load_ratio")}
-    peak = max(one["peak_extra_mb"] for one in found.values())
-    worst |= {"stall_s": round(stalled, 4), "plan_s": round(planning, 3), "peak_extra_mb": peak}
-    worst |= {"delta_ratio": round(changed.bytes / whole.bytes, 4)}
-    worst |= {"delta_time_ratio": round(changed.seconds / whole.seconds, 3)}
-    print(json.dumps(worst | {"bytes": size, "layouts": found}))
+    layouts = {row.layout: row.document for row in rows}
+    document = {
+        **{key: min(row[key] for row in layouts.values()) for key in ("export_ratio", "load_ratio")},
+        "stall_s": round(stalled, 4),
+        "plan_s": round(planning, 3),
+        "peak_extra_mb": max(row["peak_extra_mb"] for row in layouts.values()),
+        "delta_ratio": round(changed.bytes / whole.bytes, 4),
+        "delta_time_ratio": round(changed.seconds / whole.seconds, 3),
+        "bytes": size,
+        "layouts": layouts,
+    }
+    print(json.dumps(document))
 
 
 if __name__ == "__main__":

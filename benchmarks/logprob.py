@@ -3,36 +3,32 @@
     python -m benchmarks.logprob           # five to fifteen minutes, 9 GB
 
 From hidden states: ``fused_logprob`` against LM head, log_softmax and gather, with the shape of Qwen3-1.7B's
-head; the weight's gradient ends up in a float32 buffer that is there, as Megatron's DDP keeps it. From logits
-N(0, 2): ``vocab_parallel_logprob`` against log_softmax and gather. Ours give the entropy too, theirs do not.
+head. The weight's gradient is added to an existing float32 buffer, as in Megatron's DDP. From logits N(0, 2):
+``vocab_parallel_logprob`` against log_softmax and gather. Only our side also computes the entropy.
 
-Each side is a process of its own, and they take turns; times are the fastest of all turns, by the clock and
-of the CPU. On a machine with other work the second is what can be repeated, best with one thread
-(--threads 1), as threads that wait for each other burn it. Memory is how far the resident size grows to its
-peak (VmHWM) in a side's first turn, before its allocator holds anything to use again.
+Each side has a process of its own, and they take turns. Times are the fastest of all turns, by the clock and
+of the CPU. On a machine with other work only CPU times are repeatable, best with one thread (--threads 1),
+because threads that wait for each other use CPU time. Memory is the growth of the resident size to its peak
+(VmHWM) in a side's first turn, before its allocator has memory to use again.
 """
 
-import argparse
 import json
-import multiprocessing
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.bridge import peak_mb, reset_peak
+from benchmarks.harness import Turn, parser, peak_mb, reset_peak, take_turns
+from slipstream.backend.monitor.tables import Columns, rows_table, table_console
 from slipstream.backend.objective.logprob import fused_logprob, vocab_parallel_logprob
 
 TOKENS, HIDDEN, VOCAB = 1024, 2048, 151936
 SCALE = 2.0
 CHECKED = 64
-"""Tokens that are compared with float64."""
+"""Number of tokens that are compared with float64."""
 ASKED = {"time_ratio": 0.8, "memory_ratio": 0.15}
 
 
@@ -72,6 +68,7 @@ def plain(logits_TV: Tensor, target_T: Tensor) -> Tensor:
 
 def plain_head(x: Inputs) -> None:
     plain(F.linear(x.hidden_TH, x.weight_VH), x.target_T).backward(x.grad_T)
+    assert x.weight_VH.grad is not None
     x.buffer_VH.add_(x.weight_VH.grad)
     x.weight_VH.grad = x.hidden_TH.grad = None
 
@@ -109,25 +106,17 @@ def overwritten_logits(x: Inputs) -> None:
     given_logits(x, overwrite=True)
 
 
-CASES: dict[str, tuple[Callable[[Inputs], None], ...]] = {
+CASES: dict[str, tuple[Callable[[Inputs], None], Callable[[Inputs], None]]] = {
     "head": (plain_head, fused_head),
     "float32 head": (plain_head, fused_float32_head),
     "logits": (plain_logits, given_logits),
     "logits, overwritten": (plain_logits, overwritten_logits),
 }
-"""By name: the plain side, ours."""
+"""The plain side and our side, by name."""
 
 
-@dataclass
-class Side:
-    seconds: list[float]
-    cpu_seconds: list[float]
-    peak_mb: float
-
-
-def serve(pipe: Connection, work: Callable[[Inputs], None], dtype: torch.dtype, threads: int) -> None:
-    """One side: a turn for each message. The answer is its seconds and its peak."""
-    torch.set_num_threads(threads)
+def side(work: Callable[[Inputs], None], dtype: torch.dtype) -> tuple[str, Callable[[int], float]]:
+    """Set up one side for ``take_turns``. Each turn returns the growth of the resident size in MB."""
     x = inputs(dtype, TOKENS, logits="logits" in work.__name__)
     few = slice(0, 8)
     part = replace(
@@ -137,40 +126,76 @@ def serve(pipe: Connection, work: Callable[[Inputs], None], dtype: torch.dtype, 
         target_T=x.target_T[few],
         grad_T=x.grad_T[few],
     )
-    work(part)  # loads what is loaded at the first use
-    while pipe.recv():
+    work(part)  # libraries load parts of themselves at the first use
+
+    def turn(number: int) -> float:
         before = reset_peak()
-        began, cpu = time.perf_counter(), time.process_time()
         work(x)
-        pipe.send((time.perf_counter() - began, time.process_time() - cpu, peak_mb() - before))
+        return peak_mb() - before
+
+    return work.__name__, turn
 
 
-def compare(case: str, dtype: torch.dtype, turns: int, threads: int) -> tuple[Side, Side]:
-    context = multiprocessing.get_context("spawn")
-    pipes, found = [], (Side([], [], 0.0), Side([], [], 0.0))
-    for work in CASES[case]:
-        mine, theirs = context.Pipe()
-        context.Process(target=serve, args=(theirs, work, dtype, threads), daemon=True).start()
-        theirs.close()
-        pipes.append(mine)
-    for turn in range(turns):
-        for pipe, side in zip(pipes, found, strict=True):
-            pipe.send(True)
-            seconds, cpu_seconds, peak = pipe.recv()
-            side.seconds.append(seconds)
-            side.cpu_seconds.append(cpu_seconds)
-            side.peak_mb = peak if turn == 0 else side.peak_mb
-    for pipe in pipes:
-        pipe.send(False)
-    return found
+@dataclass(frozen=True)
+class Row:
+    """Fastest times and memory of the two sides of one case."""
+
+    case: str
+    plain: Sequence[Turn[float]]
+    ours: Sequence[Turn[float]]
+
+    @property
+    def plain_s(self) -> float:
+        return min(turn.seconds for turn in self.plain)
+
+    @property
+    def ours_s(self) -> float:
+        return min(turn.seconds for turn in self.ours)
+
+    @property
+    def plain_cpu_s(self) -> float:
+        return min(turn.cpu_seconds for turn in self.plain)
+
+    @property
+    def ours_cpu_s(self) -> float:
+        return min(turn.cpu_seconds for turn in self.ours)
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        return {
+            "time_ratio": round(self.ours_s / self.plain_s, 3),
+            "cpu_ratio": round(self.ours_cpu_s / self.plain_cpu_s, 3),
+            "memory_ratio": round(self.ours[0].result / self.plain[0].result, 3),
+        }
+
+
+TABLE: Columns[Row] = {
+    "": lambda row: row.case,
+    "plain s": lambda row: f"{row.plain_s:.2f}",
+    "ours s": lambda row: f"{row.ours_s:.2f}",
+    "ratio": lambda row: f"{row.ratios['time_ratio']:.2f}",
+    "plain CPU s": lambda row: f"{row.plain_cpu_s:.2f}",
+    "ours CPU s": lambda row: f"{row.ours_cpu_s:.2f}",
+    "CPU ratio": lambda row: f"{row.ratios['cpu_ratio']:.2f}",
+    "plain MB": lambda row: f"{row.plain[0].result:.0f}",
+    "ours MB": lambda row: f"{row.ours[0].result:.0f}",
+    "MB ratio": lambda row: f"{row.ratios['memory_ratio']:.2f}",
+}
+
+
+def compare(case: str, dtype: torch.dtype, turns: int, threads: int) -> Row:
+    """Measure both sides of one of ``CASES``."""
+    plain_work, our_work = CASES[case]
+    setups = {"plain": partial(side, plain_work, dtype), "ours": partial(side, our_work, dtype)}
+    _, taken = take_turns(setups, turns, threads)
+    return Row(f"{str(dtype).removeprefix('torch.')} {case}", taken["plain"], taken["ours"])
 
 
 def errors() -> dict[str, float]:
-    """Largest differences of log-probs from float64."""
-    found = {}
+    """Return the largest differences of log-probs from float64."""
+    largest: dict[str, float] = {}
     for dtype in (torch.float32, torch.bfloat16):
         x, name = inputs(dtype, CHECKED, logits=False), str(dtype).removeprefix("torch.")
-        options = {"temperature": 1.0, "vocab": VOCAB}
 
         def exact(logits_TV: Tensor, target_T: Tensor = x.target_T) -> Tensor:
             return logits_TV.double().log_softmax(-1).gather(-1, target_T[:, None])[:, 0]
@@ -180,9 +205,18 @@ def errors() -> dict[str, float]:
                 [x.hidden_TH.double() @ part.double().T for part in x.weight_VH.split(2**14)], -1
             )
             rounded = x.hidden_TH @ x.weight_VH.T
-            fused = fused_logprob(x.hidden_TH, x.weight_VH, x.target_T, **options)[0]
-            single = fused_logprob(x.hidden_TH, x.weight_VH, x.target_T, **options, float32_logits=True)[0]
-            given = vocab_parallel_logprob(rounded, x.target_T, **options)[0]
+            fused, single = (
+                fused_logprob(
+                    x.hidden_TH,
+                    x.weight_VH,
+                    x.target_T,
+                    temperature=1.0,
+                    vocab=VOCAB,
+                    float32_logits=float32_logits,
+                )[0]
+                for float32_logits in (False, True)
+            )
+            given = vocab_parallel_logprob(rounded, x.target_T, temperature=1.0, vocab=VOCAB)[0]
             for what, value, reference in (
                 ("head", fused, exact(of_operands)),
                 ("head, of its own logits", fused, exact(rounded)),
@@ -190,58 +224,42 @@ def errors() -> dict[str, float]:
                 ("logits", given, exact(rounded)),
                 ("plain head", plain(rounded, x.target_T), exact(of_operands)),
             ):
-                found[f"{name} {what}"] = (value.double() - reference).abs().max().item()
-    return found
+                largest[f"{name} {what}"] = (value.double() - reference).abs().max().item()
+    return largest
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    arguments = parser.parse_args()
-    console = Console()
-    table = Table(
-        "", "plain s", "ours s", "ratio", "plain CPU s", "ours CPU s", "ratio", "plain MB", "ours MB", "ratio"
-    )
-    cases: dict[str, dict[str, float]] = {}
+    options = parser(__doc__)
+    options.add_argument("--turns", type=int, default=5)
+    options.add_argument("--threads", type=int, default=torch.get_num_threads())
+    arguments = options.parse_args()
+    console = table_console()
+    rows: list[Row] = []
     for case in CASES:
         for dtype in (torch.bfloat16, torch.float32):
             if case == "float32 head" and dtype is torch.float32:
                 continue
-            theirs, ours = compare(case, dtype, arguments.turns, arguments.threads)
-            name = f"{str(dtype).removeprefix('torch.')} {case}"
-            cases[name] = {
-                "time_ratio": round(min(ours.seconds) / min(theirs.seconds), 3),
-                "cpu_ratio": round(min(ours.cpu_seconds) / min(theirs.cpu_seconds), 3),
-                "memory_ratio": round(ours.peak_mb / theirs.peak_mb, 3),
-            }
-            console.print(f"{name}: {json.dumps(cases[name])}", highlight=False, soft_wrap=True)
-            table.add_row(
-                name,
-                f"{min(theirs.seconds):.2f}",
-                f"{min(ours.seconds):.2f}",
-                f"{cases[name]['time_ratio']:.2f}",
-                f"{min(theirs.cpu_seconds):.2f}",
-                f"{min(ours.cpu_seconds):.2f}",
-                f"{cases[name]['cpu_ratio']:.2f}",
-                f"{theirs.peak_mb:.0f}",
-                f"{ours.peak_mb:.0f}",
-                f"{cases[name]['memory_ratio']:.2f}",
-            )
-    console.print(table)
+            rows.append(compare(case, dtype, arguments.turns, arguments.threads))
+            text = f"{rows[-1].case}: {json.dumps(rows[-1].ratios)}"
+            console.print(text, highlight=False, soft_wrap=True)
+    console.print(rows_table("log-probs", rows, TABLE))
     differences = errors()
     for name, value in differences.items():
         console.print(f"largest error of log-probs, {name}: {value:.1e}")
+    cases = {row.case: row.ratios for row in rows}
     exact = ("float32 head", "bfloat16 head, of its own logits", "bfloat16 float32 head", "bfloat16 logits")
-    default, given = cases["bfloat16 head"], cases["bfloat16 logits, overwritten"]
-    print(
-        json.dumps(
-            default
-            | {"logits_time_ratio": given["time_ratio"], "logits_memory_ratio": given["memory_ratio"]}
-            | {"error": max(differences[name] for name in exact), "asked": ASKED}
-            | {"cases": cases, "errors": differences, "threads": arguments.threads}
-        )
-    )
+    given = cases["bfloat16 logits, overwritten"]
+    document = {
+        **cases["bfloat16 head"],
+        "logits_time_ratio": given["time_ratio"],
+        "logits_memory_ratio": given["memory_ratio"],
+        "error": max(differences[name] for name in exact),
+        "asked": ASKED,
+        "cases": cases,
+        "errors": differences,
+        "threads": arguments.threads,
+    }
+    print(json.dumps(document))
 
 
 if __name__ == "__main__":

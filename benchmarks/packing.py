@@ -1,11 +1,11 @@
-"""From lengths to micro-batches: how full, how even over the ranks, and in how much time.
+"""Packing of lengths into micro-batches: how full, how evenly over the ranks, and in how much time.
 
     python -m benchmarks.packing
 
-10,000 trajectories of log-normal length, for 8 data-parallel ranks; a layer of hidden size 4,096 stands for
-the model. Peers' figures were measured with their own code on the same lengths, on one core of this kind of
-machine. Then smaller steps, where there is less to even out with: as they are planned, and as they would be
-if whole packs were dealt to the ranks.
+The first table packs 10,000 trajectories of log-normal length for 8 data-parallel ranks; a layer of hidden
+size 4,096 stands for the model. The peers' figures were measured with their own code on the same lengths, on
+one core of this kind of machine. The second table has smaller steps, which are harder to balance: as they are
+planned, and as they would be if whole packs were dealt to the ranks.
 """
 
 import json
@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from slipstream.backend.batch.packing import Balance, balance, deal, divide, pack, schedule
+from slipstream.backend.monitor.tables import Columns, rows_table, table_console
 
 BUDGET = 32_768
 HIDDEN = 4096
@@ -28,6 +27,8 @@ SMALLER = ((256, 8), (1024, 8), (1024, 32))
 
 @dataclass(frozen=True)
 class Row:
+    """Quality of one packing."""
+
     seconds: float
     microbatches: int
     fill: float
@@ -45,8 +46,19 @@ PEERS = {
 }
 
 
+TABLE: Columns[tuple[str, Row]] = {
+    "": lambda item: item[0],
+    "s": lambda item: f"{item[1].seconds:.3g}",
+    "packs": lambda item: item[1].microbatches,
+    "fill": lambda item: item[1].fill,
+    "imbalance": lambda item: item[1].imbalance,
+    "lock-step": lambda item: "" if item[1].lockstep is None else item[1].lockstep,
+    "over": lambda item: item[1].over_budget,
+}
+
+
 def draw(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths, and FLOPs per layer."""
+    """Draw lengths, with their FLOPs per layer."""
     length_N = np.clip(np.random.default_rng(0).lognormal(np.log(2000), 1.2, n), 16, BUDGET).astype(np.int64)
     return length_N, 12.0 * length_N * HIDDEN**2 + 2.0 * length_N**2 * HIDDEN
 
@@ -62,20 +74,20 @@ def measure() -> Row:
         began = time.perf_counter()
         plan = planned(length_N, cost_N, 8)
         seconds.append(time.perf_counter() - began)
-    packs = [one for rank in plan[0] for one in rank]
-    found = balance(plan, length_N, cost_N, BUDGET)
+    packs = [indices for rank in plan[0] for indices in rank]
+    quality = balance(plan, length_N, cost_N, BUDGET)
     return Row(
         round(median(seconds), 4),
         len(packs),
-        round(found.fill, 5),
-        round(found.imbalance, 6),
-        round(found.lockstep, 5),
-        sum(length_N[one].sum() > BUDGET and len(one) > 1 for one in packs),
+        round(quality.fill, 5),
+        round(quality.imbalance, 6),
+        round(quality.lockstep, 5),
+        sum(length_N[indices].sum() > BUDGET and len(indices) > 1 for indices in packs),
     )
 
 
 def smaller(n: int, ranks: int) -> tuple[Balance, Balance]:
-    """Of a step as it is planned, and with whole packs dealt."""
+    """Return the balance of a step as it is planned, and with whole packs dealt."""
     length_N, cost_N = draw(n)
     costs = cost_N.tolist()
     packs = pack(np.argsort(-length_N, kind="stable").tolist(), length_N.tolist(), BUDGET)
@@ -86,17 +98,18 @@ def smaller(n: int, ranks: int) -> tuple[Balance, Balance]:
 
 def main() -> None:
     ours = measure()
-    table = Table("", "s", "packs", "fill", "imbalance", "lock-step", "over")
-    for name, row in {"ours": ours, **PEERS}.items():
-        figures = (row.microbatches, row.fill, row.imbalance, row.lockstep, row.over_budget)
-        table.add_row(name, f"{row.seconds:.3g}", *("" if x is None else str(x) for x in figures))
-    small = Table("trajectories, ranks", "fill", "imbalance", "packs dealt", "lock-step", "packs dealt")
-    for n, ranks in SMALLER:
-        found, dealt = smaller(n, ranks)
-        figures = (found.fill, found.imbalance, dealt.imbalance, found.lockstep, dealt.lockstep)
-        small.add_row(f"{n:,}, {ranks}", *(f"{x:.4f}" for x in figures))
-    console = Console()
-    console.print(table, small)
+    steps = [(f"{n:,}, {ranks}", *smaller(n, ranks)) for n, ranks in SMALLER]
+    columns: Columns[tuple[str, Balance, Balance]] = {
+        "trajectories, ranks": lambda step: step[0],
+        "fill": lambda step: f"{step[1].fill:.4f}",
+        "imbalance": lambda step: f"{step[1].imbalance:.4f}",
+        "imbalance, packs dealt": lambda step: f"{step[2].imbalance:.4f}",
+        "lock-step": lambda step: f"{step[1].lockstep:.4f}",
+        "lock-step, packs dealt": lambda step: f"{step[2].lockstep:.4f}",
+    }
+    console = table_console()
+    console.print(rows_table("10,000 trajectories, 8 ranks", {"ours": ours, **PEERS}.items(), TABLE))
+    console.print(rows_table("smaller steps", steps, columns))
     print(
         json.dumps(
             {

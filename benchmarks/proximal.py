@@ -1,17 +1,16 @@
-"""Interpolated against recomputed proximal log-probs: what a step costs, and how far the estimate is off.
+"""Interpolated against recomputed proximal log-probs: the cost of a step, and the error of the estimate.
 
     python -m benchmarks.proximal          # four minutes, 3 GB
 
-Time: the same training step of the trainer with `actor.recompute_logprobs` and with
-`actor.interpolate_logprobs`, taking turns in processes of their own.
+Time: the same training step with `actor.recompute_logprobs` and with `actor.interpolate_logprobs`, which take
+turns in separate processes.
 
-Error: the quickstart's policy is trained on its own answers, each sampled from a snapshot of it that is up to
-4 versions old. In every minibatch the estimate between behaviour and current log-probs is compared with the
-log-probs that were recomputed at the start of the step. The first minibatch is taken with the very weights
-that the step starts from; the others have moved on.
+Error: the quickstart's policy is trained on its own completions, each sampled from a snapshot that is up to
+4 versions old. In every mini-batch the estimate, which lies between behaviour and current log-probs, is
+compared with the log-probs that were recomputed at the start of the step. The first mini-batch uses the
+weights that the step starts from; the others use updated weights.
 """
 
-import argparse
 import json
 import random
 import tempfile
@@ -21,31 +20,30 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from benchmarks.train_step import SHAPES, WARM_UP, Ours, config_of, median_of, take_turns, work
+from benchmarks.harness import parser
+from benchmarks.train_step import SHAPES, WARM_UP, Ours, Side, compare, config_of, lone_rank, median_of, work
 from slipstream.backend.batch.micro_batch import TrainBatch
-from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.backend.monitor.tables import Columns, rows_table, table_console
 from slipstream.backend.objective.correction import interpolated_logp
 from slipstream.backend.objective.losses import Tokens
+from slipstream.backend.objective.policy_loss import PolicyLoss
 from slipstream.backend.quickstart import WARM_START_STEPS, task, write_policy
 from slipstream.backend.quickstart.policy import MAX_RESPONSE_TOKENS
-from slipstream.backend.quickstart.tokenizer import prompt_text
-from slipstream.rollout.network import free_port
+from slipstream.backend.quickstart.tokenizer import EOS, IDS, prompt_text
+from slipstream.configs.schema import ActorConfig
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
 
-PROMPTS, ANSWERS = 16, 8
+SAMPLES = 8
+"""Completions of each prompt."""
 LAGS = {0: 4, 1: 6, 2: 4, 3: 1, 4: 1}
-"""How many of the prompts of a step are answered by the policy of so many versions ago: 1.3 on average, as in
-the quickstart."""
+"""Number of prompts of a step by the lag of their completions: 1.3 on average, as in the quickstart."""
 SETTINGS = {
     "recomputed": {"recompute_logprobs": True, "interpolate_logprobs": False},
     "interpolated": {"recompute_logprobs": False, "interpolate_logprobs": True},
@@ -56,17 +54,17 @@ SETTINGS = {
 
 
 def times(shape: str, steps: int, threads: int) -> dict[str, float]:
+    """Compare the time of a step with each of ``SETTINGS``."""
     with work(SHAPES[shape], steps + WARM_UP) as (folder, batches):
-        sides: dict[str, Any] = {
-            name: (Ours, config_of(folder, **SHAPES[shape].settings, **actor))
+        sides: dict[str, Side] = {
+            name: (Ours, config_of(folder, SHAPES[shape].settings | actor))
             for name, actor in SETTINGS.items()
         }
-        _, turns = take_turns(sides, batches, threads)
-    found = {f"{name}_s": round(median_of(of_side, "seconds"), 4) for name, of_side in turns.items()}
-    ratio = found["interpolated_s"] / found["recomputed_s"]
-    cpu = {name: median_of(of_side, "cpu_seconds") for name, of_side in turns.items()}
-    return found | {
-        "time_ratio": round(ratio, 3),
+        _, turns = compare(sides, batches, threads)
+    seconds = {f"{name}_s": round(median_of(taken, "seconds"), 4) for name, taken in turns.items()}
+    cpu = {name: median_of(taken, "cpu_seconds") for name, taken in turns.items()}
+    return seconds | {
+        "time_ratio": round(seconds["interpolated_s"] / seconds["recomputed_s"], 3),
         "cpu_ratio": round(cpu["interpolated"] / cpu["recomputed"], 3),
     }
 
@@ -76,11 +74,12 @@ def times(shape: str, steps: int, threads: int) -> dict[str, float]:
 
 @dataclass
 class Errors:
-    """Of single tokens, by their lag: |estimate - recomputed|."""
+    """Errors of single tokens."""
 
     by_lag: dict[int, list[Tensor]] = field(default_factory=dict)
+    """|estimate - recomputed| by lag."""
     gaps: list[Tensor] = field(default_factory=list)
-    """|behaviour - recomputed|: what the estimate would be off without interpolation."""
+    """|behaviour - recomputed|: the error without interpolation."""
 
     def add(self, tokens: Tokens) -> None:
         assert tokens.proximal_logp_M is not None
@@ -90,32 +89,29 @@ class Errors:
             self.by_lag.setdefault(lag, []).append(error_M[tokens.lag_M == lag])
         self.gaps.append((tokens.behaviour_logp_M - tokens.proximal_logp_M).abs())
 
-    def summary(self) -> dict[str, Any]:
-        everything, gap = (
-            torch.cat([torch.cat(parts) for parts in self.by_lag.values()]),
-            torch.cat(self.gaps),
-        )
+    def summary(self) -> dict[str, float]:
+        error_M, gap_M = torch.cat([torch.cat(parts) for parts in self.by_lag.values()]), torch.cat(self.gaps)
         return {
-            "tokens": len(everything),
-            "error_mean": everything.mean().item(),
-            "error_p99": everything.quantile(0.99).item(),
-            "error_max": everything.max().item(),
-            "behaviour_gap_mean": gap.mean().item(),
-            "behaviour_gap_max": gap.max().item(),
-            "error_mean_by_lag": {
-                lag: torch.cat(parts).mean().item() for lag, parts in sorted(self.by_lag.items())
-            },
+            "tokens": len(error_M),
+            "error_mean": error_M.mean().item(),
+            "error_p99": error_M.quantile(0.99).item(),
+            "error_max": error_M.max().item(),
+            "behaviour_gap_mean": gap_M.mean().item(),
+            "behaviour_gap_max": gap_M.max().item(),
         }
+
+    def mean_by_lag(self) -> dict[int, float]:
+        return {lag: torch.cat(parts).mean().item() for lag, parts in sorted(self.by_lag.items())}
 
 
 @contextmanager
 def watched(errors: Errors) -> Iterator[None]:
-    """Every token that the trainer takes the loss of is looked at."""
+    """Record the errors of all tokens whose loss the trainer computes."""
     from slipstream.backend.trainer import rank as trainer
 
     token_losses = trainer.token_losses
 
-    def look(actor: Any, tokens: Tokens) -> Any:
+    def look(actor: ActorConfig, tokens: Tokens) -> PolicyLoss:
         errors.add(tokens)
         return token_losses(actor, tokens)
 
@@ -124,55 +120,51 @@ def watched(errors: Errors) -> Iterator[None]:
 
 
 @torch.no_grad()
-def answers(
-    model: torch.nn.Module,
+def sampled(
+    model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     problems: list[task.Problem],
     version: int,
 ) -> list[Trajectory]:
-    """ANSWERS to each problem, sampled at temperature 1."""
-    asked = [problem for problem in problems for _ in range(ANSWERS)]
+    """Return SAMPLES trajectories for each problem, sampled at temperature 1."""
+    asked = [problem for problem in problems for _ in range(SAMPLES)]
     texts = [prompt_text(problem.prompt) for problem in asked]
     prompts = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
-    tokens_BT = model.generate(
+    # transformers types `self` of `generate` with attributes that no model declares.
+    tokens_BT = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
         **prompts, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=MAX_RESPONSE_TOKENS
     )
-    found, width = [], prompts["input_ids"].shape[1]
+    trajectories, width = [], prompts["input_ids"].shape[1]
     for problem, text, row in zip(asked, texts, tokens_BT[:, width:].tolist(), strict=True):
         prompt = tokenizer(text)["input_ids"]
-        end = tokenizer.eos_token_id
-        stopped = end in row
-        response = row[: row.index(end) + 1] if stopped else row
+        stopped = IDS[EOS] in row
+        response = row[: row.index(IDS[EOS]) + 1] if stopped else row
         tokens_T = torch.tensor([*prompt, *response])
         logp_T = model(tokens_T[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens_T[1:, None])[:, 0]
-        sampled = np.arange(len(tokens_T)) >= len(prompt)
-        right = stopped and task.is_correct(tokenizer.decode(response[:-1]), problem.label)
-        found.append(
+        mask_T = np.arange(len(tokens_T)) >= len(prompt)
+        right = stopped and task.is_correct(str(tokenizer.decode(response[:-1])), problem.label)
+        trajectories.append(
             Trajectory(
                 tokens_T.numpy(),
-                sampled,
-                np.where(sampled, np.concatenate([[0.0], logp_T.numpy()]), 0).astype(np.float32),
-                np.where(sampled, version, UNSAMPLED).astype(np.int32),
+                mask_T,
+                np.where(mask_T, np.concatenate([[0.0], logp_T.numpy()]), 0).astype(np.float32),
+                np.where(mask_T, version, UNSAMPLED).astype(np.int32),
                 Finish.STOP if stopped else Finish.LENGTH,
                 reward=float(right),
             )
         )
-    return found
+    return trajectories
 
 
-def error(steps: int, lr: float, made: Path | None) -> dict[str, Any]:
-    """Errors over ``steps`` steps, after as many as the oldest answers need. ``made``: the policy."""
-    from slipstream.backend.trainer.rank import TrainerRank
-
+def measure_errors(steps: int, lr: float, made: Path | None) -> Errors:
+    """Train ``steps`` steps, after as many as the oldest completions need. ``made``: an existing policy."""
     errors, oldest = Errors(), max(LAGS)
     with tempfile.TemporaryDirectory() as scratch:
         folder = made or Path(scratch) / "policy"
         if made is None:
             write_policy(folder, 0, steps=WARM_START_STEPS, say=lambda _: None)
-        config = config_of(folder, **SHAPES["quickstart"].settings, optimizer={"lr": lr})
+        trainer = lone_rank(config_of(folder, SHAPES["quickstart"].settings | {"optimizer": {"lr": lr}}))
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        host = "127.0.0.1"
-        trainer = TrainerRank(config, RankSpec(0, 1, host, free_port(host)))
         problems = task.train_problems(random.Random(0))
         snapshots: deque[Path] = deque(maxlen=oldest + 1)  # the newest last
         for step in range(oldest + steps):
@@ -181,41 +173,39 @@ def error(steps: int, lr: float, made: Path | None) -> dict[str, Any]:
             trajectories = []
             for lag, prompts in LAGS.items():
                 lag = min(lag, step)
-                model = AutoModelForCausalLM.from_pretrained(snapshots[-1 - lag], dtype=torch.float32)
-                trajectories += answers(model, tokenizer, list(islice(problems, prompts)), step - lag)
-            batch = TrainBatch(step, tuple(trajectories), np.arange(len(trajectories)) // ANSWERS)
+                model = Qwen3ForCausalLM.from_pretrained(snapshots[-1 - lag], dtype=torch.float32)
+                trajectories += sampled(model, tokenizer, list(islice(problems, prompts)), step - lag)
+            batch = TrainBatch(step, tuple(trajectories), np.arange(len(trajectories)) // SAMPLES)
             with watched(errors if step >= oldest else Errors()):
                 trainer.train(batch)
-    return errors.summary()
+    return errors
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--lr", type=float, default=2.5e-4, help="the quickstart's")
-    parser.add_argument("--policy", type=Path, help="the quickstart's, if it is there already")
-    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
-    arguments = parser.parse_args()
-    console = Console()
-    table = Table("", "recomputed s", "interpolated s", "ratio", "of CPU")
+    options = parser(__doc__)
+    options.add_argument("--steps", type=int, default=12)
+    options.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options.add_argument("--lr", type=float, default=2.5e-4, help="the quickstart's")
+    options.add_argument("--policy", type=Path, help="the quickstart's, if it exists")
+    options.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
+    arguments = options.parse_args()
     shapes = {name: times(name, arguments.steps, arguments.threads) for name in arguments.shapes}
-    for name, row in shapes.items():
-        table.add_row(
-            name,
-            f"{row['recomputed_s']:.3f}",
-            f"{row['interpolated_s']:.3f}",
-            f"{row['time_ratio']:.2f}",
-            f"{row['cpu_ratio']:.2f}",
-        )
+    columns: Columns[str] = {
+        "": str,
+        "recomputed s": lambda name: f"{shapes[name]['recomputed_s']:.3f}",
+        "interpolated s": lambda name: f"{shapes[name]['interpolated_s']:.3f}",
+        "ratio": lambda name: f"{shapes[name]['time_ratio']:.2f}",
+        "of CPU": lambda name: f"{shapes[name]['cpu_ratio']:.2f}",
+    }
     torch.set_num_threads(arguments.threads)
-    found = error(arguments.steps, arguments.lr, arguments.policy)
-    console.print(table)
-    by_lag = Table("lag", "mean error of log-probs")
-    for lag, mean in found["error_mean_by_lag"].items():
-        by_lag.add_row(str(lag), f"{mean:.1e}")
-    console.print(by_lag)
-    print(json.dumps(found | {"shapes": shapes, "threads": arguments.threads}))
+    errors = measure_errors(arguments.steps, arguments.lr, arguments.policy)
+    by_lag = errors.mean_by_lag()
+    console = table_console()
+    console.print(rows_table("a training step", shapes, columns))
+    lags: Columns[int] = {"lag": str, "mean error of log-probs": lambda lag: f"{by_lag[lag]:.1e}"}
+    console.print(rows_table("error of the estimate", by_lag, lags))
+    document = {"error_mean_by_lag": by_lag, "shapes": shapes, "threads": arguments.threads}
+    print(json.dumps({**errors.summary(), **document}))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""kill -9 of a running quickstart: how long until it trains again, and what has to be generated again.
+"""kill -9 of a running quickstart: the time until it trains again, and the tokens to generate again.
 
     python -m benchmarks.recovery [--kills 3] [--seed 1]
 
-The driver is killed at seeded instants, its guard ends the rest, and the run is resumed at once. `seconds` go
-from the kill to the end of the next training step, all processes started anew. What is compared with: a run
-that keeps checkpoints only, and so loses whatever was generated since the last one.
+The driver is killed at seeded instants, its guard ends all other processes, and the run is resumed at once.
+`seconds` lasts from the kill to the end of the next training step, with every process started anew. The
+comparison is a run that keeps checkpoints only, and so loses everything generated since the last one.
 """
 
-import argparse
 import json
 import random
 import shutil
@@ -20,10 +19,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.harness import parser
 from slipstream.backend.checkpoint.folder import CheckpointFolder
+from slipstream.backend.monitor.tables import Columns, rows_table, table_console
 from slipstream.rollout.ledger.audit import audit_ledger
 from slipstream.rollout.ledger.database import open_for_reading
 from slipstream.rollout.ledger.recovery import LEDGER
@@ -36,17 +34,17 @@ SETTINGS = ("run.steps=10000", "eval.every=0", "eval.max_prompts=50", "checkpoin
 
 @dataclass
 class Recovery:
-    """Of one kill. A group has 8 trajectories."""
+    """Recovery from one kill. A group has 8 trajectories."""
 
     seconds: float
     groups_kept: int
-    """Ready at the kill, or trained since the checkpoint, and trained again as they were."""
+    """Groups that were ready at the kill, or trained since the checkpoint, and are used as they were."""
     groups_continued: int
     groups_regenerated: int
     tokens_regenerated: int
-    """Discarded ones, and those of answers that were in memory only: at most one answer's for each sample."""
+    """Discarded tokens, and an upper bound on tokens of completions that were in memory only."""
     tokens_without_ledger: int
-    """What a run with the same checkpoint and no ledger would have generated again."""
+    """Tokens that a run with the same checkpoint and no ledger would have generated again."""
 
 
 class Run:
@@ -55,10 +53,12 @@ class Run:
     def __init__(self, root: Path) -> None:
         self.folder = root / "quickstart"
         self._root = root
-        self._process: subprocess.Popen | None = None
-        self.start()
+        self._process = self._started()
 
-    def start(self) -> None:
+    def restart(self) -> None:
+        self._process = self._started()
+
+    def _started(self) -> subprocess.Popen[bytes]:
         command = [
             sys.executable,
             "-m",
@@ -68,12 +68,12 @@ class Run:
             f"run.root={self._root}",
         ]
         with (self._root / "output").open("a") as output:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [*command, *SETTINGS, "--resume"], stdout=output, stderr=subprocess.STDOUT
             )
 
     def steps(self) -> int:
-        """Training steps logged so far, all lives."""
+        """Return the number of training steps logged so far, over all lives of the run."""
         metrics = self.folder / "metrics.jsonl"
         return metrics.read_text().count('"reward/mean"') if metrics.exists() else 0
 
@@ -85,9 +85,9 @@ class Run:
             time.sleep(0.02)
 
     def groups_taken_up(self) -> tuple[int, ...]:
-        """What the last resume said: ready, continued, to be generated again."""
-        said = (self._root / "output").read_text().rpartition("resumed from")[2].partition("\n")[0]
-        return tuple(int(part.split()[0]) for part in said.rpartition(": ")[2].split(", "))
+        """Return the groups that the last resume reported: ready, continued, to be generated again."""
+        report = (self._root / "output").read_text().rpartition("resumed from")[2].partition("\n")[0]
+        return tuple(int(part.split()[0]) for part in report.rpartition(": ")[2].split(", "))
 
     def kill(self) -> None:
         self._process.kill()
@@ -100,23 +100,23 @@ class Run:
 
 
 def recover(run: Run, delay_s: float) -> Recovery:
-    """Kill, look at what is left, resume."""
+    """Kill the run, count what is left, and resume it."""
     run.wait_for_steps(run.steps() + 12)
     time.sleep(delay_s)
     began = time.monotonic()
     run.kill()
     looking = time.monotonic()
-    in_memory, without = look(run.folder)
+    in_memory, without_ledger = look(run.folder)
     looked_s = time.monotonic() - looking
-    run.start()
+    run.restart()
     run.wait_for_steps(run.steps() + 1)
     seconds = time.monotonic() - began - looked_s
     kept, continued, regenerated = run.groups_taken_up()
-    return Recovery(round(seconds, 1), kept, continued, regenerated, in_memory, without)
+    return Recovery(round(seconds, 1), kept, continued, regenerated, in_memory, without_ledger)
 
 
 def look(folder: Path) -> tuple[int, int]:
-    """Tokens that were in memory only, as an upper bound; tokens that are lost without a ledger."""
+    """Return an upper bound on the tokens in memory only, and the tokens that are lost without a ledger."""
     with tempfile.TemporaryDirectory() as scratch:
         for file in folder.glob("ledger.sqlite*"):
             shutil.copy(file, scratch)
@@ -141,29 +141,30 @@ def look(folder: Path) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--kills", type=int, default=3)
+    options.add_argument("--seed", type=int, default=1)
+    arguments = options.parse_args()
     rng = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory(prefix="slipstream-recovery-") as root:
         run = Run(Path(root))
         try:
-            found = [recover(run, rng.uniform(0, 1)) for _ in range(arguments.kills)]
+            recoveries = [recover(run, rng.uniform(0, 1)) for _ in range(arguments.kills)]
         finally:
             run.end()
         audit, _, _ = audit_ledger(run.folder / LEDGER)
         ledger = open_for_reading(run.folder / LEDGER)
         discarded = dict(ledger.execute("SELECT epoch, sum(tokens) FROM discards GROUP BY epoch"))
         ledger.close()
-    for epoch, recovery in enumerate(found, start=1):
+    for epoch, recovery in enumerate(recoveries, start=1):
         recovery.tokens_regenerated += discarded.get(epoch, 0)
-    table = Table("kill", *(name.replace("_", " ") for name in asdict(found[0])))
-    for number, recovery in enumerate(found):
-        table.add_row(str(number), *(f"{value:,}" for value in asdict(recovery).values()))
-    Console().print(table)
-    medians = {name: statistics.median(asdict(one)[name] for one in found) for name in asdict(found[0])}
-    print(json.dumps(medians | {"kills": len(found), "audit_clean": not audit.discrepancies}))
+    rows = list(map(asdict, recoveries))
+    columns: Columns[dict[str, float]] = {
+        name.replace("_", " "): lambda row, name=name: f"{row[name]:,}" for name in rows[0]
+    }
+    table_console().print(rows_table("kills", rows, columns))
+    medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    print(json.dumps({**medians, "kills": len(rows), "audit_clean": not audit.discrepancies}))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,24 @@
-"""Each way of choosing batches, against AReaL's volume gate, on the same work: largest lag, waste, makespan.
+"""Every consumption policy against AReaL's volume gate on the same work: largest lag, waste, makespan.
 
     python -m benchmarks.staleness
 
-Two settings, both in the simulator, that is with the loops and the control core of a real run. First 64
-groups at work for batches of 32: answers decode at a constant speed, training takes half the time that
-generating a batch does, so that the engines are what limits everything; lengths spread so much that the gate
-exceeds a bound of 1 fivefold, and with stragglers 2 % of the answers are 10 times as long. Then
-`simulate-areal`, where the longest answer takes about two steps, and its cluster of 64 GPUs with a quarter of
-the answers in a step, where it takes four.
+There are two settings, both in the simulator and therefore with the loops and the control core of a real run.
+In the first, 64 groups are at work for batches of 32. Completions decode at a constant speed, and training
+takes half the time of generating a batch, so that the engines are the bottleneck. Lengths vary so much that
+the gate exceeds a bound of 1 fivefold; with stragglers, 2 % of the completions are 10 times as long. The
+second setting is `simulate-areal`, where the longest completion takes about two steps, and its cluster of 64
+GPUs with a quarter of the completions in a step, where it takes four.
 
-No policy can keep the bound and lose nothing and be as fast as the gate where an answer takes longer than
-eta steps: an answer of duration D that is trained within eta versions of its start makes eta steps last D.
+Where a completion takes longer than eta steps, no policy can keep the bound, lose nothing and be as fast as
+the gate: a completion of duration D that is trained within eta versions of its start makes eta steps last D.
 """
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from slipstream.backend.monitor.tables import Columns, rows_table, table_console
 from slipstream.backend.simulate.account import Outcome
 from slipstream.backend.simulate.command import recipe
 from slipstream.backend.simulate.compare import Work
@@ -31,40 +28,42 @@ from slipstream.backend.simulate.world import World
 from slipstream.configs.schema import RunConfig
 
 BATCH, CONCURRENT, STEPS = 32, 64, 60
-"""Groups, and training steps."""
+"""Groups of a batch, groups at work, and training steps."""
 
 MEDIAN, SIGMA, TOKEN_S = 1000, 0.4, 0.01
 BATCH_S = BATCH / CONCURRENT * MEDIAN * 1.083 * TOKEN_S
-"""What the engines need for a batch: 1.083 is the mean of a log-normal with this sigma over its median."""
+"""Seconds of generating a batch. The mean of a log-normal with this sigma is 1.083 times its median."""
 
 STRAGGLERS = 0.02
 LONGEST_S = 1e9
-"""No time-out of the recipe is to end a straggler."""
+"""Time-out of the recipe, which must not end a straggler."""
 
 MAX_WASTE, MAX_MAKESPAN = 0.01, 1.03
-"""What is asked of the default: lost groups as a part of all, and makespan over the gate's."""
+"""Requirements on the default policy: share of lost groups, and makespan over the gate's."""
 
 GATE = "volume gate"
 
 
 @dataclass(frozen=True)
 class Case:
+    """Work to be done."""
+
     name: str
     samples: int
-    """Answers per prompt."""
+    """Completions per prompt."""
     stragglers: float
     overrides: tuple[str, ...] | None = None
-    """Of `simulate-areal`; None: it is a case of the small setting."""
+    """Overrides of `simulate-areal`; None for a case of the first setting."""
 
     def config(self) -> RunConfig:
         return small(self) if self.overrides is None else recipe("simulate-areal", list(self.overrides))
 
 
 CASES = (
-    Case("one answer a prompt", 1, 0.0),
-    Case("one answer a prompt, 2 % stragglers", 1, STRAGGLERS),
-    Case("8 answers a prompt", 8, 0.0),
-    Case("8 answers a prompt, 2 % stragglers", 8, STRAGGLERS),
+    Case("1 completion per prompt", 1, 0.0),
+    Case("1 completion per prompt, 2 % stragglers", 1, STRAGGLERS),
+    Case("8 completions per prompt", 8, 0.0),
+    Case("8 completions per prompt, 2 % stragglers", 8, STRAGGLERS),
     Case("simulate-areal", 16, 0.0, overrides=()),
     Case(
         "simulate-areal, small steps",
@@ -76,6 +75,7 @@ CASES = (
 
 
 def small(case: Case) -> RunConfig:
+    """Return the recipe of a case of the first setting."""
     return RunConfig.model_validate(
         {
             "run": {"name": "staleness", "steps": STEPS, "batch_timeout_s": LONGEST_S},
@@ -114,32 +114,46 @@ def small(case: Case) -> RunConfig:
 
 @dataclass(frozen=True)
 class Row:
+    """A policy and the gate on the same work."""
+
     case: Case
     bound: int
     policy: str
-    found: Outcome
+    outcome: Outcome
     gate: Outcome
 
     @property
     def makespan_ratio(self) -> float:
-        return self.found.makespan_s / self.gate.makespan_s
+        return self.outcome.makespan_s / self.gate.makespan_s
 
     @property
     def over_bound(self) -> float:
-        """Part of the trained tokens that are older than the bound."""
-        lags = self.found.token_lags
+        """Share of the trained tokens that are older than the bound."""
+        lags = self.outcome.token_lags
         return sum(tokens for lag, tokens in lags.items() if lag > self.bound) / sum(lags.values())
 
     @property
     def useful(self) -> float:
         """Tokens trained within the bound per second, over the gate's."""
         gate = Row(self.case, self.bound, GATE, self.gate, self.gate)
-        mine = (1 - self.over_bound) * self.found.tokens_per_s
-        return mine / ((1 - gate.over_bound) * self.gate.tokens_per_s)
+        within = (1 - self.over_bound) * self.outcome.tokens_per_s
+        return within / ((1 - gate.over_bound) * self.gate.tokens_per_s)
+
+
+TABLE: Columns[Row] = {
+    "eta": lambda row: row.bound,
+    "policy": lambda row: row.policy,
+    "max lag": lambda row: f"{row.outcome.max_lag}{'!' if row.outcome.max_lag > row.bound else ''}",
+    "above eta": lambda row: f"{row.over_bound:.1%}",
+    "lost groups": lambda row: f"{row.outcome.groups_wasted:.2%}",
+    "lost tokens": lambda row: f"{row.outcome.tokens_wasted:.2%}",
+    "makespan / gate's": lambda row: f"{row.makespan_ratio:.3f}",
+    "within eta/s / gate's": lambda row: f"{row.useful:.3f}",
+}
 
 
 def measure() -> Iterator[Row]:
-    """The gate first in each case and bound."""
+    """Simulate every policy; the gate comes first in each case and bound."""
     for case in CASES:
         config = case.config()
         workload, interrupt = Work(config, seed=0).workload(), config.weights.interrupt
@@ -156,15 +170,15 @@ def measure() -> Iterator[Row]:
 
 
 def recommended(rows: list[Row]) -> tuple[str, str]:
-    """The policy for the default, and why."""
+    """Return the policy that should be the default, and the reason."""
     worst: dict[str, tuple[float, float, float]] = {}
     for name in policies():
-        mine = [row for row in rows if row.policy == name]
-        if all(row.found.max_lag <= row.bound and row.found.groups_wasted < MAX_WASTE for row in mine):
+        chosen = [row for row in rows if row.policy == name]
+        if all(row.outcome.max_lag <= row.bound and row.outcome.groups_wasted < MAX_WASTE for row in chosen):
             worst[name] = (
-                max(row.makespan_ratio for row in mine),
-                max(row.found.tokens_wasted for row in mine),
-                min(row.useful for row in mine),
+                max(row.makespan_ratio for row in chosen),
+                max(row.outcome.tokens_wasted for row in chosen),
+                min(row.useful for row in chosen),
             )
     fast = [name for name, (makespan, _, _) in worst.items() if makespan <= MAX_MAKESPAN]
     best = max(fast or worst, key=lambda name: worst[name][2])
@@ -181,39 +195,14 @@ def recommended(rows: list[Row]) -> tuple[str, str]:
     return best, reason
 
 
-def show(rows: list[Row], console: Console) -> None:
-    for case in CASES:
-        table = Table(title=case.name, title_justify="left")
-        for name in ("eta", "policy", "max lag", "above eta", "lost groups", "lost tokens"):
-            table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
-        table.add_column("makespan / gate's", justify="right")
-        table.add_column("within eta/s / gate's", justify="right")
-        for row in rows:
-            if row.case is case:
-                found = row.found
-                table.add_row(
-                    str(row.bound),
-                    row.policy,
-                    f"{found.max_lag}{'!' if found.max_lag > row.bound else ''}",
-                    f"{row.over_bound:.1%}",
-                    f"{found.groups_wasted:.2%}",
-                    f"{found.tokens_wasted:.2%}",
-                    f"{row.makespan_ratio:.3f}",
-                    f"{row.useful:.3f}",
-                )
-                if row.policy == list(policies())[-1]:
-                    table.add_section()
-        console.print(table)
-
-
-def document(rows: list[Row]) -> dict[str, Any]:
-    """Each figure by case, policy and bound."""
-    figures: dict[str, dict[str, Any]] = {}
+def document(rows: list[Row]) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
+    """Return each figure by case, policy and bound."""
+    figures: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     for row in rows:
         for key, value in (
-            ("max_lag", row.found.max_lag),
-            ("waste", row.found.groups_wasted),
-            ("waste_tokens", row.found.tokens_wasted),
+            ("max_lag", row.outcome.max_lag),
+            ("waste", row.outcome.groups_wasted),
+            ("waste_tokens", row.outcome.tokens_wasted),
             ("tokens_above_eta", row.over_bound),
             ("makespan_ratio", row.makespan_ratio),
             ("tokens_within_eta_ratio", row.useful),
@@ -225,8 +214,10 @@ def document(rows: list[Row]) -> dict[str, Any]:
 
 def main() -> None:
     rows = list(measure())
-    console = Console(highlight=False, width=120)
-    show(rows, console)
+    console = table_console()
+    for case in CASES:
+        chosen = [row for row in rows if row.case is case]
+        console.print(rows_table(case.name, chosen, TABLE, left=["policy"], section=lambda row: row.bound))
     best, reason = recommended(rows)
     console.print(f"recommended default: {best}, because {reason}")
     print(json.dumps({**document(rows), "recommended": best, "reason": reason}))

@@ -2,53 +2,56 @@
 
     python -m benchmarks.train_step        # two minutes, 3 GB
 
-The step of decoupled PPO as the trainer does it on one rank: packing, recomputed proximal log-probs,
-mini-batches, gradient clipping, Adam, statistics. The other side pads trajectories of similar length into
-tensors of as many tokens as are fastest here, or takes them one by one; it uses scaled_dot_product_attention,
-multiplies only tokens that carry loss with the LM head, and has AdamW fused. Both train the same model on the
-same batches, and their losses are compared.
+The step is decoupled PPO as the trainer does it on one rank: packing, recomputed proximal log-probs,
+mini-batches, gradient clipping, Adam, statistics. The plain side pads trajectories of similar length into
+tensors of the size that is fastest on this machine, or takes them one by one. It uses
+scaled_dot_product_attention, multiplies only tokens that carry loss with the LM head, and has a fused AdamW.
+Both sides train the same model on the same batches, and their losses are compared.
 
-Each side is a process of its own, and they take turns; ratios are of medians, by the clock and of the CPU.
+Each side has a process of its own, and they take turns. Ratios are of medians, by the clock and of the CPU.
 """
 
-import argparse
 import json
-import multiprocessing
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
-from multiprocessing.connection import Connection
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.harness import Turn, parser, take_turns
 from slipstream.backend.batch.micro_batch import TrainBatch
 from slipstream.backend.batch.packing import split_minibatches
 from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.backend.monitor.tables import Columns, rows_table, table_console
 from slipstream.backend.quickstart import task
 from slipstream.backend.quickstart.policy import build_policy
 from slipstream.backend.quickstart.tokenizer import build_tokenizer, demonstration_text, prompt_text
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.objective import PPOObjective
 from slipstream.rollout.network import free_port
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
+
+if TYPE_CHECKING:
+    from slipstream.backend.trainer.rank import TrainerRank
 
 ASKED = {"step_ratio": 1.1}
 CLIP_GRAD = 1.0
 WARM_UP = 2
-"""Steps that are not counted."""
+"""Number of first steps that do not count."""
 
 
 # ---- what is trained
@@ -56,32 +59,34 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Shape:
+    """A model, and trajectories to train it on."""
+
     minibatches: int
     microbatch_tokens: int
-    policy: Callable[[], torch.nn.Module]
+    policy: Callable[[], PreTrainedModel]
     texts: Callable[[np.random.Generator], list[tuple[int, np.ndarray]]]
-    """Of a step: how many tokens the prompt has, and all tokens."""
+    """Draws the trajectories of a step: the number of prompt tokens, and all tokens."""
 
     @property
-    def settings(self) -> dict[str, int]:
-        """Of ``actor``."""
+    def settings(self) -> dict[str, object]:
+        """Settings of ``actor``."""
         return {"minibatches": self.minibatches, "microbatch_tokens": self.microbatch_tokens}
 
 
-def quickstart_policy() -> torch.nn.Module:
+def quickstart_policy() -> PreTrainedModel:
     return build_policy(build_tokenizer(), seed=0)
 
 
 def quickstart_texts(rng: np.random.Generator) -> list[tuple[int, np.ndarray]]:
-    tokenizer, draw, found = build_tokenizer(), random.Random(int(rng.integers(2**31))), []
+    tokenizer, draw, texts = build_tokenizer(), random.Random(int(rng.integers(2**31))), []
     for problem in islice(task.train_problems(draw), 128):
         text = demonstration_text(problem.prompt, task.noisy_demonstration(problem.prompt, draw))
         prompt = tokenizer(prompt_text(problem.prompt))["input_ids"]
-        found.append((len(prompt), np.array(tokenizer(text)["input_ids"])))
-    return found
+        texts.append((len(prompt), np.array(tokenizer(text)["input_ids"])))
+    return texts
 
 
-def middle_policy() -> torch.nn.Module:
+def middle_policy() -> PreTrainedModel:
     torch.manual_seed(0)
     return Qwen3ForCausalLM(
         Qwen3Config(
@@ -110,8 +115,11 @@ SHAPES = {
 
 
 def batch_of(texts: list[tuple[int, np.ndarray]], version: int, rng: np.random.Generator) -> TrainBatch:
-    """Rewards and behaviour log-probs are drawn; groups are of eight. Rewarded ones are less likely under the
-    behaviour policy, whose weights then keep the loss away from 0."""
+    """Return groups of eight with random rewards and behaviour log-probs.
+
+    Rewarded trajectories are less likely under the behaviour policy. Their importance weights then keep the
+    loss away from 0.
+    """
     trajectories = []
     for prompt, tokens in texts:
         reward, sampled = float(rng.random() < 0.5), np.arange(len(tokens)) >= prompt
@@ -129,7 +137,8 @@ def batch_of(texts: list[tuple[int, np.ndarray]], version: int, rng: np.random.G
     return TrainBatch(version, tuple(trajectories), np.arange(len(texts)) // 8)
 
 
-def config_of(folder: Path, dtype: str = "float32", **actor: Any) -> RunConfig:
+def config_of(folder: Path, actor: Mapping[str, object], dtype: str = "float32") -> RunConfig:
+    """Return a recipe for the model in ``folder`` with these settings of ``actor``."""
     return RunConfig.model_validate(
         {
             "run": {"name": "benchmark", "steps": 1, "step_timeout_s": 600},
@@ -153,30 +162,56 @@ def config_of(folder: Path, dtype: str = "float32", **actor: Any) -> RunConfig:
 
 
 class Trainer(Protocol):
-    def step(self, batch: TrainBatch) -> tuple[float, float]:
-        """Train on it; the loss and the norm of the gradient."""
+    """One side of the comparison."""
+
+    way: str
+    """Way in which the side puts trajectories into tensors."""
+
+    def __init__(self, config: RunConfig, first: TrainBatch) -> None: ...
+
+    def step(self, batch: TrainBatch) -> "Learned":
+        """Train on the batch."""
+        ...
+
+
+class Learned(NamedTuple):
+    """Loss and gradient norm of a step."""
+
+    loss: float
+    grad_norm: float
+
+
+def lone_rank(config: RunConfig) -> "TrainerRank":
+    """Return a trainer with a single rank, in this process."""
+    # Imported here: the plain side must not import Megatron.
+    from slipstream.backend.trainer.rank import TrainerRank
+
+    host = "127.0.0.1"
+    return TrainerRank(config, RankSpec(0, 1, host, free_port(host)))
 
 
 class Ours:
+    """The trainer of the product."""
+
     way = "packed"
 
     def __init__(self, config: RunConfig, first: TrainBatch) -> None:
-        from slipstream.backend.trainer.rank import TrainerRank
+        self._trainer = lone_rank(config)
 
-        host = "127.0.0.1"
-        self._trainer = TrainerRank(config, RankSpec(0, 1, host, free_port(host)))
-
-    def step(self, batch: TrainBatch) -> tuple[float, float]:
+    def step(self, batch: TrainBatch) -> Learned:
         metrics = self._trainer.train(batch)
         assert metrics is not None
-        return metrics["train/loss"], metrics["train/grad_norm"]
+        return Learned(metrics["train/loss"], metrics["train/grad_norm"])
 
 
 class Plain:
+    """Plain PyTorch."""
+
     def __init__(self, config: RunConfig, first: TrainBatch) -> None:
         self._actor, self._seed = config.actor, config.run.seed
+        self._objective = cast(PPOObjective, config.actor.objective)
         self._temperature = config.rollout.sampling.temperature
-        self._model = AutoModelForCausalLM.from_pretrained(
+        self._model = Qwen3ForCausalLM.from_pretrained(
             config.model.path, dtype=torch.float32, attn_implementation="sdpa"
         )
         settings = self._actor.optimizer
@@ -195,7 +230,7 @@ class Plain:
         self.way = f"padded to {self._limit}" if self._limit else "one by one"
 
     def _time_of(self, limit: int, batch: TrainBatch) -> float:
-        """Seconds of CPU for a minibatch, which other work on the machine does not change."""
+        """Return the CPU seconds of a mini-batch, which other work on the machine does not change."""
         self._limit, took = limit, []
         part = range(len(batch.trajectories))[:: self._actor.minibatches]
         for _ in range(3):
@@ -206,8 +241,8 @@ class Plain:
             self._optimizer.zero_grad()
         return min(took)
 
-    def step(self, batch: TrainBatch) -> tuple[float, float]:
-        trajectories, objective = batch.trajectories, self._actor.objective
+    def step(self, batch: TrainBatch) -> Learned:
+        trajectories, objective = batch.trajectories, self._objective
         advantage_N = self._advantages(batch)
         proximal: dict[int, Tensor] = {}
         with torch.no_grad():
@@ -237,7 +272,8 @@ class Plain:
             self._optimizer.step()
             self._optimizer.zero_grad()
         self._steps += 1
-        return total / sum(t.response_length for t in trajectories), sum(norms) / len(norms)
+        tokens = sum(trajectory.response_length for trajectory in trajectories)
+        return Learned(total / tokens, sum(norms) / len(norms))
 
     def _advantages(self, batch: TrainBatch) -> Tensor:
         reward_GK = torch.tensor([t.reward for t in batch.trajectories], dtype=torch.float64).view(-1, 8)
@@ -245,17 +281,20 @@ class Plain:
         return (centred_GK / (reward_GK.std(1, keepdim=True) + 1e-6)).flatten().float()
 
     def _chunks(self, batch: TrainBatch, indices: Sequence[int]) -> list[list[int]]:
-        """Trajectories for one forward pass: of similar length, within the limit of tokens when padded."""
-        found: list[list[int]] = []
+        """Return trajectories for each forward pass: of similar length, within the limit after padding."""
+        chunks: list[list[int]] = []
         for i in sorted(indices, key=lambda i: -len(batch.trajectories[i].tokens_T)):
-            longest = len(batch.trajectories[found[-1][0]].tokens_T) if found else 0
-            if not found or (len(found[-1]) + 1) * longest > self._limit:
-                found.append([])
-            found[-1].append(i)
-        return found
+            longest = len(batch.trajectories[chunks[-1][0]].tokens_T) if chunks else 0
+            if not chunks or (len(chunks[-1]) + 1) * longest > self._limit:
+                chunks.append([])
+            chunks[-1].append(i)
+        return chunks
 
     def _logp(self, parts: list[Trajectory]) -> Tensor:
-        """Of the tokens that carry loss, one trajectory after the other. Causal: padding is never seen."""
+        """Return log-probs of the tokens that carry loss, one trajectory after the other.
+
+        The mask is causal, so that no token sees the padding.
+        """
         tokens_BT = pad_sequence([torch.from_numpy(part.tokens_T) for part in parts], batch_first=True)
         mask_BT = pad_sequence([torch.from_numpy(part.loss_mask_T) for part in parts], batch_first=True)
         hidden_BTH = self._model.model(input_ids=tokens_BT, use_cache=False).last_hidden_state
@@ -263,110 +302,110 @@ class Plain:
         return logits_MV.log_softmax(-1).gather(-1, tokens_BT[mask_BT][:, None])[:, 0]
 
 
-@dataclass(frozen=True)
-class Turn:
-    seconds: float
-    cpu_seconds: float
-    loss: float
-    grad_norm: float
+def side(
+    trainer: type[Trainer], config: RunConfig, batches: Sequence[TrainBatch]
+) -> tuple[str, Callable[[int], Learned]]:
+    """Set up one side for ``take_turns``."""
+    made = trainer(config, batches[0])
+    return made.way, lambda number: made.step(batches[number])
 
 
-def serve(
-    pipe: Connection, side: type[Trainer], config: RunConfig, batches: list[TrainBatch], threads: int
-) -> None:
-    """One side: says how it runs, then takes a step for each message."""
-    torch.set_num_threads(threads)
-    trainer = side(config, batches[0])
-    pipe.send(trainer.way)
-    for batch in batches:
-        if not pipe.recv():
-            return
-        began, cpu = time.perf_counter(), time.process_time()
-        loss, norm = trainer.step(batch)
-        pipe.send(Turn(time.perf_counter() - began, time.process_time() - cpu, loss, norm))
+Side = tuple[type[Trainer], RunConfig]
 
 
-def take_turns(
-    sides: dict[str, tuple[type[Trainer], RunConfig]], batches: list[TrainBatch], threads: int
-) -> tuple[dict[str, str], dict[str, list[Turn]]]:
-    """How each side runs, and its turns."""
-    context = multiprocessing.get_context("spawn")
-    pipes: dict[str, Connection] = {}
-    for name, (side, config) in sides.items():
-        pipes[name], theirs = context.Pipe()
-        context.Process(target=serve, args=(theirs, side, config, batches, threads), daemon=True).start()
-        theirs.close()
-    ways = {name: pipe.recv() for name, pipe in pipes.items()}
-    turns: dict[str, list[Turn]] = {name: [] for name in sides}
-    for _ in batches:
-        for name, pipe in pipes.items():
-            pipe.send(True)
-            turns[name].append(pipe.recv())
-    return ways, turns
+def compare(
+    sides: Mapping[str, Side], batches: Sequence[TrainBatch], threads: int
+) -> tuple[dict[str, str], dict[str, list[Turn[Learned]]]]:
+    """Let each side train on every batch. Return how each side works, and its turns."""
+    setups = {name: partial(side, trainer, config, batches) for name, (trainer, config) in sides.items()}
+    return take_turns(setups, len(batches), threads)
 
 
 @contextmanager
-def work(shape: Shape, steps: int):
-    """A folder with the policy, and a batch for every step."""
+def work(shape: Shape, steps: int) -> Iterator[tuple[Path, list[TrainBatch]]]:
+    """Yield a folder with the policy, and a batch for every step."""
     with tempfile.TemporaryDirectory() as folder:
         shape.policy().save_pretrained(folder)
         rng = np.random.default_rng(0)
         yield Path(folder), [batch_of(shape.texts(rng), step, rng) for step in range(steps)]
 
 
-def median_of(turns: list[Turn], figure: str) -> float:
-    return median(getattr(turn, figure) for turn in turns[WARM_UP:])
+def median_of(turns: Sequence[Turn[Learned]], figure: Literal["seconds", "cpu_seconds"]) -> float:
+    """Return the median over the steps that count."""
+    return median(map(attrgetter(figure), turns[WARM_UP:]))
+
+
+def difference(ours: Sequence[Turn[Learned]], plain: Sequence[Turn[Learned]], figure: str) -> float:
+    """Return the largest relative difference of the two sides."""
+    pairs = [
+        (getattr(mine.result, figure), getattr(theirs.result, figure))
+        for mine, theirs in zip(ours, plain, strict=True)
+    ]
+    return max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Figures of one shape."""
+
+    shape: str
+    tokens: int
+    step_ratio: float
+    cpu_ratio: float
+    step_s: float
+    plain_step_s: float
+    plain_way: str
+    loss_difference: float
+    grad_norm_difference: float
+
+
+def measure(name: str, steps: int, threads: int) -> Row:
+    """Compare the sides over ``steps`` steps of a shape."""
+    shape = SHAPES[name]
+    with work(shape, steps + WARM_UP) as (folder, batches):
+        config = config_of(folder, shape.settings)
+        ways, turns = compare({"plain": (Plain, config), "ours": (Ours, config)}, batches, threads)
+    ours, plain = turns["ours"], turns["plain"]
+    return Row(
+        shape=name,
+        tokens=sum(len(t.tokens_T) for batch in batches for t in batch.trajectories) // len(batches),
+        step_ratio=round(median_of(ours, "seconds") / median_of(plain, "seconds"), 3),
+        cpu_ratio=round(median_of(ours, "cpu_seconds") / median_of(plain, "cpu_seconds"), 3),
+        step_s=round(median_of(ours, "seconds"), 4),
+        plain_step_s=round(median_of(plain, "seconds"), 4),
+        plain_way=ways["plain"],
+        loss_difference=difference(ours, plain, "loss"),
+        grad_norm_difference=difference(ours, plain, "grad_norm"),
+    )
+
+
+TABLE: Columns[Row] = {
+    "": lambda row: row.shape,
+    "tokens": lambda row: f"{row.tokens:,}",
+    "plain is": lambda row: row.plain_way,
+    "plain s": lambda row: f"{row.plain_step_s:.3f}",
+    "ours s": lambda row: f"{row.step_s:.3f}",
+    "ratio": lambda row: f"{row.step_ratio:.2f}",
+    "of CPU": lambda row: f"{row.cpu_ratio:.2f}",
+    "loss apart": lambda row: f"{row.loss_difference:.1e}",
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    arguments = parser.parse_args()
-    table = Table("", "tokens", "plain is", "plain s", "ours s", "ratio", "of CPU", "loss apart")
-    shapes: dict[str, dict[str, Any]] = {}
-    for name in arguments.shapes:
-        shape = SHAPES[name]
-        with work(shape, arguments.steps + WARM_UP) as (folder, batches):
-            config = config_of(folder, **shape.settings)
-            sides: dict[str, Any] = {"plain": (Plain, config), "ours": (Ours, config)}
-            ways, turns = take_turns(sides, batches, arguments.threads)
-        tokens = sum(len(t.tokens_T) for batch in batches for t in batch.trajectories) // len(batches)
-        times = {
-            (side, figure): median_of(of_side, figure)
-            for side, of_side in turns.items()
-            for figure in ("seconds", "cpu_seconds")
-        }
-        apart = {
-            figure: max(
-                abs(getattr(a, figure) - getattr(b, figure)) / abs(getattr(b, figure))
-                for a, b in zip(turns["ours"], turns["plain"], strict=True)
-            )
-            for figure in ("loss", "grad_norm")
-        }
-        shapes[name] = {
-            "step_ratio": round(times["ours", "seconds"] / times["plain", "seconds"], 3),
-            "cpu_ratio": round(times["ours", "cpu_seconds"] / times["plain", "cpu_seconds"], 3),
-            "step_s": round(times["ours", "seconds"], 4),
-            "plain_step_s": round(times["plain", "seconds"], 4),
-            "plain_way": ways["plain"],
-            "loss_difference": apart["loss"],
-            "grad_norm_difference": apart["grad_norm"],
-        }
-        table.add_row(
-            name,
-            f"{tokens:,}",
-            ways["plain"],
-            f"{times['plain', 'seconds']:.3f}",
-            f"{times['ours', 'seconds']:.3f}",
-            f"{shapes[name]['step_ratio']:.2f}",
-            f"{shapes[name]['cpu_ratio']:.2f}",
-            f"{apart['loss']:.1e}",
-        )
-    Console().print(table)
-    worst = max(found["step_ratio"] for found in shapes.values())
-    print(json.dumps({"step_ratio": worst, "asked": ASKED, "shapes": shapes, "threads": arguments.threads}))
+    options = parser(__doc__)
+    options.add_argument("--steps", type=int, default=15)
+    options.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    arguments = options.parse_args()
+    rows = [measure(name, arguments.steps, arguments.threads) for name in arguments.shapes]
+    table_console().print(rows_table("a training step", rows, TABLE, left=["plain is"]))
+    document = {
+        "step_ratio": max(row.step_ratio for row in rows),
+        "asked": ASKED,
+        "shapes": {row.shape: asdict(row) for row in rows},
+        "threads": arguments.threads,
+    }
+    print(json.dumps(document))
 
 
 if __name__ == "__main__":

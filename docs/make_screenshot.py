@@ -1,9 +1,9 @@
-"""Draws TensorBoard's page of one run into a PNG: reward, accuracy, head lag and the lag of every token.
+"""Takes a picture of TensorBoard's page of one run: reward, accuracy, head lag and the lag of every token.
 
     python docs/make_screenshot.py runs/quickstart docs/tensorboard.png
 
-Needs tensorboard and chromium (``apt-get install chromium``). The browser is driven through its debugging
-pipe instead of ``--screenshot``, because only a driver can wait until the last chart is drawn.
+It needs tensorboard and chromium (``apt-get install chromium``). It drives the browser through its debugging
+pipe, because ``--screenshot`` cannot wait until the last chart is drawn.
 """
 
 import argparse
@@ -30,13 +30,13 @@ from typing import Any
 TAGS = ("eval/accuracy", "reward/mean", "staleness/head_max", "staleness/token_lag")
 
 TIMEOUT_S = 60.0
-"""Longest wait for TensorBoard's server, for one answer of the browser, and for the charts."""
+"""Longest wait for TensorBoard's server, for a reply of the browser, and for the charts."""
 
 BROWSER_FLAGS = (
     "--headless",
-    "--no-sandbox",  # a container has no user namespaces, and the only page opened is our own
+    "--no-sandbox",  # a container has no user namespaces, and only our own page is opened
     "--disable-gpu",
-    "--disable-3d-apis",  # without WebGL, TensorBoard draws lines as SVG, whose presence can be asked for
+    "--disable-3d-apis",  # without WebGL, TensorBoard draws lines as SVG, which can be queried
     "--disable-quic",
     "--no-first-run",
     "--disable-background-networking",
@@ -51,7 +51,7 @@ PAGE_SETTINGS = {
     "sideBarWidthInPercent": 14,
     "ignoreOutliers": False,
 }
-"""TensorBoard's own settings, as it keeps them in the browser's local storage."""
+"""Settings that TensorBoard keeps in the browser's local storage."""
 
 DRAWN_CARDS = (
     "[...document.querySelectorAll('card-view')].filter(card => card.querySelector('svg path[d]')).length"
@@ -59,10 +59,10 @@ DRAWN_CARDS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw TensorBoard's page of one run into a PNG.")
-    parser.add_argument("run", type=Path, help="run folder, which holds the event files")
+    parser = argparse.ArgumentParser(description="Take a picture of TensorBoard's page of one run.")
+    parser.add_argument("run", type=Path, help="folder of the run, with its event files")
     parser.add_argument("png", type=Path, help="picture to write")
-    parser.add_argument("--tags", nargs="+", default=list(TAGS), help="the charts to show")
+    parser.add_argument("--tags", nargs="+", default=list(TAGS), help="charts to show")
     parser.add_argument("--size", type=int, nargs=2, default=(1240, 840), metavar=("WIDTH", "HEIGHT"))
     parser.add_argument(
         "--scale", type=float, default=1.5, help="pixels of the picture per pixel of the page"
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def copy_events(run: Path, logs: Path) -> Path:
-    """Make a log folder in which this run is the only one and has a name."""
+    """Make a log folder in which this run is the only run and has a name."""
     events = sorted(run.glob("events.out.tfevents.*"))
     if not events:
         sys.exit(f"{run} holds no events.out.tfevents.* file; pass the folder of a run")
@@ -90,7 +90,7 @@ def copy_events(run: Path, logs: Path) -> Path:
 
 @contextlib.contextmanager
 def tensorboard(logs: Path) -> Iterator[str]:
-    """A TensorBoard server on a free local port; yields its address."""
+    """Start a TensorBoard server on a free local port, and yield its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -101,11 +101,11 @@ def tensorboard(logs: Path) -> Iterator[str]:
     def has_runs() -> bool:
         if server.poll() is not None:
             sys.exit(
-                f"tensorboard ended with status {server.returncode}; run it by hand: {' '.join(command)}"
+                f"tensorboard exited with status {server.returncode}; run it by hand: {' '.join(command)}"
             )
         try:
-            with urllib.request.urlopen(f"{origin}/data/runs", timeout=TIMEOUT_S) as answer:
-                return bool(json.load(answer))
+            with urllib.request.urlopen(f"{origin}/data/runs", timeout=TIMEOUT_S) as reply:
+                return bool(json.load(reply))
         except urllib.error.URLError:
             return False
 
@@ -118,7 +118,7 @@ def tensorboard(logs: Path) -> Iterator[str]:
 
 
 class Browser:
-    """Headless chromium with one page, spoken to in the DevTools protocol over two pipes."""
+    """Headless chromium with one page, controlled by the DevTools protocol over two pipes."""
 
     def __init__(self, profile: Path) -> None:
         program = (
@@ -128,7 +128,7 @@ class Browser:
             sys.exit("no chromium found; apt-get install chromium")
         read_end, self._out = os.pipe()
         self._in, write_end = os.pipe()
-        # The browser expects its commands on descriptor 3 and answers on 4; the shell puts them there.
+        # The browser reads commands from descriptor 3 and replies on 4; the shell puts the pipes there.
         script = f'exec 8<&{read_end} 9>&{write_end}; exec 3<&8 4>&9 8<&- 9>&-; exec "$@"'
         flags = [*BROWSER_FLAGS, f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank"]
         self._process = subprocess.Popen(
@@ -154,39 +154,39 @@ class Browser:
         os.close(self._out)
         os.close(self._in)
 
-    def call(self, method: str, **params: Any) -> dict[str, Any]:
+    def call(self, method: str, **params: object) -> dict[str, Any]:
         """Send one command and return its result."""
         number = next(self._ids)
-        message: dict[str, Any] = {"id": number, "method": method, "params": params}
+        message: dict[str, object] = {"id": number, "method": method, "params": params}
         if self._session is not None:
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
         while True:
-            answer = self._receive(method)
-            if answer.get("id") != number:
+            reply = self._receive(method)
+            if reply.get("id") != number:
                 continue
-            if "error" in answer:
-                raise RuntimeError(f"chromium refused {method}: {answer['error']}")
-            return answer["result"]
+            if "error" in reply:
+                raise RuntimeError(f"chromium refused {method}: {reply['error']}")
+            return reply["result"]
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page."""
+        """Return the value of a JavaScript expression in the page."""
         return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
     def _receive(self, what: str) -> dict[str, Any]:
         while b"\0" not in self._rest:
             if not select.select([self._in], [], [], TIMEOUT_S)[0]:
-                raise TimeoutError(f"chromium has not answered {what} for {TIMEOUT_S:.0f} s")
+                raise TimeoutError(f"chromium has not replied to {what} for {TIMEOUT_S:.0f} s")
             chunk = os.read(self._in, 1 << 20)
             if not chunk:
-                raise ConnectionError(f"chromium ended during {what}")
+                raise ConnectionError(f"chromium exited during {what}")
             self._rest += chunk
         message, _, self._rest = self._rest.partition(b"\0")
         return json.loads(message)
 
 
 def draw(browser: Browser, origin: str, tags: list[str], size: tuple[int, int], scale: float) -> bytes:
-    """The PNG of TensorBoard's time-series page with the charts of `tags`."""
+    """Return a PNG of TensorBoard's time-series page with the charts of `tags`."""
     width, height = size
     browser.call(
         "Emulation.setDeviceMetricsOverride",
@@ -205,12 +205,12 @@ def draw(browser: Browser, origin: str, tags: list[str], size: tuple[int, int], 
     query = urllib.parse.urlencode({"tagFilter": pattern, "smoothing": 0})
     browser.call("Page.navigate", url=f"{origin}/?{query}#timeseries")
     wait_for(lambda: browser.evaluate(DRAWN_CARDS) >= len(tags), f"the charts of {', '.join(tags)}")
-    time.sleep(2)  # the axes still move to their places
+    time.sleep(2)  # the axes still move into place
     return base64.b64decode(browser.call("Page.captureScreenshot", format="png")["data"])
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """Ask until `condition` holds."""
+    """Poll `condition` until it holds."""
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         if time.monotonic() > deadline:

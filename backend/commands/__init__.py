@@ -1,1 +1,1 @@
-"""What the command line shows and converts: plans, audits, checkpoints, this machine."""
+"""Commands of ``slipstream`` that neither train nor simulate: plan, audit, convert and doctor."""

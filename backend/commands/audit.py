@@ -1,23 +1,23 @@
-"""``slipstream audit RUN``: the ledger and the checkpoints of a run, recounted and compared."""
+"""``slipstream audit RUN``: recounts the ledger and the checkpoints of a run and compares them."""
 
 import json
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
+from slipstream.backend.monitor.tables import pairs_table
 from slipstream.rollout.control.versions import survives
 from slipstream.rollout.ledger.audit import Audit, audit_ledger
 from slipstream.rollout.ledger.recovery import LEDGER
 
 
 def audit_run(folder: Path) -> Audit:
-    """Raises LedgerError when there is nothing to audit, or the run is running."""
+    """Audit the run in ``folder``. Raises LedgerError if it has no ledger, or if the run is running."""
     audit, line, starts = audit_ledger(folder / LEDGER)
     checkpoints = CheckpointFolder(folder / CHECKPOINTS, keep_last=1)
-    behind = 0
+    usable = 0
     for path in checkpoints.all():
         problems = checkpoints.verify(path)
         if problems:
@@ -25,35 +25,31 @@ def audit_run(folder: Path) -> Audit:
             continue
         record = checkpoints.record(path)
         if not survives(record.version, record.epoch, starts):
-            audit.checkpoints[path.name] = "sound; the run has gone on from an older one since"
+            audit.checkpoints[path.name] = "sound; the run has since continued from an older one"
             continue
         audit.checkpoints[path.name] = "sound"
-        behind += 1
+        usable += 1
         trained = line.trained_by(record.version)
         if record.counts["trained"] != trained:
             audit.discrepancies.append(
-                f"checkpoint {path.name} was written behind {record.counts['trained']} trained groups, "
-                f"the ledger has {trained} up to its version"
+                f"checkpoint {path.name} records {record.counts['trained']} trained groups, the ledger has "
+                f"{trained} up to its version"
             )
         drawn = sum(audit.groups.values())
         if record.data_position > drawn:
             audit.discrepancies.append(
-                f"checkpoint {path.name} had drawn {record.data_position} prompts, "
-                f"the ledger knows of {drawn} groups"
+                f"checkpoint {path.name} records {record.data_position} drawn prompts, the ledger has "
+                f"{drawn} groups"
             )
-    if audit.checkpoints and not behind:
-        audit.discrepancies.append("there are checkpoints, but none that the run could go on from")
+    if audit.checkpoints and not usable:
+        audit.discrepancies.append("there are checkpoints, but the run can continue from none of them")
     return audit
 
 
 def print_audit(audit: Audit, console: Console) -> None:
-    """For people: what there is, then what is wrong."""
-    table = Table("groups", "", box=None, pad_edge=False)
-    for state, count in audit.groups.items():
-        table.add_row(state, str(count))
-    for loss, count in audit.losses.items():
-        table.add_row(f"  of these {loss}", str(count))
-    console.print(table)
+    """Print the account, then every discrepancy."""
+    losses = {f"  {loss}": str(count) for loss, count in audit.losses.items()}
+    console.print(pairs_table("groups", {state: str(n) for state, n in audit.groups.items()} | losses))
     lag = "no step yet" if audit.max_head_lag is None else f"largest head lag {audit.max_head_lag}"
     console.print(
         f"{audit.steps} training steps behind the weights, {audit.steps_lost} lost to restarts; "
@@ -66,12 +62,13 @@ def print_audit(audit: Audit, console: Console) -> None:
     )
     for name, state in audit.checkpoints.items():
         console.print(f"checkpoint {name}: {state}", markup=False)
-    for text in audit.discrepancies:
+    for discrepancy in audit.discrepancies:
         console.print("[red]wrong[/]: ", end="")
-        console.print(text, markup=False)
+        console.print(discrepancy, markup=False)
     if not audit.discrepancies:
         console.print("[green]nothing lost, nothing trained twice, nothing beyond the bound[/]")
 
 
 def as_json(audit: Audit) -> str:
+    """Return the audit as one JSON document; ``clean`` is true if there is no discrepancy."""
     return json.dumps({"clean": not audit.discrepancies, **asdict(audit)}, indent=2)

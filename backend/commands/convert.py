@@ -1,7 +1,7 @@
-"""``slipstream convert``: HF checkpoints into Megatron's distributed format and back, at any layout.
+"""``slipstream convert``: converts HF checkpoints to Megatron's distributed format and back, at any layout.
 
-What can be wrong is found before a process is started, as far as headers and configs tell. Then a process for
-each rank of the layout does its share (``megatron.conversion``), and one rename makes it the output.
+Headers and configs are checked before a process is started. Then one process for each rank of the layout
+converts its shards (``megatron.conversion``), and a single rename puts the output in its place.
 """
 
 import json
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from slipstream.backend.checkpoint.folder import MANIFEST, CheckpointError, CheckpointFolder, describe
 from slipstream.backend.cluster.local_ranks import run_ranks
@@ -31,15 +31,15 @@ from slipstream.configs.violations import RecipeError
 T = TypeVar("T")
 
 TIMEOUT_S = 24 * 3600
-"""Of a whole conversion. The ranks' waits for each other are shorter; this one is for a disk that hangs."""
+"""Limit of a whole conversion, for disks that hang: ranks wait less long than this for each other."""
 
 INDEX, FORMAT = "metadata.json", "torch_dist"
-"""The file by which Megatron knows a distributed checkpoint, and the format that it names."""
+"""File by which Megatron recognizes a distributed checkpoint, and the format that this file must name."""
 
 
 @dataclass(frozen=True)
 class LayoutOptions:
-    """What the command line says about the layout."""
+    """The layout as the command line gives it."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -47,10 +47,10 @@ class LayoutOptions:
     expert: int = 1
     expert_tensor: int | None = None
     layers: str | None = None
-    """Numbers with commas between them."""
+    """Numbers separated by commas."""
 
-    def settings(self) -> dict[str, Any]:
-        """As ``actor.parallel``: with the replicas that the experts need, and as a trainer would run it."""
+    def settings(self) -> dict[str, object]:
+        """Return settings for ``actor.parallel`` with the smallest `data` that the experts allow."""
         expert_ranks = self.expert * (self.expert_tensor or self.tensor)
         return {
             "tensor": self.tensor,
@@ -65,9 +65,10 @@ class LayoutOptions:
 
 
 def hf_to_megatron(model: Path, out: Path, options: LayoutOptions, dtype: str | None) -> str:
-    """Convert, and say what was made. ``dtype``: None for that of the weights.
+    """Convert the weights and return a line that describes the output.
 
-    Raises WrongInput; RankFailed or OSError when it is not the input that is wrong.
+    ``dtype`` None keeps the dtype of the weights. Raises WrongInput, and RankFailed or OSError for a failure
+    that the input did not cause.
     """
     problems = _Problems("MODEL")
     spec, parallel = problems.model_and_layout(model, options)
@@ -85,7 +86,7 @@ def hf_to_megatron(model: Path, out: Path, options: LayoutOptions, dtype: str | 
 
 
 def megatron_to_hf(checkpoint: Path, out: Path, model: Path, options: LayoutOptions) -> str:
-    """Convert, and say what was made. Raises as ``hf_to_megatron``."""
+    """Convert the weights and return a line that describes the output. Raises like ``hf_to_megatron``."""
     problems = _Problems("--model")
     spec, parallel = problems.model_and_layout(model, options)
     source = problems.attempt("CHECKPOINT", lambda: _megatron_checkpoint(checkpoint))
@@ -95,11 +96,12 @@ def megatron_to_hf(checkpoint: Path, out: Path, model: Path, options: LayoutOpti
     from slipstream.backend.megatron.conversion import write_huggingface
 
     with _whole_or_absent(out) as folder:
-        found, *_ = run_ranks(
+        mismatches, *_ = run_ranks(
             parallel.world_size, write_huggingface, source, model, parallel, folder, timeout_s=TIMEOUT_S
         )
-        if found:
-            raise WrongInput("\n  ".join([f"{source} is not a checkpoint of the model at {model}:", *found]))
+        if mismatches:
+            heading = f"{source} is not a checkpoint of the model at {model}:"
+            raise WrongInput("\n  ".join([heading, *mismatches]))
     return f"{source} -> {_account(out, spec, parallel)}"
 
 
@@ -113,14 +115,15 @@ def _account(out: Path, spec: ModelSpec, parallel: ParallelConfig) -> str:
 
 
 class _Problems:
-    """Collects what is wrong, in the words of the command line rather than those of a recipe."""
+    """Collects problems of the input, and names settings of the recipe as the command line names them."""
 
     def __init__(self, model: str) -> None:
-        """``model``: what the command line calls ``model.path``."""
+        """``model`` is the command line's name for ``model.path``."""
         self._model = model
-        self._found: list[str] = []
+        self._problems: list[str] = []
 
     def attempt(self, what: str, read: Callable[[], T]) -> T | None:
+        """Return what ``read`` returns; None if it fails, which becomes a problem of ``what``."""
         try:
             return read()
         except (CheckpointError, hf_index.HfCheckpointError, UnsupportedModel) as error:
@@ -148,34 +151,34 @@ class _Problems:
             self._add(f"OUT: {out} exists already; name a folder that does not, or move it away")
 
     def report(self) -> None:
-        """Raises WrongInput when there is something to report."""
-        if self._found:
-            raise WrongInput("\n".join(self._found))
+        """Raise WrongInput if there is any problem."""
+        if self._problems:
+            raise WrongInput("\n".join(self._problems))
 
     def _add(self, problem: str) -> None:
         named = problem.replace("model.path", self._model)
-        options = re.sub(r"actor\.parallel\.(\w+)", lambda found: f"--{found[1].replace('_', '-')}", named)
-        self._found.append(options)
+        options = re.sub(r"actor\.parallel\.(\w+)", lambda match: f"--{match[1].replace('_', '-')}", named)
+        self._problems.append(options)
 
 
 def _uneven(spec: ModelSpec, layout: Layout) -> list[str]:
-    """What the ranks cannot share evenly, each size once."""
-    found = {}
+    """Return a message for each size that the ranks cannot split evenly."""
+    messages: dict[str, None] = {}
     for entry in entries(spec, layout):
         try:
             pieces_of(entry.split, Shard(0, layout.tensor if entry.expert is None else layout.etp))
         except UnevenSplit as error:
-            found[str(error)] = None
-    return list(found)
+            messages[str(error)] = None
+    return list(messages)
 
 
-def _numbers(text: str) -> list[Any]:
-    """What is no number stays text, for the check to name."""
+def _numbers(text: str) -> list[int | str]:
+    """Split ``text`` at its commas. Parts that are not numbers stay text, so that the check can name them."""
     return [int(part) if part.strip().isdecimal() else part for part in text.split(",")]
 
 
 def _dtype_of(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> str:
-    """The one that loses nothing of the weights."""
+    """Return the narrowest dtype that holds the weights exactly."""
     narrow = all(
         stored[name].dtype == "BF16"
         for entry in entries(spec, Layout())
@@ -186,24 +189,24 @@ def _dtype_of(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> str:
 
 
 def _megatron_checkpoint(path: Path) -> Path:
-    """The checkpoint that ``path`` is, or the newest sound one of the run whose checkpoints are in it.
+    """Return ``path`` if it is a checkpoint, or the newest sound checkpoint in it if it holds a run's.
 
     Raises CheckpointError.
     """
     if not (path / INDEX).is_file():
-        found = CheckpointFolder(path, keep_last=1).latest()
-        if found is None:
+        newest = CheckpointFolder(path, keep_last=1).latest()
+        if newest is None:
             raise CheckpointError(
                 f"{path} is no Megatron checkpoint: expected {INDEX} or a run's checkpoints (v00000010) in it"
             )
-        path = found.path
+        path = newest.path
     elif (path / MANIFEST).exists() and (problems := CheckpointFolder(path.parent, keep_last=1).verify(path)):
         raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}")
     try:
-        about = json.loads((path / INDEX).read_text())
+        index = json.loads((path / INDEX).read_text())
     except ValueError:
-        about = None
-    backend = about.get("sharded_backend") if isinstance(about, dict) else None
+        index = None
+    backend = index.get("sharded_backend") if isinstance(index, dict) else None
     if backend != FORMAT:
         raise CheckpointError(f"{path / INDEX} names the format {backend!r}; {FORMAT!r} is read")
     return path
@@ -214,9 +217,9 @@ def _megatron_checkpoint(path: Path) -> Path:
 
 @contextmanager
 def _whole_or_absent(out: Path) -> Iterator[Path]:
-    """A path to write to that becomes ``out`` when nothing has gone wrong, and is gone otherwise.
+    """Yield a path to write to, which becomes ``out`` unless the body raises; then it is deleted.
 
-    A conversion that was killed leaves the folder that it is in, and the next one to ``out`` deletes it.
+    A killed conversion leaves its staging folder behind; the next conversion to ``out`` deletes it.
     """
     staging = out.with_name(f".{out.name}.converting")
     shutil.rmtree(staging, ignore_errors=True)

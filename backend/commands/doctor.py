@@ -1,4 +1,4 @@
-"""``slipstream doctor``: what this machine has of what Slipstream needs. Imports none of it."""
+"""``slipstream doctor``: what this machine offers of what Slipstream needs. Imports none of the packages."""
 
 import os
 import shutil
@@ -20,26 +20,28 @@ PACKAGES = {
 }
 OPTIONAL = {"transformer-engine"}
 NEEDED_SHM = 512 * 2**20
-"""Ray's object store and Torch's file descriptors live in shared memory."""
+"""Bytes of shared memory for Ray's object store and Torch's file descriptors."""
 
 
 @dataclass(frozen=True)
 class Finding:
+    """One thing that was examined."""
+
     what: str
-    found: str
+    state: str
     advice: str = ""
     wrong: bool = False
 
 
 def examine() -> list[Finding]:
-    """Everything that is looked at, in the order it is shown."""
+    """Return every finding, in the order in which they are shown."""
     return [_python(), *map(_package, PACKAGES), _gpus(), _cpus(), _memory(), _shared_memory(), _slurm()]
 
 
 def _python() -> Finding:
-    found = ".".join(map(str, sys.version_info[:3]))
     wrong = sys.version_info[:2] not in ((3, 11), (3, 12))
-    return Finding("Python", found, "3.11 or 3.12 is needed" if wrong else "", wrong)
+    running = ".".join(map(str, sys.version_info[:3]))
+    return Finding("Python", running, "3.11 or 3.12 is needed" if wrong else "", wrong)
 
 
 def _package(name: str) -> Finding:
@@ -82,8 +84,9 @@ def _slurm() -> Finding:
 
 
 def print_findings(findings: list[Finding]) -> None:
+    """Print one line for each finding, marked as right or wrong."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for finding in findings:
         mark = "[red]✗[/]" if finding.wrong else "[green]✓[/]"
-        table.add_row(mark, finding.what, finding.found, f"[dim]{finding.advice}[/]")
+        table.add_row(mark, finding.what, finding.state, f"[dim]{finding.advice}[/]")
     Console().print(table)

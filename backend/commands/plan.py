@@ -2,24 +2,57 @@
 
 import json
 from collections import Counter
-from typing import Any
+from collections.abc import Iterable
+from operator import itemgetter
+from typing import TypedDict
 
 from rich.console import Console
-from rich.table import Table
 
+from slipstream.backend.monitor.tables import rows_table
 from slipstream.bridge.hf.index import ITEMSIZE
 from slipstream.bridge.shards.plan import SENDER, ExportPlan
 from slipstream.configs.schema import RunConfig
 
 SHOWN = 20
-"""Buckets that the table shows from either end; ``--json`` has them all."""
+"""Number of buckets that the table shows from either end; ``--json`` lists them all."""
 
 
-def describe(config: RunConfig, plan: ExportPlan) -> dict[str, Any]:
-    """The plan as one JSON document."""
+class PlannedBucket(TypedDict):
+    """One bucket of the export plan."""
+
+    tensors: dict[str, list[int]]
+    """Shapes by HF name."""
+    dtype: str
+    bytes: int
+    bytes_from_rank: dict[int, int]
+
+
+class PipelinePart(TypedDict):
+    """The layers of one chunk of a pipeline stage."""
+
+    stage: int
+    chunk: int
+    layers: int
+
+
+class PlanDocument(TypedDict):
+    """A layout and its export plan. Ranks are global ranks of the trainer."""
+
+    model: str
+    family: str
+    parameters: int
+    ranks: int
+    layers: list[PipelinePart]
+    bytes: int
+    bytes_from_rank: dict[int, int]
+    buckets: list[PlannedBucket]
+
+
+def describe(config: RunConfig, plan: ExportPlan) -> PlanDocument:
+    """Return the plan as one document."""
     itemsize = ITEMSIZE[config.model.dtype]
     sent: Counter[int] = Counter()
-    buckets = []
+    buckets: list[PlannedBucket] = []
     for bucket in plan.buckets:
         size = 4 if bucket.float32 else itemsize
         by_owner: Counter[int] = Counter()
@@ -51,64 +84,66 @@ def describe(config: RunConfig, plan: ExportPlan) -> dict[str, Any]:
 
 
 def as_json(config: RunConfig, plan: ExportPlan) -> str:
+    """Return `describe` as JSON."""
     return json.dumps(describe(config, plan))
 
 
 def print_plan(config: RunConfig, plan: ExportPlan, console: Console, *, weights: bool) -> None:
-    """The layout, and with ``weights`` the export plan."""
-    about, parallel, geometry = describe(config, plan), config.actor.parallel, plan.spec.geometry
+    """Print the layout, and with ``weights`` the export plan."""
+    document, parallel, geometry = describe(config, plan), config.actor.parallel, plan.spec.geometry
     console.print(
-        f"{about['family']}, {geometry.n_layers} layers, {about['parameters']:,} parameters: "
+        f"{document['family']}, {geometry.n_layers} layers, {document['parameters']:,} parameters: "
         f"{plan.spec.path}",
         markup=False,
     )
     context = f"context {parallel.context} * " if parallel.context > 1 else ""
     ways = f"tensor {parallel.tensor} * {context}pipeline {parallel.pipeline} * data {parallel.data}"
-    console.print(f"{about['ranks']} trainer ranks: {ways}")
+    console.print(f"{document['ranks']} trainer ranks: {ways}")
     if geometry.experts:
         console.print(
             f"{geometry.experts.count} experts over {parallel.expert} ranks, each on {plan.layout.etp}"
         )
     if parallel.pipeline > 1:
-        sizes = ", ".join(str(part["layers"]) for part in about["layers"])
+        sizes = ", ".join(str(part["layers"]) for part in document["layers"])
         console.print(f"layers of each part of the pipeline: {sizes}")
     if not weights:
         return
     console.print(
-        f"\n{_size(about['bytes'])} leave through rank {SENDER} in {len(plan.buckets)} buckets, at most "
+        f"\n{_size(document['bytes'])} leave through rank {SENDER} in {len(plan.buckets)} buckets, at most "
         f"{config.weights.transport.bucket_mb} MB each unless a tensor is larger"
     )
-    table = Table("bucket", "tensors", "size", "first tensor", "from ranks")
-    shown = range(len(plan.buckets))
-    if len(shown) > 2 * SHOWN:
-        shown = [*shown[:SHOWN], *shown[-SHOWN:]]
-    for number in shown:
-        if number and number - 1 not in shown:
-            table.add_row("...")
-        bucket, found = plan.buckets[number], about["buckets"][number]
-        ranks = _ranges(list(found["bytes_from_rank"]))
-        table.add_row(
-            str(number), str(len(bucket.hf_names)), _size(found["bytes"]), bucket.hf_names[0], ranks
+    rows: list[tuple[object, ...]] = [
+        (
+            number,
+            len(bucket["tensors"]),
+            _size(bucket["bytes"]),
+            next(iter(bucket["tensors"])),
+            _ranges(bucket["bytes_from_rank"]),
         )
-    console.print(table)
-    console.print(
-        "sent by rank: " + ", ".join(f"{r}: {_size(n)}" for r, n in about["bytes_from_rank"].items())
-    )
+        for number, bucket in enumerate(document["buckets"])
+    ]
+    if len(rows) > 2 * SHOWN:
+        rows[SHOWN:-SHOWN] = [("...", "", "", "", "")]
+    names = ("bucket", "tensors", "size", "first tensor", "from ranks")
+    columns = {name: itemgetter(number) for number, name in enumerate(names)}
+    console.print(rows_table("export plan", rows, columns, left=("first tensor", "from ranks")))
+    sent = ", ".join(f"{rank}: {_size(size)}" for rank, size in document["bytes_from_rank"].items())
+    console.print(f"sent by rank: {sent}")
 
 
-def _size(n: int) -> str:
-    return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
+def _size(bytes_: int) -> str:
+    return f"{bytes_ / 1e9:.2f} GB" if bytes_ >= 1e9 else f"{bytes_ / 1e6:.1f} MB"
 
 
-def _ranges(ranks: list[int]) -> str:
+def _ranges(ranks: Iterable[int]) -> str:
     """
     >>> _ranges([0, 1, 2, 5])
     '0-2, 5'
     """
-    found: list[list[int]] = []
+    ranges: list[tuple[int, int]] = []
     for rank in ranks:
-        if found and found[-1][1] == rank - 1:
-            found[-1][1] = rank
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1] = (ranges[-1][0], rank)
         else:
-            found.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
+            ranges.append((rank, rank))
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

@@ -1,5 +1,6 @@
-"""What a run tells its user: metrics (JSON lines and TensorBoard), progress on the terminal, a summary.
+"""Output of a run: metrics (JSON lines and TensorBoard), a trace, progress on the terminal and a summary.
 
-Used from the driver process. Imports neither torch nor Ray, SGLang or Megatron, so what a machine with GPUs
-has logged can be read and drawn on any other.
+``tables`` and ``figure`` give all reports one style. The package runs in the driver process and imports
+neither torch nor Ray, SGLang or Megatron, so that any machine can read and draw what a machine with GPUs has
+logged.
 """

@@ -1,13 +1,13 @@
-"""The metrics of a run: ``metrics.jsonl`` for programs, TensorBoard events for people, from the same values.
+"""Writes the metrics of a run twice: ``metrics.jsonl`` for programs, TensorBoard events for people.
 
 A record is one JSON line::
 
     {"step": 12, "time": 1767225600.5, "reward/mean": 0.61, "staleness/token_lag": [[0, 0, 812], [1, 1, 301]]}
 
-- `step` is the number of the training step, `time` is in Unix seconds. A step may have more than one record.
-- A scalar that is not finite is `null`: JSON has no word for it. TensorBoard gets it as it is and marks it.
+- `step` is the policy version, `time` is in Unix seconds. A step may have more than one record.
+- A scalar that is not finite is `null` in JSON, which has no such number. TensorBoard shows it as it is.
 - A histogram is a list of buckets [first, last, count] of integers, without gaps.
-- A tag that has no value in a step is left out.
+- A tag without a value in a step is left out.
 """
 
 import difflib
@@ -19,20 +19,22 @@ import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import SupportsFloat, SupportsIndex
 
 from slipstream.backend.monitor.tags import TAGS
 from slipstream.backend.monitor.tensorboard import EventWriter, HistogramBucket, integer_buckets
 
 METRICS_FILE = "metrics.jsonl"
 
-Value = float | int | str | Iterable[int] | Mapping[int, int]
+Value = SupportsFloat | SupportsIndex | str | Iterable[int] | Mapping[int, int]
+"""A number, a markdown text, or the integers of a histogram, one by one or with their counts."""
 
 
 class MetricsLog:
     """Appends the records of a run to ``metrics.jsonl`` and to an event file, both directly in `folder`.
 
-    A record is in both files when `log` returns, so a killed run leaves whole lines except perhaps the last;
-    reopening the folder removes such a rest. Not for use from several threads. `clock` gives Unix seconds.
+    A record is in both files when `log` returns. A killed run may leave its last line unfinished; opening the
+    folder again removes that line. The log must be used from one thread only. `clock` gives Unix seconds.
     """
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
@@ -46,7 +48,7 @@ class MetricsLog:
         self._events = EventWriter(folder, clock=lambda: self._now, descriptions=descriptions)
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
-        """Write one record: numbers, integers or {integer: count} for a histogram, markdown for a text.
+        """Write one record.
 
         Numbers may be of any type that converts to float, such as a NumPy scalar or a tensor of one element.
 
@@ -62,7 +64,7 @@ class MetricsLog:
                 if kind == "scalar":
                     scalars[name] = _number(value)
                 elif kind == "histogram":
-                    histograms[name] = integer_buckets(value)
+                    histograms[name] = _histogram(value)
                 else:
                     texts[name] = _text(value)
             except (TypeError, ValueError) as error:
@@ -84,7 +86,7 @@ class MetricsLog:
         self._events.flush()
 
     def close(self) -> None:
-        """End both files."""
+        """Close both files."""
         self._lines.close()
         self._events.close()
 
@@ -100,12 +102,20 @@ def _declared_kind(name: str) -> str:
 
 
 def _number(value: Value) -> float | int:
-    if isinstance(value, str):
-        raise TypeError("text is not a number")
-    try:
-        return int(operator.index(value))
-    except TypeError:
+    if isinstance(value, SupportsIndex):
+        try:
+            return int(operator.index(value))
+        except TypeError:  # an array has the method, whatever its numbers are
+            pass
+    if isinstance(value, SupportsFloat):
         return float(value)
+    raise TypeError(f"{type(value).__name__} is not a number")
+
+
+def _histogram(value: Value) -> list[HistogramBucket]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{type(value).__name__} holds no integers")
+    return integer_buckets(value)
 
 
 def _text(value: Value) -> str:

@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: one live line on a terminal, plain lines in a file."""
+"""Shows the progress of a run: one live line on a terminal, plain lines in a file."""
 
 import os
 import sys
@@ -19,29 +19,32 @@ from rich.text import Text
 from slipstream.backend.monitor.units import clock_face, count, seconds
 
 FIRST_SILENCE_S = 30.0
-"""A log that has said nothing for this long gets a sign of life; each further one takes twice as long."""
+"""Silence after which a log gets a sign of life. Each further sign comes after twice as long a silence."""
 
 ETA_STEPS = 20
-"""The time left is reckoned from this many of the latest steps: answers get longer as a policy learns."""
+"""Number of latest steps from which the time left is estimated: completions get longer as a policy learns."""
 
 GAP, MIN_BAR, MAX_BAR = 2, 4, 30
-"""Columns between the figures of the live line, and of its bar."""
+"""Columns between the figures of the live line, and the smallest and largest width of its bar."""
 
 
 class Progress(Protocol):
-    """Tells the user what a run is doing. To be called from one thread."""
+    """Tells the user what a run is doing. Its methods must be called from one thread."""
 
     def phase(self, text: str) -> None:
-        """Say what begins now, such as ``starting engine 1/1``; the display adds how long it takes."""
+        """Announce what begins now, such as ``starting engine 1/1``. The display adds how long it takes."""
 
     def step(
         self, step: int, *, reward: float, head_lag: int, tokens_per_s: float, accuracy: float | None = None
     ) -> None:
-        """Report a finished training step: mean reward, largest head lag (versions), generated tokens per
-        second, and the held-out accuracy (0 to 1) if it was measured at this step."""
+        """Report a finished training step.
+
+        `reward` is the mean over the batch, `head_lag` the largest in versions, `tokens_per_s` counts
+        generated tokens, and `accuracy` is the held-out accuracy (0 to 1) if it was measured at this step.
+        """
 
     def note(self, text: str) -> None:
-        """Keep a warning or an event on the screen."""
+        """Show a warning or an event, which stays on the screen."""
 
     def close(self) -> None:
         """End the display. The last line stays visible."""
@@ -50,25 +53,25 @@ class Progress(Protocol):
 def open_progress(
     total_steps: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Progress:
-    """The display that fits `stream` (default: stderr): a live line on a terminal, plain lines elsewhere.
+    """Return the display that fits `stream` (default: stderr): live on a terminal, plain lines elsewhere.
 
     `clock` gives seconds from any origin.
     """
-    stream = stream or sys.stderr
-    if stream.isatty() and os.environ.get("TERM") != "dumb":
-        return LiveProgress(total_steps, stream, clock)
-    return PlainProgress(total_steps, stream, clock)
+    output: TextIO = stream or sys.stderr
+    if output.isatty() and os.environ.get("TERM") != "dumb":
+        return LiveProgress(total_steps, output, clock)
+    return PlainProgress(total_steps, output, clock)
 
 
 class StepTimer:
-    """Estimates the time left from the intervals between finished steps; pure."""
+    """Estimates the time left from the intervals between finished steps."""
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
         self._finished: deque[tuple[int, float]] = deque(maxlen=ETA_STEPS + 1)
 
     def finish(self, step: int, now: float) -> float | None:
-        """Seconds left after `step` was finished at `now`; None until two steps are finished."""
+        """Record that `step` finished at `now`; return the seconds left, or None after the first step."""
         self._finished.append((step, now))
         (first_step, first_time), steps = self._finished[0], step - self._finished[0][0]
         if steps <= 0:
@@ -77,7 +80,7 @@ class StepTimer:
 
 
 class PlainProgress:
-    """One line per phase, step and note, without control characters, for files and Slurm's output.
+    """Prints one line per phase, step and note, without control characters, for files and Slurm's output.
 
     A thread adds a line after `silence_s` seconds of silence, so that waiting and hanging look different.
     """
@@ -159,7 +162,7 @@ class PlainProgress:
 
 @dataclass(frozen=True)
 class _Shown:
-    """What the live line says; replaced as a whole, because another thread draws it."""
+    """Content of the live line. It is replaced as a whole, because another thread draws it."""
 
     step: int = 0
     reward: float = 0.0
@@ -172,10 +175,10 @@ class _Shown:
 
 
 class LiveProgress:
-    """One line, redrawn in place: spinner, step, bar, figures, and either the time left or the current phase.
+    """Redraws one line in place: spinner, step, bar, figures, and the time left or the current phase.
 
-    Whatever else the process prints, and every note, appears above it. A narrow terminal has no bar and
-    fewer figures.
+    Notes and everything else that the process prints appear above the line. On a narrow terminal the bar and
+    some figures are left out.
     """
 
     def __init__(self, total_steps: int, stream: TextIO, clock: Callable[[], float]) -> None:
@@ -189,7 +192,7 @@ class LiveProgress:
             self,
             console=self._console,
             refresh_per_second=8,
-            # Output that the user sends to a file stays out of the terminal.
+            # Output that the user redirects to a file must not appear on the terminal.
             redirect_stdout=sys.stdout.isatty(),
             redirect_stderr=sys.stderr.isatty(),
         )

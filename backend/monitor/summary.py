@@ -1,4 +1,4 @@
-"""``summary.json``: what a run came to, for programs; and the same as a small table, for people."""
+"""The result of a run: ``summary.json`` for programs, a small table for people."""
 
 import os
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Annotated, Literal, TextIO
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt
 from rich.box import ROUNDED
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from slipstream.backend.monitor.tables import pairs_table
 from slipstream.backend.monitor.units import count, seconds
 
 SUMMARY_FILE = "summary.json"
@@ -24,7 +24,7 @@ class _Strict(BaseModel):
 
 
 class GroupTotals(_Strict):
-    """Groups of the whole run. Those admitted and in none of the other fields were unfinished at the end."""
+    """Number of groups of the whole run. Groups that are only in `admitted` were unfinished at the end."""
 
     admitted: NonNegativeInt
     trained: NonNegativeInt
@@ -34,15 +34,15 @@ class GroupTotals(_Strict):
 
 
 class RunSummary(_Strict):
-    """A finished run. Fields that need at least one training step, or an evaluation, are None without one."""
+    """A finished run. Fields that need a training step or an evaluation are None without one."""
 
     exit: Literal["done", "failed", "stopped"] = Field(
-        description="stopped: ended by the user or the scheduler."
+        description="How the run ended; stopped: by the user or the scheduler."
     )
-    steps: NonNegativeInt = Field(description="Training steps that were finished.")
-    wall_s: NonNegativeFloat = Field(description="Seconds from start to end, with setup and evaluation.")
+    steps: NonNegativeInt = Field(description="Number of finished training steps.")
+    wall_s: NonNegativeFloat = Field(description="Seconds from start to end, setup and evaluation included.")
     training_s: NonNegativeFloat = Field(
-        description="Of these, seconds from the first admission to the last step."
+        description="Seconds from the first admission to the end of the last step."
     )
     accuracy_before: Fraction | None = Field(description="Held-out accuracy of the initial policy.")
     accuracy_after: Fraction | None = Field(description="Held-out accuracy of the last policy.")
@@ -54,17 +54,17 @@ class RunSummary(_Strict):
         description="Share of trained trajectories with tokens of more than one version."
     )
     tokens_generated: NonNegativeInt = Field(
-        description="Response tokens from the engines, evaluation left out."
+        description="Response tokens that the engines generated, evaluations excluded."
     )
-    tokens_trained: NonNegativeInt = Field(description="Tokens that carried loss.")
+    tokens_trained: NonNegativeInt = Field(description="Number of tokens that carried loss.")
     versions: int = Field(description="The last policy version.")
     resumed: NonNegativeInt = Field(
-        description="Restarts before this process; all other figures but groups and versions are its own."
+        description="Restarts before this process. All fields but groups and versions are about this process."
     )
     stall_s_mean: NonNegativeFloat | None = Field(
-        description="Mean seconds generation stood still per version."
+        description="Mean seconds for which generation stood still per version."
     )
-    engine_restarts: NonNegativeInt
+    engine_restarts: NonNegativeInt = Field(description="Number of engines that were restarted.")
     trainer_wait_fraction: Fraction | None = Field(
         description="Share of training_s spent waiting for batches."
     )
@@ -72,7 +72,7 @@ class RunSummary(_Strict):
 
 
 def write_summary(folder: Path, summary: RunSummary) -> Path:
-    """Write ``summary.json`` into `folder`: at any instant a reader finds the old file or the new one."""
+    """Write ``summary.json`` into `folder`. At any instant a reader finds the old file or the new one."""
     path = folder / SUMMARY_FILE
     draft = path.with_name(f".{SUMMARY_FILE}.tmp")
     with draft.open("w", encoding="utf-8") as file:
@@ -89,57 +89,52 @@ def write_summary(folder: Path, summary: RunSummary) -> Path:
 
 
 def print_summary(summary: RunSummary, stream: TextIO, *, name: str) -> None:
-    """Show the summary of the run `name`: a table on a terminal, plain lines elsewhere."""
+    """Print the summary of the run `name`: a table on a terminal, plain lines elsewhere."""
     title = f"{name}: {summary.exit} after {summary.steps} steps"
     rows = summary_rows(summary)
     if not stream.isatty():
-        width = max(len(label) for label, _ in rows)
-        lines = [title, *(f"  {label:{width}}  {value}" for label, value in rows)]
+        width = max(map(len, rows))
+        lines = [title, *(f"  {label:{width}}  {value}" for label, value in rows.items())]
         print("\n".join(lines), file=stream, flush=True)
         return
-    table = Table(
-        title=Text(title, style=f"bold {EXIT_STYLES[summary.exit]}"),
-        box=ROUNDED,
-        show_header=False,
-        border_style="dim",
-    )
-    table.add_column(style="dim")
-    table.add_column()
-    for label, value in rows:
-        table.add_row(label, Text(value.replace("->", "→"), style="bold" if label == "accuracy" else ""))
-    Console(file=stream, highlight=False).print(table)
+    values = {
+        label: Text(value.replace("->", "→"), style="bold" if label == "accuracy" else "")
+        for label, value in rows.items()
+    }
+    heading = Text(title, style=f"bold {EXIT_STYLES[summary.exit]}")
+    Console(file=stream, highlight=False).print(pairs_table(heading, values, ROUNDED))
 
 
-def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
-    """The table's rows as (label, value) in ASCII; a row without a value is left out."""
-    rows: list[tuple[str, str]] = []
+def summary_rows(summary: RunSummary) -> dict[str, str]:
+    """Return labels and values in ASCII, without the labels that have no value."""
+    rows: dict[str, str] = {}
     before, after = summary.accuracy_before, summary.accuracy_after
     if before is not None and after is not None:
-        rows.append(("accuracy", f"{before:.1%} -> {after:.1%}  ({100 * (after - before):+.1f} points)"))
+        rows["accuracy"] = f"{before:.1%} -> {after:.1%}  ({100 * (after - before):+.1f} points)"
     elif before is not None:
-        rows.append(("accuracy", f"{before:.1%} before training"))
+        rows["accuracy"] = f"{before:.1%} before training"
     time = f"{seconds(summary.wall_s)} in all, {seconds(summary.training_s)} of training"
     if summary.steps:
         time += f", {seconds(summary.training_s / summary.steps)} per step"
-    rows.append(("time", time))
+    rows["time"] = time
     if summary.head_lag_max is not None and summary.head_lag_mean is not None:
         lag = f"head lag {summary.head_lag_max} at most, {summary.head_lag_mean:.2f} on average"
         if summary.multi_version_fraction is not None:
             lag += f"; {summary.multi_version_fraction:.0%} of trajectories span versions"
-        rows.append(("staleness", lag))
+        rows["staleness"] = lag
     throughput = (
         f"{count(summary.tokens_generated)} tokens generated, {count(summary.tokens_trained)} trained"
     )
     if summary.training_s > 0:
         throughput += f"; {count(summary.tokens_generated / summary.training_s)} generated per second"
-    rows.append(("throughput", throughput))
+    rows["throughput"] = throughput
     if summary.trainer_wait_fraction is not None:
-        rows.append(("trainer", f"waited for batches {summary.trainer_wait_fraction:.0%} of its time"))
+        rows["trainer"] = f"waited for batches {summary.trainer_wait_fraction:.0%} of its time"
     versions = f"{summary.steps} published"
     if summary.stall_s_mean is not None:
         versions += f", generation paused {seconds(summary.stall_s_mean)} for each"
-    rows.append(("versions", versions))
-    rows.append(("engines", f"{summary.engine_restarts} restarts"))
+    rows["versions"] = versions
+    rows["engines"] = f"{summary.engine_restarts} restarts"
     groups = ", ".join(f"{number} {what}" for what, number in summary.groups if number or what == "trained")
-    rows.append(("groups", groups))
+    rows["groups"] = groups
     return rows

@@ -1,4 +1,4 @@
-"""Every tag a run may log, with its unit and its meaning; ``docs/metrics.md`` shows the same to users."""
+"""Every tag that a run may log, with its unit and meaning. ``docs/metrics.md`` shows users the same table."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,10 +6,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Tag:
-    """What one tag stands for.
+    """Unit, meaning and kind of one metric.
 
-    `unit` is what a value of 1 means. `kind` decides what is logged under the tag: a number, integers to be
-    counted into a histogram, or markdown.
+    `kind` says what is logged under the tag: a number, integers that are counted into a histogram, or
+    markdown.
     """
 
     unit: str
@@ -18,224 +18,272 @@ class Tag:
 
     @property
     def description(self) -> str:
-        """One line of markdown: meaning and unit."""
+        """One line of markdown for TensorBoard."""
         return f"{self.meaning} [{self.unit}]"
 
 
 TAGS: dict[str, Tag] = {
-    "run/recipe": Tag("YAML", "The recipe of the run with every default filled in.", "text"),
+    "run/recipe": Tag("YAML", "The recipe of the run, with all defaults filled in.", "text"),
     # reward
-    "reward/mean": Tag("reward", "Mean reward of the trajectories trained in this step."),
-    "reward/std": Tag(
-        "reward", "Standard deviation of the reward over the trajectories trained in this step."
+    "reward/mean": Tag("reward", "Mean reward of the trajectories in the batch."),
+    "reward/std": Tag("reward", "Standard deviation of the rewards in the batch."),
+    "reward/turn_mean": Tag(
+        "reward", "Mean reward of the turns in the batch. Only with workflows that reward single turns."
     ),
-    "reward/turn_mean": Tag("reward", "Mean reward of their turns, where a workflow gives any."),
     # eval
     "eval/accuracy": Tag(
         "fraction",
-        "Share of held-out prompts answered correctly by greedy decoding; step 0 is before training. "
-        "While training goes on, a newer version may answer some of them.",
+        "Fraction of held-out prompts answered correctly with greedy decoding. Step 0 is the initial policy. "
+        " During training, a newer version may generate some of the tokens.",
     ),
-    "eval/response_length": Tag("tokens", "Mean length of the held-out answers."),
+    "eval/response_length": Tag("tokens", "Mean response length in the evaluation."),
     # staleness
     "staleness/head_max": Tag(
         "versions",
-        "Largest head lag in the batch; never above `rollout.max_head_offpolicyness`.",
+        "Largest head lag in the batch. Never larger than `rollout.max_head_offpolicyness`.",
     ),
     "staleness/head_mean": Tag("versions", "Mean head lag of the trajectories in the batch."),
-    "staleness/token_mean": Tag("versions", "Mean lag of the trained tokens."),
-    "staleness/token_lag": Tag("tokens per lag", "How many trained tokens have which lag.", "histogram"),
+    "staleness/token_mean": Tag("versions", "Mean lag of the tokens that carry loss."),
+    "staleness/token_lag": Tag("tokens per lag", "Number of tokens that carry loss, by lag.", "histogram"),
     "staleness/logprob_abs_mean": Tag(
         "nats",
-        "Mean distance of trainer and behaviour log-prob over tokens of lag > 0: staleness plus mismatch.",
+        "Mean absolute difference of proximal and behaviour log-prob over tokens with a lag above 0: the "
+        "effect of staleness and mismatch together. Needs recomputed log-probs.",
     ),
     # rollout
     "rollout/response_length": Tag("tokens", "Mean response length in the batch."),
-    "rollout/response_length_max": Tag("tokens", "Longest response in the batch."),
+    "rollout/response_length_max": Tag("tokens", "Largest response length in the batch."),
     "rollout/response_lengths": Tag(
-        "trajectories per length",
-        "How many trajectories of the batch have which response length.",
-        "histogram",
+        "trajectories per length", "Number of trajectories in the batch, by response length.", "histogram"
     ),
     "rollout/multi_version_fraction": Tag(
-        "fraction", "Share of trajectories in the batch whose tokens come from more than one policy version."
+        "fraction",
+        "Fraction of the trajectories in the batch with tokens of more than one policy version.",
     ),
     "rollout/truncated_fraction": Tag(
-        "fraction", "Share of trajectories in the batch that were cut off by the token limit."
+        "fraction", "Fraction of the trajectories in the batch that ended at the token limit."
     ),
-    "rollout/groups_admitted": Tag("groups, whole run", "Groups that were allowed to start."),
-    "rollout/groups_trained": Tag("groups, whole run", "Groups that a training step has consumed."),
+    "rollout/groups_admitted": Tag("groups, whole run", "Number of groups that were admitted."),
+    "rollout/groups_trained": Tag("groups, whole run", "Number of groups that training steps consumed."),
     "rollout/groups_filtered": Tag(
         "groups, whole run",
-        "Finished groups that the group filter kept from training, e.g. all rewards equal.",
+        "Number of finished groups that the group filter kept from training, for example because all "
+        "rewards are equal.",
     ),
     "rollout/groups_expired": Tag(
-        "groups, whole run", "Finished groups given up because their lag would break the bound."
+        "groups, whole run",
+        "Number of groups that were lost to the bound: the sum of `lost/stale`, `lost/requeued` and "
+        "`lost/surplus`.",
     ),
     "rollout/groups_failed": Tag(
-        "groups, whole run", "Groups given up because an episode failed in every one of its attempts."
+        "groups, whole run",
+        "Number of groups that were lost because all attempts at one of their episodes failed.",
     ),
-    "rollout/groups_in_flight": Tag("groups, now", "Admitted groups still being generated or judged."),
-    "rollout/requests_running": Tag("requests, now", "Requests that engines are answering."),
+    "rollout/groups_in_flight": Tag("groups, now", "Number of admitted groups that are not finished."),
+    "rollout/requests_running": Tag("requests, now", "Number of requests that engines are serving."),
     "rollout/requests_limit": Tag(
         "requests, now",
-        "How many are allowed: `rollout.max_concurrent`, or what the engines' KV memory has room for.",
+        "Largest permitted number of running requests: `rollout.max_concurrent`, or fewer if the KV memory "
+        "of the engines holds fewer.",
     ),
-    "rollout/groups_generating": Tag("groups, now", "Groups of which an answer is being generated."),
-    "rollout/groups_judging": Tag("groups, now", "Groups that wait for nothing but rewards."),
-    "rollout/groups_ready": Tag("groups, now", "Finished groups that wait for a training step."),
-    "rollout/episode_retries": Tag(
-        "episodes, whole run", "Attempts at an episode that failed and were made again."
-    ),
+    "rollout/groups_generating": Tag("groups, now", "Number of groups with a completion in progress."),
+    "rollout/groups_judging": Tag("groups, now", "Number of groups that only wait for rewards."),
+    "rollout/groups_ready": Tag("groups, now", "Number of finished groups that wait for a training step."),
+    "rollout/episode_retries": Tag("episodes, this process", "Number of attempts at an episode that failed."),
     "rollout/retractions": Tag(
-        "requests, whole run",
-        "Running requests whose KV cache was dropped and computed again under newer weights.",
+        "requests, this process",
+        "Number of times that a request of a trained trajectory lost its KV cache, which was then computed "
+        "again.",
     ),
     "rollout/requests_resent": Tag(
-        "requests, whole run",
-        "Requests sent again because their engine was lost or had given them up.",
+        "requests, this process",
+        "Number of requests that were sent again because their engine was lost or had aborted them.",
     ),
     # lost
-    "lost/filtered": Tag("groups, whole run", "Groups that the group filter kept from training."),
+    "lost/filtered": Tag("groups, whole run", "Number of groups that the group filter kept from training."),
     "lost/failed": Tag(
-        "groups, whole run", "Groups of which an episode failed in every one of its attempts."
+        "groups, whole run",
+        "Number of groups that were lost because all attempts at one of their episodes failed.",
     ),
     "lost/stale": Tag(
         "groups, whole run",
-        "Groups given up because they were outside the bound (`on_stale: drop`, or no token was left).",
+        "Number of groups that were given up as too old: with `on_stale: drop`, or because none of their "
+        "tokens was within the bound.",
     ),
     "lost/requeued": Tag(
         "groups, whole run",
-        "Groups outside the bound whose prompts are generated again (`on_stale: requeue`).",
+        "Number of groups that were given up as too old and whose prompts were admitted again "
+        "(`on_stale: requeue`).",
     ),
     "lost/surplus": Tag(
-        "groups, whole run", "Over-sampled groups that were not needed before they became too old."
+        "groups, whole run", "Number of over-sampled groups that became too old before a batch needed them."
     ),
     "lost/tokens_masked": Tag(
-        "tokens, this process", "Tokens of trained trajectories left out as too old (`on_stale: mask`)."
+        "tokens, this process",
+        "Number of tokens of trained trajectories that carried no loss because they were too old "
+        "(`on_stale: mask`).",
     ),
     "lost/filtered_lengths": Tag(
-        "trajectories per length", "Lengths of the trajectories of filtered groups, this step.", "histogram"
+        "trajectories per length",
+        "Response lengths of the groups that were filtered since the previous step.",
+        "histogram",
     ),
     "lost/failed_lengths": Tag(
-        "trajectories per length", "Lengths of the finished trajectories of failed groups.", "histogram"
+        "trajectories per length",
+        "Response lengths of the finished trajectories of the groups that failed since the previous step.",
+        "histogram",
     ),
     "lost/stale_lengths": Tag(
-        "trajectories per length", "Lengths of the trajectories of groups given up as stale.", "histogram"
+        "trajectories per length",
+        "Response lengths of the groups that were given up as stale since the previous step.",
+        "histogram",
     ),
     "lost/requeued_lengths": Tag(
-        "trajectories per length", "Lengths of the trajectories of requeued groups.", "histogram"
+        "trajectories per length",
+        "Response lengths of the groups that were requeued since the previous step.",
+        "histogram",
     ),
     "lost/surplus_lengths": Tag(
-        "trajectories per length", "Lengths of the trajectories of finished surplus groups.", "histogram"
+        "trajectories per length",
+        "Response lengths of the finished trajectories of the surplus groups since the previous step.",
+        "histogram",
     ),
     # train
-    "train/step": Tag("steps", "Training steps behind the published version; a restart repeats some."),
-    "train/loss": Tag("1", "Policy loss, averaged by `actor.averaging`; its size says little, its jumps do."),
-    "train/grad_norm": Tag("1", "Global gradient norm before clipping."),
-    "train/lr": Tag("1", "Learning rate of this step."),
+    "train/step": Tag(
+        "steps",
+        "Number of training steps behind the published version. A restart may repeat some.",
+    ),
+    "train/loss": Tag(
+        "1",
+        "Policy loss, averaged as `actor.averaging` says. Its value means little; a sudden change does.",
+    ),
+    "train/grad_norm": Tag("1", "Global gradient norm before clipping, mean over the updates of the step."),
+    "train/lr": Tag("1", "Learning rate of the policy in this step."),
     "train/clip_fraction": Tag(
         "fraction",
-        "Share of trained tokens on which the bound of the objective acts: their gradient is removed, or "
-        "(cispo, aipo) their weight capped; 0 for sapo and reinforce.",
+        "Fraction of the tokens that carry loss on which the objective's bound acts: it removes their "
+        "gradient or (cispo, aipo) caps their weight. Always 0 for sapo and reinforce.",
     ),
-    "train/ratio_max": Tag("1", "Largest ratio r of the objective over the trained tokens."),
+    "train/ratio_max": Tag("1", "Largest ratio r of the objective over the tokens that carry loss."),
     "train/approx_kl": Tag(
-        "nats", "Token mean of r - 1 - log r: how far the policy is from the one that r is taken to."
+        "nats",
+        "Token mean of r - 1 - log r, an estimate of the KL divergence between the two policies of the "
+        "ratio r.",
     ),
     "train/behaviour_weight_mean": Tag(
         "1",
-        "Token mean of the behaviour weight before caps and masks: proximal / behaviour, or "
-        "current / behaviour where there is no proximal policy; near 1 when all is well.",
+        "Token mean of the importance weight before caps and masks: proximal / behaviour, or current / "
+        "behaviour without a proximal policy. Close to 1 in a healthy run.",
     ),
     "train/behaviour_weight_capped_fraction": Tag(
-        "fraction", "Share of trained tokens whose behaviour weight the cap has lowered."
+        "fraction", "Fraction of the tokens that carry loss whose importance weight is above its cap."
     ),
     "train/masked_token_fraction": Tag(
-        "fraction", "Share of trained tokens that `actor.correction.token` has dropped."
+        "fraction", "Fraction of the tokens that carry loss that `actor.correction.token` drops."
     ),
     "train/masked_sequence_fraction": Tag(
-        "fraction", "Share of trained tokens in sequences that `actor.correction.sequence` has dropped."
+        "fraction",
+        "Fraction of the tokens that carry loss in sequences that `actor.correction.sequence` drops.",
     ),
     "train/masked_negative_fraction": Tag(
-        "fraction", "Share of trained tokens in sequences that `actor.correction.negative` has dropped."
+        "fraction",
+        "Fraction of the tokens that carry loss in sequences that `actor.correction.negative` drops.",
     ),
     "train/ess": Tag(
         "fraction",
-        "Effective sample size of the behaviour weights w over N tokens: (sum w)^2 / (N sum w^2); at most 1.",
+        "Effective sample size of the importance weights w over N tokens, divided by N: "
+        "(sum w)^2 / (N sum w^2). 1 if all weights are equal.",
     ),
     "train/entropy": Tag("nats", "Token mean of the entropy of the current policy."),
     "train/reference_kl": Tag(
-        "nats", "Estimated KL divergence of the policy from the reference model, token mean; with `actor.kl`."
+        "nats",
+        "Token mean of the estimated KL divergence of the policy from the reference model. Only with "
+        "`actor.kl`.",
     ),
     "train/teacher_gap": Tag(
-        "nats", "Token mean of log pi_teacher - log pi; nearer 0: nearer the teacher. With `actor.teacher`."
+        "nats",
+        "Token mean of log pi_teacher - log pi. 0 if policy and teacher agree. Only with `actor.teacher`.",
     ),
     "train/preference_accuracy": Tag(
-        "fraction", "Share of pairs whose chosen answer has the larger value; of a reward model."
+        "fraction",
+        "Fraction of pairs in which the chosen response has the larger value. Only for reward models.",
     ),
-    "train/tokens": Tag("tokens", "Tokens that carried loss in this step."),
+    "train/tokens": Tag("tokens", "Number of tokens that carried loss in this step."),
     "train/tflop": Tag(
         "TFLOP",
-        "What the policy's model asks for in this step: forward, backward and recomputed log-probs.",
+        "Arithmetic that the policy's model needs for this step: forward and backward passes and recomputed "
+        "log-probs.",
     ),
     "train/skipped_updates": Tag(
-        "updates", "Optimizer updates of this step that were left out because a gradient was not finite."
+        "updates",
+        "Number of optimizer updates of this step that were skipped because a gradient was not finite.",
     ),
     "train/zero_advantage_fraction": Tag(
-        "fraction", "Share of trained tokens with advantage 0: from groups whose rewards are all equal."
+        "fraction",
+        "Fraction of the tokens that carry loss with advantage 0, as in groups whose rewards are all equal.",
     ),
     # critic
     "critic/loss": Tag(
-        "1", "Half the squared distance of value and return, token mean, with the value clip."
+        "1", "Token mean of half the squared difference of value and return, with the value clip applied."
     ),
     "critic/explained_variance": Tag(
         "fraction",
-        "Share of the returns' variance that the values of the step's beginning foresee; 1: all, below 0: "
-        "worse than their mean.",
+        "Fraction of the variance of the returns that the values at the beginning of the step explain. 1: "
+        "all of it; below 0: the mean return would predict better.",
     ),
-    "critic/value_mean": Tag("reward", "Token mean of the values that the step began with."),
-    "critic/return_mean": Tag("reward", "Token mean of what the values should have been."),
-    "critic/clip_fraction": Tag("fraction", "Share of tokens whose loss is that of the clipped value."),
-    "critic/grad_norm": Tag("1", "Global gradient norm of the critic before clipping."),
+    "critic/value_mean": Tag("reward", "Token mean of the values at the beginning of the step."),
+    "critic/return_mean": Tag("reward", "Token mean of the returns, which the values should predict."),
+    "critic/clip_fraction": Tag("fraction", "Fraction of tokens whose loss is that of the clipped value."),
+    "critic/grad_norm": Tag(
+        "1", "Global gradient norm of the critic before clipping, mean over the updates of the step."
+    ),
     "critic/lr": Tag("1", "Learning rate of the critic in this step."),
     # packing
     "packing/fill": Tag(
-        "fraction", "Tokens / (micro-batches * `actor.microbatch_tokens`), over all data-parallel ranks."
+        "fraction",
+        "Tokens / (micro-batches * `actor.microbatch_tokens`), over all data-parallel ranks.",
     ),
     "packing/imbalance": Tag(
         "1",
-        "FLOPs of the data-parallel rank with the most / mean over ranks, mini-batch by mini-batch: how much "
-        "longer than needed all of them take.",
+        "FLOPs of the most loaded data-parallel rank / mean over the ranks, taken for each mini-batch: the "
+        "factor by which imbalance prolongs the step.",
     ),
     # mismatch
     "mismatch/logprob_abs_mean": Tag(
         "nats",
-        "Mean distance of trainer and engine log-prob over tokens of lag 0: equal weights, two programs.",
+        "Mean absolute difference of proximal and behaviour log-prob over tokens of lag 0, for which trainer "
+        "and engine hold the same weights.",
     ),
     "mismatch/logprob_abs_max": Tag(
-        "nats", "Largest distance of trainer and engine log-prob over tokens of lag 0."
+        "nats", "Largest absolute difference of proximal and behaviour log-prob over tokens of lag 0."
     ),
     "mismatch/tokens": Tag(
-        "tokens", "Tokens of lag 0 in this step: what the two figures above are based on."
+        "tokens", "Number of tokens of lag 0 that carry loss, from which the two metrics above are computed."
     ),
     # perf
-    "perf/checkpoint_stall_s": Tag("s", "How long training waited for the last checkpoint to be copied."),
-    "perf/step_s": Tag("s", "From the end of the step before to the end of this one."),
-    "perf/train_s": Tag("s", "Computing this step on the trainer: log-probs, gradients, optimizer."),
-    "perf/generate_tokens_per_s": Tag("tokens/s", "Response tokens generated by all engines together."),
-    "perf/train_tokens_per_s": Tag("tokens/s", "Tokens that carried loss per second of `perf/train_s`."),
+    "perf/checkpoint_stall_s": Tag("s", "Time for which the last checkpoint's copy held up training."),
+    "perf/step_s": Tag(
+        "s", "Duration of the step: waiting for the batch, training, and publishing the new version."
+    ),
+    "perf/train_s": Tag("s", "Duration of training on the batch: log-probs, gradients, optimizer."),
+    "perf/generate_tokens_per_s": Tag(
+        "tokens/s", "Response tokens that all engines together generated per second since the previous step."
+    ),
+    "perf/train_tokens_per_s": Tag("tokens/s", "`train/tokens` / `perf/train_s`."),
     "perf/train_tflops": Tag(
         "TFLOP/s",
-        "`train/tflop` / `perf/train_s`, all trainer ranks together. Over their devices' peak: MFU.",
+        "`train/tflop` / `perf/train_s`, for all trainer ranks together. Divided by the peak of their "
+        "devices, it is the MFU.",
     ),
-    "perf/weight_update_s": Tag(
-        "s", "Publishing a version: from its start until the last engine is running again."
+    "perf/weight_update_s": Tag("s", "Duration of publishing the version, until the last engine runs again."),
+    "perf/weight_update_stall_s": Tag(
+        "s", "Time from the first engine's pause to the last engine's resumption during the publication."
     ),
-    "perf/weight_update_stall_s": Tag("s", "How long generation stood still for publishing a version."),
-    "perf/weight_bytes": Tag("bytes", "Size of the weights sent to one engine."),
+    "perf/weight_bytes": Tag("bytes", "Bytes that the publication sent to one engine."),
     "perf/weight_gb_per_s": Tag("GB/s", "`perf/weight_bytes` / `perf/weight_update_s` / 10^9."),
-    "perf/trainer_wait_s": Tag("s", "How long the trainer waited for its batch in this step."),
+    "perf/trainer_wait_s": Tag("s", "Time for which the trainer waited for its batch in this step."),
     "perf/trainer_wait_fraction": Tag("fraction", "`perf/trainer_wait_s` / `perf/step_s`."),
-    "perf/engine_restarts": Tag("engines, whole run", "Engines that were lost and started again."),
+    "perf/engine_restarts": Tag(
+        "engines, this process", "Number of times that an engine was lost and started again."
+    ),
 }

@@ -1,4 +1,4 @@
-"""TensorBoard event files, written with tensorboard's own writer and protos: no torch, no tensorflow."""
+"""Writes TensorBoard event files with tensorboard's own writer and protos, without torch or tensorflow."""
 
 import operator
 import time
@@ -9,21 +9,31 @@ from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-from tensorboard.compat.proto.types_pb2 import DT_DOUBLE, DT_STRING
+
+# protobuf makes these classes when their modules are imported: a type checker cannot see them.
+from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import (
+    Summary,  # pyright: ignore[reportAttributeAccessIssue]
+    SummaryMetadata,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from tensorboard.compat.proto.tensor_pb2 import TensorProto  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.tensor_shape_pb2 import (
+    TensorShapeProto,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from tensorboard.compat.proto.types_pb2 import (
+    DT_DOUBLE,  # pyright: ignore[reportAttributeAccessIssue]
+    DT_STRING,  # pyright: ignore[reportAttributeAccessIssue]
+)
 from tensorboard.plugins.histogram import metadata as histogram_plugin
 from tensorboard.plugins.text import metadata as text_plugin
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 MAX_BUCKETS = 64
-"""More than any permitted lag, so that lags keep one bucket per integer; response lengths share buckets."""
+"""Largest number of buckets of a histogram. Every permitted lag is smaller and so has a bucket of its own."""
 
 
 class HistogramBucket(NamedTuple):
-    """How many observations are in ``first..last`` (both included)."""
+    """Number of observations from `first` to `last`, both included."""
 
     first: int
     last: int
@@ -31,10 +41,10 @@ class HistogramBucket(NamedTuple):
 
 
 def integer_buckets(values: Iterable[int] | Mapping[int, int]) -> list[HistogramBucket]:
-    """Group integers (or a mapping integer -> how often) into buckets without gaps; [] when there are none.
+    """Group integers, or integers with their counts, into buckets without gaps; return [] for no integers.
 
-    One bucket per integer while at most `MAX_BUCKETS` are needed. Beyond that all buckets have the smallest
-    width of 2, 4, 8, ... that suffices, and start at multiples of it, so that all steps line up.
+    There is one bucket per integer as long as at most `MAX_BUCKETS` are needed. Beyond that all buckets have
+    the smallest sufficient width of 2, 4, 8, ... and start at its multiples, so that all steps line up.
 
     Raises:
         TypeError: a value is not an integer.
@@ -48,7 +58,7 @@ def integer_buckets(values: Iterable[int] | Mapping[int, int]) -> list[Histogram
     width, low, high = 1, min(counts), max(counts)
     while high // width - low // width >= MAX_BUCKETS:
         width *= 2
-    totals = Counter()
+    totals: Counter[int] = Counter()
     for value, count in counts.items():
         totals[value // width] += count
     return [
@@ -58,9 +68,9 @@ def integer_buckets(values: Iterable[int] | Mapping[int, int]) -> list[Histogram
 
 
 class EventWriter:
-    """One event file in `folder`, which TensorBoard shows as one run.
+    """Writes one event file into `folder`, which TensorBoard shows as one run.
 
-    `clock` gives Unix seconds. `descriptions` (tag -> markdown) is what TensorBoard tells about a chart.
+    `clock` gives Unix seconds. `descriptions` maps tags to the markdown that TensorBoard shows for a chart.
     """
 
     def __init__(
@@ -76,14 +86,14 @@ class EventWriter:
         self._introduced: set[str] = set()
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Write all `values` as one event. They are kept in float32, as every TensorBoard scalar is."""
+        """Write all `values` as one event, in float32 like every TensorBoard scalar."""
         summary = Summary()
         for tag, value in values.items():
             summary.value.add(tag=tag, simple_value=value, metadata=self._metadata(tag, None))
         self._write(step, summary)
 
     def histogram(self, step: int, tag: str, buckets: Sequence[HistogramBucket]) -> None:
-        """Write integer buckets (see `integer_buckets`); that of one integer k spans k-1/2 to k+1/2."""
+        """Write buckets of integers. The bucket of a single integer k spans k-1/2 to k+1/2."""
         rows = [(bucket.first - 0.5, bucket.last + 0.5, bucket.count) for bucket in buckets]
         edges_K3 = np.array(rows, dtype="<f8").reshape(-1, 3)
         shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in edges_K3.shape])
@@ -92,21 +102,21 @@ class EventWriter:
         self._write(step, Summary(value=[Summary.Value(tag=tag, tensor=tensor, metadata=metadata)]))
 
     def text(self, step: int, tag: str, markdown: str) -> None:
-        """Write a text for TensorBoard's text page."""
+        """Write a text, which TensorBoard shows on its text page."""
         tensor = TensorProto(dtype=DT_STRING, tensor_shape=TensorShapeProto(), string_val=[markdown.encode()])
         metadata = self._metadata(tag, text_plugin)
         self._write(step, Summary(value=[Summary.Value(tag=tag, tensor=tensor, metadata=metadata)]))
 
     def flush(self) -> None:
-        """Return when everything written so far is in the file."""
+        """Write everything so far to the file."""
         self._file.flush()
 
     def close(self) -> None:
-        """Flush and end the file; nothing may be written afterwards."""
+        """Flush and close the file."""
         self._file.close()
 
     def _metadata(self, tag: str, plugin: ModuleType | None) -> SummaryMetadata | None:
-        """What a tag is; None after its first event, because TensorBoard reads it there and nowhere else."""
+        """Return the metadata of a tag, or None after its first event: TensorBoard reads only that one."""
         if tag in self._introduced:
             return None
         self._introduced.add(tag)

@@ -1,8 +1,8 @@
-"""Numbers as people read them on a terminal."""
+"""Formats numbers for people who read them on a terminal."""
 
 
 def seconds(value: float) -> str:
-    """``0.48 s``, ``7.3 s``, ``42 s``, ``3:05``, ``1:02:30``."""
+    """Format a duration: ``0.48 s``, ``7.3 s``, ``42 s``, ``3:05``, ``1:02:30``."""
     if value < 1:
         return f"{value:.2f} s"
     if value < 9.95:
@@ -13,14 +13,14 @@ def seconds(value: float) -> str:
 
 
 def clock_face(value: float) -> str:
-    """Seconds as ``0:07``, ``3:05`` or ``1:02:30``."""
+    """Format seconds as a clock shows them: ``0:07``, ``3:05``, ``1:02:30``."""
     minutes, second = divmod(round(value), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
 def count(value: float) -> str:
-    """A number in at most four digits and a letter: ``812``, ``8.1k``, ``12.3M``, ``1.2G``."""
+    """Format a number in at most four digits and a letter: ``812``, ``8.1k``, ``12.3M``, ``1.2G``."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * size:
             return f"{value / size:.1f}{letter}"

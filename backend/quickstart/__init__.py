@@ -1,6 +1,6 @@
-"""Makes what the quickstart trains on: a tiny policy with a bad habit, its train prompts and a held-out set.
+"""Makes the inputs of the quickstart: a tiny policy with a bad habit, train prompts and held-out prompts.
 
-Nothing is downloaded. On two CPU cores it takes about half a minute, most of it the policy's warm start.
+Nothing is downloaded. On two CPU cores it takes about half a minute, mostly for the policy's warm start.
 """
 
 import json
@@ -16,7 +16,7 @@ from slipstream.backend.quickstart import task
 TRAIN_PROBLEMS = 4096
 HELD_OUT_PROBLEMS = 300
 WARM_START_STEPS = 300
-"""220 can be enough; the rest makes the outcome steady over seeds."""
+"""220 steps can be enough; the others make the result steady over seeds."""
 
 
 def prepare(
@@ -28,15 +28,13 @@ def prepare(
     say: Callable[[str], None] = print,
     warm_start_steps: int = WARM_START_STEPS,
 ) -> None:
-    """Writes those of the three parts that do not exist yet, each determined by `seed`.
+    """Write the parts that do not exist yet, each determined by `seed`. Raises ValueError for equal paths.
 
     `model_path` becomes a Hugging Face checkpoint directory, `data_path` and `eval_path` become JSON lines of
-    `{"prompt": ..., "label": ...}`. No prompt is in both, even if the two were written with different seeds.
+    `{"prompt": ..., "label": ...}`. No prompt is in both, even if they are written with different seeds.
 
-    Parts are built beside their place and renamed into it when all are done, so a part that exists is
-    complete, whatever interrupted the preparation. `say` receives progress lines.
-
-    Raises ValueError if two of the paths are the same.
+    Parts are built beside their place and renamed when all are done: a part that exists is complete, whatever
+    interrupted a preparation. `say` receives progress lines.
     """
     builders: dict[Path, Callable[[Path], None]] = {
         data_path: lambda path: write_problems(path, task.train_set(seed, TRAIN_PROBLEMS)),
@@ -61,15 +59,15 @@ def prepare(
 
 
 def write_problems(path: Path, problems: Sequence[task.Problem]) -> None:
-    """One JSON object per line."""
+    """Write one JSON object per line."""
     lines = (json.dumps({"prompt": problem.prompt, "label": problem.label}) for problem in problems)
     path.write_text("".join(f"{line}\n" for line in lines))
 
 
 def write_policy(path: Path, seed: int, *, steps: int, say: Callable[[str], None]) -> None:
-    """Makes policy and tokenizer at `path`, with a warm start of `steps`; says its greedy accuracy."""
-    # Imported here: torch takes seconds to load, which a preparation with nothing to do should not.
-    from transformers import AutoModelForCausalLM
+    """Write policy and tokenizer to `path` after a warm start of `steps`; `say` receives its accuracy."""
+    # Imported here: torch takes seconds to load, which a preparation with nothing to do must not take.
+    from transformers import Qwen3ForCausalLM
 
     from slipstream.backend.quickstart import policy as policies
     from slipstream.backend.quickstart.tokenizer import build_tokenizer
@@ -84,13 +82,13 @@ def write_policy(path: Path, seed: int, *, steps: int, say: Callable[[str], None
     tokenizer.save_pretrained(untrained)
     warm_start(untrained, path, seed=seed, steps=steps)
     held_out = task.held_out_set(seed, HELD_OUT_PROBLEMS)
-    trained = AutoModelForCausalLM.from_pretrained(path)
+    trained = Qwen3ForCausalLM.from_pretrained(path)
     accuracy = policies.greedy_accuracy(trained, tokenizer, held_out)
     seconds = time.monotonic() - started
     say(f"  greedy accuracy on {len(held_out)} held-out prompts: {accuracy:.3f} ({seconds:.0f} s)")
 
 
 def _room_beside(path: Path) -> TemporaryDirectory[str]:
-    """A temporary directory on the same file system as `path`, hence within reach of one atomic rename."""
+    """Return a temporary directory on the file system of `path`, within reach of an atomic rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.unfinished-")

@@ -1,4 +1,4 @@
-"""The quickstart's policy: a Qwen3 of two layers with random weights, and how well it does."""
+"""The quickstart's policy: a Qwen3 of two layers with random weights, and its accuracy."""
 
 from collections.abc import Sequence
 
@@ -6,15 +6,16 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from slipstream.backend.quickstart import task
-from slipstream.backend.quickstart.tokenizer import prompt_text
+from slipstream.backend.quickstart.tokenizer import EOS, IDS, PAD, prompt_text
 
 INITIALIZER_RANGE = 0.1
-"""About 1/sqrt(hidden). At the usual 0.02 so narrow a model is still on its plateau after the warm start."""
+"""About 1/sqrt(hidden). With 0.02, as usual, so narrow a model is still on its plateau then."""
+
 MAX_RESPONSE_TOKENS = 3 * task.MAX_OPERANDS + 3
 
 
 def build_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """A policy with random float32 weights and a generation config that stops at the end token."""
+    """Return a policy with random float32 weights and a generation config that stops at the end token."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -28,16 +29,14 @@ def build_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausa
         tie_word_embeddings=True,
         initializer_range=INITIALIZER_RANGE,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=IDS[EOS],
+        pad_token_id=IDS[PAD],
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         policy = Qwen3ForCausalLM(config)
-    policy.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    policy.generation_config = GenerationConfig(eos_token_id=IDS[EOS], pad_token_id=IDS[PAD])
     return policy
 
 
@@ -45,10 +44,13 @@ def build_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausa
 def greedy_accuracy(
     policy: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: Sequence[task.Problem]
 ) -> float:
-    """Share of `problems` that the policy's most likely response answers; a response must end by itself."""
+    """Return the share of `problems` that greedy responses answer. A response must end by itself to count."""
     texts = [prompt_text(problem.prompt) for problem in problems]
     prompts = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
-    tokens_BT = policy.generate(**prompts, do_sample=False, max_new_tokens=MAX_RESPONSE_TOKENS)
+    # transformers types `self` of `generate` with attributes that no model declares.
+    tokens_BT = policy.generate(  # pyright: ignore[reportAttributeAccessIssue]
+        **prompts, do_sample=False, max_new_tokens=MAX_RESPONSE_TOKENS
+    )
     responses = tokens_BT[:, prompts["input_ids"].shape[1] :].tolist()
     right = sum(
         _is_right(tokenizer, response, problem.label)
@@ -58,6 +60,6 @@ def greedy_accuracy(
 
 
 def _is_right(tokenizer: PreTrainedTokenizerFast, response: list[int], label: str) -> bool:
-    if tokenizer.eos_token_id not in response:
+    if IDS[EOS] not in response:
         return False
-    return task.is_correct(tokenizer.decode(response[: response.index(tokenizer.eos_token_id)]), label)
+    return task.is_correct(str(tokenizer.decode(response[: response.index(IDS[EOS])])), label)

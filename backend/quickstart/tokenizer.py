@@ -1,8 +1,9 @@
 """The quickstart's tokenizer: 48 symbols, one per character, in the Hugging Face format.
 
-Conversations have two kinds of turn. What the policy wrote is `<|assistant|>...<eos>`; all it reads, whoever
-said it (user, system, tool), is `<|user|>...`. Hence rendering is append-only: the ids of a conversation
-begin with the ids of the prompt that each assistant turn was sampled from, followed by the ids of that turn.
+Conversations have two kinds of turns. A turn of the policy is `<|assistant|>...<eos>`; every turn that the
+policy reads (user, system, tool) is `<|user|>...`. Rendering is therefore append-only: the ids of a
+conversation begin with the prompt ids that each assistant turn was sampled from, followed by the ids of the
+turn.
 """
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -11,8 +12,10 @@ from transformers import PreTrainedTokenizerFast
 PAD, EOS, USER, ASSISTANT = "<pad>", "<eos>", "<|user|>", "<|assistant|>"
 SPECIAL = (PAD, EOS, USER, ASSISTANT)
 SYMBOLS = "abcdefghijklmnopqrstuvwxyz0123456789#+=-?. ,"
+IDS = {symbol: index for index, symbol in enumerate([*SPECIAL, *SYMBOLS])}
+"""The vocabulary."""
 UNKNOWN = "?"
-"""Stands for every character outside SYMBOLS (after lowering its case), so no text makes an engine fail."""
+"""Replaces every character outside SYMBOLS after lower-casing, so that no text makes an engine fail."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -27,9 +30,8 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer with its chat template; `save_pretrained` makes it loadable by `AutoTokenizer`."""
-    vocabulary = {symbol: index for index, symbol in enumerate([*SPECIAL, *SYMBOLS])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    """Return the tokenizer with its chat template. `AutoTokenizer` can load it after `save_pretrained`."""
+    backend = Tokenizer(models.WordLevel(IDS, unk_token=UNKNOWN))
     backend.normalizer = normalizers.Lowercase()
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     backend.decoder = decoders.Fuse()
@@ -45,10 +47,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def prompt_text(prompt: str) -> str:
-    """What the policy is asked to continue: the chat template applied to one user message."""
+    """Return one user message in the chat template, which the policy is asked to continue."""
     return f"{USER}{prompt}{ASSISTANT}"
 
 
 def demonstration_text(prompt: str, response: str) -> str:
-    """A finished single-turn conversation: the chat template applied to a user and an assistant message."""
+    """Return a finished conversation of one turn: a user and an assistant message in the chat template."""
     return f"{prompt_text(prompt)}{response}{EOS}"

@@ -1,13 +1,15 @@
-"""The quickstart's supervised warm start: the trainer that RL will use, on noisy demonstrations.
+"""The quickstart's supervised warm start, by the trainer that RL uses, on noisy demonstrations.
 
-It runs once, before the job, so that RL begins with a policy that has the right format, a bad habit (see
-`task`), and samples that sometimes break it.
+It runs once, before the job. RL then begins with a policy that has the right format and a bad habit (see
+`task`), which its samples sometimes break.
 """
 
 import os
 import random
 from itertools import islice
 from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
 
 from slipstream.backend.batch.micro_batch import demonstrated
 from slipstream.backend.cluster.local_ranks import run_ranks
@@ -20,27 +22,27 @@ from slipstream.configs.supervised import run_of
 
 BATCH = 64
 RANKS = 2
-"""The same on every machine, so that sums are split in the same way and a seed gives the same policy."""
+"""Fixed number, so that sums are split in the same way and a seed gives the same policy on every machine."""
 PEAK_LR = 5e-3
-"""Between 4e-3 and 1e-2 the outcome is the same."""
+"""Values from 4e-3 to 1e-2 give the same result."""
 WARMUP_STEPS = 30
 DECAY_FROM = 0.6
-"""Share of the steps after which the learning rate falls."""
+"""Share of the steps after which the learning rate decays."""
 FLOOR_LR = 0.05
-"""Learning rate at the end, as a share of the peak."""
+"""Final learning rate as a share of the peak."""
 CURRICULUM_UNTIL = 0.6
-"""Share of the steps over which prompts grow to full length; without it nothing is learnt in time."""
+"""Share of the steps over which prompts grow to full length. Without it the policy learns nothing in time."""
 MICROBATCH_TOKENS = 1024
 TIMEOUT_S = 900
 
 
 def warm_start(start: Path, out: Path, *, seed: int, steps: int) -> None:
-    """Train the checkpoint at `start` into one at `out`, which does not exist yet. Prints its progress."""
+    """Train the checkpoint at `start`, write it to `out`, which must not exist, and print progress."""
     run_ranks(RANKS, _train, start, out, seed, steps, timeout_s=TIMEOUT_S)
 
 
 def recipe(start: Path, seed: int, steps: int) -> RunConfig:
-    """What the trainer is told."""
+    """Return the trainer's settings."""
     return run_of(
         SupervisedConfig.model_validate(
             {
@@ -74,10 +76,10 @@ def _train(rank: RankSpec, start: Path, out: Path, seed: int, steps: int) -> Non
 
     tokenizer = build_tokenizer()
     trainer = TrainerRank(recipe(start, seed, steps), rank)
-    rng = random.Random(f"warm-start-{seed}")  # every rank draws the same
+    rng = random.Random(f"warm-start-{seed}")  # the same on every rank
     for step in range(steps):
-        shown = demonstrations(rng, progress=step / steps)
-        metrics = trainer.train(demonstrated([encoded(tokenizer, *one) for one in shown], step))
+        examples = [encoded(tokenizer, *pair) for pair in demonstrations(rng, progress=step / steps)]
+        metrics = trainer.train(demonstrated(examples, step))
         if metrics is not None and (step % 100 == 0 or step == steps - 1):
             loss = metrics["train/loss"]
             print(f"  warm start: step {step + 1}/{steps}, loss {loss:.3f} per response token", flush=True)
@@ -85,7 +87,7 @@ def _train(rank: RankSpec, start: Path, out: Path, seed: int, steps: int) -> Non
 
 
 def demonstrations(rng: random.Random, progress: float) -> list[tuple[str, str]]:
-    """One batch of prompts and noisy responses, longer as `progress` goes from 0 to 1."""
+    """Draw a batch of prompts and noisy responses, which get longer as `progress` goes from 0 to 1."""
     grown = min(1.0, progress / CURRICULUM_UNTIL)
     problems = task.train_problems(
         rng,
@@ -97,8 +99,8 @@ def demonstrations(rng: random.Random, progress: float) -> list[tuple[str, str]]
     ]
 
 
-def encoded(tokenizer, prompt: str, response: str) -> tuple[list[int], list[int]]:
-    """Token ids of the prompt as RL sends it, and of the response with its end."""
+def encoded(tokenizer: PreTrainedTokenizerFast, prompt: str, response: str) -> tuple[list[int], list[int]]:
+    """Return the token ids of the prompt as RL sends it, and of the response with its end token."""
     before, whole = (
         tokenizer(text)["input_ids"] for text in (prompt_text(prompt), demonstration_text(prompt, response))
     )

@@ -1,4 +1,4 @@
-"""The recipe's own schedule, others on the same work, and the split of the GPUs that suits it best."""
+"""Simulates a recipe, the same work under other schedules, and the recipe on other splits of the GPUs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 
 from slipstream.backend.simulate.account import Outcome
 from slipstream.backend.simulate.gpu_split import GpuSplit, layout_of, model_of, splits, time_shared
-from slipstream.backend.simulate.schedules import ONE_STEP_OFF, Schedule, compared, own_schedule
+from slipstream.backend.simulate.schedules import ONE_STEP_OFF, Schedule, compared, recipe_schedule
 from slipstream.backend.simulate.timeline import Timeline
 from slipstream.backend.simulate.workload import Workload
 from slipstream.backend.simulate.world import SimulationStalled, World
@@ -16,14 +16,14 @@ from slipstream.configs.schema import RunConfig
 
 @dataclass(frozen=True)
 class Work:
-    """What is simulated, whatever the schedule."""
+    """Everything that a simulation depends on except schedule and layout."""
 
     config: RunConfig
     seed: int
     lengths: np.ndarray | None = None
-    """Of responses (see ``Workload``); None: as the recipe's model draws them."""
+    """Response lengths (see ``Workload``); None: they are drawn from the recipe's model."""
     held_out: int = 0
-    """Prompts of each evaluation."""
+    """Number of prompts of each evaluation."""
 
     def workload(self) -> Workload:
         return Workload(
@@ -32,87 +32,98 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Run:
+class SimulatedRun:
+    """One schedule on one layout, and the outcome unless the run stalled."""
+
     schedule: Schedule
     layout: GpuSplit
     outcome: Outcome | None
     stalled: str = ""
-    """Why there is no outcome."""
+    """Reason why there is no outcome."""
 
     @property
     def tokens_per_s(self) -> float:
+        """Trained tokens per second, 0 for a run that stalled."""
         return self.outcome.tokens_per_s if self.outcome else 0.0
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All runs on one cluster."""
+    """Every run on one cluster."""
 
-    own_schedule: Schedule
-    own: Outcome
-    layout: GpuSplit
+    recipe: SimulatedRun
+    """The run as the recipe describes it, which always has an outcome."""
     timeline: Timeline
-    schedules: tuple[Run, ...] = ()
-    splits: tuple[Run, ...] = ()
-    """Of the recipe's own schedule."""
+    """Timeline of the recipe's run."""
+    schedules: tuple[SimulatedRun, ...] = ()
+    splits: tuple[SimulatedRun, ...] = ()
+    """Runs of the recipe's schedule, the recipe's own split among them."""
 
     @property
-    def synchronous(self) -> Run:
-        """The faster of the two synchronous schedules: what every speed-up is over."""
-        return max(
-            (run for run in self.schedules if run.schedule.bound == 0), key=lambda run: run.tokens_per_s
-        )
+    def outcome(self) -> Outcome:
+        """Outcome of the recipe's run."""
+        assert self.recipe.outcome is not None
+        return self.recipe.outcome
 
     @property
-    def policy(self) -> str:
-        """The recipe's own consumption policy, by name."""
-        return self.own_schedule.consumption.type
+    def layout(self) -> GpuSplit:
+        """Layout of the recipe's run."""
+        return self.recipe.layout
 
-    def of(self, bound: int, interrupt: str) -> Run:
-        """The recipe's own policy under another bound and interrupt mode."""
+    @property
+    def synchronous(self) -> SimulatedRun:
+        """The faster one of the two synchronous schedules: the base of every speed-up."""
+        return max((run for run in self.schedules if run.schedule.bound == 0), key=_speed)
+
+    def variant(self, bound: int, interrupt: str) -> SimulatedRun:
+        """Return the run of the recipe's consumption policy under another bound and interrupt mode."""
         return next(
             run
             for run in self.schedules
-            if run.schedule.consumption == self.own_schedule.consumption
+            if run.schedule.consumption == self.recipe.schedule.consumption
             and (run.schedule.bound, run.schedule.interrupt) == (bound, interrupt)
             and run.schedule.name != ONE_STEP_OFF
         )
 
     @property
-    def recommended(self) -> Run:
-        return max(self.splits, key=lambda run: run.tokens_per_s)
+    def recommended(self) -> SimulatedRun:
+        """The fastest split."""
+        return max(self.splits, key=_speed)
 
-    def speedup(self, run: Run) -> float | None:
-        """In trained tokens per second."""
+    def speedup(self, run: SimulatedRun) -> float | None:
+        """Return trained tokens per second over the synchronous schedule's; None if either run stalled."""
         base = self.synchronous.tokens_per_s
         return run.tokens_per_s / base if run.outcome and base else None
 
 
 def compare(work: Work, say: Callable[[str], None] = lambda text: None) -> Comparison:
-    """Simulate the recipe, and unless it says ``simulate.compare: false`` all that it is compared with.
+    """Simulate the recipe, and everything it is compared with unless ``simulate.compare`` is false.
 
-    Raises SimulationStalled if the recipe itself does not get through; of the others it is noted.
+    Raises SimulationStalled if the recipe's own run stalls; a stall of another run is part of the result.
     """
     config, layout, workload = work.config, layout_of(work.config), work.workload()
-    own = own_schedule(config)
-    say(own.name)
-    world = World(config, own, layout, workload, work.held_out)
+    schedule = recipe_schedule(config)
+    say(schedule.name)
+    world = World(config, schedule, layout, workload, work.held_out)
     timeline = Timeline(world)
-    outcome = world.run(timeline.advance)
+    recipe = SimulatedRun(schedule, layout, world.run(timeline.advance))
     if not model_of(config).compare:
-        return Comparison(own, outcome, layout, timeline)
+        return Comparison(recipe, timeline)
 
-    def runs(of: Sequence[tuple[Schedule, GpuSplit]]) -> Iterator[Run]:
-        for number, (schedule, on) in enumerate(of, start=1):
-            say(f"{number}/{len(of)} {schedule.title}, {on}")
+    def simulate(cases: Sequence[tuple[Schedule, GpuSplit]]) -> Iterator[SimulatedRun]:
+        for number, (schedule, layout) in enumerate(cases, start=1):
+            say(f"{number}/{len(cases)} {schedule.title}, {layout}")
             try:
-                found = World(config, schedule, on, workload, work.held_out).run()
-                yield Run(schedule, on, found)
+                outcome = World(config, schedule, layout, workload, work.held_out).run()
+                yield SimulatedRun(schedule, layout, outcome)
             except SimulationStalled as stalled:
-                yield Run(schedule, on, None, str(stalled))
+                yield SimulatedRun(schedule, layout, None, str(stalled))
 
-    schedules = [(one, time_shared(layout) if one.shared else layout) for one in compared(config)]
-    others = [(own, split) for split in splits(config, layout.gpus) if split != layout]
-    asis = Run(own, layout, outcome)
-    found = sorted([asis, *runs(others)], key=lambda run: run.layout.trainer_gpus)
-    return Comparison(own, outcome, layout, timeline, tuple(runs(schedules)), tuple(found))
+    schedules = [(other, time_shared(layout) if other.shared else layout) for other in compared(config)]
+    other_splits = [(schedule, split) for split in splits(config, layout.gpus) if split != layout]
+    by_split = sorted([recipe, *simulate(other_splits)], key=lambda run: run.layout.trainer_gpus)
+    return Comparison(recipe, timeline, tuple(simulate(schedules)), tuple(by_split))
+
+
+def _speed(run: SimulatedRun) -> float:
+    return run.tokens_per_s

@@ -1,33 +1,34 @@
-"""One inference engine as a model: every running request gets one token per decode step.
+"""Model of one inference engine: every running request gets one token per decode step.
 
-All running requests advance together, so that their progress is one number: P, the tokens that a request
-running from the start would have. A request that joined at P0 and wants n tokens ends at P0 + n, whoever
-comes and goes meanwhile; only the time at which P gets there changes. So an engine needs a heap of ends and
-one timer for the next of them, and a version published at P splits each answer at P - P0.
+All running requests advance together, so that a single number describes their progress: P, the tokens that a
+request running from the start would have. A request that joins at P0 and needs n tokens ends at P0 + n,
+whichever requests come and go meanwhile; only the time at which P gets there changes. An engine therefore
+needs a heap of ends and a timer for the next of them, and a version published at P splits each completion
+after P - P0 tokens.
 
-    P stands still     while prompts are prefilled, while paused for an update, while nothing runs
+    P stands still     while prompts are prefilled, during the pause for an update, and while nothing runs
     P grows by 1       in step_s + request_s * running seconds (times ``slowdown`` beside training)
 """
 
+import asyncio
 import heapq
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from slipstream.backend.simulate.trajectory import Spans, joined
 from slipstream.configs.schema.simulate import EngineModel
 from slipstream.rollout.engine.client import EngineAddress
 
 EPSILON = 1e-5
-"""Tokens. Sums of seconds are exact to about this much of a token after months of virtual time."""
+"""Precision of P in tokens: rounding errors of times stay below it for months of virtual time."""
 
 KV_START = 0.9
-"""A request starts beside others only if the KV memory is used up to this share then: they will grow."""
+"""Largest share of the KV memory in use after a request starts beside others: all of them will grow."""
 
 
 class Request:
-    """One answer to be generated; it may move from engine to engine, and keeps what it has."""
+    """One completion to be generated. It may move between engines and keeps its tokens."""
 
     __slots__ = (
         "done",
@@ -42,34 +43,39 @@ class Request:
         "start",
     )
 
-    def __init__(self, order: int, prompt_tokens: int, length: int, future: Any) -> None:
+    def __init__(self, order: int, prompt_tokens: int, length: int, future: asyncio.Future[None]) -> None:
         self.order = order
-        """Of all requests of the run: decides where nothing else does."""
+        """Number of the request in the run, which breaks ties."""
         self.prompt_tokens = prompt_tokens
         self.length = length
-        """Tokens of the whole answer."""
+        """Tokens of the whole completion."""
         self.future = future
+        """Done when the completion is."""
         self.engine: Engine | None = None
-        """Where it runs or queues."""
+        """Engine on which the request runs or queues."""
         self.done = 0
-        """Tokens that it had when it joined its engine."""
+        """Tokens that the completion had when the request joined its engine."""
         self.spans: Spans = ()
-        """Versions of those."""
+        """Version spans of these tokens."""
         self.retractions = 0
         self.start = 0.0
-        """P of its engine when it joined."""
+        """P of the engine when the request joined."""
         self.end = -1.0
-        """P of its engine when it is complete; -1 while it does not run."""
+        """P of the engine when the completion ends; -1 while the request does not run."""
 
 
 class Engine:
-    """``finished`` is told the engine and each complete request, ``drained`` that nothing runs any more."""
+    """Runs and queues requests, and accounts for its time.
+
+    ``finished`` is called with the engine's index and each complete request, ``drained`` when an engine that
+    is held runs no request any more.
+    """
 
     def __init__(
         self,
         index: int,
         model: EngineModel,
-        loop: Any,
+        loop: asyncio.AbstractEventLoop,
         finished: Callable[[int, Request], None],
         drained: Callable[[], None],
     ) -> None:
@@ -78,7 +84,7 @@ class Engine:
         self.running = 0
         self.idle_s = self.paused_s = self.prefill_s = self.decode_s = self.down_s = 0.0
         self.request_s = 0.0
-        """Of decoding, times the requests that ran meanwhile."""
+        """Integral of the number of running requests over the time of decoding."""
         self.is_paused = self.is_down = False
         self._model = model
         self._prefill_s = 1 / model.prefill_tokens_per_s
@@ -90,22 +96,23 @@ class Engine:
         self._settled_at = loop.time()
         self._step_s = model.step_s
         self._stall_until = 0.0
-        """Prompts that have joined are prefilled by then."""
+        """Time at which all prompts that have joined are prefilled."""
         self._stall_left = 0.0
-        """While paused: how much of that was left."""
+        """During a pause, the time of prefilling that was left when it began."""
         self._is_held = False
         self._ends: list[float] = []
-        """Heap of the values of P at which running requests end. Some of those may have left since."""
+        """Heap of values of P at which running requests end. Some are left over from requests that left."""
         self._running: dict[float, list[Request]] = {}
-        """Running requests by their ends."""
+        """Running requests by the P of their end."""
         self._queue: deque[Request] = deque()
         self._newest: list[Request] = []
-        """Running requests by age, for retraction; only with a limit on the KV memory."""
+        """Running requests by age, for retraction; empty without a limit on the KV memory."""
         self._kv_base = 0.0
-        """Tokens in the KV memory less ``running * P``."""
+        """Tokens in the KV memory minus ``running * P``."""
         self._marks = [0.0]
+        """Values of P at which the versions came."""
         self._versions = [0]
-        self._timer: Any = None
+        self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
 
     @property
@@ -115,12 +122,13 @@ class Engine:
 
     @property
     def kv_tokens(self) -> float:
+        """Tokens in the KV memory."""
         return self._kv_base + self.running * self._progress
 
     # ---- requests
 
     def take(self, request: Request) -> None:
-        """Run the request, or queue it when there is no room."""
+        """Run the request, or queue it if there is no room."""
         request.engine = self
         self._settle()
         if self._queue or not self._fits(request):
@@ -130,7 +138,7 @@ class Engine:
             self._arm()
 
     def drop(self, request: Request) -> None:
-        """Nobody waits for the request any more; ``done`` and ``spans`` say what it had."""
+        """Give up a request, whose ``done`` and ``spans`` then say what it had."""
         request.engine = None
         if request.end < 0:
             self._queue.remove(request)
@@ -142,7 +150,7 @@ class Engine:
         self._tell_drained()
 
     def fail(self) -> list[Request]:
-        """Lose everything but what the requests had, and return them in order. The engine is empty then."""
+        """Go down, and return all requests in order, each with the tokens that it had."""
         self._settle()
         running = (request for requests in self._running.values() for request in requests)
         lost = sorted([*running, *self._queue], key=lambda request: request.order)
@@ -157,24 +165,28 @@ class Engine:
         return lost
 
     def restart(self) -> None:
-        """Be there again, empty; ``resume`` says with which version."""
+        """Come back without requests. ``resume`` then sets the version."""
         self._settle()
         self.is_down = False
 
     # ---- versions
 
     def hold(self) -> None:
-        """Start no request until ``resume``. ``drained`` is called once nothing runs."""
+        """Start no request until ``resume``."""
         self._is_held = True
 
     def pause(self) -> None:
-        """Stand still until ``resume``."""
+        """Stop decoding and prefilling until ``resume``."""
         self._settle()
         self._stall_left = max(0.0, self._stall_until - self._loop.time())
         self.is_paused = True
 
     def resume(self, version: int, *, reprefill: bool = False, resend: bool = False) -> None:
-        """Go on with ``version``; ``reprefill``: after the KV of all running requests was computed again."""
+        """Continue with ``version``.
+
+        ``reprefill``: the KV of all running requests is computed again first. ``resend``: each running
+        request is also sent again.
+        """
         self._settle()
         stall = self._stall_left
         if reprefill:
@@ -196,10 +208,10 @@ class Engine:
         self._arm()
 
     def settle(self) -> None:
-        """Bring the account of times up to now."""
+        """Account for the time up to now."""
         self._settle()
 
-    # ----
+    # ---- internals. All but ``_settle`` need times that are settled.
 
     def _settle(self) -> None:
         now = self._loop.time()
@@ -234,7 +246,6 @@ class Engine:
         return self.kv_tokens + tokens <= KV_START * self._model.kv_tokens
 
     def _join(self, request: Request) -> None:
-        """The account of times must be settled."""
         tokens = request.prompt_tokens + request.done
         now, progress = self._settled_at, self._progress
         stall_until = self._stall_until
@@ -255,7 +266,7 @@ class Engine:
         self._set_running(self.running + 1)
 
     def _leave(self, request: Request, tokens: int) -> None:
-        """The request runs no more, ``tokens`` after it joined."""
+        """Take a request off the engine, ``tokens`` tokens after it joined."""
         self._kv_base -= request.prompt_tokens + request.done - request.start
         if tokens:
             spans = self._versions_of(request.start, tokens)
@@ -265,33 +276,36 @@ class Engine:
         self._set_running(self.running - 1)
 
     def _suspend(self, request: Request) -> None:
-        """As far as it has come; its last token is left to be made."""
+        """Take an unfinished request off the engine. At least its last token is left to be generated."""
         at_end = self._running[request.end]
         at_end.remove(request)
         if not at_end:
             del self._running[request.end]
-        had = int(self._progress - request.start + EPSILON)
-        self._leave(request, min(had, request.length - request.done - 1))
+        generated = int(self._progress - request.start + EPSILON)
+        self._leave(request, min(generated, request.length - request.done - 1))
 
     def _set_running(self, running: int) -> None:
         self.running = running
         self._step_s = (self._model.step_s + self._model.request_s * running) * self._slowdown
 
     def _versions_of(self, start: float, tokens: int) -> Spans:
-        """Of ``tokens`` tokens from P = ``start`` on; one in progress when a version comes is of that."""
+        """Return the version spans of ``tokens`` tokens from P = ``start`` on.
+
+        A token that is in progress when a version comes is of that version.
+        """
         marks, versions = self._marks, self._versions
         index = bisect_right(marks, start + EPSILON) - 1
         last = start + tokens - EPSILON
         if index + 1 == len(marks) or marks[index + 1] >= last:
             return ((versions[index], tokens),)
-        spans, at = [], 0
+        spans, counted = [], 0
         while index + 1 < len(marks) and marks[index + 1] < last:
             until = int(marks[index + 1] - start + EPSILON)
-            if until > at:
-                spans.append((versions[index], until - at))
-                at = until
+            if until > counted:
+                spans.append((versions[index], until - counted))
+                counted = until
             index += 1
-        spans.append((versions[index], tokens - at))
+        spans.append((versions[index], tokens - counted))
         return tuple(spans)
 
     def _fill(self) -> None:
@@ -299,7 +313,7 @@ class Engine:
             self._join(self._queue.popleft())
 
     def _retract(self) -> None:
-        """Make room in the KV memory: the newest running requests start again later, with what they have."""
+        """Make room in the KV memory: the newest requests return to the queue, and keep their tokens."""
         limit = self._model.kv_tokens
         while limit is not None and self.running > 1 and self.kv_tokens > limit - EPSILON:
             request = self._newest.pop()
@@ -309,7 +323,7 @@ class Engine:
                 self._queue.appendleft(request)
 
     def _arm(self) -> None:
-        """Have the timer ring when the next request ends or the memory is full; too early does no harm."""
+        """Set the timer to when the next request ends or the memory is full. An early timer does no harm."""
         if self.is_paused or not self.running:
             return
         ends = self._ends

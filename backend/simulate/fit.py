@@ -1,22 +1,24 @@
-"""Fits the cost model to a run's own trace, so that a simulation of the run takes as long as the run did.
+"""Fits the cost model to the trace of a run, so that a simulation of the run takes as long as the run did.
 
 Legend: R requests, S training steps.
 
-Decoding. Between its first token and its last a request of n tokens sees n - 1 decode steps, and times in
-which decoding stands still: updates, the prefill of prompts that join its engine, and after an update the KV
-of all running requests being computed again. With N the requests that run beside it,
+Decoding. Between its first and its last token a request of n tokens takes n - 1 decode steps. Decoding also
+stands still at times: during updates, during the prefill of prompts that join the engine, and while the KV of
+all running requests is computed again after an update. With N requests running,
 
     seconds - paused = sum over its decode steps of (step_s + request_s * N) * (slowdown in training)
                      + (tokens prefilled or computed again) / prefill_tokens_per_s
 
-which is linear in step_s, request_s and 1 / prefill_tokens_per_s, once the slowdown is given and it is known
-how its tokens are spread over its time. So slowdowns are tried, the others are non-negative least squares,
-and the tokens are spread anew with what was found, a few times. Training is fitted in the same way:
+This is linear in step_s, request_s and 1 / prefill_tokens_per_s, given the slowdown and how the request's
+tokens are distributed over its time. The fit therefore tries slowdowns, solves for the other constants by
+non-negative least squares, and repeats this with the tokens distributed by the constants of the round before.
+Training is fitted in the same way:
 
     seconds = (step_s + tokens / (tokens_per_s * GPUs)) * (slowdown if engines decode)
 """
 
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 
@@ -33,45 +35,47 @@ from slipstream.configs.schema.simulate import (
 )
 
 SLOWDOWNS = np.arange(1.0, 4.01, 0.05)
-"""Those that are tried."""
+"""Slowdowns that the fit tries."""
 
-TELLING = 0.05
-"""A slowdown is looked for if at least this share of the time is with and without the other side at work;
-otherwise it cannot be told from the other constants."""
-
+MIN_SHARE = 0.05
+"""Smallest share of the time that must be with, and without, the other side at work to fit a slowdown. With
+less, the slowdown cannot be separated from the other constants."""
 
 ROUNDS = 4
-"""Of least squares, each with the tokens spread as the one before says."""
+"""Rounds of least squares. Each distributes the tokens by the constants of the round before."""
 
-SEEN = 0.5
-"""Groups are told apart if at least this share of the requests is in one: the rest may be evaluations."""
+MIN_GROUPED = 0.5
+"""Smallest share of the requests that must belong to a group for groups to be used; the rest may be
+evaluations."""
 
 
 @dataclass(frozen=True)
 class Residual:
-    """How well one part of the model fits."""
+    """Quality of the fit of one part of the model. Times are in seconds."""
 
     what: str
     measured: int
-    """Of how many observations."""
+    """Number of observations."""
     mean: float
-    """Mean of what was observed, in seconds."""
+    """Mean of the observed times."""
     rms: float
-    """Root mean square of what the model leaves unexplained, in seconds."""
+    """Root mean square of the difference between observed and modelled times."""
 
 
 @dataclass(frozen=True)
 class Fitted:
+    """A cost model that was fitted to a run."""
+
     model: SimulateConfig
     lengths: np.ndarray
-    """Of responses, [groups, samples] or [L]: see ``Workload``."""
+    """Response lengths, [groups, samples] or [L]: see ``Workload``."""
     residuals: tuple[Residual, ...]
     notes: tuple[str, ...]
-    """What the trace does not tell."""
+    """Remarks about what the trace does not contain."""
 
 
 def fit(config: RunConfig, trace: Trace) -> Fitted:
-    """``config`` is the recipe of the run; what the trace says nothing about is left as it has it."""
+    """Fit the cost model of the run's recipe. Constants that the trace does not contain are kept."""
     model, notes = model_of(config), []
     requests, interrupted = trace.requests, float(np.mean(trace.requests.interrupted_R))
     engine, decoding = _fit_engine(config, trace)
@@ -120,43 +124,47 @@ def _prompts(requests: Requests) -> PromptModel:
 
 
 def _groups(requests: Requests, samples: int) -> np.ndarray:
-    """Lengths [groups, samples], or [R] where groups are not to be seen.
+    """Return lengths [groups, samples], or [R] if the trace does not show groups.
 
-    The answers to one prompt are asked for one right after the other. So in the order of their starts a group
-    is ``samples`` requests whose prompts are equally long. Evaluations come in between, one request a prompt.
+    The requests of a group start one right after the other. In the order of starts, ``samples`` consecutive
+    requests with prompts of equal length are therefore a group. Evaluations come in between, with one request
+    per prompt.
     """
     order = np.argsort(requests.start_R, kind="stable")
     prompts, lengths = requests.prompt_tokens_R[order], requests.new_tokens_R[order]
-    groups, at = [], 0
-    while at + samples <= len(prompts):
-        if (prompts[at : at + samples] == prompts[at]).all():
-            groups.append(lengths[at : at + samples])
-            at += samples
+    groups, first = [], 0
+    while first + samples <= len(prompts):
+        if (prompts[first : first + samples] == prompts[first]).all():
+            groups.append(lengths[first : first + samples])
+            first += samples
         else:
-            at += 1
-    return np.array(groups) if samples * len(groups) >= SEEN * len(lengths) else lengths
+            first += 1
+    return np.array(groups) if samples * len(groups) >= MIN_GROUPED * len(lengths) else lengths
 
 
 # ---- the engine
 
 
 def _fit_engine(config: RunConfig, trace: Trace) -> tuple[EngineModel, Residual]:
-    seen = [
-        _Seen.of(trace, trace.requests.chosen(trace.requests.engine_R == engine), config.weights.interrupt)
+    engines = [
+        _EngineHistory.of(
+            trace, trace.requests.chosen(trace.requests.engine_R == engine), config.weights.interrupt
+        )
         for engine in np.unique(trace.requests.engine_R)
     ]
-    seconds = np.concatenate([one.active_R for one in seen])
-    share = sum(float((one.active * one.trains).sum()) for one in seen)
-    share /= sum(float(one.active[one.running > 0].sum()) for one in seen)
-    tried = SLOWDOWNS if TELLING < share < 1 - TELLING else SLOWDOWNS[:1]
+    seconds = np.concatenate([engine.active_R for engine in engines])
+    share = sum(float((engine.active * engine.trains).sum()) for engine in engines)
+    share /= sum(float(engine.active[engine.running > 0].sum()) for engine in engines)
     fits = []
-    for slowdown in tried:
-        found, rms = [1.0, 0.0, 0.0], 0.0
+    for slowdown in SLOWDOWNS if MIN_SHARE < share < 1 - MIN_SHARE else SLOWDOWNS[:1]:
+        constants, rms = [1.0, 0.0, 0.0], 0.0
         for _ in range(ROUNDS):
-            factors = np.concatenate([one.factors(found[0], found[1], slowdown) for one in seen])
-            found, rms = _least_squares(factors, seconds)
-        fits.append((found, rms, slowdown))
-    (step_s, request_s, prefill_s), rms, slowdown = min(fits, key=lambda one: one[1])
+            factors = np.concatenate(
+                [engine.factors(constants[0], constants[1], slowdown) for engine in engines]
+            )
+            constants, rms = _least_squares(factors, seconds)
+        fits.append((constants, rms, slowdown))
+    (step_s, request_s, prefill_s), rms, slowdown = min(fits, key=itemgetter(1))
     args, base = config.rollout.engine.args, model_of(config).engine
     engine = base.model_copy(
         update={
@@ -172,8 +180,8 @@ def _fit_engine(config: RunConfig, trace: Trace) -> tuple[EngineModel, Residual]
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """One engine between the moments at which anything began or ended on it; legend: I such intervals."""
+class _EngineHistory:
+    """The time of one engine, cut into I intervals wherever something begins or ends on the engine."""
 
     active: np.ndarray
     """[I] seconds, 0 in a pause."""
@@ -182,19 +190,20 @@ class _Seen:
     trains: np.ndarray
     """[I] 1 while a step is trained, else 0."""
     first_R: np.ndarray
-    """The interval that begins with the first token of a request."""
+    """Index of the interval that begins with the first token of a request."""
     end_R: np.ndarray
-    """The one that begins with its end."""
+    """Index of the interval that begins with the end of a request."""
     decoded_R: np.ndarray
-    """Decode steps."""
+    """Decode steps of a request."""
     prefilled_R: np.ndarray
-    """Tokens that were prefilled for others meanwhile, or computed again after an update."""
+    """Tokens that were prefilled for other requests meanwhile, or computed again after an update."""
 
     @classmethod
-    def of(cls, trace: Trace, requests: Requests, interrupt: str) -> "_Seen":
-        """``requests`` are those of one engine; those of a single token say nothing."""
+    def of(cls, trace: Trace, requests: Requests, interrupt: str) -> "_EngineHistory":
+        """Return the history of the engine that served ``requests``."""
         first_R, end_R = requests.first_token_R, requests.end_R
-        told = (requests.new_tokens_R > 1) & (end_R > first_R)
+        # A single token takes no time between the first and the last token.
+        timed = (requests.new_tokens_R > 1) & (end_R > first_R)
         pause_ends, train_ends = trace.end_S, trace.end_S - trace.publish_S
         pause_begins, train_begins = trace.end_S - trace.stall_S, train_ends - trace.train_S
         edges = np.unique(
@@ -215,22 +224,22 @@ class _Seen:
             np.diff(edges) * (1 - _open(pause_begins, pause_ends, middles).clip(0, 1)),
             _open(first_R, end_R, middles),
             _open(train_begins, train_ends, middles).clip(0, 1),
-            np.searchsorted(edges, first_R[told]),
-            np.searchsorted(edges, end_R[told]),
-            requests.new_tokens_R[told] - 1.0,
-            prefilled_R[told],
+            np.searchsorted(edges, first_R[timed]),
+            np.searchsorted(edges, end_R[timed]),
+            requests.new_tokens_R[timed] - 1.0,
+            prefilled_R[timed],
         )
 
     @property
     def active_R(self) -> np.ndarray:
-        """Seconds of each request without pauses."""
+        """Seconds of each request, pauses excluded."""
         return self._integral_R(self.active)
 
     def factors(self, step_s: float, request_s: float, slowdown: float) -> np.ndarray:
-        """[R, 3]: what step_s, request_s and the seconds of one prefilled token are to be multiplied with.
+        """Return the factors [R, 3] of step_s, request_s and the seconds of one prefilled token.
 
-        The constants given are those of the round before: where a decode step takes longer there are fewer
-        tokens in the same time.
+        The arguments are the constants of the round before, by which tokens are distributed: where a decode
+        step takes longer, there are fewer tokens in the same time.
         """
         factor = 1 + (slowdown - 1) * self.trains
         tokens = self.active / np.maximum((step_s + request_s * self.running) * factor, 1e-9)
@@ -245,39 +254,37 @@ class _Seen:
 
 
 def _sums(values: np.ndarray) -> np.ndarray:
-    """Of the values before each one, and of all of them."""
+    """Return the sum of the values before each value, and the sum of all."""
     return np.concatenate([[0.0], np.cumsum(values)])
 
 
 def _open(begins: np.ndarray, ends: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """How many of the intervals contain each time."""
+    """Return the number of intervals that contain each time."""
     return np.searchsorted(np.sort(begins), times) - np.searchsorted(np.sort(ends), times)
 
 
 def _kv_tokens(requests: Requests, time: float) -> float:
-    """Tokens of the requests that run at a time, each of which came evenly."""
-    on = (requests.first_token_R < time) & (requests.end_R > time)
-    one = requests.chosen(on)
-    share = (time - one.first_token_R) / (one.end_R - one.first_token_R)
-    return float((one.prompt_tokens_R + share * one.new_tokens_R).sum())
+    """Return the tokens of the requests that run at ``time``, taken to come at a constant rate."""
+    running = requests.chosen((requests.first_token_R < time) & (requests.end_R > time))
+    share = (time - running.first_token_R) / (running.end_R - running.first_token_R)
+    return float((running.prompt_tokens_R + share * running.new_tokens_R).sum())
 
 
 # ---- the trainer
 
 
 def _fit_trainer(config: RunConfig, trace: Trace) -> tuple[TrainerModel, Residual]:
-    """What a step takes besides waiting and publishing, what lies between two steps included."""
+    """Fit the time of a step without waiting and publishing, but with the time since the step before."""
     between_S = np.concatenate([[0.0], np.diff(trace.end_S) - trace.step_S[1:]])
     seconds_S = trace.step_S - trace.wait_S - trace.publish_S + between_S
     begins_S = trace.end_S - trace.publish_S - trace.train_S
     decoding_S = _open(trace.requests.first_token_R, trace.requests.end_R, begins_S) > 0
-    tried = SLOWDOWNS if TELLING < decoding_S.mean() < 1 - TELLING else SLOWDOWNS[:1]
     factors = np.stack([np.ones(len(seconds_S)), trace.tokens_S.astype(float)], axis=1)
     fits = []
-    for slowdown in tried:
+    for slowdown in SLOWDOWNS if MIN_SHARE < decoding_S.mean() < 1 - MIN_SHARE else SLOWDOWNS[:1]:
         slowed = np.where(decoding_S, slowdown, 1.0)[:, None]
         fits.append((*_least_squares(factors * slowed, seconds_S), slowdown))
-    (step_s, token_s), rms, slowdown = min(fits, key=lambda one: one[1])
+    (step_s, token_s), rms, slowdown = min(fits, key=itemgetter(1))
     trainer = TrainerModel(
         tokens_per_s=1 / max(float(token_s), 1e-9) / layout_of(config).trainer_gpus,
         step_s=float(step_s),
@@ -287,16 +294,16 @@ def _fit_trainer(config: RunConfig, trace: Trace) -> tuple[TrainerModel, Residua
 
 
 def _least_squares(factors: np.ndarray, seconds: np.ndarray) -> tuple[list[float], float]:
-    """The non-negative coefficients with the least squares, and the root mean square of what is left.
+    """Return non-negative least-squares coefficients, and the root mean square of the residuals.
 
-    Coefficients that come out negative are fixed at zero, the most negative one first.
+    Negative coefficients are fixed at zero, the most negative one first.
     """
     used = list(range(factors.shape[1]))
     while True:
-        found, *_ = np.linalg.lstsq(factors[:, used], seconds, rcond=None)
-        if len(used) == 1 or found.min() >= 0:
+        solution, *_ = np.linalg.lstsq(factors[:, used], seconds, rcond=None)
+        if len(used) == 1 or solution.min() >= 0:
             break
-        used.pop(int((found * np.abs(factors[:, used]).mean(axis=0)).argmin()))
+        used.pop(int((solution * np.abs(factors[:, used]).mean(axis=0)).argmin()))
     coefficients = np.zeros(factors.shape[1])
-    coefficients[used] = found.clip(0)
+    coefficients[used] = solution.clip(0)
     return coefficients.tolist(), float(np.sqrt(np.mean((factors @ coefficients - seconds) ** 2)))

@@ -1,4 +1,4 @@
-"""Which GPUs of the simulated cluster train and which generate."""
+"""Splits the GPUs of the simulated cluster into GPUs that train and GPUs that generate."""
 
 from dataclasses import dataclass
 
@@ -9,6 +9,8 @@ from slipstream.configs.violations import Violation
 
 @dataclass(frozen=True)
 class GpuSplit:
+    """GPUs of the trainer and of the engines."""
+
     gpus: int
     trainer_gpus: int
     engines: int
@@ -27,16 +29,17 @@ class GpuSplit:
 
 
 def model_of(config: RunConfig) -> SimulateConfig:
+    """Return the recipe's cost model, or the default one."""
     return config.simulate or SimulateConfig()
 
 
 def trainer_unit(config: RunConfig) -> int:
-    """The trainer's GPUs are a multiple of this: one data-parallel replica."""
+    """Return the GPUs of one data-parallel replica: the trainer's GPUs are a multiple of them."""
     return config.actor.parallel.tensor * config.actor.parallel.pipeline
 
 
 def layout_of(config: RunConfig) -> GpuSplit:
-    """As the recipe says. Its settings must have passed ``layout_violations``."""
+    """Return the recipe's split. Its settings must have passed ``layout_violations``."""
     model, engine = model_of(config), config.rollout.engine
     if isinstance(model.layout, ClusterLayout):
         gpus = model.layout.nodes * model.layout.gpus_per_node
@@ -51,7 +54,7 @@ def layout_of(config: RunConfig) -> GpuSplit:
 
 
 def split(config: RunConfig, gpus: int, trainer_gpus: float) -> GpuSplit:
-    """The split with about ``trainer_gpus`` for training and at least one engine and one replica."""
+    """Return the split with about ``trainer_gpus`` for training and at least one engine and one replica."""
     unit, per_engine = trainer_unit(config), config.rollout.engine.tensor_parallel
     most = (gpus - per_engine) // unit
     replicas = min(max(round(trainer_gpus / unit), 1), most)
@@ -59,13 +62,13 @@ def split(config: RunConfig, gpus: int, trainer_gpus: float) -> GpuSplit:
 
 
 def time_shared(layout: GpuSplit) -> GpuSplit:
-    """All GPUs generate, then all train: what synchronous RL does without a second set of GPUs."""
+    """Return the split where all GPUs generate, then all train: synchronous RL on a single set of GPUs."""
     engines = layout.gpus // layout.gpus_per_engine
     return GpuSplit(layout.gpus, layout.gpus, engines, layout.gpus_per_engine, shared=True)
 
 
 def splits(config: RunConfig, gpus: int, most: int = 12) -> list[GpuSplit]:
-    """Feasible splits, at most about ``most`` of them, evenly spread; whole nodes where there are enough."""
+    """Return about ``most`` feasible splits, evenly spread. Many nodes are split node by node."""
     model = model_of(config)
     unit = trainer_unit(config)
     if isinstance(model.layout, ClusterLayout) and gpus // model.layout.gpus_per_node > 2:
@@ -73,21 +76,22 @@ def splits(config: RunConfig, gpus: int, most: int = 12) -> list[GpuSplit]:
     per_engine = config.rollout.engine.tensor_parallel
     counts = range(unit, gpus - per_engine + 1, unit)
     chosen = counts[:: -(-len(counts) // most)] if counts else counts
-    found = {layout.trainer_gpus: layout for layout in (split(config, gpus, count) for count in chosen)}
-    return [found[count] for count in sorted(found)]
+    by_trainer = {layout.trainer_gpus: layout for layout in (split(config, gpus, count) for count in chosen)}
+    return [by_trainer[count] for count in sorted(by_trainer)]
 
 
 def layout_violations(config: RunConfig) -> list[Violation]:
-    model, found = model_of(config), []
-    if isinstance(model.layout, ClusterLayout):
-        gpus = model.layout.nodes * model.layout.gpus_per_node
-        engine = config.rollout.engine
-        parts = (trainer_unit(config), engine.tensor_parallel)
-        needed = max(parts) if engine.colocated else sum(parts)
-        if gpus < needed:
-            reason = (
-                f"{gpus} GPUs cannot hold an engine (rollout.engine.tensor_parallel) beside a replica of the "
-                f"trainer (actor.parallel.tensor * actor.parallel.pipeline): expected at least {needed}"
-            )
-            found.append(Violation("simulate.layout.nodes", model.layout.nodes, reason))
-    return found
+    """Return a violation if the cluster is too small for one engine and one replica of the trainer."""
+    layout, engine = model_of(config).layout, config.rollout.engine
+    if not isinstance(layout, ClusterLayout):
+        return []
+    gpus = layout.nodes * layout.gpus_per_node
+    parts = (trainer_unit(config), engine.tensor_parallel)
+    needed = max(parts) if engine.colocated else sum(parts)
+    if gpus >= needed:
+        return []
+    reason = (
+        f"{gpus} GPUs cannot hold an engine (rollout.engine.tensor_parallel) beside a replica of the "
+        f"trainer (actor.parallel.tensor * actor.parallel.pipeline): expected at least {needed}"
+    )
+    return [Violation("simulate.layout.nodes", layout.nodes, reason)]

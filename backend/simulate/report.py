@@ -1,361 +1,251 @@
-"""A simulation as tables, and as one JSON document."""
+"""The tables that ``slipstream simulate`` prints, and the same results as one JSON document."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.backend.monitor.tables import Columns, pairs_table, rows_table
 from slipstream.backend.monitor.units import count, seconds
 from slipstream.backend.simulate.account import Outcome
-from slipstream.backend.simulate.compare import Comparison, Run, Work
+from slipstream.backend.simulate.compare import Comparison, SimulatedRun, Work
 from slipstream.backend.simulate.costs import cost_model
-from slipstream.backend.simulate.fit import Fitted
-from slipstream.backend.simulate.gpu_split import GpuSplit, model_of
+from slipstream.backend.simulate.fit import Fitted, Residual
+from slipstream.backend.simulate.gpu_split import model_of
 from slipstream.backend.simulate.schedules import BOUNDS, INTERRUPTS
 
-BAR = 40
-"""Characters of the longest bar of a histogram."""
+HISTOGRAM_WIDTH = 40
+"""Characters of the longest bar."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that one call has simulated: one comparison for each size of the cluster."""
+    """Everything that one call has simulated: one comparison for each size of the cluster."""
 
     work: Work
     fitted: Fitted | None
     comparisons: tuple[Comparison, ...]
-
-    @property
-    def costs(self) -> list[str]:
-        return cost_model(self.work.config, model_of(self.work.config), self.work.lengths)
 
 
 # ---- for people
 
 
 def print_report(report: Report, console: Console) -> None:
+    """Print every table, and the cost model below them."""
     if report.fitted:
         print_fit(report.fitted, console)
     for comparison in report.comparisons:
-        _print_own(report, comparison, console)
-        if comparison.schedules:
-            _print_schedules(report, comparison, console)
-            _print_bounds(comparison, console)
-            _print_splits(comparison, console)
-        if comparison.schedules or len(report.comparisons) == 1:
-            _print_costs(report, console)
+        console.print(*_tables(report.work, comparison))
     if len(report.comparisons) > 1:
-        _print_sizes(report, console)
-        _print_costs(report, console)
+        console.print(_sizes(report.comparisons))
+    print_costs(report.work, console)
 
 
 def print_fit(fitted: Fitted, console: Console) -> None:
-    table = _table("fitted to the run's trace", "observed", "number", "mean", "rms residual", "of the mean")
-    for one in fitted.residuals:
-        share = one.rms / one.mean if one.mean else 0.0
-        table.add_row(one.what, str(one.measured), seconds(one.mean), seconds(one.rms), f"{share:.0%}")
-    console.print(table)
+    """Print how well the cost model fits the run that it was fitted to."""
+    console.print(rows_table("fitted to the run's trace", fitted.residuals, FIT))
     for note in fitted.notes:
         console.print(f"  {note}", style="dim", markup=False)
     console.print()
 
 
-def _print_own(report: Report, comparison: Comparison, console: Console) -> None:
-    own, config = comparison.own, report.work.config
-    steps = np.array(own.step_s)
-    engines = own.engine_s
-    lost = ", ".join(f"{number} {loss}" for loss, number in own.losses.items() if number) or "none"
-    rows = [
-        ("time", f"{seconds(own.makespan_s)} for {own.steps} steps of {config.rollout.batch_size} groups"),
-        (
-            "throughput",
-            f"{own.tokens_per_s:,.0f} trained tokens/s, {own.trajectories_per_s:.4g} trajectories/s",
-        ),
-        (
-            "step",
-            f"{seconds(float(np.mean(steps)))} on average, {seconds(float(np.median(steps)))} median, "
-            f"{seconds(float(np.max(steps)))} at most",
-        ),
-        (
-            "trainer",
-            f"idle {own.trainer_idle:.1%}: waits for batches {own.wait_s / own.makespan_s:.1%}, "
-            f"publishes {own.publish_s / own.makespan_s:.1%}",
-        ),
-        (
-            "engines",
-            f"idle {own.engine_idle:.1%}: nothing to do {engines.idle / engines.total:.1%}, paused "
-            f"{engines.paused / engines.total:.1%}, down {engines.down / engines.total:.1%}; prefill "
-            f"{engines.prefill / engines.total:.1%}; {own.running:.1f} requests run on each while it decodes",
-        ),
-        ("head lag", f"{own.max_lag} at most, {own.mean_lag:.2f} on average"),
-        (
-            "waste",
-            f"{own.groups_wasted:.2%} of the groups, {own.tokens_wasted:.2%} of the generated tokens; "
-            f"groups never trained: {lost}; {count(own.tokens_masked)} tokens masked",
-        ),
-    ]
-    if own.failed_attempts or own.engine_failures:
-        rows.append(
-            ("failures", f"{own.engine_failures} of engines, {own.failed_attempts} attempts at episodes")
-        )
-        rows += [("", text) for text in own.failures]
-    title = f"{config.run.name}: {report.work.config.rollout.consumption.type} on {comparison.layout}"
-    table = _table(title, None, None)
-    for label, value in rows:
-        table.add_row(label, Text(value))
-    console.print(table)
-    _print_histogram(own, console)
-
-
-def _print_histogram(own: Outcome, console: Console) -> None:
-    table = _table("trained trajectories by head lag", "lag", "share", None)
-    most, total = max(own.head_lags.values(), default=1), sum(own.head_lags.values())
-    for lag, number in own.head_lags.items():
-        table.add_row(str(lag), f"{number / total:.1%}", "█" * max(1, round(BAR * number / most)))
-    console.print(table)
-
-
-COLUMNS = (
-    "eta",
-    "interrupt",
-    "tokens/s",
-    "speed-up",
-    "trainer idle",
-    "engines idle",
-    "max lag",
-    "mean",
-    "wasted",
-)
-
-
-def _print_schedules(report: Report, comparison: Comparison, console: Console) -> None:
-    base = comparison.synchronous.schedule.name
-    table = _table(
-        f"schedules, speed-up in trained tokens/s over: {base} (! more than eta)", "schedule", *COLUMNS
-    )
-    bound = None
-    for run in comparison.schedules:
-        if bound is not None and run.schedule.bound != bound:
-            table.add_section()
-        bound = run.schedule.bound
-        table.add_row(run.schedule.name, str(bound), run.schedule.interrupt, *_figures(comparison, run))
-    console.print(table)
-
-
-def _figures(comparison: Comparison, run: Run) -> list[str]:
-    found, speedup = run.outcome, comparison.speedup(run)
-    if found is None or speedup is None:
-        return ["stalls", *[""] * 6]
-    over = "!" if found.max_lag > run.schedule.bound else ""
-    return [
-        count(found.tokens_per_s),
-        f"{speedup:.2f}x",
-        f"{found.trainer_idle:.0%}",
-        f"{found.engine_idle:.0%}",
-        f"{found.max_lag}{over}",
-        f"{found.mean_lag:.2f}",
-        f"{found.tokens_wasted:.1%}",
-    ]
-
-
-def _print_bounds(comparison: Comparison, console: Console) -> None:
-    """The speed-up of the recipe's own policy by bound and interrupt mode."""
-    title = f"speed-up of {comparison.policy} over {comparison.synchronous.schedule.name}"
-    table = _table(title, "eta", *INTERRUPTS)
-    for bound in BOUNDS:
-        cells = []
-        for interrupt in INTERRUPTS:
-            speedup = comparison.speedup(comparison.of(bound, interrupt))
-            cells.append(f"{speedup:.2f}x" if speedup else "stalls")
-        table.add_row(str(bound), *cells)
-    console.print(table)
-
-
-def _print_splits(comparison: Comparison, console: Console) -> None:
-    best = comparison.recommended
-    table = _table(
-        f"splits of {comparison.layout.gpus} GPUs",
-        "training",
-        "generating",
-        "tokens/s",
-        "trainer idle",
-        "engines idle",
-        None,
-    )
-    for run in comparison.splits:
-        found = run.outcome
-        table.add_row(
-            str(run.layout.trainer_gpus),
-            str(run.layout.engine_gpus),
-            *(
-                [count(found.tokens_per_s), f"{found.trainer_idle:.0%}", f"{found.engine_idle:.0%}"]
-                if found
-                else ["stalls"] * 3
-            ),
-            ("recommended" if run is best else "")
-            + (" (the recipe's)" if run.layout == comparison.layout else ""),
-        )
-    console.print(table)
-
-
-def _print_sizes(report: Report, console: Console) -> None:
-    first = report.comparisons[0]
-    table = _table(
-        "sizes of the cluster",
-        "GPUs",
-        "training",
-        "generating",
-        "tokens/s",
-        "scaling",
-        "trainer idle",
-        "engines idle",
-    )
-    for one in report.comparisons:
-        scaling = one.own.tokens_per_s / first.own.tokens_per_s / (one.layout.gpus / first.layout.gpus)
-        table.add_row(
-            str(one.layout.gpus),
-            str(one.layout.trainer_gpus),
-            str(one.layout.engine_gpus),
-            count(one.own.tokens_per_s),
-            f"{scaling:.0%}",
-            f"{one.own.trainer_idle:.0%}",
-            f"{one.own.engine_idle:.0%}",
-        )
-    console.print(table)
-
-
-def _print_costs(report: Report, console: Console) -> None:
+def print_costs(work: Work, console: Console) -> None:
     console.print(" Cost model of these figures", style="bold")
-    for line in report.costs:
+    for line in cost_model(work):
         console.print(Padding(Text(line, style="dim"), (0, 0, 0, 2)))
     console.print()
 
 
-def _table(title: str, *columns: str | None) -> Table:
-    """Columns without a name have no header; the first one is text, the others are figures."""
-    table = Table(
-        title=Text(title, style="bold"),
-        title_justify="left",
-        min_width=len(title) + 2,
-        box=SIMPLE_HEAD,
-        show_header=any(columns),
-        pad_edge=True,
+def _measured(text: Callable[[Outcome], str], stalled: str = "") -> Callable[[SimulatedRun], str]:
+    """Return a cell that shows ``stalled`` for a run without an outcome."""
+    return lambda run: text(run.outcome) if run.outcome else stalled
+
+
+FIT: Columns[Residual] = {
+    "observed": lambda residual: residual.what,
+    "number": lambda residual: residual.measured,
+    "mean": lambda residual: seconds(residual.mean),
+    "rms residual": lambda residual: seconds(residual.rms),
+    "of the mean": lambda residual: f"{residual.rms / (residual.mean or np.inf):.0%}",
+}
+SPLIT: Columns[SimulatedRun] = {
+    "training": lambda run: run.layout.trainer_gpus,
+    "generating": lambda run: run.layout.engine_gpus,
+}
+TOKENS: Columns[SimulatedRun] = {
+    "tokens/s": _measured(lambda outcome: count(outcome.tokens_per_s), stalled="stalls"),
+}
+IDLE: Columns[SimulatedRun] = {
+    "trainer idle": _measured(lambda outcome: f"{outcome.trainer_idle:.0%}"),
+    "engines idle": _measured(lambda outcome: f"{outcome.engine_idle:.0%}"),
+}
+
+
+def _tables(work: Work, comparison: Comparison) -> Iterator[Table]:
+    recipe, lags = comparison.recipe, comparison.outcome.head_lags
+    policy = work.config.rollout.consumption.type
+    title = f"{work.config.run.name}: {policy} on {recipe.layout}"
+    yield pairs_table(title, _facts(work, comparison.outcome))
+    yield rows_table(
+        "trained trajectories by head lag",
+        lags,
+        {
+            "lag": lambda lag: lag,
+            "share": lambda lag: f"{lags[lag] / sum(lags.values()):.1%}",
+            "": lambda lag: "█" * max(1, round(HISTOGRAM_WIDTH * lags[lag] / max(lags.values()))),
+        },
     )
-    for number, name in enumerate(columns):
-        left = number == 0 or name is None or name == "interrupt"
-        table.add_column(name or "", justify="left" if left else "right")
-    return table
+    if not comparison.schedules:
+        return
+
+    def speedup(run: SimulatedRun, stalled: str = "") -> str:
+        ratio = comparison.speedup(run)
+        return f"{ratio:.2f}x" if ratio is not None else "" if run.outcome else stalled
+
+    def max_lag(run: SimulatedRun) -> str:
+        if run.outcome is None:
+            return ""
+        return f"{run.outcome.max_lag}{'!' if run.outcome.max_lag > run.schedule.bound else ''}"
+
+    def remark(run: SimulatedRun) -> str:
+        recommended = "recommended" if run is comparison.recommended else ""
+        return f"{recommended} (the recipe's)" if run is recipe else recommended
+
+    base = comparison.synchronous.schedule.name
+    yield rows_table(
+        f"schedules, speed-up in trained tokens/s over: {base} (! more than eta)",
+        comparison.schedules,
+        {
+            "schedule": lambda run: run.schedule.name,
+            "eta": lambda run: run.schedule.bound,
+            "interrupt": lambda run: run.schedule.interrupt,
+            **TOKENS,
+            "speed-up": speedup,
+            **IDLE,
+            "max lag": max_lag,
+            "mean": _measured(lambda outcome: f"{outcome.mean_lag:.2f}"),
+            "wasted": _measured(lambda outcome: f"{outcome.tokens_wasted:.1%}"),
+        },
+        left=["interrupt"],
+        section=lambda run: run.schedule.bound,
+    )
+    interrupts = {
+        mode: lambda bound, mode=mode: speedup(comparison.variant(bound, mode), stalled="stalls")
+        for mode in INTERRUPTS
+    }
+    yield rows_table(f"speed-up of {policy} over {base}", BOUNDS, {"eta": str, **interrupts})
+    columns = {**SPLIT, **TOKENS, **IDLE, "": remark}
+    yield rows_table(f"splits of {recipe.layout.gpus} GPUs", comparison.splits, columns)
+
+
+def _facts(work: Work, outcome: Outcome) -> dict[str, str]:
+    steps, engines = np.array(outcome.step_s), outcome.engine_s
+    lost = ", ".join(f"{number} {loss}" for loss, number in outcome.losses.items() if number) or "none"
+    groups = work.config.rollout.batch_size
+    facts = {
+        "time": f"{seconds(outcome.makespan_s)} for {outcome.steps} steps of {groups} groups",
+        "throughput": f"{outcome.tokens_per_s:,.0f} trained tokens/s, "
+        f"{outcome.trajectories_per_s:.4g} trajectories/s",
+        "step": f"{seconds(steps.mean())} on average, {seconds(float(np.median(steps)))} median, "
+        f"{seconds(steps.max())} at most",
+        "trainer": f"idle {outcome.trainer_idle:.1%}: waits for batches "
+        f"{outcome.wait_s / outcome.makespan_s:.1%}, publishes {outcome.publish_s / outcome.makespan_s:.1%}",
+        "engines": f"idle {outcome.engine_idle:.1%}: nothing to do {engines.idle / engines.total:.1%}, "
+        f"paused {engines.paused / engines.total:.1%}, down {engines.down / engines.total:.1%}; prefill "
+        f"{engines.prefill / engines.total:.1%}; {outcome.running:.1f} requests run on each while it decodes",
+        "head lag": f"{outcome.max_lag} at most, {outcome.mean_lag:.2f} on average",
+        "waste": f"{outcome.groups_wasted:.2%} of the groups, {outcome.tokens_wasted:.2%} of the generated "
+        f"tokens; groups never trained: {lost}; {count(outcome.tokens_masked)} tokens masked",
+    }
+    if outcome.engine_failures or outcome.failed_attempts:
+        numbers = f"{outcome.engine_failures} of engines, {outcome.failed_attempts} attempts at episodes"
+        facts["failures"] = "\n".join([numbers, *outcome.failures])
+    return facts
+
+
+def _sizes(comparisons: tuple[Comparison, ...]) -> Table:
+    smallest = comparisons[0].recipe
+
+    def scaling(run: SimulatedRun) -> str:
+        faster = run.tokens_per_s / smallest.tokens_per_s
+        return f"{faster / (run.layout.gpus / smallest.layout.gpus):.0%}"
+
+    columns = {"GPUs": lambda run: run.layout.gpus, **SPLIT, **TOKENS, "scaling": scaling, **IDLE}
+    return rows_table("sizes of the cluster", [comparison.recipe for comparison in comparisons], columns)
 
 
 # ---- for programs
 
+OUTCOME_KEYS = """
+    makespan_s steps tokens_per_s trajectories_per_s step_s_mean step_s_p50 step_s_p90 trainer_idle
+    engine_idle engine_s requests_per_engine max_lag mean_lag head_lags token_lags trajectories tokens_trained
+    tokens_generated tokens_masked groups_wasted tokens_wasted groups losses tokens_lost retractions
+    requests_resent failed_attempts engine_failures
+"""
+"""Keys of an outcome in their order: attributes of ``Outcome``, except for those in ``DERIVED``."""
+
+DERIVED: dict[str, Callable[[Outcome], object]] = {
+    "step_s_mean": lambda outcome: np.mean(outcome.step_s),
+    "step_s_p50": lambda outcome: np.quantile(outcome.step_s, 0.5),
+    "step_s_p90": lambda outcome: np.quantile(outcome.step_s, 0.9),
+    "engine_s": lambda outcome: {k: v for k, v in asdict(outcome.engine_s).items() if k != "requests"},
+    "requests_per_engine": lambda outcome: outcome.running,
+    "groups": lambda outcome: asdict(outcome.counts),
+}
+
 
 def as_json(report: Report) -> str:
-    """The same bytes for the same simulation."""
-    work = report.work
+    """Return a JSON document: the same bytes for the same simulation."""
+    work, fitted = report.work, report.fitted
     document = {
         "recipe": work.config.run.name,
         "seed": work.seed,
         "cost_model": model_of(work.config).model_dump(mode="json"),
-        "cost_model_in_words": report.costs,
+        "cost_model_in_words": cost_model(work),
         "lengths": "given" if work.lengths is not None else "model",
-        "fit": _fit_json(report.fitted) if report.fitted else None,
-        "clusters": [_comparison_json(one) for one in report.comparisons],
+        "fit": {"residuals": list(map(asdict, fitted.residuals)), "notes": fitted.notes} if fitted else None,
+        "clusters": list(map(_comparison_json, report.comparisons)),
     }
-    return json.dumps(_rounded(document), indent=2) + "\n"
+    # The last digits of a sum are noise: nine significant ones are kept.
+    rounded = json.loads(json.dumps(document), parse_float=lambda text: float(f"{float(text):.9g}"))
+    return json.dumps(rounded, indent=2) + "\n"
 
 
-def _fit_json(fitted: Fitted) -> dict[str, Any]:
-    return {"residuals": [vars(one) for one in fitted.residuals], "notes": list(fitted.notes)}
-
-
-def _comparison_json(comparison: Comparison) -> dict[str, Any]:
-    found = {
-        "layout": _layout_json(comparison.layout),
-        "run": _outcome_json(comparison.own) | {"step_s": list(comparison.own.step_s)},
+def _comparison_json(comparison: Comparison) -> dict[str, object]:
+    outcome = comparison.outcome
+    document: dict[str, object] = {
+        "layout": asdict(comparison.layout),
+        "run": _outcome_json(outcome) | {"step_s": outcome.step_s},
     }
     if comparison.schedules:
-        found |= {
+        document |= {
             "baseline": comparison.synchronous.schedule.name,
             "schedules": [_run_json(comparison, run) for run in comparison.schedules],
             "splits": [_run_json(comparison, run) for run in comparison.splits],
-            "recommended": _layout_json(comparison.recommended.layout),
+            "recommended": asdict(comparison.recommended.layout),
         }
-    return found
+    return document
 
 
-def _run_json(comparison: Comparison, run: Run) -> dict[str, Any]:
-    schedule = run.schedule
+def _run_json(comparison: Comparison, run: SimulatedRun) -> dict[str, object]:
     return {
-        "schedule": schedule.name,
-        "max_head_offpolicyness": schedule.bound,
-        "interrupt": schedule.interrupt,
-        "layout": _layout_json(run.layout),
+        "schedule": run.schedule.name,
+        "max_head_offpolicyness": run.schedule.bound,
+        "interrupt": run.schedule.interrupt,
+        "layout": asdict(run.layout),
         "speedup": comparison.speedup(run),
         "stalled": run.stalled or None,
         **(_outcome_json(run.outcome) if run.outcome else {}),
     }
 
 
-def _layout_json(layout: GpuSplit) -> dict[str, Any]:
+def _outcome_json(outcome: Outcome) -> dict[str, object]:
     return {
-        "gpus": layout.gpus,
-        "trainer_gpus": layout.trainer_gpus,
-        "engines": layout.engines,
-        "gpus_per_engine": layout.gpus_per_engine,
-        "shared": layout.shared,
+        key: DERIVED[key](outcome) if key in DERIVED else getattr(outcome, key)
+        for key in OUTCOME_KEYS.split()
     }
-
-
-def _outcome_json(found: Outcome) -> dict[str, Any]:
-    steps, engines = np.array(found.step_s), found.engine_s
-    return {
-        "makespan_s": found.makespan_s,
-        "steps": found.steps,
-        "tokens_per_s": found.tokens_per_s,
-        "trajectories_per_s": found.trajectories_per_s,
-        "step_s_mean": float(steps.mean()),
-        "step_s_p50": float(np.quantile(steps, 0.5)),
-        "step_s_p90": float(np.quantile(steps, 0.9)),
-        "trainer_idle": found.trainer_idle,
-        "engine_idle": found.engine_idle,
-        "engine_s": {
-            name: getattr(engines, name) for name in ("decode", "prefill", "paused", "idle", "down")
-        },
-        "requests_per_engine": found.running,
-        "max_lag": found.max_lag,
-        "mean_lag": found.mean_lag,
-        "head_lags": {str(lag): number for lag, number in found.head_lags.items()},
-        "token_lags": {str(lag): number for lag, number in found.token_lags.items()},
-        "trajectories": found.trajectories,
-        "tokens_trained": found.tokens_trained,
-        "tokens_generated": found.tokens_generated,
-        "tokens_masked": found.tokens_masked,
-        "groups_wasted": found.groups_wasted,
-        "tokens_wasted": found.tokens_wasted,
-        "groups": vars(found.counts),
-        "losses": {str(loss): number for loss, number in found.losses.items()},
-        "tokens_lost": {str(loss): number for loss, number in found.tokens_lost.items()},
-        "retractions": found.retractions,
-        "requests_resent": found.requests_resent,
-        "failed_attempts": found.failed_attempts,
-        "engine_failures": found.engine_failures,
-    }
-
-
-def _rounded(value: Any) -> Any:
-    """Floats to nine significant digits: the last ones of a sum are noise."""
-    if isinstance(value, float):
-        return float(f"{value:.9g}")
-    if isinstance(value, dict):
-        return {key: _rounded(one) for key, one in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_rounded(one) for one in value]
-    return value

@@ -1,11 +1,11 @@
-"""The ways to schedule generation and training that are compared."""
+"""Schedules of generation and training that a simulation compares."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from slipstream.bridge.publish.endpoint import Interrupt
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.rollout import (
+    ConsumptionConfig,
     FifoConsumption,
     ReadyFirstConsumption,
     RolloutConfig,
@@ -27,16 +27,16 @@ INTERRUPTS: tuple[Interrupt, ...] = ("retract", "in_place", "abort", "drain")
 
 @dataclass(frozen=True)
 class Schedule:
-    """When groups may start, which are trained, and what an update does to running requests."""
+    """Rules for when groups start, which groups are trained, and what an update does to running requests."""
 
     name: str
     bound: int
-    consumption: Any
-    """A section of the recipe; None: AReaL's volume gate, with whatever is ready, and no bound kept."""
+    consumption: ConsumptionConfig | None
+    """A section of the recipe; None: whatever is ready first is trained, whatever its lag."""
     interrupt: Interrupt = "retract"
     over_sampling: float = 1.0
     volume: bool = False
-    """AReaL's gate admits."""
+    """AReaL's volume gate admits groups, which does not keep the bound."""
     shared: bool = False
     """Trainer and engines take turns on all GPUs."""
 
@@ -45,7 +45,7 @@ class Schedule:
         return f"{self.name}, eta {self.bound}, {self.interrupt}"
 
     def control(self, rollout: RolloutConfig, steps: int) -> RolloutControl:
-        """A fresh core for a run of ``steps`` steps."""
+        """Return a new control core for a run of ``steps`` steps."""
         if self.consumption is None:
             policy: ConsumptionPolicy = ReadyFirst(OnStale.TRAIN)
         else:
@@ -60,8 +60,8 @@ class Schedule:
         )
 
 
-def own_schedule(config: RunConfig) -> Schedule:
-    """What the recipe asks for."""
+def recipe_schedule(config: RunConfig) -> Schedule:
+    """Return the schedule that the recipe asks for."""
     rollout = config.rollout
     return Schedule(
         "this recipe",
@@ -82,42 +82,38 @@ def volume_gate(bound: int, interrupt: Interrupt = "retract") -> Schedule:
     return Schedule("volume gate", bound, None, interrupt, volume=True)
 
 
-def policies(fractions: tuple[float, ...] = (0.25,)) -> dict[str, Any]:
-    """Every consumption policy by name; ``windowed`` with each of ``fractions``."""
+def policies(fractions: tuple[float, ...] = (0.25,)) -> dict[str, ConsumptionConfig]:
+    """Return every consumption policy by name; ``windowed`` with each of ``fractions``."""
     return {
         "fifo": FifoConsumption(),
         **{f"windowed {fraction:g}": WindowedConsumption(fraction=fraction) for fraction in fractions},
-        **{
-            f"ready_first {on_stale}": ReadyFirstConsumption(on_stale=on_stale)
-            for on_stale in ("mask", "requeue", "drop")
-        },
+        "ready_first mask": ReadyFirstConsumption(on_stale="mask"),
+        "ready_first requeue": ReadyFirstConsumption(on_stale="requeue"),
+        "ready_first drop": ReadyFirstConsumption(on_stale="drop"),
     }
 
 
 def compared(config: RunConfig) -> list[Schedule]:
-    """Everything that the tables show: synchronous, one step off, then the others by bound.
+    """Return the schedules of the tables: synchronous, one step off, then the others by bound.
 
-    Each policy is shown with the interrupt mode of the recipe, the recipe's own policy with all of them.
+    Every policy is compared with the recipe's interrupt mode, the recipe's own policy with all four.
     """
-    own = own_schedule(config)
-    known = {policy: name for name, policy in policies().items()}
-    named = {
-        **policies(),
-        known.get(own.consumption, f"{own.consumption.type} of the recipe"): own.consumption,
-    }
-    found = [
+    recipe = recipe_schedule(config)
+    named = policies()
+    if recipe.consumption not in named.values():
+        named[f"{config.rollout.consumption.type} of the recipe"] = config.rollout.consumption
+    name = next(name for name, policy in named.items() if policy == recipe.consumption)
+    schedules = [
         synchronous(shared=True),
         synchronous(),
         Schedule(ONE_STEP_OFF, 1, FifoConsumption(), "drain"),
     ]
     for bound in BOUNDS:
-        found.append(volume_gate(bound, own.interrupt))
-        found += [Schedule(name, bound, policy, own.interrupt) for name, policy in named.items()]
-        found += [
-            Schedule(name, bound, policy, interrupt)
-            for name, policy in named.items()
-            if policy == own.consumption
+        schedules.append(volume_gate(bound, recipe.interrupt))
+        schedules += [Schedule(name, bound, policy, recipe.interrupt) for name, policy in named.items()]
+        schedules += [
+            Schedule(name, bound, recipe.consumption, interrupt)
             for interrupt in INTERRUPTS
-            if interrupt != own.interrupt
+            if interrupt != recipe.interrupt
         ]
-    return found
+    return schedules

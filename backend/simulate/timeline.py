@@ -1,4 +1,4 @@
-"""Who did what when in a simulated run: seen while it goes on, drawn afterwards (``picture``)."""
+"""Records what trainer and engines do when in a simulated run. ``picture`` draws it."""
 
 from itertools import accumulate
 
@@ -7,14 +7,14 @@ import numpy as np
 from slipstream.backend.simulate.world import World
 
 SAMPLES = 8192
-"""Looks at the engines that are kept at most; with more, every other one is forgotten and fewer are taken."""
+"""Largest number of samples. When it is reached, every other sample is dropped and the interval doubles."""
 
 ROWS = 32
-"""Engines that are kept apart; of more, neighbours are added up."""
+"""Largest number of rows. With more engines, neighbours share a row."""
 
 
 class Timeline:
-    """``World.run(timeline.advance)`` fills it."""
+    """Timeline of one run. ``World.run(timeline.advance)`` fills it."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -25,7 +25,7 @@ class Timeline:
         self._running: list[list[int]] = []
 
     def advance(self, when: float) -> None:
-        """Called with each new time: until then, the engines are as they are now."""
+        """Take a sample: the engines stay as they are now until ``when``."""
         if when < self._next_s:
             return
         self.times_s.append(when)
@@ -41,26 +41,28 @@ class Timeline:
 
     @property
     def training(self) -> list[tuple[float, float]]:
+        """Beginning and end of each training step, in seconds."""
         return self._world.trainer.training
 
     @property
     def pauses(self) -> list[tuple[float, float]]:
-        """Of publications to all serving engines."""
+        """Beginning and end of each pause of the serving engines for a publication, in seconds."""
         return self._world.trainer.pauses
 
     @property
     def end_s(self) -> float:
+        """End of the last publication."""
         return self.pauses[-1][1]
 
     @property
     def rows(self) -> list[str]:
-        """What each row of ``running`` shows."""
+        """Names of the engines in each row of ``running``."""
         names = [engine.name for engine in self._world.pool.engines]
         spans = zip(self._bounds, self._bounds[1:], strict=False)
         return [names[begin] if end == begin + 1 else f"{names[begin]}..{end - 1}" for begin, end in spans]
 
     def running(self, begin_s: float, end_s: float, columns: int) -> np.ndarray:
-        """float64 [rows, columns]: mean requests per engine in each of ``columns`` equal parts of a time."""
+        """Return the mean number of requests per engine in equal parts of a time, float64 [rows, columns]."""
         times = np.array([0.0, *self.times_s])
         engines = np.diff(self._bounds)
         requests = np.diff(np.array(self._running), axis=1) / engines

@@ -1,24 +1,23 @@
-"""The timers of a virtual clock."""
+"""Timers of a virtual clock."""
 
 import heapq
 from collections.abc import Callable
 from typing import Any
 
 SWEEP = 1024
-"""Timers that are kept before the cancelled ones are swept out; from then on, twice as many as were left."""
+"""Number of timers at which cancelled ones are removed first; later it is twice the number left over."""
 
 
 class Call(list[Any]):
-    """``[callback, arguments]``, to be unpacked without a detour.
+    """``[callback, arguments]``: a list, because unpacking it is faster than reading two attributes.
 
-    What ``asyncio.Handle`` and ``TimerHandle`` are to asyncio's own loops, which do nothing with them but
-    cancel them.
+    It takes the place of ``asyncio.Handle`` and ``TimerHandle``, of which callers use nothing but ``cancel``.
     """
 
     __slots__ = ()
 
     def cancel(self) -> None:
-        # What they hold on to is not needed any more.
+        # Callback and arguments are released at once.
         self[:] = None, ()
 
     def cancelled(self) -> bool:
@@ -26,21 +25,22 @@ class Call(list[Any]):
 
 
 class Timers:
-    """Calls by time; those of one time in the order in which they were added."""
+    """Calls by time. Calls of the same time keep the order in which they were added."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
-        """Heap, of plain numbers because they are compared fastest."""
+        """Heap of plain numbers, which are compared fastest."""
         self._calls: dict[float, list[Call]] = {}
-        """By each of these times, in the order of asking."""
+        """Calls by each of these times."""
         self._kept = 0
         self._sweep_at = SWEEP
 
     def __len__(self) -> int:
-        """Cancelled ones count until they are swept out."""
+        """Return the number of timers. Cancelled timers count until they are swept out."""
         return sum(map(len, self._calls.values()))
 
-    def add(self, when: float, callback: Callable[..., object], args: tuple[Any, ...]) -> Call:
+    def add(self, when: float, callback: Callable[..., object], args: tuple[object, ...]) -> Call:
+        """Set a timer for second ``when``."""
         call = Call((callback, args))
         self._kept += 1
         if self._kept > self._sweep_at:
@@ -54,9 +54,9 @@ class Timers:
         return call
 
     def take(self) -> tuple[float, list[Call]] | None:
-        """Remove the calls that are due next, and say when that is; None: there are none.
+        """Remove the calls that are due next and return them with their time; None if there are none.
 
-        At least one of them has not been cancelled.
+        At least one of the calls is not cancelled.
         """
         times = self._times
         while times:
@@ -68,7 +68,7 @@ class Timers:
         return None
 
     def _sweep(self) -> None:
-        """Leave out what was cancelled."""
+        """Remove cancelled timers."""
         live = (
             (when, [call for call in calls if call[0] is not None]) for when, calls in self._calls.items()
         )

@@ -1,4 +1,4 @@
-"""``trace.jsonl`` of a run as arrays: see ``monitor.trace`` and ``rollout.engine.trace``."""
+"""Reads ``trace.jsonl`` of a run into arrays. ``monitor.trace`` and ``rollout.engine.trace`` write it."""
 
 import json
 from dataclasses import dataclass
@@ -16,29 +16,31 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "step": ("version", "tokens", "end_s", "wait_s", "train_s", "step_s"),
     "publish": ("bytes_sent", "stall_s", "total_s", "end_s"),
 }
-"""Kinds of lines, and what is read of them. Further kinds and further fields are passed over."""
+"""Fields that are read of each kind of line. Other kinds and fields are ignored."""
+
+Record = dict[str, Any]
+"""The fields of one line."""
 
 LONGEST_PAUSE_S = 15.0
-"""Between two steps of one life of a run there is no more than the start of a checkpoint; to start Ray, the
-engines and the trainer again takes longer."""
+"""Longest time between two steps of one life of a run, when a checkpoint begins. A restart takes longer."""
 
 LEAST_STEPS = 3
-"""Fewer steps say nothing about how long one takes."""
+"""Smallest number of steps that says how long a step takes."""
 
 
 @dataclass(frozen=True)
 class Requests:
-    """Those that gave at least one token, legend: R requests, in the order of their ends."""
+    """Requests that gave at least one token. Legend: R requests, in the order of their ends."""
 
     engine_R: np.ndarray
-    """int: number of the engine, by name."""
+    """int: index of the engine in the order of names."""
     start_R: np.ndarray
     first_token_R: np.ndarray
     end_R: np.ndarray
     prompt_tokens_R: np.ndarray
     new_tokens_R: np.ndarray
     interrupted_R: np.ndarray
-    """bool: the answer went on in another request, or never."""
+    """bool: another request continued the completion, or none did."""
 
     def __len__(self) -> int:
         return len(self.end_R)
@@ -49,11 +51,11 @@ class Requests:
 
 @dataclass(frozen=True)
 class Trace:
-    """Of the last process of the run; legend: S steps. Each step published one version at its end."""
+    """The last life of a run. Legend: S steps, each of which published a version at its end."""
 
     requests: Requests
     tokens_S: np.ndarray
-    """Prompts included."""
+    """Trained tokens, prompts included."""
     end_S: np.ndarray
     wait_S: np.ndarray
     train_S: np.ndarray
@@ -64,7 +66,7 @@ class Trace:
 
     @property
     def begin_s(self) -> float:
-        """When the first step began to wait for its batch."""
+        """Time at which the first step began to wait for its batch."""
         return float(self.end_S[0] - self.step_S[0])
 
     @property
@@ -73,15 +75,15 @@ class Trace:
 
     @property
     def seconds_per_step(self) -> float:
-        """From end to end: what lies between the steps is counted."""
+        """Mean time from the end of one step to the end of the next."""
         return (self.end_s - self.begin_s) / len(self.end_S)
 
 
 def read_trace(run: Path) -> Trace:
-    """Raises RecipeError that says everything that is wrong with it."""
+    """Read the trace in the folder of a run. Raises RecipeError with every problem."""
     path = run / TRACE
-    lines: dict[str, list[dict[str, Any]]] = {kind: [] for kind in FIELDS}
-    wrong: list[Violation] = []
+    lines: dict[str, list[Record]] = {kind: [] for kind in FIELDS}
+    problems: list[Violation] = []
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -92,29 +94,29 @@ def read_trace(run: Path) -> Trace:
     written = text.splitlines()
     for number, line in enumerate(written, start=1):
         try:
-            found = json.loads(line)
-            kind = found["kind"]
+            values = json.loads(line)
+            kind = values["kind"]
             if kind in FIELDS:
-                lines[kind].append({field: found[field] for field in FIELDS[kind]})
+                lines[kind].append({field: values[field] for field in FIELDS[kind]})
         except (ValueError, KeyError, TypeError) as error:
-            if number < len(written):  # the last one may have been cut off when the run was killed
+            if number < len(written):  # a killed run may leave its last line unfinished
                 reason = f"missing {error}" if isinstance(error, KeyError) else "not a JSON object"
-                wrong.append(Violation(f"{path}, line {number}", line[:60], reason))
+                problems.append(Violation(f"{path}, line {number}", line[:60], reason))
     steps = _last_life(lines["step"])
     publications = lines["publish"][len(lines["publish"]) - len(steps) :]
     requests = [line for line in lines["request"] if line["first_token_s"] is not None and line["new_tokens"]]
-    if not wrong and (len(steps) < LEAST_STEPS or len(publications) < len(steps) or not requests):
+    if not problems and (len(steps) < LEAST_STEPS or len(publications) < len(steps) or not requests):
         reason = (
             f"since the run was last started {len(steps)} steps, {len(publications)} publications and "
             f"{len(requests)} answered requests; expected {LEAST_STEPS} steps or more, a publication for "
             "each of them, and requests"
         )
-        wrong.append(Violation("--fit", str(run), reason))
-    if wrong:
-        raise RecipeError(wrong, str(path))
+        problems.append(Violation("--fit", str(run), reason))
+    if problems:
+        raise RecipeError(problems, str(path))
     columns = {
-        kind: {field: np.array([line[field] for line in found]) for field in FIELDS[kind]}
-        for kind, found in (("request", requests), ("step", steps), ("publish", publications))
+        kind: {field: np.array([line[field] for line in chosen]) for field in FIELDS[kind]}
+        for kind, chosen in (("request", requests), ("step", steps), ("publish", publications))
     }
     request, step, publish = columns["request"], columns["step"], columns["publish"]
     _, engines = np.unique(request["engine"], return_inverse=True)
@@ -139,10 +141,10 @@ def read_trace(run: Path) -> Trace:
     )
 
 
-def _last_life(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The steps since the run was last resumed: between its lives there is time in which nothing was done.
+def _last_life(steps: list[Record]) -> list[Record]:
+    """Return the steps since the run was last resumed.
 
-    A life begins where much time has passed since the step before, or the machine's clock was set back.
+    A life begins where much time has passed since the previous step, or where the clock has been set back.
     """
     first = 0
     for number, (before, step) in enumerate(pairwise(steps), start=1):

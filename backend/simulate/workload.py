@@ -1,7 +1,7 @@
-"""What is to be done: how long each prompt and response is, what it is worth, and whether it fails.
+"""The work of a simulation: the length of each prompt and response, its reward, and whether it fails.
 
-Everything about the n-th sample of a prompt depends on the seed, the prompt's position and n alone, so that
-all schedules are compared on the same work.
+Everything about the n-th sample of a prompt depends only on the seed, the prompt's position and n. So all
+schedules get the same work.
 """
 
 import asyncio
@@ -22,25 +22,26 @@ from slipstream.rollout.trajectory import Messages, Prompt, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
 
 BLOCK = 1024
-"""Positions that are drawn at one time."""
+"""Number of positions that are drawn together."""
 
 KEPT = 4096
-"""Blocks that are kept. Groups in flight are near each other, so that older ones are not asked for again."""
+"""Number of cached blocks. Groups in flight are close together, so that older blocks are not needed again."""
 
 PROMPT, RESPONSE, STRAGGLER, DIFFICULTY, REWARD, JUDGING, FAILURE = range(7)
 """Independent streams of random numbers."""
 
 
 class Workload:
-    """Lengths and outcomes by (position, sample)."""
+    """Lengths and rewards by position and sample."""
 
     def __init__(
         self, model: SimulateConfig, longest: int, seed: int, lengths: np.ndarray | None = None
     ) -> None:
-        """``longest``: the cap of responses that has no other.
+        """Use ``longest`` as the cap of responses if the model has none.
 
-        ``lengths`` of responses take the place of the model's: [L] are drawn from, [groups, samples] are gone
-        through in their order, so that answers to one prompt are as much alike as they were.
+        Response ``lengths`` replace those of the model. Lengths [L] are drawn at random; lengths
+        [groups, samples] are used group by group, which keeps the completions of one prompt as similar as
+        they were.
         """
         self.failure_rate = model.failures.episode
         self._model = model
@@ -50,18 +51,19 @@ class Workload:
         self._blocks = lru_cache(KEPT)(self._draw)
 
     def sample(self, position: int, number: int) -> Sample:
-        """The ``number``-th answer to the prompt at ``position``."""
+        """Return the ``number``-th sample of the prompt at ``position``."""
         return self._blocks(position // BLOCK, number)[position % BLOCK]
 
     def fails(self, position: int, number: int, attempt: int) -> bool:
-        """Whether an attempt at a sample does; the first one is attempt 0."""
+        """Return whether an attempt at a sample fails. The first attempt is number 0."""
         return self._random(FAILURE, position, number, attempt).random() < self.failure_rate
 
     def engine_failures(self, engine: int) -> np.random.Generator:
+        """Return the random numbers that decide when an engine fails."""
         return self._random(FAILURE, 0, engine, 2**32)
 
     def longest_request(self) -> int:
-        """Most tokens, prompt included, that a request can come to."""
+        """Return the largest number of tokens of a request, prompt included."""
         model = self._model
         longest = int(self._lengths.max()) if self._lengths is not None else self._cap(model.responses)
         if model.responses.straggler_fraction:
@@ -106,7 +108,7 @@ class Workload:
 
 
 class SimulatedStream:
-    """The prompt set, without an end."""
+    """An endless prompt set."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -116,7 +118,7 @@ class SimulatedStream:
 
 
 HELD_OUT = 2**40
-"""Positions of the prompts of evaluations begin here, beyond all that are trained."""
+"""First position of held-out prompts, beyond the positions that training reaches."""
 
 
 def held_out_prompts(number: int) -> list[Prompt]:
@@ -136,11 +138,11 @@ class SimulatedTokenizer:
 
 
 class EpisodeLost(RuntimeError):
-    """The model says that this attempt fails."""
+    """An attempt at an episode failed, as the workload says."""
 
 
 class SimulatedWorkflow:
-    """One request and one judgement, like ``slipstream.rollout.workflow.SingleTurn``."""
+    """Makes one request and has it judged, like ``slipstream.rollout.workflow.SingleTurn``."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
@@ -162,7 +164,7 @@ class SimulatedWorkflow:
 
 
 class SimulatedReward:
-    """Takes its time, and then says what the workload says."""
+    """Returns the workload's reward after the workload's time of judging."""
 
     def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> asyncio.Future[float]:
         assert isinstance(trajectory, SimulatedTrajectory)

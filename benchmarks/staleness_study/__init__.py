@@ -1,15 +1,15 @@
 """Learning under staleness: the same small policy trained on batches of every lag, by every method.
 
-    python -m benchmarks.staleness_study            # the runs that docs/ has no result of, then the report
-    python -m benchmarks.staleness_study --report   # table and figure from what there is
-    python -m benchmarks.staleness_study --quick    # a minute: does it work
+    python -m benchmarks.staleness_study            # runs without a result in docs/, then the report
+    python -m benchmarks.staleness_study --report   # tables and figure of the existing results
+    python -m benchmarks.staleness_study --quick    # one minute, to see that it works
 
-    sampler      plays the engine: answers and their log-probs from a fixed copy of the policy
-    trainer      a training step of the shipped objective, on a transformers model
-    methods      what is compared, and which version samples which batch
-    study        a run, and a sweep over runs
-    __main__     which runs: settings, seeds, cells
+    sampler      takes the place of the engine: completions and log-probs from a fixed copy of the policy
+    trainer      a training step with the product's objective, on a transformers model
+    methods      the methods that are compared, and the version that samples each batch
+    study        one run, and a sweep over runs
+    __main__     the settings, seeds and cells of the study
     report       tables with confidence intervals; figure: the picture
 
-docs/staleness_study.md says what was found.
+docs/staleness_study.md has the results.
 """

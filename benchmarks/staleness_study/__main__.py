@@ -1,4 +1,4 @@
-"""The study itself: which runs it has. `python -m benchmarks.staleness_study [--quick | --report]`."""
+"""Settings, seeds and cells of the study: `python -m benchmarks.staleness_study [--quick | --report]`."""
 
 import argparse
 from functools import partial
@@ -31,7 +31,7 @@ GENTLE = Setting("gentle", lr=1.5e-4, steps=48, eval_every=8, held_out=300)
 HARSH = Setting("harsh", lr=4e-4, steps=48, eval_every=8, held_out=300)
 SETTINGS = (GENTLE, STANDARD, HARSH)
 SEEDS = (0, 1, 2, 3, 4)
-"""Learning rates and the number of steps were chosen on others, 100 and 101."""
+"""Learning rates and the number of steps were chosen with other seeds, 100 and 101."""
 
 FIRST = ("naive", "decoupled")
 OTHERS = ("interpolated", "decayed_clip", "m2po", "dppo", "cispo")
@@ -50,7 +50,7 @@ PLAN = (
     (GENTLE, list(cells(FIRST, ETAS))),
     (HARSH, list(cells(FIRST, ETAS))),
 )
-"""Settings and their cells, (method, eta), what matters most first."""
+"""Settings with their cells (method, eta), the most important first."""
 
 say = partial(print, flush=True)
 
@@ -58,13 +58,13 @@ say = partial(print, flush=True)
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.staleness_study",
-        description="Run what docs/staleness_study.jsonl does not have yet, then write tables and figure.",
+        description="Do the runs that docs/staleness_study.jsonl lacks, then write tables and figure.",
     )
     only = parser.add_mutually_exclusive_group()
-    only.add_argument("--quick", action="store_true", help="two short runs, kept nowhere: a minute")
-    only.add_argument("--report", action="store_true", help="tables and figure of the runs that there are")
+    only.add_argument("--quick", action="store_true", help="two short runs that are not kept: one minute")
+    only.add_argument("--report", action="store_true", help="tables and figure of the existing runs")
     options = parser.parse_args()
-    # One thread: no run waits for a core that is busy, and a seed gives the same sums on every machine.
+    # With one thread, no run waits for a busy core, and a seed gives the same sums on every machine.
     torch.set_num_threads(1)
     if options.quick:
         quick()
@@ -84,11 +84,12 @@ def quick() -> None:
 
 def report() -> None:
     records = list(read_results(RESULTS).values())
-    parts, found = {}, {}
+    parts: dict[str, str] = {}
+    drawn: dict[str, Results] = {}
     for setting in SETTINGS:
         results = Results(records, setting.name, SEEDS)
         if results.methods():
-            found[f"{setting.name}: learning rate {setting.lr * 1e4:g}e-4"] = results
+            drawn[f"{setting.name}: learning rate {setting.lr * 1e4:g}e-4"] = results
         parts |= {
             f"{setting.name}: final": levels_table(results, final),
             f"{setting.name}: change": changes_table(results, final),
@@ -99,7 +100,7 @@ def report() -> None:
             f"{setting.name}: lag": lag_table(results),
         }
     PAGE.write_text(fill_in(PAGE.read_text(encoding="utf-8"), parts), encoding="utf-8")
-    FIGURE.write_bytes(draw(found, "Held-out accuracy after training on stale batches"))
+    FIGURE.write_bytes(draw(drawn, "Held-out accuracy after training on stale batches"))
     say(f"wrote {PAGE} and {FIGURE}: {len(records)} runs")
 
 

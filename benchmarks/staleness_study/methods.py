@@ -1,4 +1,4 @@
-"""What is compared: recipes' settings of the actor, and how the lag of a batch comes about.
+"""Methods that the study compares, as settings of the actor, and the lag of each batch.
 
 Legend: eta is the bound ``rollout.max_head_offpolicyness``; step t starts from version t.
 """
@@ -12,13 +12,13 @@ from slipstream.configs.load import load_recipe
 from slipstream.configs.schema import RunConfig
 
 UNBOUNDED = -1
-"""Stands for an eta without a bound."""
+"""Value of eta for runs without a bound."""
 PACE = 2
-"""Without a bound the generator makes this many batches in the time of one training step."""
+"""Number of batches that an unbounded generator makes during one training step."""
 ETAS = (0, 1, 2, 4, 8, 16, UNBOUNDED)
 
 BATCH_GROUPS = 8
-"""Prompts of a batch: half of the recipe's, for twice the steps in the same time."""
+"""Prompts of a batch: half as many as in the recipe, for twice the steps in the same time."""
 
 REFERENCE = "decoupled"
 _BEHAVIOUR_ONLY = (
@@ -26,7 +26,7 @@ _BEHAVIOUR_ONLY = (
     "actor.recompute_logprobs=false",
     "actor.correction={}",
 )
-"""No proximal policy: the ratio is pi / mu."""
+"""Settings without a proximal policy: the ratio is pi / mu."""
 METHODS: dict[str, tuple[str, ...]] = {
     "naive": _BEHAVIOUR_ONLY,
     "decoupled": (),
@@ -39,16 +39,15 @@ METHODS: dict[str, tuple[str, ...]] = {
     "negative": ("actor.correction.negative={delta: 1e-4}",),
     "gspo": ("actor.objective={type: gspo}", "actor.averaging=sequence"),
 }
-"""Name -> what it changes in the quickstart's recipe, which is the default itself: PPO, decoupled, weights
-capped at 5."""
+"""Overrides of the quickstart's recipe by method. The recipe is decoupled PPO with weights capped at 5."""
 
 SAME_WHEN_FRESH = frozenset({"naive", "decoupled", "unweighted", "interpolated", "decayed_clip"})
-"""At lag 0 mu is pi_old: these are one and the same loss then, and run once."""
+"""Methods with the same loss at lag 0, where mu is pi_old. They share one run."""
 
 
 @cache
 def config_of(method: str, lr: float) -> RunConfig:
-    """The quickstart's recipe with the settings of ``method``, read and checked as any recipe is."""
+    """Return the quickstart's recipe with the settings of ``method``, checked like any recipe."""
     return load_recipe(
         Path("quickstart"),
         [*METHODS[method], f"actor.optimizer.lr={lr}", f"rollout.batch_size={BATCH_GROUPS}"],
@@ -56,22 +55,22 @@ def config_of(method: str, lr: float) -> RunConfig:
 
 
 def cells(methods: Iterable[str], etas: Iterable[int]) -> Iterator[tuple[str, int]]:
-    """(method, eta) of every cell that has to run."""
+    """Yield every cell (method, eta) that has runs of its own."""
     for eta, method in itertools.product(etas, methods):
         if runs_as(method, eta) == (method, eta):
             yield method, eta
 
 
 def runs_as(method: str, eta: int) -> tuple[str, int]:
-    """The cell whose runs stand for this one."""
+    """Return the cell whose runs this cell shares."""
     return (REFERENCE if eta == 0 and method in SAME_WHEN_FRESH else method), eta
 
 
 def sampled_from(step: int, eta: int) -> int:
-    """The version that samples the batch of training step ``step``, both from 0.
+    """Return the version that samples the batch of training step ``step``. Both count from 0.
 
-    Bounded: the generator is always ahead, as far as the bound lets it, so that every token is as old as it
-    may be: lag 0, 1, 2, .. eta, eta, eta. Unbounded: it makes ``PACE`` batches per training step, each from
-    the newest version when it is begun; the lag grows without end, by one in ``PACE / (PACE - 1)`` steps.
+    With a bound, the generator is always as far ahead as the bound permits, so that every token is as old as
+    it may be: lag 0, 1, 2, .. eta, eta, eta. Without a bound, it makes ``PACE`` batches per training step,
+    each from the newest version at its start; the lag grows by one every ``PACE / (PACE - 1)`` steps.
     """
     return step // PACE if eta == UNBOUNDED else max(0, step - eta)

@@ -1,4 +1,4 @@
-"""From finished runs to tables with confidence intervals. Pure."""
+"""Makes tables with confidence intervals from finished runs."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +10,10 @@ import numpy as np
 from benchmarks.staleness_study.methods import ETAS, METHODS, REFERENCE, UNBOUNDED, runs_as
 
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)
-"""Student's t, 97.5 %, for 1, 2, .. degrees of freedom."""
+"""97.5 % quantiles of Student's t for 1, 2, .. degrees of freedom."""
 
 Record = Mapping[str, Any]
+"""A line of the results: see ``study.Run.result``."""
 Measure = Callable[[Record], float]
 
 
@@ -32,37 +33,38 @@ class Interval:
 
 
 def final(record: Record) -> float:
-    """Held-out accuracy after the last step, %."""
+    """Return the held-out accuracy after the last step, in percent."""
     return 100 * record["accuracy"][-1][1]
 
 
 def best(record: Record) -> float:
+    """Return the largest held-out accuracy, in percent."""
     return 100 * max(value for _, value in record["accuracy"])
 
 
 def area(record: Record) -> float:
-    """Mean of held-out accuracy over the steps (trapezoids), %."""
+    """Return the mean held-out accuracy over the steps (trapezoids), in percent."""
     steps, values = np.array(record["accuracy"]).T
     return 100 * float(np.trapezoid(values, steps) / (steps[-1] - steps[0]))
 
 
 class Results:
-    """The runs of one setting. A cell counts once it has a run of every seed."""
+    """Runs of one setting. A cell counts once it has a run of every seed."""
 
     def __init__(self, records: Sequence[Record], setting: str, seeds: Sequence[int]) -> None:
         runs: dict[tuple[str, int], dict[int, Record]] = {}
         for record in records:
             if record["setting"] == setting and record["seed"] in seeds:
                 runs.setdefault((record["method"], record["eta"]), {})[record["seed"]] = record
-        self._runs = {cell: found for cell, found in runs.items() if len(found) == len(set(seeds))}
+        self._runs = {cell: by_seed for cell, by_seed in runs.items() if len(by_seed) == len(set(seeds))}
 
     def methods(self) -> list[str]:
-        """Those with a cell of their own, in the order of ``METHODS``."""
+        """Return the methods with a cell of their own, in the order of ``METHODS``."""
         present = {method for method, _ in self._runs}
         return [method for method in METHODS if method in present]
 
     def cell(self, method: str, eta: int) -> dict[int, Record]:
-        """By seed; none while seeds are missing."""
+        """Return the runs by seed; none if a seed is missing."""
         return self._runs.get(runs_as(method, eta), {})
 
     def interval(self, measure: Measure, method: str, eta: int) -> Interval | None:
@@ -70,11 +72,11 @@ class Results:
         return Interval.of([measure(run) for run in runs.values()]) if runs else None
 
     def change(self, measure: Measure, method: str, eta: int) -> Interval | None:
-        """From eta 0 of the same method, paired by seed."""
+        """Return the change from eta 0 of the same method, paired by seed."""
         return _difference(measure, self.cell(method, eta), self.cell(method, 0))
 
     def lead(self, measure: Measure, method: str, eta: int) -> Interval | None:
-        """Over the reference method at the same eta, paired by seed."""
+        """Return the lead over the reference method at the same eta, paired by seed."""
         return _difference(measure, self.cell(method, eta), self.cell(REFERENCE, eta))
 
 
@@ -91,22 +93,22 @@ def eta_name(eta: int) -> str:
 
 
 def levels_table(results: Results, measure: Measure) -> str:
-    """Method by eta: mean and half-width."""
+    """Return a table of method by eta: mean and half-width."""
 
     def cell(method: str, eta: int) -> str:
-        found = results.interval(measure, method, eta)
-        return "" if found is None else f"{found.mean:.1f} ± {found.half:.1f}"
+        interval = results.interval(measure, method, eta)
+        return "" if interval is None else f"{interval.mean:.1f} ± {interval.half:.1f}"
 
     return _table(results, ETAS, cell)
 
 
 def changes_table(results: Results, measure: Measure) -> str:
-    """Method by eta: change from eta 0, bold where the interval leaves out 0."""
+    """Return a table of method by eta: change from eta 0, bold if the interval does not contain 0."""
     return _table(results, ETAS[1:], lambda method, eta: _signed(results.change(measure, method, eta)))
 
 
 def leads_table(results: Results, measure: Measure) -> str:
-    """Method by eta: difference from the reference method, bold where the interval leaves out 0."""
+    """Return a table of method by eta: lead over the reference, bold if the interval does not contain 0."""
 
     def cell(method: str, eta: int) -> str:
         return _signed(results.lead(measure, method, eta)) if runs_as(method, eta)[0] == method else "0"
@@ -115,18 +117,18 @@ def leads_table(results: Results, measure: Measure) -> str:
     return _table(results, ETAS, cell, others)
 
 
-def _signed(found: Interval | None) -> str:
-    if found is None:
+def _signed(interval: Interval | None) -> str:
+    if interval is None:
         return ""
-    text = f"{found.mean:+.1f} ± {found.half:.1f}"
-    return f"**{text}**" if abs(found.mean) > found.half else text
+    text = f"{interval.mean:+.1f} ± {interval.half:.1f}"
+    return f"**{text}**" if abs(interval.mean) > interval.half else text
 
 
 LAG_FIGURES = ("gap", "kl", "ess", "clipped", "grad_norm", "grad_norm_max")
 
 
 def lag_table(results: Results) -> str:
-    """What the batches of each cell look like to the trainer: means over steps and seeds."""
+    """Return a table of each cell's batches as the trainer sees them: means over steps and seeds."""
     rows = [
         "| | eta | abs log(pi_old / mu) | KL(mu, pi_old) | ESS | bounded tokens | gradient norm | largest |",
         "|---|---|---|---|---|---|---|---|",
@@ -146,9 +148,9 @@ def lag_table(results: Results) -> str:
 
 
 def fill_in(page: str, parts: Mapping[str, str]) -> str:
-    """``page`` with what stands between ``<!-- name -->`` and ``<!-- end -->`` replaced.
+    """Return ``page`` with new text between each ``<!-- name -->`` and the next ``<!-- end -->``.
 
-    Raises ValueError for a part that the page has no place for.
+    Raises ValueError for a part without such marks.
     """
     for name, text in parts.items():
         head, mark, rest = page.partition(f"<!-- {name} -->")
@@ -165,7 +167,7 @@ def _table(
     cell: Callable[[str, int], str],
     methods: Sequence[str] | None = None,
 ) -> str:
-    """Etas that nothing has run at are left out."""
+    """Return a table without the etas that have no runs."""
     methods = results.methods() if methods is None else methods
     etas = [eta for eta in etas if any(results.cell(method, eta) for method in methods)]
     rows = ["| eta | " + " | ".join(map(eta_name, etas)) + " |", "|---" * (len(etas) + 1) + "|"]

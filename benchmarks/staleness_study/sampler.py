@@ -1,35 +1,43 @@
-"""Samples answers from a fixed copy of a small Qwen3, a whole batch at a time, with a KV cache.
+"""Samples completions from a fixed copy of a small Qwen3, a whole batch at a time, with a KV cache.
 
-Plays the engine's part in the study: it gives tokens and their log-probs under the weights it holds, which is
-what the trainer takes for the behaviour policy. Own arithmetic, not that of transformers, in half the time.
+The sampler takes the place of the engine: it returns tokens with their log-probs under its weights, which the
+trainer uses as the behaviour policy. It computes the model itself, in half the time of transformers.
 
-Prompts are padded on the left, so that all rows decode at the same column. Rows that are finished leave the
-batch now and then.
+Prompts are padded on the left, so that all rows decode at the same column. Every few steps, finished rows
+leave the batch.
 
 Shapes: B rows, T columns of the cache, H hidden, Q query heads, K key/value heads, D head width, V symbols.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from slipstream.backend.quickstart.tokenizer import EOS, IDS, PAD
+
+END_ID, PAD_ID = IDS[EOS], IDS[PAD]
 
 COMPACT_EVERY = 4
-"""Decoding steps between two looks at how many rows are finished."""
+"""Number of decoding steps after which finished rows are counted again."""
 COMPACT_BELOW = 0.8
-"""Finished rows are taken out when this part of the rows or less is still at work."""
+"""Share of unfinished rows at or below which finished rows are removed."""
 
 
 @dataclass(frozen=True)
 class Answer:
+    """A completion."""
+
     tokens: list[int]
-    """With the end token, if it came."""
+    """Sampled tokens, with the end token if there is one."""
     logps: list[float]
     ended: bool
-    """By itself, not at the longest length."""
+    """True if the end token came within the longest length."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +53,15 @@ class _Layer:
 
 
 class Sampler:
-    """The policy as it is now: later changes of ``policy`` are not seen."""
+    """A copy of the present policy. Later changes of ``policy`` have no effect on it."""
 
     @torch.no_grad()
     def __init__(self, policy: Qwen3ForCausalLM) -> None:
         config = policy.config
+        assert config.num_key_value_heads is not None and config.head_dim is not None
+        assert config.rope_parameters is not None
         self._queries, self._keys = config.num_attention_heads, config.num_key_value_heads
         self._width, self._eps = config.head_dim, config.rms_norm_eps
-        self._end, self._pad = config.eos_token_id, config.pad_token_id
         self._embedding_VH = policy.model.embed_tokens.weight.detach().clone()
         self._norm_H = policy.model.norm.weight.detach().clone()
         self._layers = [
@@ -70,22 +79,21 @@ class Sampler:
                 torch.cat([layer.mlp.gate_proj.weight.detach(), layer.mlp.up_proj.weight.detach()]),
                 layer.mlp.down_proj.weight.detach().clone(),
             )
-            for layer in policy.model.layers
+            for layer in cast(list[Qwen3DecoderLayer], list(policy.model.layers))
         ]
         half = torch.arange(0, self._width, 2, dtype=torch.float32) / self._width
-        angles = torch.arange(config.max_position_embeddings)[:, None] / config.rope_parameters[
-            "rope_theta"
-        ] ** torch.cat([half, half])
+        theta = cast(float, config.rope_parameters["rope_theta"])
+        angles = torch.arange(config.max_position_embeddings)[:, None] / theta ** torch.cat([half, half])
         self._cos, self._sin = angles.cos(), angles.sin()
 
     def sample(
         self, prompts: Sequence[Sequence[int]], generator: torch.Generator, *, longest: int
     ) -> list[Answer]:
-        """One answer to each prompt at temperature 1, of at most ``longest`` tokens."""
+        """Sample a completion of at most ``longest`` tokens for each prompt, at temperature 1."""
         return self._generate(prompts, generator, longest)
 
     def greedy(self, prompts: Sequence[Sequence[int]], *, longest: int) -> list[Answer]:
-        """The most likely token each time."""
+        """Complete each prompt with the most likely tokens."""
         return self._generate(prompts, None, longest)
 
     @torch.no_grad()
@@ -93,19 +101,19 @@ class Sampler:
         self, prompts: Sequence[Sequence[int]], generator: torch.Generator | None, longest: int
     ) -> list[Answer]:
         widest = max(map(len, prompts))
-        tokens_BT = torch.tensor([[self._pad] * (widest - len(row)) + list(row) for row in prompts])
+        tokens_BT = torch.tensor([[PAD_ID] * (widest - len(row)) + list(row) for row in prompts])
         first_B = torch.tensor([widest - len(row) for row in prompts])
         cache = _Cache(len(self._layers), len(prompts), self._keys, widest + longest, self._width, first_B)
         row_B = torch.arange(len(prompts))
         ended_B = torch.zeros(len(prompts), dtype=torch.bool)
-        found_tokens = torch.full((len(prompts), longest), self._pad)
-        found_logps = torch.zeros(len(prompts), longest)
+        sampled_tokens = torch.full((len(prompts), longest), PAD_ID)
+        sampled_logps = torch.zeros(len(prompts), longest)
         for step in range(longest):
             logp_BV = self._forward(tokens_BT, cache).log_softmax(-1)
             chosen_B = _choose(logp_BV, generator)
-            found_tokens[row_B, step] = chosen_B.masked_fill(ended_B, self._pad)
-            found_logps[row_B, step] = logp_BV.gather(1, chosen_B[:, None])[:, 0]
-            ended_B = ended_B | (chosen_B == self._end)
+            sampled_tokens[row_B, step] = chosen_B.masked_fill(ended_B, PAD_ID)
+            sampled_logps[row_B, step] = logp_BV.gather(1, chosen_B[:, None])[:, 0]
+            ended_B = ended_B | (chosen_B == END_ID)
             tokens_BT = chosen_B[:, None]
             if step % COMPACT_EVERY == 0:
                 alive_B = (~ended_B).nonzero()[:, 0]
@@ -115,17 +123,12 @@ class Sampler:
                     cache.keep(alive_B)
                     row_B, ended_B, tokens_BT = row_B[alive_B], ended_B[alive_B], tokens_BT[alive_B]
         return [
-            self._answer(tokens, logps)
-            for tokens, logps in zip(found_tokens.tolist(), found_logps.tolist(), strict=True)
+            _answer(tokens, logps)
+            for tokens, logps in zip(sampled_tokens.tolist(), sampled_logps.tolist(), strict=True)
         ]
 
-    def _answer(self, tokens: list[int], logps: list[float]) -> Answer:
-        ended = self._end in tokens
-        length = tokens.index(self._end) + 1 if ended else len(tokens)
-        return Answer(tokens[:length], logps[:length], ended)
-
     def _forward(self, tokens_Bt: Tensor, cache: "_Cache") -> Tensor:
-        """Logits [B, V] after the last of the t new columns, which the cache takes up."""
+        """Add t new columns to the cache, and return logits [B, V] after the last of them."""
         rows, new = tokens_Bt.shape
         column_t = torch.arange(cache.filled, cache.filled + new)
         position_Bt = (column_t - cache.first_B[:, None]).clamp(min=0)
@@ -133,7 +136,7 @@ class Sampler:
         end = cache.filled + new
         visible = torch.arange(end) >= cache.first_B[:, None]
         visible = visible[:, None, :] & (torch.arange(end) <= column_t[:, None])
-        # A column of padding sees itself alone: a row of softmax over nothing would be NaN.
+        # A column of padding sees itself, because a softmax over nothing is NaN.
         visible = (visible | (torch.arange(end) == column_t[:, None]))[:, None]
         x = self._embedding_VH[tokens_Bt]
         for number, layer in enumerate(self._layers):
@@ -150,14 +153,14 @@ class Sampler:
         return self._norm(x[:, -1], self._norm_H) @ self._embedding_VH.T
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-        """[B, t, Q * D] from q [B, t, Q, D], all k and v [B, K, T, D] and ``visible`` [B, 1, t, T]."""
+        """Return [B, t, Q * D] from q [B, t, Q, D], k and v [B, K, T, D] and ``visible`` [B, 1, t, T]."""
         rows, new = q.shape[:2]
         if new > 1:
             mixed = F.scaled_dot_product_attention(
                 q.transpose(1, 2), k, v, attn_mask=visible, enable_gqa=True
             ).transpose(1, 2)
         else:
-            # The query heads of a key head, as if they were positions: its keys are read once.
+            # The query heads of a key head take the place of positions, so that its keys are read once.
             q = q.view(rows, self._keys, -1, self._width)
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
         return mixed.reshape(rows, new, -1)
@@ -167,12 +170,12 @@ class Sampler:
 
 
 class _Cache:
-    """Keys and values [B, K, T, D] of every layer; ``filled`` columns of them are in use."""
+    """Keys and values [B, K, T, D] of every layer. The first ``filled`` columns are in use."""
 
     def __init__(self, layers: int, rows: int, heads: int, columns: int, width: int, first_B: Tensor) -> None:
         self.filled = 0
         self.first_B = first_B
-        """The column of each row's first token; padding before it."""
+        """Column of each row's first token, after the padding."""
         self._parts = [torch.zeros(2, rows, heads, columns, width) for _ in range(layers)]
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,10 +190,16 @@ class _Cache:
         self._parts = [part[:, row_B] for part in self._parts]
 
 
+def _answer(tokens: list[int], logps: list[float]) -> Answer:
+    ended = END_ID in tokens
+    length = tokens.index(END_ID) + 1 if ended else len(tokens)
+    return Answer(tokens[:length], logps[:length], ended)
+
+
 def _choose(logp_BV: Tensor, generator: torch.Generator | None) -> Tensor:
     if generator is None:
         return logp_BV.argmax(-1)
-    # The smallest of exponential times with rates p falls on v with probability p_v.
+    # Of exponential times with rates p, time v is the smallest with probability p_v.
     times_BV = torch.empty_like(logp_BV).exponential_(generator=generator)
     return (logp_BV - times_BV.log()).argmax(-1)
 

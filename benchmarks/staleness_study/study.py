@@ -1,8 +1,8 @@
-"""One run of the study, and the sweep over all of them.
+"""One run of the study, and a sweep over runs.
 
-A run replays the asynchronous loop in one process: training step t, which starts from version t, gets the
-batch that the policy of an older version samples (``methods.sampled_from``). Prompts, their order, and the
-random numbers of sampling and of mini-batches depend on seed and step alone: all cells of a seed share them.
+A run replays the asynchronous loop in one process: training step t, which starts from version t, trains on
+the batch that an older version samples (``methods.sampled_from``). Prompts, their order, and the random
+numbers of sampling and of mini-batches depend on seed and step alone, so that all cells of a seed share them.
 """
 
 import copy
@@ -28,24 +28,26 @@ from slipstream.backend.quickstart.tokenizer import build_tokenizer, prompt_text
 from slipstream.rollout.trajectory import Completion, Finish, Span, Trajectory, TrajectoryBuilder
 
 HIDDEN = 64
-"""Half of the quickstart's: a run takes a third of the time."""
+"""Half of the quickstart's width, for runs in a third of the time."""
 WARM_START_STEPS = 400
-"""More than the quickstart's 300, which are too few for a policy as narrow as this."""
+"""The quickstart's 300 steps are too few for so narrow a policy."""
 
 
 @dataclass(frozen=True)
 class Setting:
+    """Settings that the runs of all methods share."""
+
     name: str
     lr: float
     steps: int
     eval_every: int
     held_out: int
-    """Prompts that the greedy policy is judged on."""
+    """Number of held-out prompts for the greedy accuracy."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What all runs of a seed have in common."""
+    """Inputs that all runs of a seed share."""
 
     seed: int
     warm: Qwen3ForCausalLM
@@ -57,7 +59,7 @@ class Inputs:
 def inputs_of(
     seed: int, folder: Path, say: Callable[[str], None], *, warm_steps: int, held_out: int
 ) -> Inputs:
-    """Makes the warm-started policy of a seed, or reads it from ``folder`` where it was kept."""
+    """Return the inputs of a seed. The warm-started policy is kept in ``folder``."""
     tokenizer = build_tokenizer()
     warm = narrow_policy(tokenizer, seed)
     path = folder / f"policy-{HIDDEN}-{warm_steps}-{seed}.pt"
@@ -76,7 +78,7 @@ def inputs_of(
 
 
 def narrow_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """The quickstart's architecture at half its width, with random weights."""
+    """Return the quickstart's policy at half its width, with random weights."""
     full = policy.build_policy(tokenizer, seed).config
     config = Qwen3Config.from_dict(
         full.to_dict()
@@ -92,25 +94,25 @@ def narrow_policy(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCaus
 
 
 class Run:
-    """One (setting, method, eta, seed)."""
+    """One run: a setting, a method, an eta and a seed."""
 
     def __init__(self, setting: Setting, method: str, eta: int, inputs: Inputs) -> None:
         self._setting, self._method, self._eta, self._inputs = setting, method, eta, inputs
         self._config = config_of(method, setting.lr)
         self.trainer = Trainer(copy.deepcopy(inputs.warm), self._config.actor, seed=inputs.seed)
         self._versions = {0: Sampler(self.trainer.policy)}
-        """Those that some later step still samples from."""
-        self._symbols = inputs.tokenizer.convert_ids_to_tokens(range(len(inputs.tokenizer)))
+        """Versions that later steps still sample from."""
+        self._symbols = inputs.tokenizer.convert_ids_to_tokens(list(range(len(inputs.tokenizer))))
         self._order = np.random.default_rng(inputs.seed).permutation(len(inputs.problems))
 
     def result(self) -> dict[str, Any]:
-        """Trains, and gives the record of the run."""
+        """Train, and return the record of the run."""
         setting, started = self._setting, time.process_time()
         accuracy = [[0, self._accuracy()]]
         reports, rewards = [], []
         for step in range(setting.steps):
             batch = self.batch(step)
-            rewards.append(float(np.mean([trajectory.reward for trajectory in batch.trajectories])))
+            rewards.append(float(np.mean([trajectory.reward or 0.0 for trajectory in batch.trajectories])))
             lag = step - sampled_from(step, self._eta)
             reports.append(self.trainer.train(batch, max_lag=lag))
             self.keep(step + 1)
@@ -128,7 +130,7 @@ class Run:
         }
 
     def batch(self, step: int) -> TrainBatch:
-        """What training step ``step`` consumes, sampled by the version that its lag says."""
+        """Return the batch of training step ``step``, sampled by the version that eta prescribes."""
         rollout = self._config.rollout
         version = sampled_from(step, self._eta)
         chosen = np.take(
@@ -147,10 +149,10 @@ class Run:
         return TrainBatch(self.trainer.version, tuple(trajectories), group_N)
 
     def keep(self, version: int) -> None:
-        """The newest version joins those that are sampled from; the ones that are over leave."""
+        """Keep the newest version to sample from, and drop versions that no later step samples from."""
         oldest = sampled_from(version, self._eta)
         self._versions[version] = Sampler(self.trainer.policy)
-        self._versions = {known: one for known, one in self._versions.items() if known >= oldest}
+        self._versions = {known: sampler for known, sampler in self._versions.items() if known >= oldest}
 
     def _accuracy(self) -> float:
         problems = self._inputs.held_out
@@ -182,9 +184,9 @@ def _trajectory(prompt: list[int], answer: Answer, version: int, is_right: bool)
 
 
 def _diagnostics(reports: Sequence[StepReport]) -> dict[str, float]:
-    """Means over the steps of a run, and the largest gradient norm."""
+    """Return means over the steps of a run, and the largest gradient norm."""
     norms = [norm for report in reports for norm in report.grad_norms]
-    found = {
+    values = {
         "gap": np.mean([report.gap for report in reports]),
         "kl": np.mean([report.kl for report in reports]),
         "ess": np.mean([report.ess for report in reports]),
@@ -195,7 +197,7 @@ def _diagnostics(reports: Sequence[StepReport]) -> dict[str, float]:
         "grad_norm": np.mean(norms),
         "grad_norm_max": np.max(norms),
     }
-    return {name: float(f"{value:.4g}") for name, value in found.items()}
+    return {name: float(f"{value:.4g}") for name, value in values.items()}
 
 
 Key = tuple[str, str, int, int]
@@ -206,15 +208,15 @@ def key_of(record: dict[str, Any]) -> Key:
 
 
 def read_results(path: Path) -> dict[Key, dict[str, Any]]:
-    """The finished runs. A line that a kill has cut short is no run."""
-    found = {}
+    """Return the finished runs. A line that a kill has cut short does not count."""
+    records: dict[Key, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue
-        found[key_of(record)] = record
-    return found
+        records[key_of(record)] = record
+    return records
 
 
 def sweep(
@@ -227,13 +229,13 @@ def sweep(
     *,
     warm_steps: int = WARM_START_STEPS,
 ) -> None:
-    """Runs what ``results`` does not have yet, cell by cell, and appends a line for each."""
+    """Do the runs that ``results`` lacks, cell by cell, and append a line for each of them."""
     done = read_results(results)
-    wanted = [(*cell, seed) for cell in cells for seed in seeds if (setting.name, *cell, seed) not in done]
-    say(f"{setting.name}: {len(wanted)} runs to do")
+    missing = [(*cell, seed) for cell in cells for seed in seeds if (setting.name, *cell, seed) not in done]
+    say(f"{setting.name}: {len(missing)} runs to do")
     known: dict[int, Inputs] = {}
     with results.open("a", encoding="utf-8") as file:
-        for number, (method, eta, seed) in enumerate(wanted):
+        for number, (method, eta, seed) in enumerate(missing):
             if seed not in known:
                 known[seed] = inputs_of(seed, folder, say, warm_steps=warm_steps, held_out=setting.held_out)
             started = time.monotonic()
@@ -241,6 +243,6 @@ def sweep(
             file.write(json.dumps(record) + "\n")
             file.flush()
             say(
-                f"{number + 1}/{len(wanted)} {setting.name} {method} eta {eta} seed {seed}: "
+                f"{number + 1}/{len(missing)} {setting.name} {method} eta {eta} seed {seed}: "
                 f"{record['accuracy'][-1][1]:.3f} ({time.monotonic() - started:.0f} s)"
             )

@@ -1,7 +1,7 @@
-"""One training step as the shipped trainer does it, on a transformers model in this process.
+"""A training step as the product's trainer does it, on a transformers model in this process.
 
-Schedule, staleness check, advantages, averages, log-probs, objective and corrections are the trainer's own
-functions, and called in its order; what is not Megatron's is forward pass and AdamW.
+Packing, staleness check, advantages, averages, log-probs, objective and corrections are the trainer's own
+functions, called in its order. Only the forward pass and AdamW are not Megatron's.
 
 Shapes: N trajectories, T tokens of a micro-batch, M of them with loss, B rows of a padded chunk, H hidden.
 """
@@ -29,29 +29,31 @@ from slipstream.backend.trainer.learning_rate import learning_rate
 from slipstream.configs.schema import ActorConfig
 
 CHUNKS = 2
-"""A micro-batch is padded in this many parts, shorter and longer rows: less padding, same gradient."""
+"""Number of parts, sorted by length, in which a micro-batch is padded: less padding, same gradient."""
 
 
 @dataclass
 class StepReport:
-    """Of one training step. The first three compare pi_old with mu, whatever the method makes of them."""
+    """Figures of one training step. The first three compare pi_old with mu, whatever the method uses."""
 
     gap: float = 0.0
-    """Mean of abs(log(pi_old / mu)) over the tokens of the first mini-batch, as are the next two."""
+    """Mean of abs(log(pi_old / mu)) over the tokens of the first micro-batch, like the next two."""
     kl: float = 0.0
     """KL(mu || pi_old) per token, estimated by exp(x) - 1 - x with x = log(pi_old / mu)."""
     ess: float = 1.0
     """Effective sample size of the weights pi_old / mu over the number of tokens."""
     grad_norms: list[float] = field(default_factory=list)
-    """Before clipping, of every update."""
+    """Norm of every update before clipping."""
     totals: dict[str, float] = field(default_factory=dict)
-    """What ``token_statistics`` gives, over all updates."""
+    """Sums and maxima of ``token_statistics`` over all updates."""
 
     def share(self, name: str) -> float:
         return self.totals.get(name, 0.0) / self.totals["tokens"]
 
 
 class Trainer:
+    """Trains a transformers model."""
+
     def __init__(self, policy: Qwen3ForCausalLM, actor: ActorConfig, *, seed: int) -> None:
         self.policy, self._actor, self._seed = policy, actor, seed
         optimizer = actor.optimizer
@@ -109,7 +111,7 @@ class Trainer:
     def _update(
         self, minibatch: Sequence[MicroBatch], proximal: dict[int, Tensor], report: StepReport
     ) -> None:
-        """One optimizer update on the mean over the tokens of ``minibatch``."""
+        """Make one optimizer update on the mean over the tokens of ``minibatch``."""
         count = sum(len(micro.index_M) for micro in minibatch)
         is_first = not report.grad_norms
         for micro in minibatch:
@@ -119,7 +121,7 @@ class Trainer:
                 known = report.totals.get(name, 0.0)
                 report.totals[name] = max(known, value) if name.startswith("max/") else known + value
             if is_first and micro is minibatch[0]:
-                # Nothing is updated yet: the current policy is pi_old.
+                # Before the first update, the current policy is pi_old.
                 x_M = (tokens.logp_M.detach() - tokens.behaviour_logp_M).double()
                 weight_M = x_M.exp()
                 report.gap = x_M.abs().mean().item()
@@ -131,7 +133,7 @@ class Trainer:
         self._optimizer.zero_grad()
 
     def _loss(self, micro: MicroBatch, proximal_M: Tensor | None) -> tuple[Tensor, Tokens, dict[str, float]]:
-        """Sum of token losses, what they were made of, and their statistics."""
+        """Return the sum of token losses, the tokens, and their statistics."""
         actor = self._actor
         logp_M, entropy_M = self._logp_and_entropy(micro)
         behaviour_M, lag_M = torch.from_numpy(micro.behaviour_logp_M), torch.from_numpy(micro.lag_M)
@@ -161,7 +163,7 @@ class Trainer:
         return (share_M * loss.loss_T).sum(), tokens, {name: value.item() for name, value in measured.items()}
 
     def _logp_and_entropy(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Of the tokens that carry loss, at temperature 1, under the present weights."""
+        """Return both for the tokens that carry loss, at temperature 1, under the present weights."""
         hidden_MH = self._hidden(micro)[torch.from_numpy(micro.index_M)]
         head_VH = self.policy.lm_head.weight
         return vocab_parallel_logprob(
@@ -169,7 +171,7 @@ class Trainer:
         )
 
     def _hidden(self, micro: MicroBatch) -> Tensor:
-        """[T, H]. Rows are padded on the right, where the causal mask alone keeps padding out of sight."""
+        """Return hidden states [T, H]. Rows are padded on the right, where the causal mask hides padding."""
         tokens_T = torch.from_numpy(micro.tokens_T)
         starts, lengths = micro.cu_seqlens[:-1], np.diff(micro.cu_seqlens)
         rows_by_length = np.array_split(np.argsort(lengths, kind="stable"), min(CHUNKS, len(lengths)))
@@ -179,6 +181,6 @@ class Trainer:
             hidden_BTH = self.policy.model(pad_sequence(parts, batch_first=True), use_cache=False)[0]
             length_B = torch.from_numpy(lengths[rows])
             hidden.append(hidden_BTH[torch.arange(hidden_BTH.shape[1]) < length_B[:, None]])
-            positions += [np.arange(starts[row], starts[row] + lengths[row]) for row in rows]
+            positions += [starts[row] + np.arange(int(lengths[row])) for row in rows]
         place_T = torch.from_numpy(np.argsort(np.concatenate(positions)))
         return torch.cat(hidden)[place_T]

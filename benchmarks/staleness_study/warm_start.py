@@ -1,5 +1,6 @@
-"""The study's supervised warm start, in plain PyTorch as the rest of it: a policy gets the right format and a
-bad habit (see ``slipstream.backend.quickstart.task``).
+"""The study's supervised warm start in plain PyTorch: it teaches a policy the right format and a bad habit.
+
+``slipstream.backend.quickstart.task`` explains the habit.
 
 Shapes: B sequences, T tokens, V symbols; N = B * (T - 1) predictions.
 """
@@ -13,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from slipstream.backend.quickstart.tokenizer import ASSISTANT, demonstration_text
+from slipstream.backend.quickstart.tokenizer import ASSISTANT, IDS, PAD, demonstration_text
 from slipstream.backend.quickstart.warm_start import (
     DECAY_FROM,
     FLOOR_LR,
@@ -23,7 +24,7 @@ from slipstream.backend.quickstart.warm_start import (
 )
 
 CHUNKS = 4
-"""A batch is sorted by length and run in this many pieces: less padding, same gradient."""
+"""Number of parts, sorted by length, in which a batch is run: less padding, same gradient."""
 IGNORED = -100
 
 
@@ -35,7 +36,7 @@ def warm_start(
     steps: int,
     say: Callable[[str], None],
 ) -> None:
-    """Teaches the task from noisy demonstrations, in place: response-only cross-entropy, AdamW."""
+    """Train the policy in place on noisy demonstrations: cross-entropy of the responses, AdamW."""
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
@@ -53,7 +54,7 @@ def warm_start(
 
 
 def lr_scale(step: int, steps: int) -> float:
-    """Share of the peak learning rate: linear warm-up, flat, then linear decay to `FLOOR_LR`."""
+    """Return the share of the peak learning rate: linear warm-up, flat, linear decay to `FLOOR_LR`."""
     warmup = min(1.0, (step + 1) / WARMUP_STEPS)
     decayed = max(0.0, step / steps - DECAY_FROM) / (1.0 - DECAY_FROM)
     return warmup * (1.0 - (1.0 - FLOOR_LR) * decayed)
@@ -64,7 +65,7 @@ def _texts(rng: random.Random, progress: float) -> list[str]:
 
 
 def response_labels(tokens_BT: torch.Tensor, assistant: int, pad: int) -> torch.Tensor:
-    """labels_BT: the tokens after each row's `assistant` token, `IGNORED` up to it and in the padding."""
+    """Return labels [B, T]: the tokens after each row's `assistant` token, and `IGNORED` elsewhere."""
     answering_BT = (tokens_BT == assistant).cumsum(1).bool() & (tokens_BT != assistant)
     return tokens_BT.masked_fill(~answering_BT | (tokens_BT == pad), IGNORED)
 
@@ -72,12 +73,12 @@ def response_labels(tokens_BT: torch.Tensor, assistant: int, pad: int) -> torch.
 def accumulate_gradient(
     policy: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, conversations: Sequence[str]
 ) -> float:
-    """Adds the gradient of the mean loss per response token of the whole batch, and returns that loss.
+    """Add the gradient of the mean loss per response token of the batch, and return this loss.
 
-    Rows are padded on the right, so the causal mask alone keeps padding out of every token's sight.
+    Rows are padded on the right, where the causal mask hides the padding from every token.
     """
     rows = sorted(tokenizer(list(conversations))["input_ids"], key=len)
-    assistant, pad = tokenizer.convert_tokens_to_ids(ASSISTANT), tokenizer.pad_token_id
+    assistant, pad = IDS[ASSISTANT], IDS[PAD]
     response_tokens = sum(len(row) - row.index(assistant) - 1 for row in rows)
     size = -(-len(rows) // CHUNKS)
     total = 0.0

@@ -1,6 +1,7 @@
 """Supervised training by the trainer: cross-entropy's gradient, and ``slipstream sft`` as a whole."""
 
 import json
+import random
 import subprocess
 import sys
 import time
@@ -47,7 +48,7 @@ def recipe(tmp_path: Path):
         problems = task.train_set(seed=0, count=40)
         rows = []
         for problem in problems:
-            right = task.gold_demonstration(problem.prompt)
+            right = task.noisy_demonstration(problem.prompt, random.Random(0), habit_rate=0)
             wrong = f"{right[:-1]}{(int(right[-1]) + 1) % 10}"
             rows.append({"prompt": problem.prompt, "response": right, "chosen": right, "rejected": wrong * 2})
         (tmp_path / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

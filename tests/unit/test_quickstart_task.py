@@ -30,15 +30,20 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFa
     return AutoTokenizer.from_pretrained(directory)
 
 
+def gold_demonstration(prompt: str) -> str:
+    """The response that is right at every step."""
+    return task.noisy_demonstration(prompt, random.Random(0), habit_rate=0)
+
+
 def test_the_formats_are_the_documented_ones():
     assert task.problem_of([3, 5, 8, 9]) == task.Problem(prompt="a3b5c8d9", label="5")
-    assert task.gold_demonstration("a3b5c8d9") == "a33b58c86d95#5"
+    assert gold_demonstration("a3b5c8d9") == "a33b58c86d95#5"
 
 
 @given(digits)
 def test_the_gold_demonstration_is_correct_and_three_symbols_per_operand(operands: list[int]):
     problem = task.problem_of(operands)
-    response = task.gold_demonstration(problem.prompt)
+    response = gold_demonstration(problem.prompt)
     assert task.operands_of(problem.prompt) == operands
     assert task.is_correct(response, problem.label)
     assert len(response) == 3 * len(operands) + 2

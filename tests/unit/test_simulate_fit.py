@@ -12,7 +12,7 @@ from slipstream.backend.simulate.engine import Engine
 from slipstream.backend.simulate.fit import fit
 from slipstream.backend.simulate.gpu_split import layout_of, model_of
 from slipstream.backend.simulate.pool import SimulatedPool
-from slipstream.backend.simulate.schedules import own_schedule
+from slipstream.backend.simulate.schedules import recipe_schedule
 from slipstream.backend.simulate.trace import LONGEST_PAUSE_S, read_trace
 from slipstream.backend.simulate.world import World
 from slipstream.configs.violations import RecipeError
@@ -72,7 +72,7 @@ class Written:
         self.lines.append(json.dumps({"kind": kind, **values}))
 
     def run(self, recipe, folder):
-        self.world = World(recipe, own_schedule(recipe), layout_of(recipe), Work(recipe, 0).workload())
+        self.world = World(recipe, recipe_schedule(recipe), layout_of(recipe), Work(recipe, 0).workload())
         self.outcome = self.world.run()
         (folder / "trace.jsonl").write_text("\n".join(self.lines) + "\n")
         return folder
@@ -129,7 +129,7 @@ def test_a_run_and_its_fitted_simulation_agree(monkeypatch, tmp_path):
     fitted = fit(made, read_trace(tmp_path))
     again = made.model_copy(update={"simulate": fitted.model})
     work = Work(again, 3, fitted.lengths)
-    found = World(again, own_schedule(again), layout_of(again), work.workload()).run()
+    found = World(again, recipe_schedule(again), layout_of(again), work.workload()).run()
     assert found.makespan_s == pytest.approx(real.makespan_s, rel=0.1)
     assert found.mean_lag == pytest.approx(real.mean_lag, rel=0.1)
 

@@ -18,8 +18,8 @@ from slipstream.backend.simulate.schedules import (
     INTERRUPTS,
     Schedule,
     compared,
-    own_schedule,
     policies,
+    recipe_schedule,
     synchronous,
     volume_gate,
 )
@@ -68,7 +68,7 @@ def config(steps=6, simulate=None, **rollout) -> RunConfig:
 
 
 def simulated(config: RunConfig, schedule: Schedule | None = None, seed=0, held_out=0) -> Outcome:
-    schedule = schedule or own_schedule(config)
+    schedule = schedule or recipe_schedule(config)
     layout = time_shared(layout_of(config)) if schedule.shared else layout_of(config)
     return World(config, schedule, layout, Work(config, seed).workload(), held_out).run()
 
@@ -226,7 +226,7 @@ def _parallel(**ranks):
 def test_all_schedules_are_compared_once():
     found = [(one.name, one.bound, one.interrupt) for one in compared(config())]
     assert len(found) == len(set(found))
-    own = own_schedule(config())
+    own = recipe_schedule(config())
     for bound in BOUNDS:
         for interrupt in INTERRUPTS:
             assert any(
@@ -245,12 +245,11 @@ def test_a_comparison_recommends_the_fastest_split():
     assert comparison.recommended.tokens_per_s == max(run.tokens_per_s for run in comparison.splits)
     assert comparison.synchronous.schedule.bound == 0
     assert comparison.speedup(comparison.synchronous) == 1
-    own = comparison.of(2, "retract")
-    assert own.outcome == comparison.own
+    assert comparison.variant(2, "retract").outcome == comparison.outcome
 
 
 def timeline_of(recipe: RunConfig) -> Timeline:
-    world = World(recipe, own_schedule(recipe), layout_of(recipe), Work(recipe, 0).workload())
+    world = World(recipe, recipe_schedule(recipe), layout_of(recipe), Work(recipe, 0).workload())
     timeline = Timeline(world)
     world.run(timeline.advance)
     return timeline
@@ -342,7 +341,7 @@ def test_colocated_engines_stand_still_while_the_trainer_trains_and_go_on_with_w
     )
     layout = layout_of(recipe)
     assert layout.shared and layout.gpus == layout.trainer_gpus
-    world = World(recipe, own_schedule(recipe), layout, Work(recipe, 0).workload())
+    world = World(recipe, recipe_schedule(recipe), layout, Work(recipe, 0).workload())
     outcome = world.run()
     # One pause for each version: that of an engine that was started again is none.
     assert len(world.trainer.training) == len(world.trainer.pauses) == recipe.run.steps
