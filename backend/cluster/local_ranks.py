@@ -10,14 +10,21 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple, cast
 
 from slipstream.rollout.network import free_port
+
+if TYPE_CHECKING:
+    from slipstream.backend.megatron.parallel import RankSpec
+
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 HOST = "127.0.0.1"
 
@@ -30,8 +37,12 @@ class RankFailed(RuntimeError):
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float, fresh: bool = False
-) -> list[Any]:
+    world_size: int,
+    function: "Callable[[RankSpec, *Arguments], T]",
+    *args: *Arguments,
+    timeout_s: float,
+    fresh: bool = False,
+) -> list[T]:
     """Call ``function(RankSpec, *args)`` on every rank. Return the results in rank order.
 
     ``function`` must be defined in a module. Processes are forked from one that has imported Megatron; with
@@ -54,7 +65,7 @@ def run_ranks(
             with _without_interrupts():
                 process.start()
             sender.close()  # so that the end of the process is the end of the pipe
-        return _results(pipes, processes, timeout_s)
+        return cast(list[T], _results(pipes, processes, timeout_s))
     finally:
         started = [process for process in processes if process.pid is not None]
         for process in started:
@@ -63,43 +74,64 @@ def run_ranks(
             process.join()
 
 
-def _results(pipes: Mapping[Connection, int], processes: list[BaseProcess], timeout_s: float) -> list[Any]:
+@dataclass(frozen=True)
+class _Returned:
+    """What a rank's function has returned."""
+
+    value: object
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """What a rank's function has raised."""
+
+    error: str
+    trace: str
+
+
+_Outcome = _Returned | _Raised | None
+"""None: the rank has died."""
+
+
+def _results(
+    pipes: Mapping[Connection, int], processes: Sequence[BaseProcess], timeout_s: float
+) -> list[object]:
     deadline = time.monotonic() + timeout_s
-    results: dict[int, Any] = {}
+    results: dict[int, object] = {}
     while len(results) < len(pipes):
         silent = {pipe: rank for pipe, rank in pipes.items() if rank not in results}
-        ready = wait(list(silent), max(deadline - time.monotonic(), 0))
-        if not ready:
+        outcomes = _outcomes(silent, max(deadline - time.monotonic(), 0))
+        if not outcomes:
             raise RankFailed(f"no answer of ranks {sorted(silent.values())} within {timeout_s:.0f} s")
-        answers = _answers(ready, silent)
-        if any(not succeeded for succeeded, _ in answers.values()):
-            rest = {pipe: rank for pipe, rank in silent.items() if rank not in answers}
-            answers |= _answers(wait(list(rest), GRACE_S), rest) if rest else {}
-            raise _failure(answers, processes)
-        results |= {rank: value for rank, (_, value) in answers.items()}
+        returned = {rank: end.value for rank, end in outcomes.items() if isinstance(end, _Returned)}
+        if len(returned) < len(outcomes):
+            rest = {pipe: rank for pipe, rank in silent.items() if rank not in outcomes}
+            raise _failure(outcomes | _outcomes(rest, GRACE_S), processes)
+        results |= returned
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _answers(ready: list[Any], ranks: Mapping[Connection, int]) -> dict[int, tuple[bool, Any]]:
-    """Return by rank whether it succeeded, and its result, or its error and traceback, or None if it died."""
-    outcomes: dict[int, tuple[bool, Any]] = {}
-    for pipe in ready:
+def _outcomes(silent: Mapping[Connection, int], timeout_s: float) -> dict[int, _Outcome]:
+    """Return the outcomes, by rank, that come within ``timeout_s``; at least one unless there is none."""
+    outcomes: dict[int, _Outcome] = {}
+    for pipe in wait(list(silent), timeout_s) if silent else ():
+        assert isinstance(pipe, Connection)
         try:
-            outcomes[ranks[pipe]] = pipe.recv()
+            outcomes[silent[pipe]] = pipe.recv()
         except EOFError:
-            outcomes[ranks[pipe]] = (False, None)
+            outcomes[silent[pipe]] = None
     return outcomes
 
 
-def _failure(answers: Mapping[int, tuple[bool, Any]], processes: list[BaseProcess]) -> RankFailed:
-    failed = {rank: value for rank, (succeeded, value) in answers.items() if not succeeded}
-    for rank, value in failed.items():
-        if value is None:
+def _failure(outcomes: Mapping[int, _Outcome], processes: Sequence[BaseProcess]) -> RankFailed:
+    """Return the error of a rank that has died, or else of the first one that has raised."""
+    for rank, outcome in outcomes.items():
+        if outcome is None:
             processes[rank].join(GRACE_S)
             return RankFailed(f"rank {rank} {_end(processes[rank].exitcode)}")
-    rank, (error, trace) = next(iter(failed.items()))
-    failure = RankFailed(f"rank {rank}: {error}")
-    failure.add_note(trace)
+    rank, raised = next((rank, end) for rank, end in outcomes.items() if isinstance(end, _Raised))
+    failure = RankFailed(f"rank {rank}: {raised.error}")
+    failure.add_note(raised.trace)
     return failure
 
 
@@ -126,11 +158,11 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def _main(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     rank: int,
     world_size: int,
     port: int,
-    args: tuple[Any, ...],
+    args: tuple[object, ...],
     out: Connection,
 ) -> None:
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
@@ -140,9 +172,9 @@ def _main(
 
     torch.set_num_threads(1)
     try:
-        out.send((True, function(RankSpec(rank, world_size, HOST, port), *args)))
+        out.send(_Returned(function(RankSpec(rank, world_size, HOST, port), *args)))
     except Exception as error:
-        out.send((False, (f"{type(error).__name__}: {error}", traceback.format_exc())))
+        out.send(_Raised(f"{type(error).__name__}: {error}", traceback.format_exc()))
 
 
 def _end_with_parent() -> None:

@@ -3,13 +3,15 @@
 import asyncio
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from slipstream.backend.checkpoint.folder import CheckpointError
 from slipstream.backend.cluster.configured_ray import ray
 from slipstream.backend.cluster.handles import RankActor, kill
 from slipstream.backend.cluster.waits import within
 from slipstream.rollout.engine.leftovers import segments_of_torch, unlink
+
+T = TypeVar("T")
 
 
 class TrainerFailed(RuntimeError):
@@ -42,7 +44,7 @@ class RankGroup:
 
     async def call(
         self, what: str, verb: str, *arguments: object, timeout_s: float | None = None
-    ) -> list[Any]:
+    ) -> list[object]:
         """Call method ``verb`` on every rank. Return the results in rank order.
 
         ``what`` names the call in errors. Raises TrainerFailed, Timeout, and CheckpointError as it is.
@@ -71,11 +73,11 @@ class RankGroup:
             unlink(segments_of_torch(pid))
 
     async def _answers(
-        self, what: str, calls: Sequence[Awaitable[Any]], timeout_s: float | None = None
-    ) -> list[Any]:
+        self, what: str, calls: Sequence[Awaitable[T]], timeout_s: float | None = None
+    ) -> list[T]:
         return await within(timeout_s or self._timeout_s, what, self._gathered(what, calls))
 
-    async def _gathered(self, what: str, calls: Sequence[Awaitable[Any]]) -> list[Any]:
+    async def _gathered(self, what: str, calls: Sequence[Awaitable[T]]) -> list[T]:
         try:
             return await asyncio.gather(*calls)
         except ray.exceptions.RayTaskError as error:

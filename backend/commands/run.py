@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.monitor.progress import Progress, open_progress
@@ -30,7 +30,7 @@ def sft(supervised: Supervised, *, resume: bool = False) -> Path:
     return attended(supervised.run, partial(run_supervised, supervised, resume=resume))
 
 
-def attended(config: RunConfig, start: Callable[[Progress], Coroutine[Any, Any, T]]) -> T:
+def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None, T]]) -> T:
     """Return the result of ``start(progress)`` while progress is shown in the terminal.
 
     Raises WrongInput when the inputs or the cluster cannot be used, and Failed, with every cause, when the

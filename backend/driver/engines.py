@@ -90,10 +90,9 @@ class RayEngine:
         if self._actor is None:
             raise RuntimeError(f"{self.name} was never started")
         try:
-            exit_code = await self._actor.wait_exit.remote()
+            return await self._actor.wait_exit.remote()
         except ray.exceptions.RayActorError:
             return -1
-        return int(exit_code)
 
     async def stop(self) -> None:
         if self._actor is None:
@@ -108,4 +107,4 @@ class RayEngine:
 
     async def _start(self, actor: EngineServerActor) -> str:
         started = actor.start.remote(INITIAL_VERSION)
-        return str(await within(self._limits.start_timeout_s, f"starting {self.name}", started))
+        return await within(self._limits.start_timeout_s, f"starting {self.name}", started)

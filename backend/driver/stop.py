@@ -4,7 +4,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from slipstream.backend.monitor.progress import Progress
 
@@ -57,7 +57,7 @@ class Stop:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+    async def run(self, work: Coroutine[None, None, T]) -> T:
         """Return the result of ``work``, which a request cancels. Raises Stopped then."""
         task = asyncio.ensure_future(work)
         with self.on_signals(), self.by("stopping", task.cancel):

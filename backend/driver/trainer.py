@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from slipstream.backend.batch.micro_batch import TrainBatch
 from slipstream.backend.cluster.configured_ray import ray
 from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.engine.client import EngineAddress
+
+T = TypeVar("T")
 
 POLL_S = 1.0
 """Seconds between two questions whether a checkpoint is written. Checkpoints are minutes apart."""
@@ -34,14 +36,14 @@ class RankedTrainer:
 
     async def train(self, batch: TrainBatch) -> Mapping[str, float]:
         step = f"training step {batch.version + 1}"
-        return _reported(await self._ranks.call(step, "train", ray.put(batch)))
+        return _reported(dict, await self._ranks.call(step, "train", ray.put(batch)))
 
     async def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
         publishing = f"publishing version {version}"
-        return _reported(await self._ranks.call(publishing, "publish", version, list(engines)))
+        return _reported(PublishReport, await self._ranks.call(publishing, "publish", version, list(engines)))
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
-        return _reported(await self._ranks.call("computing log-probs", "logprobs", list(ids)))
+        return _reported(list, await self._ranks.call("computing log-probs", "logprobs", list(ids)))
 
     async def rest(self, *, keep_weights: bool = False) -> None:
         await self._ranks.call("moving the trainer to host memory", "rest", keep_weights)
@@ -65,6 +67,7 @@ class RankedTrainer:
 
     async def restore(self, folder: Path) -> int:
         [step, *_] = await self._ranks.call("loading a checkpoint", "restore", folder.absolute())
+        assert isinstance(step, int)
         return step
 
     def kill(self) -> None:
@@ -72,6 +75,8 @@ class RankedTrainer:
         self._ranks.kill()
 
 
-def _reported(results: list[Any]) -> Any:
+def _reported(kind: type[T], results: list[object]) -> T:
     """Return the result of the only rank that reports."""
-    return next(result for result in results if result is not None)
+    result = next(result for result in results if result is not None)
+    assert isinstance(result, kind)
+    return result

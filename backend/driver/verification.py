@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -103,7 +103,7 @@ class Verifier:
         await asyncio.gather(*map(ask, engines))
         return reasons | self._disagreeing(version, checksums)
 
-    async def _while_well(self, client: EngineClient, question: Coroutine[Any, Any, T]) -> T:
+    async def _while_well(self, client: EngineClient, question: Coroutine[None, None, T]) -> T:
         """Return the answer, however late. Raises EngineLost when the engine is not healthy meanwhile."""
         asking = asyncio.ensure_future(question)
         try:

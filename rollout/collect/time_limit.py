@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
 
 
 class TimeLimit:
@@ -73,7 +72,7 @@ class TimeLimit:
 class _Entry:
     __slots__ = ("_cancelling", "_limit", "due", "has_run_out", "task")
 
-    task: asyncio.Task[Any]
+    task: asyncio.Task[object]
     due: float
 
     def __init__(self, limit: TimeLimit) -> None:
