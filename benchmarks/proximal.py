@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks.train_step import SHAPES, WARM_UP, Ours, config_of, median_of, take_turns, work
-from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.backend.objective.correction import interpolated_logp
 from slipstream.backend.objective.losses import Tokens

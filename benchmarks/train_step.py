@@ -35,8 +35,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from slipstream.backend.batch.micro_batch import TrainBatch
 from slipstream.backend.batch.packing import split_minibatches
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.backend.quickstart import task
 from slipstream.backend.quickstart.policy import build_policy

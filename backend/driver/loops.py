@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.driver.checkpointing import Checkpoints
 from slipstream.backend.driver.served_weights import ServedWeights
 from slipstream.backend.driver.trainer_client import Trainer

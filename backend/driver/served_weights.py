@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.driver.devices import Devices, Turn
 from slipstream.backend.driver.trainer_client import Trainer
 from slipstream.backend.driver.verification import Verifier, WeightsMismatch

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.backend.batch.micro_batch import demonstrated
+from slipstream.backend.batch.train_batch import demonstrated
 from slipstream.backend.checkpoint.folder import (
     CHECKPOINTS,
     CheckpointError,

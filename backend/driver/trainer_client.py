@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.checkpoint.folder import CheckpointError
 from slipstream.backend.cluster.configured_ray import ray
 from slipstream.bridge.report import PublishReport

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.backend.batch.micro_batch import MicroBatch, TrainBatch
+from slipstream.backend.batch.micro_batch import MicroBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.objective import kl
 from slipstream.backend.objective.advantage import (
     ADVANTAGES,

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.backend.batch.flops import forward_flops
-from slipstream.backend.batch.micro_batch import MicroBatch, TrainBatch, assemble, check_staleness
+from slipstream.backend.batch.micro_batch import MicroBatch, assemble
+from slipstream.backend.batch.train_batch import TrainBatch, check_staleness
 from slipstream.backend.megatron.export_plan import export_plan
 from slipstream.backend.megatron.parallel import RankSpec, initialize
 from slipstream.backend.objective import kl
@@ -162,7 +163,9 @@ class TrainerRank(CheckpointedRank):
         text.add_completion(Completion(tuple(ids[1:]), (0.0,) * n, (Span(0, 0, n),), Finish.LENGTH))
         batch = TrainBatch(0, (text.build(),), np.zeros(1, np.int64))
         parallel = self._config.actor.parallel
-        micro = assemble(batch, [0], parallel.length_multiple, each=parallel.trajectory_multiple)
+        micro = assemble(
+            batch, [0], parallel.length_multiple, trajectory_multiple=parallel.trajectory_multiple
+        )
         times = self._config.actor.parallel.microbatch_multiple
         found = self._policy.log_probs([micro] * times, temperature=1.0)
         return found[0].tolist() if self._reports else None

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.backend.batch.micro_batch import MicroBatch, TrainBatch
+from slipstream.backend.batch.micro_batch import MicroBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.export_plan import export_plan
 from slipstream.backend.megatron.parallel import RankSpec, initialize
 from slipstream.backend.objective.value import preference_loss

@@ -8,12 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from slipstream.backend.batch.micro_batch import (
-    StalenessViolation,
-    TrainBatch,
-    assemble,
-    check_staleness,
-)
+from slipstream.backend.batch.micro_batch import assemble
+from slipstream.backend.batch.train_batch import StalenessViolation, TrainBatch, check_staleness
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
 
 
@@ -97,7 +93,7 @@ def test_a_micro_batch_is_what_a_loop_over_its_tokens_gives(case):
 def test_padded_trajectories_have_the_same_loss_as_ones_that_are_not(case, each: int):
     batch, indices, multiple = case
     plain = assemble(batch, indices)
-    micro = assemble(batch, indices, multiple * each, each=each)
+    micro = assemble(batch, indices, multiple * each, trajectory_multiple=each)
     lengths = np.diff(micro.cu_seqlens)
     assert (lengths % each == 0).all() and len(micro.tokens_T) % (multiple * each) == 0
     for name in ("target_M", "behaviour_logp_M", "lag_M", "trajectory_M", "owner_M", "share_M"):

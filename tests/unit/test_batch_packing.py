@@ -131,7 +131,7 @@ def test_no_rank_idles_while_another_has_two_trajectories_to_compute_at_once():
 def test_packs_are_dealt_whole_where_the_longest_first_find_no_room():
     """20 tokens into 2 * 10: after 6, 5, 4 and 3 neither rank has room for 2."""
     lengths, costs = [6, 5, 4, 3, 2], [6.0, 5, 4, 3, 2]
-    assert spread(range(5), lengths, costs, ranks=2, each=1, budget=10) is None
+    assert spread(range(5), lengths, costs, ranks=2, packs_per_rank=1, budget=10) is None
     dealt = distribute(range(5), lengths, costs, ranks=2, budget=10)
     assert sorted(map(sorted, (one for rank in dealt for one in rank))) == [[0, 2], [1, 3, 4]]
 
@@ -200,7 +200,7 @@ def test_a_trajectory_goes_to_the_rank_with_the_least_to_compute_that_has_room(l
             break
         least = min(able, key=lambda rank: sum(costs_of(rank, costs)))
         min(filter(fits, least), key=left).append(index)
-    assert spread(order, lengths, costs, ranks=ranks, each=each, budget=budget) == naive
+    assert spread(order, lengths, costs, ranks=ranks, packs_per_rank=each, budget=budget) == naive
 
 
 def test_the_dearest_packs_are_halved_before_a_rank_idles():

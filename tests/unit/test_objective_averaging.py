@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.monitor.tags import TAGS
 from slipstream.backend.trainer import rank as trainer_module
 from slipstream.backend.trainer.advantages import Targets, find_targets

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.models import make_checkpoint
