@@ -13,9 +13,9 @@ from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.objective import kl
 from slipstream.backend.objective.advantage import (
     ADVANTAGES,
-    generalized,
+    generalized_advantage,
     overlong_penalty,
-    per_turn,
+    rewards_to_go,
     teacher_gap,
     weighted_sum,
 )
@@ -170,7 +170,7 @@ def _from_turns(turns: Sequence[Tensor], micro: MicroBatch, discount: float) -> 
     for number, of_M in _by_trajectory(micro):
         # Behind the last turn nothing follows, which is what -1 stands for.
         turn_M = np.where(micro.turn_M[of_M] < len(turns[number]), micro.turn_M[of_M], -1)
-        found_M[of_M] = per_turn(turns[number], torch.from_numpy(turn_M), discount=discount).float()
+        found_M[of_M] = rewards_to_go(turns[number], torch.from_numpy(turn_M), discount=discount).float()
     return found_M
 
 
@@ -216,7 +216,7 @@ def _of_tokens(
             reward_M = reward_M + _at_ends_of_turns(turns, micro).to(value_M)
         if penalty_M is not None:
             reward_M = reward_M - penalty_M
-        advantage_M = generalized(
+        advantage_M = generalized_advantage(
             reward_M, value_M, owner_M, discount=critic.discount, decay=critic.gae_lambda
         )
         found.append(Targets(advantage_M, advantage_M + value_M))

@@ -103,22 +103,23 @@ def test_gae_is_the_sum_of_discounted_differences_within_each_sequence(seed, len
         values += value.tolist()
     owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.long))
     reward, value = (torch.tensor(x, dtype=torch.float64) for x in (rewards, values))
-    found = adv.generalized(reward, value, owner, discount=discount, decay=decay)
+    found = adv.generalized_advantage(reward, value, owner, discount=discount, decay=decay)
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_gae_without_discount_is_the_return_minus_the_value():
     reward, value = torch.tensor([0.0, 0.0, 3.0]), torch.tensor([0.5, 1.0, 2.0])
     owner = torch.zeros(3, dtype=torch.long)
-    assert adv.generalized(reward, value, owner, discount=1.0, decay=1.0).tolist() == [2.5, 2.0, 1.0]
-    assert adv.generalized(reward, value, owner, discount=1.0, decay=0.0).tolist() == [0.5, 1.0, 1.0]
+    for decay, expected in ((1.0, [2.5, 2.0, 1.0]), (0.0, [0.5, 1.0, 1.0])):
+        advantage = adv.generalized_advantage(reward, value, owner, discount=1.0, decay=decay)
+        assert advantage.tolist() == expected
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(-2, 2), max_size=5), st.floats(0, 1), st.data())
 def test_a_token_gets_the_rewards_from_its_turn_on(reward, discount, data):
     turn = data.draw(st.lists(st.integers(-1, len(reward) - 1), max_size=10))
-    found = adv.per_turn(
+    found = adv.rewards_to_go(
         torch.tensor(reward, dtype=torch.float64), torch.tensor(turn, dtype=torch.long), discount=discount
     )
     for value, k in zip(found.tolist(), turn, strict=True):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slipstream.backend.objective import correction as c
 from slipstream.backend.objective.losses import Tokens, token_losses
-from slipstream.backend.objective.policy_loss import sequence_mean, sequence_sum
+from slipstream.backend.objective.policy_loss import trajectory_mean, trajectory_sum
 from slipstream.configs.schema import ActorConfig
 
 OWNERS = 4
@@ -39,9 +39,9 @@ def exp(value: float) -> float:
 
 @settings(max_examples=80, deadline=None)
 @given(sequences(), st.sampled_from([1.0, 2.0, 5.0, None]))
-def test_the_behaviour_weight_is_the_ratio_up_to_its_cap(case, cap):
+def test_the_importance_weight_is_the_ratio_up_to_its_cap(case, cap):
     gap, _ = case
-    found = c.behaviour_weight(gap, cap)
+    found = c.importance_weight(gap, cap)
     highest = math.exp(20) if cap is None else cap
     np.testing.assert_allclose(found, [min(exp(g), highest) for g in gap.tolist()], rtol=1e-12)
 
@@ -70,11 +70,11 @@ def test_sequence_masks_drop_whole_sequences_by_their_own_statistic(case):
     cases = [
         (c.geometric_outside_band, {"low": 0.9, "high": 1.2}, lambda x: exp(float(np.mean(x)))),
         (c.product_outside_band, {"low": 0.5, "high": 2.0}, lambda x: exp(math.fsum(x))),
-        (c.divergence_above, {"max": 0.05}, divergence),
+        (c.divergence_above, {"maximum": 0.05}, divergence),
     ]
     for mask, bounds, statistic in cases:
         found = mask(gap, owner, OWNERS, **bounds)
-        low, high = bounds.get("low", -math.inf), bounds.get("high", bounds.get("max"))
+        low, high = bounds.get("low", -math.inf), bounds.get("high", bounds.get("maximum"))
         for dropped, value in zip(found.tolist(), by_sequence(gap, owner, statistic), strict=True):
             assert dropped == (not low <= value <= high) or not far(value, low, high)
 
@@ -110,9 +110,9 @@ def test_the_negative_mask_compares_the_current_policy_with_the_behaviour_policy
 def test_sums_of_sequences_are_at_their_tokens_and_precise_over_long_ones():
     owner = torch.tensor([0] * 100_000 + [2] * 3)
     value = torch.full((100_003,), 0.1)
-    assert sequence_mean(value, owner, 3).unique().item() == np.float32(0.1)
-    assert sequence_sum(value, owner, 3)[0].item() == pytest.approx(100_000 * float(np.float32(0.1)))
-    assert sequence_mean(value[:0], owner[:0], 3).shape == (0,)
+    assert trajectory_mean(value, owner, 3).unique().item() == np.float32(0.1)
+    assert trajectory_sum(value, owner, 3)[0].item() == pytest.approx(100_000 * float(np.float32(0.1)))
+    assert trajectory_mean(value[:0], owner[:0], 3).shape == (0,)
 
 
 def test_corrections_combine_and_dropped_tokens_have_neither_loss_nor_gradient():

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.given_logits import vocab_parallel_logprob
 from slipstream.backend.objective import logprob
-from slipstream.backend.objective.logprob import fused_logprob, vocab_parallel_logprob
+from slipstream.backend.objective.logprob import fused_logprob
 from tests.ranks import run_ranks
 
 

@@ -8,13 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.backend.objective.losses import LOSSES, SEQUENCE_MASKS, Tokens, token_losses
+from slipstream.backend.objective.losses import Tokens, token_losses
 from slipstream.backend.objective.policy_loss import LOG_RATIO_BOUND
 from slipstream.configs.load import section_type
 from slipstream.configs.schema import ActorConfig, CorrectionConfig
 
 BEHAVIOUR = ("m2po", "dppo", "aipo")
-TYPES = sorted(LOSSES)
+SCHEMA = section_type(ActorConfig.model_fields["objective"]).choices
+TYPES = sorted(SCHEMA)
 
 
 def draw(seed: int, n: int, scale: float = 0.5, dtype: torch.dtype = torch.float32) -> Tokens:
@@ -183,14 +184,18 @@ def test_autograd_agrees_with_itself_where_nothing_is_held_fixed(type_):
     assert torch.autograd.gradcheck(lambda logp: token_losses(config, with_logp(x, logp)).loss_T, leaf)
 
 
-def test_the_registries_hold_the_types_of_the_schema_and_take_their_settings():
-    assert set(LOSSES) == set(section_type(ActorConfig.model_fields["objective"]).choices) == set(SETTINGS)
-    kinds = section_type(CorrectionConfig.model_fields["sequence"]).choices
-    assert set(SEQUENCE_MASKS) == set(kinds)
-    for type_, kind in section_type(ActorConfig.model_fields["objective"]).choices.items():
+def test_every_type_of_the_schema_has_a_loss_and_every_setting_of_it_is_tested():
+    assert set(SCHEMA) == set(SETTINGS)
+    for type_, kind in SCHEMA.items():
         assert set(kind.model_fields) - {"type"} == set(SETTINGS[type_][0])
         assert kind().against_behaviour == (type_ in BEHAVIOUR)
         token_losses(actor(type_), draw(0, 3))
+
+
+def test_every_sequence_mask_of_the_schema_is_applied():
+    for type_ in section_type(CorrectionConfig.model_fields["sequence"]).choices:
+        loss = token_losses(actor("ppo", correction={"sequence": {"type": type_}}), draw(0, 3))
+        assert loss.masked["sequence"].shape == (3,)
 
 
 # ---- edges
@@ -355,5 +360,5 @@ def test_without_proximal_log_probs_ratios_are_taken_to_the_behaviour_policy():
     as_old = Tokens(**{**vars(x), "proximal_logp_M": x.behaviour_logp_M})
     for type_ in TYPES:
         assert torch.equal(token_losses(actor(type_), bare).loss_T, token_losses(actor(type_), as_old).loss_T)
-    with pytest.raises(ValueError, match="recompute or interpolate"):
+    with pytest.raises(ValueError, match=r"set actor.recompute_logprobs or actor.interpolate_logprobs"):
         token_losses(actor("ppo", decoupled=True), bare)

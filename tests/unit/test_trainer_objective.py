@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.backend.objective.logprob import vocab_parallel_logprob
+from benchmarks.given_logits import vocab_parallel_logprob
 from slipstream.backend.objective.losses import Tokens, token_losses
 from slipstream.backend.objective.statistics import StepStatistics, token_statistics
 from slipstream.configs.schema import ActorConfig
