@@ -14,7 +14,9 @@ from math import gcd
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.backend.checkpoint.folder import MANIFEST, CheckpointError, CheckpointFolder, describe
+from slipstream.backend.checkpoint.errors import CheckpointError, describe
+from slipstream.backend.checkpoint.folder import CheckpointFolder
+from slipstream.backend.checkpoint.manifest import MANIFEST
 from slipstream.backend.cluster.local_ranks import run_ranks
 from slipstream.bridge import hf_index
 from slipstream.bridge.check import check_names

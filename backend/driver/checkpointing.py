@@ -8,7 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
-from slipstream.backend.checkpoint.folder import CheckpointError, CheckpointFolder, CheckpointRecord
+from slipstream.backend.checkpoint.errors import CheckpointError
+from slipstream.backend.checkpoint.folder import CheckpointFolder
+from slipstream.backend.checkpoint.manifest import CheckpointRecord
 from slipstream.backend.driver.trainer_client import Trainer
 from slipstream.configs.schema import CheckpointConfig
 from slipstream.rollout.control.core import GroupCounts

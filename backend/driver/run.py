@@ -10,7 +10,8 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
-from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointError, CheckpointFolder, describe
+from slipstream.backend.checkpoint.errors import CheckpointError, describe
+from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from slipstream.backend.cluster.placement import Placement, place
 from slipstream.backend.cluster.ray_cluster import create_engine, create_trainer, ray_cluster
 from slipstream.backend.driver.checkpointing import TrainerCheckpoints

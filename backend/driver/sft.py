@@ -12,13 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.backend.batch.train_batch import demonstrated
-from slipstream.backend.checkpoint.folder import (
-    CHECKPOINTS,
-    CheckpointError,
-    CheckpointFolder,
-    FoundCheckpoint,
-    describe,
-)
+from slipstream.backend.checkpoint.errors import CheckpointError, describe
+from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder, FoundCheckpoint
 from slipstream.backend.cluster.placement import place_trainer
 from slipstream.backend.cluster.ray_cluster import create_trainer, ray_cluster
 from slipstream.backend.driver.checkpointing import NoHistory, TrainerCheckpoints

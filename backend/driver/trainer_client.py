@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.backend.batch.train_batch import TrainBatch
-from slipstream.backend.checkpoint.folder import CheckpointError
+from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.cluster.configured_ray import ray
 from slipstream.bridge.report import PublishReport
 from slipstream.rollout.engine.client import EngineAddress

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from slipstream.backend.checkpoint.folder import CheckpointError
+from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.megatron import optimizer_state, random_state
 from slipstream.backend.megatron.checkpoint_writer import BackgroundSave
 from slipstream.backend.megatron.frozen import FrozenModel

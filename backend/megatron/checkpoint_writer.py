@@ -36,7 +36,7 @@ from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from slipstream.backend.checkpoint.folder import CheckpointError, describe
+from slipstream.backend.checkpoint.errors import CheckpointError, describe
 
 
 class BackgroundSave:

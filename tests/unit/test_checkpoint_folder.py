@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.backend.checkpoint import folder as checkpoints
-from slipstream.backend.checkpoint.folder import CheckpointError, CheckpointFolder, CheckpointRecord
+from slipstream.backend.checkpoint import manifest as manifests
+from slipstream.backend.checkpoint.errors import CheckpointError
+from slipstream.backend.checkpoint.folder import CheckpointFolder
+from slipstream.backend.checkpoint.manifest import CheckpointRecord
 from slipstream.backend.driver.trainer_client import Trainer, TrainerFailed
 from slipstream.backend.megatron.rectangles import rectangles
 from slipstream.configs.schema.checkpoint import CheckpointConfig
@@ -193,7 +195,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(folder: CheckpointFo
 
 def test_a_checkpoint_of_a_later_format_is_not_read(folder: CheckpointFolder, monkeypatch):
     path = commit(folder, 8)
-    monkeypatch.setattr(checkpoints, "FORMAT", 0)
+    monkeypatch.setattr(manifests, "FORMAT", 0)
     assert folder.verify(path) == ["checkpoint.json has format 1; this program reads 0"]
 
 
