@@ -111,7 +111,7 @@ class Errors:
 @contextmanager
 def watched(errors: Errors) -> Iterator[None]:
     """Every token that the trainer takes the loss of is looked at."""
-    from slipstream.backend.trainer import rank as trainer
+    from slipstream.backend.trainer import policy_update as trainer
 
     token_losses = trainer.token_losses
 

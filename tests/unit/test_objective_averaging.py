@@ -10,7 +10,8 @@ import torch
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.monitor.tags import TAGS
 from slipstream.backend.trainer import rank as trainer_module
-from slipstream.backend.trainer.advantages import Targets, find_targets
+from slipstream.backend.trainer.prepared import Targets
+from slipstream.backend.trainer.targets import find_targets
 from slipstream.configs.schema import ActorConfig, RunConfig
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.models import make_checkpoint
