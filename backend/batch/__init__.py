@@ -1,4 +1,4 @@
-"""What a training step consumes, as numpy arrays. Pure: no torch, no processes, no clocks.
+"""The data of a training step, as numpy arrays. Pure: no torch, no processes, no clocks.
 
 train_batch        the batch of a step, and the check of its staleness
 packing            which trajectories go into which micro-batch of which rank

@@ -1,4 +1,4 @@
-"""How the ranks of a context-parallel group share the tokens of a micro-batch. Pure: numpy in, numpy out.
+"""The shares that context-parallel ranks have of a micro-batch's tokens. Pure: numpy in, numpy out.
 
 Each trajectory is cut into 2 * size chunks of equal length; rank r holds chunk r and chunk 2 * size - 1 - r.
 With causal attention an early chunk attends to few tokens and a late one to many, so that every such pair

@@ -1,4 +1,4 @@
-"""Which trajectories go into which micro-batch of which data-parallel rank. Pure: numpy in, index lists out.
+"""Distribution of trajectories over micro-batches and data-parallel ranks. Pure: numpy in, index lists out.
 
 Pack first, distribute second. Best-fit decreasing determines how many micro-batches a mini-batch needs. That
 number is rounded up so that every rank gets equally many. The trajectories are then spread over the ranks,
@@ -193,9 +193,10 @@ class Balance:
     fill: float
     """Tokens / (micro-batches * budget)."""
     imbalance: float
-    """Cost of the dearest rank / mean cost of the ranks, if ranks meet once in a mini-batch."""
+    """Cost of the dearest rank of each mini-batch / mean cost of a rank: ranks meet once per mini-batch."""
     lockstep: float
-    """The same ratio if ranks meet in every micro-batch, as they do with expert parallelism."""
+    """Cost of the dearest rank of each micro-batch / mean cost of a rank, if ranks meet in every micro-batch,
+    as they do with expert parallelism."""
 
 
 def balance(

@@ -31,7 +31,7 @@ POLICY, CRITIC, AVERAGE = "", "critic.", "average."
 
 
 class _About(TypedDict):
-    """What a checkpoint says about itself."""
+    """The description of itself that a checkpoint carries."""
 
     step: int
     updates: dict[str, int]

@@ -28,7 +28,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 class _About(TypedDict, total=False):
-    """What a checkpoint says about itself; one of Megatron-LM says nothing."""
+    """The description of itself that a checkpoint carries; a checkpoint of Megatron-LM has none."""
 
     content: dict[str, object]
 

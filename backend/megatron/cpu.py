@@ -1,4 +1,4 @@
-"""What Megatron-Core (0.16.1, 0.19.2) needs on a machine without a GPU.
+"""Support for Megatron-Core (0.16.1, 0.19.2) on a machine without a GPU.
 
 Megatron assumes a current CUDA device throughout, and touches it in places that have nothing to do with
 kernels. Each patch below answers one such place; the mathematics is untouched. The patches are process-wide,

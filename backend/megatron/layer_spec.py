@@ -1,4 +1,4 @@
-"""Which of Megatron's layer specs the trainer builds its layers from."""
+"""The choice of the layer spec that the trainer builds its layers from."""
 
 import importlib.util
 

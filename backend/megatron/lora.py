@@ -159,7 +159,7 @@ class _Adapted:
 
 
 class _Metadata(TypedDict):
-    """What Megatron passes to every module that describes its state for a checkpoint."""
+    """The metadata that Megatron passes to every module when it saves or loads a checkpoint."""
 
     dp_cp_group: dist.ProcessGroup
 

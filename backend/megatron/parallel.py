@@ -1,4 +1,4 @@
-"""How one trainer process joins Megatron's process groups."""
+"""The way of a trainer process into Megatron's process groups."""
 
 from dataclasses import dataclass
 from datetime import timedelta

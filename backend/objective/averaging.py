@@ -1,4 +1,4 @@
-"""Which units have equal weight in the loss of a mini-batch: tokens, trajectories or prompts."""
+"""Averages over a mini-batch, in which tokens, trajectories or prompts have equal weight."""
 
 from typing import Literal
 

@@ -110,7 +110,7 @@ class _Head:
 
 
 class _Context(Protocol):
-    """What the forward pass keeps for the backward pass; the first four are torch's."""
+    """The state that the forward pass leaves to the backward pass; the first four members are torch's."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]

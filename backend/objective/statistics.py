@@ -1,4 +1,4 @@
-"""What a training step reports about its tokens: sums and maxima, reduced once at the end of the step."""
+"""Metrics of a training step's tokens: sums and maxima, reduced once at the end of the step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -10,7 +10,7 @@ from slipstream.backend.batch.micro_batch import MicroBatch
 
 @dataclass(frozen=True)
 class Scores:
-    """What models say about the M tokens with loss, float32 [M] each.
+    """Outputs of models for the M tokens with loss, float32 [M] each.
 
     None: the recipe does not ask for the model, or this is not the last pipeline stage.
     """
@@ -25,7 +25,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Targets:
-    """What the policy and the critic learn from the M tokens with loss."""
+    """Targets of the policy and the critic for the M tokens with loss."""
 
     advantage_M: Tensor
     return_M: Tensor | None

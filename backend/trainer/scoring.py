@@ -1,4 +1,4 @@
-"""What the policy and the models besides it say about a batch before it is trained on."""
+"""Scores of a batch by the policy and the models besides it, before it is trained on."""
 
 from collections.abc import Mapping, Sequence
 

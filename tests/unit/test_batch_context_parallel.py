@@ -75,5 +75,5 @@ def test_what_the_ranks_have_comes_together_in_the_order_of_the_micro_batch(size
     shares = [share_of(micro, size, rank) for rank in range(size)]
     together = np.concatenate([share.target_m for share in shares])
     for share in shares:
-        assert share.counts == tuple(len(one.target_m) for one in shares)
+        assert share.counts == tuple(len(other.target_m) for other in shares)
         np.testing.assert_array_equal(together[share.order_M], micro.target_M)
