@@ -21,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.given_logits import vocab_parallel_logprob
 from benchmarks.harness import Turn, parser, peak_mb, reset_peak, take_turns
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
-from slipstream.backend.objective.logprob import fused_logprob, vocab_parallel_logprob
+from slipstream.backend.objective.logprob import fused_logprob
 
 TOKENS, HIDDEN, VOCAB = 1024, 2048, 151936
 SCALE = 2.0

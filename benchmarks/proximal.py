@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalL
 
 from benchmarks.harness import parser
 from benchmarks.train_step import SHAPES, WARM_UP, Ours, Side, compare, config_of, lone_rank, median_of, work
-from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
 from slipstream.backend.objective.correction import interpolated_logp
 from slipstream.backend.objective.losses import Tokens
@@ -107,7 +107,7 @@ class Errors:
 @contextmanager
 def watched(errors: Errors) -> Iterator[None]:
     """Record the errors of all tokens whose loss the trainer computes."""
-    from slipstream.backend.trainer import rank as trainer
+    from slipstream.backend.trainer import policy_update as trainer
 
     token_losses = trainer.token_losses
 

@@ -33,8 +33,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.harness import Turn, parser, take_turns
-from slipstream.backend.batch.micro_batch import TrainBatch
 from slipstream.backend.batch.packing import split_minibatches
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
 from slipstream.backend.quickstart import task

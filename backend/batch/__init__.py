@@ -1,1 +1,8 @@
-"""What a training step consumes: batches, micro-batches, packing, and what a step returns. Pure numpy."""
+"""The data of a training step, as numpy arrays. Pure: no torch, no processes, no clocks.
+
+train_batch        the batch of a step, and the check of its staleness
+packing            which trajectories go into which micro-batch of which rank
+flops              what a trajectory costs the model: what packing evens out
+micro_batch        trajectories packed into one sequence
+context_parallel   how the ranks of a context-parallel group share a micro-batch
+"""

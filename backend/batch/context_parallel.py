@@ -1,8 +1,10 @@
-"""How the ranks of a context-parallel group share the tokens of a micro-batch. Pure: numpy in, numpy out.
+"""The shares that context-parallel ranks have of a micro-batch's tokens. Pure: numpy in, numpy out.
 
-Each trajectory is cut into 2 * size chunks of equal length, of which rank r has chunk r and chunk
-2 * size - 1 - r: with causal attention an early chunk has little to attend to and a late one much, so that
-every pair costs the same. That is how Transformer Engine expects packed sequences (THD) to be shared.
+Each trajectory is cut into 2 * size chunks of equal length; rank r holds chunk r and chunk 2 * size - 1 - r.
+With causal attention an early chunk attends to few tokens and a late one to many, so that every such pair
+costs the same. Transformer Engine expects packed sequences (THD) to be shared this way.
+
+Shapes: T tokens of the micro-batch, M of them with loss; t and m for the part of one rank.
 """
 
 from dataclasses import dataclass
@@ -13,59 +15,60 @@ import numpy as np
 from slipstream.backend.batch.micro_batch import MicroBatch
 
 
-def own_places(cu_seqlens: np.ndarray, size: int, rank: int) -> np.ndarray:
-    """The places of a pack that rank ``rank`` of ``size`` has, in its order.
+def places_of_rank(cu_seqlens: np.ndarray, size: int, rank: int) -> np.ndarray:
+    """Return the places of a pack that rank ``rank`` of ``size`` holds, in that rank's order.
 
     Raises ValueError for a trajectory that cannot be cut into equal chunks.
 
-    >>> own_places(np.array([0, 4, 12]), 2, 0).tolist()
+    >>> places_of_rank(np.array([0, 4, 12]), 2, 0).tolist()
     [0, 3, 4, 5, 10, 11]
-    >>> own_places(np.array([0, 4, 12]), 2, 1).tolist()
+    >>> places_of_rank(np.array([0, 4, 12]), 2, 1).tolist()
     [1, 2, 6, 7, 8, 9]
     """
-    found = []
-    for start, end in pairwise(cu_seqlens.tolist()):
+    boundaries: list[int] = cu_seqlens.tolist()
+    held: list[np.ndarray] = []
+    for start, end in pairwise(boundaries):
         if (end - start) % (2 * size):
             raise ValueError(f"{end - start} tokens cannot be cut into {2 * size} chunks of equal length")
         chunks = np.arange(start, end).reshape(2 * size, -1)
-        found += [chunks[rank], chunks[2 * size - 1 - rank]]
-    return np.concatenate(found) if found else np.empty(0, np.int64)
+        held += [chunks[rank], chunks[2 * size - 1 - rank]]
+    return np.concatenate(held) if held else np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
 class ContextShare:
-    """What one rank has of a micro-batch with T tokens, M of which are predicted for the loss."""
+    """The part of a micro-batch that one rank holds."""
 
     tokens_t: np.ndarray
     position_t: np.ndarray
     index_m: np.ndarray
-    """Of the M places that predict a token with loss, those that are here, as places among ``tokens_t``."""
+    """Places among ``tokens_t`` that predict a token with loss."""
     target_m: np.ndarray
     order_M: np.ndarray
-    """Of each of the M: where it is among those of all ranks, one rank's after the other's."""
+    """Place of each token with loss in the concatenation of all ranks' ``target_m``, in order of rank."""
     counts: tuple[int, ...]
-    """How many of the M each rank has."""
+    """Number of tokens with loss that each rank predicts."""
 
 
 def share_of(micro: MicroBatch, size: int, rank: int) -> ContextShare:
-    """That of rank ``rank`` of ``size``; of a single one, everything."""
+    """Return the share of rank ``rank`` of ``size``; a group of one rank holds the whole micro-batch."""
     if size == 1:
         everything = np.arange(len(micro.index_M))
         return ContextShare(
             micro.tokens_T, micro.position_T, micro.index_M, micro.target_M, everything, (len(everything),)
         )
-    owner_T, local_T = np.empty_like(micro.tokens_T), np.empty_like(micro.tokens_T)
-    for one in range(size):
-        place_t = own_places(micro.cu_seqlens, size, one)
-        owner_T[place_t], local_T[place_t] = one, np.arange(len(place_t))
-    owner_M = owner_T[micro.index_M]
-    own = owner_M == rank
-    place_t = own_places(micro.cu_seqlens, size, rank)
+    holder_T, local_T = np.empty_like(micro.tokens_T), np.empty_like(micro.tokens_T)
+    for other in range(size):
+        place_t = places_of_rank(micro.cu_seqlens, size, other)
+        holder_T[place_t], local_T[place_t] = other, np.arange(len(place_t))
+    holder_M = holder_T[micro.index_M]
+    is_here_M = holder_M == rank
+    place_t = places_of_rank(micro.cu_seqlens, size, rank)
     return ContextShare(
         tokens_t=micro.tokens_T[place_t],
         position_t=micro.position_T[place_t],
-        index_m=local_T[micro.index_M[own]],
-        target_m=micro.target_M[own],
-        order_M=np.argsort(np.argsort(owner_M, kind="stable")),
-        counts=tuple(np.bincount(owner_M, minlength=size).tolist()),
+        index_m=local_T[micro.index_M[is_here_M]],
+        target_m=micro.target_M[is_here_M],
+        order_M=np.argsort(np.argsort(holder_M, kind="stable")),
+        counts=tuple(np.bincount(holder_M, minlength=size).tolist()),
     )

@@ -1,4 +1,4 @@
-"""What a model computes for a trajectory, from its geometry. Pure."""
+"""Floating-point operations that a model spends on a trajectory, from its geometry. Pure."""
 
 import numpy as np
 
@@ -6,11 +6,11 @@ from slipstream.bridge.model.geometry import Geometry, LatentAttention
 
 
 def forward_flops(geometry: Geometry, length_N: np.ndarray) -> np.ndarray:
-    """float64 [N]: floating-point operations of a forward pass over trajectories of ``length_N`` tokens.
+    """Return the operations of a forward pass over trajectories of ``length_N`` tokens, float64 [N].
 
-    Matrix products only, a multiplication and its addition being two operations. A backward pass takes twice
-    as many for every trajectory alike, so that ratios hold for whole steps. Attention is causal: a token
-    meets itself and those before it.
+    Only matrix products count; a multiplication and its addition are two operations. A backward pass takes
+    twice as many for every trajectory alike, so ratios hold for whole steps. Attention is causal: a token
+    attends to itself and to those before it.
     """
     length_N = length_N.astype(np.float64)
     pair_N = length_N * (length_N + 1) / 2
@@ -18,7 +18,7 @@ def forward_flops(geometry: Geometry, length_N: np.ndarray) -> np.ndarray:
 
 
 def _per_token(geometry: Geometry) -> int:
-    """Weights that a token is multiplied with; of experts, those of the chosen ones."""
+    """Number of weights that a token is multiplied with, of experts only the chosen ones."""
     dense = 3 * geometry.hidden * geometry.ffn_hidden
     feed_forward = [
         _mixture(geometry) if geometry.has_experts(layer) else dense for layer in range(geometry.n_layers)
@@ -50,7 +50,7 @@ def _projections(geometry: Geometry) -> int:
 
 
 def _per_pair(geometry: Geometry) -> int:
-    """Multiplications of a query with one key and of the result with its value, over all heads."""
+    """Multiplications for one pair of tokens, over all heads: query with key, result with value."""
     attention = geometry.attention
     if isinstance(attention, LatentAttention):
         return attention.heads * (attention.plain_dim + attention.rotated_dim + attention.value_dim)

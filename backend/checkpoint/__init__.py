@@ -1,1 +1,7 @@
-"""The folder of a run's checkpoints."""
+"""The checkpoints of a run on disk.
+
+folder     the folder of all checkpoints: begin, commit, find the latest sound one, prune
+manifest   the file that describes one checkpoint, and the check of its files against it
+disk       checksums and durable writes
+errors     CheckpointError, and what to do about errors of the disk
+"""

@@ -1,71 +1,34 @@
-"""The checkpoints of a run: one folder each, whole or not there.
+"""The checkpoints of a run: one folder each, complete or absent.
 
     v00000008.partial/   begin() made it; the trainer's ranks write into it
     v00000008/           commit(): checksums, checkpoint.json, every file on disk, then one rename
     v00000008.removing/  prune() is deleting it
 
 A kill at any moment leaves one of these names, and only the middle one is ever read. ``checkpoint.json`` is
-the last file written and lists all the others with size and checksum, so damage that comes later is found
-before it is trained on. The methods block on the disk: call them in a worker thread.
+the last file written. It lists all others with size and checksum, so later damage is found before it is
+trained on. The methods block on the disk: call them in a worker thread.
 """
 
-import errno
-import json
-import os
 import re
 import shutil
-import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-MANIFEST = "checkpoint.json"
+from slipstream.backend.checkpoint.disk import sync_folder
+from slipstream.backend.checkpoint.errors import CheckpointError, explained
+from slipstream.backend.checkpoint.manifest import (
+    BadManifest,
+    CheckpointRecord,
+    problems_of,
+    read_manifest,
+    write_manifest,
+)
+
 CHECKPOINTS = "checkpoints"
-"""The folder of all checkpoints, in the run folder."""
-FORMAT = 1
-READERS = 4
-"""Files that are checksummed at one time; one reader does not fill a parallel file system's bandwidth."""
-CHUNK = 2**24
+"""Name of the folder of all checkpoints within the run folder."""
 _COMMITTED = re.compile(r"v(\d{8,})")
 _PARTIAL, _REMOVING = ".partial", ".removing"
-_ADVICE = {
-    errno.ENOSPC: "free space on this file system, or lower checkpoint.keep_last",
-    errno.EDQUOT: "your quota is used up: free space, or lower checkpoint.keep_last",
-    errno.EFBIG: "the limit on file sizes (ulimit -f) is too low for this checkpoint",
-    errno.EROFS: "the file system is read-only: remount it, or put run.root elsewhere",
-    errno.EACCES: "give the user of this run write access, or put run.root elsewhere",
-    errno.EPERM: "give the user of this run write access, or put run.root elsewhere",
-    errno.ENOTEMPTY: "a checkpoint of this name is there already: move it away",
-    errno.EEXIST: "a checkpoint of this name is there already: move it away",
-}
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read. Earlier checkpoints and the trainer are as they were."""
-
-
-def describe(error: OSError) -> str:
-    """What went wrong with which file, and what to do about it."""
-    where = f" ({error.filename})" if error.filename else ""
-    advice = _ADVICE.get(error.errno or 0)
-    return f"{error.strerror or error}{where}" + (f"; {advice}" if advice else "")
-
-
-@dataclass(frozen=True)
-class CheckpointRecord:
-    """Where the run was when the weights of a checkpoint were taken."""
-
-    version: int
-    step: int
-    epoch: int
-    """How often the run had been started."""
-    data_position: int
-    """Prompts that had been taken from the prompt set."""
-    counts: dict[str, int]
-    """The ledger's watermark and counts."""
 
 
 @dataclass(frozen=True)
@@ -87,54 +50,45 @@ class CheckpointFolder:
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._unusable: set[Path] = set()
-        """Known to be damaged, or rejected by the caller: not to be counted on."""
+        """Checkpoints known to be damaged, or rejected by the caller; they do not count as kept."""
 
     # ---- writing
 
     def begin(self, version: int) -> Path:
-        """An empty folder for the ranks to write into. Deletes what was begun or deleted halfway before."""
-        final = self._final(version)
-        partial = final.with_name(final.name + _PARTIAL)
-        with _explained(f"cannot make {partial}"):
+        """Make an empty folder for the ranks to write into.
+
+        Deletes what an earlier process began to write or to delete and did not finish.
+        """
+        final, partial = self._final(version), self._partial(version)
+        with explained(f"cannot make {partial}"):
             if final.exists():
                 raise CheckpointError(f"{final} exists: a version number must not be used twice")
             self._path.mkdir(parents=True, exist_ok=True)
             for leftover in self._leftovers():
                 shutil.rmtree(leftover, ignore_errors=True)
             partial.mkdir()
-            _sync_folder(self._path)
+            sync_folder(self._path)
         return partial
 
     def commit(self, record: CheckpointRecord) -> Path:
-        """Turn the partial checkpoint of ``record.version`` into a whole one."""
-        final = self._final(record.version)
-        partial = final.with_name(final.name + _PARTIAL)
-        with _explained(f"cannot finish {final}"):
-            files = [path for path in sorted(partial.rglob("*")) if path.is_file()]
-            if not files:
-                raise CheckpointError(f"{partial} holds no file: nothing was written into it")
-            with ThreadPoolExecutor(READERS) as pool:
-                checksums = list(pool.map(_synced_checksum, files))
-            listed = [
-                {"name": path.relative_to(partial).as_posix(), "size": path.stat().st_size, "crc32": checksum}
-                for path, checksum in zip(files, checksums, strict=True)
-            ]
-            _write_manifest(partial, {"format": FORMAT, **asdict(record), "files": listed})
+        """Turn the partial checkpoint of ``record.version`` into a complete one, and return its path."""
+        final, partial = self._final(record.version), self._partial(record.version)
+        with explained(f"cannot finish {final}"):
+            write_manifest(partial, record)
             for folder in [path for path in partial.rglob("*") if path.is_dir()] + [partial]:
-                _sync_folder(folder)
+                sync_folder(folder)
             partial.rename(final)
-            _sync_folder(self._path)
+            sync_folder(self._path)
         return final
 
     def discard(self, version: int) -> None:
-        """Delete a checkpoint that was begun and failed, as far as that is possible."""
-        final = self._final(version)
-        shutil.rmtree(final.with_name(final.name + _PARTIAL), ignore_errors=True)
+        """Delete a checkpoint that was begun and failed, as far as the disk permits."""
+        shutil.rmtree(self._partial(version), ignore_errors=True)
 
     # ---- reading
 
     def all(self) -> list[Path]:
-        """The committed checkpoints, oldest first, without a look at what is in them."""
+        """Return the committed checkpoints, oldest first, without reading them."""
         if not self._path.is_dir():
             return []
         return sorted(
@@ -143,21 +97,21 @@ class CheckpointFolder:
         )
 
     def versions(self) -> list[int]:
-        """The versions of the committed checkpoints that are not known to be unusable, oldest first."""
+        """Return the versions of the committed checkpoints not known to be unusable, oldest first."""
         return [_version_of(path) for path in self.all() if path not in self._unusable]
 
     def latest(
         self, reject: Callable[[CheckpointRecord], str | None] | None = None
     ) -> FoundCheckpoint | None:
-        """The newest sound checkpoint, every byte of it checked; None when there is none at all.
+        """Return the newest sound checkpoint, every byte of it checked; None if there is none at all.
 
-        ``reject`` gives a reason to pass a checkpoint over that is sound, or None. Raises CheckpointError
-        when none is left because of damage: to start over must be the user's decision.
+        reject: returns a reason to pass over a sound checkpoint, or None. Raises CheckpointError if damage
+        leaves no checkpoint: to start over must be the user's decision.
         """
         warnings: list[str] = []
         damaged = False
         for path in reversed(self.all()):
-            record, problems = _record(path)
+            record, problems = _record_or_problems(path)
             reason = reject(record) if reject and record else None
             if reason:
                 self._unusable.add(path)
@@ -177,15 +131,15 @@ class CheckpointFolder:
         return None
 
     def record(self, path: Path) -> CheckpointRecord:
-        """Of a sound checkpoint. Raises CheckpointError."""
-        record, problems = _record(path)
-        if record is None:
-            raise CheckpointError(f"{path}: {'; '.join(problems)}")
-        return record
+        """Return the record of a committed checkpoint. Raises CheckpointError if its manifest is damaged."""
+        try:
+            return read_manifest(path).record
+        except BadManifest as error:
+            raise CheckpointError(f"{path}: {error}") from error
 
     def verify(self, path: Path) -> list[str]:
-        """What is wrong with a committed checkpoint; empty when every file is as it was written."""
-        problems = _problems(path, checksums=True)
+        """Return what is wrong with a committed checkpoint; empty if every file is as it was written."""
+        problems = problems_of(path, checksums=True)
         if problems:
             self._unusable.add(path)
         return problems
@@ -193,33 +147,40 @@ class CheckpointFolder:
     # ---- retention
 
     def prune(self) -> list[Path]:
-        """Delete the checkpoints that need not be kept; those deleted.
+        """Delete the checkpoints that need not be kept, and return them.
 
-        Kept are the newest ``keep_last`` that are not known to be unusable, those at every ``keep_every``-th
-        step, and unusable ones that are newer than all of these: they tell of a trouble that may still be
-        there. Looks at manifests and sizes; what ``latest`` and ``verify`` found before is remembered.
+        Kept are the newest ``keep_last`` checkpoints not known to be unusable, those at every
+        ``keep_every``-th step, and unusable ones newer than all of these: their cause may persist. Only
+        manifests and sizes are read; earlier results of ``latest`` and ``verify`` are remembered.
         """
         committed = self.all()
-        sound = [path for path in committed if path not in self._unusable and not _problems(path)]
+        sound = [
+            path
+            for path in committed
+            if path not in self._unusable and not problems_of(path, checksums=False)
+        ]
         if not sound:
             return []
         kept = set(sound[-self._keep_last :]) | {path for path in sound if self._is_milestone(path)}
         newest = _version_of(sound[-1])
         doomed = [path for path in committed if path not in kept and _version_of(path) < newest]
         for path in doomed:
-            with _explained(f"cannot delete {path}"):
+            with explained(f"cannot delete {path}"):
                 removing = path.with_name(path.name + _REMOVING)
                 path.rename(removing)
-                _sync_folder(self._path)  # renamed on disk before a file is gone
+                sync_folder(self._path)  # the rename must be on disk before the first file is gone
                 shutil.rmtree(removing)
             self._unusable.discard(path)
         return doomed
 
     def _is_milestone(self, path: Path) -> bool:
-        return self._keep_every is not None and _read_manifest(path)["step"] % self._keep_every == 0
+        return self._keep_every is not None and read_manifest(path).record.step % self._keep_every == 0
 
     def _final(self, version: int) -> Path:
         return self._path / f"v{version:08d}"
+
+    def _partial(self, version: int) -> Path:
+        return self._path / f"v{version:08d}{_PARTIAL}"
 
     def _leftovers(self) -> list[Path]:
         return [
@@ -233,109 +194,8 @@ def _version_of(path: Path) -> int:
     return int(path.name[1:])
 
 
-def _problems(path: Path, *, checksums: bool = False) -> list[str]:
+def _record_or_problems(path: Path) -> tuple[CheckpointRecord | None, list[str]]:
     try:
-        manifest = _read_manifest(path)
-    except _BadManifest as error:
-        return [str(error)]
-    with ThreadPoolExecutor(READERS) as pool:
-        found = pool.map(lambda listed: _problem(path / listed["name"], listed, checksums), manifest["files"])
-        return [problem for problem in found if problem]
-
-
-def _problem(path: Path, listed: dict[str, Any], checksums: bool) -> str | None:
-    try:
-        size = path.stat().st_size
-        if size != listed["size"]:
-            return f"{listed['name']} has {size} bytes instead of {listed['size']}"
-        if checksums and _checksum(path) != listed["crc32"]:
-            return f"{listed['name']} has a wrong checksum"
-    except FileNotFoundError:
-        return f"{listed['name']} is missing"
-    except OSError as error:
-        return f"{listed['name']} cannot be read: {describe(error)}"
-    return None
-
-
-# ---- the manifest
-
-
-class _BadManifest(Exception):
-    pass
-
-
-def _own_checksum(manifest: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
-
-
-def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    temporary = folder / f"{MANIFEST}.tmp"
-    with temporary.open("w") as file:
-        json.dump(manifest | {"crc32": _own_checksum(manifest)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(folder / MANIFEST)
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest without its own checksum, which is right. Raises _BadManifest."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        checksum = manifest.pop("crc32")
-    except FileNotFoundError:
-        raise _BadManifest(f"{MANIFEST} is missing") from None
-    except OSError as error:
-        raise _BadManifest(f"{MANIFEST} cannot be read: {describe(error)}") from error
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise _BadManifest(f"{MANIFEST} cannot be understood") from None
-    if checksum != _own_checksum(manifest):
-        raise _BadManifest(f"{MANIFEST} has a wrong checksum")
-    if manifest["format"] != FORMAT:
-        raise _BadManifest(f"{MANIFEST} has format {manifest['format']}; this program reads {FORMAT}")
-    return manifest
-
-
-def _record(folder: Path) -> tuple[CheckpointRecord | None, list[str]]:
-    """The record, or what is wrong with the manifest."""
-    try:
-        manifest = _read_manifest(folder)
-    except _BadManifest as error:
+        return read_manifest(path).record, []
+    except BadManifest as error:
         return None, [str(error)]
-    return CheckpointRecord(**{name: manifest[name] for name in CheckpointRecord.__dataclass_fields__}), []
-
-
-# ---- the disk
-
-
-def _checksum(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum
-
-
-def _synced_checksum(path: Path) -> int:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return _checksum(path)
-
-
-def _sync_folder(path: Path) -> None:
-    """Names are data of the folder: without this a rename may be forgotten by a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _explained(what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{what}: {describe(error)}") from error

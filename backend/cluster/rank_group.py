@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from slipstream.backend.checkpoint.folder import CheckpointError
+from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.cluster.configured_ray import ray
 from slipstream.backend.cluster.handles import RankActor, kill
 from slipstream.backend.cluster.waits import within

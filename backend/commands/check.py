@@ -1,9 +1,10 @@
 """``slipstream check``: everything that is wrong with a recipe and its models, before anything is started."""
 
 from slipstream.backend.commands.outcome import WrongInput
-from slipstream.bridge.families import ModelSpec, model_spec
+from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.model.layout import UnevenSplit
+from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.plan import ExportPlan
 from slipstream.configs.rules.models import MODELS
 from slipstream.configs.schema import RunConfig

@@ -14,14 +14,17 @@ from math import gcd
 from pathlib import Path
 from typing import TypeVar
 
-from slipstream.backend.checkpoint.folder import MANIFEST, CheckpointError, CheckpointFolder, describe
+from slipstream.backend.checkpoint.errors import CheckpointError, describe
+from slipstream.backend.checkpoint.folder import CheckpointFolder
+from slipstream.backend.checkpoint.manifest import MANIFEST
 from slipstream.backend.cluster.local_ranks import run_ranks
 from slipstream.backend.commands.outcome import WrongInput
-from slipstream.bridge.families import ModelSpec, model_spec
+from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf import index as hf_index
 from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.hf.index import StoredTensor
 from slipstream.bridge.model.layout import Layout, Shard, UnevenSplit
+from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.check import check_tensors
 from slipstream.bridge.shards.plan import entries, pieces_of
 from slipstream.configs.load import load_layout

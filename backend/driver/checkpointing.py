@@ -9,7 +9,9 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import asdict
 
-from slipstream.backend.checkpoint.folder import CheckpointError, CheckpointFolder, CheckpointRecord
+from slipstream.backend.checkpoint.errors import CheckpointError
+from slipstream.backend.checkpoint.folder import CheckpointFolder
+from slipstream.backend.checkpoint.manifest import CheckpointRecord
 from slipstream.backend.driver.ports import CheckpointedTrainer, CheckpointListener, History, RunPosition
 from slipstream.configs.schema import CheckpointConfig
 

@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 from typing import Protocol
 
-from slipstream.backend.checkpoint.folder import CheckpointError
+from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.driver.ports import RestingTrainer
 from slipstream.bridge.publish.endpoint import Pause, error_text
 from slipstream.rollout.changes import Changes

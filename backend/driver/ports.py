@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.monitor.status import RunStatus, TrainedStep
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.collect.listener import CollectionListener

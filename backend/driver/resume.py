@@ -3,14 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.backend.checkpoint.folder import (
-    CHECKPOINTS,
-    CheckpointError,
-    CheckpointFolder,
-    CheckpointRecord,
-    FoundCheckpoint,
-    describe,
-)
+from slipstream.backend.checkpoint.errors import CheckpointError, describe
+from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder, FoundCheckpoint
+from slipstream.backend.checkpoint.manifest import CheckpointRecord
 from slipstream.backend.driver.inputs import InputError, Inputs
 from slipstream.backend.driver.run_folder import (
     can_resume,

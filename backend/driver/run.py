@@ -8,7 +8,7 @@ import time
 from contextlib import ExitStack
 from typing import Literal
 
-from slipstream.backend.checkpoint.folder import describe
+from slipstream.backend.checkpoint.errors import describe
 from slipstream.backend.cluster.placement import place
 from slipstream.backend.cluster.ray_cluster import ray_cluster
 from slipstream.backend.driver.assemble import Parts, assemble

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic
 
-from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.driver.devices import Devices, Turn
 from slipstream.backend.driver.ports import ClientT, ServingPool, Trainer, VersionOwner
 from slipstream.backend.driver.verification import Verifier, WeightsMismatch

@@ -11,14 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from slipstream.backend.batch.micro_batch import demonstrated
-from slipstream.backend.checkpoint.folder import (
-    CHECKPOINTS,
-    CheckpointError,
-    CheckpointFolder,
-    FoundCheckpoint,
-    describe,
-)
+from slipstream.backend.batch.train_batch import demonstrated
+from slipstream.backend.checkpoint.errors import CheckpointError, describe
+from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder, FoundCheckpoint
 from slipstream.backend.cluster.actors import create_ranks
 from slipstream.backend.cluster.placement import place_trainer
 from slipstream.backend.cluster.rank_group import RankGroup

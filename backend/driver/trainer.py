@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.cluster.configured_ray import ray
 from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.bridge.publish.report import PublishReport

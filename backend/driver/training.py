@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.driver.evaluation import Evaluation
 from slipstream.backend.driver.ports import Checkpoints, ClientT, RunListener
 from slipstream.backend.driver.served_weights import ServedWeights

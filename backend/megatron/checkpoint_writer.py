@@ -2,23 +2,22 @@
 
     begin()    collective: who writes what; this rank's share is copied to host memory    training waits
                a thread writes and syncs this rank's file                                 training goes on
-    finish()   collective: has it succeeded everywhere; rank 0 writes the index           training waits
+    finish()   collective: has every rank succeeded; rank 0 writes the index              training waits
 
-The files are those of Megatron's ``dist_checkpointing`` and are read by it. Its own writer is not used, as it
-forks or spawns processes: to fork a process that holds NCCL groups and threads is not safe, and a spawned
-one, or the shared memory that feeds it, outlives a trainer that is killed. The thread and its copy end with
-their process, and ``torch.save`` lets go of the GIL while it writes a tensor.
+The files are those of Megatron's ``dist_checkpointing``, which reads them. Megatron's own writer is not used:
+it forks or spawns processes. Forking a process that holds NCCL groups and threads is not safe, and a spawned
+process, or the shared memory that feeds it, outlives a trainer that is killed. The thread and its copy end
+with their process, and ``torch.save`` releases the GIL while it writes a tensor.
 """
 
 import io
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -32,19 +31,27 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
-from torch.distributed.checkpoint import FileSystemWriter, SavePlan, SavePlanner
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from slipstream.backend.checkpoint.folder import CheckpointError, describe
+from slipstream.backend.checkpoint.errors import CheckpointError, describe
+from slipstream.backend.megatron.groups import groups
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 
 class BackgroundSave:
-    """One checkpoint on its way to disk."""
+    """One checkpoint that is being written."""
 
-    def __init__(self, writer: "_Writer", metadata: Any, common: bytes | None, folder: Path) -> None:
+    def __init__(
+        self, writer: "_Writer", metadata: Metadata | None, common: bytes | None, folder: Path
+    ) -> None:
         self._writer = writer
         self._metadata = metadata
+        """None except on rank 0."""
         self._folder = folder
         self._results: list[WriteResult] = []
         self._error: Exception | None = None
@@ -55,47 +62,52 @@ class BackgroundSave:
         self._thread.start()
 
     @classmethod
-    def begin(cls, state: dict[str, Any], folder: Path) -> "BackgroundSave":
-        """Snapshot ``state`` and start to write it into ``folder``. Collective; ``state`` is used up.
+    def begin(cls, state: dict[str, object], folder: Path) -> "BackgroundSave":
+        """Take a snapshot of ``state``, which is used up, and start to write it into ``folder``. Collective.
 
-        Raises CheckpointError on all ranks when ``folder`` is not a writable folder on each of them.
+        Raises CheckpointError on all ranks unless ``folder`` is a writable folder on each of them.
         """
         usable = os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
         _agree(None if usable else CheckpointError(f"{folder} is not a folder that this rank can write into"))
-        sharded, common = save_preprocess(state)
+        sharded, common = cast("tuple[dict[str, object], object]", save_preprocess(state))
         _share_among_replicas(sharded)
         by_key, *_ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
         writer = _Writer(folder)
         (_, metadata, _), *_ = save_state_dict_async_plan(
-            mcore_to_pyt_state_dict(by_key), writer, planner=MCoreSavePlanner(flatten_state_dict=False)
+            mcore_to_pyt_state_dict(by_key),
+            # Of its own writer Megatron uses only what torch's has as well.
+            cast("FileSystemWriterAsync", writer),
+            planner=MCoreSavePlanner(flatten_state_dict=False),
         )
-        # As bytes now: Adam's step count in it goes on with training.
-        return cls(writer, metadata, _serialized(common) if dist.get_rank() == 0 else None, folder)
+        # Serialized now: Adam's number of updates in it advances with training.
+        common_bytes = _serialized(common) if dist.get_rank() == 0 else None
+        return cls(writer, metadata, common_bytes, folder)
 
     @property
     def done(self) -> bool:
-        """Has this rank's writing ended, well or not."""
+        """True once this rank's writing has ended, successfully or not."""
         return not self._thread.is_alive()
 
     def finish(self, timeout_s: float) -> None:
         """Wait for the writing and make the checkpoint readable. Collective.
 
-        Raises CheckpointError with the errors of all ranks, on all ranks.
+        Raises CheckpointError on all ranks, with the errors of all ranks.
         """
         self._thread.join(timeout_s)
         late = CheckpointError(f"writing into {self._folder} has not ended in {timeout_s:.0f} s")
         _agree(self._error if self.done else late)
         first = dist.get_rank() == 0
-        results: list[Any] | None = [None] * dist.get_world_size() if first else None
-        dist.gather_object(self._results, results)
+        results: list[list[WriteResult]] = [[] for _ in range(dist.get_world_size())]
+        dist.gather_object(self._results, results if first else None)
         error = None
         if first:
+            assert self._metadata is not None
             try:
                 self._writer.finish(self._metadata, results)
                 save_config(CheckpointingConfig("torch_dist"), str(self._folder))
                 _sync(self._folder / CONFIG_FNAME)
-            except OSError as found:
-                error = found
+            except OSError as raised:
+                error = raised
         _agree(error)
 
     def _write(self, common: bytes | None) -> None:
@@ -104,12 +116,12 @@ class BackgroundSave:
             if common is not None:
                 (self._folder / COMMON_STATE_FNAME).write_bytes(common)
                 _sync(self._folder / COMMON_STATE_FNAME)
-        except Exception as error:  # of any kind: an exception in a thread is lost, finish() raises it
+        except Exception as error:  # any kind: an exception in a thread is lost; finish() raises it
             self._error = error
 
 
 class _Snapshot:
-    """Gives the writer copies in host memory where the planner would give the tensors themselves."""
+    """Stands for the planner; gives the writer copies in host memory instead of the tensors themselves."""
 
     def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
         self._data = {item.index: self._copy(planner.resolve_data(item)) for item in plan.items}
@@ -117,16 +129,18 @@ class _Snapshot:
             torch.cuda.synchronize()
 
     @staticmethod
-    def _copy(data: Any) -> Any:
+    def _copy(data: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO:
         # Byte items are serialized already. non_blocking puts the copies of CUDA tensors into pinned memory.
-        return data.detach().to("cpu", copy=True, non_blocking=True) if torch.is_tensor(data) else data
+        if isinstance(data, torch.Tensor):
+            return data.detach().to("cpu", copy=True, non_blocking=True)
+        return data
 
-    def resolve_data(self, item: WriteItem) -> Any:
+    def resolve_data(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
         return self._data[item.index]
 
 
 class _Writer(FileSystemWriter):
-    """torch's writer of one file per rank, cut in two: the plan and a snapshot now, the file later."""
+    """torch's writer of one file per rank in two steps: the plan and a snapshot now, the file later."""
 
     def __init__(self, folder: Path) -> None:
         # One thread: with more, torch starts helpers whose errors are lost. No copies ahead: all are made.
@@ -136,7 +150,7 @@ class _Writer(FileSystemWriter):
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         try:
             self._snapshot = plan, _Snapshot(plan, planner)
-        except (RuntimeError, MemoryError) as error:  # no host memory: finish() tells all ranks of it
+        except (RuntimeError, MemoryError) as error:  # no host memory: finish() raises it on all ranks
             self._snapshot = error
 
     def write_snapshot(self) -> list[WriteResult]:
@@ -144,10 +158,11 @@ class _Writer(FileSystemWriter):
         del self._snapshot  # it is as large as the share; nothing else holds it when this returns
         if isinstance(snapshot, Exception):
             raise snapshot
-        return self.write_data(*snapshot).wait()
+        plan, copies = snapshot
+        return self.write_data(plan, cast("SavePlanner", copies)).wait()
 
 
-def _serialized(value: Any) -> bytes:
+def _serialized(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
@@ -158,23 +173,23 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _share_among_replicas(sharded: dict[str, Any]) -> None:
-    """Give each data-parallel rank its part of what they all hold. Collective."""
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+def _share_among_replicas(sharded: dict[str, object]) -> None:
+    """Assign each data-parallel rank a part of the tensors that all of them hold. Collective."""
+    group = groups.get_data_parallel_group(with_context_parallel=True)
     shares = determine_main_replica_uniform_distribution(sharded, group)
     distribute_main_replicas_with_precomputed_distribution(sharded, group, shares)
 
 
 def _agree(error: Exception | None) -> None:
-    """Raise on every rank when there is an error on any. Collective."""
-    said: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, None if error is None else _explain(error))
-    if failed := [f"rank {rank}: {what}" for rank, what in enumerate(said) if what]:
+    """Raise CheckpointError on every rank if there is an error on any. Collective."""
+    explanations: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(explanations, None if error is None else _explain(error))
+    if failed := [f"rank {rank}: {text}" for rank, text in enumerate(explanations) if text]:
         raise CheckpointError("; ".join(failed)) from error
 
 
 def _explain(error: BaseException) -> str:
-    """The OSError that is behind an error of torch's zip writer, if there is one."""
+    """Return the error's text; an error of torch's zip writer is explained by the OSError behind it."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):

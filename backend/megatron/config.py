@@ -1,11 +1,12 @@
 """Megatron's ``TransformerConfig`` of a model.
 
-What follows from the HF config and from the recipe's layout is set here; ``actor.megatron`` goes over it.
+Fields that follow from the HF config and from the recipe's layout are set here; ``actor.megatron`` overrides
+them.
 """
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,10 @@ from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.rope import Rope
 from slipstream.configs.schema import ActorConfig
 
-RECOMPUTE: Mapping[str, dict[str, Any]] = {
+Settings = dict[str, Any]
+"""Fields of one of Megatron's configs, by their own names."""
+
+RECOMPUTE: Mapping[str, Settings] = {
     "none": {},
     "selective": {"recompute_granularity": "selective"},
     "full": {
@@ -29,8 +33,8 @@ RECOMPUTE: Mapping[str, dict[str, Any]] = {
 """Megatron's settings for each value of ``actor.recompute``."""
 
 
-def fields_of(config_class: type, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a recipe's ``actor.megatron`` that belongs to one of Megatron's configs."""
+def fields_of(config_class: type, settings: Settings) -> Settings:
+    """Return the part of a recipe's ``actor.megatron`` that belongs to one of Megatron's configs."""
     names = {field.name for field in dataclasses.fields(config_class)}
     return {name: value for name, value in settings.items() if name in names}
 
@@ -38,9 +42,9 @@ def fields_of(config_class: type, settings: Mapping[str, Any]) -> dict[str, Any]
 def transformer_config(
     geometry: Geometry, actor: ActorConfig, layout: Layout, dtype: torch.dtype
 ) -> TransformerConfig:
-    """Megatron's config of the model; the recipe's ``actor.megatron`` goes over it."""
+    """Return Megatron's config of the model, with the overrides of the recipe's ``actor.megatron``."""
     on_gpu = torch.cuda.is_available()
-    settings = {
+    settings: Settings = {
         "num_layers": geometry.n_layers,
         "hidden_size": geometry.hidden,
         "ffn_hidden_size": geometry.ffn_hidden,
@@ -62,7 +66,7 @@ def transformer_config(
         "bf16": dtype is torch.bfloat16,
         "calculate_per_token_loss": True,  # losses come as sums; Megatron divides by the tokens of the batch
         "variable_seq_lengths": True,  # packs differ in length from micro-batch to micro-batch
-        "moe_token_dispatcher_type": "alltoall",  # asked for with variable lengths, in dense models too
+        "moe_token_dispatcher_type": "alltoall",  # required with variable lengths, in dense models too
         "use_cpu_initialization": not on_gpu,
         "perform_initialization": False,  # every weight comes from the checkpoint
         "masked_softmax_fusion": False,
@@ -82,29 +86,36 @@ def transformer_config(
         settings |= _grouped_attention(geometry.attention)
     config = kind(**settings | fields_of(kind, actor.megatron))
     if kind is TransformerConfig and geometry.rope.kind == "yarn":
-        # Where attention looks for the factor of its cosines and sines.
-        config.yarn_rotary_scaling_factor = geometry.rope.factor
-        config.yarn_mscale = geometry.rope.magnitude
-        config.yarn_mscale_all_dim = geometry.rope.magnitude_all
+        # Megatron's attention reads the factor of its cosines and sines from attributes that are no fields.
+        yarn = cast("_YarnAttributes", config)
+        yarn.yarn_rotary_scaling_factor = geometry.rope.factor
+        yarn.yarn_mscale = geometry.rope.magnitude
+        yarn.yarn_mscale_all_dim = geometry.rope.magnitude_all
     return config
 
 
-def _pipeline(layout: Layout, n_layers: int) -> dict[str, Any]:
+class _YarnAttributes(Protocol):
+    yarn_rotary_scaling_factor: float
+    yarn_mscale: float | None
+    yarn_mscale_all_dim: float | None
+
+
+def _pipeline(layout: Layout, n_layers: int) -> Settings:
     parts = [["decoder"] * size for size in layout.part_sizes(n_layers)]
     parts[0] = ["embedding", *parts[0]]
     parts[-1] = [*parts[-1], "loss"]
-    found: dict[str, Any] = {"pipeline_model_parallel_layout": parts}
+    settings: Settings = {"pipeline_model_parallel_layout": parts}
     if layout.chunks > 1:
-        found |= {
+        settings |= {
             "virtual_pipeline_model_parallel_size": layout.chunks,
-            # In one batch, sends in both directions between the same two stages would be mixed up.
+            # Batched, the sends in both directions between the same two stages would be mixed up.
             "overlap_p2p_comm": True,
             "batch_p2p_comm": False,
         }
-    return found
+    return settings
 
 
-def _grouped_attention(attention: GroupedAttention) -> dict[str, Any]:
+def _grouped_attention(attention: GroupedAttention) -> Settings:
     return {
         "num_query_groups": attention.kv_heads,
         "kv_channels": attention.head_dim,
@@ -113,8 +124,8 @@ def _grouped_attention(attention: GroupedAttention) -> dict[str, Any]:
     }
 
 
-def _latent_attention(attention: LatentAttention, rope: Rope) -> dict[str, Any]:
-    settings = {
+def _latent_attention(attention: LatentAttention, rope: Rope) -> Settings:
+    settings: Settings = {
         "q_lora_rank": attention.query_rank,
         "kv_lora_rank": attention.kv_rank,
         "qk_head_dim": attention.plain_dim,
@@ -138,17 +149,17 @@ def _latent_attention(attention: LatentAttention, rope: Rope) -> dict[str, Any]:
     return settings
 
 
-def _experts(experts: Experts, layout: Layout, n_layers: int) -> dict[str, Any]:
+def _experts(experts: Experts, layout: Layout, n_layers: int) -> Settings:
     return {
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.per_token,
         "moe_ffn_hidden_size": experts.ffn_hidden,
         "moe_layer_freq": [int(layer not in experts.dense_layers) for layer in range(n_layers)],
         "moe_router_score_function": experts.score,
-        # The softmax over the chosen experts is that over all, normalized.
+        # A normalized softmax over all experts is the softmax over the chosen ones.
         "moe_router_pre_softmax": experts.score == "softmax" and not experts.normalized,
         "moe_router_enable_expert_bias": experts.bias,
-        "moe_router_bias_update_rate": 0.0,  # reinforcement learning leaves the balance as it is
+        "moe_router_bias_update_rate": 0.0,  # reinforcement learning does not change the balance
         "moe_router_topk_scaling_factor": experts.scaling if experts.scaling != 1.0 else None,
         "moe_router_num_groups": experts.groups if experts.groups > 1 else None,
         "moe_router_group_topk": experts.groups_per_token if experts.groups > 1 else None,

@@ -1,10 +1,11 @@
-"""What each rank does of a conversion between HF and Megatron checkpoints: on the CPU, with no optimizer."""
+"""One rank's part of a conversion between HF and Megatron checkpoints: on the CPU, without an optimizer."""
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypedDict, cast
 
 import torch
 import torch.distributed as dist
@@ -18,24 +19,30 @@ from slipstream.bridge.shards.plan import make_plan
 from slipstream.configs.schema import ActorConfig, LoraConfig, ParallelConfig
 
 COLLECTIVE_TIMEOUT_S = 3600
-"""A rank may wait this long for another one: that reads its slices, or writes a file, on a slow disk."""
+"""Longest wait for another rank, which may be reading its slices or writing a file on a slow disk."""
 
 FILE_BYTES = 2**30
-"""Of one safetensors file. The first rank holds two of them in memory besides its own weights."""
+"""Size of one safetensors file. The first rank holds two of them in memory besides its own weights."""
 
 DTYPES = (torch.bfloat16, torch.float32)
 
 
+class _About(TypedDict, total=False):
+    """The description of itself that a checkpoint carries; a checkpoint of Megatron-LM has none."""
+
+    content: dict[str, object]
+
+
 @contextmanager
-def _joined(rank: RankSpec, parallel: ParallelConfig) -> Iterator[torch.device]:
-    """Inside, this process is a rank of Megatron's groups. After an error they are left to its end."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks of a large layout are more than a machine's GPUs
+def _joined(rank: RankSpec, parallel: ParallelConfig) -> Generator[torch.device]:
+    """Make this process a rank of Megatron's groups. They are destroyed at the end, except after an error."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks of a large layout outnumber a machine's GPUs
     warnings.filterwarnings("ignore", module="megatron|torch")  # about what is missing for training
     yield initialize(rank, parallel, seed=0, timeout_s=COLLECTIVE_TIMEOUT_S)
-    from megatron.core import parallel_state
+    from slipstream.backend.megatron.groups import groups
 
-    dist.barrier()  # a rank that leaves would look like a lost peer to those at work
-    parallel_state.destroy_model_parallel()
+    dist.barrier()  # a rank that leaves would look like a lost peer to ranks still at work
+    groups.destroy_model_parallel()
     dist.destroy_process_group()
 
 
@@ -49,7 +56,7 @@ def write_megatron(
         from slipstream.backend.megatron.weights import content_of, sharded_weights
 
         spec, dtype = model_spec(model), getattr(torch, dtype_name)
-        parts = build_model(spec, ActorConfig(parallel=parallel, layer_spec="local"), dtype, device)
+        parts = build_model(spec, _settings(parallel), dtype, device)
         about = {"content": content_of(spec.geometry, dtype), "layout": parallel.model_dump()}
         saving = BackgroundSave.begin({"model": sharded_weights(parts), "about": about}, folder)
         saving.finish(COLLECTIVE_TIMEOUT_S / 2)
@@ -58,10 +65,10 @@ def write_megatron(
 def write_huggingface(
     rank: RankSpec, checkpoint: Path, model: Path, parallel: ParallelConfig, folder: Path
 ) -> list[str]:
-    """Read this rank's share of the weights in ``checkpoint``; the first rank writes them all to ``folder``,
-    with adapters merged into them.
+    """Read this rank's share of the weights in ``checkpoint``; the first rank writes them all to ``folder``.
 
-    Gives the reasons, on every rank the same, if the checkpoint is not one of the model at ``model``.
+    Adapters are merged into the weights. Returns the reasons, the same on every rank, if ``checkpoint`` is
+    not one of the model at ``model``.
     """
     with _joined(rank, parallel) as device:
         from megatron.core import dist_checkpointing
@@ -75,27 +82,31 @@ def write_huggingface(
         dtype = stored[weights.WORDS].dtype if weights.WORDS in stored else None
         if dtype not in DTYPES:
             return [f"{weights.WORDS}: {dtype or 'missing'}; expected {' or '.join(map(str, DTYPES))}"]
-        about = dist_checkpointing.load_common_state_dict(str(checkpoint)).get("about", {})
+        about = cast("_About", dist_checkpointing.load_common_state_dict(str(checkpoint)).get("about", {}))
         content = weights.content_of(spec.geometry, dtype)
-        if found := weights.differences(content, about.get("content", content)):
-            return found
-        parts = empty_model(spec, ActorConfig(parallel=parallel, layer_spec="local"), dtype, device)
+        if problems := weights.differences(content, about.get("content", content)):
+            return problems
+        parts = empty_model(spec, _settings(parallel), dtype, device)
         if adapters := about.get("content", {}).get(weights.ADAPTERS):
             adapt(parts, spec, layout, rank.rank, LoraConfig.model_validate(adapters), seed=0)
         sharded = weights.sharded_weights(parts)
-        wanted = weights.wanted_tensors(sharded)
-        if found := _of_all_ranks(weights.mismatches(wanted, stored, spec.geometry.vocab)):
-            return found
-        if found := sorted(stored.keys() - set(_of_all_ranks(list(wanted)))):
-            return [f"{name}: not in this model" for name in found]
+        needed = weights.needed_tensors(sharded)
+        if problems := _union_over_ranks(weights.mismatches(needed, stored, spec.geometry.vocab)):
+            return problems
+        if unknown := sorted(stored.keys() - set(_union_over_ranks(list(needed)))):
+            return [f"{name}: not in this model" for name in unknown]
         weights.load_weights(parts, sharded, checkpoint)
         plan = make_plan(spec, layout, FILE_BYTES, dtype.itemsize)
         write_hf(export(plan, [named_shards(part) for part in parts], rank.rank), model, folder)
         return []
 
 
-def _of_all_ranks(found: list[str]) -> list[str]:
-    """What any rank has found, each once. Collective."""
+def _settings(parallel: ParallelConfig) -> ActorConfig:
+    return ActorConfig.model_validate({"parallel": parallel, "layer_spec": "local"})
+
+
+def _union_over_ranks(texts: list[str]) -> list[str]:
+    """Return the texts of all ranks, each once. Collective."""
     by_rank: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(by_rank, found)
-    return sorted({what for found in by_rank for what in found})
+    dist.all_gather_object(by_rank, texts)
+    return sorted({text for of_rank in by_rank for text in of_rank})

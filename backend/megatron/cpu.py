@@ -1,25 +1,28 @@
-"""What Megatron-Core (0.16.1, 0.19.2) needs on a machine without a GPU.
+"""Support for Megatron-Core (0.16.1, 0.19.2) on a machine without a GPU.
 
 Megatron assumes a current CUDA device throughout, and touches it in places that have nothing to do with
-kernels. Each patch below answers one such place; the mathematics is untouched. They are process-wide, so this
-runs in trainer processes only (``parallel.initialize``), before Megatron modules that use them are imported.
+kernels. Each patch below answers one such place; the mathematics is untouched. The patches are process-wide,
+so ``install`` runs in trainer processes only (``parallel.initialize``), before the Megatron modules that use
+them are imported.
 """
 
 import contextlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Protocol, cast
 
+import numpy as np
 import torch
+from torch import Tensor
 
 _CPU = torch.device("cpu")
 _installed = False
 
 
 def install() -> None:
-    """Patch torch and Megatron for CPU tensors. Does nothing where there is a GPU, or the second time."""
+    """Patch torch and Megatron for CPU tensors. Does nothing on a machine with a GPU, or a second time."""
     global _installed
     if _installed or torch.cuda.is_available():
         return
@@ -42,11 +45,11 @@ def _stand_in_for_triton_modules() -> None:
         return
 
     class Absent(types.ModuleType):
-        def __getattr__(self, attribute: str) -> Callable[..., Any]:
+        def __getattr__(self, attribute: str) -> Callable[..., None]:
             if attribute.startswith("__"):
                 raise AttributeError(attribute)
 
-            def unavailable(*args: Any, **kwargs: Any) -> None:
+            def unavailable(*args: object, **kwargs: object) -> None:
                 raise RuntimeError(f"{name}.{attribute} needs triton")
 
             return unavailable
@@ -68,9 +71,9 @@ def _current_device_is_the_cpu() -> None:
 
 
 class _Event:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def record(self, *args: Any) -> None: ...
-    def wait(self, *args: Any) -> None: ...
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+    def record(self, *args: object) -> None: ...
+    def wait(self, *args: object) -> None: ...
     def synchronize(self) -> None: ...
 
     def query(self) -> bool:
@@ -81,12 +84,12 @@ class _Event:
 
 
 class _Stream:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def wait_stream(self, *args: Any) -> None: ...
-    def wait_event(self, *args: Any) -> None: ...
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+    def wait_stream(self, *args: object) -> None: ...
+    def wait_event(self, *args: object) -> None: ...
     def synchronize(self) -> None: ...
 
-    def record_event(self, *args: Any) -> _Event:
+    def record_event(self, *args: object) -> _Event:
         return _Event()
 
 
@@ -96,14 +99,15 @@ def _streams_do_nothing() -> None:
     torch.cuda.Stream, torch.cuda.Event = _Stream, _Event
     torch.cuda.current_stream = torch.cuda.default_stream = lambda *args, **kwargs: stream
     torch.cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
-    torch.Tensor.record_stream = lambda self, *args: None
+    torch.Tensor.record_stream = lambda self, s: None
 
 
 def _cuda_literals_mean_the_cpu() -> None:
     """``device="cuda"`` is written out for token counts, optimizer scalars and causal masks."""
+    import torch.utils._device as device_contexts
 
-    def redirected(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def redirected(create: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def wrapped(*args: object, **kwargs: object) -> Tensor:
             if str(kwargs.get("device", "")).startswith("cuda"):
                 kwargs["device"] = _CPU
             return create(*args, **kwargs)
@@ -111,8 +115,8 @@ def _cuda_literals_mean_the_cpu() -> None:
         return wrapped
 
     # ``with torch.device("meta")``, under which transformers makes its models, knows constructors by
-    # identity, and remembers them at its first use: those must not be ours.
-    torch.utils._device._device_constructors()
+    # identity, and remembers them at its first use, which must come before they are replaced.
+    device_contexts._device_constructors()
     for name in ("tensor", "zeros", "ones", "empty"):
         setattr(torch, name, redirected(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
@@ -131,7 +135,7 @@ def _random_states_of_the_cpu() -> None:
             self.states_[name] = torch.Generator().manual_seed(seed).get_state()
 
         @contextlib.contextmanager
-        def fork(self, name: str = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        def fork(self, name: str = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Generator[None]:
             outside = torch.get_rng_state()
             torch.set_rng_state(self.states_[name])
             try:
@@ -152,27 +156,35 @@ def _mixture_of_experts() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
-    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def to_cpu(
+        tensor: Tensor | None, as_numpy: bool = False, record_stream: bool = False
+    ) -> Tensor | np.ndarray | None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
 
 
 def _latent_attention() -> None:
-    """Without Transformer Engine it asks whether a layer is an instance of something that is no class."""
+    """Without Transformer Engine it asks whether a layer is an instance of a name that is no class."""
     from megatron.core.transformer import multi_latent_attention
 
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
 
 
+class _TensorClass(Protocol):
+    type: Callable[..., Tensor | str]
+
+
 def _tensor_type_names() -> None:
     """Optimizers and gradient clipping compare ``Tensor.type()`` with 'torch.cuda.FloatTensor'."""
-    original = torch.Tensor.type
+    tensor_class = cast("_TensorClass", torch.Tensor)
+    original = tensor_class.type
 
-    def cuda_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs:
-            return original(self, *args, **kwargs)
-        return original(self).replace("torch.", "torch.cuda.", 1)
+    def cuda_name(self: Tensor, *args: object, **kwargs: object) -> Tensor | str:
+        result = original(self, *args, **kwargs)
+        if args or kwargs or not isinstance(result, str):
+            return result
+        return result.replace("torch.", "torch.cuda.", 1)
 
-    torch.Tensor.type = cuda_name
+    tensor_class.type = cuda_name

@@ -1,4 +1,4 @@
-"""The order in which a recipe's layout sends its weights out of the trainer."""
+"""The order in which the weights of a recipe's layout leave the trainer."""
 
 from slipstream.backend.megatron.layer_spec import layer_spec
 from slipstream.bridge.hf.index import ITEMSIZE
@@ -9,7 +9,7 @@ from slipstream.configs.schema import RunConfig
 
 
 def export_plan(config: RunConfig, spec: ModelSpec) -> ExportPlan:
-    """That of the recipe's layout. Raises UnevenSplit."""
+    """Return the export plan of the recipe's layout. Raises UnevenSplit."""
     bucket_bytes = config.weights.transport.bucket_mb * 2**20
     layout = Layout.of(config.actor.parallel, layer_spec(config.actor, config.model.dtype))
     return make_plan(spec, layout, bucket_bytes, ITEMSIZE[config.model.dtype])

@@ -1,8 +1,7 @@
-"""Language models that are only asked for log-probs: a reference, a teacher, an average of the policy."""
+"""Language models that only give log-probs: a reference, a teacher, an average of the policy."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +16,10 @@ from slipstream.configs.schema import ActorConfig
 
 
 class FrozenModel:
-    """In the policy's layout. On a GPU its weights wait in host memory while nobody asks.
+    """A model that is not trained, in the policy's layout.
 
-    ``average``: it follows the policy, so what waits is in single precision.
+    On a GPU its weights wait in host memory between calls. ``average``: it follows the policy, and the
+    waiting weights are in single precision.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class FrozenModel:
         average: bool = False,
     ) -> None:
         self._device, self._dtype = device, dtype
-        # The names of an average's weights are to be the policy's.
+        # An average's weights must have the policy's names, hence the policy's layer spec.
         same = {"layer_spec": layer_spec(actor, str(dtype).removeprefix("torch.")), "lora": None}
         self._parts = model.build_model(spec, actor.model_copy(update=same), dtype, device)
         head.pass_on_hidden_states(self._parts)
@@ -49,22 +49,23 @@ class FrozenModel:
         self._put(self._waiting)
 
     def log_probs(self, microbatches: Sequence[MicroBatch], temperature: float) -> list[Tensor | None]:
-        """As ``LanguageModel.log_probs``."""
-        with self._at_work():
+        """Return log-probs as ``LanguageModel.log_probs`` does."""
+        with self._on_device():
             return self._model.log_probs(microbatches, temperature)
 
     @torch.no_grad()
     def follow(self, policy: Sequence[Mapping[str, Tensor]], decay: float) -> None:
-        """average <- decay * average + (1 - decay) * policy; ``policy``: its shards by name, of each part."""
-        for own, theirs in zip(self._waiting, policy, strict=True):
-            for name, weight in own.items():
-                weight.lerp_(theirs[name].to(weight), 1 - decay)
+        """average <- decay * average + (1 - decay) * policy, of which ``policy`` has each part's shards."""
+        for average, current in zip(self._waiting, policy, strict=True):
+            for name, weight in average.items():
+                weight.lerp_(current[name].to(weight), 1 - decay)
 
-    def sharded_weights(self, prefix: str) -> dict[str, Any]:
-        """What a checkpoint holds of it: the weights that wait."""
+    def sharded_weights(self, prefix: str) -> dict[str, object]:
+        """Return the part of a checkpoint for this model: the waiting weights."""
         return sharded_weights(self._parts, prefix)
 
-    def take_over(self, loaded: Mapping[str, Any], prefix: str) -> None:
+    def take_over(self, loaded: Mapping[str, object], prefix: str) -> None:
+        """Take over the weights that were loaded for ``sharded_weights``."""
         take_over(self._parts, loaded, prefix)
 
     def _on_host(self, shard: Tensor, dtype: torch.dtype) -> Tensor:
@@ -72,13 +73,14 @@ class FrozenModel:
         return waiting.pin_memory() if self._device.type == "cuda" else waiting
 
     def _put(self, weights: Sequence[Mapping[str, Tensor]]) -> None:
-        for shards, there in zip(self._shards, weights, strict=True):
+        """Let the model's parameters refer to ``weights``."""
+        for shards, values in zip(self._shards, weights, strict=True):
             for name, shard in shards.items():
-                shard.data = there[name]
+                shard.data = values[name]
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Inside, the weights are on the device and of the compute type."""
+    def _on_device(self) -> Generator[None]:
+        """Hold the weights on the device, in the dtype of computation."""
         self._put(
             [
                 {

@@ -1,10 +1,16 @@
-"""The end of the model: from hidden states to log-probs, without logits in between; or to values.
+"""The end of a model: from hidden states to log-probs without logits in between, or to values.
 
-Megatron's GPTModel ends in its output layer. Here that layer passes hidden states on, the loss picks the
+Megatron's GPTModel ends in its output layer. Here that layer passes hidden states on, the loss selects the
 tokens that it is about, and only those are multiplied with the LM head.
+
+Shapes: T tokens of a micro-batch, M of them with loss, H hidden, V vocabulary.
 """
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
@@ -15,18 +21,19 @@ from slipstream.backend.objective.logprob import fused_logprob
 
 
 class _WithGradient(torch.autograd.Function):
-    """The weight, which gets a gradient of zero where it has none.
+    """The weight, with a gradient of zero where autograd would see none.
 
-    That of the head goes straight to where DDP collects it. A DDP that reduces gradients during the backward
-    pass has to be told by autograd as well that there is one.
+    The gradient of the head goes straight into DDP's buffer. A DDP that reduces gradients during the backward
+    pass starts when autograd reports the gradient, so autograd must see one.
     """
 
     @staticmethod
-    def forward(ctx, weight: Tensor) -> Tensor:
+    def forward(ctx: object, weight: Tensor) -> Tensor:
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
+        (grad,) = grads
         return grad
 
 
@@ -35,8 +42,9 @@ class _PassOn(ColumnParallelLinear):
         return input_, None
 
 
-def pass_on_hidden_states(parts: list[GPTModel]) -> None:
-    """From now on the last part gives [1, T, H] in the place of logits, under sequence parallelism its share.
+def pass_on_hidden_states(parts: Sequence[GPTModel]) -> None:
+    """Make the last part return hidden states [1, T, H] instead of logits, under sequence parallelism its
+    share of them.
 
     The output layer keeps its place, its weight and its name in checkpoints.
     """
@@ -46,7 +54,7 @@ def pass_on_hidden_states(parts: list[GPTModel]) -> None:
 
 
 class ValueHead(torch.nn.Module):
-    """One value per token, float32 [T, 1, 1], whole on every tensor-parallel rank. At first all are 0."""
+    """One value per token, float32 [T, 1, 1], whole on every tensor-parallel rank. Values start at 0."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -54,7 +62,7 @@ class ValueHead(torch.nn.Module):
         self._gathers = config.sequence_parallel
 
     def forward(self, hidden_T1H: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
-        if self._gathers:  # then every rank has all tokens, and the same gradient
+        if self._gathers:  # afterwards every rank has all tokens, and the same gradient
             hidden_T1H = gather_from_sequence_parallel_region(hidden_T1H, tensor_parallel_output_grad=False)
         return torch.nn.functional.linear(hidden_T1H.float(), self.weight.float()), None
 
@@ -70,22 +78,22 @@ def logprob_and_entropy(
     float32_logits: bool,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of ``target_M`` after the tokens at ``index_M``: ``fused_logprob``.
+    """Return log-probs and entropies of ``target_M`` after the tokens at ``index_M`` (``fused_logprob``).
 
-    part: the last one of the model. Its head's gradient goes straight to where Megatron's DDP collects it.
+    part: the last part of the model. The gradient of its head goes straight into the buffer of DDP.
     """
     layer = part.output_layer
     tied = part.share_embeddings_and_output_weights
-    weight_VH = part.shared_embedding_or_output_weight() if tied else layer.weight
+    weight_VH = cast("Tensor", part.shared_embedding_or_output_weight() if tied else layer.weight)
     weight_grad = getattr(weight_VH, "main_grad", None) if torch.is_grad_enabled() else None
     if weight_grad is not None and part.config.no_sync_func is not None:
-        weight_VH = _WithGradient.apply(weight_VH)
-    group = layer.tp_group if layer.tp_group.size() > 1 else None
+        weight_VH = cast("Tensor", _WithGradient.apply(weight_VH))
+    tensor_group = cast("dist.ProcessGroup", layer.tp_group)
+    group = tensor_group if tensor_group.size() > 1 else None
     hidden_TH = hidden_1TH[0]
     if group is not None and layer.sequence_parallel:
-        hidden_TH = gather_from_sequence_parallel_region(
-            hidden_TH, group=group
-        )  # sums gradients on the way back
+        # Sums gradients on the way back.
+        hidden_TH = gather_from_sequence_parallel_region(hidden_TH, group=group)
     hidden_MH = hidden_TH.index_select(0, index_M)
     if group is not None and not layer.sequence_parallel:
         hidden_MH = copied_to_ranks(hidden_MH, group)

@@ -1,4 +1,4 @@
-"""Which of Megatron's layer specs the trainer builds its layers from."""
+"""The choice of the layer spec that the trainer builds its layers from."""
 
 import importlib.util
 
@@ -7,9 +7,10 @@ from slipstream.configs.schema import ActorConfig
 
 
 def layer_spec(actor: ActorConfig, dtype: str) -> LayerSpec:
-    """That of ``actor.layer_spec``; for ``auto`` Transformer Engine where it is there and of use.
+    """Return the layer spec that ``actor.layer_spec`` names, or for ``auto`` the faster one that fits.
 
-    Its attention kernels are for bfloat16, and adapters are for layers of the local spec.
+    That is Transformer Engine on GPUs where it is installed, for bfloat16 models without adapters: its
+    attention kernels need bfloat16, and adapters need layers of the local spec.
     """
     if actor.layer_spec != "auto":
         return actor.layer_spec

@@ -1,13 +1,15 @@
 """Megatron's spec of every layer of a model, for either kind of layers."""
 
 import copy
-from typing import Any
+from typing import cast
 
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from slipstream.backend.megatron.local_layers import PackedAttention, RMSNorm
 from slipstream.bridge.model.geometry import Geometry, GroupedAttention, LatentAttention
@@ -15,7 +17,7 @@ from slipstream.bridge.model.layout import LayerSpec
 
 
 def layer_specs(geometry: Geometry, kind: LayerSpec) -> list[ModuleSpec]:
-    """Of every layer of the model."""
+    """Return the spec of every layer of the model."""
     make = _transformer_engine if kind == "transformer_engine" else _local
     dense = make(geometry, None)
     mixed = make(geometry, geometry.experts.count) if geometry.experts else dense
@@ -23,7 +25,7 @@ def layer_specs(geometry: Geometry, kind: LayerSpec) -> list[ModuleSpec]:
 
 
 def final_norm(kind: LayerSpec) -> type:
-    """The class of the norm behind the last layer."""
+    """Return the class of the norm after the last layer."""
     if kind == "local":
         return RMSNorm
     from megatron.core.extensions.transformer_engine import TENorm
@@ -36,9 +38,9 @@ def _has_qk_norm(geometry: Geometry) -> bool:
 
 
 def _local(geometry: Geometry, experts: int | None) -> ModuleSpec:
-    """Megatron's local spec, with packed attention and norms that know sequence parallelism."""
+    """Megatron's local spec, with packed attention and norms that support sequence parallelism."""
     qk_norm = _has_qk_norm(geometry)
-    found = copy.deepcopy(
+    spec = copy.deepcopy(
         get_gpt_layer_local_spec(
             num_experts=experts,
             qk_layernorm=qk_norm,
@@ -46,21 +48,24 @@ def _local(geometry: Geometry, experts: int | None) -> ModuleSpec:
             normalization="RMSNorm",
         )
     )
-    layer = found.submodules
+    layer = cast("TransformerLayerSubmodules", spec.submodules)
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     layer.sharded_state_dict_keys_map = _stored_names(geometry, experts)
-    attention = layer.self_attention.submodules
+    # Latent attention has more submodules; those that are set here have the same names.
+    attention = cast("SelfAttentionSubmodules", cast("ModuleSpec", layer.self_attention).submodules)
     attention.core_attention = PackedAttention
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return found
+    return spec
 
 
 def _stored_names(geometry: Geometry, experts: int | None) -> dict[str, str]:
-    """Where norms are in checkpoints: inside of linear layers where Transformer Engine's spec has them there,
-    so that either spec reads what the other one wrote.
+    """Return the names of norms in checkpoints, by their names in the local spec.
+
+    A norm that Transformer Engine's spec has inside of a linear layer is stored there, so that either spec
+    reads what the other one wrote.
     """
-    names = {}
+    names: dict[str, str] = {}
     if isinstance(geometry.attention, GroupedAttention):
         names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
     if experts is None:
@@ -71,9 +76,13 @@ def _stored_names(geometry: Geometry, experts: int | None) -> dict[str, str]:
 def _transformer_engine(geometry: Geometry, experts: int | None) -> ModuleSpec:
     """Megatron's spec for Transformer Engine: norms inside of linear layers, grouped experts.
 
-    The norms of latent attention stay outside: like its down projections they come from here (``model``).
+    The norms of latent attention stay outside: like its down projections they are replaced in ``model``.
     """
-    settings: dict[str, Any] = {"num_experts": experts, "moe_grouped_gemm": experts is not None}
+    grouped = experts is not None
     if isinstance(geometry.attention, LatentAttention):
-        return get_gpt_layer_with_transformer_engine_spec(**settings, multi_latent_attention=True)
-    return get_gpt_layer_with_transformer_engine_spec(**settings, qk_layernorm=_has_qk_norm(geometry))
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=grouped, multi_latent_attention=True
+        )
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=experts, moe_grouped_gemm=grouped, qk_layernorm=_has_qk_norm(geometry)
+    )

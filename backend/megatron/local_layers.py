@@ -1,10 +1,13 @@
-"""Modules for Megatron's local layer spec, which lacks them: packed attention, a norm that knows sequence
-parallelism, the down projections of latent attention. Plain PyTorch, so they run on CPUs and GPUs alike.
+"""Modules that Megatron's local layer spec lacks. Plain PyTorch, so they run on CPUs and GPUs alike.
+
+They are packed attention, a norm that supports sequence parallelism, and the down projections of latent
+attention.
 """
 
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -16,15 +19,19 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from slipstream.backend.megatron.marks import marks_of
+
 
 class RMSNorm(torch.nn.Module):
-    """Under sequence parallelism each rank norms its own tokens; the weight's gradient is then summed."""
+    """Root-mean-square norm. Under sequence parallelism each rank norms its own tokens; the gradients of the
+    weight are then summed.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        marks_of(self.weight).sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
@@ -33,44 +40,44 @@ class RMSNorm(torch.nn.Module):
 class DownProjection(torch.nn.Module):
     """A narrow projection of latent attention, whole on every tensor-parallel rank.
 
-    Megatron's local layer spec splits it and gathers its output again. The ``rotated`` last outputs are every
-    head's, and the gather's backward leaves out what the other ranks' heads have to say about them.
+    Megatron's local layer spec splits it and gathers its output again. The last ``rotated`` outputs are
+    shared by all heads, and the gather's backward pass would drop the gradients of the other ranks' heads.
     """
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int, *, rotated: int = 0) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
-        # Under sequence parallelism each rank projects its own tokens; the gradient is then summed.
-        self.weight.sequence_parallel = config.sequence_parallel
+        # Under sequence parallelism each rank projects its own tokens; the gradients are then summed.
+        marks_of(self.weight).sequence_parallel = config.sequence_parallel
         self._rotated = 0 if config.sequence_parallel else rotated
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
         """[..., inputs] -> [..., outputs], and no bias."""
-        found = self.project(hidden)
+        projected = self.project(hidden)
         if self._rotated:
-            plain, rotated = found.split([found.shape[-1] - self._rotated, self._rotated], dim=-1)
-            found = torch.cat([plain, copied_to_ranks(rotated)], dim=-1)
-        return found, None
+            plain, rotated = projected.split([projected.shape[-1] - self._rotated, self._rotated], dim=-1)
+            projected = torch.cat([plain, copied_to_ranks(rotated)], dim=-1)
+        return projected, None
 
     def project(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.weight)
 
 
 def copied_to_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """``tensor``, with its gradient summed over a tensor-parallel group; None: the model's.
+    """Return ``tensor``, with its gradient summed over a tensor-parallel group; None: the model's group.
 
-    Megatron sums a gradient in place, and loses the sum of one that is not contiguous.
+    Megatron sums the gradient in place, and loses the sum if the gradient is not contiguous.
     """
-    copy = copy_to_tensor_model_parallel_region(tensor, group=group)
+    copy = cast("Tensor", copy_to_tensor_model_parallel_region(tensor, group=group))
     if copy.requires_grad:
         copy.register_hook(Tensor.contiguous)
     return copy
 
 
 def length_classes(cu_seqlens: list[int]) -> list[list[tuple[int, int]]]:
-    """The segments of a pack, as (start, end), by powers of two of their length.
+    """Return the segments of a pack as (start, end), grouped by powers of two of their length.
 
-    Segments of one class are padded to the longest of them: at most twice their tokens.
+    Padding the segments of one class to the longest of them at most doubles their tokens.
 
     >>> length_classes([0, 3, 7, 20])
     [[(0, 3), (3, 7)], [(7, 20)]]
@@ -84,37 +91,44 @@ def length_classes(cu_seqlens: list[int]) -> list[list[tuple[int, int]]]:
 
 @dataclass(frozen=True)
 class _Unpacking:
-    """Where the tokens of one length class are, N segments padded to L tokens."""
+    """Places of the tokens of one length class: N segments padded to L tokens."""
 
     gather_NL: Tensor
     """Index into the pack of every padded place; padding repeats the segment's last token."""
     inside_NL: Tensor
-    """True where the place is a token of the segment."""
+    """True if the place is a token of the segment."""
 
 
-def _unpackings(packed: PackedSeqParams) -> tuple[list[_Unpacking], Tensor]:
-    """The length classes of a pack, and the order that restores the pack from their tokens.
+class _Unpackings(NamedTuple):
+    classes: list[_Unpacking]
+    order: Tensor
+    """Order that restores the pack from the tokens of the classes."""
 
-    Kept on the pack itself: every layer asks for the same.
-    """
-    known = getattr(packed, "slipstream_unpackings", None)
+
+class _WithUnpackings(Protocol):
+    slipstream_unpackings: _Unpackings
+
+
+def _unpackings(packed: PackedSeqParams) -> _Unpackings:
+    """Return the length classes of a pack. They are kept on the pack itself: every layer needs the same."""
+    known: _Unpackings | None = getattr(packed, "slipstream_unpackings", None)
     if known is None:
-        found = []
+        classes: list[_Unpacking] = []
         for segments in length_classes(packed.cu_seqlens_q.tolist()):
             starts, ends = torch.tensor(segments, device=packed.cu_seqlens_q.device).unbind(1)
             steps = torch.arange(int((ends - starts).max()), device=starts.device)
             place_NL = starts[:, None] + steps
             inside_NL = place_NL < ends[:, None]
-            found.append(_Unpacking(torch.minimum(place_NL, ends[:, None] - 1), inside_NL))
-        order = torch.cat([u.gather_NL[u.inside_NL] for u in found]).argsort()
-        known = packed.slipstream_unpackings = (found, order)
+            classes.append(_Unpacking(torch.minimum(place_NL, ends[:, None] - 1), inside_NL))
+        order = torch.cat([u.gather_NL[u.inside_NL] for u in classes]).argsort()
+        known = cast("_WithUnpackings", packed).slipstream_unpackings = _Unpackings(classes, order)
     return known
 
 
 class PackedAttention(MegatronModule):
     """Causal attention within each segment of a pack (THD), by scaled_dot_product_attention.
 
-    Segments of similar length are put into one padded batch; right padding cannot be seen by a causal mask.
+    Segments of similar length form one padded batch; the causal mask hides padding on the right.
     """
 
     def __init__(
@@ -146,12 +160,12 @@ class PackedAttention(MegatronModule):
         if packed_seq_params is None:
             raise ValueError("PackedAttention takes packed sequences only")
         grouped = query.shape[1] != key.shape[1]
-        unpackings, order = _unpackings(packed_seq_params)
-        attended = []
-        for unpacking in unpackings:
+        unpackings = _unpackings(packed_seq_params)
+        attended: list[Tensor] = []
+        for unpacking in unpackings.classes:
             shape = unpacking.gather_NL.shape
             flat = unpacking.gather_NL.flatten()
-            # index_select, because the backward of fancy indexing is serial on a CPU
+            # index_select, because the backward pass of fancy indexing is serial on a CPU
             q, k, v = (
                 part.index_select(0, flat).unflatten(0, shape).transpose(1, 2) for part in (query, key, value)
             )
@@ -159,4 +173,4 @@ class PackedAttention(MegatronModule):
                 q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
             )
             attended.append(output.transpose(1, 2)[unpacking.inside_NL])
-        return torch.cat(attended).index_select(0, order).flatten(1)
+        return torch.cat(attended).index_select(0, unpackings.order).flatten(1)

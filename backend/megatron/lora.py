@@ -3,26 +3,28 @@
     y = W x + alpha / rank * B (A x)        W [outputs, inputs], A [rank, inputs], B [outputs, rank]
 
 W is frozen. An adapted layer keeps its place and the name of its weight, and gets ``lora_a`` and ``lora_b``.
-Of the two, the one on the side along which W is split over tensor-parallel ranks is split with it, and the
-other one is whole on each of them:
+The factor on the side along which W is split over tensor-parallel ranks is split with it; the other factor is
+whole on each of them:
 
-    column parallel   A whole, B by rows      [T, rank] is what ranks exchange: gathered or summed as the base
-    row parallel      A by columns, B whole   layer does it with its much wider inputs or outputs
+    column parallel   A whole, B by rows      Ranks exchange [T, rank]: gathered or summed as the base layer
+    row parallel      A by columns, B whole   does with its much wider inputs or outputs
 
 Experts exchange nothing inside of their layers, because the token dispatcher does: there the gradient of the
-whole one is summed instead.
+whole factor is summed instead.
 
-What leaves the trainer is W + alpha / rank * B A (``MergedShards``): neither the bridge nor the engines know
-of adapters.
+The trainer exports W + alpha / rank * B A (``MergedShards``): neither the bridge nor the engines know of
+adapters.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import sqrt
-from typing import Any
+from typing import Literal, TypedDict, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -37,6 +39,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from slipstream.backend.megatron.local_layers import DownProjection, copied_to_ranks
+from slipstream.backend.megatron.marks import marks_of
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.mapping import Columns
 from slipstream.bridge.model.spec import ModelSpec
@@ -45,26 +48,27 @@ from slipstream.configs.schema import LoraConfig
 
 
 def adapt(
-    parts: list[torch.nn.Module], spec: ModelSpec, layout: Layout, rank: int, lora: LoraConfig, seed: int
+    parts: Sequence[GPTModel], spec: ModelSpec, layout: Layout, rank: int, lora: LoraConfig, seed: int
 ) -> None:
-    """Freeze ``parts``, this rank's of the model, and add adapters to them, which change nothing yet.
+    """Freeze ``parts``, this rank's parts of the model, and add adapters, whose product starts at 0.
 
-    A layer's A is drawn from the seed and the layer's name in HF, and so is the same in every layout.
-    Raises ValueError when the model has no layer of a name in ``lora.targets``.
+    A layer's A is drawn from the seed and the layer's name in HF, so it is the same in every layout.
+    Raises ValueError if the model has no layer of a name in ``lora.targets``.
     """
-    has = {_layer(entry.parameter) for entry in entries(spec, layout)} - {None}
-    if missing := set(lora.targets or ()) - has:
+    layers = {layer for entry in entries(spec, layout) if (layer := _layer(entry.parameter)) is not None}
+    targets: set[str] = set(lora.targets or layers)
+    if missing := targets - layers:
         raise ValueError(
             f"actor.lora.targets has {', '.join(sorted(missing))}; the linear layers of {spec.path} are "
-            f"{', '.join(sorted(has))}"
+            f"{', '.join(sorted(layers))}"
         )
     for part in parts:
         part.requires_grad_(False)
         if part.pre_process and part.config.recompute_granularity:
-            # What is recomputed gets a gradient only if its input asks for one.
+            # A recomputed layer gets a gradient only if its input requires one.
             part.embedding.register_forward_hook(lambda module, args, output: output.requires_grad_())
     for entry, shard in entries_of(spec, layout, rank):
-        if _layer(entry.parameter) in (lora.targets or has):
+        if _layer(entry.parameter) in targets:
             module = parts[entry.chunk].get_submodule(entry.parameter.removesuffix(".weight"))
             a = _drawn(lora.rank, entry.hf_shapes[0][1], f"{seed} {entry.hf_names[0]}")
             if isinstance(entry.split, Columns):
@@ -74,16 +78,19 @@ def adapt(
 
 
 class MergedShards(Mapping[str, Tensor]):
-    """Shards by the names of the model without adapters. Adapted weights are merged each time they are
-    asked for, so that no second copy of the model exists.
+    """Shards by their names in the model without adapters.
+
+    Adapted weights are merged at each access, so that no second copy of the model exists.
     """
 
     def __init__(self, part: torch.nn.Module, shards: Mapping[str, Tensor]) -> None:
         self._adapted = {
             f"{name}.weight": module for name, module in part.named_modules() if isinstance(module, _Adapted)
         }
-        own = {f"{name.removesuffix('weight')}lora_{which}" for name in self._adapted for which in ("a", "b")}
-        self._shards = {name: shard for name, shard in shards.items() if name not in own}
+        factors = {
+            f"{name.removesuffix('weight')}lora_{factor}" for name in self._adapted for factor in ("a", "b")
+        }
+        self._shards = {name: shard for name, shard in shards.items() if name not in factors}
 
     def __getitem__(self, name: str) -> Tensor:
         adapted = self._adapted.get(name)
@@ -97,7 +104,7 @@ class MergedShards(Mapping[str, Tensor]):
 
 
 def _layer(parameter: str) -> str | None:
-    """``linear_fc1`` for its weight; None when it is not that of a linear layer of the decoder.
+    """Return the name of a weight's linear layer in the decoder; None for any other parameter.
 
     >>> _layer("decoder.layers.0.mlp.linear_fc1.weight")
     'linear_fc1'
@@ -108,7 +115,7 @@ def _layer(parameter: str) -> str | None:
 
 
 def _drawn(rank: int, inputs: int, name: str) -> Tensor:
-    """As peft and torch.nn.Linear do it: kaiming_uniform with a = sqrt(5)."""
+    """Draw A as peft and torch.nn.Linear do: kaiming_uniform with a = sqrt(5)."""
     digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
     bound = 1 / sqrt(inputs)
@@ -116,20 +123,22 @@ def _drawn(rank: int, inputs: int, name: str) -> Tensor:
 
 
 def _add(module: torch.nn.Module, a: Tensor, scale: float) -> None:
+    """Turn ``module`` into its adapted kind in place: names and state of the base layer must stay."""
     kind = _ADAPTED.get(type(module))
     if kind is None:
         raise ValueError(
-            f"there are no adapters for a {type(module).__name__}, but for "
+            f"there are no adapters for a {type(module).__name__}, only for "
             f"{', '.join(base.__name__ for base in _ADAPTED)}: leave it out of actor.lora.targets"
         )
-    module.__class__ = kind  # in place, as the names and the state of the base layer are to stay
-    weight = module.weight
-    module.lora_scale = scale
-    module.lora_a = Parameter(a.to(weight).contiguous())
-    module.lora_b = Parameter(weight.new_zeros(weight.shape[0], len(a)))
-    for parameter in (module.lora_a, module.lora_b):
-        parameter.allreduce = getattr(weight, "allreduce", True)  # False: it is one of an expert's
-    module.tell_megatron()
+    module.__class__ = kind
+    adapted = cast("_Adapted", module)
+    weight = adapted.weight
+    adapted.lora_scale = scale
+    adapted.lora_a = Parameter(a.to(weight).contiguous())
+    adapted.lora_b = Parameter(weight.new_zeros(weight.shape[0], len(a)))
+    for factor in (adapted.lora_a, adapted.lora_b):
+        marks_of(factor).allreduce = getattr(weight, "allreduce", True)  # False for an expert
+    adapted.mark_factors()
 
 
 class _Adapted:
@@ -139,64 +148,94 @@ class _Adapted:
     lora_scale: float
 
     def merged(self) -> Tensor:
-        """The weight to use without the adapter: computed in single precision, rounded once."""
+        """Return the weight that equals layer and adapter: computed in single precision, rounded once."""
         with torch.no_grad():
             product = (self.weight.float(), self.lora_b.float(), self.lora_a.float())
             return torch.addmm(*product, alpha=self.lora_scale).to(self.weight.dtype)
 
+    def mark_factors(self) -> None:
+        """Set the attributes of the factors by which Megatron reduces and counts their gradients."""
+        raise NotImplementedError
+
+
+class _Metadata(TypedDict):
+    """The metadata that Megatron passes to every module when it saves or loads a checkpoint."""
+
+    dp_cp_group: dist.ProcessGroup
+
 
 class _AdaptedParallel(_Adapted):
-    """One of the two factors is split over the ranks of ``tp_group``."""
+    """An adapted layer with one factor split over the ranks of ``tp_group``."""
 
-    split: str
-    whole: str
+    split: Literal["lora_a", "lora_b"]
+    whole: Literal["lora_a", "lora_b"]
     axis: int
-    """Along which ``split`` is."""
+    """Axis along which ``split`` is split."""
 
-    def tell_megatron(self) -> None:
-        """Which gradients are to be summed over tensor-parallel ranks, and counted in their norm once."""
-        whole = getattr(self, self.whole)
-        set_tensor_model_parallel_attributes(getattr(self, self.split), True, self.axis, 1)
+    # Attributes of Megatron's parallel layers.
+    is_expert: bool
+    sequence_parallel: bool
+    explicit_expert_comm: bool
+    tp_group: dist.ProcessGroup
+
+    def mark_factors(self) -> None:
+        split, whole = self._factor(self.split), self._factor(self.whole)
+        set_tensor_model_parallel_attributes(split, True, self.axis, 1)
         # Different ranks of the model's tensor-parallel group may hold different experts.
         counted = self.is_expert and self.tp_group.rank() == 0
         set_tensor_model_parallel_attributes(whole, counted, -1, 1)
-        whole.sequence_parallel = self.sequence_parallel and not self.is_expert and not self._alone
+        summed = self.sequence_parallel and not self.is_expert and not self._without_communication
+        marks_of(whole).sequence_parallel = summed
+
+    def _factor(self, name: Literal["lora_a", "lora_b"]) -> Parameter:
+        return self.lora_a if name == "lora_a" else self.lora_b
 
     @property
-    def _alone(self) -> bool:
-        """The caller does the communication around this layer, which does none."""
+    def _without_communication(self) -> bool:
+        """True if the caller communicates around this layer, which then does not."""
         return self.explicit_expert_comm
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+    def _with_split_factor(
+        self, state: dict[str, object], prefix: str, offsets: tuple[object, ...], metadata: _Metadata | None
+    ) -> dict[str, object]:
+        """Return the sharded state dict of the base layer with the split factor as a shard of the whole."""
+        assert metadata is not None
         key = f"{prefix}{self.split}"
-        found[key] = make_tp_sharded_tensor_for_checkpoint(
-            getattr(self, self.split),
+        sharded = make_tp_sharded_tensor_for_checkpoint(
+            self._factor(self.split),
             key,
             self.axis,
-            prepend_offsets=sharded_offsets,
+            prepend_offsets=offsets,
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
-        if key.endswith("linear_fc1.lora_b"):  # each rank has its rows of gate over those of up
-            found[key] = apply_swiglu_sharded_factory(found[key], sharded_offsets)
-        return found
+        if key.endswith("linear_fc1.lora_b"):  # each rank has its rows of gate above those of up
+            sharded = apply_swiglu_sharded_factory(sharded, offsets)
+        return state | {key: sharded}
 
 
 class _AdaptedColumn(_AdaptedParallel, ColumnParallelLinear):
     split, whole, axis = "lora_b", "lora_a", 0
 
-    def forward(self, input_: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        output, bias = super().forward(input_, *args, **options)
-        if self._alone:
+    def forward(self, input_: Tensor, *args: object, **options: object) -> tuple[Tensor, Tensor | None]:
+        base_forward = cast("Callable[..., tuple[Tensor, Tensor | None]]", super().forward)
+        output, bias = base_forward(input_, *args, **options)
+        if self._without_communication:
             inner = F.linear(input_, copied_to_ranks(self.lora_a, self.tp_group))
         elif self.sequence_parallel:
             inner = gather_from_sequence_parallel_region(F.linear(input_, self.lora_a), group=self.tp_group)
         else:
             inner = copied_to_ranks(F.linear(input_, self.lora_a), self.tp_group)
         return output + F.linear(self.lora_scale * inner, self.lora_b), bias
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[object, ...] = (),
+        metadata: _Metadata | None = None,
+    ) -> dict[str, object]:
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return self._with_split_factor(state, prefix, sharded_offsets, metadata)
 
 
 class _AdaptedRow(_AdaptedParallel, RowParallelLinear):
@@ -205,7 +244,7 @@ class _AdaptedRow(_AdaptedParallel, RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(input_)
         inner, b = F.linear(input_, self.lora_a), self.lora_b
-        if self._alone:
+        if self._without_communication:
             b = copied_to_ranks(b, self.tp_group)
         elif self.sequence_parallel:
             inner = reduce_scatter_to_sequence_parallel_region(inner, group=self.tp_group)
@@ -213,20 +252,29 @@ class _AdaptedRow(_AdaptedParallel, RowParallelLinear):
             inner = reduce_from_tensor_model_parallel_region(inner, group=self.tp_group)
         return output + F.linear(self.lora_scale * inner, b), bias
 
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[object, ...] = (),
+        metadata: _Metadata | None = None,
+    ) -> dict[str, object]:
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return self._with_split_factor(state, prefix, sharded_offsets, metadata)
+
 
 class _AdaptedDown(_Adapted, DownProjection):
-    """Whole on every tensor-parallel rank, and so are both factors."""
+    """A layer that is whole on every tensor-parallel rank, as are both factors."""
 
-    def tell_megatron(self) -> None:
-        for parameter in (self.lora_a, self.lora_b):
-            parameter.sequence_parallel = self.weight.sequence_parallel
+    def mark_factors(self) -> None:
+        for factor in (self.lora_a, self.lora_b):
+            marks_of(factor).sequence_parallel = marks_of(self.weight).sequence_parallel
 
     def project(self, hidden: Tensor) -> Tensor:
         inner = self.lora_scale * F.linear(hidden, self.lora_a)
         return super().project(hidden) + F.linear(inner, self.lora_b)
 
 
-_ADAPTED: dict[type[torch.nn.Module], type[_Adapted]] = {
+_ADAPTED: dict[type[torch.nn.Module], type[_AdaptedColumn | _AdaptedRow | _AdaptedDown]] = {
     ColumnParallelLinear: _AdaptedColumn,
     RowParallelLinear: _AdaptedRow,
     DownProjection: _AdaptedDown,

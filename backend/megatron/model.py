@@ -1,12 +1,12 @@
-"""A Megatron GPTModel for an HF checkpoint: config, layer spec, DDP wrapping, weights, optimizer.
+"""A Megatron GPTModel for an HF checkpoint: config, layer spec, weights, DDP wrapping, optimizer.
 
-The one place that constructs Megatron objects, so that a change of Megatron is a change here.
+Megatron objects are constructed only here, so that a change of Megatron is a change here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, cast
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -27,17 +27,20 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
 from slipstream.backend.megatron import lora
-from slipstream.backend.megatron.config import fields_of, transformer_config
+from slipstream.backend.megatron.config import Settings, fields_of, transformer_config
+from slipstream.backend.megatron.groups import groups
 from slipstream.backend.megatron.head import ValueHead
 from slipstream.backend.megatron.layer_spec import layer_spec
 from slipstream.backend.megatron.layers import final_norm, layer_specs
 from slipstream.backend.megatron.local_layers import DownProjection, RMSNorm
+from slipstream.backend.megatron.marks import marks_of
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.load import load_hf
@@ -47,9 +50,9 @@ from slipstream.configs.schema import ActorConfig
 def build_model(
     spec: ModelSpec, actor: ActorConfig, dtype: torch.dtype, device: torch.device, *, seed: int = 0
 ) -> list[GPTModel]:
-    """This rank's part of the model for each virtual pipeline stage, with the HF checkpoint's weights.
+    """Return this rank's part of the model for each virtual pipeline stage, with the HF checkpoint's weights.
 
-    ``seed``: for what is not in the checkpoint, adapters.
+    ``seed``: for the adapters, which are not in the checkpoint.
     """
     parts = empty_model(spec, actor, dtype, device)
     layout, rank = _layout(actor, dtype), torch.distributed.get_rank()
@@ -62,18 +65,19 @@ def build_model(
 def empty_model(
     spec: ModelSpec, actor: ActorConfig, dtype: torch.dtype, device: torch.device
 ) -> list[GPTModel]:
-    """The same, with weights of any value and without adapters."""
+    """Return the same parts with undefined weights and without adapters."""
     geometry, layout = spec.geometry, _layout(actor, dtype)
     config = transformer_config(geometry, actor, layout, dtype)
-    stage = parallel_state.get_pipeline_model_parallel_rank()
+    stage = groups.get_pipeline_model_parallel_rank()
     specs = layer_specs(geometry, layout.layer_spec)
     parts = [
         _build_part(spec, config, part_specs, stage, chunk, layout).to(device=device, dtype=dtype)
         for chunk, part_specs in enumerate(_specs_of_stage(specs, layout, stage))
     ]
     for module in (module for part in parts for module in part.modules()):
-        if getattr(module, "expert_bias", None) is not None:
-            module.expert_bias.data = module.expert_bias.float()  # a tiny step in a bias decides a choice
+        bias: Tensor | None = getattr(module, "expert_bias", None)
+        if bias is not None:
+            bias.data = bias.float()  # a tiny step in a bias decides a choice
     return parts
 
 
@@ -82,11 +86,11 @@ def _layout(actor: ActorConfig, dtype: torch.dtype) -> Layout:
 
 
 def _specs_of_stage(specs: list[ModuleSpec], layout: Layout, stage: int) -> list[list[ModuleSpec]]:
-    found: list[list[ModuleSpec]] = [[] for _ in range(layout.chunks)]
+    by_chunk: list[list[ModuleSpec]] = [[] for _ in range(layout.chunks)]
     for spec, place in zip(specs, layout.places(len(specs)), strict=True):
         if place.stage == stage:
-            found[place.chunk].append(spec)
-    return found
+            by_chunk[place.chunk].append(spec)
+    return by_chunk
 
 
 def _build_part(
@@ -98,9 +102,12 @@ def _build_part(
     layout: Layout,
 ) -> GPTModel:
     geometry = spec.geometry
+    # Megatron takes submodules, classes and floats where its annotations say otherwise.
+    norm = cast("ModuleSpec", final_norm(layout.layer_spec))
+    layers = cast("ModuleSpec", TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm))
     part = GPTModel(
         config,
-        TransformerBlockSubmodules(layer_specs=specs, layer_norm=final_norm(layout.layer_spec)),
+        layers,
         vocab_size=geometry.padded_vocab(layout.tensor),
         max_sequence_length=geometry.max_positions,
         pre_process=stage == 0 and chunk == 0,
@@ -109,11 +116,11 @@ def _build_part(
         share_embeddings_and_output_weights=geometry.tied_embeddings,
         position_embedding_type="rope",
         rotary_percent=geometry.rope.fraction,
-        rotary_base=geometry.rope.theta,
+        rotary_base=cast("int", geometry.rope.theta),
         vp_stage=chunk if layout.chunks > 1 else None,
     )
     if spec.gives_values and part.post_process:
-        part.output_layer = ValueHead(config)
+        part.output_layer = cast("ColumnParallelLinear", ValueHead(config))
     for module in list(part.modules()):
         if type(module) is RotaryEmbedding:
             frequencies = geometry.rope.frequencies(geometry.rotated_dim)
@@ -124,17 +131,17 @@ def _build_part(
             _mark(module)
     for name, parameter in part.named_parameters():
         if ".mlp.experts." in name:
-            # Megatron takes experts for dense layers where expert-parallel ranks are 1: with another
-            # ``expert_tensor`` than ``tensor``, their gradients would be summed over the wrong ranks.
-            parameter.allreduce = False
+            # Megatron takes experts for dense layers if there is one expert-parallel rank: with
+            # ``expert_tensor`` unlike ``tensor``, their gradients would be summed over the wrong ranks.
+            marks_of(parameter).allreduce = False
     return part
 
 
-def _mark(module: torch.nn.Module) -> None:
-    """What Megatron has to know of a weight that is split over tensor-parallel ranks.
+def _mark(module: VocabParallelEmbedding | ColumnParallelLinear | RowParallelLinear) -> None:
+    """Mark a weight as split over tensor-parallel ranks.
 
-    Before 0.19 it marks shards only when it initializes weights: without that, the gradient's norm has those
-    of the first rank only. Layers of Transformer Engine are marked in any case.
+    Before 0.19 Megatron marks shards only when it initializes weights; without marks, the norm of the
+    gradient counts only the first rank's shards. Layers of Transformer Engine are always marked.
     """
     if module.weight is not None and not hasattr(module.weight, "partition_dim"):
         dim = int(isinstance(module, RowParallelLinear))
@@ -142,8 +149,10 @@ def _mark(module: torch.nn.Module) -> None:
 
 
 def _complete(attention: MLASelfAttention) -> None:
-    """Down projections and norms of latent attention, which Megatron's specs cannot say for all models: 0.19
-    has no norm of keys and values without one of queries.
+    """Replace the down projections and norms of latent attention.
+
+    Megatron's specs cannot describe those of all models: 0.19 has no norm of keys and values without one of
+    queries.
     """
     config = attention.config
     rotated = config.qk_pos_emb_head_dim
@@ -156,8 +165,8 @@ def _complete(attention: MLASelfAttention) -> None:
         attention.q_layernorm = RMSNorm(config, config.q_lora_rank, config.layernorm_epsilon)
 
 
-def wrap_ddp(parts: list[GPTModel], actor: ActorConfig) -> list[DistributedDataParallel]:
-    """Megatron's DDP: contiguous float32 gradients, reduced once per optimizer update."""
+def wrap_ddp(parts: Sequence[GPTModel], actor: ActorConfig) -> list[DistributedDataParallel]:
+    """Wrap the parts in Megatron's DDP: contiguous float32 gradients, reduced once per optimizer update."""
     optimizer = actor.optimizer
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -166,26 +175,32 @@ def wrap_ddp(parts: list[GPTModel], actor: ActorConfig) -> list[DistributedDataP
         overlap_param_gather=optimizer.overlap_param_gather,
     )
     wrapped = [
-        # Like Megatron: what later chunks have to say is behind the backward passes of the first one.
+        # As in Megatron: the first chunk's backward passes hide the reduction of later chunks.
         DistributedDataParallel(part.config, config, part, disable_bucketing=chunk > 0)
         for chunk, part in enumerate(parts)
     ]
     for part in wrapped:
         part.broadcast_params()
         if optimizer.overlap_grad_reduce:
-            part.config.no_sync_func = [p.no_sync for p in wrapped] if len(wrapped) > 1 else part.no_sync
+            transformer = cast("_NoSync", part.config)
+            transformer.no_sync_func = [p.no_sync for p in wrapped] if len(wrapped) > 1 else part.no_sync
     return wrapped
 
 
-def build_optimizer(
-    parts: list[DistributedDataParallel], actor: ActorConfig, dtype: torch.dtype
-) -> MegatronOptimizer:
-    """Megatron's Adam with float32 main parameters; hooks loss scaling and finalization into the model.
+class _NoSync(Protocol):
+    no_sync_func: Callable[[], object] | list[Callable[[], object]]
+    """One function per chunk if there are several; Megatron's annotation lacks the list."""
 
-    Norms and biases, which are the parameters of one dimension, have no weight decay.
+
+def build_optimizer(
+    parts: Sequence[DistributedDataParallel], actor: ActorConfig, dtype: torch.dtype
+) -> MegatronOptimizer:
+    """Build Megatron's Adam with float32 main parameters, and hook it into the model's config.
+
+    Norms and biases, the parameters of one dimension, have no weight decay.
     """
     optimizer = actor.optimizer
-    settings = {
+    settings: Settings = {
         "optimizer": "adam",
         "lr": optimizer.lr,
         "weight_decay": optimizer.weight_decay,
@@ -199,8 +214,9 @@ def build_optimizer(
         "params_dtype": dtype,
     }
     config = OptimizerConfig(**settings | fields_of(OptimizerConfig, actor.megatron))
-    made = get_megatron_optimizer(config, parts, config_overrides=get_standard_config_overrides(config))
-    for group in made.param_groups:  # what Megatron's own scheduler does, which is not used here
+    chunks: list[MegatronModule] = [*parts]
+    made = get_megatron_optimizer(config, chunks, config_overrides=get_standard_config_overrides(config))
+    for group in made.param_groups:  # Megatron's own scheduler would do this; it is not used here
         group["weight_decay"] = optimizer.weight_decay * group["wd_mult"]
     for part in parts:
         part.config.grad_scale_func = made.scale_loss
@@ -209,10 +225,10 @@ def build_optimizer(
 
 
 def named_shards(part: torch.nn.Module) -> Mapping[str, Tensor]:
-    """What this rank has of one part of the model, by the names that the bridge uses.
+    """Return this rank's shards of one part of the model, by the names that the bridge uses.
 
-    Besides the parameters that is the bias that decides which experts are chosen. Adapters are merged into
-    their weights.
+    They are the parameters, with adapters merged into their weights, and the bias that decides which experts
+    are chosen.
     """
     biases = {name: tensor for name, tensor in part.named_buffers() if name.endswith("router.expert_bias")}
     return lora.MergedShards(part, dict(part.named_parameters()) | biases)

@@ -2,13 +2,13 @@
 
 The distributed optimizer gives each data-parallel rank a range of each flattened weight. Here such a range is
 cut into rectangles of the weight, which are views of the rank's own state: nothing is gathered to save it,
-and a checkpoint is read straight into place by any layout and by either kind of optimizer. (Megatron's own
-``fully_reshardable`` gathers the whole state on every data-parallel rank, and mixes weights up when tied
-embeddings meet pipeline stages, because it forgets the padding between gradient buckets.)
+and any layout and either kind of optimizer reads a checkpoint straight into place. (Megatron's own
+``fully_reshardable`` format gathers the whole state on every data-parallel rank. It also mixes weights up if
+tied embeddings meet pipeline stages, because it ignores the padding between gradient buckets.)
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Protocol, cast
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -19,97 +19,123 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 from torch.nn import Parameter
 
-from slipstream.backend.checkpoint.folder import CheckpointError
+from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.megatron.rectangles import rectangles
 
 
+class _Adam(Protocol):
+    """The optimizer that Megatron wraps: torch's Adam or Transformer Engine's."""
+
+    param_groups: list[dict[str, object]]
+    state: dict[Tensor, dict[str, object]]
+
+
 def allocate(optimizer: MegatronOptimizer) -> None:
-    """Make the state that Adam makes at its first step, so that there is something to save or load."""
+    """Make the state that Adam makes at its first step, so that it can be saved or loaded."""
     for part in _parts(optimizer):
         config = part.config
         if config.optimizer != "adam" or config.use_precision_aware_optimizer or config.optimizer_cpu_offload:
             raise CheckpointError(
-                "checkpoints know plain Adam only; take optimizer, use_precision_aware_optimizer and "
+                "checkpoints support plain Adam only; take optimizer, use_precision_aware_optimizer and "
                 "optimizer_cpu_offload out of actor.megatron, or set checkpoint.every: 0"
             )
         part.init_state_fn(part.optimizer, config)
         if _is_torch_adam(part):
-            for state in part.optimizer.state.values():
+            for state in _adam(part).state.values():
                 state.setdefault("step", torch.tensor(0.0))
 
 
 def updates(optimizer: MegatronOptimizer) -> int:
-    """How many updates Adam has done: its bias correction goes by that."""
-    counts = {int(holder.get("step", 0)) for part in _parts(optimizer) for holder in _counting(part)}
-    return max(counts, default=0)
+    """Return the number of updates Adam has made, by which it corrects its bias."""
+    steps = [cast("Tensor | int", holder.get("step", 0)) for holder in _counters(optimizer)]
+    return max(map(int, steps), default=0)
 
 
 def set_updates(optimizer: MegatronOptimizer, count: int) -> None:
-    for part in _parts(optimizer):
-        for holder in _counting(part):
-            if torch.is_tensor(holder.get("step")):
-                holder["step"].fill_(count)
-            else:
-                holder["step"] = count
+    """Set the number of updates that Adam has made."""
+    for holder in _counters(optimizer):
+        step = holder.get("step")
+        if isinstance(step, Tensor):
+            step.fill_(count)
+        else:
+            holder["step"] = count
 
 
 def held(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """Every tensor that the optimizer has on this rank. Some may be, or share memory with, the model's."""
+    """Return every tensor of the optimizer on this rank; some may be, or share memory with, the model's."""
     return [
         value
         for part in _parts(optimizer)
         for tensors in (
-            *(group["params"] for group in part.optimizer.param_groups),
-            *(state.values() for state in part.optimizer.state.values()),
+            *(_params(group) for group in _adam(part).param_groups),
+            *(state.values() for state in _adam(part).state.values()),
         )
         for value in tensors
-        if torch.is_tensor(value)
+        if isinstance(value, Tensor)
     ]
 
 
-def sharded_state(optimizer: MegatronOptimizer, model: dict[str, Any]) -> dict[str, list[ShardedTensor]]:
-    """Views of the moments and float32 main parameters, placed like the weights in ``model``.
+def sharded_state(
+    optimizer: MegatronOptimizer, model: Mapping[str, object]
+) -> dict[str, list[ShardedTensor]]:
+    """Return views of the moments and float32 main parameters, placed like the weights in ``model``.
 
     ``model`` is the model's sharded state dict; the names are those of Megatron's plain optimizers.
     """
-    weights = {id(weight.data): (name, weight) for name, weight in model.items() if _is_weight(weight)}
-    found: dict[str, list[ShardedTensor]] = {}
+    weights = {
+        id(weight.data): (name, weight)
+        for name, weight in model.items()
+        if isinstance(weight, ShardedTensor | ShardedTensorFactory)
+    }
+    state: dict[str, list[ShardedTensor]] = {}
     for part in _parts(optimizer):
         for parameter, shard, start in _shards(part):
             name, weight = weights[id(parameter)]
-            tensors = {key: part.optimizer.state[shard][key] for key in ("exp_avg", "exp_avg_sq")}
+            of_shard = cast("dict[str, Tensor]", _adam(part).state[shard])
+            tensors = {key: of_shard[key] for key in ("exp_avg", "exp_avg_sq")}
             if shard.dtype != parameter.dtype:
                 tensors["fp32_param"] = shard
             distributed = isinstance(part, DistributedOptimizer)
             for key, tensor in tensors.items():
-                found[f"{name}.{key}"] = [
+                state[f"{name}.{key}"] = [
                     piece
                     for leaf in _leaves(weight)
                     for piece in _pieces(leaf, parameter, key, tensor.detach().view(-1), start, distributed)
                 ]
-    return found
+    return state
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers behind Megatron's chain (a mixture of experts has two) that have parameters."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part for part in parts if not part.is_stub_optimizer]
+    """Return the optimizers in Megatron's chain (a mixture of experts has two) that have parameters."""
+    parts: list[MegatronOptimizer] = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+
+
+def _adam(part: MegatronOptimizer) -> _Adam:
+    return cast("_Adam", part.optimizer)
 
 
 def _is_torch_adam(part: MegatronOptimizer) -> bool:
     return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
 
-def _counting(part: MegatronOptimizer) -> list[dict[str, Any]]:
-    """Where ``step`` is kept: by torch for each parameter, by Transformer Engine for each group."""
-    return list(part.optimizer.state.values()) if _is_torch_adam(part) else part.optimizer.param_groups
+def _params(group: Mapping[str, object]) -> Sequence[Tensor]:
+    return cast("Sequence[Tensor]", group["params"])
+
+
+def _counters(optimizer: MegatronOptimizer) -> Iterator[MutableMapping[str, object]]:
+    """Yield the dicts that hold ``step``: torch's one per parameter, Transformer Engine's one per group."""
+    for part in _parts(optimizer):
+        yield from _adam(part).state.values() if _is_torch_adam(part) else _adam(part).param_groups
 
 
 def _shards(part: MegatronOptimizer) -> Iterator[tuple[Parameter, Tensor, int]]:
-    """A parameter of the model, what Adam updates for it on this rank, and where that begins in it."""
+    """Yield each parameter of the model, the tensor that Adam updates for it on this rank, and the element of
+    the parameter at which that tensor begins.
+    """
     if isinstance(part, DistributedOptimizer):
         for parameter, (group, order) in part.model_param_group_index_map.items():
-            shard = part.optimizer.param_groups[group]["params"][order]
+            shard = _params(_adam(part).param_groups[group])[order]
             yield parameter, shard, part._get_model_param_range_map(parameter)["param"].start
         return
     if isinstance(part, Float16OptimizerWithFloat16Params):
@@ -118,37 +144,37 @@ def _shards(part: MegatronOptimizer) -> Iterator[tuple[Parameter, Tensor, int]]:
                 yield parameter, main, 0
         groups = part.fp32_from_fp32_groups
     else:
-        groups = [group["params"] for group in part.optimizer.param_groups]
+        groups = [_params(group) for group in _adam(part).param_groups]
     for parameters in groups:
-        for parameter in parameters:
+        for parameter in cast("Sequence[Parameter]", parameters):
             yield parameter, parameter, 0
 
 
-def _is_weight(value: Any) -> bool:
-    return isinstance(value, ShardedTensor | ShardedTensorFactory)
-
-
 def _leaves(weight: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
-    """The tensors that a weight is stored as: two for fused gate and up projections."""
+    """Return the tensors that a weight is stored as: two for fused gate and up projections."""
     return list(nested_values(weight.build())) if isinstance(weight, ShardedTensorFactory) else [weight]
 
 
 def _pieces(
     leaf: ShardedTensor, parameter: Parameter, key: str, shard: Tensor, start: int, distributed: bool
 ) -> Iterator[ShardedTensor]:
-    """The part of ``leaf`` that is in ``shard``, which begins at element ``start`` of ``parameter``."""
-    ndim, lead = leaf.data.ndim, leaf.prepend_axis_num
-    if ndim > 2 or not leaf.data.is_contiguous():
+    """Yield the parts of ``leaf`` in ``shard``, which begins at element ``start`` of ``parameter``."""
+    weight = leaf.data
+    assert weight is not None
+    ndim, lead = weight.ndim, leaf.prepend_axis_num
+    if ndim > 2 or not weight.is_contiguous():
         raise NotImplementedError(f"{leaf.key} is neither a vector nor whole rows of a matrix")
-    begin = leaf.data.storage_offset() - parameter.storage_offset()
+    begin = int(weight.storage_offset()) - int(parameter.storage_offset())
     first = max(start, begin)
-    last = min(start + shard.numel(), begin + leaf.data.numel())
+    last = min(start + shard.numel(), begin + weight.numel())
     columns = leaf.local_shape[-1]
     for piece in rectangles(first - begin, last - begin, columns):
         place, shape = (piece.row, piece.column)[-ndim:], (piece.rows, piece.columns)[-ndim:]
-        at = begin + piece.row * columns + piece.column - start
-        data = shard[at : at + piece.rows * piece.columns].view((1,) * lead + shape)
-        corner = [offset + inside for offset, inside in zip(leaf.global_offset[lead:], place, strict=True)]
+        offset = begin + piece.row * columns + piece.column - start
+        data = shard[offset : offset + piece.rows * piece.columns].view((1,) * lead + shape)
+        corner = [outer + inner for outer, inner in zip(leaf.global_offset[lead:], place, strict=True)]
+        # The last number of a replica is its data-parallel rank; a distributed optimizer has no replicas.
+        replica = cast("tuple[int, ...]", leaf.replica_id)
         yield ShardedTensor(
             key=f"optimizer.state.{key}.{leaf.key}",
             data=data,
@@ -157,7 +183,6 @@ def _pieces(
             global_shape=leaf.global_shape,
             global_offset=(*leaf.global_offset[:lead], *corner),
             axis_fragmentations=None,  # the pieces form no grid
-            # The last number is the data-parallel rank: those of a distributed optimizer are no replicas.
-            replica_id=(*leaf.replica_id[:-1], 0) if distributed else leaf.replica_id,
+            replica_id=(*replica[:-1], 0) if distributed else leaf.replica_id,
             allow_shape_mismatch=leaf.allow_shape_mismatch,
         )

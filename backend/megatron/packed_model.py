@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -14,32 +14,65 @@ from torch import Tensor
 from slipstream.backend.batch.context_parallel import ContextShare, share_of
 from slipstream.backend.batch.micro_batch import MicroBatch
 from slipstream.backend.megatron import context, head
+from slipstream.backend.megatron.groups import groups
 
-Head = Callable[..., Any]
-"""What is made of the last stage's output [1, T, ...]. In training a loss: (sum, count, anything)."""
+R = TypeVar("R")
+
+LossHead = Callable[[Tensor], tuple[Tensor, Tensor, R]]
+"""From the last stage's output [1, T, ...] to (sum of token losses, number of tokens, any result): what
+Megatron asks for with a loss per token."""
 
 
 class PackedModel:
-    """All ranks call its methods together, each with the micro-batches of its data-parallel rank.
+    """A model that takes packed micro-batches.
 
-    What a method gives for each micro-batch exists on the last pipeline stage; elsewhere it is None.
+    All ranks call its methods together, each with the micro-batches of its data-parallel rank.
     """
 
     def __init__(self, parts: Sequence[torch.nn.Module], device: torch.device) -> None:
         self.parts = list(parts)
         self._device = device
 
-    def run(
-        self, microbatches: Sequence[MicroBatch], heads: Sequence[Head], *, forward_only: bool
-    ) -> list[Any]:
-        """Forward, and backward unless ``forward_only``; what each micro-batch's head gave."""
-        given = dict(zip(map(id, microbatches), heads, strict=True))
+    def train(self, microbatches: Sequence[MicroBatch], heads: Sequence[LossHead[R]]) -> list[R]:
+        """Run forward and backward passes, and return the results of the heads.
 
-        def forward(iterator: Iterator[MicroBatch], part: torch.nn.Module) -> tuple[Tensor, Head]:
+        There is one head for each micro-batch. The list is empty except on the last pipeline stage.
+        """
+        results = cast("list[R]", self._run(microbatches, heads, forward_only=False))
+        return results if groups.is_pipeline_last_stage() else []
+
+    def evaluate(
+        self, microbatches: Sequence[MicroBatch], head: Callable[[MicroBatch, Tensor], Tensor]
+    ) -> list[Tensor | None]:
+        """Return ``head(micro, output)`` of every micro-batch, without dropout and without gradients.
+
+        The results are None except on the last pipeline stage.
+        """
+        for part in self.parts:
+            part.eval()
+        with torch.no_grad():
+            heads = [partial(_without_flag, head, micro) for micro in microbatches]
+            results = cast("list[Tensor | None]", self._run(microbatches, heads, forward_only=True))
+        for part in self.parts:
+            part.train()
+        return results if groups.is_pipeline_last_stage() else [None] * len(microbatches)
+
+    def _run(
+        self,
+        microbatches: Sequence[MicroBatch],
+        heads: Sequence[Callable[..., object]],
+        *,
+        forward_only: bool,
+    ) -> list[object]:
+        head_of = dict(zip(map(id, microbatches), heads, strict=True))
+
+        def forward(
+            iterator: Iterator[MicroBatch], part: torch.nn.Module
+        ) -> tuple[Tensor, Callable[..., object]]:
             micro = next(iterator)
-            return self._forward(micro, part), given[id(micro)]
+            return self._forward(micro, part), head_of[id(micro)]
 
-        found = get_forward_backward_func()(
+        return get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=[iter(microbatches) for _ in self.parts],
             model=self.parts,
@@ -49,37 +82,25 @@ class PackedModel:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
-        return found if parallel_state.is_pipeline_last_stage() else [None] * len(microbatches)
-
-    def evaluate(self, microbatches: Sequence[MicroBatch], head: Callable[..., Tensor]) -> list[Any]:
-        """``head(micro, output)`` of every micro-batch, without dropout and without gradients."""
-        for part in self.parts:
-            part.eval()
-        with torch.no_grad():
-            heads = [partial(_without_flag, head, micro) for micro in microbatches]
-            found = self.run(microbatches, heads, forward_only=True)
-        for part in self.parts:
-            part.train()
-        return found
 
     def tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
     def count(self, micro: MicroBatch) -> Tensor:
-        """How many tokens with loss this rank has of a micro-batch: what Megatron sums over ranks."""
+        """Return the number of tokens with loss that this rank predicts, which Megatron sums over ranks."""
         return torch.tensor(len(self._share(micro).index_m), dtype=torch.int, device=self._device)
 
-    def gathered(self, micro: MicroBatch, own_m: Tensor) -> Tensor:
-        """What is said of the M tokens with loss, of which this rank has ``own_m`` (context parallelism)."""
+    def gathered(self, micro: MicroBatch, local_m: Tensor) -> Tensor:
+        """Return the values [M] of all ranks' tokens with loss, of which this rank has ``local_m``."""
         share = self._share(micro)
         if len(share.counts) == 1:
-            return own_m
-        group = parallel_state.get_context_parallel_group()
-        return context.gathered(own_m, share.counts, self.tensor(share.order_M), group)
+            return local_m
+        group = groups.get_context_parallel_group()
+        return context.gathered(local_m, share.counts, self.tensor(share.order_M), group)
 
     def _share(self, micro: MicroBatch) -> ContextShare:
-        size = parallel_state.get_context_parallel_world_size()
-        return share_of(micro, size, parallel_state.get_context_parallel_rank())
+        size = groups.get_context_parallel_world_size()
+        return share_of(micro, size, groups.get_context_parallel_rank())
 
     def _forward(self, micro: MicroBatch, part: torch.nn.Module) -> Tensor:
         cu_seqlens = self.tensor(micro.cu_seqlens)
@@ -102,16 +123,19 @@ class PackedModel:
 
 
 def _without_flag(
-    head: Callable[..., Tensor], micro: MicroBatch, output: Tensor, non_loss_data: bool = True
+    head: Callable[[MicroBatch, Tensor], Tensor],
+    micro: MicroBatch,
+    output: Tensor,
+    non_loss_data: bool = True,
 ) -> Tensor:
-    """Megatron calls what is no loss with this flag."""
+    """Call a head; Megatron passes this flag to a head that computes no loss."""
     return head(micro, output)
 
 
 class LanguageModel(PackedModel):
-    """Gives log-probs of the tokens that carry loss. Its last part gives hidden states (``head``).
+    """A model that gives log-probs of the tokens that carry loss. Its last part ends in hidden states.
 
-    vocab: the true size of the vocabulary. ``float32_logits``: as in ``fused_logprob``.
+    vocab: the true size of the vocabulary. float32_logits: as in ``fused_logprob``.
     """
 
     def __init__(
@@ -127,12 +151,12 @@ class LanguageModel(PackedModel):
         self._float32_logits = float32_logits
 
     def log_probs(self, microbatches: Sequence[MicroBatch], temperature: float) -> list[Tensor | None]:
-        """[M] of every micro-batch."""
+        """Return log-probs [M] of every micro-batch; None except on the last pipeline stage."""
 
-        def found(micro: MicroBatch, hidden_1TH: Tensor) -> Tensor:
+        def logp_of(micro: MicroBatch, hidden_1TH: Tensor) -> Tensor:
             return self.logprob_and_entropy(micro, hidden_1TH, temperature)[0]
 
-        return self.evaluate(microbatches, found)
+        return self.evaluate(microbatches, logp_of)
 
     def logprob_and_entropy(
         self,
@@ -142,10 +166,13 @@ class LanguageModel(PackedModel):
         *,
         entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """[M] each, on the last stage. The entropies have a gradient only when asked for."""
+        """Return log-probs and entropies, [M] each, from the output of the last stage.
+
+        entropy_gradient: make the entropies differentiable.
+        """
         last, share = self.parts[-1], self._share(micro)
         logp_m, entropy_m = head.logprob_and_entropy(
-            getattr(last, "module", last),
+            cast("GPTModel", getattr(last, "module", last)),
             hidden_1TH,
             self.tensor(share.index_m),
             self.tensor(share.target_m),
@@ -158,13 +185,13 @@ class LanguageModel(PackedModel):
 
 
 class ValueModel(PackedModel):
-    """Gives a value for each token that carries loss, of what precedes it. It ends in a ``ValueHead``."""
+    """A model that gives a value before each token that carries loss. It ends in a ``ValueHead``."""
 
     def values(self, microbatches: Sequence[MicroBatch]) -> list[Tensor | None]:
-        """float32 [M] of every micro-batch."""
+        """Return values, float32 [M], of every micro-batch; None except on the last pipeline stage."""
         return self.evaluate(microbatches, self.values_of)
 
     def values_of(self, micro: MicroBatch, output_1T1: Tensor) -> Tensor:
-        """The same on the last stage, from its output."""
+        """Return values [M] from the output of the last stage."""
         index_m = self.tensor(self._share(micro).index_m)
         return self.gathered(micro, output_1T1[0, :, 0].index_select(0, index_m))

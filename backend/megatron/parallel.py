@@ -1,4 +1,4 @@
-"""Process groups of one trainer rank."""
+"""The way of a trainer process into Megatron's process groups."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,7 +11,7 @@ from slipstream.configs.schema import ParallelConfig
 
 @dataclass(frozen=True)
 class RankSpec:
-    """Where this process stands among the trainer's ranks, and where they meet."""
+    """This process's place among the trainer's ranks, and the address where they meet."""
 
     rank: int
     world_size: int
@@ -21,17 +21,17 @@ class RankSpec:
 
 
 def prepare_imports() -> None:
-    """To be called before Megatron is imported."""
+    """Make Megatron importable on this machine. Must be called before the first import of it."""
     from slipstream.backend.megatron import cpu
 
     cpu.install()
 
 
 def initialize(spec: RankSpec, parallel: ParallelConfig, *, seed: int, timeout_s: float) -> torch.device:
-    """Join the default group, make Megatron's groups, seed; the device of this rank.
+    """Join the default group, make Megatron's groups, seed, and return the device of this rank.
 
     The order of ranks is Megatron's own (tensor fastest, then context, data and pipeline), and every rank
-    makes all groups in the same order.
+    makes all groups in the same order. ``timeout_s``: longest wait in a collective.
     """
     prepare_imports()
     from megatron.core import parallel_state
@@ -39,7 +39,7 @@ def initialize(spec: RankSpec, parallel: ParallelConfig, *, seed: int, timeout_s
 
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        torch.cuda.set_device(0)  # Ray shows each rank its own GPU only
+        torch.cuda.set_device(0)  # Ray shows each rank only its own GPU
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         init_method=f"tcp://{spec.address}:{spec.port}",

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 
 class Rectangle(NamedTuple):
+    """Rows ``row`` to ``row + rows`` and columns ``column`` to ``column + columns`` of a matrix."""
+
     row: int
     column: int
     rows: int
@@ -12,9 +14,9 @@ class Rectangle(NamedTuple):
 
 
 def rectangles(start: int, end: int, columns: int) -> Iterator[Rectangle]:
-    """Split elements ``start`` to ``end`` of a row-major matrix of ``columns`` columns into whole rectangles.
+    """Split elements ``start`` to ``end`` of a row-major matrix of ``columns`` columns into rectangles.
 
-    At most three, in the order of the elements: the rest of a row, whole rows, the beginning of a row.
+    There are at most three, in the order of the elements: the rest of a row, whole rows, the start of a row.
 
     >>> [tuple(r) for r in rectangles(2, 11, columns=4)]
     [(0, 2, 1, 2), (1, 0, 1, 4), (2, 0, 1, 3)]
@@ -22,10 +24,9 @@ def rectangles(start: int, end: int, columns: int) -> Iterator[Rectangle]:
     while start < end:
         row, column = divmod(start, columns)
         rows = (end - start) // columns if column == 0 else 0
-        found = (
-            Rectangle(row, 0, rows, columns)
-            if rows
-            else Rectangle(row, column, 1, min(columns - column, end - start))
-        )
-        yield found
-        start += found.rows * found.columns
+        if rows:
+            piece = Rectangle(row, 0, rows, columns)
+        else:
+            piece = Rectangle(row, column, 1, min(columns - column, end - start))
+        yield piece
+        start += piece.rows * piece.columns

@@ -1,4 +1,4 @@
-"""Memory of the device that is given up for a while, with what was in it kept on the host or not."""
+"""Device memory that is given up for a while; its content is kept on the host or dropped."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -7,23 +7,25 @@ import torch
 from torch import Tensor, UntypedStorage
 
 CHUNK = 2**28
-"""Bytes: room on the host is made in pieces of this size, because torch rounds pinned memory up to a power
-of two."""
+"""Bytes per piece of host memory: torch rounds pinned memory up to a power of two."""
 
 
 @dataclass(frozen=True)
 class _Away:
+    """A storage whose memory is given up."""
+
     nbytes: int
     start: int | None
-    """Where its content begins in the room on the host; None: it has none to keep."""
+    """Offset of its content in the host memory; None: its content is dropped."""
 
 
 class Resting:
-    """Tensors whose memory is away. They stay the same objects, and views of one memory stay views of it:
-    Megatron's contiguous buffers, and the shards of them that its optimizer updates.
+    """Tensors whose memory is given up.
 
-    While they rest nothing may read them: torch does not look whether memory is there. Room on the host is
-    kept from one rest to the next, and is pinned where the device is a GPU.
+    They remain the same objects, and views of one storage remain views of it: Megatron's contiguous buffers
+    and the shards of them that its optimizer updates. Nothing may read them while they rest: torch does not
+    check whether the memory exists. Host memory is kept from one rest to the next, and is pinned if the
+    device is a GPU.
     """
 
     def __init__(self, device: torch.device, chunk: int = CHUNK) -> None:
@@ -34,8 +36,9 @@ class Resting:
         self._away: dict[UntypedStorage, _Away] = {}
 
     def rest(self, tensors: Iterable[Tensor], *, keep: bool = True) -> None:
-        """Give up the memory of ``tensors`` on the device; with ``keep`` it comes back as it was, else with
-        any content. Those that rest already are left as they are.
+        """Give up the device memory of ``tensors``; tensors that rest already are left alone.
+
+        keep: ``wake`` restores their content; otherwise it is undefined afterwards.
         """
         leaving = [
             storage
@@ -53,10 +56,10 @@ class Resting:
         for storage in leaving:
             storage.resize_(0)
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # or other processes would not get it
+            torch.cuda.empty_cache()  # without this other processes would not get the memory
 
     def wake(self) -> None:
-        """Have all of it back."""
+        """Move everything that rests back to the device."""
         for storage, away in self._away.items():
             storage.resize_(away.nbytes)
             for content, room in self._places(storage):
@@ -66,7 +69,7 @@ class Resting:
         self._used = 0
 
     def _places(self, storage: UntypedStorage) -> Iterator[tuple[Tensor, Tensor]]:
-        """The content of a storage, piece by piece, and the room of each: uint8 [bytes]."""
+        """Yield the content of a storage piece by piece, each with its place on the host: uint8 [bytes]."""
         away = self._away[storage]
         if away.start is None:
             return

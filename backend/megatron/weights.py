@@ -1,43 +1,44 @@
 """The model's weights in Megatron's distributed checkpoints.
 
-In the files they have the names that Megatron-Core gives them, whatever the layout is: a checkpoint of a run,
-one that was converted from HF weights and one of Megatron-LM are read alike.
+In the files they have the names that Megatron-Core gives them, whatever the layout: a checkpoint of a run,
+one converted from HF weights and one of Megatron-LM are read alike.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from slipstream.backend.megatron.groups import groups
 from slipstream.bridge.model.geometry import Geometry
 
 WORDS = "embedding.word_embeddings.weight"
-"""Every language model has it."""
+"""A weight that every language model has."""
 
 ADAPTERS = "actor.lora"
 """The entry of a checkpoint's content with the settings of its adapters."""
 
 _EXTRA_STATE = "_extra_state"
 
-_OF_MODEL = ("embedding.", "decoder.", "output_layer.")
-"""How the names of weights begin. Behind other names is the optimizer's state."""
+_MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
+"""Prefixes of the names of weights; the optimizer's state has others."""
 
 
-def content_of(geometry: Geometry, dtype: torch.dtype) -> dict[str, Any]:
-    """What a checkpoint of a model says about itself."""
-    return asdict(geometry) | {"dtype": str(dtype)}
+def content_of(geometry: Geometry, dtype: torch.dtype) -> dict[str, object]:
+    """Return the description of a model that its checkpoints carry."""
+    return {**asdict(geometry), "dtype": str(dtype)}
 
 
-def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-    """In which points the ``content_of`` a checkpoint is not that of the model."""
+def differences(here: Mapping[str, object], there: Mapping[str, object]) -> list[str]:
+    """Return the points in which the content of a checkpoint (there) is not that of the model (here)."""
     return [
         f"{name} is {there.get(name)!r} there and {value!r} here"
         for name, value in here.items()
@@ -46,13 +47,13 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
 
 
 @torch.no_grad()
-def sharded_weights(parts: Sequence[GPTModel], prefix: str = "") -> dict[str, Any]:
-    """This rank's weights and their places in the whole model's. The keys begin with the part's number.
+def sharded_weights(parts: Sequence[GPTModel], prefix: str = "") -> dict[str, object]:
+    """Return this rank's weights and their places in the whole model. Keys begin with the part's number.
 
-    Without what Transformer Engine would remember of 8-bit training, so that either layer spec can load them.
-    ``prefix``: of their names in the files, where a checkpoint holds more than one model.
+    The state that Transformer Engine would keep of 8-bit training is left out, so that either layer spec can
+    load them. ``prefix``: prefix of their names in the files, if a checkpoint holds several models.
     """
-    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    replicas = groups.get_data_parallel_group(with_context_parallel=True)
     return {
         f"{number}.{name}": value
         for number, part in enumerate(parts)
@@ -61,57 +62,61 @@ def sharded_weights(parts: Sequence[GPTModel], prefix: str = "") -> dict[str, An
     }
 
 
-def take_over(parts: Sequence[GPTModel], loaded: Mapping[str, Any], prefix: str = "") -> None:
-    """Give the parts what was loaded as their ``sharded_weights``."""
+def take_over(parts: Sequence[GPTModel], loaded: Mapping[str, object], prefix: str = "") -> None:
+    """Give the parts the weights that were loaded for their ``sharded_weights``."""
     for number, part in enumerate(parts):
-        first = f"{number}.{prefix}"
-        own = {name: value for name, value in loaded.items() if name.startswith(first)}
-        found = part.load_state_dict(
-            {name.removeprefix(first): value for name, value in own.items()}, strict=False
-        )
-        missing = [name for name in found.missing_keys if _EXTRA_STATE not in name]
-        if missing or found.unexpected_keys:
-            raise ValueError(f"missing: {missing}; not in the model: {found.unexpected_keys}")
+        start = f"{number}.{prefix}"
+        weights = {
+            name.removeprefix(start): value for name, value in loaded.items() if name.startswith(start)
+        }
+        keys = part.load_state_dict(weights, strict=False)
+        missing = [name for name in keys.missing_keys if _EXTRA_STATE not in name]
+        if missing or keys.unexpected_keys:
+            raise ValueError(f"missing: {missing}; not in the model: {keys.unexpected_keys}")
 
 
-def wanted_tensors(weights: Mapping[str, Any]) -> dict[str, ShardedTensor]:
-    """What is to be loaded for ``sharded_weights``, by its name in the files."""
+def needed_tensors(weights: Mapping[str, object]) -> dict[str, ShardedTensor]:
+    """Return the tensors to be loaded for ``sharded_weights``, by their names in the files."""
     sharded, *_ = load_preprocess(dict(weights))
     return {leaf.key: leaf for leaf in nested_values(sharded) if isinstance(leaf, ShardedTensor)}
 
 
 def stored_tensors(folder: Path) -> dict[str, ShardedTensor]:
-    """The weights that a checkpoint's index names, without their values."""
+    """Return the weights that a checkpoint's index names, without their values."""
     stored = dist_checkpointing.load_tensors_metadata(str(folder))
-    return {name: tensor for name, tensor in stored.items() if name.startswith(_OF_MODEL)}
+    return {
+        name: tensor
+        for name, tensor in stored.items()
+        if name.startswith(_MODEL_PREFIXES) and isinstance(tensor, ShardedTensor)
+    }
 
 
 def mismatches(
-    wanted: Mapping[str, ShardedTensor], stored: Mapping[str, ShardedTensor], vocab: int
+    needed: Mapping[str, ShardedTensor], stored: Mapping[str, ShardedTensor], vocab: int
 ) -> list[str]:
-    """What is wanted and not stored, or stored with another shape or dtype.
+    """Return the needed tensors that are not stored, or are stored with another shape or dtype.
 
-    An embedding has more rows than the vocabulary; how many depends on the layout that it was written in.
+    An embedding has more rows than the vocabulary; how many depends on the layout that wrote it.
     """
-    found = []
-    for name, tensor in wanted.items():
+    problems: list[str] = []
+    for name, tensor in needed.items():
         problem = _mismatch(stored[name], tensor, vocab) if name in stored else "missing"
         if problem:
-            found.append(f"{name}: {problem}")
-    return found
+            problems.append(f"{name}: {problem}")
+    return problems
 
 
-def _mismatch(stored: ShardedTensor, wanted: ShardedTensor, vocab: int) -> str | None:
-    there, here = tuple(stored.global_shape), tuple(wanted.global_shape)
-    if stored.dtype != wanted.dtype:
-        return f"{stored.dtype} there, {wanted.dtype} here"
-    if wanted.allow_shape_mismatch:
+def _mismatch(stored: ShardedTensor, needed: ShardedTensor, vocab: int) -> str | None:
+    there, here = tuple(stored.global_shape), tuple(needed.global_shape)
+    if stored.dtype != needed.dtype:
+        return f"{stored.dtype} there, {needed.dtype} here"
+    if needed.allow_shape_mismatch:
         fits = there[0] >= vocab and there[1:] == here[1:]
         return None if fits else f"shape {there} there, at least {(vocab, *here[1:])} here"
     return None if there == here else f"shape {there} there, {here} here"
 
 
-def load_weights(parts: Sequence[GPTModel], weights: dict[str, Any], folder: Path) -> None:
-    """Fill the parts, of which these are the ``sharded_weights``, from a checkpoint. Collective."""
-    loaded: dict[str, Tensor] = dist_checkpointing.load({"model": weights}, str(folder))["model"]
-    take_over(parts, loaded)
+def load_weights(parts: Sequence[GPTModel], weights: dict[str, object], folder: Path) -> None:
+    """Fill the parts, whose ``sharded_weights`` are ``weights``, from a checkpoint. Collective."""
+    loaded = cast("dict[str, dict[str, Tensor]]", dist_checkpointing.load({"model": weights}, str(folder)))
+    take_over(parts, loaded["model"])

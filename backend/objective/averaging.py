@@ -1,4 +1,4 @@
-"""What has equal weight in the loss of a mini-batch: tokens, sequences or prompts."""
+"""Averages over a mini-batch, in which tokens, trajectories or prompts have equal weight."""
 
 from typing import Literal
 
@@ -8,17 +8,18 @@ import numpy as np
 def token_shares(
     averaging: Literal["token", "sequence", "prompt"], tokens_N: np.ndarray, group_N: np.ndarray
 ) -> np.ndarray:
-    """How often each token of trajectory n counts in a mean over all tokens of a mini-batch, float32 [N].
+    """Return the weight of each trajectory's tokens in a mean over all tokens of a mini-batch, float32 [N].
 
-    The trainer sums token losses and Megatron divides the gradient by all T tokens of the mini-batch, on all
-    ranks. With these factors that is, for ``tokens_N`` tokens that carry loss,
+    The trainer sums token losses, and Megatron divides the gradient by the number T of tokens of the
+    mini-batch on all ranks. With these weights the result is, for ``tokens_N`` tokens that carry loss,
 
-        token:     mean over tokens                                            1
-        sequence:  mean over sequences of the mean over their tokens           T / (sequences * own tokens)
-        prompt:    mean over prompts of the mean over their answers' tokens    T / (prompts * their tokens)
+        token:     mean over tokens                                         1
+        sequence:  mean over trajectories of the mean over their tokens     T / (trajectories * own tokens)
+        prompt:    mean over prompts of the mean over all of their tokens   T / (prompts * own tokens)
 
-    All trajectories of the mini-batch are needed, those of other micro-batches and ranks included. Those
-    without tokens count for nothing. Tokens that a correction drops still count in the means.
+    where "own tokens" are those of the trajectory or of the prompt. The arrays must hold all trajectories of
+    the mini-batch, those of other micro-batches and ranks included. A trajectory without tokens does not
+    count. Tokens that a correction drops still count in the means.
     """
     if averaging == "token":
         return np.ones(len(tokens_N), np.float32)

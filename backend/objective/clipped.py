@@ -1,9 +1,9 @@
-"""Clipped surrogates: PPO, dual clip, the clip that decays with staleness, GSPO."""
+"""Clipped surrogates: PPO, dual clip, the clip that decays with lag, GSPO."""
 
 import torch
 from torch import Tensor
 
-from slipstream.backend.objective.policy_loss import LOG_RATIO_BOUND, PolicyLoss, ratio_of, sequence_mean
+from slipstream.backend.objective.policy_loss import LOG_RATIO_BOUND, PolicyLoss, ratio_of, trajectory_mean
 
 
 def ppo(
@@ -13,7 +13,8 @@ def ppo(
 
     Separate clip ranges: DAPO, arXiv:2503.14476, eq. 10. No gradient beyond LOG_RATIO_BOUND.
     """
-    return _surrogate(ratio_of(logp_T, old_logp_T), advantage_T, 1 - clip_low, 1 + clip_high)
+    ratio_T = ratio_of(logp_T, old_logp_T)
+    return _surrogate(ratio_T, ratio_T.clamp(1 - clip_low, 1 + clip_high), advantage_T)
 
 
 def dual_clip(
@@ -25,7 +26,7 @@ def dual_clip(
     clip_high: float,
     bound: float,
 ) -> PolicyLoss:
-    """PPO, but for A < 0 at most -bound * A (arXiv:1912.09729, eq. 5)."""
+    """PPO, bounded for A < 0: at most -bound * A (arXiv:1912.09729, eq. 5)."""
     inner = ppo(logp_T, old_logp_T, advantage_T, clip_low=clip_low, clip_high=clip_high)
     ceiling_T = -bound * advantage_T
     bounded_T = (advantage_T < 0) & (inner.loss_T > ceiling_T)
@@ -47,9 +48,8 @@ def decayed_clip(
 ) -> PolicyLoss:
     """PPO with clip ranges scaled by max(floor, decay^lag): the older a token, the less it may move."""
     scale_T = (decay ** lag_T.to(logp_T.dtype)).clamp(min=floor)
-    return _surrogate(
-        ratio_of(logp_T, old_logp_T), advantage_T, 1 - clip_low * scale_T, 1 + clip_high * scale_T
-    )
+    ratio_T = ratio_of(logp_T, old_logp_T)
+    return _surrogate(ratio_T, ratio_T.clamp(1 - clip_low * scale_T, 1 + clip_high * scale_T), advantage_T)
 
 
 def gspo(
@@ -62,20 +62,19 @@ def gspo(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """PPO on s = exp(mean over the sequence of log(pi / pi_old)) (GSPO, arXiv:2507.18071).
+    """PPO on s = exp(mean of log(pi / pi_old) over the trajectory) (GSPO, arXiv:2507.18071).
 
-    A token's ratio is sg(s) pi / sg(pi) (the paper's GSPO-token, equal in value and, where all tokens of a
-    sequence have one advantage, in gradient): averaged by token, then by sequence, it is the paper's loss.
+    The ratio of a token is sg(s) pi / sg(pi), the paper's GSPO-token. It equals s in value and, if all tokens
+    of a trajectory have one advantage, in gradient. Averaged by token, then by trajectory, it gives the
+    paper's loss.
     """
-    gap_T = sequence_mean((logp_T - old_logp_T).detach(), owner_T, owners)
+    gap_T = trajectory_mean((logp_T - old_logp_T).detach(), owner_T, owners)
     straight_T = logp_T - logp_T.detach()  # 0, with the gradient of logp_T
     ratio_T = (gap_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND) + straight_T).exp()
-    return _surrogate(ratio_T, advantage_T, 1 - clip_low, 1 + clip_high)
+    return _surrogate(ratio_T, ratio_T.clamp(1 - clip_low, 1 + clip_high), advantage_T)
 
 
-def _surrogate(
-    ratio_T: Tensor, advantage_T: Tensor, lowest: float | Tensor, highest: float | Tensor
-) -> PolicyLoss:
+def _surrogate(ratio_T: Tensor, clipped_ratio_T: Tensor, advantage_T: Tensor) -> PolicyLoss:
     plain_T = ratio_T * advantage_T
-    clipped_T = ratio_T.clamp(lowest, highest) * advantage_T
+    clipped_T = clipped_ratio_T * advantage_T
     return PolicyLoss(-torch.minimum(plain_T, clipped_T), ratio_T.detach(), (clipped_T < plain_T).detach())

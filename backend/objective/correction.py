@@ -1,7 +1,7 @@
-"""Corrections for tokens that another policy sampled: weights and masks, all without gradient.
+"""Corrections for tokens that another policy sampled: importance weights and masks, all without gradient.
 
-log_weight_T is log(pi_old / mu). As pi_old is computed now, it holds both the mismatch of trainer and engine
-and the staleness of the token. Masks are True where a token is dropped.
+``log_weight_T`` is log(pi_old / mu). Since pi_old is computed now, it contains both the mismatch between
+trainer and engine and the staleness of the token. A mask is True where a token is dropped.
 """
 
 import math
@@ -9,20 +9,20 @@ import math
 import torch
 from torch import Tensor
 
-from slipstream.backend.objective.policy_loss import LOG_RATIO_BOUND, sequence_mean, sequence_sum
+from slipstream.backend.objective.policy_loss import LOG_RATIO_BOUND, trajectory_mean, trajectory_sum
 
 
-def behaviour_weight(log_weight_T: Tensor, cap: float | None) -> Tensor:
+def importance_weight(log_weight_T: Tensor, cap: float | None) -> Tensor:
     """min(pi_old / mu, cap) (AReaL, arXiv:2505.24298, eq. 5; capped: truncated importance sampling).
 
-    None: only so far capped that it stays finite.
+    cap: None caps the weight only at exp(LOG_RATIO_BOUND), so that it stays finite.
     """
     highest = math.exp(LOG_RATIO_BOUND) if cap is None else cap
     return log_weight_T.exp().clamp(max=highest).detach()
 
 
 def outside_band(log_weight_T: Tensor, *, low: float, high: float) -> Tensor:
-    """pi_old / mu is not in [low, high] (IcePop's token mask)."""
+    """True where pi_old / mu is outside [low, high] (IcePop's token mask)."""
     weight_T = log_weight_T.detach().exp()
     return (weight_T < low) | (weight_T > high)
 
@@ -30,22 +30,24 @@ def outside_band(log_weight_T: Tensor, *, low: float, high: float) -> Tensor:
 def geometric_outside_band(
     log_weight_T: Tensor, owner_T: Tensor, owners: int, *, low: float, high: float
 ) -> Tensor:
-    """The sequence's geometric mean of pi_old / mu is not in [low, high]."""
-    return outside_band(sequence_mean(log_weight_T.detach(), owner_T, owners), low=low, high=high)
+    """True where the trajectory's geometric mean of pi_old / mu is outside [low, high]."""
+    return outside_band(trajectory_mean(log_weight_T.detach(), owner_T, owners), low=low, high=high)
 
 
 def product_outside_band(
     log_weight_T: Tensor, owner_T: Tensor, owners: int, *, low: float, high: float
 ) -> Tensor:
-    """The sequence's product of pi_old / mu is not in [low, high]."""
-    return outside_band(sequence_sum(log_weight_T.detach(), owner_T, owners), low=low, high=high)
+    """True where the trajectory's product of pi_old / mu is outside [low, high]."""
+    return outside_band(trajectory_sum(log_weight_T.detach(), owner_T, owners), low=low, high=high)
 
 
-def divergence_above(log_weight_T: Tensor, owner_T: Tensor, owners: int, *, max: float) -> Tensor:
-    """The sequence's mean of exp(x) - 1 - x, x = log(pi_old / mu), is above ``max``: an estimate, never
-    negative, of KL(mu || pi_old) from tokens that mu sampled."""
+def divergence_above(log_weight_T: Tensor, owner_T: Tensor, owners: int, *, maximum: float) -> Tensor:
+    """True where the trajectory's mean of exp(x) - 1 - x, x = log(pi_old / mu), is above ``maximum``.
+
+    The mean is an estimate of KL(mu || pi_old) from tokens that mu sampled, and is never negative.
+    """
     x_T = log_weight_T.detach().double()
-    return sequence_mean(torch.expm1(x_T.clamp(max=LOG_RATIO_BOUND)) - x_T, owner_T, owners) > max
+    return trajectory_mean(torch.expm1(x_T.clamp(max=LOG_RATIO_BOUND)) - x_T, owner_T, owners) > maximum
 
 
 def left_negative(
@@ -57,20 +59,20 @@ def left_negative(
     *,
     delta: float,
 ) -> Tensor:
-    """A < 0 and the sequence's mean of log(mu / pi) is above ``delta`` (DeepSeek-V3.2, eq. 9).
+    """True where A < 0 and the trajectory's mean of log(mu / pi) is above ``delta`` (DeepSeek-V3.2, eq. 9).
 
-    Their pi_old is what the inference engine returned, mu here, and the other is the policy being updated:
-    the mask sees mismatch, staleness and the updates of this step at once.
+    The paper's pi_old is the inference engine's policy, mu here, and it is compared with the policy being
+    updated: the mask responds to mismatch, staleness and the updates of this step together.
     """
     gap_T = (behaviour_logp_T - logp_T).detach()
-    return (advantage_T < 0) & (sequence_mean(gap_T, owner_T, owners) > delta)
+    return (advantage_T < 0) & (trajectory_mean(gap_T, owner_T, owners) > delta)
 
 
 def interpolated_logp(logp_T: Tensor, behaviour_logp_T: Tensor, lag_T: Tensor) -> Tensor:
-    """log mu + a (log pi - log mu), detached: proximal log-probs without a pass (A-3PO, arXiv:2512.06547).
+    """log mu + a (log pi - log mu), detached: proximal log-probs without a forward pass.
 
-    a = (v_old - v_mu) / (v_pi - v_mu), within [0, 1]. The step starts from v_old and makes v_pi = v_old + 1,
-    so that a = lag / (lag + 1).
+    A-3PO, arXiv:2512.06547: a = (v_old - v_mu) / (v_pi - v_mu), within [0, 1]. The step starts from v_old and
+    makes v_pi = v_old + 1, so that a = lag / (lag + 1).
     """
     lag_T = lag_T.to(logp_T.dtype).clamp(min=0)
     return (behaviour_logp_T + lag_T / (lag_T + 1) * (logp_T - behaviour_logp_T)).detach()

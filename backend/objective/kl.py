@@ -1,6 +1,7 @@
-"""Estimates of KL(pi || ref) from sampled tokens, in the loss or in the reward. ref: a fixed policy.
+"""Estimates of KL(pi || ref) from sampled tokens, in the loss or in the reward. ref is a fixed policy.
 
-x = log pi - log ref of a token: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x (http://joschu.net/blog/kl-approx.html).
+With x = log pi - log ref of a token: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x
+(http://joschu.net/blog/kl-approx.html).
 """
 
 from typing import Literal
@@ -14,7 +15,10 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 def estimate(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator) -> Tensor:
-    """One estimate per token [T]. Over tokens of pi the means of k1 and k3 are the KL, that of k2 is not."""
+    """Return one estimate per token, [T].
+
+    Over tokens that pi sampled, the means of k1 and k3 are the divergence; the mean of k2 is not.
+    """
     x_T = logp_T - reference_logp_T
     if estimator == "k1":
         return x_T
@@ -26,11 +30,12 @@ def estimate(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator) -> 
 def in_loss(
     logp_T: Tensor, reference_logp_T: Tensor, behaviour_logp_T: Tensor, estimator: Estimator
 ) -> Tensor:
-    """pi / mu times the estimate [T] (DeepSeek-V3.2; slime's importance ratio).
+    """Return pi / mu times the estimate, [T] (DeepSeek-V3.2; slime's importance ratio).
 
-    Over tokens of mu the mean of its gradient is that of KL(pi || ref), and so is its value, but for k2. k1
-    and k3 need the gradient of the ratio for that: without it the mean is 0 for k1, and for k3 it is another
-    divergence's (arXiv:2506.09477). For k2 the ratio is but a weight.
+    Over tokens that mu sampled, the mean of its gradient is the gradient of KL(pi || ref). The mean of its
+    value is KL(pi || ref) for k1 and k3, not for k2. k1 and k3 need the gradient of the ratio: without it the
+    mean gradient is 0 for k1, and that of a different divergence for k3 (arXiv:2506.09477). For k2 the ratio
+    is only a weight.
     """
     ratio_T = ratio_of(logp_T, behaviour_logp_T)
     if estimator == "k2":

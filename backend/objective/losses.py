@@ -1,19 +1,36 @@
-"""From the recipe's objective and correction to the loss of each token: the one way in for the trainer."""
+"""The loss of each token under the recipe's objective and corrections: the one way in for the trainer."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
 from slipstream.backend.objective import clipped, correction, masked, weighted
 from slipstream.backend.objective.policy_loss import PolicyLoss
-from slipstream.configs.schema import ActorConfig
+from slipstream.configs.schema import ActorConfig, Objective
+from slipstream.configs.schema.objective import (
+    AIPOObjective,
+    CISPOObjective,
+    DecayedClipObjective,
+    DPPOObjective,
+    DualClipObjective,
+    GeometricMask,
+    GSPOObjective,
+    KLMask,
+    M2POObjective,
+    PPOObjective,
+    ProductMask,
+    ReinforceObjective,
+    SAPOObjective,
+    SequenceCorrection,
+    TokenMask,
+)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The M tokens of a micro-batch that carry loss. A sequence is never split over micro-batches."""
+    """The M tokens of a micro-batch that carry loss. A trajectory is never split over micro-batches."""
 
     logp_M: Tensor
     """Log-probs under the policy being updated, with gradient."""
@@ -23,48 +40,25 @@ class Tokens:
     advantage_M: Tensor
     lag_M: Tensor
     owner_M: Tensor
-    """int64: the sequence of each token, below ``owners``."""
+    """int64: trajectory of each token, below ``owners``."""
     owners: int
 
 
-LOSSES: dict[str, Callable[..., PolicyLoss]] = {
-    "ppo": lambda x, old_M, **s: clipped.ppo(x.logp_M, old_M, x.advantage_M, **s),
-    "dual_clip": lambda x, old_M, **s: clipped.dual_clip(x.logp_M, old_M, x.advantage_M, **s),
-    "decayed_clip": lambda x, old_M, **s: clipped.decayed_clip(x.logp_M, old_M, x.advantage_M, x.lag_M, **s),
-    "gspo": lambda x, old_M, **s: clipped.gspo(x.logp_M, old_M, x.advantage_M, x.owner_M, x.owners, **s),
-    "cispo": lambda x, old_M, clip_high: weighted.truncated(
-        x.logp_M, old_M, x.advantage_M, cap=1 + clip_high
-    ),
-    "aipo": lambda x, old_M, **s: weighted.truncated(x.logp_M, old_M, x.advantage_M, **s),
-    "sapo": lambda x, old_M, **s: weighted.sapo(x.logp_M, old_M, x.advantage_M, **s),
-    "reinforce": lambda x, old_M: weighted.reinforce(x.logp_M, old_M, x.advantage_M),
-    "m2po": lambda x, old_M, **s: masked.m2po(x.logp_M, old_M, x.advantage_M, **s),
-    "dppo": lambda x, old_M, **s: masked.dppo(x.logp_M, old_M, x.advantage_M, **s),
-}
-"""``actor.objective.type`` -> loss of (tokens, old log-probs) and the settings of that type."""
-
-SEQUENCE_MASKS: dict[str, Callable[..., Tensor]] = {
-    "geometric": correction.geometric_outside_band,
-    "product": correction.product_outside_band,
-    "kl": correction.divergence_above,
-}
-"""``actor.correction.sequence.type`` -> where tokens are dropped."""
-
-
 def token_losses(actor: ActorConfig, x: Tokens) -> PolicyLoss:
-    """The loss of each token under ``actor.objective``, decoupled and corrected as the recipe says.
+    """Return the loss of each token under ``actor.objective``, decoupled and corrected as the recipe says.
 
-    Decoupled: w L(pi / pi_old) with w = pi_old / mu (AReaL, arXiv:2505.24298, eq. 5). The weight corrects for
-    who sampled the token, the objective bounds how far this step moves; each is applied once. Otherwise the
-    ratio is taken to pi_old, to mu where there is none, and always to mu by objectives that are about mu.
+    Decoupled: w L(pi / pi_old) with w = pi_old / mu (AReaL, arXiv:2505.24298, eq. 5). The importance weight
+    corrects for the policy that sampled the token, the objective bounds how far this step moves; each is
+    applied once. Otherwise the ratio is taken to pi_old, or to mu if pi_old is unknown. Objectives that are
+    defined with mu always take it to mu.
     """
     objective = actor.objective
     old_M = x.proximal_logp_M
     if old_M is None or objective.against_behaviour:
         old_M = x.behaviour_logp_M
-    loss = LOSSES[objective.type](x, old_M, **objective.model_dump(exclude={"type"}))
+    loss = _objective_loss(objective, x, old_M)
     if actor.use_decoupled_loss:
-        weight_M = correction.behaviour_weight(_log_weight(x), actor.correction.weight_cap)
+        weight_M = correction.importance_weight(_log_weight(x), actor.correction.weight_cap)
         loss = replace(loss, loss_T=weight_M * loss.loss_T)
     dropped = _dropped(actor, x)
     if dropped:
@@ -73,26 +67,69 @@ def token_losses(actor: ActorConfig, x: Tokens) -> PolicyLoss:
     return loss
 
 
+def _objective_loss(objective: Objective, x: Tokens, old_M: Tensor) -> PolicyLoss:
+    """Return the loss of the objective alone; ``old_M``: the log-probs that its ratio is taken to."""
+    inputs = x.logp_M, old_M, x.advantage_M
+    match objective:
+        case PPOObjective(clip_low=low, clip_high=high):
+            return clipped.ppo(*inputs, clip_low=low, clip_high=high)
+        case DualClipObjective(clip_low=low, clip_high=high, bound=bound):
+            return clipped.dual_clip(*inputs, clip_low=low, clip_high=high, bound=bound)
+        case DecayedClipObjective(clip_low=low, clip_high=high, decay=decay, floor=floor):
+            return clipped.decayed_clip(
+                *inputs, x.lag_M, clip_low=low, clip_high=high, decay=decay, floor=floor
+            )
+        case GSPOObjective(clip_low=low, clip_high=high):
+            return clipped.gspo(*inputs, x.owner_M, x.owners, clip_low=low, clip_high=high)
+        case CISPOObjective(clip_high=high):
+            return weighted.truncated(*inputs, cap=1 + high)
+        case AIPOObjective(cap=cap):
+            return weighted.truncated(*inputs, cap=cap)
+        case SAPOObjective(tau_positive=positive, tau_negative=negative):
+            return weighted.sapo(*inputs, tau_positive=positive, tau_negative=negative)
+        case ReinforceObjective():
+            return weighted.reinforce(*inputs)
+        case M2POObjective(threshold=threshold):
+            return masked.m2po(*inputs, threshold=threshold)
+        case DPPOObjective(mask_low=low, mask_high=high, kl=kl):
+            return masked.dppo(*inputs, mask_low=low, mask_high=high, kl=kl)
+        case _:
+            assert_never(objective)
+
+
 def _dropped(actor: ActorConfig, x: Tokens) -> dict[str, Tensor]:
-    """By correction in force: the tokens [M] that it drops."""
-    found = {}
+    """Return the tokens [M] that each correction in force drops."""
+    dropped: dict[str, Tensor] = {}
     token, sequence, negative = actor.correction.token, actor.correction.sequence, actor.correction.negative
-    if token is not None and token.type == "mask":
-        found["token"] = correction.outside_band(_log_weight(x), low=token.low, high=token.high)
+    if isinstance(token, TokenMask):
+        dropped["token"] = correction.outside_band(_log_weight(x), low=token.low, high=token.high)
     if sequence is not None:
-        found["sequence"] = SEQUENCE_MASKS[sequence.type](
-            _log_weight(x), x.owner_M, x.owners, **sequence.model_dump(exclude={"type"})
-        )
+        dropped["sequence"] = _outside_bounds(sequence, x)
     if negative is not None:
-        found["negative"] = correction.left_negative(
+        dropped["negative"] = correction.left_negative(
             x.logp_M, x.behaviour_logp_M, x.advantage_M, x.owner_M, x.owners, delta=negative.delta
         )
-    return found
+    return dropped
+
+
+def _outside_bounds(sequence: SequenceCorrection, x: Tokens) -> Tensor:
+    """Return the tokens [M] whose trajectory ``actor.correction.sequence`` drops."""
+    inputs = _log_weight(x), x.owner_M, x.owners
+    match sequence:
+        case GeometricMask(low=low, high=high):
+            return correction.geometric_outside_band(*inputs, low=low, high=high)
+        case ProductMask(low=low, high=high):
+            return correction.product_outside_band(*inputs, low=low, high=high)
+        case KLMask(max=maximum):
+            return correction.divergence_above(*inputs, maximum=maximum)
+        case _:
+            assert_never(sequence)
 
 
 def _log_weight(x: Tokens) -> Tensor:
     if x.proximal_logp_M is None:
         raise ValueError(
-            "weights proximal / behaviour need proximal log-probs: recompute or interpolate them"
+            "the importance weight pi_old / mu needs proximal log-probs: set actor.recompute_logprobs "
+            "or actor.interpolate_logprobs"
         )
     return x.proximal_logp_M - x.behaviour_logp_M

@@ -1,5 +1,6 @@
-"""What a training step reports about its tokens: sums and maxima, reduced once at the end of the step."""
+"""Metrics of a training step's tokens: sums and maxima, reduced once at the end of the step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 from slipstream.backend.objective import kl
 from slipstream.backend.objective.losses import Tokens
 from slipstream.backend.objective.policy_loss import PolicyLoss
+from slipstream.backend.objective.typed_torch import typed_dist
 
 LARGEST_LOG_WEIGHT = 100.0
-"""Behaviour weights are reported before their cap; one such token must not make inf of a step's mean."""
+"""Importance weights are reported before their cap; a single token must not make a step's mean infinite."""
 
 
 def token_statistics(
@@ -25,18 +27,18 @@ def token_statistics(
     recomputed: bool,
     weight_cap: float | None,
 ) -> dict[str, Tensor]:
-    """Sums (and maxima, named ``max/...``) over one micro-batch, which may have no tokens; float64 scalars.
+    """Return sums, and maxima named ``max/...``, over one micro-batch; float64 scalars.
 
-    The weight of a token is proximal / behaviour, or current / behaviour where there is no proximal policy.
-    Mismatch is measured on tokens of lag 0, where trainer and engine hold the same weights; staleness on the
-    others. Both need recomputed log-probs. The divergence from the reference is estimated by k3.
-    ``weight_cap``: None where no weight is capped.
+    The micro-batch may have no tokens. The weight of a token is proximal / behaviour, or current / behaviour
+    without a proximal policy. Mismatch is measured on tokens of lag 0, for which trainer and engine hold the
+    same weights, staleness on the others; both need recomputed log-probs. The divergence from the reference
+    is estimated by k3. ``weight_cap``: None if no weight is capped.
     """
     ratio_M = loss.ratio_T.double()
     upper_M = tokens.logp_M.detach() if tokens.proximal_logp_M is None else tokens.proximal_logp_M
     gap_M = (upper_M - tokens.behaviour_logp_M).double()
     weight_M = gap_M.clamp(max=LARGEST_LOG_WEIGHT).exp()
-    found = {
+    values = {
         "tokens": torch.ones_like(entropy_M),
         "loss": share_M * loss.loss_T.detach(),
         "clipped": loss.clipped_T.float(),
@@ -46,41 +48,42 @@ def token_statistics(
         "weight": weight_M,
         "weight_squared": weight_M**2,
     }
-    found |= {f"masked/{reason}": dropped_M.float() for reason, dropped_M in loss.masked.items()}
+    values |= {f"masked/{reason}": dropped_M.float() for reason, dropped_M in loss.masked.items()}
     policy_M = tokens.logp_M.detach()
     if reference_M is not None:
-        found["reference_kl"] = kl.estimate(policy_M, reference_M, "k3")
+        values["reference_kl"] = kl.estimate(policy_M, reference_M, "k3")
     if teacher_M is not None:
-        found["teacher_gap"] = teacher_M - policy_M
+        values["teacher_gap"] = teacher_M - policy_M
     maxima = {"max/ratio": ratio_M}
     if weight_cap is not None:
-        found["capped"] = (weight_M > weight_cap).float()
+        values["capped"] = (weight_M > weight_cap).float()
     if recomputed:
         fresh_M = tokens.lag_M == 0
-        found |= {
+        values |= {
             "fresh": fresh_M.float(),
             "fresh_gap": gap_M.abs() * fresh_M,
             "stale": (~fresh_M).float(),
             "stale_gap": gap_M.abs() * ~fresh_M,
         }
         maxima["max/fresh_gap"] = gap_M.abs() * fresh_M
-    sums = {name: values.double().sum() for name, values in found.items()}
-    # All of them are at least 0.
-    return sums | {name: values.max() if len(values) else values.sum() for name, values in maxima.items()}
+    sums = {name: value_M.double().sum() for name, value_M in values.items()}
+    # Every maximum is over values of at least 0, so 0 stands for the maximum of no tokens.
+    return sums | {name: value.max() if len(value) else value.sum() for name, value in maxima.items()}
 
 
 @dataclass
 class StepStatistics:
-    """Collects the statistics of a step's micro-batches and updates."""
+    """Collects the statistics of a training step's micro-batches and updates."""
 
-    _totals: dict[str, Tensor] = field(default_factory=dict)
-    _grad_norms: list[float] = field(default_factory=list)
+    _totals: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    _grad_norms: list[float] = field(default_factory=list[float])
     _failed_updates: int = 0
     _lr: float = 0.0
 
     def add_update(
-        self, results: list[dict[str, Tensor]], *, grad_norm: float, lr: float, succeeded: bool
+        self, results: Sequence[dict[str, Tensor]], *, grad_norm: float, lr: float, succeeded: bool
     ) -> None:
+        """Add one optimizer update; ``results``: the token statistics of its micro-batches."""
         for result in results:
             for name, value in result.items():
                 known = self._totals.get(name)
@@ -95,14 +98,14 @@ class StepStatistics:
         self._failed_updates += not succeeded
 
     def reduced(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """Metrics of the step over all data-parallel ranks. Collective over ``group``."""
+        """Return the metrics of the step over all data-parallel ranks. Collective over ``group``."""
         names = sorted(self._totals)
         for operation, chosen in (
             (dist.ReduceOp.SUM, [n for n in names if not n.startswith("max/")]),
             (dist.ReduceOp.MAX, [n for n in names if n.startswith("max/")]),
         ):
             values = torch.stack([self._totals[name] for name in chosen])
-            dist.all_reduce(values, operation, group)
+            typed_dist.all_reduce(values, operation, group)
             self._totals.update(zip(chosen, values, strict=True))
         total = {name: value.item() for name, value in self._totals.items()}
         return self._metrics(total)

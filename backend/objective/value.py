@@ -7,9 +7,10 @@ from torch import Tensor
 def value_loss(
     value_M: Tensor, old_value_M: Tensor, return_M: Tensor, *, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2, [M], and where the clipped one counts.
+    """Return the loss of each value, [M], and where its clipped term decides, bool [M].
 
-    As in PPO's reference code (openai/baselines, ppo2). ``clip``: None for (V - R)^2 / 2.
+    The loss is max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2, as in PPO's reference code
+    (openai/baselines, ppo2). With ``clip`` None it is (V - R)^2 / 2.
     """
     plain_M = (value_M - return_M) ** 2 / 2
     if clip is None:
@@ -19,5 +20,5 @@ def value_loss(
 
 
 def preference_loss(chosen_K: Tensor, rejected_K: Tensor) -> Tensor:
-    """-log sigmoid(chosen - rejected) of K pairs' values, [K] (Bradley and Terry; arXiv:2203.02155)."""
+    """Return -log sigmoid(chosen - rejected) of K pairs of values, [K] (Bradley-Terry; arXiv:2203.02155)."""
     return torch.nn.functional.softplus(rejected_K - chosen_K)

@@ -1,4 +1,4 @@
-"""Policy gradients weighted by a ratio rather than clipped: CISPO, AIPO, SAPO, REINFORCE."""
+"""Policy gradients that are weighted by a ratio instead of clipped: CISPO, AIPO, SAPO, REINFORCE."""
 
 import torch
 from torch import Tensor
@@ -7,16 +7,16 @@ from slipstream.backend.objective.policy_loss import PolicyLoss, ratio_of
 
 
 def reinforce(logp_T: Tensor, old_logp_T: Tensor, advantage_T: Tensor) -> PolicyLoss:
-    """-A log pi (Williams, 1992). The baseline is in the advantage; the old log-probs only make the ratio."""
+    """-A log pi (Williams, 1992). The baseline is in A; the old log-probs only give the reported ratio."""
     ratio_T = ratio_of(logp_T, old_logp_T).detach()
     return PolicyLoss(-advantage_T * logp_T, ratio_T, torch.zeros_like(ratio_T, dtype=torch.bool))
 
 
 def truncated(logp_T: Tensor, old_logp_T: Tensor, advantage_T: Tensor, *, cap: float) -> PolicyLoss:
-    """-sg(min(r, cap)) A log pi: the gradient is min(r, cap) A grad log pi, of every token.
+    """-sg(min(r, cap)) A log pi: every token has the gradient min(r, cap) A grad log pi.
 
-    AIPO (LlamaRL, arXiv:2505.24034) with r = pi / mu. CISPO (MiniMax-M1, arXiv:2506.13585) without its lower
-    bound, which the authors do not use either, with r = pi / pi_old and cap = 1 + clip_high.
+    AIPO (LlamaRL, arXiv:2505.24034) takes r = pi / mu. CISPO (MiniMax-M1, arXiv:2506.13585) takes
+    r = pi / pi_old and cap = 1 + clip_high, without its lower bound, which its authors do not use either.
     """
     ratio_T = ratio_of(logp_T, old_logp_T).detach()
     return PolicyLoss(-ratio_T.clamp(max=cap) * advantage_T * logp_T, ratio_T, ratio_T > cap)
@@ -27,7 +27,8 @@ def sapo(
 ) -> PolicyLoss:
     """-(4 / tau) sigmoid(tau (r - 1)) A with r = pi / pi_old (SAPO, arXiv:2511.20347).
 
-    tau is ``tau_positive`` where A > 0. At r = 1 the gradient is that of r A; it fades on both sides.
+    tau is ``tau_positive`` where A > 0, else ``tau_negative``. At r = 1 the gradient is that of r A; it fades
+    on both sides.
     """
     ratio_T = ratio_of(logp_T, old_logp_T)
     tau_T = torch.full_like(ratio_T, tau_negative).masked_fill(advantage_T > 0, tau_positive)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from slipstream.backend.batch.micro_batch import demonstrated
+from slipstream.backend.batch.train_batch import demonstrated
 from slipstream.backend.cluster.local_ranks import run_ranks
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.backend.quickstart import task

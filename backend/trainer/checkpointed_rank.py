@@ -1,4 +1,4 @@
-"""The part of a trainer rank that writes checkpoints and takes them over."""
+"""The part of a trainer rank that saves and loads checkpoints."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,24 +8,24 @@ if TYPE_CHECKING:
 
 
 class CheckpointedRank:
-    """All ranks are called together, except for ``checkpoint_done``."""
+    """A rank that can be saved and restored. All calls but ``checkpoint_done`` go to all ranks together."""
 
     _checkpoints: "RankCheckpoints"
     step = 0
     """Training steps done. Learning rates and the draw of mini-batches follow it."""
 
     def begin_checkpoint(self, folder: Path) -> None:
-        """Copy the state and start to write it into ``folder``, which all ranks see, in the background."""
+        """Copy the state, and start to write it in the background into ``folder``, which all ranks see."""
         self._checkpoints.begin(folder, step=self.step)
 
     def checkpoint_done(self) -> bool:
-        """Return whether this rank has ended writing, well or not. Neither waits nor needs another rank."""
+        """Return whether this rank has ended writing, successfully or not. Needs no other rank."""
         return self._checkpoints.written
 
     def finish_checkpoint(self) -> None:
         """Wait for the writing and make the checkpoint readable.
 
-        Raises CheckpointError on every rank when writing failed on any. Training can go on all the same.
+        Raises CheckpointError on every rank if writing failed on any. Training can go on all the same.
         """
         self._checkpoints.finish()
 

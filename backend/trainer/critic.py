@@ -1,8 +1,7 @@
-"""The critic: a value of every token, learned beside the policy, for advantages by GAE."""
+"""The critic: a value for every token, learned beside the policy, for advantages by GAE."""
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,14 +12,17 @@ from slipstream.backend.megatron import model
 from slipstream.backend.megatron.packed_model import ValueModel
 from slipstream.backend.megatron.trained import Trained
 from slipstream.backend.objective.value import value_loss
-from slipstream.backend.trainer.advantages import Scores, Targets
 from slipstream.backend.trainer.learning_rate import learning_rate
+from slipstream.backend.trainer.prepared import PreparedMicroBatch
 from slipstream.bridge.model.spec import ModelSpec, value_spec
 from slipstream.configs.schema import ActorConfig, CriticConfig
 
 
 class Critic:
-    """In the policy's layout, with an optimizer of its own. All ranks call its methods together."""
+    """A model of values in the policy's layout, with its own optimizer.
+
+    All ranks call its methods together.
+    """
 
     def __init__(
         self,
@@ -32,7 +34,7 @@ class Critic:
         *,
         run_steps: int,
     ) -> None:
-        """``spec``: of the model to start from. ``actor``: for its layout and its Megatron settings."""
+        """spec: the model to start from. actor: source of the layout and of the Megatron settings."""
         self._config = critic
         actor = actor.model_copy(update={"optimizer": critic.optimizer, "lora": None})
         self.trained = Trained(model.build_model(value_spec(spec), actor, dtype, device), actor, dtype)
@@ -40,35 +42,27 @@ class Critic:
         self._learning_rate = partial(learning_rate, critic.optimizer, run_steps=run_steps)
 
     def values(self, microbatches: Sequence[MicroBatch]) -> list[Tensor | None]:
+        """Return values [M] of every micro-batch; None except on the last pipeline stage."""
         return self._model.values(microbatches)
 
-    def train(
-        self,
-        minibatches: Sequence[Sequence[MicroBatch]],
-        scores: Sequence[Scores],
-        targets: Sequence[Targets | None],
-        step: int,
-    ) -> "CriticStatistics":
-        """One optimizer update for each mini-batch: the mean over its tokens of ``value_loss``."""
+    def update(self, minibatches: Sequence[Sequence[PreparedMicroBatch]], step: int) -> "CriticStatistics":
+        """Make one optimizer update for each mini-batch, on the mean of ``value_loss`` over its tokens."""
         lr = self._learning_rate(step)
-        found = CriticStatistics(lr)
-        remaining = zip(scores, targets, strict=True)
+        statistics = CriticStatistics(lr)
         for minibatch in minibatches:
-            heads = [
-                partial(self._loss, micro, score, target)
-                for micro, (score, target) in zip(minibatch, remaining, strict=False)
-            ]
-            update = self.trained.update(self._model, minibatch, heads, lr)
-            found.add_update(update.results, update.grad_norm)
+            heads = [partial(self._loss, item) for item in minibatch]
+            update = self.trained.update(self._model, [item.micro for item in minibatch], heads, lr)
+            statistics.add_update(update.results, update.grad_norm)
         self.trained.gather()
-        return found
+        return statistics
 
-    def _loss(
-        self, micro: MicroBatch, scores: Scores, targets: Targets, output: Tensor
-    ) -> tuple[Tensor, Tensor, Any]:
-        """As Megatron's per-token loss asks for: sum, count, statistics."""
-        value_M, old_value_M = self._model.values_of(micro, output), scores.value_M
-        loss_M, clipped_M = value_loss(value_M, old_value_M, targets.return_M, clip=self._config.value_clip)
+    def _loss(self, item: PreparedMicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sum of token losses, the number of tokens, and the statistics of a micro-batch."""
+        assert item.targets is not None  # only the last stage, which has targets, computes a loss
+        old_value_M, return_M = item.scores.value_M, item.targets.return_M
+        assert old_value_M is not None and return_M is not None
+        value_M = self._model.values_of(item.micro, output)
+        loss_M, clipped_M = value_loss(value_M, old_value_M, return_M, clip=self._config.value_clip)
         sums = torch.stack(
             [
                 x_M.detach().double().sum()
@@ -77,31 +71,31 @@ class Critic:
                     loss_M,
                     clipped_M.float(),
                     old_value_M,
-                    targets.return_M,
-                    targets.return_M.double() ** 2,
-                    (targets.return_M - old_value_M).double() ** 2,
+                    return_M,
+                    return_M.double() ** 2,
+                    (return_M - old_value_M).double() ** 2,
                 )
             ]
         )
-        return loss_M.sum(), self._model.count(micro), sums
+        return loss_M.sum(), self._model.count(item.micro), sums
 
 
 class CriticStatistics:
-    """Of a training step's updates of the critic."""
+    """Collects the statistics of a training step's updates of the critic."""
 
     def __init__(self, lr: float) -> None:
         self._sums: Tensor | None = None
         self._grad_norms: list[float] = []
         self._lr = lr
 
-    def add_update(self, results: Sequence[Tensor | None], grad_norm: float) -> None:
+    def add_update(self, results: Sequence[Tensor], grad_norm: float) -> None:
+        """Add one optimizer update; ``results``: the sums of its micro-batches."""
         for sums in results:
-            if sums is not None:
-                self._sums = sums if self._sums is None else self._sums + sums
+            self._sums = sums if self._sums is None else self._sums + sums
         self._grad_norms.append(grad_norm)
 
     def reduced(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """Metrics of the step. Collective over ``group``, the data-parallel ranks of the last stage."""
+        """Return the metrics of the step. Collective over ``group``, the last stage's data-parallel ranks."""
         assert self._sums is not None
         dist.all_reduce(self._sums, group=group)
         tokens, loss, clipped, value, returns, square, error = self._sums.tolist()
@@ -112,7 +106,7 @@ class CriticStatistics:
             "critic/clip_fraction": clipped / tokens,
             "critic/value_mean": value / tokens,
             "critic/return_mean": returns / tokens,
-            # 1: all of the returns' variance is foreseen; 0: none. Of returns that do not vary: nothing.
+            # 1: the values explain all of the returns' variance; 0: none. Undefined for equal returns.
             "critic/explained_variance": 1 - error / tokens / variance if variance > 1e-12 else float("nan"),
             "critic/grad_norm": sum(self._grad_norms) / len(self._grad_norms),
             "critic/lr": self._lr,

@@ -1,4 +1,4 @@
-"""The learning rate of a training step. Pure: a run that is resumed goes on where it was."""
+"""The learning rate of a training step. Pure: a resumed run continues where it stopped."""
 
 import math
 
@@ -6,14 +6,15 @@ from slipstream.configs.schema import ConstantRate, LinearDecay, OptimizerConfig
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, *, run_steps: int) -> float:
-    """Of training step ``step``, from 0. ``run_steps``: the end of a decay that has none of its own.
+    """Return the learning rate of training step ``step``, counted from 0.
 
         lr * (step + 1) / warmup                        step < warmup
         lr                                              then, step < start
         min_lr + (lr - min_lr) * f(progress)            then; progress = (step - start) / (end - start)
 
-    with f(p) = 1 - p (linear) or (1 + cos(pi p)) / 2 (cosine), and min_lr from step ``end`` on. No step is
-    trained at a learning rate of 0: the first one has some of it, and the last one of the decay still has.
+    with f(p) = 1 - p (linear) or (1 + cos(pi p)) / 2 (cosine), and min_lr from step ``end`` on. The rate is
+    above 0 in the first step and in the last step of the decay. ``run_steps``: the end of a decay that does
+    not set its own.
     """
     if step < optimizer.warmup_steps:
         return optimizer.lr * (step + 1) / optimizer.warmup_steps

@@ -1,7 +1,7 @@
-"""Imported by the process that ranks are forked from, because torch and Megatron take seconds to import.
+"""Imports for the process that ranks are forked from: torch and Megatron take seconds to import.
 
-Nothing here may start a thread or touch a GPU, neither of which survives a fork. Where there are GPUs nothing
-is imported: whether there is one cannot be asked without touching it.
+Nothing here may start a thread or touch a GPU, neither of which survives a fork. On a machine with GPUs
+nothing is imported, because torch cannot say whether there is one without touching it.
 """
 
 import warnings

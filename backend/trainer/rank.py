@@ -1,29 +1,40 @@
-"""One training step on one rank: scores, advantages, loss, optimizer; and the way out for the weights."""
+"""One rank of the trainer: a training step, and the ways out for the weights.
+
+TrainBatch        the trajectories of one step
+    |             packed into micro-batches, this rank's of every mini-batch      minibatches
+    |             forward passes: proximal, reference and teacher log-probs,
+    |             the critic's values                                             scoring
+Scores
+    |             rewards, penalties and scores become advantages and returns     targets
+Targets
+    |             one optimizer update of the policy per mini-batch               policy_update
+    |             one optimizer update of the critic per mini-batch               critic
+    |             the average reference takes in the new policy                   scoring
+metrics
+"""
 
 import asyncio
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from slipstream.backend.batch.flops import forward_flops
-from slipstream.backend.batch.micro_batch import MicroBatch, TrainBatch, assemble, check_staleness
+from slipstream.backend.batch.micro_batch import MicroBatch, assemble
+from slipstream.backend.batch.train_batch import TrainBatch, check_staleness
 from slipstream.backend.megatron.export_plan import export_plan
 from slipstream.backend.megatron.parallel import RankSpec, initialize
-from slipstream.backend.objective import kl
-from slipstream.backend.objective.correction import interpolated_logp
-from slipstream.backend.objective.losses import Tokens, token_losses
-from slipstream.backend.objective.statistics import StepStatistics, token_statistics
-from slipstream.backend.trainer.advantages import Scores, Targets, find_targets
 from slipstream.backend.trainer.checkpointed_rank import CheckpointedRank
 from slipstream.backend.trainer.learning_rate import learning_rate
 from slipstream.backend.trainer.minibatches import microbatches_of
-from slipstream.backend.trainer.publishing import make_publisher
+from slipstream.backend.trainer.policy_update import update_policy
+from slipstream.backend.trainer.prepared import PreparedMicroBatch, Scores, Targets, prepared
+from slipstream.backend.trainer.publishing import make_publisher, publish_to
+from slipstream.backend.trainer.targets import find_targets
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.bucket import FlatBucket
 from slipstream.bridge.hf.files import write_hf
@@ -32,7 +43,7 @@ from slipstream.bridge.publish.report import PublishReport
 from slipstream.bridge.shards.export import export
 from slipstream.bridge.shards.plan import SENDER
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.engine.client import EngineAddress, EngineClient
+from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.trajectory import Completion, Finish, Span, TrajectoryBuilder
 
 
@@ -45,15 +56,15 @@ class TrainerRank(CheckpointedRank):
         self._device = initialize(
             rank, config.actor.parallel, seed=config.run.seed, timeout_s=config.run.step_timeout_s
         )
-        from megatron.core import parallel_state
-
-        from slipstream.backend.megatron import checkpoint, head, model
+        # Megatron can only be imported now.
+        from slipstream.backend.megatron import checkpoint, groups, head, model
         from slipstream.backend.megatron.packed_model import LanguageModel
         from slipstream.backend.megatron.resting import Resting
         from slipstream.backend.megatron.trained import Trained
         from slipstream.backend.trainer.scoring import Scorers
 
-        self._groups = parallel_state
+        self._groups = groups.groups
+        self._reports = groups.reports()
         self._spec = model_spec(config.model.path)
         dtype = getattr(torch, config.model.dtype)
         actor = config.actor
@@ -90,151 +101,97 @@ class TrainerRank(CheckpointedRank):
     def train(self, batch: TrainBatch) -> dict[str, float] | None:
         """Train one step on ``batch``. Return its metrics on the reporting rank, None elsewhere.
 
-        Raises StalenessViolation when a token that carries loss is outside the bound: the last gate, at the
-        place where it matters.
+        Raises StalenessViolation if a token that carries loss is outside the bound: the last check before it
+        would be trained on.
         """
         check_staleness(batch, self._config.rollout.max_head_offpolicyness)
         minibatches, metrics = self.microbatches(batch)
-        microbatches = [micro for minibatch in minibatches for micro in minibatch]
-        scores = self._scorers.ask(self._policy, microbatches)
-        targets: list[Any] = [None] * len(microbatches)
-        if self._is_last_stage:
-            group = self._groups.get_data_parallel_group()
-            targets = find_targets(self._config, batch, microbatches, scores, group)
-        metrics["train/tflop"] = self._flops(batch) / 1e12
-        metrics["train/tokens"] = float(sum(trajectory.response_length for trajectory in batch.trajectories))
-        metrics |= self._train_policy(minibatches, scores, targets)
-        metrics |= self._train_critic(minibatches, scores, targets)
+        microbatches = list(chain.from_iterable(minibatches))
+        scores = self._scorers.score(self._policy, microbatches)
+        targets = self._targets(batch, microbatches, scores)
+        inputs = prepared(minibatches, scores, targets)
+        metrics |= self._work_of(batch)
+        metrics |= self._update_policy(inputs)
+        metrics |= self._update_critic(inputs)
         self._scorers.follow(self._parameters)
         self.step += 1
         return metrics if self._reports else None
 
     def microbatches(self, batch: TrainBatch) -> tuple[list[list[MicroBatch]], dict[str, float]]:
-        """As ``microbatches_of``, of this rank in its present step."""
+        """Return this rank's micro-batches in its present step, as ``microbatches_of`` does."""
         rank = self._groups.get_data_parallel_rank()
         return microbatches_of(self._config, self._spec.geometry, batch, self.step, rank=rank)
 
-    def _flops(self, batch: TrainBatch) -> float:
-        """What the policy's model asks for in a step, of all ranks together."""
-        length_N = np.array([len(trajectory.tokens_T) for trajectory in batch.trajectories])
-        passes = 3 + self._config.actor.recompute_logprobs  # a backward pass counts as two forward ones
-        return passes * float(forward_flops(self._spec.geometry, length_N).sum())
+    def _targets(
+        self, batch: TrainBatch, microbatches: Sequence[MicroBatch], scores: Sequence[Scores]
+    ) -> Sequence[Targets | None]:
+        if not self._groups.is_pipeline_last_stage():
+            return [None] * len(microbatches)
+        return find_targets(self._config, batch, microbatches, scores, self._groups.get_data_parallel_group())
 
-    def _train_policy(
-        self, minibatches: list[list[MicroBatch]], scores: list[Scores], targets: list[Targets | None]
-    ) -> dict[str, float]:
-        """One optimizer update for each mini-batch; metrics of the step on the last stage."""
+    def _work_of(self, batch: TrainBatch) -> dict[str, float]:
+        """Return how much a step computes and trains, on all ranks together."""
+        length_N = np.array([len(trajectory.tokens_T) for trajectory in batch.trajectories])
+        passes = 3 + self._config.actor.recompute_logprobs  # a backward pass counts as two forward passes
+        flops = passes * float(forward_flops(self._spec.geometry, length_N).sum())
+        tokens = float(sum(trajectory.response_length for trajectory in batch.trajectories))
+        return {"train/tflop": flops / 1e12, "train/tokens": tokens}
+
+    def _update_policy(self, inputs: Sequence[Sequence[PreparedMicroBatch]]) -> dict[str, float]:
+        """Update the policy, unless only the critic is trained yet. Return metrics on the last stage."""
         critic = self._config.critic
         if critic is not None and self.step < critic.warmup_steps:
             return {}
-        statistics, lr = StepStatistics(), self._learning_rate(self.step)
-        remaining = zip(scores, targets, strict=True)
-        for minibatch in minibatches:
-            heads = [
-                partial(self._loss, micro, score, target)
-                for micro, (score, target) in zip(minibatch, remaining, strict=False)
-            ]
-            update = self._trained.update(self._policy, minibatch, heads, lr)
-            statistics.add_update(
-                update.results if self._is_last_stage else [],
-                grad_norm=update.grad_norm,
-                lr=lr,
-                succeeded=update.succeeded,
-            )
-        self._trained.gather()
-        return statistics.reduced(self._groups.get_data_parallel_group()) if self._is_last_stage else {}
+        statistics = update_policy(
+            self._trained,
+            self._policy,
+            inputs,
+            self._config.actor,
+            temperature=self._config.rollout.sampling.temperature,
+            lr=self._learning_rate(self.step),
+        )
+        if not self._groups.is_pipeline_last_stage():
+            return {}
+        return statistics.reduced(self._groups.get_data_parallel_group())
 
-    def _train_critic(
-        self, minibatches: list[list[MicroBatch]], scores: list[Scores], targets: list[Targets | None]
-    ) -> dict[str, float]:
-        """The same for the critic, if there is one."""
+    def _update_critic(self, inputs: Sequence[Sequence[PreparedMicroBatch]]) -> dict[str, float]:
+        """Update the critic, if there is one. Return metrics on the last stage."""
         critic = self._scorers.critic
         if critic is None:
             return {}
-        found = critic.train(minibatches, scores, targets, self.step)
-        return found.reduced(self._groups.get_data_parallel_group()) if self._is_last_stage else {}
+        statistics = critic.update(inputs, self.step)
+        if not self._groups.is_pipeline_last_stage():
+            return {}
+        return statistics.reduced(self._groups.get_data_parallel_group())
 
     def logprobs(self, ids: Sequence[int]) -> list[float] | None:
-        """Log-probs of ids[1:] given what precedes them, at temperature 1, under the present weights.
-
-        The result on the reporting rank, None elsewhere.
+        """Return the log-prob of each of ids[1:] after the ids before it, at temperature 1 under the present
+        weights. The result is on the reporting rank, None elsewhere.
         """
         n = len(ids) - 1
         text = TrajectoryBuilder(ids[:1])
         text.add_completion(Completion(tuple(ids[1:]), (0.0,) * n, (Span(0, 0, n),), Finish.LENGTH))
         batch = TrainBatch(0, (text.build(),), np.zeros(1, np.int64))
         parallel = self._config.actor.parallel
-        micro = assemble(batch, [0], parallel.length_multiple, each=parallel.trajectory_multiple)
-        times = self._config.actor.parallel.microbatch_multiple
-        found = self._policy.log_probs([micro] * times, temperature=1.0)
-        return found[0].tolist() if self._reports else None
-
-    def _loss(
-        self, micro: MicroBatch, scores: Scores, targets: Targets, hidden: Tensor
-    ) -> tuple[Tensor, Tensor, Any]:
-        """Sum of token losses, token count, statistics: what Megatron's per-token loss asks for."""
-        actor, tensor = self._config.actor, self._policy.tensor
-        logp_M, entropy_M = self._policy.logprob_and_entropy(
-            micro,
-            hidden,
-            self._config.rollout.sampling.temperature,
-            entropy_gradient=actor.entropy_bonus > 0,
+        micro = assemble(
+            batch, [0], parallel.length_multiple, trajectory_multiple=parallel.trajectory_multiple
         )
-        behaviour_M, lag_M = tensor(micro.behaviour_logp_M), tensor(micro.lag_M)
-        proximal_M = scores.proximal_M
-        if actor.interpolate_logprobs:
-            proximal_M = interpolated_logp(logp_M, behaviour_M, lag_M)
-        tokens = Tokens(
-            logp_M=logp_M,
-            behaviour_logp_M=behaviour_M,
-            proximal_logp_M=proximal_M,
-            advantage_M=targets.advantage_M.to(logp_M),
-            lag_M=lag_M,
-            owner_M=tensor(micro.owner_M),
-            owners=micro.owners,
-        )
-        loss = token_losses(actor, tokens)
-        share_M = tensor(micro.share_M)
-        total = (share_M * loss.loss_T).sum()
-        if actor.entropy_bonus > 0:
-            total = total - actor.entropy_bonus * (share_M * entropy_M).sum()
-        if actor.kl is not None and actor.kl.where == "loss":
-            kl_M = kl.in_loss(logp_M, scores.reference_M, behaviour_M, actor.kl.estimator)
-            total = total + actor.kl.coefficient * (share_M * kl_M).sum()
-        measured = token_statistics(
-            loss=loss,
-            tokens=tokens,
-            share_M=share_M,
-            entropy_M=entropy_M.detach(),
-            reference_M=scores.reference_M,
-            teacher_M=scores.teacher_M,
-            recomputed=actor.recompute_logprobs,
-            weight_cap=actor.correction.weight_cap if actor.use_decoupled_loss else None,
-        )
-        count = self._policy.count(micro)
-        return total, count, measured
-
-    @property
-    def _is_last_stage(self) -> bool:
-        return self._groups.is_pipeline_last_stage()
-
-    @property
-    def _reports(self) -> bool:
-        first_of_tensor = self._groups.get_tensor_model_parallel_rank() == 0
-        first_of_data = self._groups.get_data_parallel_rank(with_context_parallel=True) == 0
-        return self._is_last_stage and first_of_tensor and first_of_data
+        logp_M, *_ = self._policy.log_probs([micro] * parallel.microbatch_multiple, temperature=1.0)
+        return logp_M.tolist() if logp_M is not None and self._reports else None
 
     # ---- taking turns with the engines
 
     def rest(self, keep_weights: bool) -> None:
-        """Give the device's memory up, but for the weights if they are still to be published. Until ``wake``
-        the rank can then be asked for nothing else."""
+        """Give up the device's memory, except for the weights if ``keep_weights``: they can be published.
+
+        Nothing else may be asked of the rank until ``wake``.
+        """
         self._trained.rest(self._resting, keep_weights=keep_weights)
         if self._scorers.critic is not None:
             self._scorers.critic.trained.rest(self._resting)
 
     def wake(self) -> None:
-        """Have it back, as it was."""
+        """Move the rank's state back to the device."""
         self._resting.wake()
 
     # ---- the weights' way out
@@ -243,13 +200,13 @@ class TrainerRank(CheckpointedRank):
         """Send the weights to ``engines`` as ``version``. Return the report on the sender, None elsewhere."""
         buckets = self._export()
         if dist.get_rank() != SENDER:
-            for _ in buckets:
-                """Sends its parts."""
+            for _ in buckets:  # iterating sends this rank's parts
+                pass
             return None
         if self._publisher is None:
             backend = "nccl" if self._device.type == "cuda" else "gloo"
             self._publisher = make_publisher(self._config, self._plan, address=self._address, backend=backend)
-        return asyncio.run(_publish(self._publisher, version, engines, buckets))
+        return asyncio.run(publish_to(self._publisher, version, engines, buckets))
 
     def export_hf(self, folder: Path) -> None:
         """Write the present weights as an HF checkpoint directory."""
@@ -257,14 +214,3 @@ class TrainerRank(CheckpointedRank):
 
     def _export(self) -> Iterator[FlatBucket | None]:
         return export(self._plan, self._parameters, dist.get_rank())
-
-
-async def _publish(
-    publisher: Publisher, version: int, engines: Sequence[EngineAddress], buckets: Iterator[Any]
-) -> PublishReport:
-    clients = [EngineClient(address) for address in engines]
-    try:
-        return await publisher.publish(version, clients, buckets)
-    finally:
-        for client in clients:
-            await client.close()

@@ -1,21 +1,21 @@
-"""A reward model: one value per answer, learned from preferences, by the parts that the trainer is made of.
+"""A reward model: one value per completion, learned from preferences.
 
-Both answers of a pair need not be on the same rank. A forward pass gives the values, all ranks exchange
-them, and the loss of the second pass is linear in them, with the coefficients that make its gradient right.
+The two completions of a pair may be on different ranks. A forward pass gives the values, all ranks exchange
+them, and the loss of the second pass is linear in them, with the coefficients that give the right gradient.
 """
 
 import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.backend.batch.micro_batch import MicroBatch, TrainBatch
+from slipstream.backend.batch.micro_batch import MicroBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.export_plan import export_plan
 from slipstream.backend.megatron.parallel import RankSpec, initialize
 from slipstream.backend.objective.value import preference_loss
@@ -30,23 +30,23 @@ from slipstream.configs.schema import RunConfig
 
 
 class RewardModelRank(CheckpointedRank):
-    """One rank. All are called with the same arguments, in the same order.
+    """One rank. All ranks are called with the same arguments, in the same order.
 
-    Trajectories 2 i and 2 i + 1 of a batch are the chosen and the rejected answer of pair i. The value of an
-    answer is that at its last token, as in Hugging Face's models for sequence classification.
+    Trajectories 2 i and 2 i + 1 of a batch are the chosen and the rejected completion of pair i. The value of
+    a completion is the value at its last token, as in HF's models for sequence classification.
     """
 
     def __init__(self, config: RunConfig, rank: RankSpec) -> None:
         self._config = config
         actor = config.actor
         device = initialize(rank, actor.parallel, seed=config.run.seed, timeout_s=config.run.step_timeout_s)
-        from megatron.core import parallel_state
-
-        from slipstream.backend.megatron import checkpoint, model
+        # Megatron can only be imported now.
+        from slipstream.backend.megatron import checkpoint, groups, model
         from slipstream.backend.megatron.packed_model import ValueModel
         from slipstream.backend.megatron.trained import Trained
 
-        self._groups = parallel_state
+        self._groups = groups.groups
+        self._reports = groups.reports()
         self._spec = value_spec(model_spec(config.model.path))
         dtype = getattr(torch, config.model.dtype)
         parts = model.build_model(self._spec, actor, dtype, device, seed=config.run.seed)
@@ -69,10 +69,9 @@ class RewardModelRank(CheckpointedRank):
         [microbatches], metrics = microbatches_of(
             self._config, self._spec.geometry, batch, self.step, rank=rank
         )
-        last_stage = self._groups.is_pipeline_last_stage()
         values = self._model.evaluate(microbatches, self._values_of)
-        gradient_N: Any = None
-        if last_stage:
+        gradient_N: Tensor | None = None
+        if self._groups.is_pipeline_last_stage():
             gradient_N, of_pairs = self._gradient(batch, microbatches, values)
             metrics |= of_pairs
         optimizer = self._config.actor.optimizer
@@ -84,8 +83,7 @@ class RewardModelRank(CheckpointedRank):
         metrics["train/lr"] = lr
         metrics["train/tokens"] = float(sum(len(trajectory.tokens_T) for trajectory in batch.trajectories))
         self.step += 1
-        first = self._groups.get_tensor_model_parallel_rank() == self._groups.get_data_parallel_rank() == 0
-        return metrics if last_stage and first else None
+        return metrics if self._reports else None
 
     def export_hf(self, folder: Path) -> None:
         """Write the model as an HF checkpoint for sequence classification with one label."""
@@ -98,16 +96,17 @@ class RewardModelRank(CheckpointedRank):
             file.write_text(json.dumps(hf, indent=2) + "\n")
 
     def _values_of(self, micro: MicroBatch, output_1T1: Tensor) -> Tensor:
-        """Of the micro-batch's trajectories that have tokens to learn, in order of the pack."""
+        """Return the value of each trajectory that has tokens with loss, in the order of the pack."""
         position, _ = _ends(micro)
         return output_1T1[0, :, 0].index_select(0, self._model.tensor(position))
 
     def _gradient(
-        self, batch: TrainBatch, microbatches: Sequence[MicroBatch], values: Sequence[Tensor]
+        self, batch: TrainBatch, microbatches: Sequence[MicroBatch], values: Sequence[Tensor | None]
     ) -> tuple[Tensor, dict[str, float]]:
-        """d loss / d value of each trajectory [N], and metrics. Collective over the data-parallel ranks."""
-        value_N = values[0].new_zeros(len(batch.trajectories))
-        for micro, value in zip(microbatches, values, strict=True):
+        """Return d loss / d value of each trajectory, [N], and metrics. Collective over data parallelism."""
+        known = [value for value in values if value is not None]
+        value_N = known[0].new_zeros(len(batch.trajectories))
+        for micro, value in zip(microbatches, known, strict=True):
             value_N[self._model.tensor(_ends(micro)[1])] = value
         dist.all_reduce(value_N, group=self._groups.get_data_parallel_group())
         with torch.enable_grad():
@@ -117,15 +116,18 @@ class RewardModelRank(CheckpointedRank):
         right = (value_N[0::2] > value_N[1::2]).float().mean()
         return gradient_N, {"train/loss": loss.item(), "train/preference_accuracy": right.item()}
 
-    def _loss(self, micro: MicroBatch, gradient_N: Tensor, output: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """As Megatron's per-token loss asks for: sum, count, statistics."""
+    def _loss(
+        self, micro: MicroBatch, gradient_N: Tensor | None, output: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
+        """Return the sum of the losses of the trajectories, their number, and no statistics."""
+        assert gradient_N is not None  # only the last stage, which has it, computes a loss
         value, (_, trajectory) = self._values_of(micro, output), _ends(micro)
         total = (gradient_N[self._model.tensor(trajectory)] * value).sum()
         count = torch.tensor(len(value), dtype=torch.int, device=value.device)
-        # Megatron divides by the answers of all ranks; the mean over pairs is in the gradient already.
+        # Megatron divides by the completions of all ranks; the gradient is of the mean over pairs already.
         return total * len(gradient_N), count, None
 
 
 def _ends(micro: MicroBatch) -> tuple[np.ndarray, np.ndarray]:
-    """Positions of the trajectories' last tokens, and which trajectories of the batch they are."""
+    """Return the positions of the trajectories' last tokens, and the trajectories' places in the batch."""
     return micro.index_M[micro.is_last_M] + 1, micro.trajectory_M[micro.is_last_M]

@@ -1,4 +1,4 @@
-"""What the policy and the models besides it say about a batch before it is trained on."""
+"""Scores of a batch by the policy and the models besides it, before it is trained on."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,39 +8,39 @@ from torch import Tensor
 from slipstream.backend.batch.micro_batch import MicroBatch
 from slipstream.backend.megatron.frozen import FrozenModel
 from slipstream.backend.megatron.packed_model import LanguageModel
-from slipstream.backend.trainer.advantages import Scores
 from slipstream.backend.trainer.critic import Critic
+from slipstream.backend.trainer.prepared import Scores
 from slipstream.bridge.families import model_spec
 from slipstream.configs.schema import AverageReference, RunConfig
 
 
 class Scorers:
-    """The models that the recipe's objective needs besides the policy, and no others. All have its layout."""
+    """The models that the recipe's objective needs besides the policy. All have the policy's layout."""
 
     def __init__(self, config: RunConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._config = config
-        actor, own = config.actor, config.model.path
+        actor, policy_path = config.actor, config.model.path
         reference = actor.kl and actor.kl.reference
         self._decay = reference.decay if isinstance(reference, AverageReference) else None
         self._reference = self._teacher = self.critic = None
         if reference is not None:
-            path = own if isinstance(reference, AverageReference) else reference.path or own
+            path = policy_path if isinstance(reference, AverageReference) else reference.path or policy_path
             self._reference = FrozenModel(
                 model_spec(path), actor, dtype, device, average=self._decay is not None
             )
         if actor.teacher is not None:
             self._teacher = FrozenModel(model_spec(actor.teacher.path), actor, dtype, device)
         if config.critic is not None:
-            spec = model_spec(config.critic.path or own)
+            spec = model_spec(config.critic.path or policy_path)
             self.critic = Critic(config.critic, actor, spec, dtype, device, run_steps=config.run.steps)
 
     @property
     def average(self) -> FrozenModel | None:
-        """The reference that follows the policy: a part of the trainer's state."""
+        """The reference that follows the policy, which is part of the trainer's state."""
         return self._reference if self._decay is not None else None
 
-    def ask(self, policy: LanguageModel, microbatches: Sequence[MicroBatch]) -> list[Scores]:
-        """Of each micro-batch. On the last pipeline stage; elsewhere there is nothing in them."""
+    def score(self, policy: LanguageModel, microbatches: Sequence[MicroBatch]) -> list[Scores]:
+        """Return the scores of each micro-batch, which are empty except on the last pipeline stage."""
         temperature = self._config.rollout.sampling.temperature
         nothing: list[Tensor | None] = [None] * len(microbatches)
 
@@ -49,10 +49,10 @@ class Scorers:
 
         proximal = log_probs(policy if self._config.actor.recompute_logprobs else None)
         values = self.critic.values(microbatches) if self.critic is not None else nothing
-        found = (proximal, log_probs(self._reference), log_probs(self._teacher), values)
-        return [Scores(*scores) for scores in zip(*found, strict=True)]
+        by_model = (proximal, log_probs(self._reference), log_probs(self._teacher), values)
+        return [Scores(*scores) for scores in zip(*by_model, strict=True)]
 
     def follow(self, policy: Sequence[Mapping[str, Tensor]]) -> None:
-        """Let the average take in the policy, whose shards these are, after a step."""
+        """Let the average, if there is one, take in the policy's shards after a step."""
         if self._reference is not None and self._decay is not None:
             self._reference.follow(policy, self._decay)

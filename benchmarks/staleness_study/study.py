@@ -22,7 +22,7 @@ from benchmarks.staleness_study.methods import config_of, sampled_from
 from benchmarks.staleness_study.sampler import Answer, Sampler
 from benchmarks.staleness_study.trainer import StepReport, Trainer
 from benchmarks.staleness_study.warm_start import warm_start
-from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.quickstart import TRAIN_PROBLEMS, policy, task
 from slipstream.backend.quickstart.tokenizer import build_tokenizer, prompt_text
 from slipstream.rollout.trajectory import Completion, Finish, Span, Trajectory, TrajectoryBuilder

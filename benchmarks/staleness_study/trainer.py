@@ -17,12 +17,13 @@ from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen3ForCausalLM
 
-from slipstream.backend.batch.micro_batch import MicroBatch, TrainBatch, assemble, check_staleness
+from benchmarks.given_logits import vocab_parallel_logprob
+from slipstream.backend.batch.micro_batch import MicroBatch, assemble
 from slipstream.backend.batch.packing import schedule
+from slipstream.backend.batch.train_batch import TrainBatch, check_staleness
 from slipstream.backend.objective.advantage import ADVANTAGES
 from slipstream.backend.objective.averaging import token_shares
 from slipstream.backend.objective.correction import interpolated_logp
-from slipstream.backend.objective.logprob import vocab_parallel_logprob
 from slipstream.backend.objective.losses import Tokens, token_losses
 from slipstream.backend.objective.statistics import token_statistics
 from slipstream.backend.trainer.learning_rate import learning_rate

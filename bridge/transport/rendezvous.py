@@ -67,16 +67,19 @@ class BroadcastGroup:
     def __init__(self, backend: str, rendezvous: Rendezvous, name: str, timeout_s: float) -> None:
         size = rendezvous.world_size
         self._rendezvous = rendezvous
-        group, _ = _new_process_group_helper(
-            size,
-            0,
-            [],
-            Backend(backend),
-            PrefixStore(name, rendezvous.connect()),
-            group_name=cast("GroupName", name),
-            timeout=timedelta(seconds=timeout_s),
+        group_and_store = cast(
+            "tuple[ProcessGroup, object]",
+            _new_process_group_helper(
+                size,
+                0,
+                [],
+                Backend(backend),
+                PrefixStore(name, rendezvous.connect()),
+                group_name=cast("GroupName", name),
+                timeout=timedelta(seconds=timeout_s),
+            ),
         )
-        self._group: ProcessGroup | None = cast("ProcessGroup", group)
+        self._group: ProcessGroup | None = group_and_store[0]
         _world.pg_group_ranks[self._group] = {i: i for i in range(size)}
 
     def send(self, flat: Tensor) -> None:

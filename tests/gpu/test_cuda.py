@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.bridge.families import FAMILIES
 from slipstream.configs.schema import RunConfig

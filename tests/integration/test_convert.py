@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.backend.checkpoint.folder import CheckpointFolder, CheckpointRecord
+from slipstream.backend.checkpoint.folder import CheckpointFolder
+from slipstream.backend.checkpoint.manifest import CheckpointRecord
 from slipstream.backend.megatron import conversion
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.bridge.families import spec_of

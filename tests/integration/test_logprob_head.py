@@ -30,8 +30,8 @@ def both_ways(rank: RankSpec, folders: list[Path], parallel: dict, dtype: str):
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
 
+    from benchmarks.given_logits import vocab_parallel_logprob
     from slipstream.backend.megatron import head, model
-    from slipstream.backend.objective.logprob import vocab_parallel_logprob
     from slipstream.bridge.families import model_spec
 
     generator = torch.Generator().manual_seed(0)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.model.layout import Layout, Shard

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.network import free_port

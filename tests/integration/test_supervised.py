@@ -14,7 +14,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from slipstream.backend.batch.micro_batch import demonstrated
+from slipstream.backend.batch.train_batch import demonstrated
 from slipstream.backend.driver.sft import read_examples_of
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.backend.quickstart import task

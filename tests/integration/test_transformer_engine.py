@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.bridge.families import FAMILIES, model_spec
 from slipstream.bridge.model.layout import Layout

@@ -27,7 +27,7 @@ def test_a_model_computes_what_its_geometry_says(tmp_path, family, sizes):
             model(torch.arange(tokens)[None])
         return counter.get_total_flops() - tokens * geometry.rotated_dim  # the angles of rotary embeddings
 
-    one, many = forward_flops(geometry, np.array([1, 40])).tolist()
-    assert one == counted(1)
+    single, many = forward_flops(geometry, np.array([1, 40])).tolist()
+    assert single == counted(1)
     # Eager attention multiplies every query with every key, and masks those behind it afterwards.
-    assert 2 * (many - 40 * one) == counted(40) - 40 * counted(1)
+    assert 2 * (many - 40 * single) == counted(40) - 40 * counted(1)

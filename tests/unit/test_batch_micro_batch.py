@@ -8,12 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from slipstream.backend.batch.micro_batch import (
-    StalenessViolation,
-    TrainBatch,
-    assemble,
-    check_staleness,
-)
+from slipstream.backend.batch.micro_batch import assemble
+from slipstream.backend.batch.train_batch import StalenessViolation, TrainBatch, check_staleness
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
 
 
@@ -59,13 +55,13 @@ def test_a_micro_batch_is_what_a_loop_over_its_tokens_gives(case):
 
     tokens, positions, expected, ends = [], [], [], [0]
     for place, index in enumerate(indices):
-        one = batch.trajectories[index]
-        for t, token in enumerate(one.tokens_T):
-            if one.loss_mask_T[t]:
-                lag = batch.version - one.versions_T[t]
-                turn = sum(end <= t for end, _ in one.turn_rewards)
+        member = batch.trajectories[index]
+        for t, token in enumerate(member.tokens_T):
+            if member.loss_mask_T[t]:
+                lag = batch.version - member.versions_T[t]
+                turn = sum(end <= t for end, _ in member.turn_rewards)
                 about = (lag, place, index, turn, share[index])
-                expected.append((len(tokens) - 1, token, one.logprobs_T[t], *about))
+                expected.append((len(tokens) - 1, token, member.logprobs_T[t], *about))
             tokens.append(token)
             positions.append(t)
         ends.append(len(tokens))
@@ -97,7 +93,7 @@ def test_a_micro_batch_is_what_a_loop_over_its_tokens_gives(case):
 def test_padded_trajectories_have_the_same_loss_as_ones_that_are_not(case, each: int):
     batch, indices, multiple = case
     plain = assemble(batch, indices)
-    micro = assemble(batch, indices, multiple * each, each=each)
+    micro = assemble(batch, indices, multiple * each, trajectory_multiple=each)
     lengths = np.diff(micro.cu_seqlens)
     assert (lengths % each == 0).all() and len(micro.tokens_T) % (multiple * each) == 0
     for name in ("target_M", "behaviour_logp_M", "lag_M", "trajectory_M", "owner_M", "share_M"):
@@ -105,9 +101,9 @@ def test_padded_trajectories_have_the_same_loss_as_ones_that_are_not(case, each:
     for place, index in enumerate(indices):
         start, length = micro.cu_seqlens[place], len(batch.trajectories[index].tokens_T)
         assert 0 <= lengths[place] - length < each
-        found = slice(start, start + length)
-        np.testing.assert_array_equal(micro.tokens_T[found], batch.trajectories[index].tokens_T)
-        np.testing.assert_array_equal(micro.position_T[found], np.arange(length))
+        segment = slice(start, start + length)
+        np.testing.assert_array_equal(micro.tokens_T[segment], batch.trajectories[index].tokens_T)
+        np.testing.assert_array_equal(micro.position_T[segment], np.arange(length))
     np.testing.assert_array_equal(micro.tokens_T[micro.index_M + 1], micro.target_M)
 
 
@@ -118,9 +114,9 @@ def test_the_predicting_position_is_in_the_trajectory_of_its_target():
 
 
 def test_tool_output_inside_a_trajectory_carries_no_loss():
-    one = trajectory(2, 6)
-    one.loss_mask_T[4:6] = False
-    micro = assemble(batch_of(one), [0])
+    member = trajectory(2, 6)
+    member.loss_mask_T[4:6] = False
+    micro = assemble(batch_of(member), [0])
     assert micro.index_M.tolist() == [1, 2, 5, 6]
 
 
@@ -137,12 +133,12 @@ def test_a_trajectory_that_begins_with_loss_is_an_error_wherever_it_lies_in_the_
 def versioned(draw):
     parts = []
     for i in range(draw(st.integers(1, 4))):
-        one = trajectory(2, draw(st.integers(1, 6)), seed=i)
-        one.versions_T[2:] = draw(
-            st.lists(st.integers(-1, 9), min_size=len(one.versions_T) - 2, max_size=9 + 9)
-        )[: len(one.versions_T) - 2]
-        one.loss_mask_T[2:] = [draw(st.booleans()) for _ in one.loss_mask_T[2:]]
-        parts.append(one)
+        member = trajectory(2, draw(st.integers(1, 6)), seed=i)
+        member.versions_T[2:] = draw(
+            st.lists(st.integers(-1, 9), min_size=len(member.versions_T) - 2, max_size=9 + 9)
+        )[: len(member.versions_T) - 2]
+        member.loss_mask_T[2:] = [draw(st.booleans()) for _ in member.loss_mask_T[2:]]
+        parts.append(member)
     return batch_of(*parts, version=draw(st.integers(0, 9))), draw(st.integers(0, 4))
 
 

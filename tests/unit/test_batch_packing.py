@@ -29,7 +29,7 @@ def quadratic(length_N: np.ndarray) -> np.ndarray:
 
 
 def costs_of(packs, cost_N):
-    return [sum(cost_N[i] for i in one) for one in packs]
+    return [sum(cost_N[i] for i in members) for members in packs]
 
 
 def lognormal(n: int, *, median: float, sigma: float, longest: int, seed: int) -> np.ndarray:
@@ -62,22 +62,22 @@ def test_every_schedule_keeps_the_invariants(case, seed):
     costs = quadratic(lengths)
     plan = schedule(lengths, costs, **settings_, rng=np.random.default_rng(seed))
     assert len(plan) == settings_["minibatches"]
-    used = [index for minibatch in plan for rank in minibatch for one in rank for index in one]
+    used = [index for minibatch in plan for rank in minibatch for members in rank for index in members]
     assert sorted(used) == list(range(len(lengths)))
-    sizes = [sum(len(one) for rank in minibatch for one in rank) for minibatch in plan]
+    sizes = [sum(len(members) for rank in minibatch for members in rank) for minibatch in plan]
     assert max(sizes) - min(sizes) <= 1
     for minibatch in plan:
         assert len(minibatch) == ranks
         [each] = {len(rank) for rank in minibatch}
         assert each % multiple == 0
-        packs = [one for rank in minibatch for one in rank]
-        indices = [index for one in packs for index in one]
+        packs = [members for rank in minibatch for members in rank]
+        indices = [index for members in packs for index in members]
         needed = pack(sorted(indices, key=lambda i: -lengths[i]), lengths.tolist(), budget)
         assert 0 <= len(packs) - len(needed) < ranks * multiple
-        for one in packs:
-            assert sum(lengths[one]) <= budget or len(one) == 1
+        for members in packs:
+            assert sum(lengths[members]) <= budget or len(members) == 1
         if [] in packs:
-            assert {len(one) for one in packs} == {0, 1}
+            assert {len(members) for members in packs} == {0, 1}
         for rank in minibatch:
             steps = np.sign(np.diff(costs_of(rank, costs)))
             assert not any(before < 0 < after for before, after in pairwise(steps[steps != 0]))
@@ -89,14 +89,14 @@ def test_packs_that_are_dealt_whole_keep_them_too(case):
     """What is done where spreading finds no room; hypothesis seldom meets it above."""
     lengths, settings_ = case
     ranks, budget = settings_["ranks"], settings_["budget"]
-    found = pack(sorted(range(len(lengths)), key=lambda i: -lengths[i]), lengths.tolist(), budget)
-    count = -(-len(found) // ranks) * ranks
-    dealt = deal(divide(found, quadratic(lengths).tolist(), count), quadratic(lengths).tolist(), ranks)
-    packs = [one for rank in dealt for one in rank]
+    actual = pack(sorted(range(len(lengths)), key=lambda i: -lengths[i]), lengths.tolist(), budget)
+    count = -(-len(actual) // ranks) * ranks
+    dealt = deal(divide(actual, quadratic(lengths).tolist(), count), quadratic(lengths).tolist(), ranks)
+    packs = [members for rank in dealt for members in rank]
     assert [len(rank) for rank in dealt] == [count // ranks] * ranks
-    assert sorted(i for one in packs for i in one) == list(range(len(lengths)))
-    assert all(sum(lengths[one]) <= budget or len(one) == 1 for one in packs)
-    assert [] not in packs or {len(one) for one in packs} == {0, 1}
+    assert sorted(i for members in packs for i in members) == list(range(len(lengths)))
+    assert all(sum(lengths[members]) <= budget or len(members) == 1 for members in packs)
+    assert [] not in packs or {len(members) for members in packs} == {0, 1}
 
 
 def test_the_schedule_is_the_same_on_every_rank_and_another_at_every_version():
@@ -117,7 +117,7 @@ def test_the_schedule_is_the_same_on_every_rank_and_another_at_every_version():
 
 def test_trajectories_that_fill_the_budget_and_do_not_divide_by_the_ranks_leave_a_rank_idle_for_a_while():
     dealt = distribute([0, 1, 2], [100] * 3, [1.0] * 3, ranks=2, budget=100)
-    assert sorted(one for rank in dealt for one in rank) == [[], [0], [1], [2]]
+    assert sorted(members for rank in dealt for members in rank) == [[], [0], [1], [2]]
     assert [len(rank) for rank in dealt] == [2, 2]
 
 
@@ -125,15 +125,15 @@ def test_no_rank_idles_while_another_has_two_trajectories_to_compute_at_once():
     """The first one costs more than all others together, and its rank has a second micro-batch."""
     dealt = distribute(range(7), [90, 20, 20, 20, 20, 15, 10], [99.0, 2, 2, 2, 2, 1, 1], ranks=2, budget=90)
     assert sorted(map(sorted, dealt[0])) == [[0], [6]]
-    assert sorted(i for one in dealt[1] for i in one) == [1, 2, 3, 4, 5]
+    assert sorted(i for members in dealt[1] for i in members) == [1, 2, 3, 4, 5]
 
 
 def test_packs_are_dealt_whole_where_the_longest_first_find_no_room():
     """20 tokens into 2 * 10: after 6, 5, 4 and 3 neither rank has room for 2."""
     lengths, costs = [6, 5, 4, 3, 2], [6.0, 5, 4, 3, 2]
-    assert spread(range(5), lengths, costs, ranks=2, each=1, budget=10) is None
+    assert spread(range(5), lengths, costs, ranks=2, packs_per_rank=1, budget=10) is None
     dealt = distribute(range(5), lengths, costs, ranks=2, budget=10)
-    assert sorted(map(sorted, (one for rank in dealt for one in rank))) == [[0, 2], [1, 3, 4]]
+    assert sorted(map(sorted, (members for rank in dealt for members in rank))) == [[0, 2], [1, 3, 4]]
 
 
 def test_a_trajectory_over_the_budget_has_a_micro_batch_of_its_own():
@@ -200,7 +200,7 @@ def test_a_trajectory_goes_to_the_rank_with_the_least_to_compute_that_has_room(l
             break
         least = min(able, key=lambda rank: sum(costs_of(rank, costs)))
         min(filter(fits, least), key=left).append(index)
-    assert spread(order, lengths, costs, ranks=ranks, each=each, budget=budget) == naive
+    assert spread(order, lengths, costs, ranks=ranks, packs_per_rank=each, budget=budget) == naive
 
 
 def test_the_dearest_packs_are_halved_before_a_rank_idles():
@@ -225,11 +225,11 @@ def test_a_pipeline_begins_and_ends_with_the_cheapest_micro_batches():
 
 def test_balance_counts_what_ranks_wait_for():
     lengths, costs = np.array([4, 2, 3, 1]), np.array([4.0, 2.0, 3.0, 1.0])
-    found = balance([[[[0], [1]], [[2], [3]]]], lengths, costs, budget=5)
-    assert (found.fill, found.imbalance, found.lockstep) == pytest.approx((10 / 20, 6 / 5, (4 + 2) / 5))
+    actual = balance([[[[0], [1]], [[2], [3]]]], lengths, costs, budget=5)
+    assert (actual.fill, actual.imbalance, actual.lockstep) == pytest.approx((10 / 20, 6 / 5, (4 + 2) / 5))
     # In two mini-batches every one of the two is waited for.
-    found = balance([[[[0]], [[1]]], [[[3]], [[2]]]], lengths, costs, budget=4)
-    assert (found.fill, found.imbalance, found.lockstep) == pytest.approx((10 / 16, 7 / 5, 7 / 5))
+    actual = balance([[[[0]], [[1]]], [[[3]], [[2]]]], lengths, costs, budget=4)
+    assert (actual.fill, actual.imbalance, actual.lockstep) == pytest.approx((10 / 16, 7 / 5, 7 / 5))
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 32])
@@ -246,10 +246,10 @@ def test_the_plan_of_a_large_step_wastes_nothing():
     lengths = lognormal(10_000, median=2000, sigma=1.2, longest=32_768, seed=0)
     costs = lengths * (12.0 * 4096**2 + 2.0 * lengths * 4096)
     plan = schedule(lengths, costs, minibatches=1, ranks=8, budget=32_768, rng=np.random.default_rng(0))
-    found = balance(plan, lengths, costs, 32_768)
-    assert found.fill >= 0.997
-    assert found.imbalance <= 1.001
-    assert found.lockstep <= 1.005
+    actual = balance(plan, lengths, costs, 32_768)
+    assert actual.fill >= 0.997
+    assert actual.imbalance <= 1.001
+    assert actual.lockstep <= 1.005
 
 
 def test_packing_imports_no_torch():

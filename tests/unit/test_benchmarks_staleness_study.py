@@ -23,7 +23,7 @@ from benchmarks.staleness_study.report import Interval, Results, fill_in, final,
 from benchmarks.staleness_study.sampler import Sampler
 from benchmarks.staleness_study.study import Inputs, Run, Setting, narrow_policy, read_results
 from benchmarks.staleness_study.trainer import Trainer
-from slipstream.backend.batch.micro_batch import StalenessViolation
+from slipstream.backend.batch.train_batch import StalenessViolation
 from slipstream.backend.quickstart import task
 from slipstream.backend.quickstart.tokenizer import build_tokenizer, prompt_text
 

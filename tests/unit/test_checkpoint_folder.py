@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.backend.checkpoint import folder as checkpoints
-from slipstream.backend.checkpoint.folder import CheckpointError, CheckpointFolder, CheckpointRecord
+from slipstream.backend.checkpoint import manifest as manifests
+from slipstream.backend.checkpoint.errors import CheckpointError
+from slipstream.backend.checkpoint.folder import CheckpointFolder
+from slipstream.backend.checkpoint.manifest import CheckpointRecord
 from slipstream.backend.cluster.rank_group import RankGroup, TrainerFailed
 from slipstream.backend.driver.trainer import RankedTrainer
 from slipstream.backend.megatron.rectangles import rectangles
@@ -45,8 +47,8 @@ def test_a_committed_checkpoint_is_found_with_its_record(folder: CheckpointFolde
     assert folder.latest() is None
     path = commit(folder, 8)
     assert path == tmp_path / "checkpoints" / "v00000008"
-    found = folder.latest()
-    assert found and (found.path, found.record, found.warnings) == (path, record(8), ())
+    latest = folder.latest()
+    assert latest and (latest.path, latest.record, latest.warnings) == (path, record(8), ())
     assert folder.verify(path) == []
 
 
@@ -105,8 +107,8 @@ def intermediate_states() -> dict[str, Callable[[CheckpointFolder], None]]:
 def test_a_kill_leaves_the_checkpoint_before_as_the_latest(folder: CheckpointFolder, state: str):
     before = commit(folder, 8)
     intermediate_states()[state](folder)
-    found = folder.latest()
-    assert found and found.path == before and found.warnings == ()
+    latest = folder.latest()
+    assert latest and latest.path == before and latest.warnings == ()
     assert folder.all() == [before] and folder.versions() == [8]
 
 
@@ -185,16 +187,16 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(folder: CheckpointFo
     before, newest = commit(folder, 8), commit(folder, 9)
     damage, problem = DAMAGE[kind]
     damage(newest)
-    found = folder.latest()
-    assert found and found.path == before
-    assert found.warnings == (f"checkpoint v00000009 is damaged: {problem}",)
+    latest = folder.latest()
+    assert latest and latest.path == before
+    assert latest.warnings == (f"checkpoint v00000009 is damaged: {problem}",)
     assert folder.verify(newest) == [problem]
     assert folder.versions() == [8]
 
 
 def test_a_checkpoint_of_a_later_format_is_not_read(folder: CheckpointFolder, monkeypatch):
     path = commit(folder, 8)
-    monkeypatch.setattr(checkpoints, "FORMAT", 0)
+    monkeypatch.setattr(manifests, "FORMAT", 0)
     assert folder.verify(path) == ["checkpoint.json has format 1; this program reads 0"]
 
 
@@ -209,9 +211,9 @@ def test_a_rejected_checkpoint_is_passed_over_without_reading_it(folder: Checkpo
     commit(folder, 8)
     newest = commit(folder, 9)
     monkeypatch.setattr(folder, "verify", lambda path: pytest.fail("read") if path == newest else [])
-    found = folder.latest(lambda record: "another line" if record.version == 9 else None)
-    assert found and found.record.version == 8
-    assert found.warnings == ("checkpoint v00000009 is passed over: another line",)
+    latest = folder.latest(lambda record: "another line" if record.version == 9 else None)
+    assert latest and latest.record.version == 8
+    assert latest.warnings == ("checkpoint v00000009 is passed over: another line",)
     assert folder.versions() == [8]
     assert folder.latest(lambda record: "another line") is None
 
@@ -343,8 +345,8 @@ def test_any_range_of_a_matrix_is_at_most_three_rectangles_in_order(shape: tuple
     matrix = np.arange(shape[0] * shape[1]).reshape(shape)
     for start in range(matrix.size + 1):
         for end in range(start, matrix.size + 1):
-            found = list(rectangles(start, end, columns=shape[1]))
-            parts = [matrix[r.row : r.row + r.rows, r.column : r.column + r.columns] for r in found]
+            pieces = list(rectangles(start, end, columns=shape[1]))
+            parts = [matrix[r.row : r.row + r.rows, r.column : r.column + r.columns] for r in pieces]
             assert len(parts) <= 3
             assert [int(x) for part in parts for x in part.flatten()] == list(range(start, end))
 

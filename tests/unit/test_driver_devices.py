@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.backend.checkpoint.folder import CheckpointError
+from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.driver import devices
 from slipstream.backend.driver.devices import Colocated
 from slipstream.backend.simulate import clock

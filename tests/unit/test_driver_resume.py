@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder, CheckpointRecord
+from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
+from slipstream.backend.checkpoint.manifest import CheckpointRecord
 from slipstream.backend.driver.inputs import InputError
 from slipstream.backend.driver.resume import (
     begin,

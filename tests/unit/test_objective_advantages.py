@@ -27,22 +27,22 @@ def groups(draw):
 
 def expected_advantages(name: str, reward, group, tokens) -> np.ndarray:
     reward = reward.astype(np.float64)
-    found = np.zeros(len(reward))
-    for i, own in enumerate(group):
-        mine = reward[group == own]
-        others = np.delete(reward, i)[np.delete(group, i) == own]
+    advantage = np.zeros(len(reward))
+    for i, group_number in enumerate(group):
+        mine = reward[group == group_number]
+        others = np.delete(reward, i)[np.delete(group, i) == group_number]
         if name == "grpo":
-            found[i] = (reward[i] - mine.mean()) / ((mine.std(ddof=1) if len(mine) > 1 else 0.0) + 1e-6)
+            advantage[i] = (reward[i] - mine.mean()) / ((mine.std(ddof=1) if len(mine) > 1 else 0.0) + 1e-6)
         elif name in ("dr_grpo", "reinforce_pp_baseline"):
-            found[i] = reward[i] - mine.mean()
+            advantage[i] = reward[i] - mine.mean()
         elif name == "rloo":
-            found[i] = reward[i] - others.mean() if len(others) else 0.0
+            advantage[i] = reward[i] - others.mean() if len(others) else 0.0
         else:
-            found[i] = reward[i]
+            advantage[i] = reward[i]
     if name.startswith("reinforce_pp"):
-        every = np.repeat(found, tokens)  # one value per token of the batch
-        found = (found - every.mean()) / (every.std() + 1e-8)
-    return found
+        every = np.repeat(advantage, tokens)  # one value per token of the batch
+        advantage = (advantage - every.mean()) / (every.std() + 1e-8)
+    return advantage
 
 
 @pytest.mark.parametrize("name", sorted(adv.ADVANTAGES))
@@ -50,14 +50,14 @@ def expected_advantages(name: str, reward, group, tokens) -> np.ndarray:
 @given(groups())
 def test_advantages_are_numpys_whatever_the_order_of_the_groups(name, case):
     reward, group, tokens = case
-    found = adv.ADVANTAGES[name](*map(torch.tensor, (reward, group, tokens))).numpy()
-    assert found.dtype == np.float32
+    actual = adv.ADVANTAGES[name](*map(torch.tensor, (reward, group, tokens))).numpy()
+    assert actual.dtype == np.float32
     expected = expected_advantages(name, reward, group, tokens)
     if name.startswith("reinforce_pp") and np.ptp(expected) < 1e-3:
         # Only rounding is left of it, and that divided by rounding.
-        assert np.abs(found).max() <= 1.0 + 1e-6
+        assert np.abs(actual).max() <= 1.0 + 1e-6
     else:
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(adv.ADVANTAGES.keys() - {"reward"}))
@@ -74,7 +74,7 @@ def test_the_registry_holds_the_advantages_of_the_schema():
 
 
 @given(st.integers(0, 500), st.integers(0, 200), st.integers(1, 200), st.floats(0.1, 5))
-def test_the_overlong_penalty_is_daps_with_its_sign_turned(length, start, buffer, penalty):
+def test_the_overlong_penalty_is_that_of_dapo_with_its_sign_turned(length, start, buffer, penalty):
     limit = start + buffer
     if length <= limit - buffer:
         punished = 0.0
@@ -82,8 +82,8 @@ def test_the_overlong_penalty_is_daps_with_its_sign_turned(length, start, buffer
         punished = ((limit - buffer) - length) / buffer
     else:
         punished = -1.0
-    found = adv.overlong_penalty(torch.tensor([length]), start=start, end=limit, penalty=penalty)
-    assert found.item() == pytest.approx(-penalty * punished, rel=1e-6)
+    actual = adv.overlong_penalty(torch.tensor([length]), start=start, end=limit, penalty=penalty)
+    assert actual.item() == pytest.approx(-penalty * punished, rel=1e-6)
 
 
 # ---- tokens
@@ -103,25 +103,26 @@ def test_gae_is_the_sum_of_discounted_differences_within_each_sequence(seed, len
         values += value.tolist()
     owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.long))
     reward, value = (torch.tensor(x, dtype=torch.float64) for x in (rewards, values))
-    found = adv.generalized(reward, value, owner, discount=discount, decay=decay)
-    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+    actual = adv.generalized_advantage(reward, value, owner, discount=discount, decay=decay)
+    np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_gae_without_discount_is_the_return_minus_the_value():
     reward, value = torch.tensor([0.0, 0.0, 3.0]), torch.tensor([0.5, 1.0, 2.0])
     owner = torch.zeros(3, dtype=torch.long)
-    assert adv.generalized(reward, value, owner, discount=1.0, decay=1.0).tolist() == [2.5, 2.0, 1.0]
-    assert adv.generalized(reward, value, owner, discount=1.0, decay=0.0).tolist() == [0.5, 1.0, 1.0]
+    for decay, expected in ((1.0, [2.5, 2.0, 1.0]), (0.0, [0.5, 1.0, 1.0])):
+        advantage = adv.generalized_advantage(reward, value, owner, discount=1.0, decay=decay)
+        assert advantage.tolist() == expected
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(-2, 2), max_size=5), st.floats(0, 1), st.data())
 def test_a_token_gets_the_rewards_from_its_turn_on(reward, discount, data):
     turn = data.draw(st.lists(st.integers(-1, len(reward) - 1), max_size=10))
-    found = adv.per_turn(
+    actual = adv.rewards_to_go(
         torch.tensor(reward, dtype=torch.float64), torch.tensor(turn, dtype=torch.long), discount=discount
     )
-    for value, k in zip(found.tolist(), turn, strict=True):
+    for value, k in zip(actual.tolist(), turn, strict=True):
         ahead = sum(discount ** (j - k) * reward[j] for j in range(k, len(reward))) if k >= 0 else 0.0
         assert value == pytest.approx(ahead, abs=1e-9)
 
@@ -136,8 +137,8 @@ def test_the_teachers_gap_sums_to_minus_the_divergence_from_it():
 
 
 def test_a_scalar_reward_and_a_token_level_gap_add_up():
-    found = adv.weighted_sum([(1.0, torch.tensor([2.0])), (0.5, torch.tensor([1.0, -1.0, 0.0]))])
-    assert found.tolist() == [2.5, 1.5, 2.0]
+    actual = adv.weighted_sum([(1.0, torch.tensor([2.0])), (0.5, torch.tensor([1.0, -1.0, 0.0]))])
+    assert actual.tolist() == [2.5, 1.5, 2.0]
 
 
 # ---- KL
@@ -163,12 +164,12 @@ def test_in_the_loss_value_and_gradient_are_those_of_the_divergence_in_expectati
     mu = behaviour.log_softmax(-1)
     logp = policy.log_softmax(-1)
     mean = (mu.exp() * kl.in_loss(logp, reference.log_softmax(-1), mu, estimator)).sum()
-    (found,) = torch.autograd.grad(mean, policy)
+    (actual,) = torch.autograd.grad(mean, policy)
     expected = exact_kl(policy, reference)
     (gradient,) = torch.autograd.grad(expected, policy)
     if estimator != "k2":
         assert mean.item() == pytest.approx(expected.item(), rel=1e-9)
-    torch.testing.assert_close(found, gradient)
+    torch.testing.assert_close(actual, gradient)
 
 
 @pytest.mark.parametrize(("estimator", "unbiased"), [("k1", True), ("k2", False), ("k3", True)])
@@ -202,9 +203,9 @@ def test_k1_in_the_reward_has_the_divergences_gradient_through_the_policy_gradie
     policy.requires_grad_()
     logp, ref = policy.log_softmax(-1), reference.log_softmax(-1)
     shaped = -0.5 * kl.estimate(logp.detach(), ref, "k1")
-    (found,) = torch.autograd.grad((logp.detach().exp() * shaped * logp).sum(), policy)
+    (actual,) = torch.autograd.grad((logp.detach().exp() * shaped * logp).sum(), policy)
     (right,) = torch.autograd.grad(-0.5 * exact_kl(policy, reference), policy)
-    torch.testing.assert_close(found, right)
+    torch.testing.assert_close(actual, right)
 
 
 @pytest.mark.parametrize("gap", [0.0, 100.0, -100.0, 1e4, -1e4])
@@ -212,11 +213,13 @@ def test_k1_in_the_reward_has_the_divergences_gradient_through_the_policy_gradie
 def test_extreme_ratios_leave_every_estimate_finite(gap, estimator):
     for reference, behaviour in ((gap, 0.0), (0.0, gap), (gap, gap), (gap, -gap)):
         leaf = torch.zeros(1, requires_grad=True)
-        found = kl.estimate(leaf, torch.tensor([reference]), estimator)
+        actual = kl.estimate(leaf, torch.tensor([reference]), estimator)
         if estimator != "k2":
-            found = found + kl.in_loss(leaf, torch.tensor([reference]), torch.tensor([behaviour]), estimator)
-        found.sum().backward()
-        assert found.isfinite().all()
+            actual = actual + kl.in_loss(
+                leaf, torch.tensor([reference]), torch.tensor([behaviour]), estimator
+            )
+        actual.sum().backward()
+        assert actual.isfinite().all()
         assert leaf.grad.isfinite().all()
 
 
@@ -234,15 +237,16 @@ def test_shares_make_of_a_token_mean_the_mean_that_is_asked_for(case, seed, aver
     if averaging == "token":
         expected = np.concatenate(loss).mean()
     elif averaging == "sequence":
-        expected = np.mean([one.mean() for one in loss if len(one)])
+        expected = np.mean([loss_T.mean() for loss_T in loss if len(loss_T)])
     else:
-        answers = [
-            np.concatenate([x for x, g in zip(loss, group, strict=True) if g == own]) for own in set(group)
+        by_prompt = [
+            np.concatenate([x for x, g in zip(loss, group, strict=True) if g == group_number])
+            for group_number in set(group)
         ]
-        expected = np.mean([one.mean() for one in answers if len(one)])
+        expected = np.mean([loss_T.mean() for loss_T in by_prompt if len(loss_T)])
     share = token_shares(averaging, tokens, group)
     assert share.dtype == np.float32
-    summed = sum(float(s) * one.sum() for s, one in zip(share, loss, strict=True))
+    summed = sum(float(s) * loss_T.sum() for s, loss_T in zip(share, loss, strict=True))
     assert summed / tokens.sum() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.monitor.tags import TAGS
 from slipstream.backend.trainer import rank as trainer_module
-from slipstream.backend.trainer.advantages import Targets, find_targets
+from slipstream.backend.trainer.prepared import Targets
+from slipstream.backend.trainer.targets import find_targets
 from slipstream.configs.schema import ActorConfig, RunConfig
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.models import make_checkpoint
@@ -75,8 +76,8 @@ def steps(rank, config: RunConfig):
     ]
     # Of one trajectory, twice: each rank needs one.
     alone = [
-        one_step(trainer, config, config.actor, [one, one], np.zeros(2, np.int64), np.full(2, a))[0]
-        for one, a in zip(TRAJECTORIES, ADVANTAGES, strict=True)
+        one_step(trainer, config, config.actor, [single, single], np.zeros(2, np.int64), np.full(2, a))[0]
+        for single, a in zip(TRAJECTORIES, ADVANTAGES, strict=True)
     ]
     together = {
         (averaging, budget): one_step(
@@ -120,7 +121,7 @@ def weights_of(averaging: str) -> np.ndarray:
         return tokens / tokens.sum()
     if averaging == "sequence":
         return np.full(len(tokens), 1 / len(tokens))
-    return np.array([n / tokens[own == GROUPS].sum() / 2 for n, own in zip(tokens, GROUPS, strict=True)])
+    return np.array([n / tokens[group == GROUPS].sum() / 2 for n, group in zip(tokens, GROUPS, strict=True)])
 
 
 @pytest.mark.parametrize("averaging", ["token", "sequence", "prompt"])
@@ -129,18 +130,19 @@ def test_the_gradient_is_the_average_over_all_micro_batches_and_ranks(two_ranks,
     for _, alone, together in two_ranks:
         for name, grad in together[averaging, budget].items():
             expected = sum(
-                w * one[name].astype(np.float64) for w, one in zip(weights_of(averaging), alone, strict=True)
+                w * single[name].astype(np.float64)
+                for w, single in zip(weights_of(averaging), alone, strict=True)
             )
             np.testing.assert_allclose(grad, expected, rtol=1e-3, atol=2e-6, err_msg=name)
         assert max(np.abs(grad).max() for grad in together[averaging, budget].values()) > 1e-3
 
 
 def test_every_kind_of_objective_trains_and_reports_only_metrics_that_are_documented(two_ranks):
-    [metrics] = [found for found, _, _ in two_ranks if found[0]]
-    for actor, found in zip(ACTORS, metrics, strict=True):
-        assert all(math.isfinite(value) for value in found.values()), (actor, found)
-        assert set(found) <= set(TAGS)
-    by_type = {actor["objective"]["type"]: found for actor, found in zip(ACTORS, metrics, strict=True)}
+    [metrics] = [reported for reported, _, _ in two_ranks if reported[0]]
+    for actor, reported in zip(ACTORS, metrics, strict=True):
+        assert all(math.isfinite(value) for value in reported.values()), (actor, reported)
+        assert set(reported) <= set(TAGS)
+    by_type = {actor["objective"]["type"]: reported for actor, reported in zip(ACTORS, metrics, strict=True)}
     assert {"train/masked_sequence_fraction", "train/masked_negative_fraction"} <= set(by_type["cispo"])
     assert "mismatch/tokens" not in by_type["dppo"]
     assert by_type["dppo"]["train/behaviour_weight_mean"] > 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slipstream.backend.objective import correction as c
 from slipstream.backend.objective.losses import Tokens, token_losses
-from slipstream.backend.objective.policy_loss import sequence_mean, sequence_sum
+from slipstream.backend.objective.policy_loss import trajectory_mean, trajectory_sum
 from slipstream.configs.schema import ActorConfig
 
 OWNERS = 4
@@ -39,19 +39,19 @@ def exp(value: float) -> float:
 
 @settings(max_examples=80, deadline=None)
 @given(sequences(), st.sampled_from([1.0, 2.0, 5.0, None]))
-def test_the_behaviour_weight_is_the_ratio_up_to_its_cap(case, cap):
+def test_the_importance_weight_is_the_ratio_up_to_its_cap(case, cap):
     gap, _ = case
-    found = c.behaviour_weight(gap, cap)
+    actual = c.importance_weight(gap, cap)
     highest = math.exp(20) if cap is None else cap
-    np.testing.assert_allclose(found, [min(exp(g), highest) for g in gap.tolist()], rtol=1e-12)
+    np.testing.assert_allclose(actual, [min(exp(g), highest) for g in gap.tolist()], rtol=1e-12)
 
 
 @settings(max_examples=80, deadline=None)
 @given(sequences())
 def test_the_token_mask_drops_what_is_outside_the_band(case):
     gap, _ = case
-    found = c.outside_band(gap, low=0.5, high=1.5)
-    assert found.tolist() == [not 0.5 <= exp(g) <= 1.5 for g in gap.tolist()]
+    actual = c.outside_band(gap, low=0.5, high=1.5)
+    assert actual.tolist() == [not 0.5 <= exp(g) <= 1.5 for g in gap.tolist()]
 
 
 def far(value: float, *bounds: float) -> bool:
@@ -70,12 +70,12 @@ def test_sequence_masks_drop_whole_sequences_by_their_own_statistic(case):
     cases = [
         (c.geometric_outside_band, {"low": 0.9, "high": 1.2}, lambda x: exp(float(np.mean(x)))),
         (c.product_outside_band, {"low": 0.5, "high": 2.0}, lambda x: exp(math.fsum(x))),
-        (c.divergence_above, {"max": 0.05}, divergence),
+        (c.divergence_above, {"maximum": 0.05}, divergence),
     ]
     for mask, bounds, statistic in cases:
-        found = mask(gap, owner, OWNERS, **bounds)
-        low, high = bounds.get("low", -math.inf), bounds.get("high", bounds.get("max"))
-        for dropped, value in zip(found.tolist(), by_sequence(gap, owner, statistic), strict=True):
+        actual = mask(gap, owner, OWNERS, **bounds)
+        low, high = bounds.get("low", -math.inf), bounds.get("high", bounds.get("maximum"))
+        for dropped, value in zip(actual.tolist(), by_sequence(gap, owner, statistic), strict=True):
             assert dropped == (not low <= value <= high) or not far(value, low, high)
 
 
@@ -86,9 +86,9 @@ def test_only_sequences_of_negative_advantage_that_the_policy_has_left_are_dropp
     gap, owner = case
     of_owner = torch.tensor(data.draw(st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=4, max_size=4)))
     logp = torch.full_like(gap, -1.0)
-    found = c.left_negative(logp, logp + gap, of_owner[owner], owner, OWNERS, delta=0.1)
+    actual = c.left_negative(logp, logp + gap, of_owner[owner], owner, OWNERS, delta=0.1)
     means = by_sequence(gap, owner, lambda x: float(np.mean(x)))
-    for dropped, mean, a in zip(found.tolist(), means, of_owner[owner].tolist(), strict=True):
+    for dropped, mean, a in zip(actual.tolist(), means, of_owner[owner].tolist(), strict=True):
         assert dropped == (mean > 0.1 and a < 0) or not far(mean, 0.1)
 
 
@@ -110,9 +110,9 @@ def test_the_negative_mask_compares_the_current_policy_with_the_behaviour_policy
 def test_sums_of_sequences_are_at_their_tokens_and_precise_over_long_ones():
     owner = torch.tensor([0] * 100_000 + [2] * 3)
     value = torch.full((100_003,), 0.1)
-    assert sequence_mean(value, owner, 3).unique().item() == np.float32(0.1)
-    assert sequence_sum(value, owner, 3)[0].item() == pytest.approx(100_000 * float(np.float32(0.1)))
-    assert sequence_mean(value[:0], owner[:0], 3).shape == (0,)
+    assert trajectory_mean(value, owner, 3).unique().item() == np.float32(0.1)
+    assert trajectory_sum(value, owner, 3)[0].item() == pytest.approx(100_000 * float(np.float32(0.1)))
+    assert trajectory_mean(value[:0], owner[:0], 3).shape == (0,)
 
 
 def test_corrections_combine_and_dropped_tokens_have_neither_loss_nor_gradient():
@@ -161,9 +161,9 @@ def test_the_interpolated_policy_follows_the_versions(logp, behaviour, lag):
     v_mu, v_pi = v_old - lag, v_old + 1
     a = min(max((v_old - v_mu) / (v_pi - v_mu), 0.0), 1.0) if v_pi != v_mu else 0.0
     leaf = torch.tensor([logp], dtype=torch.float64, requires_grad=True)
-    found = c.interpolated_logp(leaf, torch.tensor([behaviour], dtype=torch.float64), torch.tensor([lag]))
-    assert not found.requires_grad
-    assert found.item() == pytest.approx(behaviour + a * (logp - behaviour))
+    actual = c.interpolated_logp(leaf, torch.tensor([behaviour], dtype=torch.float64), torch.tensor([lag]))
+    assert not actual.requires_grad
+    assert actual.item() == pytest.approx(behaviour + a * (logp - behaviour))
 
 
 def test_interpolated_fresh_tokens_are_their_own_proximal_policy():

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.given_logits import vocab_parallel_logprob
 from slipstream.backend.objective import logprob
-from slipstream.backend.objective.logprob import fused_logprob, vocab_parallel_logprob
+from slipstream.backend.objective.logprob import fused_logprob
 from tests.ranks import run_ranks
 
 
@@ -81,8 +82,10 @@ def test_values_and_gradients_are_those_of_whole_float64_logits(
             entropy_grad = torch.zeros(tokens)
             logp.backward(grad)
     expected = reference_of_head(hidden, weight, target, temperature, vocab, grad, entropy_grad)
-    for found, wanted in zip((logp, entropy, hidden.grad, weight.grad), expected, strict=True):
-        torch.testing.assert_close(found.detach().double(), wanted, rtol=1e-5, atol=3e-5 * max(1, scale))
+    for actual, exact_value in zip((logp, entropy, hidden.grad, weight.grad), expected, strict=True):
+        torch.testing.assert_close(
+            actual.detach().double(), exact_value, rtol=1e-5, atol=3e-5 * max(1, scale)
+        )
     assert (weight.grad[vocab:] == 0).all()
 
 
@@ -93,8 +96,8 @@ def test_a_large_vocabulary_is_within_1e_5_of_float64(columns, slice_columns):
     logp, entropy = fused_logprob(hidden, weight, target, temperature=1.0, vocab=20000)
     logp.backward(grad)
     expected = reference_of_head(hidden, weight, target, 1.0, 20000, grad, torch.zeros(24))
-    for found, wanted in zip((logp, entropy, hidden.grad, weight.grad), expected, strict=True):
-        assert (found.detach().double() - wanted).abs().max() < 1e-5
+    for actual, exact_value in zip((logp, entropy, hidden.grad, weight.grad), expected, strict=True):
+        assert (actual.detach().double() - exact_value).abs().max() < 1e-5
 
 
 def test_float32_logits_of_bfloat16_operands_lose_nothing(columns):
@@ -105,9 +108,9 @@ def test_float32_logits_of_bfloat16_operands_lose_nothing(columns):
     assert (exact.detach().double() - expected[0]).abs().max() < 1e-5
     assert (entropy.double() - expected[1]).abs().max() < 1e-5
     exact.backward(grad)
-    for found, wanted in zip((hidden.grad, weight.grad), expected[2:], strict=True):
-        assert found.dtype is torch.bfloat16
-        assert (found.double() - wanted).abs().max() < 2e-2 * wanted.abs().max()
+    for actual, exact_value in zip((hidden.grad, weight.grad), expected[2:], strict=True):
+        assert actual.dtype is torch.bfloat16
+        assert (actual.double() - exact_value).abs().max() < 2e-2 * exact_value.abs().max()
 
     rounded, _ = fused_logprob(hidden, weight, target, temperature=0.7, vocab=3001)
     logits = (hidden.detach() @ weight.detach().T).double()  # as a bfloat16 head gives them
@@ -216,26 +219,26 @@ def on_two_ranks(rank):
         "gloo", init_method=f"tcp://{rank.address}:{rank.port}", rank=rank.rank, world_size=2
     )
     logprob.MIN_COLUMNS, logprob.SLICE_ELEMENTS, logprob.KEPT_BYTES = 3, {"cpu": 1}, 100
-    found = []
+    results = []
     for (hidden, weight, target, grad, entropy_grad), vocab in cases():
         mine = weight.detach().chunk(2)[rank.rank].clone().requires_grad_()
         logp, entropy = fused_logprob(
             hidden, mine, target, temperature=0.7, vocab=vocab, group=dist.group.WORLD, entropy_gradient=True
         )
         (logp @ grad + entropy @ entropy_grad).backward()
-        found.append([tensor.detach().numpy() for tensor in (logp, entropy, hidden.grad, mine.grad)])
-    return found
+        results.append([tensor.detach().numpy() for tensor in (logp, entropy, hidden.grad, mine.grad)])
+    return results
 
 
 def test_over_a_split_head_values_are_those_of_the_whole_one_and_gradients_its_parts():
     by_rank = run_ranks(2, on_two_ranks)
-    for (inputs, vocab), *found in zip(cases(), *by_rank, strict=True):
+    for (inputs, vocab), *results in zip(cases(), *by_rank, strict=True):
         hidden, weight, target, grad, entropy_grad = inputs
         expected = reference_of_head(hidden, weight, target, 0.7, vocab, grad, entropy_grad)
-        for logp, entropy, _, _ in found:
+        for logp, entropy, _, _ in results:
             np.testing.assert_allclose(logp, expected[0], rtol=1e-5, atol=1e-5)
             np.testing.assert_allclose(entropy, expected[1], rtol=1e-5, atol=2e-5)
-        np.testing.assert_allclose(sum(part[2] for part in found), expected[2], rtol=1e-4, atol=5e-5)
+        np.testing.assert_allclose(sum(part[2] for part in results), expected[2], rtol=1e-4, atol=5e-5)
         np.testing.assert_allclose(
-            np.concatenate([part[3] for part in found]), expected[3], rtol=1e-4, atol=5e-5
+            np.concatenate([part[3] for part in results]), expected[3], rtol=1e-4, atol=5e-5
         )

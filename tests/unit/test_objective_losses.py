@@ -8,13 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.backend.objective.losses import LOSSES, SEQUENCE_MASKS, Tokens, token_losses
+from slipstream.backend.objective.losses import Tokens, token_losses
 from slipstream.backend.objective.policy_loss import LOG_RATIO_BOUND
 from slipstream.configs.schema import ActorConfig, CorrectionConfig
 from slipstream.configs.schema.paths import sections_of
 
 BEHAVIOUR = ("m2po", "dppo", "aipo")
-TYPES = sorted(LOSSES)
+SCHEMA = sections_of(ActorConfig.model_fields["objective"])
+TYPES = sorted(SCHEMA)
 
 
 def draw(seed: int, n: int, scale: float = 0.5, dtype: torch.dtype = torch.float32) -> Tokens:
@@ -83,7 +84,7 @@ def frozen(type_: str, x: dict[str, np.ndarray], s: dict) -> dict:
 
 def formula(type_: str, logp: np.ndarray, x: dict[str, np.ndarray], s: dict, fixed: dict) -> np.ndarray:
     """The loss of each token in float64; for GSPO the loss of its sequence."""
-    found = []
+    losses = []
     for t, (lp, old, a) in enumerate(zip(logp, fixed["old"], x["advantage"], strict=True)):
         r = math.exp(lp - old)
         if type_ == "ppo":
@@ -110,8 +111,8 @@ def formula(type_: str, logp: np.ndarray, x: dict[str, np.ndarray], s: dict, fix
             loss = -r * a if t in fixed["kept"] else 0.0
         elif type_ == "dppo":
             loss = (-r * a if t in fixed["kept"] else 0.0) + s["kl"] * (lp - old) ** 2
-        found.append(loss)
-    return np.array(found)
+        losses.append(loss)
+    return np.array(losses)
 
 
 SETTINGS = {
@@ -137,14 +138,14 @@ CASES = [(type_, s) for type_, many in SETTINGS.items() for s in many]
 @given(st.integers(0, 2**31), st.integers(0, 12), st.sampled_from([0.02, 0.3, 2.0]))
 def test_a_loss_is_its_papers_formula(type_, s, seed, n, scale):
     x = draw(seed, n, scale, torch.float64)
-    found = token_losses(actor(type_, **s), x)
+    actual = token_losses(actor(type_, **s), x)
     fixed = frozen(type_, numbers(x), s)
     expected = formula(type_, numbers(x)["logp"], numbers(x), s, fixed)
-    np.testing.assert_allclose(found.loss_T, expected, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(actual.loss_T, expected, rtol=1e-9, atol=1e-12)
     if type_ in ("m2po", "dppo"):
-        assert set(np.flatnonzero(~found.clipped_T.numpy())) == fixed["kept"]
+        assert set(np.flatnonzero(~actual.clipped_T.numpy())) == fixed["kept"]
     if type_ in ("cispo", "aipo"):
-        assert (found.clipped_T.numpy() == (found.ratio_T.numpy() > fixed["weight"] * (1 + 1e-12))).all()
+        assert (actual.clipped_T.numpy() == (actual.ratio_T.numpy() > fixed["weight"] * (1 + 1e-12))).all()
     single = Tokens(
         *(v.float() if torch.is_tensor(v) and v.is_floating_point() else v for v in vars(x).values())
     )
@@ -170,8 +171,8 @@ def test_the_gradient_of_a_loss_is_that_of_finite_differences(type_, s, seed, n,
         return float((share * formula(type_, logp, numbers(x), s, fixed)).sum())
 
     for t in range(n):
-        at = [x.logp_M.numpy() + sign * step * (np.arange(n) == t) for sign in (1, -1)]
-        expected = (total(at[0]) - total(at[1])) / (2 * step)
+        points = [x.logp_M.numpy() + sign * step * (np.arange(n) == t) for sign in (1, -1)]
+        expected = (total(points[0]) - total(points[1])) / (2 * step)
         assert leaf.grad[t].item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
@@ -183,14 +184,18 @@ def test_autograd_agrees_with_itself_where_nothing_is_held_fixed(type_):
     assert torch.autograd.gradcheck(lambda logp: token_losses(config, with_logp(x, logp)).loss_T, leaf)
 
 
-def test_the_registries_hold_the_types_of_the_schema_and_take_their_settings():
-    assert set(LOSSES) == set(sections_of(ActorConfig.model_fields["objective"])) == set(SETTINGS)
-    kinds = sections_of(CorrectionConfig.model_fields["sequence"])
-    assert set(SEQUENCE_MASKS) == set(kinds)
-    for type_, kind in sections_of(ActorConfig.model_fields["objective"]).items():
+def test_every_type_of_the_schema_has_a_loss_and_every_setting_of_it_is_tested():
+    assert set(SCHEMA) == set(SETTINGS)
+    for type_, kind in SCHEMA.items():
         assert set(kind.model_fields) - {"type"} == set(SETTINGS[type_][0])
         assert kind().against_behaviour == (type_ in BEHAVIOUR)
         token_losses(actor(type_), draw(0, 3))
+
+
+def test_every_sequence_mask_of_the_schema_is_applied():
+    for type_ in sections_of(CorrectionConfig.model_fields["sequence"]):
+        loss = token_losses(actor("ppo", correction={"sequence": {"type": type_}}), draw(0, 3))
+        assert loss.masked["sequence"].shape == (3,)
 
 
 # ---- edges
@@ -218,9 +223,9 @@ def test_no_log_ratio_makes_nan_or_infinity_of_a_loss_or_gradient(type_, gap, ad
         for decoupled in {False, type_ not in (*BEHAVIOUR, "sapo")}:
             for token in ({"type": "raw"}, {"type": "cap"}, {"type": "mask"}):
                 correction = {"token": token, "sequence": {"type": "kl"}, "negative": {}}
-                for one in ({}, {"token": token}, correction):
+                for settings_ in ({}, {"token": token}, correction):
                     leaf.grad = None
-                    config = actor(type_, decoupled=decoupled, correction=one)
+                    config = actor(type_, decoupled=decoupled, correction=settings_)
                     loss = token_losses(config, x)
                     loss.loss_T.sum().backward()
                     for value in (loss.loss_T, leaf.grad, loss.ratio_T):
@@ -317,11 +322,11 @@ def previous_decoupled_ppo(logp, proximal, behaviour, advantage, clip_low, clip_
 def test_the_default_is_bit_for_bit_the_decoupled_loss_that_it_was(scale):
     x = draw(7, 1000, scale)
     leaves = [x.logp_M.clone().requires_grad_() for _ in range(2)]
-    found = token_losses(ActorConfig(), with_logp(x, leaves[0])).loss_T
+    actual = token_losses(ActorConfig(), with_logp(x, leaves[0])).loss_T
     rest = (x.proximal_logp_M, x.behaviour_logp_M, x.advantage_M)
     expected = previous_decoupled_ppo(leaves[1], *rest, 0.2, 0.28, 5.0)
-    assert torch.equal(found, expected)
-    found.sum().backward()
+    assert torch.equal(actual, expected)
+    actual.sum().backward()
     expected.sum().backward()
     assert torch.equal(leaves[0].grad, leaves[1].grad)
 
@@ -355,5 +360,5 @@ def test_without_proximal_log_probs_ratios_are_taken_to_the_behaviour_policy():
     as_old = Tokens(**{**vars(x), "proximal_logp_M": x.behaviour_logp_M})
     for type_ in TYPES:
         assert torch.equal(token_losses(actor(type_), bare).loss_T, token_losses(actor(type_), as_old).loss_T)
-    with pytest.raises(ValueError, match="recompute or interpolate"):
+    with pytest.raises(ValueError, match=r"set actor.recompute_logprobs or actor.interpolate_logprobs"):
         token_losses(actor("ppo", decoupled=True), bare)

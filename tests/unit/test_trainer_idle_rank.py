@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.models import make_checkpoint
@@ -30,7 +30,7 @@ def gradients(rank, config: RunConfig, budgets: list[int]):
     trainer = TrainerRank(config, rank)
     trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
     batch = TrainBatch(0, tuple(map(trajectory, range(3))), np.zeros(3, np.int64))
-    found = []
+    results = []
     for budget in budgets:
         actor = config.actor.model_copy(update={"microbatch_tokens": budget})
         trainer._config = config.model_copy(update={"actor": actor})
@@ -39,8 +39,8 @@ def gradients(rank, config: RunConfig, budgets: list[int]):
         metrics = trainer.train(batch)
         parameters = trainer._policy.parts[0].module.named_parameters()
         grads = {name: p.main_grad.clone().numpy() for name, p in parameters}
-        found.append((sizes, grads, metrics))
-    return found
+        results.append((sizes, grads, metrics))
+    return results
 
 
 def test_an_idle_micro_batch_changes_neither_gradients_nor_metrics(tmp_path):
@@ -59,8 +59,8 @@ def test_an_idle_micro_batch_changes_neither_gradients_nor_metrics(tmp_path):
         }
     )
     ranks = run_ranks(2, gradients, config, [12, 100])
-    assert sorted(n for found in ranks for n in found[0][0]) == [0, 8, 8, 8]
-    assert sorted(n for found in ranks for n in found[1][0]) == [8, 16]
+    assert sorted(n for results in ranks for n in results[0][0]) == [0, 8, 8, 8]
+    assert sorted(n for results in ranks for n in results[1][0]) == [8, 16]
     for (_, idle, _), (_, busy, _) in ranks:
         assert any(np.abs(grad).max() > 1e-3 for grad in busy.values())
         for name, grad in busy.items():

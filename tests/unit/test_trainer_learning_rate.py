@@ -25,8 +25,8 @@ def test_the_rate_is_that_of_a_float64_formula(kind: str, min_lr: float, warmup:
     left = {"linear": 1 - progress, "cosine": (1 + np.cos(np.pi * progress)) / 2}[kind]
     rising = (step + 1) / max(warmup, 1)
     expected = np.where(step < warmup, LR * rising, min_lr + (LR - min_lr) * left)
-    found = rates(warmup_steps=warmup, decay={"type": kind, "min_lr": min_lr, "steps": END})
-    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-20)
+    actual = rates(warmup_steps=warmup, decay={"type": kind, "min_lr": min_lr, "steps": END})
+    np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-20)
 
 
 @pytest.mark.parametrize(
@@ -40,19 +40,19 @@ def test_the_decay_is_that_of_transformers(kind: str, schedule):
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         scheduler.step()
-    found = rates(warmup_steps=WARMUP, decay={"type": kind, "steps": END})
-    np.testing.assert_allclose(found[WARMUP:END], expected[WARMUP:], rtol=1e-9)
+    actual = rates(warmup_steps=WARMUP, decay={"type": kind, "steps": END})
+    np.testing.assert_allclose(actual[WARMUP:END], expected[WARMUP:], rtol=1e-9)
     # Their first step is trained at 0, ours is not.
-    np.testing.assert_allclose(found[: WARMUP - 1], expected[1:WARMUP], rtol=1e-9)
+    np.testing.assert_allclose(actual[: WARMUP - 1], expected[1:WARMUP], rtol=1e-9)
 
 
 @pytest.mark.parametrize("start", [WARMUP - 2, 30])
 def test_the_rate_can_stay_before_it_falls(start: int):
-    found = rates(warmup_steps=WARMUP, decay={"type": "linear", "start": start, "steps": END})
+    actual = rates(warmup_steps=WARMUP, decay={"type": "linear", "start": start, "steps": END})
     start = max(start, WARMUP)
-    assert (found[WARMUP - 1 : start + 1] == LR).all()
+    assert (actual[WARMUP - 1 : start + 1] == LR).all()
     np.testing.assert_allclose(
-        found[start:END], LR * (1 - np.arange(END - start) / (END - start)), rtol=1e-12
+        actual[start:END], LR * (1 - np.arange(END - start) / (END - start)), rtol=1e-12
     )
 
 

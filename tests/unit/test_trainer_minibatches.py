@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.backend.batch.micro_batch import TrainBatch
+from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.trainer.minibatches import microbatches_of
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.model.geometry import Geometry

@@ -1,0 +1,57 @@
+"""The batch of one training step, and the check of its staleness. Pure: numpy in, numpy out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from slipstream.rollout.trajectory import Completion, Finish, Span, Trajectory, TrajectoryBuilder
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """The trajectories that one training step consumes."""
+
+    version: int
+    """Policy version that the step starts from."""
+    trajectories: tuple[Trajectory, ...]
+    group_N: np.ndarray
+    """int64 [N]: number of each trajectory's group; trajectories of one prompt share it."""
+
+
+def demonstrated(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], version: int) -> TrainBatch:
+    """Return a batch that teaches the response of each (prompt, response) pair of token ids.
+
+    Each pair becomes a trajectory with reward 1 in a group of its own, as if ``version``, the trainer's own
+    policy version, had sampled it.
+    """
+
+    def trajectory(prompt: Sequence[int], response: Sequence[int]) -> Trajectory:
+        builder = TrajectoryBuilder(prompt)
+        n = len(response)
+        builder.add_completion(Completion(tuple(response), (0.0,) * n, (Span(version, 0, n),), Finish.STOP))
+        return replace(builder.build(), reward=1.0)
+
+    return TrainBatch(version, tuple(trajectory(*pair) for pair in pairs), np.arange(len(pairs)))
+
+
+class StalenessViolation(RuntimeError):
+    """A token that carries loss lags behind by more than the bound, is from the future, or has no version."""
+
+
+def check_staleness(batch: TrainBatch, max_lag: int) -> None:
+    """Raise StalenessViolation unless every token that carries loss has 0 <= lag <= ``max_lag``."""
+    for index, trajectory in enumerate(batch.trajectories):
+        version_T = trajectory.versions_T[trajectory.loss_mask_T]
+        if (version_T < 0).any():
+            raise StalenessViolation(
+                f"trajectory {index} of group {batch.group_N[index]} trains tokens that no policy "
+                "version sampled"
+            )
+        lag_T = batch.version - version_T
+        if lag_T.size and not (lag_T.min() >= 0 and lag_T.max() <= max_lag):
+            raise StalenessViolation(
+                f"trajectory {index} of group {batch.group_N[index]} holds tokens of lag "
+                f"{lag_T.min()}..{lag_T.max()} at version {batch.version}; "
+                f"rollout.max_head_offpolicyness allows 0..{max_lag}"
+            )

@@ -1,0 +1,112 @@
+"""The softmax of every token over a vocabulary that is split over ranks, accumulated block by block.
+
+    x = logits / temperature        logp = x[target] - logsumexp(x)        entropy = logsumexp(x) - E[x]
+
+All arithmetic is in float32. Shapes: T tokens, v columns of one block of the vocabulary.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.backend.objective.typed_torch import typed_dist
+
+FLOOR = -1e3
+"""Stands for a distance of minus infinity to the largest logit: exp of it is 0 and 0 times it is 0."""
+
+
+class Softmax:
+    """Log-probs and entropies of ``target_T``, from blocks of this rank's logits.
+
+    ``add`` every block, ``reduce`` once, then ask for the gradients of blocks.
+    """
+
+    def __init__(self, target_T: Tensor, columns: range, temperature: float) -> None:
+        """columns: the part of the vocabulary that this rank holds, without padding."""
+        self._temperature = temperature
+        self._local_T = target_T - columns.start
+        self._mine_T = (self._local_T >= 0) & (self._local_T < len(columns))
+        self._peak_T = target_T.new_full(target_T.shape, torch.finfo(torch.float32).min, dtype=torch.float32)
+        # Sums over the columns: exp, exp * distance to the peak, x of the target.
+        self._sums_3T = self._peak_T.new_zeros(3, len(target_T))
+
+    def add(self, logits_Tv: Tensor, scratch: "Scratch", first: int) -> None:
+        """Add a block; ``first`` is its first column among this rank's."""
+        x_Tv = self._scaled(logits_Tv, scratch)
+        total_T, weighted_T, chosen_T = self._sums_3T
+        column_T, here_T = self._places(first, x_Tv.shape[-1])
+        chosen_T += torch.where(here_T, x_Tv.gather(-1, column_T[:, None])[:, 0], 0.0)
+        peak_T = torch.maximum(self._peak_T, x_Tv.amax(-1))
+        self._move_peak(peak_T)
+        x_Tv.sub_(peak_T[:, None]).clamp_(min=FLOOR)
+        exp_Tv = torch.exp(x_Tv, out=scratch.second(x_Tv.shape))
+        total_T += exp_Tv.sum(-1)
+        weighted_T += exp_Tv.mul_(x_Tv).sum(-1)
+
+    def _move_peak(self, peak_T: Tensor) -> None:
+        total_T, weighted_T, _ = self._sums_3T
+        lower_T = (self._peak_T - peak_T).clamp_(min=FLOOR)
+        weighted_T.add_(lower_T * total_T).mul_(lower_T.exp())
+        total_T.mul_(lower_T.exp())
+        self._peak_T = peak_T
+
+    def reduce(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies over the columns of all ranks. Communicates one MAX and one SUM."""
+        if group is not None:
+            peak_T = self._peak_T.clone()
+            typed_dist.all_reduce(peak_T, dist.ReduceOp.MAX, group)
+            self._move_peak(peak_T)
+            typed_dist.all_reduce(self._sums_3T, dist.ReduceOp.SUM, group)
+        total_T, weighted_T, chosen_T = self._sums_3T
+        self._log_total_T = total_T.log()
+        self._entropy_T = self._log_total_T - weighted_T / total_T
+        return chosen_T - self._peak_T - self._log_total_T, self._entropy_T.clone()
+
+    def gradient(
+        self,
+        logits_Tv: Tensor,
+        scratch: "Scratch",
+        first: int,
+        grad_T: Tensor,
+        entropy_grad_T: Tensor | None,
+    ) -> Tensor:
+        """Return the gradient with respect to the logits of a block, in float32 and in scratch memory.
+
+        d logp / dx = onehot(target) - p        d entropy / dx = -p (log p + entropy)
+        """
+        grad_T = grad_T / self._temperature
+        x_Tv = self._scaled(logits_Tv, scratch).sub_(self._peak_T[:, None]).clamp_(min=FLOOR)
+        scale_T = -1 / self._sums_3T[0]
+        if entropy_grad_T is None:
+            d_Tv = x_Tv.exp_().mul_((scale_T * grad_T)[:, None])
+        else:
+            entropy_grad_T = entropy_grad_T / self._temperature
+            exp_Tv = torch.exp(x_Tv, out=scratch.second(x_Tv.shape)).mul_(scale_T[:, None])
+            offset_T = self._entropy_T - self._log_total_T
+            d_Tv = (
+                x_Tv.add_(offset_T[:, None]).mul_(entropy_grad_T[:, None]).add_(grad_T[:, None]).mul_(exp_Tv)
+            )
+        column_T, here_T = self._places(first, d_Tv.shape[-1])
+        return d_Tv.scatter_add_(-1, column_T[:, None], (grad_T * here_T)[:, None])
+
+    def _scaled(self, logits_Tv: Tensor, scratch: "Scratch") -> Tensor:
+        x_Tv = scratch.first(logits_Tv.shape).copy_(logits_Tv)
+        return x_Tv if self._temperature == 1.0 else x_Tv.div_(self._temperature)
+
+    def _places(self, first: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Return the columns of the targets, clamped into a block, and True where a target is in it."""
+        column_T = self._local_T - first
+        return column_T.clamp(0, columns - 1), self._mine_T & (column_T >= 0) & (column_T < columns)
+
+
+class Scratch:
+    """Two float32 blocks of memory that every block of logits uses in turn."""
+
+    def __init__(self, elements: int, device: torch.device) -> None:
+        self._blocks = torch.empty(2, elements, dtype=torch.float32, device=device)
+
+    def first(self, shape: torch.Size) -> Tensor:
+        return self._blocks[0, : shape.numel()].view(shape)
+
+    def second(self, shape: torch.Size) -> Tensor:
+        return self._blocks[1, : shape.numel()].view(shape)
