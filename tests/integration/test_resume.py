@@ -1,4 +1,8 @@
-"""A run that was killed, resumed as a user resumes it: real Megatron, SGLang and Ray."""
+"""Runs that were killed, resumed as a user resumes them: real Megatron, SGLang and Ray.
+
+Most tests read one run, which takes seconds to start: its trainer is killed while it commits a checkpoint, it
+is resumed, its driver is killed, and it is resumed again and finishes.
+"""
 
 import json
 import shutil
@@ -9,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ import pytest
 from slipstream.rollout.ledger.database import LedgerError, open_for_reading
 from slipstream.rollout.ledger.records import decode_completion, decode_trajectory
 from slipstream.rollout.trajectory import Trajectory
+from tests.crash.sweep import Kill, Sweep
 from tests.integration.conftest import LaunchedRun, run_command, start_run
 from tests.integration.many_turns import TURNS
 
@@ -27,6 +33,8 @@ SETTINGS = (
     "checkpoint.every=2",
     "rollout.engine.stream_interval=4",
 )
+NAME = "run-0"
+"""The first one of a crash sweep."""
 
 
 def audit(folder: Path) -> dict:
@@ -55,13 +63,14 @@ def wait_for(what: str, condition, run: LaunchedRun, timeout_s: float = 180) -> 
 
 
 def kill(run: LaunchedRun) -> None:
-    """kill -9 of the driver; returns when its guard has ended the rest."""
+    """Kill -9 the driver; return when its guard has ended the rest."""
     run.process.kill()
     run.process.wait()
     deadline = time.monotonic() + 30
     while run.descendants() and time.monotonic() < deadline:
         time.sleep(0.1)
     run.assert_nothing_left()
+    run.end()
 
 
 @pytest.fixture(scope="module")
@@ -69,26 +78,51 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("resume")
 
 
+@dataclass(frozen=True)
+class Story:
+    """The run after both kills."""
+
+    sweep: Sweep
+    trained_before_the_resume: int
+    """Training steps logged before the trainer was killed."""
+    trained: int
+    """Training steps logged before the driver was killed."""
+    refusals: dict[str, str]
+    """Error messages of the commands that were run beside it."""
+
+
 @pytest.fixture(scope="module")
-def story(inputs: Path, root: Path) -> Iterator[dict[str, str]]:
-    """A run that another one tries to take over, and that is killed behind its second checkpoint."""
-    run = start_run(inputs, root, "run", *SETTINGS, "run.steps=10000")
+def story(inputs: Path, root: Path) -> Iterator[Story]:
+    """A run that is killed twice: its trainer in its first commit and, after a resume, its driver.
+
+    The driver is killed behind two checkpoints. Before that, other commands try to take the run over.
+    """
+    sweep = Sweep(inputs, root, print, SETTINGS, steps=10000)
+    first = sweep.start()
     try:
+        run = sweep.until_killed(first, Kill(0, "trainer", "commit", 0.0))
+        before = sweep.steps_logged(first)
         wait_for("a checkpoint", lambda: len(list(run.folder.glob("checkpoints/v????????"))) >= 2, run)
-        overrides = [f"run.root={root}", "run.name=run", *given(inputs)]
-        asked = {
+        overrides = [f"run.root={root}", f"run.name={NAME}", *given(inputs)]
+        commands = {
             "resumed while running": ("train", "quickstart", *overrides, "--resume"),
             "started while running": ("train", "quickstart", *overrides),
             "audited while running": ("audit", str(run.folder)),
         }
         with ThreadPoolExecutor() as pool:
-            said = dict(
-                zip(asked, pool.map(lambda arguments: refused(*arguments), asked.values()), strict=True)
+            refusals = dict(
+                zip(commands, pool.map(lambda command: refused(*command), commands.values()), strict=True)
             )
         kill(run)
-        yield said
+        yield Story(sweep, before, sweep.steps_logged(run), refusals)
     finally:
-        run.end()
+        sweep.life.end()
+
+
+@pytest.fixture(scope="module")
+def audited(story: Story, root: Path) -> dict:
+    """The audit of the run after both kills."""
+    return audit(root / NAME)
 
 
 def given(inputs: Path) -> list[str]:
@@ -101,29 +135,34 @@ def given(inputs: Path) -> list[str]:
     ]
 
 
-def test_a_run_cannot_be_taken_over_or_audited_while_it_is_running(story: dict[str, str]):
-    for said in story.values():
-        assert "another process is running this run" in said
+def test_a_killed_run_is_audited_and_goes_on(story: Story):
+    """The sweep itself raises if an audit is not clean or if a process is left."""
+    assert story.sweep.hits == {"trainer, commit": 1}
+    assert story.sweep.resumes == 1
+    assert story.trained > story.trained_before_the_resume > 0
 
 
-def test_a_killed_run_has_a_clean_audit(story, root: Path):
-    found = audit(root / "run")
-    assert found["clean"] and found["starts"] == 1 and found["groups"]["trained"] > 0
+def test_a_run_cannot_be_taken_over_or_audited_while_it_is_running(story: Story):
+    for message in story.refusals.values():
+        assert "another process is running this run" in message
 
 
-def test_a_resume_with_another_seed_is_refused_and_changes_nothing(story, inputs: Path, root: Path):
-    before = audit(root / "run")
-    overrides = [f"run.root={root}", "run.name=run", *given(inputs), "run.seed=5"]
-    said = refused("train", "quickstart", *overrides, "--resume")
-    assert "run.seed: 5, but the run was started with" in said
-    assert audit(root / "run") == before
+def test_a_killed_run_has_a_clean_audit(audited: dict):
+    assert audited["clean"] and audited["starts"] == 2 and audited["groups"]["trained"] > 0
+
+
+def test_a_resume_with_another_seed_is_refused_and_changes_nothing(audited: dict, inputs: Path, root: Path):
+    overrides = [f"run.root={root}", f"run.name={NAME}", *given(inputs), "run.seed=5"]
+    message = refused("train", "quickstart", *overrides, "--resume")
+    assert "run.seed: 5, but the run was started with" in message
+    assert audit(root / NAME) == audited
 
 
 def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes(
-    story, inputs: Path, root: Path
+    audited: dict, inputs: Path, root: Path
 ):
-    folder = root / "run"
-    before = audit(folder)
+    folder = root / NAME
+    before = audited
     *_, older, newest = sorted(folder.glob("checkpoints/v????????"))
     shard = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
     content = bytearray(shard.read_bytes())
@@ -132,7 +171,7 @@ def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes(
 
     # Fewer steps than were asked for first: what was begun for later ones is left over.
     steps = before["steps"] + 4
-    run = start_run(inputs, root, "run", *SETTINGS, f"run.steps={steps}", resume=True)
+    run = start_run(inputs, root, NAME, *SETTINGS, f"run.steps={steps}", resume=True)
     try:
         assert run.process.wait(240) == 0, run.output()
     finally:
@@ -142,10 +181,10 @@ def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes(
     found = audit(folder)
     assert found["clean"], found
     assert found["groups"]["trained"] == steps * BATCH_SIZE
-    assert (found["starts"], found["steps"]) == (2, steps)
+    assert (found["starts"], found["steps"]) == (3, steps)
     assert found["steps_lost"] >= before["steps"] - int(older.name[1:])
     summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["exit"], summary["resumed"]) == ("done", 1)
+    assert (summary["exit"], summary["resumed"]) == ("done", 2)
     versions = [
         json.loads(line)["step"]
         for line in (folder / "metrics.jsonl").read_text().splitlines()
