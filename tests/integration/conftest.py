@@ -39,13 +39,21 @@ NURSERY = Path(__file__).with_name("nursery.py")
 class RunProcess:
     """The process of a run, with the methods of ``subprocess.Popen`` that tests need, inside a nursery."""
 
-    def __init__(self, command: list[str], output: IO[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        output: IO[str],
+        *,
+        cwd: Path | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self._shared_memory_before = set(os.listdir("/dev/shm"))
         self._nursery = subprocess.Popen(
             [sys.executable, "-I", "-S", str(NURSERY), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=output,
+            cwd=cwd,
             env=environment,
             bufsize=0,
         )
@@ -161,11 +169,9 @@ def start_run(
         *overrides,
         *(["--resume"] if resume else []),
     )
-    variables = dict(os.environ)
-    if fault is not None:
-        variables = environment(FAULTS, SLIPSTREAM_FAULT=fault)
+    variables = None if fault is None else environment(FAULTS, SLIPSTREAM_FAULT=fault)
     with (root / f"{name}.out").open("a") as output:
-        return LaunchedRun(RunProcess(command, output, variables), root / name)
+        return LaunchedRun(RunProcess(command, output, environment=variables), root / name)
 
 
 @pytest.fixture

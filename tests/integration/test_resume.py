@@ -5,7 +5,9 @@ is resumed, its driver is killed, and it is resumed again and finishes.
 """
 
 import json
+import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import tempfile
@@ -26,8 +28,11 @@ from slipstream.rollout.trajectory import Trajectory
 from tests.crash.sweep import Kill, Sweep
 from tests.integration.conftest import LaunchedRun, run_command, start_run
 from tests.integration.many_turns import TURNS
+from tests.integration.test_run import records, summary
 
-BATCH_SIZE = 4
+BATCH_SIZE, SAMPLES = 4, 16
+"""Groups and trajectories of a training step."""
+STEPS = 3
 SETTINGS = (
     "rollout.max_head_offpolicyness=2",
     "checkpoint.every=2",
@@ -59,7 +64,7 @@ def wait_for(what: str, condition, run: LaunchedRun, timeout_s: float = 180) -> 
     while not condition():
         assert run.process.poll() is None, run.output()
         assert time.monotonic() < deadline, f"{what} has not come in {timeout_s} s:\n{run.output()}"
-        time.sleep(0.05)
+        time.sleep(0.1)
 
 
 def kill(run: LaunchedRun) -> None:
@@ -109,6 +114,9 @@ def story(inputs: Path, root: Path) -> Iterator[Story]:
             "started while running": ("train", "quickstart", *overrides),
             "audited while running": ("audit", str(run.folder)),
         }
+        # The driver goes on; what it waits for leaves the processor to the commands.
+        for pid in [*run.pids_of("ray::TrainerActor"), *run.pids_of("sglang::scheduler")]:
+            os.kill(pid, signal.SIGSTOP)
         with ThreadPoolExecutor() as pool:
             refusals = dict(
                 zip(commands, pool.map(lambda command: refused(*command), commands.values()), strict=True)
@@ -183,8 +191,8 @@ def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes(
     assert found["groups"]["trained"] == steps * BATCH_SIZE
     assert (found["starts"], found["steps"]) == (3, steps)
     assert found["steps_lost"] >= before["steps"] - int(older.name[1:])
-    summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["exit"], summary["resumed"]) == ("done", 2)
+    result = summary(run)
+    assert (result["exit"], result["resumed"]) == ("done", 2)
     versions = [
         json.loads(line)["step"]
         for line in (folder / "metrics.jsonl").read_text().splitlines()
@@ -193,39 +201,68 @@ def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes(
     assert versions == sorted(set(versions)), "a version number was used twice"
 
 
-def test_unfinished_episodes_are_gone_on_with_after_a_restart(inputs: Path, root: Path):
-    """Nothing is asked twice of an engine, and a part of an answer is continued."""
+@dataclass(frozen=True)
+class Unfinished:
+    """A synchronous run that was killed before its first training step, and resumed."""
+
+    run: LaunchedRun
+    answers: dict[tuple[int, int], Any]
+    """By episode and call: the answers, whole or in part, that were stored when it was killed."""
+
+
+@pytest.fixture(scope="module")
+def unfinished(inputs: Path, root: Path) -> Iterator[Unfinished]:
     settings = (
-        "run.steps=2",
-        "rollout.max_head_offpolicyness=1",
+        f"run.steps={STEPS}",
+        "rollout.max_head_offpolicyness=0",
         "rollout.workflow=tests.integration.many_turns.ManyTurns",
         "actor.turns={}",
         "rollout.engine.stream_interval=2",
         "checkpoint.every=0",
     )
-    folder, samples = root / "unfinished", 2 * BATCH_SIZE * 4
+    folder = root / "unfinished"
     run = start_run(inputs, root, folder.name, *settings)
     try:
-        wait_for("answers", lambda: len(stored(folder, "partials", "call", decode_completion)) > samples, run)
+        wait_for(
+            "answers", lambda: len(stored(folder, "partials", "call", decode_completion)) > 2 * SAMPLES, run
+        )
         kill(run)
         answers = stored(folder, "partials", "call", decode_completion)
         assert not stored(folder, "trajectories", "0", decode_trajectory)
         run = start_run(inputs, root, folder.name, *settings, resume=True)
         assert run.process.wait(240) == 0, run.output()
+        yield Unfinished(run, answers)
     finally:
         run.end()
-    assert f"0 groups ready, {2 * BATCH_SIZE} continued, 0 to be generated again" in run.output()
+
+
+def test_unfinished_episodes_are_gone_on_with_after_a_restart(unfinished: Unfinished):
+    """Nothing is asked twice of an engine, and a part of an answer is continued."""
+    folder = unfinished.run.folder
+    assert f"0 groups ready, {BATCH_SIZE} continued, 0 to be generated again" in unfinished.run.output()
     trajectories = stored(folder, "trajectories", "0", decode_trajectory)
-    assert len(trajectories) == samples
-    for (key, call), answer in answers.items():
+    assert len(trajectories) == STEPS * SAMPLES
+    for (key, call), answer in unfinished.answers.items():
         turns = sampled_runs(trajectories[key, 0])
         assert len(turns) == len(trajectories[key, 0].turn_rewards) == TURNS
         assert tuple(turns[call][: len(answer.tokens)]) == answer.tokens
-    generated = json.loads((folder / "summary.json").read_text())["tokens_generated"]
-    saved = sum(len(answer.tokens) for answer in answers.values())
+    generated = summary(unfinished.run)["tokens_generated"]
+    saved = sum(len(answer.tokens) for answer in unfinished.answers.values())
     assert saved > 0
     assert generated == sum(t.sampled_length for t in trajectories.values()) - saved
     assert audit(folder)["clean"]
+
+
+def test_a_synchronous_run_has_lag_zero_and_leaves_nothing_behind(unfinished: Unfinished):
+    result = summary(unfinished.run)
+    assert result["exit"] == "done"
+    assert (result["steps"], result["versions"], result["head_lag_max"]) == (STEPS, STEPS, 0)
+    assert result["multi_version_fraction"] == 0
+    assert result["groups"]["trained"] == result["groups"]["admitted"] == STEPS * BATCH_SIZE
+    assert len(records(unfinished.run)) == STEPS
+    assert all(record["staleness/head_max"] == 0 for record in records(unfinished.run))
+    assert all(record["mismatch/logprob_abs_max"] < 1e-3 for record in records(unfinished.run))
+    unfinished.run.assert_nothing_left()
 
 
 def sampled_runs(trajectory: Trajectory) -> list[list[int]]:

@@ -20,6 +20,7 @@ from tests.integration.engines.conftest import VOCAB, Server, serve
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import reference_logprobs, reference_model
 from tests.ranks import run_ranks
+from tests.unit.doubles import Policy
 
 ONE_TOKEN = SamplingConfig(max_new_tokens=1)
 
@@ -52,7 +53,7 @@ async def running_requests(client: EngineClient, count: int) -> EngineLoad:
 
 
 async def pool_of(*clients: EngineClient) -> EnginePool:
-    pool = EnginePool(max_concurrent=8, wait_timeout_s=60, isolate_versions=False)
+    pool = EnginePool(Policy(), max_concurrent=8, wait_timeout_s=60, isolate_versions=False)
     for client in clients:
         await pool.add(client)
     return pool
