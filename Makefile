@@ -58,7 +58,7 @@ $(VENV)/.installed: pyproject.toml $(ENVIRONMENT)/constraints.txt $(ENVIRONMENT)
 	@echo "making $(VENV) (once; two to three minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 ifeq ($(HAS_GPU),yes)
-	@$(PIP) -e '.[dev]' -c $(ENVIRONMENT)/constraints.txt setuptools==80.9.0 wheel
+	@$(PIP) -e '.[dev]' -c $(ENVIRONMENT)/constraints.txt
 	@# Transformer Engine's PyTorch part is built against the torch that was just installed.
 	@$(PIP) --no-build-isolation -e '.[gpu,dev]' -c $(ENVIRONMENT)/constraints.txt
 else
@@ -72,8 +72,8 @@ endif
 	@touch $@
 
 constraints: install
-	{ sed -n '1,3p' $(ENVIRONMENT)/constraints.txt; \
-	  $(BIN)/python -m pip freeze --exclude-editable | grep -viE '^(torch|megatron-core|sglang|compressed-tensors|xgrammar|nvidia-.*|triton)=='; \
+	{ sed -n '1,7p' $(ENVIRONMENT)/constraints.txt; \
+	  $(BIN)/python -m pip freeze --exclude-editable | grep -viE '^(torch|megatron-core|sglang|setuptools|compressed-tensors|xgrammar|nvidia-.*|triton)=='; \
 	} > $(ENVIRONMENT)/constraints.new
 	mv $(ENVIRONMENT)/constraints.new $(ENVIRONMENT)/constraints.txt
 

@@ -1,46 +1,40 @@
-"""``slipstream``, the command line.
+"""``slipstream``, the command line: names and options of its commands.
 
-Exit codes: 0 done, 1 the run failed or was stopped, 2 the input was wrong.
+Exit codes: 0 done, 1 the work failed or was stopped, 2 the input was wrong.
 """
 
-import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
-from contextlib import closing
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import typer
 from rich.console import Console
 
-from slipstream.backend.commands.doctor import examine, print_findings
-from slipstream.bridge.families import ModelSpec, model_spec
-from slipstream.bridge.hf_config import UnsupportedModel
-from slipstream.bridge.plan import ExportPlan
+from slipstream.backend.commands.outcome import CommandError, Failed, WrongInput
 from slipstream.configs.load import load_recipe, load_supervised
-from slipstream.configs.rules import MODELS
-from slipstream.configs.schema import RunConfig
 from slipstream.configs.violations import RecipeError
 
 T = TypeVar("T")
 
+RUN, LOOK, TOOLS = "Run", "Look before and after", "Tools"
+"""Groups of commands in the help."""
+
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Asynchronous RL training of language models: Megatron trains, SGLang generates, nobody waits.",
 )
 convert = typer.Typer(
     no_args_is_help=True,
-    help="Checkpoints from Hugging Face's format into Megatron's and back, at any layout.",
+    help="Convert checkpoints from Hugging Face's format into Megatron's and back, at any layout.",
 )
-app.add_typer(convert, name="convert")
+app.add_typer(convert, name="convert", rich_help_panel=TOOLS)
 _errors = Console(stderr=True, soft_wrap=True, highlight=False)
-
-FAILED, WRONG_INPUT = 1, 2
 
 Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of one that comes with Slipstream.")]
 Overrides = Annotated[
@@ -49,99 +43,92 @@ Overrides = Annotated[
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on with the run of this name where its last process ended.")
 ]
-Out = Annotated[Path, typer.Argument(help="The folder to be made.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for scripts.")]
+Out = Annotated[Path, typer.Argument(help="The folder to make.")]
 Tensor = Annotated[int, typer.Option(help="Tensor-parallel ranks.")]
 Pipeline = Annotated[int, typer.Option(help="Pipeline stages.")]
 VirtualPipeline = Annotated[int, typer.Option(help="Parts of the model on each pipeline stage.")]
-Expert = Annotated[int, typer.Option(help="Ranks that different experts are spread over.")]
+Expert = Annotated[int, typer.Option(help="Ranks over which different experts are spread.")]
 ExpertTensor = Annotated[
-    int | None, typer.Option(help="Tensor-parallel ranks of each expert; default: as --tensor.")
+    int | None, typer.Option(help="Tensor-parallel ranks of each expert; default: the value of --tensor.")
 ]
 Layers = Annotated[
     str | None,
-    typer.Option(metavar="N,N,...", help="Layers of each part of the pipeline; default: the same in each."),
+    typer.Option(metavar="N,N,...", help="Layers of each part of the pipeline; default: equally many."),
 ]
 
 
-@app.command()
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"slipstream {version('slipstream')}")
+        raise typer.Exit
+
+
+@app.callback()
+def slipstream(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Asynchronous RL training of language models: Megatron trains, SGLang generates, nobody waits."""
+
+
+@app.command(rich_help_panel=RUN)
 def train(recipe: Recipe, overrides: Overrides = None, resume: Resume = False) -> None:
     """Run a recipe from its first step to its last."""
-    config = _load(recipe, overrides)
-    from slipstream.backend.driver.run import run
-    from slipstream.backend.monitor.summary import print_summary
+    with _reported():
+        config = load_recipe(Path(recipe), overrides or [])
+        from slipstream.backend.commands.run import train
+        from slipstream.backend.monitor.summary import print_summary
 
-    summary = _attended(config, partial(run, config, resume=resume), _lies_in(config))
-    print_summary(summary, sys.stdout, name=config.run.name)
+        print_summary(train(config, resume=resume), sys.stdout, name=config.run.name)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def sft(recipe: Recipe, overrides: Overrides = None, resume: Resume = False) -> None:
-    """Train a policy on responses, or a reward model on preferences; writes a Hugging Face checkpoint."""
-    asked = _load(recipe, overrides, load_supervised)
-    from slipstream.backend.driver.sft import run_supervised
+    """Train a policy on responses, or a reward model on preferences, and write a Hugging Face checkpoint."""
+    with _reported():
+        supervised = load_supervised(Path(recipe), overrides or [])
+        from slipstream.backend.commands.run import sft
 
-    start = partial(run_supervised, asked, resume=resume)
-    typer.echo(_attended(asked.run, start, _lies_in(asked.run)))
+        typer.echo(sft(supervised, resume=resume))
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def check(recipe: Recipe, overrides: Overrides = None) -> None:
-    """Say everything that is wrong with a recipe and its model, or that nothing is."""
-    config = _load(recipe, overrides)
-    if (config.model.path / "config.json").exists():  # else `prepare` makes it
-        from slipstream.backend.driver.inputs import checkpoint_problems
+    """Print everything that is wrong with a recipe and its models, or that nothing is."""
+    with _reported():
+        config = load_recipe(Path(recipe), overrides or [])
+        from slipstream.backend.commands.check import check
 
-        _plan(config)
-        if problems := checkpoint_problems(config, MODELS):
-            _errors.print("\n".join(problems), markup=False)
-            raise typer.Exit(WRONG_INPUT)
-    typer.echo(f"{recipe}: nothing wrong ({config.run.name}, {config.run.steps} steps)")
+        check(config)
+        typer.echo(f"{recipe}: nothing wrong ({config.run.name}, {config.run.steps} steps)")
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def plan(
     recipe: Recipe,
     overrides: Overrides = None,
     weights: Annotated[
-        bool, typer.Option("--weights", help="Also in which order and from which ranks the weights leave.")
+        bool, typer.Option("--weights", help="Show also in which order and from which ranks weights leave.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts: one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Show how a recipe lays out the model on the trainer's ranks. Needs its config.json, no weights."""
-    from slipstream.backend.commands import plan as planning
+    """Show how a recipe lays the model out on the trainer's ranks. Needs its config.json, no weights."""
+    with _reported():
+        config = load_recipe(Path(recipe), overrides or [])
+        from slipstream.backend.commands import plan as planning
+        from slipstream.backend.commands.check import planned
 
-    config = _load(recipe, overrides)
-    _, found = _plan(config)
-    if as_json:
-        typer.echo(planning.as_json(config, found))
-    else:
-        planning.print_plan(config, found, Console(soft_wrap=True, highlight=False), weights=weights)
-
-
-@app.command()
-def audit(
-    run: Annotated[Path, typer.Argument(help="The folder of a run that is not running now.")],
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts: one JSON document.")] = False,
-) -> None:
-    """Recount a run from its ledger and checkpoints: nothing lost, nothing trained twice."""
-    from slipstream.backend.commands.audit import as_json as json_of
-    from slipstream.backend.commands.audit import audit_run, print_audit
-    from slipstream.rollout.ledger.database import LedgerError
-
-    try:
-        found = audit_run(run)
-    except LedgerError as error:
-        _errors.print(str(error), markup=False)
-        raise typer.Exit(WRONG_INPUT) from None
-    if as_json:
-        typer.echo(json_of(found))
-    else:
-        print_audit(found, Console(soft_wrap=True))
-    if found.discrepancies:
-        raise typer.Exit(FAILED)
+        _, export_plan = planned(config)
+        if as_json:
+            typer.echo(planning.as_json(config, export_plan))
+        else:
+            console = Console(soft_wrap=True, highlight=False)
+            planning.print_plan(config, export_plan, console, weights=weights)
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def simulate(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -152,25 +139,68 @@ def simulate(
         list[str] | None, typer.Option(metavar="N ...", help="Sizes of the cluster, such as --nodes 1 2 4.")
     ] = None,
     fit: Annotated[
-        Path | None, typer.Option(help="Folder of a run: its cost model and lengths are used.")
+        Path | None, typer.Option(help="Folder of a run whose cost model and lengths to use.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of all random numbers; default: run.seed.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts: one JSON document.")] = False,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Seed of all random numbers; default: run.seed.")
+    ] = None,
+    as_json: Json = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder for simulation.json and the timeline as a picture.")
     ] = None,
 ) -> None:
     """Run a recipe in virtual time: how fast it would be, and how other schedules would do."""
-    from slipstream.backend.simulate.command import Failed, Options, run
+    with _reported():
+        from slipstream.backend.simulate import command
 
-    try:
-        run(Options(recipe, tuple(overrides or ()), lengths, tuple(nodes or ()), fit, seed, as_json, out))
-    except RecipeError as error:
-        _errors.print(str(error), markup=False)
-        raise typer.Exit(WRONG_INPUT) from None
-    except Failed as error:
-        _errors.print(f"failed: {error}", markup=False)
-        raise typer.Exit(FAILED) from None
+        options = command.Options(
+            recipe, tuple(overrides or ()), lengths, tuple(nodes or ()), fit, seed, as_json, out
+        )
+        try:
+            command.run(options)
+        except command.SimulationFailed as error:
+            raise Failed(f"failed: {error}") from None
+
+
+@app.command(rich_help_panel=LOOK)
+def audit(
+    run: Annotated[Path, typer.Argument(help="The folder of a run that is not running now.")],
+    as_json: Json = False,
+) -> None:
+    """Recount a run from its ledger and checkpoints: nothing lost, nothing trained twice."""
+    with _reported():
+        from slipstream.backend.commands import audit as auditing
+        from slipstream.rollout.ledger.database import LedgerError
+
+        try:
+            account = auditing.audit_run(run)
+        except LedgerError as error:
+            raise WrongInput(str(error)) from None
+        if as_json:
+            typer.echo(auditing.as_json(account))
+        else:
+            auditing.print_audit(account, Console(soft_wrap=True))
+        if account.discrepancies:
+            raise typer.Exit(Failed.exit_code)
+
+
+@app.command(rich_help_panel=TOOLS)
+def doctor() -> None:
+    """Look at this machine, and print what Slipstream finds on it."""
+    from slipstream.backend.commands.doctor import examine, print_findings
+
+    findings = examine()
+    print_findings(findings)
+    if any(finding.wrong for finding in findings):
+        raise typer.Exit(Failed.exit_code)
+
+
+@app.command(rich_help_panel=TOOLS)
+def slurm_script() -> None:
+    """Print the path of the batch script: sbatch "$(slipstream slurm-script)" RECIPE."""
+    import slipstream.slurm
+
+    typer.echo(Path(slipstream.slurm.__path__[0], "train.sbatch").resolve())
 
 
 @convert.command()
@@ -184,7 +214,7 @@ def hf_to_megatron(
     expert_tensor: ExpertTensor = None,
     layers: Layers = None,
     dtype: Annotated[
-        Literal["bfloat16", "float32"] | None, typer.Option(help="Of the weights; default: as in MODEL.")
+        Literal["bfloat16", "float32"] | None, typer.Option(help="Type of the weights; default: MODEL's.")
     ] = None,
 ) -> None:
     """Write the weights of MODEL as a Megatron checkpoint, which any layout can load."""
@@ -201,7 +231,7 @@ def megatron_to_hf(
     ],
     out: Out,
     model: Annotated[
-        Path, typer.Option(help="HF checkpoint directory of the model: config and tokenizer; no weights.")
+        Path, typer.Option(help="HF checkpoint directory with the config and the tokenizer of the model.")
     ],
     tensor: Tensor = 1,
     pipeline: Pipeline = 1,
@@ -217,102 +247,33 @@ def megatron_to_hf(
     _convert(out, lambda: convert.megatron_to_hf(checkpoint, out, model, options))
 
 
-@app.command()
-def doctor() -> None:
-    """Look at this machine and say what Slipstream finds on it."""
-    findings = examine()
-    print_findings(findings)
-    if any(finding.wrong for finding in findings):
-        raise typer.Exit(FAILED)
-
-
 def _convert(out: Path, work: Callable[[], str]) -> None:
     from slipstream.backend.cluster.local_ranks import RankFailed
-    from slipstream.backend.commands.convert import WrongInput
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing that was started stays
+    with _reported():
+        try:
+            typer.echo(work())
+        except (RankFailed, OSError) as error:
+            notes: list[str] = getattr(error, "__notes__", [])
+            raise Failed("\n".join([*notes, f"failed: {error}; there is no {out}"])) from None
+        except KeyboardInterrupt:
+            raise Failed(f"stopped; there is no {out}") from None
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """Print what ends a command on standard error, and exit with its code."""
     try:
-        typer.echo(work())
-    except WrongInput as error:
+        yield
+    except (CommandError, RecipeError) as error:
         _errors.print(str(error), markup=False)
-        raise typer.Exit(WRONG_INPUT) from None
-    except (RankFailed, OSError) as error:
-        for note in getattr(error, "__notes__", ()):
-            _errors.print(note, markup=False)
-        _errors.print(f"failed: {error}; there is no {out}", markup=False)
-        raise typer.Exit(FAILED) from None
-    except KeyboardInterrupt:
-        _errors.print(f"stopped; there is no {out}", markup=False)
-        raise typer.Exit(FAILED) from None
-
-
-def _load(recipe: str, overrides: list[str] | None, load: Callable[..., T] = load_recipe) -> T:
-    try:
-        return load(Path(recipe), overrides or [])
-    except RecipeError as error:
-        _errors.print(str(error), markup=False)
-        raise typer.Exit(WRONG_INPUT) from None
-
-
-def _attended(config: RunConfig, start: Callable[..., Coroutine[Any, Any, T]], stopped: str) -> T:
-    """What ``start(progress)`` comes to; its progress, and how it ends otherwise, are told to the user.
-
-    stopped: what is there when it was asked to end.
-    """
-    import uvloop
-
-    from slipstream.backend.cluster.placement import PlacementError
-    from slipstream.backend.driver.inputs import InputError
-    from slipstream.backend.driver.stop import Stopped
-    from slipstream.backend.monitor.progress import open_progress
-
-    progress = open_progress(config.run.steps)
-    try:
-        with closing(progress), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(start(progress))
-    except Stopped:
-        _errors.print(f"stopped; {stopped}")
-        raise typer.Exit(FAILED) from None
-    except (InputError, PlacementError) as error:
-        _errors.print(str(error), markup=False)
-        raise typer.Exit(WRONG_INPUT) from None
-    except Exception as error:
-        for cause in _leaves(error):
-            _errors.print(f"[red]failed[/]: {type(cause).__name__}: ", end="")
-            _errors.print(str(cause), markup=False)
-        if config.run.folder.exists():
-            _errors.print(f"logs: {config.run.folder / 'logs'}", markup=False)
-        raise typer.Exit(FAILED) from error
-
-
-def _lies_in(config: RunConfig) -> str:
-    return f"what there is lies in {config.run.folder}, and --resume goes on with it"
-
-
-def _plan(config: RunConfig) -> tuple[ModelSpec, ExportPlan]:
-    """The model that a recipe names, and how it is laid out."""
-    from slipstream.backend.megatron.export_plan import export_plan
-    from slipstream.bridge.layout import UnevenSplit
-
-    try:
-        spec = model_spec(config.model.path)
-        return spec, export_plan(config, spec)
-    except UnsupportedModel as error:
-        _errors.print(f"model.path: {error}", markup=False)
-    except UnevenSplit as error:
-        _errors.print(f"actor.parallel: {error}", markup=False)
-    raise typer.Exit(WRONG_INPUT)
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    """The errors themselves, out of the groups that parallel tasks raise."""
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-    return [error]
+        code = error.exit_code if isinstance(error, CommandError) else WrongInput.exit_code
+        raise typer.Exit(code) from None
 
 
 def main() -> None:
-    """The console script. The user's own workflows and rewards are importable from where it is called."""
+    """Run the command line. The user's own workflows and rewards are importable from where it is called."""
     sys.path.insert(0, os.getcwd())
     app()
 

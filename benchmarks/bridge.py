@@ -34,14 +34,16 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from slipstream.backend.megatron.parallel import RankSpec
-from slipstream.bridge.export import FlatBucket, export
 from slipstream.bridge.families import spec_of
-from slipstream.bridge.layout import Layout
-from slipstream.bridge.load import load_hf
-from slipstream.bridge.plan import Bucket, ExportPlan, entries, entries_of, make_plan
-from slipstream.bridge.publication import Buckets, Patience, Publication
-from slipstream.bridge.replica import mount
+from slipstream.bridge.hf.bucket import FlatBucket
+from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.publish.bucket_stream import BucketStream
+from slipstream.bridge.publish.publication import Publication, Timeouts
+from slipstream.bridge.shards.export import export
+from slipstream.bridge.shards.load import load_hf
+from slipstream.bridge.shards.plan import Bucket, ExportPlan, entries, entries_of, make_plan
 from slipstream.bridge.transport.delta import DeltaTransport
+from slipstream.bridge.transport.replica import mount
 from slipstream.rollout.engine.actor import free_port
 from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineLost
 from tests.ranks import run_ranks
@@ -282,10 +284,10 @@ def carry(
         async with EngineClient(address) as engine:
             while not await is_there(engine):
                 await asyncio.sleep(0.1)
-            publication = Publication(version, [engine], Patience(300, 300))
+            publication = Publication(version, [engine], Timeouts(300, 300))
             with ThreadPoolExecutor(1) as thread:
                 began = time.perf_counter()
-                await transport.prepare(publication, Buckets(iter([flat]), thread))
+                await transport.prepare(publication, BucketStream(iter([flat]), thread))
                 carried.seconds += time.perf_counter() - began
             assert not publication.report.failed, publication.report.failed
             carried.bytes += publication.report.bytes_sent

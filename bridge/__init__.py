@@ -1,5 +1,17 @@
-"""Megatron shards <-> HF weights, and their way into the engines.
+"""Convert weights between Megatron shards and HF tensors, and publish them to the engines.
 
-Imports neither Ray nor ``rollout`` nor ``backend``: engines come in as objects that answer the protocol
-in ``publish``.
+The rooms, from the bottom up; each imports only rooms above it in this list:
+
+    hf         an HF checkpoint directory: config.json, the index of tensors, reading and writing files
+    model      a decoder-only transformer: its geometry, its parallel layout, and the terms in which a family
+               maps Megatron parameters to HF tensors
+    families   one module per HF ``model_type``, which reads the config and lists the mappings
+    shards     the export plan, and what follows it: check, load and export
+    publish    the steps that bring every engine to a new policy version, and their report
+    transport  the ways in which weights travel to the engines
+
+The package imports neither Ray nor ``rollout`` nor ``backend``: an engine is any object that satisfies
+``publish.endpoint.EngineEndpoint``. Recipes are checked and plans are printed without torch, so these modules
+do not import it: ``hf.config``, ``hf.index``, ``model``, ``families``, ``shards.plan``, ``shards.check``,
+``publish.endpoint`` and ``publish.report``.
 """

@@ -1,13 +1,14 @@
-"""Random small models of every family, and layouts that they can be split in."""
+"""Small random models of every family, and layouts that can split them."""
 
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
-from slipstream.bridge.families import FAMILIES, ModelSpec
-from slipstream.bridge.layout import Layout
-from slipstream.bridge.plan import entries, entries_of
+from slipstream.bridge.families import FAMILIES
+from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.model.spec import ModelSpec
+from slipstream.bridge.shards.plan import entries, entries_of
 
 CONFIG = {
     "vocab_size": 101,
@@ -18,7 +19,7 @@ CONFIG = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-"""Sizes that every family has."""
+"""Settings that every family has."""
 
 DEEPSEEK = {
     "q_lora_rank": 32,
@@ -32,7 +33,7 @@ DEEPSEEK = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
 }
-"""Those that DeepSeek-V3 has besides."""
+"""Further settings of DeepSeek-V3."""
 
 LAYOUTS = {
     "one rank": Layout(),
@@ -49,14 +50,14 @@ LAYOUTS = {
     "pipeline 2, expert 2": Layout(pipeline=2, data=2, expert=2),
     "virtual pipeline 2, tensor 2": Layout(tensor=2, pipeline=2, layers=(1, 0, 1, 2), chunks=2),
 }
-"""For models of four layers."""
+"""Layouts for models of four layers."""
 
 MIXTURES = ("deepseek_v3", "glm4_moe", "qwen3_moe")
 
 
 @st.composite
 def hf_configs(draw, family: str | None = None) -> dict[str, Any]:
-    """A config of four layers whose sizes are divisible by two wherever ranks may share them."""
+    """A config of four layers. Every size that ranks may share is divisible by two."""
     even = st.integers(1, 4).map(lambda n: 2 * n)
     some = st.integers(1, 9)
     family = family or draw(st.sampled_from(sorted(FAMILIES)))
@@ -103,31 +104,31 @@ def hf_configs(draw, family: str | None = None) -> dict[str, Any]:
 def empty_parameters(
     spec: ModelSpec, layout: Layout, rank: int, dtype: torch.dtype = torch.float32
 ) -> list[dict[str, torch.Tensor]]:
-    """As Megatron would have made them."""
-    found: list[dict[str, torch.Tensor]] = [{} for _ in range(layout.chunks)]
+    """Return the parameters that Megatron would create for a rank, filled with NaN."""
+    parameters: list[dict[str, torch.Tensor]] = [{} for _ in range(layout.chunks)]
     for entry, shard in entries_of(spec, layout, rank):
         kind = torch.float32 if entry.mapping.float32 else dtype
-        found[entry.chunk][entry.parameter] = torch.full(
+        parameters[entry.chunk][entry.parameter] = torch.full(
             entry.split.shard_shape(shard.size), torch.nan, dtype=kind
         )
-    return found
+    return parameters
 
 
 def random_tensors(spec: ModelSpec, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
-    """By HF name; NaN and infinities are among them, because nothing is computed."""
+    """Return tensors of random bits by HF name. Some are NaN or infinite, which copying must preserve."""
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    tensors: dict[str, torch.Tensor] = {}
     for entry in entries(spec, Layout()):
-        single = torch.float32 if entry.mapping.float32 else dtype
+        kind = torch.float32 if entry.mapping.float32 else dtype
         for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True):
-            bits = torch.randint(-(2**15), 2**15, (*shape, single.itemsize // 2), generator=generator)
-            found[name] = bits.to(torch.int16).view(single).view(shape)
-    return found
+            bits = torch.randint(-(2**15), 2**15, (*shape, kind.itemsize // 2), generator=generator)
+            tensors[name] = bits.to(torch.int16).view(kind).view(shape)
+    return tensors
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return (
-        one.dtype == other.dtype
-        and one.shape == other.shape
-        and torch.equal(one.contiguous().view(torch.int16), other.contiguous().view(torch.int16))
+        tensor.dtype == other.dtype
+        and tensor.shape == other.shape
+        and torch.equal(tensor.contiguous().view(torch.int16), other.contiguous().view(torch.int16))
     )

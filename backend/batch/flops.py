@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from slipstream.bridge.geometry import Geometry, LatentAttention
+from slipstream.bridge.model.geometry import Geometry, LatentAttention
 
 
 def forward_flops(geometry: Geometry, length_N: np.ndarray) -> np.ndarray:

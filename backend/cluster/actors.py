@@ -95,4 +95,4 @@ def replica_of(config: RunConfig, engine: str) -> ReplicaSpec | None:
         return None
     run = hashlib.sha256(str(config.run.folder.resolve()).encode()).hexdigest()[:12]
     folder = transport.memory / f"slipstream-{run}-{engine}"
-    return ReplicaSpec("slipstream.bridge.replica.mount", str(folder))
+    return ReplicaSpec("slipstream.bridge.transport.replica.mount", str(folder))

@@ -22,12 +22,12 @@ from slipstream.rollout.engine.leftovers import shared_memory_of, unlink
 
 VARIABLE = "SLIPSTREAM_RUN"
 SWEEPS = 50
-"""A process may be born while its parent is being killed; more generations than this there are not."""
+"""Number of rounds of killing: a process may be born while its parent is being killed."""
 
 
 @contextmanager
 def guarded(folder: Path) -> Iterator[None]:
-    """Mark this process and its children to come, and keep a guard while the context lasts."""
+    """Mark this process and its future children, and keep a guard while the context lasts."""
     mark = uuid4().hex
     os.environ[VARIABLE] = mark
     guard = subprocess.Popen(
@@ -45,15 +45,15 @@ def guarded(folder: Path) -> Iterator[None]:
 
 
 def carriers(mark: str, folder: Path, spared: set[int]) -> list[int]:
-    """Processes with the mark in their environment or a file below ``folder`` open, but for ``spared``."""
-    wanted = f"{VARIABLE}={mark}".encode()
-    found = []
+    """Return the processes that carry the mark or have a file below ``folder`` open, without ``spared``."""
+    variable = f"{VARIABLE}={mark}".encode()
+    pids: list[int] = []
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with suppress(OSError):  # processes come and go
-            marked = wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            marked = variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             if pid not in spared and (marked or _has_open(pid, folder)):
-                found.append(pid)
-    return found
+                pids.append(pid)
+    return pids
 
 
 def _has_open(pid: int, folder: Path) -> bool:
@@ -65,7 +65,7 @@ def main() -> None:
     mark, folder = sys.argv[1], Path(sys.argv[2])
     spared = {os.getpid(), os.getppid()}  # the run itself may be waiting for this to end
     while os.read(0, 1):
-        """Nothing is ever sent: this returns at end of file."""
+        """Nothing is ever sent: the read returns at end of file."""
     for _ in range(SWEEPS):
         left = carriers(mark, folder, spared)
         unlink(shared_memory_of(left))

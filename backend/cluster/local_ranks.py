@@ -1,7 +1,7 @@
-"""Runs a function on several processes of this machine, one for each rank of a process group.
+"""Runs a function in several processes of this machine, one for each rank of a process group.
 
-None of them outlives the call, however it ends: they are killed when the first of them fails or the call is
-interrupted, and a thread of their own ends them when the process that started them is gone.
+No process outlives the call: all are killed when the first one fails or the call is interrupted, and a thread
+in each ends it when the process that started it is gone.
 """
 
 import multiprocessing
@@ -22,20 +22,20 @@ from slipstream.rollout.engine.actor import free_port
 HOST = "127.0.0.1"
 
 GRACE_S = 1.0
-"""A rank whose peer has died says that a connection was lost: so long the others are listened to as well."""
+"""Seconds to listen to the other ranks after a failure, which may be the cause of the first one."""
 
 
 class RankFailed(RuntimeError):
-    """A rank raised, died or gave no answer. Its traceback, if there is one, is a note of this error."""
+    """A rank raised, died or gave no result in time. Its traceback, if any, is a note of this error."""
 
 
 def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float, fresh: bool = False
 ) -> list[Any]:
-    """``function(RankSpec, *args)`` on every rank, with one thread each; the results in rank order.
+    """Call ``function(RankSpec, *args)`` on every rank. Return the results in rank order.
 
-    ``function`` is one of a module. Processes are forked from one that has imported Megatron, or
-    with ``fresh`` each of them begins with nothing. Raises RankFailed.
+    ``function`` must be defined in a module. Processes are forked from one that has imported Megatron; with
+    ``fresh`` each starts from nothing. Raises RankFailed.
     """
     context = multiprocessing.get_context("spawn") if fresh else multiprocessing.get_context("forkserver")
     if not fresh:
@@ -81,14 +81,14 @@ def _results(pipes: Mapping[Connection, int], processes: list[BaseProcess], time
 
 
 def _answers(ready: list[Any], ranks: Mapping[Connection, int]) -> dict[int, tuple[bool, Any]]:
-    """By rank: has it succeeded, and its result; or its error and traceback, or None where it has died."""
-    found = {}
+    """Return by rank whether it succeeded, and its result, or its error and traceback, or None if it died."""
+    outcomes: dict[int, tuple[bool, Any]] = {}
     for pipe in ready:
         try:
-            found[ranks[pipe]] = pipe.recv()
+            outcomes[ranks[pipe]] = pipe.recv()
         except EOFError:
-            found[ranks[pipe]] = (False, None)
-    return found
+            outcomes[ranks[pipe]] = (False, None)
+    return outcomes
 
 
 def _failure(answers: Mapping[int, tuple[bool, Any]], processes: list[BaseProcess]) -> RankFailed:
@@ -112,10 +112,10 @@ def _end(exit_code: int | None) -> str:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Ctrl-C and SIGTERM are put off, and what is started inside never sees them.
+    """Defer Ctrl-C and SIGTERM inside the block, and keep processes that start in it from ever seeing them.
 
-    A terminal and a scheduler send them to the whole process group, but to end the ranks is up to the process
-    that has started them. A process whose start is cut short would not be known to it.
+    A terminal and a scheduler send these signals to the whole process group, but the process that has started
+    the ranks ends them. It would not know a process whose start was cut short.
     """
     resource_tracker.ensure_running()  # the first process would start it, and it lets both through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})

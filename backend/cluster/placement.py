@@ -1,4 +1,4 @@
-"""Which node each trainer rank and each engine runs on. Pure: node facts in, a placement out."""
+"""Places each trainer rank and each engine on a node. Pure: facts about nodes in, a placement out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from slipstream.configs.schema import RunConfig
 
 
 class PlacementError(ValueError):
-    """The cluster is too small for the recipe; the message has both numbers."""
+    """The cluster is too small for the recipe; the message says what is needed and what there is."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Placement:
     device: str
     """``cuda`` or ``cpu``."""
     shared: tuple[tuple[int, ...], ...] = ()
-    """Of every engine, the trainer ranks whose GPUs are also its own (``rollout.engine.colocated``)."""
+    """Trainer ranks whose GPUs each engine shares, by engine (``rollout.engine.colocated``)."""
 
 
 def place(nodes: Sequence[Node], config: RunConfig) -> Placement:
-    """Trainer ranks fill the first nodes, engines the nodes after them; on one node they share it.
+    """Place trainer ranks on the first nodes and engines on the nodes after them; a single node is shared.
 
-    On GPUs, a rank has one and an engine as many as its tensor-parallel size, never across nodes. Colocated
-    engines have those of trainer ranks, in their order. On CPUs nothing is counted. Raises PlacementError.
+    A rank takes one GPU, an engine as many as its tensor-parallel size, on one node. Colocated engines share
+    the GPUs of consecutive trainer ranks. CPUs are not counted. Raises PlacementError.
     """
     nodes = sorted(nodes, key=_by_address)
     device = _device(nodes, config)
@@ -69,17 +69,17 @@ def _colocated(nodes: Sequence[Node], config: RunConfig, device: str) -> Placeme
         shared: list[tuple[int, ...]] = []
         engines = [trainer[engine % len(trainer)] for engine in range(count)]
     else:
-        by_node = {node: [rank for rank, at in enumerate(trainer) if at == node] for node in nodes}
+        by_node = {node: [rank for rank, host in enumerate(trainer) if host == node] for node in nodes}
         shared = [
             tuple(ranks[first : first + size])
             for ranks in by_node.values()
             for first in range(0, len(ranks) - size + 1, size)
         ][:count]
         if len(shared) < count:
-            have = ", ".join(f"{node.address}: {len(ranks)}" for node, ranks in by_node.items())
+            by_address = ", ".join(f"{node.address}: {len(ranks)}" for node, ranks in by_node.items())
             raise PlacementError(
                 f"{count} engines (rollout.engine) need the GPUs of {size} trainer ranks each, on one node; "
-                f"there is room for {len(shared)} (trainer ranks by node: {have})"
+                f"there is room for {len(shared)} (trainer ranks by node: {by_address})"
             )
         engines = [trainer[ranks[0]] for ranks in shared]
     if config.weights.transport.type == "tensor" and set(engines) != {trainer[0]}:
@@ -91,7 +91,7 @@ def _colocated(nodes: Sequence[Node], config: RunConfig, device: str) -> Placeme
 
 
 def place_trainer(nodes: Sequence[Node], config: RunConfig) -> Placement:
-    """The same without engines: the trainer has all nodes."""
+    """Place trainer ranks alone, on all nodes. Raises PlacementError."""
     nodes = sorted(nodes, key=_by_address)
     device = _device(nodes, config)
     return Placement(_ranks(nodes, {node.id: node.gpus for node in nodes}, config, device), (), device)
@@ -106,7 +106,7 @@ def _ranks(nodes: Sequence[Node], free: dict[str, int], config: RunConfig, devic
 
 
 def _by_address(node: Node) -> tuple[int, int, str]:
-    """By number where the address is one, of either length; host names after them."""
+    """Return a key that orders IP addresses by number, and host names after them."""
     try:
         address = ip_address(node.address)
     except ValueError:
@@ -115,16 +115,16 @@ def _by_address(node: Node) -> tuple[int, int, str]:
 
 
 def _device(nodes: Sequence[Node], config: RunConfig) -> str:
-    wanted = config.cluster.device
-    if wanted == "auto":
+    device = config.cluster.device
+    if device == "auto":
         return "cuda" if any(node.gpus for node in nodes) else "cpu"
-    if wanted == "gpu" and not any(node.gpus for node in nodes):
+    if device == "gpu" and not any(node.gpus for node in nodes):
         raise PlacementError("cluster.device is gpu, but no node of the cluster has one")
-    return "cuda" if wanted == "gpu" else "cpu"
+    return "cuda" if device == "gpu" else "cpu"
 
 
 def _take(nodes: Sequence[Node], free: dict[str, int], count: int, gpus: int, what: str) -> tuple[Node, ...]:
-    have = ", ".join(f"{node.address}: {free[node.id]}" for node in nodes)
+    free_gpus = ", ".join(f"{node.address}: {free[node.id]}" for node in nodes)
     taken: list[Node] = []
     for node in nodes:
         while len(taken) < count and free[node.id] >= gpus:
@@ -133,6 +133,6 @@ def _take(nodes: Sequence[Node], free: dict[str, int], count: int, gpus: int, wh
     if len(taken) < count:
         raise PlacementError(
             f"{count} {what} need {gpus} GPUs each; there is room for {len(taken)} "
-            f"(free GPUs by node: {have})"
+            f"(free GPUs by node: {free_gpus})"
         )
     return tuple(taken)

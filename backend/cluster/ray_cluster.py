@@ -62,6 +62,6 @@ def _join_job() -> None:
     if not address:
         raise ClusterError(
             "cluster.type is slurm, but RAY_ADDRESS is not set: "
-            "launch with `sbatch slurm/train.sbatch RECIPE`"
+            'launch with `sbatch "$(slipstream slurm-script)" RECIPE`'
         )
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)

@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 
 from slipstream.backend.checkpoint.folder import MANIFEST, CheckpointError, CheckpointFolder, describe
 from slipstream.backend.cluster.local_ranks import run_ranks
-from slipstream.bridge import hf_index
-from slipstream.bridge.check import check_names
+from slipstream.backend.commands.outcome import WrongInput
 from slipstream.bridge.families import ModelSpec, model_spec
-from slipstream.bridge.hf_config import UnsupportedModel
-from slipstream.bridge.hf_index import StoredTensor
-from slipstream.bridge.layout import Layout, Shard, UnevenSplit
-from slipstream.bridge.plan import entries, pieces_of
+from slipstream.bridge.hf import index as hf_index
+from slipstream.bridge.hf.config import UnsupportedModel
+from slipstream.bridge.hf.index import StoredTensor
+from slipstream.bridge.model.layout import Layout, Shard, UnevenSplit
+from slipstream.bridge.shards.check import check_tensors
+from slipstream.bridge.shards.plan import entries, pieces_of
 from slipstream.configs.load import load_layout
 from slipstream.configs.schema import ParallelConfig
 from slipstream.configs.violations import RecipeError
@@ -34,10 +35,6 @@ TIMEOUT_S = 24 * 3600
 
 INDEX, FORMAT = "metadata.json", "torch_dist"
 """The file by which Megatron knows a distributed checkpoint, and the format that it names."""
-
-
-class WrongInput(ValueError):
-    """A conversion cannot be made of what was given; the message lists every reason."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ def hf_to_megatron(model: Path, out: Path, options: LayoutOptions, dtype: str | 
     """
     problems = _Problems("MODEL")
     spec, parallel = problems.model_and_layout(model, options)
-    stored = problems.attempt("MODEL", lambda: check_names(spec)) if spec else None
+    stored = problems.attempt("MODEL", lambda: check_tensors(spec)) if spec else None
     problems.output(out)
     problems.report()
     assert spec and parallel and stored

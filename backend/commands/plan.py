@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.bridge.hf_index import ITEMSIZE
-from slipstream.bridge.plan import SENDER, ExportPlan
+from slipstream.bridge.hf.index import ITEMSIZE
+from slipstream.bridge.shards.plan import SENDER, ExportPlan
 from slipstream.configs.schema import RunConfig
 
 SHOWN = 20

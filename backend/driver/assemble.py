@@ -23,7 +23,7 @@ from slipstream.backend.driver.trainer import RankedTrainer
 from slipstream.backend.driver.verification import Verifier, probe_text
 from slipstream.backend.monitor.status import RunStatus
 from slipstream.backend.monitor.trace import TraceLog
-from slipstream.bridge.endpoint import PAUSE
+from slipstream.bridge.publish.endpoint import PAUSE
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collect.episodes import Episodes
 from slipstream.rollout.collect.gate import AdmissionGate

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from slipstream.backend.checkpoint.folder import CheckpointError
 from slipstream.backend.driver.ports import RestingTrainer
-from slipstream.bridge.endpoint import Pause, told
+from slipstream.bridge.publish.endpoint import Pause, error_text
 from slipstream.rollout.changes import Changes
 from slipstream.rollout.collect.time_limit import TimeLimit
 from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineMemory
@@ -175,7 +175,7 @@ class Colocated:
             except TimeoutError:
                 return f"{step}: no answer in {self._timeout_s:g} s"
             except Exception as error:  # whatever a client raises, the engine is out and the others go on
-                return f"{step}: {told(error)}"
+                return f"{step}: {error_text(error)}"
             return None
 
         failures = await asyncio.gather(*map(attempt, self._standing))

@@ -8,7 +8,7 @@ from slipstream.backend.cluster.handles import EngineServerActor, kill
 from slipstream.backend.cluster.waits import within
 from slipstream.backend.driver.devices import Devices
 from slipstream.backend.driver.trainer import RankedTrainer
-from slipstream.bridge.geometry import Geometry
+from slipstream.bridge.model.geometry import Geometry
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.engine.client import EngineAddress
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
-from slipstream.bridge.check import check_names
-from slipstream.bridge.families import ModelSpec, model_spec, value_spec
-from slipstream.bridge.hf_config import UnsupportedModel
-from slipstream.bridge.hf_index import HfCheckpointError
+from slipstream.bridge.families import model_spec
+from slipstream.bridge.hf.config import UnsupportedModel
+from slipstream.bridge.hf.index import HfCheckpointError
+from slipstream.bridge.model.spec import ModelSpec, value_spec
+from slipstream.bridge.shards.check import check_tensors
 from slipstream.configs.rules import CRITIC, OTHER_MODELS, setting
 from slipstream.configs.schema import PluginConfig, RunConfig
 from slipstream.rollout import plugins
@@ -97,7 +98,7 @@ def checkpoint_problems(config: RunConfig, settings: Iterable[str]) -> list[str]
         if path is not None:
             try:
                 spec = model_spec(path)
-                check_names(value_spec(spec) if name == CRITIC else spec)
+                check_tensors(value_spec(spec) if name == CRITIC else spec)
             except (UnsupportedModel, HfCheckpointError, OSError) as error:
                 problems.append(f"{name}: {error}")
     return problems

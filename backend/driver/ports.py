@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from slipstream.backend.batch.micro_batch import TrainBatch
 from slipstream.backend.monitor.status import RunStatus, StepTimes
-from slipstream.bridge.report import PublishReport
+from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.collect.listener import CollectionListener
 from slipstream.rollout.control.core import GroupCounts
 from slipstream.rollout.engine.client import EngineAddress

@@ -17,15 +17,15 @@ from slipstream.configs.schema import RunConfig
 from slipstream.rollout.plugins import resolve
 
 LONGEST_LINE = 2**24
-"""Bytes; progress bars that redraw themselves write one very long line."""
+"""Bytes. A progress bar that redraws itself writes one very long line."""
 
 
 class PrepareFailed(RuntimeError):
-    """The recipe's ``prepare`` ended with an error, or without having made what it was called for."""
+    """The recipe's ``prepare`` has failed, or has not made the files it was called for."""
 
 
 def input_paths(config: RunConfig) -> dict[str, Path]:
-    """What the run reads, by the argument names of ``prepare``."""
+    """Return the files that the run reads, by the argument names of ``prepare``."""
     paths = {"model_path": config.model.path, "data_path": config.data.path}
     return paths | ({"eval_path": config.eval.path} if config.eval else {})
 

@@ -19,7 +19,7 @@ from slipstream.backend.batch.micro_batch import TrainBatch
 from slipstream.backend.driver.devices import Devices, Turn
 from slipstream.backend.driver.ports import ClientT, ServingPool, Trainer, VersionOwner
 from slipstream.backend.driver.verification import Verifier, WeightsMismatch
-from slipstream.bridge.report import PublishReport
+from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.engine.client import EngineAddress
 
 
@@ -147,7 +147,7 @@ class ServedWeights(Generic[ClientT]):
         if not report.interrupted:
             return report
         interrupted = [engine for engine in engines if engine.name in report.interrupted]
-        return report.repeated(await self._trainer.publish(version, interrupted))
+        return report.merged(await self._trainer.publish(version, interrupted))
 
     async def _verify(self, verifier: Verifier, version: int, expected: list[float]) -> None:
         clients = list(self._pool.clients)

@@ -43,7 +43,7 @@ from slipstream.backend.driver.trainer import RankedTrainer
 from slipstream.backend.monitor.metrics import METRICS_FILE, MetricsLog
 from slipstream.backend.monitor.progress import Progress
 from slipstream.bridge.families import model_spec
-from slipstream.bridge.hf_config import UnsupportedModel
+from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.supervised import Supervised
 from slipstream.rollout.control.core import GroupCounts

@@ -1,4 +1,4 @@
-"""How a run is asked to end."""
+"""Ends a run on request: Ctrl-C, SIGTERM."""
 
 import asyncio
 import signal
@@ -16,7 +16,7 @@ class Stopped(Exception):
 
 
 class Stop:
-    """The end of a run on request: behind the present training step; at once when asked again, or before.
+    """Ends a run behind the present training step at the first request, at once at the second.
 
     Further requests are ignored, so that clean-up is not cut short.
     """
@@ -28,7 +28,7 @@ class Stop:
 
     @contextmanager
     def by(self, how: str, end: Callable[[], object]) -> Iterator[None]:
-        """Inside, ``end`` is what the first request does; what it was outside is for the next one."""
+        """Let the next request inside the block call ``end``; ``how`` tells the user what happens."""
         way = (how, end)
         self._ways.append(way)
         try:
@@ -38,6 +38,7 @@ class Stop:
                 self._ways.remove(way)
 
     def ask(self) -> None:
+        """Request the end."""
         if self._ways:
             self.asked = True
             how, end = self._ways.pop()
@@ -46,7 +47,7 @@ class Stop:
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM ask."""
+        """Let Ctrl-C and SIGTERM request the end inside the block."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.ask)
@@ -57,7 +58,7 @@ class Stop:
                 loop.remove_signal_handler(number)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """``work``, which a request cancels. Raises Stopped then."""
+        """Return the result of ``work``, which a request cancels. Raises Stopped then."""
         task = asyncio.ensure_future(work)
         with self.on_signals(), self.by("stopping", task.cancel):
             try:

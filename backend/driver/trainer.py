@@ -7,7 +7,7 @@ from typing import Any
 from slipstream.backend.batch.micro_batch import TrainBatch
 from slipstream.backend.cluster.configured_ray import ray
 from slipstream.backend.cluster.rank_group import RankGroup
-from slipstream.bridge.report import PublishReport
+from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.engine.client import EngineAddress
 
 POLL_S = 1.0

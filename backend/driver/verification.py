@@ -1,9 +1,9 @@
-"""Do the engines hold the weights that the trainer has sent? What they compute says so.
+"""Verifies that engines hold the weights that the trainer has sent, by what they compute from them.
 
-Every engine is given a text, and its log-probs are compared with the trainer's: that finds whatever changes
-what an engine computes, and a model that the two sides build differently. Where SGLang tells a checksum of
-its weights, those of all engines are compared with each other as well: that finds what the text does not
-come across, such as an expert that none of its tokens is sent to.
+Every engine computes the log-probs of a probe text, which are compared with the trainer's. This finds every
+change in what an engine computes, and a model that the two sides build differently. Where SGLang gives a
+checksum of its weights, the engines' checksums are compared with each other as well. This finds wrong weights
+that the probe text does not use, such as those of an expert that none of its tokens is routed to.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-"""Mean difference of log-probs. The kernels of both sides make it some 1e-6 and 1e-2; weights that are wrong
-in one matrix, some 1."""
+"""Largest mean difference of log-probs, by type of the weights. Different kernels make it about 1e-6
+and 1e-2; one wrong matrix makes it about 1."""
 
 
 class WeightsMismatch(RuntimeError):
-    """Engine and trainer compute something else from the same files: no update would change that."""
+    """Engine and trainer compute different log-probs from the same files, which no update would change."""
 
 
 def probe_text(prompts: Sequence[Prompt], tokenizer: Tokenizer, length: int) -> list[int]:
-    """``length`` tokens of prompts, again and again if they are short."""
+    """Return ``length`` token ids of prompts, which are repeated if they are short."""
     ids: list[int] = []
     for _ in range(length):
         for prompt in prompts[:length]:
@@ -59,8 +59,8 @@ class Verifier:
         timeout_s: float,
         connect: Callable[[EngineAddress], EngineClient] = EngineClient,
     ) -> None:
-        """``text``: token ids. ``dtype``: of the weights. An engine that has not answered in
-        ``answer_timeout_s`` may be busy: as long as it says that it is well, it has ``timeout_s``.
+        """``text``: token ids of the probe. ``dtype``: type of the weights. An engine that has not answered
+        within ``answer_timeout_s`` may be busy: as long as it is healthy, it has ``timeout_s``.
         """
         self.text = text
         self._every = verify.n if verify.type == "every_n" else 1
@@ -68,22 +68,22 @@ class Verifier:
         self._answer_timeout_s = answer_timeout_s
         self._timeout_s = timeout_s
         self._connect = connect
-        self._tells_checksums = True
+        self._has_checksums = True
         self._agreed: tuple[int, str] | None = None
-        """Version and checksum of engines that were found right."""
+        """Version and checksum of the engines that were last verified."""
 
     def due(self, version: int) -> bool:
-        """Whether all engines are asked about this version. One that starts to serve is asked in any case."""
+        """Return whether to verify all engines at this version. An engine that starts is always verified."""
         return version % self._every == 0
 
     async def wrong(
         self, version: int, expected: Sequence[float], engines: Sequence[EngineAddress]
     ) -> dict[str, str]:
-        """Which of ``engines`` do not hold ``version``, and how one knows.
+        """Return the engines that do not hold ``version``, by name, with the reason.
 
-        ``expected``: the trainer's log-probs of the text, without its first token.
+        ``expected``: the trainer's log-probs of the probe text, without its first token.
         """
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         checksums: dict[str, str] = {}
 
         async def ask(engine: EngineAddress) -> None:
@@ -92,19 +92,19 @@ class Verifier:
                     if difference := await self._while_well(
                         client, self._difference(client, version, expected)
                     ):
-                        found[engine.name] = difference
-                    elif self._tells_checksums:
+                        reasons[engine.name] = difference
+                    elif self._has_checksums:
                         await self._while_well(client, self._take_checksum(client, checksums))
             except TimeoutError:
-                found[engine.name] = f"no answer about version {version} in {self._timeout_s:g} s"
+                reasons[engine.name] = f"no answer about version {version} in {self._timeout_s:g} s"
             except (EngineError, Aborted, OSError) as error:
-                found[engine.name] = f"no answer about version {version}: {error}"
+                reasons[engine.name] = f"no answer about version {version}: {error}"
 
         await asyncio.gather(*map(ask, engines))
-        return found | self._disagreeing(version, checksums)
+        return reasons | self._disagreeing(version, checksums)
 
     async def _while_well(self, client: EngineClient, question: Coroutine[Any, Any, T]) -> T:
-        """The answer, however late it is. Raises EngineLost when the engine is not well meanwhile."""
+        """Return the answer, however late. Raises EngineLost when the engine is not healthy meanwhile."""
         asking = asyncio.ensure_future(question)
         try:
             while True:
@@ -120,7 +120,7 @@ class Verifier:
         logprobs = await client.prompt_logprobs(self.text, version=version)
         difference = np.abs(np.subtract(logprobs, expected))
         mean = float(difference.mean())
-        if mean <= self._tolerance:  # which NaN is not
+        if mean <= self._tolerance:  # NaN is not
             return None
         return (
             f"it does not hold version {version}: its log-probs differ from the trainer's by {mean:.3g} on "
@@ -132,11 +132,11 @@ class Verifier:
         try:
             checksums[client.name] = await client.checksum()
         except EngineError as error:
-            self._tells_checksums = False
+            self._has_checksums = False
             log.warning("engines are not compared by checksums: %s", error)
 
     def _disagreeing(self, version: int, checksums: dict[str, str]) -> dict[str, str]:
-        """Those that differ from what was agreed on before, or from most; all, where there is no most."""
+        """Return the engines whose checksum differs from the verified one, or else from the majority's."""
         if not checksums:
             return {}
         [(most, count), *others] = Counter(checksums.values()).most_common()

@@ -21,7 +21,7 @@ from slipstream.backend.megatron.checkpoint_writer import BackgroundSave
 from slipstream.backend.megatron.frozen import FrozenModel
 from slipstream.backend.megatron.trained import Trained
 from slipstream.backend.megatron.weights import ADAPTERS, content_of, differences, sharded_weights, take_over
-from slipstream.bridge.geometry import Geometry
+from slipstream.bridge.model.geometry import Geometry
 from slipstream.configs.schema import ActorConfig
 
 POLICY, CRITIC, AVERAGE = "", "critic.", "average."

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from slipstream.bridge.geometry import Experts, Geometry, GroupedAttention, LatentAttention
-from slipstream.bridge.layout import Layout
-from slipstream.bridge.rope import Rope
+from slipstream.bridge.model.geometry import Experts, Geometry, GroupedAttention, LatentAttention
+from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.model.rope import Rope
 from slipstream.configs.schema import ActorConfig
 
 RECOMPUTE: Mapping[str, dict[str, Any]] = {

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from slipstream.backend.megatron.parallel import RankSpec, initialize
-from slipstream.bridge.export import export
 from slipstream.bridge.families import model_spec
-from slipstream.bridge.hf_files import write_hf
-from slipstream.bridge.layout import Layout
-from slipstream.bridge.plan import make_plan
+from slipstream.bridge.hf.files import write_hf
+from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.shards.export import export
+from slipstream.bridge.shards.plan import make_plan
 from slipstream.configs.schema import ActorConfig, LoraConfig, ParallelConfig
 
 COLLECTIVE_TIMEOUT_S = 3600

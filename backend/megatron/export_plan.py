@@ -1,10 +1,10 @@
 """The order in which a recipe's layout sends its weights out of the trainer."""
 
 from slipstream.backend.megatron.layer_spec import layer_spec
-from slipstream.bridge.families import ModelSpec
-from slipstream.bridge.hf_index import ITEMSIZE
-from slipstream.bridge.layout import Layout
-from slipstream.bridge.plan import ExportPlan, make_plan
+from slipstream.bridge.hf.index import ITEMSIZE
+from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.model.spec import ModelSpec
+from slipstream.bridge.shards.plan import ExportPlan, make_plan
 from slipstream.configs.schema import RunConfig
 
 

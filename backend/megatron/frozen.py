@@ -12,7 +12,7 @@ from slipstream.backend.megatron import head, model
 from slipstream.backend.megatron.layer_spec import layer_spec
 from slipstream.backend.megatron.packed_model import LanguageModel
 from slipstream.backend.megatron.weights import sharded_weights, take_over
-from slipstream.bridge.families import ModelSpec
+from slipstream.bridge.model.spec import ModelSpec
 from slipstream.configs.schema import ActorConfig
 
 

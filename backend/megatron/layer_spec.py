@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from slipstream.bridge.layout import LayerSpec
+from slipstream.bridge.model.layout import LayerSpec
 from slipstream.configs.schema import ActorConfig
 
 

@@ -10,8 +10,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from slipstream.backend.megatron.local_layers import PackedAttention, RMSNorm
-from slipstream.bridge.geometry import Geometry, GroupedAttention, LatentAttention
-from slipstream.bridge.layout import LayerSpec
+from slipstream.bridge.model.geometry import Geometry, GroupedAttention, LatentAttention
+from slipstream.bridge.model.layout import LayerSpec
 
 
 def layer_specs(geometry: Geometry, kind: LayerSpec) -> list[ModuleSpec]:

@@ -37,10 +37,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from slipstream.backend.megatron.local_layers import DownProjection, copied_to_ranks
-from slipstream.bridge.families import ModelSpec
-from slipstream.bridge.layout import Layout
-from slipstream.bridge.mapping import Columns
-from slipstream.bridge.plan import entries, entries_of
+from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.model.mapping import Columns
+from slipstream.bridge.model.spec import ModelSpec
+from slipstream.bridge.shards.plan import entries, entries_of
 from slipstream.configs.schema import LoraConfig
 
 

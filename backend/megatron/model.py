@@ -38,9 +38,9 @@ from slipstream.backend.megatron.head import ValueHead
 from slipstream.backend.megatron.layer_spec import layer_spec
 from slipstream.backend.megatron.layers import final_norm, layer_specs
 from slipstream.backend.megatron.local_layers import DownProjection, RMSNorm
-from slipstream.bridge.families import ModelSpec
-from slipstream.bridge.layout import Layout
-from slipstream.bridge.load import load_hf
+from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.model.spec import ModelSpec
+from slipstream.bridge.shards.load import load_hf
 from slipstream.configs.schema import ActorConfig
 
 

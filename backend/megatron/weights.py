@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from slipstream.bridge.geometry import Geometry
+from slipstream.bridge.model.geometry import Geometry
 
 WORDS = "embedding.word_embeddings.weight"
 """Every language model has it."""

@@ -13,7 +13,7 @@ from slipstream.backend.monitor.progress import Progress
 from slipstream.backend.monitor.status import RunStatus, StepTimes
 from slipstream.backend.monitor.summary import GroupTotals, RunSummary
 from slipstream.backend.monitor.trace import TraceLog
-from slipstream.bridge.report import PublishReport
+from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.core import Loss
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.trajectory import Finish, Group, Prompt, Trajectory

@@ -9,7 +9,7 @@ from slipstream.backend.simulate.failures import Failures
 from slipstream.backend.simulate.pool import SimulatedPool
 from slipstream.backend.simulate.trainer import SimulatedTrainer
 from slipstream.backend.simulate.trajectory import SimulatedTrajectory
-from slipstream.bridge.report import PublishReport
+from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.core import GroupCounts, Loss, RolloutControl
 from slipstream.rollout.trajectory import Group, Prompt, Trajectory
 

@@ -40,7 +40,7 @@ WIDTH = 132
 JSON_FILE, PICTURE = "simulation.json", "timeline.png"
 
 
-class Failed(RuntimeError):
+class SimulationFailed(RuntimeError):
     """The simulated run does not get through: where who waits for what."""
 
 
@@ -62,7 +62,7 @@ class Options:
 def run(options: Options) -> None:
     """Tables or JSON on standard output, files in ``options.out``.
 
-    Raises RecipeError with everything that is wrong with the input, and Failed.
+    Raises RecipeError with everything that is wrong with the input, and SimulationFailed.
     """
     works, fitted = read(options)
     errors = Console(stderr=True, highlight=False)
@@ -70,7 +70,7 @@ def run(options: Options) -> None:
         with errors.status("simulating") as status:
             comparisons = tuple(compare(work, lambda text: status.update(Text(text))) for work in works)
     except (SimulationStalled, Deadlock) as error:
-        raise Failed(str(error)) from None
+        raise SimulationFailed(str(error)) from None
     report = Report(works[0], fitted, comparisons)
     if options.out is not None:
         _write(report, options.out)

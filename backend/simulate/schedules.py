@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.bridge.endpoint import Interrupt
+from slipstream.bridge.publish.endpoint import Interrupt
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.rollout import (
     FifoConsumption,

@@ -9,8 +9,8 @@ from slipstream.backend.driver.devices import Turn
 from slipstream.backend.simulate.engine import Engine
 from slipstream.backend.simulate.pool import SimulatedPool
 from slipstream.backend.simulate.trajectory import SimulatedTrajectory
-from slipstream.bridge.endpoint import Interrupt
-from slipstream.bridge.report import PublishReport
+from slipstream.bridge.publish.endpoint import Interrupt
+from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.simulate import SimulateConfig
 from slipstream.rollout.engine.client import EngineAddress
 

@@ -15,7 +15,7 @@ from slipstream.backend.megatron.trained import Trained
 from slipstream.backend.objective.value import value_loss
 from slipstream.backend.trainer.advantages import Scores, Targets
 from slipstream.backend.trainer.learning_rate import learning_rate
-from slipstream.bridge.families import ModelSpec, value_spec
+from slipstream.bridge.model.spec import ModelSpec, value_spec
 from slipstream.configs.schema import ActorConfig, CriticConfig
 
 

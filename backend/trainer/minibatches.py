@@ -6,7 +6,7 @@ from slipstream.backend.batch.flops import forward_flops
 from slipstream.backend.batch.micro_batch import MicroBatch, TrainBatch, assemble
 from slipstream.backend.batch.packing import balance, schedule
 from slipstream.backend.objective.averaging import token_shares
-from slipstream.bridge.geometry import Geometry
+from slipstream.bridge.model.geometry import Geometry
 from slipstream.configs.schema import RunConfig
 
 

@@ -2,10 +2,9 @@
 
 from uuid import uuid4
 
-from slipstream.bridge.plan import ExportPlan
-from slipstream.bridge.publication import Patience
-from slipstream.bridge.publish import Publisher
-from slipstream.bridge.transport import Transport
+from slipstream.bridge.publish.publication import Timeouts
+from slipstream.bridge.publish.publisher import Publisher, Transport
+from slipstream.bridge.shards.plan import ExportPlan
 from slipstream.bridge.transport.delta import DeltaTransport
 from slipstream.bridge.transport.disk import DiskTransport
 from slipstream.bridge.transport.distributed import DistributedTransport
@@ -19,23 +18,24 @@ VERSIONS = "weights"
 def make_publisher(config: RunConfig, plan: ExportPlan, *, address: str, backend: str) -> Publisher:
     """``address``: of this process, for the engines. ``backend``: nccl or gloo."""
     weights = config.weights
-    patience = Patience(step=weights.timeout_s, answer=min(weights.answer_timeout_s, weights.timeout_s))
+    answer_s = min(weights.answer_timeout_s, weights.timeout_s)
+    timeouts = Timeouts(transfer_s=weights.timeout_s, answer_s=answer_s)
     return Publisher(
-        _transport(config, plan, address, backend, patience),
+        _transport(config, plan, address, backend, timeouts),
         # Colocated engines have been stopped for the training step already.
         interrupt=None if config.rollout.engine.colocated else weights.interrupt,
-        patience=patience,
+        timeouts=timeouts,
     )
 
 
 def _transport(
-    config: RunConfig, plan: ExportPlan, address: str, backend: str, patience: Patience
+    config: RunConfig, plan: ExportPlan, address: str, backend: str, timeouts: Timeouts
 ) -> Transport:
     transport = config.weights.transport
     match transport.type:
         case "distributed":
             label = f"weights-{uuid4().hex}"
-            return DistributedTransport(address=address, backend=backend, patience=patience, label=label)
+            return DistributedTransport(address=address, backend=backend, timeouts=timeouts, label=label)
         case "tensor":
             return TensorTransport()
         case "disk":

@@ -24,11 +24,13 @@ from slipstream.backend.trainer.checkpointed_rank import CheckpointedRank
 from slipstream.backend.trainer.learning_rate import learning_rate
 from slipstream.backend.trainer.minibatches import microbatches_of
 from slipstream.backend.trainer.publishing import make_publisher
-from slipstream.bridge.export import FlatBucket, export
 from slipstream.bridge.families import model_spec
-from slipstream.bridge.hf_files import write_hf
-from slipstream.bridge.plan import SENDER
-from slipstream.bridge.publish import Publisher, PublishReport
+from slipstream.bridge.hf.bucket import FlatBucket
+from slipstream.bridge.hf.files import write_hf
+from slipstream.bridge.publish.publisher import Publisher
+from slipstream.bridge.publish.report import PublishReport
+from slipstream.bridge.shards.export import export
+from slipstream.bridge.shards.plan import SENDER
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.trajectory import Completion, Finish, Span, TrajectoryBuilder

@@ -22,9 +22,10 @@ from slipstream.backend.objective.value import preference_loss
 from slipstream.backend.trainer.checkpointed_rank import CheckpointedRank
 from slipstream.backend.trainer.learning_rate import learning_rate
 from slipstream.backend.trainer.minibatches import microbatches_of
-from slipstream.bridge.export import export
-from slipstream.bridge.families import model_spec, value_spec
-from slipstream.bridge.hf_files import write_hf
+from slipstream.bridge.families import model_spec
+from slipstream.bridge.hf.files import write_hf
+from slipstream.bridge.model.spec import value_spec
+from slipstream.bridge.shards.export import export
 from slipstream.configs.schema import RunConfig
 
 

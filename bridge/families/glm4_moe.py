@@ -1,16 +1,15 @@
 """GLM-4.5 and 4.6: attention that rotates half of each head, and DeepSeek-V3's router and experts."""
 
-from typing import Any
-
 from slipstream.bridge.families.deepseek_v3 import sigmoid_experts
 from slipstream.bridge.families.parts import decoder as mappings
-from slipstream.bridge.geometry import Geometry, geometry_of, grouped_attention
-from slipstream.bridge.rope import rope_of
+from slipstream.bridge.hf.config import HfConfig
+from slipstream.bridge.model.geometry import Geometry, geometry_of, grouped_attention
+from slipstream.bridge.model.rope import rope_of
 
 __all__ = ["geometry", "mappings"]
 
 
-def geometry(hf: dict[str, Any]) -> Geometry:
+def geometry(hf: HfConfig) -> Geometry:
     attention = grouped_attention(
         hf, qkv_bias=bool(hf.get("attention_bias", False)), qk_norm=bool(hf.get("use_qk_norm", False))
     )

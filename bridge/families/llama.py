@@ -1,15 +1,13 @@
-"""Llama 2 and 3, and other checkpoints of model_type llama."""
-
-from typing import Any
+"""Llama 2 and 3, and other checkpoints with model_type llama."""
 
 from slipstream.bridge.families.parts import decoder as mappings
-from slipstream.bridge.geometry import Geometry, geometry_of, grouped_attention
-from slipstream.bridge.hf_config import refuse
-from slipstream.bridge.rope import rope_of
+from slipstream.bridge.hf.config import HfConfig, refuse
+from slipstream.bridge.model.geometry import Geometry, geometry_of, grouped_attention
+from slipstream.bridge.model.rope import rope_of
 
 __all__ = ["geometry", "mappings"]
 
 
-def geometry(hf: dict[str, Any]) -> Geometry:
+def geometry(hf: HfConfig) -> Geometry:
     refuse(hf, attention_bias=(False, None))  # it would bias the output projection as well
     return geometry_of(hf, grouped_attention(hf), rope_of(hf))

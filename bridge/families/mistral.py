@@ -1,17 +1,15 @@
-"""Mistral 7B from v0.2 on, and other checkpoints of model_type mistral."""
-
-from typing import Any
+"""Mistral 7B from v0.2 on, and other checkpoints with model_type mistral."""
 
 from slipstream.bridge.families.parts import decoder as mappings
-from slipstream.bridge.geometry import Geometry, geometry_of, grouped_attention
-from slipstream.bridge.hf_config import UnsupportedModel
-from slipstream.bridge.rope import rope_of
+from slipstream.bridge.hf.config import HfConfig, UnsupportedModel, integer
+from slipstream.bridge.model.geometry import Geometry, geometry_of, grouped_attention
+from slipstream.bridge.model.rope import rope_of
 
 __all__ = ["geometry", "mappings"]
 
 
-def geometry(hf: dict[str, Any]) -> Geometry:
-    window, positions = hf.get("sliding_window"), hf.get("max_position_embeddings") or 0
+def geometry(hf: HfConfig) -> Geometry:
+    window, positions = integer(hf, "sliding_window"), integer(hf, "max_position_embeddings") or 0
     if window is not None and window < positions:
         raise UnsupportedModel(
             f"mistral: attention within a window of {window} is not mapped; if no sequence is longer, lower "

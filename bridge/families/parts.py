@@ -1,46 +1,48 @@
-"""The parameters that decoder families share, to be put together by them."""
+"""Mappings of the parts that decoder families share, for a family to combine."""
 
-from slipstream.bridge.geometry import Experts, Geometry, GroupedAttention, LatentAttention
-from slipstream.bridge.mapping import Columns, Mapping, Mappings, Rows, Vocabulary, Whole
+from slipstream.bridge.model.geometry import Experts, Geometry, GroupedAttention, LatentAttention
+from slipstream.bridge.model.mapping import Columns, Mapping, Mappings, Rows, Vocabulary, Whole
 
 _HF = "model.layers.{layer}."
 _MEGATRON = "decoder.layers.{layer}."
 
 
 def norm(megatron: str, hf: str, size: int, te: str | None = None) -> Mapping:
-    """A norm of a layer; ``te``: where Transformer Engine fuses it into the linear layer behind it."""
+    """Map a norm of a layer. ``te``: linear layer into which Transformer Engine fuses the norm before it."""
     fused = f"{_MEGATRON}{te}.layer_norm_weight" if te else None
     return Mapping(f"{_MEGATRON}{megatron}.weight", (f"{_HF}{hf}.weight",), Whole((size,)), fused)
 
 
 def grouped_attention(geometry: Geometry, attention: GroupedAttention) -> list[Mapping]:
-    """Fused query, key and value, interleaved by key-value group: [q q .. k v] for each."""
-    rows = (attention.heads, attention.kv_heads, attention.kv_heads)
-    rows = tuple(heads * attention.head_dim for heads in rows)
-    what = "key-value heads"
+    """Map attention with query, key and value in one parameter.
+
+    Its rows are interleaved by key-value group: [q q .. k v] for each group.
+    """
+    heads = (attention.heads, attention.kv_heads, attention.kv_heads)
+    rows = tuple(count * attention.head_dim for count in heads)
 
     def fused(kind: str, columns: int | None) -> Mapping:
         return Mapping(
             f"{_MEGATRON}self_attention.linear_qkv.{kind}",
             tuple(f"{_HF}self_attn.{x}_proj.{kind}" for x in "qkv"),
-            Rows(rows, columns, attention.kv_heads, what),
+            Rows(rows, columns, attention.kv_heads, "key-value heads"),
         )
 
-    found = [
+    mappings = [
         norm("input_layernorm", "input_layernorm", geometry.hidden, te="self_attention.linear_qkv"),
         fused("weight", geometry.hidden),
     ]
     if attention.qkv_bias:
-        found.append(fused("bias", None))
+        mappings.append(fused("bias", None))
     if attention.qk_norm:
-        found += [
+        mappings += [
             norm(f"self_attention.{x}_layernorm", f"self_attn.{x}_norm", attention.head_dim) for x in "qk"
         ]
-    return [*found, _output(geometry.hidden, attention.heads * attention.head_dim)]
+    return [*mappings, _output(geometry.hidden, attention.heads * attention.head_dim)]
 
 
 def latent_attention(geometry: Geometry, attention: LatentAttention) -> list[Mapping]:
-    """Down projections, which are not split, and up projections."""
+    """Map latent attention: every rank holds the down projections whole and a shard of the up projections."""
     heads, hidden = attention.heads, geometry.hidden
     key_dim = attention.plain_dim + attention.rotated_dim
 
@@ -55,17 +57,17 @@ def latent_attention(geometry: Geometry, attention: LatentAttention) -> list[Map
             Rows((heads * dim,), columns, heads, "attention heads"),
         )
 
-    found = [norm("input_layernorm", "input_layernorm", hidden)]
+    mappings = [norm("input_layernorm", "input_layernorm", hidden)]
     if attention.query_rank is None:
-        found.append(up("linear_q_proj", "q_proj", key_dim, hidden))
+        mappings.append(up("linear_q_proj", "q_proj", key_dim, hidden))
     else:
-        found += [
+        mappings += [
             down("linear_q_down_proj", "q_a_proj", attention.query_rank),
             norm("self_attention.q_layernorm", "self_attn.q_a_layernorm", attention.query_rank),
             up("linear_q_up_proj", "q_b_proj", key_dim, attention.query_rank),
         ]
     return [
-        *found,
+        *mappings,
         down("linear_kv_down_proj", "kv_a_proj_with_mqa", attention.kv_rank + attention.rotated_dim),
         norm("self_attention.kv_layernorm", "self_attn.kv_a_layernorm", attention.kv_rank),
         up("linear_kv_up_proj", "kv_b_proj", attention.plain_dim + attention.value_dim, attention.kv_rank),
@@ -84,24 +86,27 @@ def _output(hidden: int, inputs: int) -> Mapping:
 def gated_mlp(
     hidden: int, ffn_hidden: int, megatron: str, hf: str, *, te: tuple[str, str] | None = None
 ) -> list[Mapping]:
-    """Gate over up projection, and the down projection behind them. ``te``: their names there."""
-    what = "feed-forward dimensions"
-    of_expert = "{expert}" in megatron
+    """Map the gate and up projection, which are one parameter, and the down projection.
+
+    ``te``: names of the two under Transformer Engine, if they differ.
+    """
+    label = "feed-forward dimensions"
+    per_expert = "{expert}" in megatron
     first, second = (_MEGATRON + name for name in te) if te else (None, None)
     return [
         Mapping(
             f"{_MEGATRON}{megatron}.linear_fc1.weight",
             (f"{_HF}{hf}.gate_proj.weight", f"{_HF}{hf}.up_proj.weight"),
-            Rows((ffn_hidden, ffn_hidden), hidden, what=what),
+            Rows((ffn_hidden, ffn_hidden), hidden, label=label),
             first,
-            of_expert,
+            per_expert,
         ),
         Mapping(
             f"{_MEGATRON}{megatron}.linear_fc2.weight",
             (f"{_HF}{hf}.down_proj.weight",),
-            Columns(hidden, ffn_hidden, what),
+            Columns(hidden, ffn_hidden, label),
             second,
-            of_expert,
+            per_expert,
         ),
     ]
 
@@ -114,14 +119,17 @@ def dense_mlp(geometry: Geometry) -> list[Mapping]:
 
 
 def mixture(geometry: Geometry, experts: Experts) -> list[Mapping]:
-    """Router, shared experts, experts. Transformer Engine's are one module with a weight for each."""
+    """Map router, shared experts and experts.
+
+    Transformer Engine has all experts of a rank in one module, with one weight for each.
+    """
     hidden = geometry.hidden
-    found = [
+    mappings = [
         norm("pre_mlp_layernorm", "post_attention_layernorm", hidden),
         Mapping(f"{_MEGATRON}mlp.router.weight", (f"{_HF}mlp.gate.weight",), Whole((experts.count, hidden))),
     ]
     if experts.bias:
-        found.append(
+        mappings.append(
             Mapping(
                 f"{_MEGATRON}mlp.router.expert_bias",
                 (f"{_HF}mlp.gate.e_score_correction_bias",),
@@ -130,27 +138,29 @@ def mixture(geometry: Geometry, experts: Experts) -> list[Mapping]:
             )
         )
     if experts.shared_ffn_hidden:
-        found += gated_mlp(hidden, experts.shared_ffn_hidden, "mlp.shared_experts", "mlp.shared_experts")
-    grouped = ("mlp.experts.linear_fc1.weight{expert}", "mlp.experts.linear_fc2.weight{expert}")
-    return found + gated_mlp(
+        mappings += gated_mlp(hidden, experts.shared_ffn_hidden, "mlp.shared_experts", "mlp.shared_experts")
+    return mappings + gated_mlp(
         hidden,
         experts.ffn_hidden,
         "mlp.experts.local_experts.{expert}",
         "mlp.experts.{expert}",
-        te=grouped,
+        te=("mlp.experts.linear_fc1.weight{expert}", "mlp.experts.linear_fc2.weight{expert}"),
     )
 
 
 def decoder(geometry: Geometry) -> Mappings:
-    """Every parameter. Tied output weights are the embedding's, so they have no entry of their own."""
+    """Map every parameter of a decoder.
+
+    Tied output weights are the embedding's, so they have no mapping of their own.
+    """
     attention, experts = geometry.attention, geometry.experts
-    attending = (
+    attention_mappings = (
         latent_attention(geometry, attention)
         if isinstance(attention, LatentAttention)
         else grouped_attention(geometry, attention)
     )
-    dense = (*attending, *dense_mlp(geometry))
-    mixed = (*attending, *mixture(geometry, experts)) if experts else ()
+    dense = (*attention_mappings, *dense_mlp(geometry))
+    mixed = (*attention_mappings, *mixture(geometry, experts)) if experts else ()
     words = Vocabulary(geometry.vocab, geometry.hidden)
     final_norm = Mapping("decoder.final_layernorm.weight", ("model.norm.weight",), Whole((geometry.hidden,)))
     output = Mapping("output_layer.weight", ("lm_head.weight",), words)

@@ -1,28 +1,12 @@
-"""Ways for the weights to reach the engines: ``weights.transport.type``.
+"""The ways in which weights travel to the engines: ``weights.transport.type``.
 
-             before the pause                        in the pause
-distributed  the group, if its members have changed  a broadcast of each bucket
-tensor                                               each bucket through memory of the node
-disk         a checkpoint                            every engine reads it
-delta        what has changed, to the engines' nodes every engine reads the copy that is kept there
+    type         before the pause                             in the pause
+    distributed  joins a group, if its members have changed   broadcasts each bucket
+    tensor       gathers the first bucket                     sends each bucket through memory of the node
+    disk         writes a checkpoint                          every engine reads it
+    delta        sends what changed to the engines' replicas  every engine reads its replica
+
+Each type is a module with a ``publish.publisher.Transport``. ``distributed`` builds on ``engine_group`` (the
+members) and ``rendezvous`` (the process group). ``delta`` builds on ``patches`` (the format of what changed)
+and ``replica`` (the copy of the weights beside an engine, which runs in the engine's server).
 """
-
-from typing import Protocol
-
-from slipstream.bridge.publication import Buckets, Publication
-
-
-class Transport(Protocol):
-    """Lives on the sender, from one version to the next. Single caller.
-
-    Both calls leave in ``publication`` who is still in it. The first one begins with the buckets where they
-    begin; what is left of them at the end is consumed by the publisher.
-    """
-
-    async def prepare(self, publication: Publication, buckets: Buckets) -> None:
-        """What can be done while the engines generate."""
-        ...
-
-    async def update(self, publication: Publication, buckets: Buckets, *, flush_cache: bool) -> None:
-        """What they have to stand still for."""
-        ...

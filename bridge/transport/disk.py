@@ -1,48 +1,50 @@
-"""A checkpoint in a folder that sender and engines see, for engines that no process group can reach.
+"""Write each version as a checkpoint to a directory that the sender and the engines share.
 
-It is written while they generate; in the pause every engine reads it.
+This serves engines that no process group can reach. The sender writes while the engines generate; in the
+pause every engine reads the checkpoint.
 """
 
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from slipstream.bridge.export import FlatBucket
-from slipstream.bridge.hf_files import write_hf
-from slipstream.bridge.publication import Buckets, Publication
+from slipstream.bridge.hf.bucket import FlatBucket
+from slipstream.bridge.hf.files import write_hf
+from slipstream.bridge.publish.bucket_stream import BucketStream
+from slipstream.bridge.publish.publication import Publication
 
 KEPT = 2
-"""Versions that stay: one may still be read by an engine that is slow to notice that it was given up."""
+"""Versions that stay on disk: an engine that was given up may notice it late and still read the older one."""
 
 
 class DiskTransport:
-    """One folder for each version. It is complete when it has its name: it is renamed to it at the end."""
+    """Keeps one directory per version. A directory is complete once it has its final name."""
 
     def __init__(self, folder: Path, source: Path) -> None:
         """``source``: the checkpoint whose config and tokenizer belong to the weights."""
         self._folder = folder
         self._source = source
 
-    async def prepare(self, publication: Publication, buckets: Buckets) -> None:
+    async def prepare(self, publication: Publication, buckets: BucketStream) -> None:
         with publication.report.timed("write"):
-            size = await buckets.into(lambda buckets: self._write(buckets, publication.version))
+            size = await buckets.hand_over(lambda buckets: self._write(buckets, publication.version))
         publication.report.bytes_sent += size
 
-    async def update(self, publication: Publication, buckets: Buckets, *, flush_cache: bool) -> None:
-        folder, version = self._of(publication.version), publication.version
+    async def update(self, publication: Publication, buckets: BucketStream, *, flush_cache: bool) -> None:
+        folder, version = self._folder_of(publication.version), publication.version
         await publication.each(
             "load",
             lambda engine: engine.load_files(folder, flush_cache=flush_cache, version=version),
             moves_weights=True,
         )
 
-    def _of(self, version: int) -> Path:
+    def _folder_of(self, version: int) -> Path:
         return self._folder / f"version-{version:08d}"
 
     def _write(self, buckets: Iterator[FlatBucket | None], version: int) -> int:
-        old = sorted(self._folder.glob("version-*"))[: -(KEPT - 1) or None]
-        size = write_hf(buckets, self._source, self._of(version))
-        for folder in old:
-            if folder != self._of(version):
+        obsolete = sorted(self._folder.glob("version-*"))[: -(KEPT - 1) or None]
+        size = write_hf(buckets, self._source, self._folder_of(version))
+        for folder in obsolete:
+            if folder != self._folder_of(version):
                 shutil.rmtree(folder, ignore_errors=True)
         return size

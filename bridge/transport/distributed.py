@@ -1,43 +1,46 @@
 """Broadcast from the sender to every rank of every engine, over NCCL or gloo.
 
-The next bucket is gathered while the last one is sent.
+The next bucket is gathered while the current one is sent.
 """
 
 import asyncio
 
-from slipstream.bridge.endpoint import EngineEndpoint, told
-from slipstream.bridge.export import FlatBucket
-from slipstream.bridge.publication import Buckets, Patience, Publication
+from slipstream.bridge.hf.bucket import FlatBucket
+from slipstream.bridge.publish.bucket_stream import BucketStream
+from slipstream.bridge.publish.endpoint import EngineEndpoint, error_text
+from slipstream.bridge.publish.publication import Publication, Timeouts
 from slipstream.bridge.transport.engine_group import EngineGroup
 
 
 class DistributedTransport:
-    """Keeps the group that joins the sender to the engines from one version to the next."""
+    """Keeps the group of the sender and the engines from one version to the next."""
 
-    def __init__(self, *, address: str, backend: str, patience: Patience, label: str) -> None:
-        """``label`` begins the names of this sender's groups. An engine keeps the groups of a sender that is
-        gone, so no two senders may share one.
+    def __init__(self, *, address: str, backend: str, timeouts: Timeouts, label: str) -> None:
+        """``label``: prefix of the names of this sender's groups. It must be unique among senders, because an
+        engine keeps the groups of a sender that is gone.
         """
-        self._group = EngineGroup(address=address, backend=backend, timeout_s=patience.step, label=label)
+        self._group = EngineGroup(
+            address=address, backend=backend, timeout_s=timeouts.transfer_s, label=label
+        )
         self._used = ""
-        """The last group that carried a bucket."""
+        """Name of the last group that transferred a bucket."""
 
-    async def prepare(self, publication: Publication, buckets: Buckets) -> None:
+    async def prepare(self, publication: Publication, buckets: BucketStream) -> None:
         with publication.report.timed("gather"):
             await buckets.advance()
         with publication.report.timed("join"):
             await self._join(publication)
 
-    async def update(self, publication: Publication, buckets: Buckets, *, flush_cache: bool) -> None:
+    async def update(self, publication: Publication, buckets: BucketStream, *, flush_cache: bool) -> None:
         await publication.each("begin", lambda engine: engine.begin_update())
         with publication.report.timed("send"):
-            await self._join(publication)  # again without those that have just dropped out
+            await self._join(publication)  # again, because engines may have dropped out since ``prepare``
             while (bucket := buckets.current) is not None and publication.engines:
                 await asyncio.gather(self._send(publication, bucket, flush_cache), buckets.advance())
         await publication.each("end", lambda engine: engine.end_update())
 
     async def _join(self, publication: Publication) -> None:
-        """Make the group's members exactly those of the publication, less those that cannot be joined."""
+        """Make the publication's engines the members of the group. Engines that cannot join drop out."""
 
         def fail(engine: EngineEndpoint, reason: str) -> None:
             publication.fail(engine, "join", reason)
@@ -45,9 +48,9 @@ class DistributedTransport:
         await self._group.join(publication.engines, fail)
 
     async def _send(self, publication: Publication, bucket: FlatBucket, flush_cache: bool) -> None:
-        """Broadcast one bucket. A failure breaks the group and with it the update of every member."""
+        """Broadcast one bucket. A failure breaks the group, and with it the update of every member."""
         engines = list(publication.engines)
-        takes = [
+        receipts = [
             asyncio.ensure_future(
                 engine.receive(
                     names=bucket.names,
@@ -61,41 +64,46 @@ class DistributedTransport:
             for engine in engines
         ]
         send = asyncio.ensure_future(self._group.send(bucket.flat))
-        # NCCL makes its connections with the first bucket.
-        patience = publication.patience
-        timeout_s = patience.answer if self._used == self._group.name else patience.step
+        timeouts = publication.timeouts
+        # NCCL opens its connections with the first bucket.
+        timeout_s = timeouts.answer_s if self._used == self._group.name else timeouts.transfer_s
         done, late = await asyncio.wait(
-            [*takes, send], timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION
+            [*receipts, send], timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION
         )
-        if not late and not any(wait.exception() for wait in done):
+        errors = [error for task in done if (error := task.exception())]
+        if not late and not errors:
             self._used = self._group.name
             publication.report.bytes_sent += bucket.flat.nbytes
             return
-        reason = next(
-            (told(error) for wait in done if (error := wait.exception())),
-            f"a weight bucket was not taken in {timeout_s:g} s",
-        )
-        await self._call_off(publication, dict(zip(engines, takes, strict=True)), reason)
+        reason = error_text(errors[0]) if errors else f"a weight bucket was not received in {timeout_s:g} s"
+        await self._call_off(publication, dict(zip(engines, receipts, strict=True)), reason)
         send.cancel()
 
     async def _call_off(
-        self, publication: Publication, takes: dict[EngineEndpoint, asyncio.Future[None]], reason: str
+        self, publication: Publication, receipts: dict[EngineEndpoint, asyncio.Task[None]], reason: str
     ) -> None:
-        """Find out whose fault it was that a bucket did not arrive everywhere.
+        """Drop the group after a bucket did not arrive everywhere, and decide which engines are to blame.
 
-        That of engines that are gone or do not answer; else of those that refused it. The others fail only
-        when the sender leaves the group, and may be given all weights again.
+        Engines that are gone or do not answer are to blame; if there are none, those that refused the bucket.
+        The other engines fail only because the sender leaves the group, and may get all weights again.
         """
-        refused = [engine for engine, take in takes.items() if take.done() and take.exception()]
+        refused = [engine for engine, receipt in receipts.items() if _error(receipt)]
         self._group.drop()
-        _, late = await asyncio.wait(takes.values(), timeout=publication.patience.answer)
+        await asyncio.wait(receipts.values(), timeout=publication.timeouts.answer_s)
         lost = [
-            engine for engine, take in takes.items() if take in late or isinstance(take.exception(), OSError)
+            engine
+            for engine, receipt in receipts.items()
+            if not receipt.done() or isinstance(_error(receipt), OSError)
         ]
         for engine in lost or refused:
-            take = takes[engine]
-            why = f"no answer; {reason}" if take.cancel() else told(take.exception())
-            publication.fail(engine, "send", why)
+            error = _error(receipts[engine])
+            receipts[engine].cancel()
+            publication.fail(engine, "send", error_text(error) if error else f"no answer; {reason}")
         await publication.each("end", lambda engine: engine.end_update())
         for engine in list(publication.engines):
             publication.interrupt(engine, "send", reason)
+
+
+def _error(task: asyncio.Task[None]) -> BaseException | None:
+    """Return the error of a task that has ended with one."""
+    return task.exception() if task.done() else None

@@ -1,4 +1,4 @@
-"""The process group of the sender and the engines, made anew whenever its members change."""
+"""Keep a process group of the sender and the engines, and replace it when its members change."""
 
 import asyncio
 import itertools
@@ -7,19 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
-from slipstream.bridge.endpoint import EngineEndpoint, told
+from slipstream.bridge.publish.endpoint import EngineEndpoint, error_text
 from slipstream.bridge.transport.rendezvous import BroadcastGroup, Rendezvous
 
 Fail = Callable[[EngineEndpoint, str], None]
-"""Told which engine could not be joined, and why."""
-
-
-Join = asyncio.Future[None]
+"""Called with each engine that could not join, and the reason."""
 
 
 class EngineGroup:
-    """Single caller. What blocks happens in the present group's own thread, so that one which a dead peer
-    holds up is left behind with its group.
+    """The current group. Single caller.
+
+    Blocking calls run in a thread that belongs to the group, so that a thread which a dead peer blocks is
+    abandoned together with its group.
     """
 
     def __init__(self, *, address: str, backend: str, timeout_s: float, label: str) -> None:
@@ -31,52 +30,56 @@ class EngineGroup:
         self._members: frozenset[Hashable] = frozenset()
         self._group: BroadcastGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._held: dict[Hashable, set[str]] = {}
-        """By address, the groups that an engine has joined and was not asked to leave."""
-        self._made = 0
+        self._joined: dict[Hashable, set[str]] = {}
+        """By engine address, the groups that the engine has joined and was not asked to leave."""
+        self._count = 0
+        """Number of groups that were tried so far, for their names."""
 
     async def join(self, engines: list[EngineEndpoint], fail: Fail) -> list[EngineEndpoint]:
-        """Make the members exactly ``engines``, less those that cannot be joined; the members."""
-        while engines and self._members != {engine.address for engine in engines}:
+        """Make the members exactly ``engines``, without those that cannot join. Returns the members."""
+        while engines and self._members != _addresses(engines):
             self.drop()
             await asyncio.gather(*map(self._leave, engines))
-            engines = await self._meet(engines, fail)
+            engines = await self._open(engines, fail)
         return engines
 
     async def send(self, flat: Tensor) -> None:
-        """Broadcast one flat tensor to all members. Raises what the transport raises."""
+        """Broadcast one flat tensor to all members. Raises BroadcastFailed."""
         if self._group is None or self._thread is None:
             raise RuntimeError("there is no group to send to: join engines first")
         await asyncio.get_running_loop().run_in_executor(self._thread, self._group.send, flat)
 
     def drop(self) -> None:
-        """The present group is not used again. Its members are asked to leave when they join another one."""
+        """Close the current group. Its members are asked to leave it before they join the next one."""
         if self._group is not None and self._thread is not None:
             self._thread.submit(self._group.close)
             self._thread.shutdown(wait=False)
         self._group, self._thread, self.name, self._members = None, None, "", frozenset()
 
     async def _leave(self, engine: EngineEndpoint) -> None:
-        """Whatever comes of it: an engine that keeps an old group is no obstacle to a new one."""
-        leaving = (engine.leave_group(group) for group in self._held.pop(engine.address, ()))
+        """Ask the engine to leave its old groups. Errors are ignored: they do not prevent a new group."""
+        requests = (engine.leave_group(group) for group in self._joined.pop(engine.address, ()))
         await asyncio.gather(
-            *(asyncio.wait_for(one, self._timeout_s) for one in leaving), return_exceptions=True
+            *(asyncio.wait_for(request, self._timeout_s) for request in requests), return_exceptions=True
         )
 
-    async def _meet(self, engines: list[EngineEndpoint], fail: Fail) -> list[EngineEndpoint]:
-        """Try to make a group of all ``engines``. Those to try again with; when it was made, that is all."""
-        self._made += 1
-        name = f"{self._label}-{self._made}"
+    async def _open(self, engines: list[EngineEndpoint], fail: Fail) -> list[EngineEndpoint]:
+        """Try to open a group with all ``engines``.
+
+        Returns all engines if it succeeds, and otherwise the engines to try again with.
+        """
+        self._count += 1
+        name = f"{self._label}-{self._count}"
         *offsets, world_size = itertools.accumulate((engine.ranks for engine in engines), initial=1)
-        meeting = Rendezvous(self._address, world_size, self._timeout_s)
+        rendezvous = Rendezvous(self._address, world_size, self._timeout_s)
         thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-        opening = thread.submit(BroadcastGroup, self._backend, meeting, name, self._timeout_s)
+        opening = thread.submit(BroadcastGroup, self._backend, rendezvous, name, self._timeout_s)
         opened = asyncio.wrap_future(opening)
         joins = [
             asyncio.ensure_future(
                 engine.join_group(
                     address=self._address,
-                    port=meeting.port,
+                    port=rendezvous.port,
                     rank_offset=offset,
                     world_size=world_size,
                     group=name,
@@ -89,42 +92,55 @@ class EngineGroup:
             {opened, *joins}, timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION
         )
         if late or opened.exception() or any(join.exception() for join in joins):
-            meeting.close()
+            rendezvous.close()
             thread.submit(lambda: opening.result().close())
             thread.shutdown(wait=False)
-            return await self._who_remains(engines, joins, opened, name, fail)
+            return await self._remaining(engines, joins, opened, name, fail)
         self._group, self._thread, self.name = opened.result(), thread, name
-        self._members = frozenset(engine.address for engine in engines)
-        self._holds(name, engines)
+        self._members = _addresses(engines)
+        self._note_joined(name, engines)
         return engines
 
-    async def _who_remains(
-        self, engines: list[EngineEndpoint], joins: list[Join], opened: asyncio.Future, name: str, fail: Fail
+    async def _remaining(
+        self,
+        engines: Sequence[EngineEndpoint],
+        joins: Sequence[asyncio.Future[None]],
+        opened: asyncio.Future[BroadcastGroup],
+        name: str,
+        fail: Fail,
     ) -> list[EngineEndpoint]:
-        """Who may try again after a meeting that was called off: all but those whom it failed for.
+        """Blame engines for a group that was called off. Returns the engines that may try again.
 
-        That is who refused. The others waited for one that would not come, and what they answer to the end of
-        the meeting is not held against them. When nobody refused it is who did not answer, or everybody.
+        Engines that refused to join are to blame. The other engines waited for a member that would not come,
+        and the error with which their wait ends is not held against them. If no engine refused, the engines
+        that did not answer are to blame; if all of them answered, all are.
         """
         refused = [join for join in joins if join.done() and join.exception()]
         sender_error = opened.exception() if opened.done() and not refused else None
         late = [join for join in joins if not join.done()]
         if refused and late:
             await asyncio.wait(late, timeout=self._timeout_s)
-        remaining = []
+        remaining: list[EngineEndpoint] = []
         for engine, join in zip(engines, joins, strict=True):
+            error = join.exception() if join.done() else None
             if join in refused:
-                fail(engine, told(join.exception()))
+                assert error is not None
+                fail(engine, error_text(error))
             elif not join.done() or not (refused or late):
                 join.cancel()
-                fail(engine, told(sender_error) if sender_error else f"no answer in {self._timeout_s:.0f} s")
+                no_answer = f"no answer in {self._timeout_s:.0f} s"
+                fail(engine, error_text(sender_error) if sender_error else no_answer)
             else:
                 remaining.append(engine)
-                if not join.exception():
-                    self._holds(name, [engine])
+                if not error:
+                    self._note_joined(name, [engine])
         opened.cancel()
         return remaining
 
-    def _holds(self, name: str, engines: Sequence[EngineEndpoint]) -> None:
+    def _note_joined(self, name: str, engines: Sequence[EngineEndpoint]) -> None:
         for engine in engines:
-            self._held.setdefault(engine.address, set()).add(name)
+            self._joined.setdefault(engine.address, set()).add(name)
+
+
+def _addresses(engines: Sequence[EngineEndpoint]) -> frozenset[Hashable]:
+    return frozenset(engine.address for engine in engines)

@@ -1,7 +1,7 @@
-"""Each bucket through memory that the sender shares with the engines on its node.
+"""Send each bucket through memory that the sender shares with the engines on its node.
 
-The sender copies a bucket there once, however many engines and ranks take it. Handles are those of
-``torch.multiprocessing``, as SGLang reads them: one for each rank, since whoever opens a handle uses it up.
+The sender copies a bucket there once, however many engines and ranks receive it. The handles are those of
+``torch.multiprocessing``, which SGLang reads. Each rank gets its own, because opening a handle consumes it.
 """
 
 import asyncio
@@ -15,8 +15,9 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
-from slipstream.bridge.export import FlatBucket
-from slipstream.bridge.publication import Buckets, Publication
+from slipstream.bridge.hf.bucket import FlatBucket
+from slipstream.bridge.publish.bucket_stream import BucketStream
+from slipstream.bridge.publish.publication import Publication
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,11 @@ class _Shared:
     """A bucket in shared memory."""
 
     bucket: FlatBucket
-    bytes_: Tensor
+    memory: Tensor
     """uint8 [bytes]"""
 
     def handle(self) -> bytes:
-        """In SGLang's format of flattened buckets."""
+        """Return a handle in SGLang's format of flattened buckets."""
         dtype = self.bucket.flat.dtype
         sizes = [prod(shape) * dtype.itemsize for shape in self.bucket.shapes]
         metadata = [
@@ -39,23 +40,23 @@ class _Shared:
                 self.bucket.names, self.bucket.shapes, pairwise(accumulate(sizes, initial=0)), strict=True
             )
         ]
-        return bytes(ForkingPickler.dumps({"flattened_tensor": self.bytes_, "metadata": metadata}))
+        return bytes(ForkingPickler.dumps({"flattened_tensor": self.memory, "metadata": metadata}))
 
 
 class TensorTransport:
-    """Keeps shared memory for two buckets: one is taken while the next is copied."""
+    """Keeps shared memory for two buckets: the engines read one while the next is copied."""
 
     def __init__(self) -> None:
-        # By the name of a file: file descriptors are handed over on a connection that SGLang does not accept.
-        torch.multiprocessing.set_sharing_strategy("file_system")
-        self._rooms = [torch.empty(0, dtype=torch.uint8)] * 2
+        # SGLang accepts no connection for file descriptors, so memory is shared by the name of a file.
+        torch.multiprocessing.set_sharing_strategy("file_system")  # pyright: ignore[reportUnknownMemberType]
+        self._spaces = [torch.empty(0, dtype=torch.uint8)] * 2
         self._next: _Shared | None = None
 
-    async def prepare(self, publication: Publication, buckets: Buckets) -> None:
+    async def prepare(self, publication: Publication, buckets: BucketStream) -> None:
         with publication.report.timed("gather"):
             await self._advance(buckets)
 
-    async def update(self, publication: Publication, buckets: Buckets, *, flush_cache: bool) -> None:
+    async def update(self, publication: Publication, buckets: BucketStream, *, flush_cache: bool) -> None:
         await publication.each("begin", lambda engine: engine.begin_update())
         while (shared := self._next) is not None and publication.engines:
             await asyncio.gather(self._send(publication, shared, flush_cache), self._advance(buckets))
@@ -72,17 +73,18 @@ class TensorTransport:
             ),
             moves_weights=True,
         )
-        publication.report.bytes_sent += shared.bytes_.nbytes
+        publication.report.bytes_sent += shared.memory.nbytes
 
-    async def _advance(self, buckets: Buckets) -> None:
+    async def _advance(self, buckets: BucketStream) -> None:
         await buckets.advance()
         bucket = buckets.current
         self._next = None if bucket is None else _Shared(bucket, await asyncio.to_thread(self._share, bucket))
 
     def _share(self, bucket: FlatBucket) -> Tensor:
         source = bucket.flat.view(torch.uint8)
-        spare, self._rooms = self._rooms[0], self._rooms[1:]
-        if spare.numel() < source.numel():
-            spare = torch.empty(source.numel(), dtype=torch.uint8).share_memory_()
-        self._rooms.append(spare)
-        return spare[: source.numel()].copy_(source)
+        space, self._spaces = self._spaces[0], self._spaces[1:]
+        if space.numel() < source.numel():
+            space = torch.empty(source.numel(), dtype=torch.uint8)
+            space.share_memory_()
+        self._spaces.append(space)
+        return space[: source.numel()].copy_(source)

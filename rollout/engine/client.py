@@ -26,7 +26,7 @@ EngineMemory = Literal["weights", "kv_cache", "cuda_graph"]
 """What a server can give up apart from the others, by SGLang's names."""
 
 REPLICA = "/slipstream/replica"
-"""What ``slipstream.bridge.replica`` adds to a server."""
+"""What ``slipstream.bridge.transport.replica`` adds to a server."""
 
 HEALTH_TIMEOUT_S = 20.0
 """A server that takes longer than this to say that it is there does not serve either."""

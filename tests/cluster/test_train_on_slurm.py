@@ -1,6 +1,7 @@
 """The main job on a real Slurm of two fake nodes: the trainer on one, the engine on the other."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,8 +10,6 @@ import pytest
 from slipstream.backend.quickstart import prepare
 from tests.cluster.slurm_cluster import SlurmCluster, tree
 
-REPOSITORY = Path(__file__).parents[2]
-
 
 @pytest.mark.timeout(600)
 def test_sbatch_trains_the_quickstart_policy_across_two_nodes(slurm_cluster: SlurmCluster, tmp_path: Path):
@@ -18,9 +17,15 @@ def test_sbatch_trains_the_quickstart_policy_across_two_nodes(slurm_cluster: Slu
     inputs.mkdir()
     model, data, held_out = inputs / "policy", inputs / "train.jsonl", inputs / "heldout.jsonl"
     prepare(model, data, held_out, say=lambda _: None, warm_start_steps=40)
+    script = subprocess.run(
+        [sys.executable, "-m", "slipstream.backend.cli", "slurm-script"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
     job = slurm_cluster.submit(
-        "slurm/train.sbatch",
-        "configs/recipes/quickstart.yaml",
+        script,
+        "quickstart",
         "run.steps=3",
         f"run.root={tmp_path / 'runs'}",
         f"model.path={model}",
@@ -28,7 +33,7 @@ def test_sbatch_trains_the_quickstart_policy_across_two_nodes(slurm_cluster: Slu
         f"eval.path={held_out}",
         "eval.max_prompts=50",
         "rollout.batch_size=4",
-        cwd=REPOSITORY,
+        cwd=inputs,  # no clone is there
         env={
             "SLIPSTREAM_VENV": sys.prefix,
             "SLIPSTREAM_LOG_DIR": str(tmp_path / "node-logs"),

@@ -16,9 +16,9 @@ from torch import Tensor
 from slipstream.backend.batch.micro_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.bridge.families import model_spec
-from slipstream.bridge.layout import Layout, Shard
-from slipstream.bridge.mapping import Columns, Rows, Split, Whole
-from slipstream.bridge.plan import Entry, entries, entries_of
+from slipstream.bridge.model.layout import Layout, Shard
+from slipstream.bridge.model.mapping import Columns, Rows, Split, Whole
+from slipstream.bridge.shards.plan import Entry, entries, entries_of
 from slipstream.configs.schema import LoraConfig, ParallelConfig, RunConfig
 from tests.integration.test_megatron_parity import LAYOUTS, check, config_for, make_batch, reference_loss
 from tests.integration.test_trainer_checkpoint import trainer_of

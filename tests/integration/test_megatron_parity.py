@@ -76,7 +76,7 @@ def logprobs_and_gradients(rank: RankSpec, config: RunConfig, batch: TrainBatch)
     """On every rank: its log-probs before the step, {target tokens: values}; on rank 0 also the gradient of
     the step's one update, in HF names."""
     from slipstream.backend.trainer.rank import TrainerRank
-    from slipstream.bridge.export import export
+    from slipstream.bridge.shards.export import export
 
     trainer = TrainerRank(config, rank)
     [microbatches], _ = trainer.microbatches(batch)

@@ -117,9 +117,10 @@ def gradients_of(rank: RankSpec, configs: dict[str, RunConfig], batch: TrainBatc
     from slipstream.backend.megatron import model
     from slipstream.backend.trainer.rank import TrainerRank
     from slipstream.backend.trainer.scoring import Scorers
-    from slipstream.bridge.families import model_spec, value_spec
-    from slipstream.bridge.layout import Layout
-    from slipstream.bridge.plan import make_plan
+    from slipstream.bridge.families import model_spec
+    from slipstream.bridge.model.layout import Layout
+    from slipstream.bridge.model.spec import value_spec
+    from slipstream.bridge.shards.plan import make_plan
 
     trainer, found = None, {}
     for name, config in configs.items():
@@ -169,7 +170,7 @@ def gradients_in(parameters):
 
 
 def exported(plan, parameters, rank: int) -> dict[str, np.ndarray]:
-    from slipstream.bridge.export import export
+    from slipstream.bridge.shards.export import export
 
     found = {}
     for bucket in export(plan, parameters, rank):

@@ -14,8 +14,8 @@ import pytest
 from slipstream.backend.batch.micro_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.bridge.families import FAMILIES, model_spec
-from slipstream.bridge.layout import Layout
-from slipstream.bridge.plan import entries_of
+from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.shards.plan import entries_of
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.engine.actor import free_port
 from tests import stand_in_engine

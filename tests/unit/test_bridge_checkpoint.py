@@ -1,4 +1,4 @@
-"""HF checkpoints in and out: loading refuses what does not fit; an export is the source again."""
+"""HF checkpoints: loading refuses files that do not fit, and an export equals the checkpoint it came from."""
 
 import json
 from datetime import timedelta
@@ -11,14 +11,15 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-import slipstream.bridge.export
-from slipstream.bridge.export import FlatBucket, export
+import slipstream.bridge.shards.export
 from slipstream.bridge.families import FAMILIES, model_spec, spec_of
-from slipstream.bridge.hf_files import write_hf
-from slipstream.bridge.hf_index import HfCheckpointError
-from slipstream.bridge.layout import Layout
-from slipstream.bridge.load import load_hf
-from slipstream.bridge.plan import make_plan
+from slipstream.bridge.hf.bucket import FlatBucket
+from slipstream.bridge.hf.files import write_hf
+from slipstream.bridge.hf.index import HfCheckpointError
+from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.shards.export import export
+from slipstream.bridge.shards.load import load_hf
+from slipstream.bridge.shards.plan import make_plan
 from tests.bridge_cases import LAYOUTS, empty_parameters, hf_configs, random_tensors, same_bits
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks
@@ -29,12 +30,12 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def reshard(folder: Path, parts: int = 3) -> None:
-    """The checkpoint as several files with an index."""
+    """Split the checkpoint into several files with an index."""
     tensors = tensors_of(folder)
     (folder / "model.safetensors").unlink()
     weight_map = {name: f"part-{i % parts}.safetensors" for i, name in enumerate(sorted(tensors))}
     for file in set(weight_map.values()):
-        save_file({name: tensors[name] for name, at in weight_map.items() if at == file}, folder / file)
+        save_file({name: tensors[name] for name, place in weight_map.items() if place == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": weight_map})
     )
@@ -86,14 +87,14 @@ def test_every_tensor_that_does_not_fit_is_named_in_one_error(tmp_path):
         "missing: model.layers.1.mlp.up_proj.weight",
         "not mapped: model.layers.0.self_attn.sinks",
         "not mapped: model.layers.9.mlp.up_proj.weight",
-        "model.embed_tokens.weight has shape (100, 64), config.json means (101, 64)",
-        "model.layers.2.self_attn.k_proj.weight has shape (7, 7), config.json means (48, 64)",
+        "model.embed_tokens.weight has shape (100, 64), config.json implies (101, 64)",
+        "model.layers.2.self_attn.k_proj.weight has shape (7, 7), config.json implies (48, 64)",
     ):
         assert line in message
     assert len(message.splitlines()) == 7
 
 
-def test_buffers_and_the_head_of_a_tied_checkpoint_are_passed_over(tmp_path):
+def test_buffers_and_the_head_of_a_tied_checkpoint_are_ignored(tmp_path):
     folder = make_checkpoint(tmp_path, tied=True)
     change(
         folder,
@@ -140,6 +141,15 @@ def test_a_file_that_is_cut_off_is_an_error(tmp_path):
         load(folder)
 
 
+def test_a_header_without_the_dtype_of_a_tensor_is_an_error(tmp_path):
+    folder = make_checkpoint(tmp_path)
+    header = json.dumps({"w": {"shape": [1], "data_offsets": [0, 4]}}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(4)
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(HfCheckpointError, match=r"model\.safetensors cannot be read.*`dtype`"):
+        load(folder)
+
+
 def test_a_folder_without_weights_is_an_error(tmp_path):
     folder = make_checkpoint(tmp_path)
     (folder / "model.safetensors").unlink()
@@ -169,17 +179,17 @@ def test_more_tensor_ranks_than_key_value_heads_are_refused_with_the_parameter_a
 
 
 Job = tuple[Path, Path, Layout, int, torch.dtype]
-"""Source, target, layout, size of a bucket, dtype."""
+"""Source, target, layout, bytes of a bucket, dtype."""
 
 
 def export_and_write(rank, jobs: list[Job]) -> int:
-    """Load each source's shards on four ranks and write the export; the buckets that this rank was given."""
+    """Load each source's shards on four ranks and write the export. Returns this rank's number of buckets."""
     dist.init_process_group(
         "gloo", init_method=f"tcp://{rank.address}:{rank.port}", rank=rank.rank, world_size=4
     )
-    given = 0
+    count = 0
     for source, target, layout, bucket_bytes, dtype in jobs:
-        slipstream.bridge.export.SMALL_BYTES = (
+        slipstream.bridge.shards.export.SMALL_BYTES = (
             bucket_bytes // 100
         )  # so that some parts travel alone and others together
         spec = model_spec(source)
@@ -190,15 +200,15 @@ def export_and_write(rank, jobs: list[Job]) -> int:
         buckets = export(make_plan(spec, layout, bucket_bytes, dtype.itemsize), parameters, rank.rank)
         seen = []
         write_hf((seen.append(bucket and bucket.last) or bucket for bucket in buckets), source, target)
-        given += sum(last is not None for last in seen)
+        count += sum(last is not None for last in seen)
         if seen[-1] is not None:
             assert seen == [False] * (len(seen) - 1) + [True]
     dist.destroy_process_group()
-    return given
+    return count
 
 
 def write_source(folder: Path, hf: dict, dtype: torch.dtype, seed: int) -> Path:
-    """A checkpoint of random bits."""
+    """Write a checkpoint of random bits."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(hf))
     save_file(random_tensors(spec_of(hf, folder), dtype, seed), folder / "model.safetensors")
@@ -218,16 +228,16 @@ EVERY = [
     st.tuples(*(hf_configs(family) for family, _, _ in EVERY)),
     st.lists(st.integers(100, 20_000), min_size=len(EVERY), max_size=len(EVERY)),
 )
-def test_the_export_of_four_ranks_is_bit_for_bit_what_they_have_loaded(tmp_path_factory, configs, sizes):
-    """Every family in every layout, on a random config: one example, because starting ranks takes a while."""
+def test_the_export_of_four_ranks_equals_what_they_loaded_bit_for_bit(tmp_path_factory, configs, sizes):
+    """Each family in each layout has a random config; a single example, because starting ranks is slow."""
     folder = tmp_path_factory.mktemp("round-trips")
     jobs: list[Job] = []
     for i, ((_, layout, dtype), hf, size) in enumerate(zip(EVERY, configs, sizes, strict=True)):
         source = write_source(folder / f"source-{i}", hf, dtype, seed=i)
         jobs.append((source, folder / f"target-{i}", LAYOUTS[layout], size, dtype))
-    given_to = run_ranks(4, export_and_write, jobs)
-    assert given_to[0] > len(jobs)
-    assert given_to[1:] == [0, 0, 0]
+    counts = run_ranks(4, export_and_write, jobs)
+    assert counts[0] > len(jobs)
+    assert counts[1:] == [0, 0, 0]
     for source, target, *_ in jobs:
         expected, exported = tensors_of(source), tensors_of(target)
         assert exported.keys() == expected.keys()
@@ -237,7 +247,7 @@ def test_the_export_of_four_ranks_is_bit_for_bit_what_they_have_loaded(tmp_path_
         assert index["metadata"]["total_size"] == sum(t.nbytes for t in expected.values())
 
 
-def one_bucket(dtype=torch.float32) -> FlatBucket:
+def small_bucket(dtype=torch.float32) -> FlatBucket:
     return FlatBucket(("a", "b"), ((2, 3), (4,)), torch.arange(10).to(dtype), last=True)
 
 
@@ -251,19 +261,19 @@ def source_folder(tmp_path: Path, **config) -> Path:
 
 
 def test_a_flat_bucket_gives_its_tensors_back_as_views():
-    bucket = one_bucket()
+    bucket = small_bucket()
     tensors = dict(bucket.tensors())
     assert tensors["a"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert tensors["b"].tolist() == [6, 7, 8, 9]
     assert tensors["b"].untyped_storage().data_ptr() == bucket.flat.untyped_storage().data_ptr()
 
 
-def test_a_written_checkpoint_replaces_an_older_one_and_what_a_crash_has_left_behind(tmp_path):
+def test_a_written_checkpoint_replaces_an_older_one_and_the_remains_of_a_crash(tmp_path):
     source, folder, rest = source_folder(tmp_path), tmp_path / "out", tmp_path / ".out.partial"
     for old in (folder, rest):
         old.mkdir()
         (old / "model-00009.safetensors").write_text("old")
-    write_hf(iter([one_bucket()]), source, folder)
+    write_hf(iter([small_bucket()]), source, folder)
     assert sorted(file.name for file in folder.iterdir()) == [
         "config.json",
         "model-00001.safetensors",
@@ -276,7 +286,7 @@ def test_a_written_checkpoint_replaces_an_older_one_and_what_a_crash_has_left_be
 @pytest.mark.parametrize("spelling", ["dtype", "torch_dtype"])
 def test_the_written_config_states_the_dtype_of_the_written_weights(tmp_path, spelling):
     source, folder = source_folder(tmp_path, **{spelling: "float32"}), tmp_path / "out"
-    write_hf(iter([one_bucket(torch.bfloat16)]), source, folder)
+    write_hf(iter([small_bucket(torch.bfloat16)]), source, folder)
     assert json.loads((folder / "config.json").read_text()) == {"model_type": "qwen3", spelling: "bfloat16"}
 
 
@@ -285,8 +295,8 @@ def test_a_rank_that_is_not_the_sender_writes_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def export_without_one(rank) -> str:
-    """Rank 1 never sends; what the sender says."""
+def export_with_a_silent_rank(rank) -> str:
+    """Return the sender's error when rank 1 never sends."""
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://{rank.address}:{rank.port}",
@@ -302,11 +312,11 @@ def export_without_one(rank) -> str:
         return ""
     try:
         list(export(make_plan(spec, layout, 10**6, 4), parameters, 0))
-    except slipstream.bridge.export.ExportError as error:
+    except slipstream.bridge.shards.export.ExportError as error:
         return str(error)
     return "no error"
 
 
-def test_the_sender_says_which_rank_it_has_waited_for():
-    told, _ = run_ranks(2, export_without_one)
-    assert told.startswith("waited in vain for rank 1 to export model.embed_tokens.weight and on")
+def test_the_sender_names_the_rank_that_does_not_send():
+    message, _ = run_ranks(2, export_with_a_silent_rank)
+    assert message.startswith("rank 1 did not respond in the export of model.embed_tokens.weight")

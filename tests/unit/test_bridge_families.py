@@ -1,4 +1,4 @@
-"""Families: their tensors are those of transformers' checkpoints, and what they cannot map is refused."""
+"""Families: they map the tensors of transformers' checkpoints, and refuse configs that they cannot map."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,10 @@ import pytest
 from safetensors import safe_open
 
 from slipstream.bridge.families import FAMILIES, model_spec
-from slipstream.bridge.geometry import Experts
-from slipstream.bridge.hf_config import UnsupportedModel
-from slipstream.bridge.layout import Layout
-from slipstream.bridge.plan import entries
+from slipstream.bridge.hf.config import UnsupportedModel
+from slipstream.bridge.model.geometry import Experts
+from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.shards.plan import entries
 from tests.bridge_cases import CONFIG, DEEPSEEK
 from tests.models import ROPES, make_checkpoint
 
@@ -46,7 +46,7 @@ def test_the_mapped_tensors_are_those_that_transformers_writes(tmp_path, family,
         ("qwen3", {"num_key_value_heads": 4}),
     ],
 )
-def test_so_they_are_for_variants_of_a_family(tmp_path, family, changes):
+def test_the_mapped_tensors_of_a_variant_are_those_that_transformers_writes(tmp_path, family, changes):
     folder = make_checkpoint(tmp_path, family, tied=False, **changes)
     mapped = {
         name: shape
@@ -62,7 +62,7 @@ def test_rope_variants_are_read_from_what_transformers_writes(tmp_path, rope):
     assert (geometry.rope.kind, geometry.rope.factor) == (ROPES[rope]["rope_type"], ROPES[rope]["factor"])
 
 
-def test_the_config_of_deepseek_v3_itself_is_read():
+def test_deepseek_v3_s_published_config_is_read():
     geometry = FAMILIES["deepseek_v3"].geometry(
         {
             "model_type": "deepseek_v3",
@@ -121,7 +121,7 @@ def test_the_config_of_deepseek_v3_itself_is_read():
         shared_ffn_hidden=2048,
     )
     assert geometry.extra_layers == 1
-    assert geometry.rope.attention_factor == 1.0
+    assert (geometry.rope.magnitude, geometry.rope.magnitude_all) == (1.0, 1.0)
 
 
 # ---- what is refused
@@ -146,6 +146,13 @@ def test_the_config_of_deepseek_v3_itself_is_read():
             "6 attention heads.*4 key-value groups",
         ),
         ("qwen3", {"hidden_size": None, "vocab_size": "101"}, "no number for: hidden_size"),
+        ("qwen3", {"head_dim": 16.0}, "head_dim is 16.0 in config.json, expected an integer"),
+        ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5' in config.json, expected a number"),
+        (
+            "qwen3_moe",
+            {**QWEN3_MOE, "mlp_only_layers": ["1"]},
+            r"mlp_only_layers is \['1'\] in config.json, expected a list of integers",
+        ),
         ("deepseek_v3", {**DEEPSEEK, "rope_interleave": False}, "rope_interleave=False"),
         ("deepseek_v3", {**DEEPSEEK, "scoring_func": "softmax"}, "scoring_func='softmax'"),
         ("deepseek_v3", {**DEEPSEEK, "norm_topk_prob": False}, "not normalized"),
@@ -176,7 +183,7 @@ def test_several_unmapped_settings_are_reported_together():
         (None, "does not exist"),
         ("{", "is not JSON"),
         ("[]", "holds no JSON object"),
-        ('{"model_type": "mamba"}', "model_type 'mamba' is not mapped; supported: deepseek_v3, glm4_moe"),
+        ('{"model_type": "mamba"}', "model_type 'mamba' is not mapped; supported: .*qwen3, qwen3_moe"),
     ],
 )
 def test_an_unreadable_or_unknown_config_is_refused(tmp_path, text, message):

@@ -1,22 +1,22 @@
-"""Splits and pieces: what is in a shard, and that every element of an HF tensor is in exactly one."""
+"""Splits and pieces: the content of a shard; exactly one shard holds each element of an HF tensor."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.bridge.layout import Shard, UnevenSplit
-from slipstream.bridge.mapping import Columns, Rows, Split, Vocabulary, Whole, copy_in
+from slipstream.bridge.model.layout import Shard, UnevenSplit
+from slipstream.bridge.model.mapping import Columns, Rows, Split, Vocabulary, Whole, copy_in
 from tests.bridge_cases import same_bits
 
 
 def shards_of(split: Split, sources: list[torch.Tensor], size: int) -> list[torch.Tensor]:
-    found = []
+    shards: list[torch.Tensor] = []
     for rank in range(size):
         shard = torch.full(split.shard_shape(size), -1, dtype=sources[0].dtype)
         copy_in(shard, sources, split.pieces(Shard(rank, size)))
-        found.append(shard)
-    return found
+        shards.append(shard)
+    return shards
 
 
 def numbered(*starts: int, rows: int) -> list[torch.Tensor]:
@@ -48,7 +48,7 @@ def test_columns_go_to_ranks_and_rows_to_all():
     assert [half.tolist() for half in halves] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
-def test_padding_rows_of_the_vocabulary_are_zero_even_where_a_shard_has_nothing_else():
+def test_padding_rows_of_the_vocabulary_are_zero_even_in_a_shard_of_padding():
     shards = shards_of(Vocabulary(5, 3), [torch.ones(5, 3)], 4)
     assert [shard.sum(1).tolist() for shard in shards] == [[3, 3], [3, 3], [3, 0], [0, 0]]
 
@@ -76,7 +76,7 @@ def splits(draw) -> tuple[Split, int]:
 
 @settings(max_examples=200, deadline=None)
 @given(splits(), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 2**31))
-def test_shards_hold_every_element_exactly_once_and_give_it_back_bit_for_bit(case, dtype, seed):
+def test_shards_hold_every_element_exactly_once_and_return_it_bit_for_bit(case, dtype, seed):
     split, size = case
     generator = torch.Generator().manual_seed(seed)
     sources = [torch.randn(shape, generator=generator).to(dtype) for shape in split.hf_shapes]
@@ -89,10 +89,10 @@ def test_shards_hold_every_element_exactly_once_and_give_it_back_bit_for_bit(cas
             piece.in_hf(back[piece.hf]).copy_(piece.in_shard(shard))
             piece.in_hf(times[piece.hf]).add_(1)
     assert all((time == 1).all() for time in times)
-    assert all(same_bits(one, other) for one, other in zip(back, sources, strict=True))
+    assert all(same_bits(*pair) for pair in zip(back, sources, strict=True))
 
 
 @pytest.mark.parametrize("size", [3, 4])
-def test_a_split_that_does_not_come_out_even_says_what_cannot_be_split(size):
+def test_an_uneven_split_is_refused_with_what_cannot_be_split(size):
     with pytest.raises(UnevenSplit, match=f"2 key-value heads.*{size} tensor-parallel ranks"):
         Rows((4, 2, 2), 1, 2, "key-value heads").pieces(Shard(0, size))

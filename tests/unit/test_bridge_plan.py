@@ -1,4 +1,4 @@
-"""Layouts and export plans: who holds what, in which order it is exported, and that nothing is missing."""
+"""Layouts and export plans: which rank holds what, the order of the export, and that nothing is missing."""
 
 from itertools import pairwise
 from math import prod
@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.bridge.families import spec_of
-from slipstream.bridge.layout import Coordinates, Layout, UnevenSplit
-from slipstream.bridge.mapping import copy_in
-from slipstream.bridge.plan import entries, entries_of, make_plan, pieces_of
+from slipstream.bridge.model.layout import Coordinates, Layout, UnevenSplit
+from slipstream.bridge.model.mapping import copy_in
+from slipstream.bridge.shards.plan import entries, entries_of, make_plan, pieces_of
 from slipstream.configs.schema import ParallelConfig
 from tests.bridge_cases import CONFIG, DEEPSEEK, LAYOUTS, hf_configs, random_tensors, same_bits
 
 QWEN3 = spec_of({"model_type": "qwen3", **CONFIG}, Path())
-MOE = spec_of({"model_type": "deepseek_v3", **CONFIG, **DEEPSEEK}, Path())
+MOE_CONFIG = {"model_type": "deepseek_v3", **CONFIG, **DEEPSEEK}
+MOE = spec_of(MOE_CONFIG, Path())
 
 
 # ---- layouts
@@ -31,7 +32,7 @@ MOE = spec_of({"model_type": "deepseek_v3", **CONFIG, **DEEPSEEK}, Path())
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2]),
 )
-def test_ranks_stand_where_megatron_puts_them(tensor, pipeline, data, expert, expert_tensor):
+def test_ranks_have_the_places_that_megatron_gives_them(tensor, pipeline, data, expert, expert_tensor):
     from megatron.core.parallel_state import RankGenerator
 
     layout = Layout(tensor, pipeline, data, expert=expert, expert_tensor=expert_tensor)
@@ -55,10 +56,10 @@ def test_ranks_stand_where_megatron_puts_them(tensor, pipeline, data, expert, ex
         assert [places[rank].expert_tensor for rank in group] == list(range(expert_tensor))
     for stage in range(pipeline):
         assert layout.owners(stage) in dense.get_ranks("tp")
-        for one in range(expert):
-            owners = layout.owners(stage, expert=one)
+        for number in range(expert):
+            owners = layout.owners(stage, expert=number)
             assert owners in experts.get_ranks("tp")
-            assert {(places[rank].stage, places[rank].expert) for rank in owners} == {(stage, one)}
+            assert {(places[rank].stage, places[rank].expert) for rank in owners} == {(stage, number)}
 
 
 @pytest.mark.parametrize(
@@ -92,11 +93,11 @@ def test_parts_of_the_pipeline_own_consecutive_layers_each_once(layers, stages, 
     parts = [place.chunk * stages + place.stage for place in places]
     assert parts == sorted(parts)
     for part in set(parts):
-        inside = [place.layer for place, of in zip(places, parts, strict=True) if of == part]
-        assert inside == list(range(layers // (stages * chunks)))
+        numbers = [place.layer for place, other in zip(places, parts, strict=True) if other == part]
+        assert numbers == list(range(layers // (stages * chunks)))
 
 
-def test_an_uneven_pipeline_has_the_layers_that_it_was_given():
+def test_an_uneven_pipeline_has_the_configured_layers():
     layout = Layout(pipeline=2, chunks=2, layers=(1, 2, 0, 1))
     assert [(p.stage, p.chunk, p.layer) for p in layout.places(4)] == [
         (0, 0, 0),
@@ -122,8 +123,8 @@ def test_an_uneven_pipeline_has_the_layers_that_it_was_given():
     st.integers(1, 5000),
     st.integers(0, 2**31),
 )
-def test_what_the_owners_hold_makes_every_tensor_again_bit_for_bit(hf, name, layer_spec, dtype, size, seed):
-    """Loading and export along a plan, all ranks in one process."""
+def test_the_owners_shards_make_up_every_tensor_bit_for_bit(hf, name, layer_spec, dtype, size, seed):
+    """Load and export along a plan with all ranks in one process."""
     spec = spec_of(hf, Path())
     layout = Layout(**{**LAYOUTS[name].__dict__, "layer_spec": layer_spec})
     tensors = random_tensors(spec, dtype, seed)
@@ -138,7 +139,7 @@ def test_what_the_owners_hold_makes_every_tensor_again_bit_for_bit(hf, name, lay
             copy_in(target, [tensors[hf] for hf in entry.hf_names], pieces_of(entry.split, shard))
         ranks.append(held)
     plan = make_plan(spec, layout, size, dtype.itemsize)
-    found = {}
+    exported: dict[str, torch.Tensor] = {}
     for bucket in plan.buckets:
         flat = torch.full((bucket.numel,), torch.nan, dtype=torch.float32 if bucket.float32 else dtype)
         for parts in plan.rounds(bucket):
@@ -150,10 +151,10 @@ def test_what_the_owners_hold_makes_every_tensor_again_bit_for_bit(hf, name, lay
                 place.copy_(part.piece.in_shard(ranks[part.owner][part.entry.chunk, part.entry.parameter]))
         split = flat.split([prod(shape) for shape in bucket.hf_shapes])
         for hf_name, shape, values in zip(bucket.hf_names, bucket.hf_shapes, split, strict=True):
-            assert hf_name not in found
-            found[hf_name] = values.view(shape)
-    assert found.keys() == tensors.keys()
-    assert all(same_bits(found[key], tensors[key]) for key in tensors)
+            assert hf_name not in exported
+            exported[hf_name] = values.view(shape)
+    assert exported.keys() == tensors.keys()
+    assert all(same_bits(exported[key], tensors[key]) for key in tensors)
 
 
 @settings(deadline=None)
@@ -164,8 +165,8 @@ def test_buckets_are_bounded_and_as_full_as_the_order_permits(bucket_bytes, item
     for bucket in regular:
         assert bucket.numel * itemsize <= bucket_bytes or len(bucket.entries) == 1
         assert bucket.numel == sum(map(prod, bucket.hf_shapes))
-    for one, other in pairwise(regular):
-        assert (one.numel + other.entries[0].numel) * itemsize > bucket_bytes * 15 / 16
+    for bucket, following in pairwise(regular):
+        assert (bucket.numel + following.entries[0].numel) * itemsize > bucket_bytes * 15 / 16
     for bucket in regular:
         for parts in plan.rounds(bucket):
             staged = [part.numel for part in parts if part.owner != 0 and not part.in_place]
@@ -173,7 +174,7 @@ def test_buckets_are_bounded_and_as_full_as_the_order_permits(bucket_bytes, item
             assert (2 * largest + sum(staged)) * itemsize <= 2 * bucket_bytes or len(staged) == 1
 
 
-def test_the_order_of_a_plan_is_that_of_the_forward_pass_in_each_stage_and_depends_on_nothing_else():
+def test_a_plan_follows_the_forward_pass_in_each_stage_whatever_the_bucket_size():
     plans = [make_plan(QWEN3, Layout(2, 2), size, 2) for size in (10_000, 10_000, 10**9)]
     assert plans[0] == plans[1]
     orders = [[name for bucket in plan.buckets for name in bucket.hf_names] for plan in plans]
@@ -181,12 +182,12 @@ def test_the_order_of_a_plan_is_that_of_the_forward_pass_in_each_stage_and_depen
     assert orders[0][0] == "model.embed_tokens.weight"
     layers = [int(name.split(".")[2]) for name in orders[0] if name.startswith("model.layers.")]
     for stage in ({0, 1}, {2, 3}):
-        own = [layer for layer in layers if layer in stage]
-        assert own == sorted(own)
+        in_stage = [layer for layer in layers if layer in stage]
+        assert in_stage == sorted(in_stage)
 
 
 def test_stages_take_turns():
-    """At any moment the same share of every stage has been exported, give or take a parameter."""
+    """At any time the exported shares of all stages are equal, up to one parameter."""
     [bucket] = make_plan(QWEN3, Layout(pipeline=2), 10**9, 4).buckets
     totals, done = [0, 0], [0, 0]
     for entry in bucket.entries:
@@ -221,9 +222,9 @@ def test_transformer_engine_has_norms_inside_linear_layers_and_experts_in_one_mo
     assert "decoder.layers.1.self_attention.q_layernorm.weight" in names
 
 
-def test_a_trillion_parameters_on_a_thousand_ranks_are_planned_at_once():
+def test_a_trillion_parameters_on_a_thousand_ranks_can_be_planned():
     sizes = {"num_hidden_layers": 61, "n_routed_experts": 384, "hidden_size": 7168}
-    spec = spec_of(MOE.hf | sizes | {"moe_intermediate_size": 2048}, Path())
+    spec = spec_of(MOE_CONFIG | sizes | {"moe_intermediate_size": 2048}, Path())
     layout = Layout(tensor=8, pipeline=8, data=16, expert=32, expert_tensor=1, layers=(8,) * 7 + (5,))
     assert layout.world_size == 1024
     plan = make_plan(spec, layout, 2**30, 2)

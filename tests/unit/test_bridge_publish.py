@@ -1,4 +1,4 @@
-"""The course of one publication, with engines and a process group that only record what was asked."""
+"""The steps of a publication, with engines and a process group that only record the calls."""
 
 import asyncio
 import itertools
@@ -9,9 +9,10 @@ import typing
 import pytest
 import torch
 
-from slipstream.bridge.export import FlatBucket
-from slipstream.bridge.publication import Patience
-from slipstream.bridge.publish import PAUSE, Publisher
+from slipstream.bridge.hf.bucket import FlatBucket
+from slipstream.bridge.publish.endpoint import PAUSE
+from slipstream.bridge.publish.publication import Timeouts
+from slipstream.bridge.publish.publisher import Publisher
 from slipstream.bridge.transport import engine_group
 from slipstream.bridge.transport.distributed import DistributedTransport
 from slipstream.configs.schema import WeightsConfig
@@ -20,30 +21,30 @@ TIMEOUT_S = 0.3
 
 
 class World:
-    """What engines and sender did, in order; and where they meet."""
+    """A log of what the engines and the sender do, and their rendezvous."""
 
     def __init__(self) -> None:
         self.log: list[tuple] = []
-        self.meetings: dict[int, FakeRendezvous] = {}
+        self.rendezvous: dict[int, FakeRendezvous] = {}
         self.broadcast_fails = False
 
-    def did(self, what: str) -> list[tuple]:
-        return [event for event in self.log if event[1] == what]
+    def did(self, step: str) -> list[tuple]:
+        return [event for event in self.log if event[1] == step]
 
-    def names(self, what: str) -> list[str]:
-        return [event[0] for event in self.did(what)]
+    def names(self, step: str) -> list[str]:
+        return [event[0] for event in self.did(step)]
 
 
 class FakeRendezvous:
-    """Complete once all ranks have come, like gloo's: whoever comes early waits."""
+    """Complete when all ranks have arrived; like gloo's, it makes early ranks wait."""
 
     def __init__(self, world: World, world_size: int) -> None:
         self.world_size = world_size
-        self.port = len(world.meetings) + 1
+        self.port = len(world.rendezvous) + 1
         self.present = 0
         self.closed = threading.Event()
         self.complete = threading.Event()
-        world.meetings[self.port] = self
+        world.rendezvous[self.port] = self
 
     def arrive(self, ranks: int) -> None:
         self.present += ranks
@@ -55,7 +56,7 @@ class FakeRendezvous:
 
 
 class FakeEngine:
-    """``misbehaves``: step -> an exception to raise, or "hangs", or a number of seconds to take."""
+    """``misbehaves``: by step, an exception to raise, "hangs", or a delay in seconds."""
 
     def __init__(
         self, world: World, name: str, ranks: int = 1, address: str | None = None, **misbehaves
@@ -63,9 +64,9 @@ class FakeEngine:
         self.name, self.ranks, self.address = name, ranks, address or name
         self._world, self._misbehaves = world, misbehaves
 
-    async def _do(self, what: str, *details) -> None:
-        self._world.log.append((self.name, what, *details))
-        trouble = self._misbehaves.get(what)
+    async def _do(self, step: str, *details) -> None:
+        self._world.log.append((self.name, step, *details))
+        trouble = self._misbehaves.get(step)
         if isinstance(trouble, Exception):
             raise trouble
         if trouble == "hangs":
@@ -75,11 +76,11 @@ class FakeEngine:
 
     async def join_group(self, *, address, port, rank_offset, world_size, group, backend):
         await self._do("join", group, rank_offset, world_size)
-        meeting = self._world.meetings[port]
-        meeting.arrive(self.ranks)
-        while not meeting.complete.is_set():
-            if meeting.closed.is_set():
-                raise ConnectionResetError("the meeting was called off")
+        rendezvous = self._world.rendezvous[port]
+        rendezvous.arrive(self.ranks)
+        while not rendezvous.complete.is_set():
+            if rendezvous.closed.is_set():
+                raise ConnectionResetError("the rendezvous was closed")
             await asyncio.sleep(0.001)
 
     async def leave_group(self, group):
@@ -134,19 +135,19 @@ def world(monkeypatch) -> World:
 
 
 def publisher(interrupt="retract", timeout_s=TIMEOUT_S) -> Publisher:
-    patience = Patience(timeout_s, timeout_s)
+    timeouts = Timeouts(timeout_s, timeout_s)
     transport = DistributedTransport(
-        address="127.0.0.1", backend="gloo", patience=patience, label="slipstream-weights"
+        address="127.0.0.1", backend="gloo", timeouts=timeouts, label="slipstream-weights"
     )
-    return Publisher(transport, interrupt=interrupt, patience=patience)
+    return Publisher(transport, interrupt=interrupt, timeouts=timeouts)
 
 
-class Buckets:
-    """An iterator of n buckets that tells whether it was used up."""
+class FakeExport:
+    """An iterator over n buckets that records whether it was exhausted."""
 
     def __init__(self, world: World, n: int = 3, seconds: float = 0.0, fails_at: int | None = None) -> None:
         self._world, self._n, self._seconds, self._fails_at = world, n, seconds, fails_at
-        self.used_up = False
+        self.exhausted = False
         self._buckets = self._make()
 
     def _make(self):
@@ -156,7 +157,7 @@ class Buckets:
             if i == self._fails_at:
                 raise RuntimeError("a trainer rank is gone")
             yield FlatBucket((f"w{i}",), ((4,),), torch.zeros(4, dtype=torch.bfloat16), i == self._n - 1)
-        self.used_up = True
+        self.exhausted = True
 
     def __iter__(self):
         return self
@@ -169,8 +170,8 @@ def publish(publisher, version, engines, buckets):
     return asyncio.run(publisher.publish(version, engines, buckets))
 
 
-def test_the_steps_of_a_publication_come_in_order(world):
-    report = publish(publisher(), 7, [FakeEngine(world, "a")], Buckets(world))
+def test_the_steps_of_a_publication_happen_in_order(world):
+    report = publish(publisher(), 7, [FakeEngine(world, "a")], FakeExport(world))
     assert [event for event in world.log if event[0] == "a" and event[1] != "received"] == [
         ("a", "join", "slipstream-weights-1", 1, 2),
         ("a", "pause", "retract"),
@@ -190,34 +191,34 @@ def test_the_steps_of_a_publication_come_in_order(world):
 
 
 def test_in_place_updates_keep_the_cache(world):
-    publish(publisher("in_place"), 1, [FakeEngine(world, "a")], Buckets(world))
+    publish(publisher("in_place"), 1, [FakeEngine(world, "a")], FakeExport(world))
     assert world.did("pause") == [("a", "pause", "in_place")]
     assert [event[4] for event in world.did("receive")] == [False, False, False]
 
 
 @pytest.mark.parametrize(("interrupt", "pause"), [("abort", "abort"), ("drain", "retract")])
-def test_updates_that_let_no_request_go_on_flush_the_cache(world, interrupt, pause):
-    publish(publisher(interrupt), 1, [FakeEngine(world, "a")], Buckets(world))
+def test_updates_that_keep_no_request_flush_the_cache(world, interrupt, pause):
+    publish(publisher(interrupt), 1, [FakeEngine(world, "a")], FakeExport(world))
     assert world.did("pause") == [("a", "pause", pause)]
     assert [event[4] for event in world.did("receive")] == [False, False, True]
 
 
-def test_every_way_to_interrupt_that_a_recipe_may_name_can_be_published():
+def test_every_interrupt_of_a_recipe_has_a_pause():
     assert set(typing.get_args(WeightsConfig.model_fields["interrupt"].annotation)) == set(PAUSE)
 
 
 def test_the_first_bucket_is_gathered_before_the_pause_and_the_next_while_one_is_sent(world):
-    publish(publisher(), 1, [FakeEngine(world, "a", receive=0.05)], Buckets(world))
+    publish(publisher(), 1, [FakeEngine(world, "a", receive=0.05)], FakeExport(world))
     order = [event[1] for event in world.log]
-    gathers = [i for i, what in enumerate(order) if what == "gather"]
-    received = [i for i, what in enumerate(order) if what == "received"]
+    gathers = [i for i, step in enumerate(order) if step == "gather"]
+    received = [i for i, step in enumerate(order) if step == "received"]
     assert gathers[0] < order.index("join") < order.index("pause") < gathers[1] < received[0]
     assert received[0] < gathers[2] < received[1]
 
 
 def test_engines_of_several_ranks_get_consecutive_places_in_the_group(world):
     publish(
-        publisher(), 1, [FakeEngine(world, "a", ranks=2), FakeEngine(world, "b", ranks=3)], Buckets(world)
+        publisher(), 1, [FakeEngine(world, "a", ranks=2), FakeEngine(world, "b", ranks=3)], FakeExport(world)
     )
     assert [event[3:] for event in world.did("join")] == [(1, 6), (3, 6)]
 
@@ -228,7 +229,7 @@ def test_an_engine_that_is_lost_before_the_weights_are_sent_drops_out_and_the_ot
     world, step, trouble
 ):
     engines = [FakeEngine(world, "a"), FakeEngine(world, "b", **{step: trouble}), FakeEngine(world, "c")]
-    buckets = Buckets(world)
+    buckets = FakeExport(world)
     report = publish(publisher(), 1, engines, buckets)
     assert report.updated == ["a", "c"]
     assert report.failed.keys() == {"b"}
@@ -238,7 +239,7 @@ def test_an_engine_that_is_lost_before_the_weights_are_sent_drops_out_and_the_ot
     assert "b" not in world.names("receive")
     assert [event[4] for event in world.did("join")] == [4, 4, 4, 3, 3]
     assert world.names("leave") == ["a", "c"]
-    assert buckets.used_up
+    assert buckets.exhausted
 
 
 def test_an_engine_that_refuses_to_join_does_not_keep_the_others_waiting(world):
@@ -248,27 +249,27 @@ def test_an_engine_that_refuses_to_join_does_not_keep_the_others_waiting(world):
         FakeEngine(world, "c"),
     ]
     start = time.monotonic()
-    report = publish(publisher(timeout_s=30), 1, engines, Buckets(world))
+    report = publish(publisher(timeout_s=30), 1, engines, FakeExport(world))
     assert time.monotonic() - start < 5
     assert report.updated == ["a", "c"]
     assert report.failed == {"b": "join for version 1: RuntimeError: HTTP 500"}
     assert world.names("pause") == world.names("resume") == ["a", "c"]
 
 
-def test_when_nobody_refuses_and_the_group_does_not_come_about_all_who_did_not_answer_drop_out(world):
+def test_if_no_engine_refuses_and_the_group_does_not_form_engines_without_an_answer_drop_out(world):
     engines = [FakeEngine(world, "a"), FakeEngine(world, "b", join="hangs")]
-    buckets = Buckets(world)
+    buckets = FakeExport(world)
     report = publish(publisher(), 1, engines, buckets)
     assert report.updated == []
     assert report.failed.keys() == {"a", "b"}
     assert "pause" not in [event[1] for event in world.log]
-    assert buckets.used_up
+    assert buckets.exhausted
 
 
 @pytest.mark.parametrize("step", ["end", "resume"])
 def test_an_engine_that_is_lost_after_the_weights_were_sent_does_not_count_as_updated(world, step):
     engines = [FakeEngine(world, "a", **{step: ConnectionError("gone")}), FakeEngine(world, "b")]
-    report = publish(publisher(), 3, engines, Buckets(world))
+    report = publish(publisher(), 3, engines, FakeExport(world))
     assert report.updated == ["b"]
     assert report.failed == {"a": f"{step} for version 3: ConnectionError: gone"}
     assert world.names("resume") == (["b"] if step == "end" else ["a", "b"])
@@ -279,15 +280,15 @@ def test_an_engine_that_is_lost_after_the_weights_were_sent_does_not_count_as_up
     [
         (ValueError("bad shape"), "ValueError: bad shape"),
         (ConnectionResetError("gone"), "ConnectionResetError: gone"),
-        ("hangs", "no answer; a weight bucket was not taken in 0.3 s"),
+        ("hangs", "no answer; a weight bucket was not received in 0.3 s"),
     ],
     ids=["refuses", "is gone", "hangs"],
 )
-def test_of_a_broadcast_that_breaks_one_engine_is_to_blame_and_the_others_may_be_sent_everything_again(
+def test_one_engine_is_to_blame_for_a_broken_broadcast_and_the_others_may_get_everything_again(
     world, trouble, reason
 ):
     engines = [FakeEngine(world, "a"), FakeEngine(world, "b", receive=trouble), FakeEngine(world, "c")]
-    buckets = Buckets(world)
+    buckets = FakeExport(world)
     publishing = publisher()
     report = publish(publishing, 1, engines, buckets)
     assert report.failed == {"b": f"send for version 1: {reason}"}
@@ -297,23 +298,23 @@ def test_of_a_broadcast_that_breaks_one_engine_is_to_blame_and_the_others_may_be
     assert world.names("end") == ["a", "c"]  # so that the next update can begin
     assert len(world.did("send")) <= 1
     assert report.bytes_sent == 0
-    assert buckets.used_up
-    again = publish(publishing, 1, [engines[0], engines[2]], Buckets(world))
-    both = report.repeated(again)
+    assert buckets.exhausted
+    again = publish(publishing, 1, [engines[0], engines[2]], FakeExport(world))
+    both = report.merged(again)
     assert both.updated == ["a", "c"]
     assert both.failed.keys() == {"b"}
     assert both.stall_s == pytest.approx(report.stall_s + again.stall_s)
 
 
-def test_whoever_refuses_because_another_is_gone_is_not_to_blame(world):
-    """gloo tells the engines of a dead one, perhaps before its own connection breaks."""
+def test_an_engine_that_refuses_because_another_is_gone_is_not_to_blame(world):
+    """gloo reports a dead engine to the other engines, perhaps before the sender notices."""
     refusal = RuntimeError("Failed to receive weights: connection closed by peer")
     engines = [
         FakeEngine(world, "a", receive=refusal),
         FakeEngine(world, "b", receive="hangs"),
         FakeEngine(world, "c", receive=refusal),
     ]
-    report = publish(publisher(), 1, engines, Buckets(world))
+    report = publish(publisher(), 1, engines, FakeExport(world))
     assert report.failed.keys() == {"b"}
     assert report.interrupted.keys() == {"a", "c"}
 
@@ -322,36 +323,36 @@ def test_a_broadcast_that_fails_at_the_sender_alone_is_no_engines_fault(world):
     world.broadcast_fails = True
     publishing = publisher()
     engines = [FakeEngine(world, "a"), FakeEngine(world, "b")]
-    report = publish(publishing, 1, engines, Buckets(world))
+    report = publish(publishing, 1, engines, FakeExport(world))
     assert (report.updated, report.failed) == ([], {})
     assert report.interrupted["a"] == "send for version 1: RuntimeError: connection closed by peer"
-    again = publish(publishing, 1, engines, Buckets(world))
-    assert report.repeated(again).failed.keys() == {"a", "b"}  # twice is enough
+    again = publish(publishing, 1, engines, FakeExport(world))
+    assert report.merged(again).failed.keys() == {"a", "b"}  # there is no third attempt
 
 
-def test_after_a_broken_transfer_the_next_publication_makes_another_group(world):
+def test_after_a_broken_transfer_the_next_publication_makes_a_new_group(world):
     publishing = publisher()
     broken = [FakeEngine(world, "a", receive=RuntimeError("x"))]
-    assert publish(publishing, 1, broken, Buckets(world)).updated == []
-    assert publish(publishing, 1, [FakeEngine(world, "a", address="new")], Buckets(world)).updated == ["a"]
+    assert publish(publishing, 1, broken, FakeExport(world)).updated == []
+    assert publish(publishing, 1, [FakeEngine(world, "a", address="new")], FakeExport(world)).updated == ["a"]
     assert [event[2] for event in world.did("join")] == ["slipstream-weights-1", "slipstream-weights-2"]
     assert world.names("leave") == []
 
 
-def test_the_group_stays_as_long_as_its_members_do_in_whatever_order(world):
+def test_the_group_stays_while_its_members_do_in_any_order(world):
     publishing = publisher()
     engines = [FakeEngine(world, "a"), FakeEngine(world, "b")]
     for version, order in enumerate((engines, engines[::-1], engines), start=1):
-        assert sorted(publish(publishing, version, order, Buckets(world)).updated) == ["a", "b"]
+        assert sorted(publish(publishing, version, order, FakeExport(world)).updated) == ["a", "b"]
     assert len(world.did("join")) == 2
     assert world.did("close") == []
 
 
-def test_a_change_of_members_makes_another_group_and_old_members_leave_the_old_one(world):
+def test_a_change_of_members_makes_a_new_group_and_members_leave_the_old_one(world):
     publishing = publisher()
     a, b = FakeEngine(world, "a"), FakeEngine(world, "b")
-    publish(publishing, 1, [a], Buckets(world))
-    publish(publishing, 2, [a, b], Buckets(world))
+    publish(publishing, 1, [a], FakeExport(world))
+    publish(publishing, 2, [a, b], FakeExport(world))
     assert world.did("leave") == [("a", "leave", "slipstream-weights-1")]
     assert world.did("close") == [("sender", "close", "slipstream-weights-1")]
     assert [event[:3] for event in world.did("join")[1:]] == [
@@ -360,67 +361,67 @@ def test_a_change_of_members_makes_another_group_and_old_members_leave_the_old_o
     ]
 
 
-def test_an_engine_that_was_started_again_under_its_name_joins_again(world):
+def test_an_engine_that_restarted_under_its_name_joins_again(world):
     publishing = publisher()
-    publish(publishing, 1, [FakeEngine(world, "a", address="a:1")], Buckets(world))
-    report = publish(publishing, 1, [FakeEngine(world, "a", address="a:2")], Buckets(world))
+    publish(publishing, 1, [FakeEngine(world, "a", address="a:1")], FakeExport(world))
+    report = publish(publishing, 1, [FakeEngine(world, "a", address="a:2")], FakeExport(world))
     assert report.updated == ["a"]
     assert len(world.did("join")) == 2
     assert world.names("leave") == []
 
 
-def test_an_engine_that_was_left_out_of_a_publication_leaves_its_old_group_when_it_is_back(world):
+def test_an_engine_that_missed_a_publication_leaves_its_old_group_when_it_is_back(world):
     publishing = publisher()
     a, b = FakeEngine(world, "a"), FakeEngine(world, "b", address="b:1")
     b_again = FakeEngine(world, "b", address="b:2")
-    publish(publishing, 1, [a, b], Buckets(world))
-    publish(publishing, 1, [b_again], Buckets(world))
-    publish(publishing, 2, [a, b_again], Buckets(world))
+    publish(publishing, 1, [a, b], FakeExport(world))
+    publish(publishing, 1, [b_again], FakeExport(world))
+    publish(publishing, 2, [a, b_again], FakeExport(world))
     assert sorted(world.did("leave")) == [
         ("a", "leave", "slipstream-weights-1"),
         ("b", "leave", "slipstream-weights-2"),
     ]
 
 
-def test_an_engine_that_does_not_leave_an_old_group_is_no_obstacle(world):
+def test_an_engine_that_does_not_leave_an_old_group_still_joins_the_new_one(world):
     publishing = publisher()
     a, b = FakeEngine(world, "a", leave=RuntimeError("no such group")), FakeEngine(world, "b", leave="hangs")
-    publish(publishing, 1, [a, b], Buckets(world))
-    report = publish(publishing, 2, [a, b, FakeEngine(world, "c")], Buckets(world))
+    publish(publishing, 1, [a, b], FakeExport(world))
+    report = publish(publishing, 2, [a, b, FakeEngine(world, "c")], FakeExport(world))
     assert report.updated == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("step", ["join", "pause", "begin"])
-def test_the_buckets_are_used_up_when_no_engine_is_left(world, step):
-    buckets = Buckets(world)
+def test_the_buckets_are_exhausted_when_no_engine_is_left(world, step):
+    buckets = FakeExport(world)
     report = publish(publisher(), 1, [FakeEngine(world, "a", **{step: RuntimeError("x")})], buckets)
     assert report.updated == []
     assert world.did("send") == []
-    assert buckets.used_up
+    assert buckets.exhausted
 
 
-def test_without_engines_the_buckets_are_used_up_and_nothing_else_happens(world):
-    buckets = Buckets(world)
+def test_without_engines_the_buckets_are_exhausted_and_nothing_else_happens(world):
+    buckets = FakeExport(world)
     report = publish(publisher(), 1, [], buckets)
     assert (report.updated, report.failed, report.bytes_sent) == ([], {}, 0)
     assert {event[1] for event in world.log} == {"gather"}
-    assert buckets.used_up
+    assert buckets.exhausted
 
 
 def test_the_stall_is_the_time_from_the_first_pause_to_the_last_resume(world):
     engine = FakeEngine(world, "a", join=0.1, pause=0.05, receive=0.02, resume=0.05)
-    report = publish(publisher(), 1, [engine], Buckets(world, n=2))
+    report = publish(publisher(), 1, [engine], FakeExport(world, n=2))
     assert 0.14 <= report.stall_s < report.total_s - 0.09
 
 
 def test_a_bucket_that_cannot_be_gathered_fails_the_publication_with_its_own_error(world):
     engine = FakeEngine(world, "a", receive=0.1)
     with pytest.raises(RuntimeError, match="a trainer rank is gone"):
-        publish(publisher(), 1, [engine], Buckets(world, fails_at=1))
+        publish(publisher(), 1, [engine], FakeExport(world, fails_at=1))
 
 
-def test_a_cancelled_publication_uses_the_buckets_up_although_one_is_being_gathered(world):
-    buckets = Buckets(world, n=4, seconds=0.1)
+def test_a_cancelled_publication_exhausts_the_buckets_although_one_is_being_gathered(world):
+    buckets = FakeExport(world, n=4, seconds=0.1)
 
     async def cancelled() -> None:
         task = asyncio.ensure_future(publisher().publish(1, [FakeEngine(world, "a")], buckets))
@@ -431,7 +432,7 @@ def test_a_cancelled_publication_uses_the_buckets_up_although_one_is_being_gathe
             await task
 
     asyncio.run(cancelled())
-    assert buckets.used_up
+    assert buckets.exhausted
 
 
 def test_every_combination_of_one_failure_leaves_each_engine_updated_interrupted_or_failed(world):
@@ -441,9 +442,9 @@ def test_every_combination_of_one_failure_leaves_each_engine_updated_interrupted
             FakeEngine(world, n, **({step: RuntimeError("x")} if i == position else {}))
             for i, n in enumerate("abc")
         ]
-        buckets = Buckets(world, n=2)
+        buckets = FakeExport(world, n=2)
         report = publish(publisher(), 1, engines, buckets)
-        assert buckets.used_up
+        assert buckets.exhausted
         assert sorted([*report.updated, *report.failed, *report.interrupted]) == ["a", "b", "c"]
         assert list(report.failed) == ["abc"[position]]
         assert len(report.interrupted) == (2 if step == "receive" else 0)

@@ -1,4 +1,4 @@
-"""The copy of the weights beside an engine, by itself and behind HTTP, and the transport that feeds it."""
+"""The replica of the weights beside an engine, alone and behind HTTP, and the delta transport."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -14,21 +14,22 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from safetensors.torch import load_file
 
-from slipstream.bridge import delta
-from slipstream.bridge.export import FlatBucket
-from slipstream.bridge.hf_index import stored_tensors
-from slipstream.bridge.publication import Buckets, Patience, Publication
-from slipstream.bridge.replica import ROUTE, File, Replica, mount
+from slipstream.bridge.hf.bucket import FlatBucket
+from slipstream.bridge.hf.index import stored_tensors
+from slipstream.bridge.publish.bucket_stream import BucketStream
+from slipstream.bridge.publish.publication import Publication, Timeouts
+from slipstream.bridge.transport import patches
 from slipstream.bridge.transport.delta import DeltaTransport
+from slipstream.bridge.transport.replica import ROUTE, Replica, ReplicaFile, mount
 
 FILES = [
-    File(("a", "b"), ((3, 5), (7,)), "bfloat16"),
-    File(("bias",), ((4,),), "float32"),
+    ReplicaFile(("a", "b"), ((3, 5), (7,)), "bfloat16"),
+    ReplicaFile(("bias",), ((4,),), "float32"),
 ]
 
 
 def weights(seed: int) -> list[torch.Tensor]:
-    """Flat buckets of ``FILES``."""
+    """Return flat buckets for ``FILES``."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randn(22, generator=generator).bfloat16(),
@@ -43,21 +44,21 @@ def raw(flat: torch.Tensor) -> np.ndarray:
 def fill(replica: Replica, version: int) -> None:
     replica.begin(FILES)
     for number, flat in enumerate(weights(version)):
-        replica.patch(number, delta.whole(raw(flat), flat.itemsize))
+        replica.patch(number, patches.whole(raw(flat), flat.itemsize))
     replica.commit(version)
 
 
 def holds(folder: Path, seed: int) -> bool:
-    """As a program that loads checkpoints sees it."""
+    """True if a program that loads checkpoints finds these weights."""
     a, bias = weights(seed)
-    found = {name: load_file(stored.file)[name] for name, stored in stored_tensors(folder).items()}
-    return found.keys() == {"a", "b", "bias"} and all(
-        torch.equal(found[name], expected)
+    loaded = {name: load_file(stored.file)[name] for name, stored in stored_tensors(folder).items()}
+    return loaded.keys() == {"a", "b", "bias"} and all(
+        torch.equal(loaded[name], expected)
         for name, expected in {"a": a[:15].view(3, 5), "b": a[15:], "bias": bias}.items()
     )
 
 
-def test_it_is_a_checkpoint_of_the_version_that_was_committed(tmp_path):
+def test_a_replica_is_a_checkpoint_of_the_committed_version(tmp_path):
     replica = Replica(tmp_path / "copy")
     assert replica.version() is None
     fill(replica, 3)
@@ -65,40 +66,40 @@ def test_it_is_a_checkpoint_of_the_version_that_was_committed(tmp_path):
     assert holds(tmp_path / "copy", 3)
 
 
-def test_patches_bring_it_to_the_next_version(tmp_path):
+def test_patches_bring_a_replica_to_the_next_version(tmp_path):
     replica = Replica(tmp_path)
     fill(replica, 3)
     replica.begin(FILES)
-    assert replica.version() is None, "neither the one nor the other"
+    assert replica.version() is None, "neither version"
     for number, (old, new) in enumerate(zip(weights(3), weights(4), strict=True)):
-        replica.patch(number, delta.difference(raw(old), raw(new), new.itemsize))
+        replica.patch(number, patches.difference(raw(old), raw(new), new.itemsize))
     replica.commit(4)
     assert replica.version() == 4
     assert holds(tmp_path, 4)
 
 
-def test_other_files_replace_those_that_are_there(tmp_path):
+def test_new_files_replace_the_old_ones(tmp_path):
     replica = Replica(tmp_path)
     fill(replica, 3)
-    one = [File(("c",), ((2, 2),), "float32")]
-    replica.begin(one)
-    replica.patch(0, delta.whole(np.arange(16, dtype=np.uint8), 4))
+    files = [ReplicaFile(("c",), ((2, 2),), "float32")]
+    replica.begin(files)
+    replica.patch(0, patches.whole(np.arange(16, dtype=np.uint8), 4))
     replica.commit(4)
     assert set(stored_tensors(tmp_path)) == {"c"}
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
 
 
-def test_a_file_that_was_never_announced_is_refused(tmp_path):
+def test_a_file_that_was_not_announced_is_refused(tmp_path):
     replica = Replica(tmp_path)
-    with pytest.raises(delta.PatchError, match="file 0 was never announced"):
-        replica.patch(0, delta.whole(np.zeros(4, np.uint8), 4))
+    with pytest.raises(patches.PatchError, match="file 0 was not announced"):
+        replica.patch(0, patches.whole(np.zeros(4, np.uint8), 4))
     replica.begin(FILES)
     for number in (-1, 2):
-        with pytest.raises(delta.PatchError, match="2 were"):
-            replica.patch(number, delta.whole(np.zeros(4, np.uint8), 4))
+        with pytest.raises(patches.PatchError, match="there are 2 files"):
+            replica.patch(number, patches.whole(np.zeros(4, np.uint8), 4))
 
 
-def test_where_there_is_no_room_it_says_so_before_anything_is_written(tmp_path, monkeypatch):
+def test_missing_room_is_reported_before_anything_is_written(tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
@@ -114,11 +115,11 @@ def server(tmp_path) -> TestClient:
     return TestClient(app)
 
 
-def test_over_http_it_answers_with_its_version_and_refuses_with_the_reason(server, tmp_path):
+def test_over_http_a_replica_reports_its_version_and_refuses_with_the_reason(server, tmp_path):
     assert server.get(ROUTE).json() == {"folder": str(tmp_path / "copy"), "version": None}
     assert server.post(f"{ROUTE}/begin", content=msgspec.msgpack.encode(FILES)).status_code == 200
     for number, flat in enumerate(weights(1)):
-        body = delta.encoded(delta.whole(raw(flat), flat.itemsize))
+        body = patches.encoded(patches.whole(raw(flat), flat.itemsize))
         assert server.post(f"{ROUTE}/patch/{number}", content=body).status_code == 200
     assert server.post(f"{ROUTE}/commit/1").status_code == 200
     assert server.get(ROUTE).json()["version"] == 1
@@ -126,7 +127,7 @@ def test_over_http_it_answers_with_its_version_and_refuses_with_the_reason(serve
     for path, body, reason in (
         ("begin", b"\xff", "Expected `array`"),
         ("patch/0", b"\xff", "not a patch"),
-        ("patch/9", delta.encoded(delta.whole(np.zeros(4, np.uint8), 4)), "never announced"),
+        ("patch/9", patches.encoded(patches.whole(np.zeros(4, np.uint8), 4)), "not announced"),
     ):
         refused = server.post(f"{ROUTE}/{path}", content=body)
         assert refused.status_code == 409
@@ -139,7 +140,7 @@ class Refused(RuntimeError):
 
 
 class Engine:
-    """With a replica, reached without HTTP. ``corrupts``: which patches, by count, arrive damaged."""
+    """An engine whose replica is called directly. ``corrupts``: numbers of the patches that it damages."""
 
     ranks = 1
 
@@ -156,19 +157,19 @@ class Engine:
         return self.replica.version()
 
     async def replica_begin(self, files):
-        self.replica.begin(msgspec.msgpack.decode(files, type=list[File]))
+        self.replica.begin(msgspec.msgpack.decode(files, type=list[ReplicaFile]))
 
     async def replica_patch(self, number, patch):
         count = len(self.received)
         self.received.append(len(patch))
         if count == self.lost_at:
             raise ConnectionResetError("gone")
-        message = delta.decoded(patch)
+        message = patches.decoded(patch)
         if count in self.corrupts:
             message.checksum = bytes(16)
         try:
             self.replica.patch(number, message)
-        except delta.PatchError as error:
+        except patches.PatchError as error:
             raise Refused(str(error)) from error
 
     async def replica_commit(self, version):
@@ -181,7 +182,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """What the transport reads of an export plan."""
+    """The attributes of a planned bucket that the transport reads."""
 
     hf_names: tuple[str, ...]
     hf_shapes: tuple[tuple[int, ...], ...]
@@ -200,11 +201,11 @@ def publish(transport: DeltaTransport, version: int, engines: list[Engine]) -> P
     )
 
     async def run() -> Publication:
-        publication = Publication(version, engines, Patience(5, 5))
+        publication = Publication(version, engines, Timeouts(5, 5))
         with ThreadPoolExecutor(1) as thread:
-            coming = Buckets(buckets, thread)
-            await transport.prepare(publication, coming)
-            await transport.update(publication, coming, flush_cache=True)
+            stream = BucketStream(buckets, thread)
+            await transport.prepare(publication, stream)
+            await transport.update(publication, stream, flush_cache=True)
         return publication
 
     return asyncio.run(run())
@@ -215,7 +216,7 @@ def transport() -> DeltaTransport:
     return DeltaTransport(PLAN, "bfloat16")
 
 
-def test_engines_follow_from_version_to_version_and_a_new_one_is_sent_everything(transport, tmp_path):
+def test_engines_follow_from_version_to_version_and_a_new_engine_gets_whole_buckets(transport, tmp_path):
     first, late = Engine("first", tmp_path), Engine("late", tmp_path)
     publish(transport, 1, [first])
     publish(transport, 2, [first])
@@ -226,8 +227,8 @@ def test_engines_follow_from_version_to_version_and_a_new_one_is_sent_everything
     assert holds(late.folder, 3)
 
 
-def test_a_version_again_is_sent_again(transport, tmp_path):
-    """As to an engine that was started again while nothing was trained."""
+def test_the_same_version_can_be_published_again(transport, tmp_path):
+    """An engine that restarts without a training step in between needs that."""
     first, again = Engine("first", tmp_path), Engine("again", tmp_path)
     publish(transport, 1, [first])
     publish(transport, 1, [again])
@@ -237,7 +238,7 @@ def test_a_version_again_is_sent_again(transport, tmp_path):
     assert holds(again.folder, 2)
 
 
-def test_an_engine_that_missed_a_version_is_sent_everything(transport, tmp_path):
+def test_an_engine_that_missed_a_version_gets_whole_buckets(transport, tmp_path):
     steady, away = Engine("steady", tmp_path), Engine("away", tmp_path)
     publish(transport, 1, [steady, away])
     publish(transport, 2, [steady])
@@ -246,7 +247,7 @@ def test_an_engine_that_missed_a_version_is_sent_everything(transport, tmp_path)
     assert holds(steady.folder, 3)
 
 
-def test_a_patch_that_arrives_damaged_is_made_good_by_the_whole_bucket(transport, tmp_path):
+def test_a_damaged_patch_is_replaced_by_the_whole_bucket(transport, tmp_path):
     engine = Engine("engine", tmp_path, corrupts={2})
     publish(transport, 1, [engine])
     report = publish(transport, 2, [engine]).report
@@ -255,7 +256,7 @@ def test_a_patch_that_arrives_damaged_is_made_good_by_the_whole_bucket(transport
     assert holds(engine.folder, 2)
 
 
-def test_an_engine_that_damages_whole_buckets_as_well_is_out(transport, tmp_path):
+def test_an_engine_that_damages_whole_buckets_as_well_drops_out(transport, tmp_path):
     bad, good = Engine("bad", tmp_path, corrupts={2, 3}), Engine("good", tmp_path)
     publish(transport, 1, [bad, good])
     report = publish(transport, 2, [bad, good]).report
@@ -265,18 +266,18 @@ def test_an_engine_that_damages_whole_buckets_as_well_is_out(transport, tmp_path
     assert holds(good.folder, 2)
 
 
-def test_an_engine_that_is_lost_is_out_and_the_others_go_on(transport, tmp_path):
+def test_an_engine_that_is_lost_drops_out_and_the_others_go_on(transport, tmp_path):
     lost, good = Engine("lost", tmp_path, lost_at=1), Engine("good", tmp_path)
     report = publish(transport, 1, [lost, good]).report
     assert report.failed == {"lost": "send for version 1: ConnectionResetError: gone"}
     assert good.loaded == [(1, True)]
 
 
-def test_after_a_sender_that_failed_in_the_middle_everything_is_sent(transport, tmp_path, monkeypatch):
+def test_whole_buckets_are_sent_after_the_sender_failed_halfway(transport, tmp_path, monkeypatch):
     engine = Engine("engine", tmp_path)
     publish(transport, 1, [engine])
     with monkeypatch.context() as patched:
-        patched.setattr(delta, "difference", lambda *args: (_ for _ in ()).throw(MemoryError()))
+        patched.setattr(patches, "difference", lambda *args: (_ for _ in ()).throw(MemoryError()))
         with pytest.raises(MemoryError):
             publish(transport, 2, [engine])
     publish(transport, 3, [engine])

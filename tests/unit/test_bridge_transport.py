@@ -1,4 +1,4 @@
-"""The broadcast group between two processes over gloo. The engine's side is built as SGLang builds it."""
+"""The broadcast group between processes over gloo. The engine's side is built as SGLang builds it."""
 
 import asyncio
 import itertools
@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from slipstream.bridge.export import FlatBucket
-from slipstream.bridge.publication import Patience
-from slipstream.bridge.publish import Publisher
+from slipstream.bridge.hf.bucket import FlatBucket
+from slipstream.bridge.publish.publication import Timeouts
+from slipstream.bridge.publish.publisher import Publisher
 from slipstream.bridge.transport.distributed import DistributedTransport
 from slipstream.bridge.transport.rendezvous import BroadcastFailed, BroadcastGroup, Rendezvous
 from tests.ranks import run_ranks
@@ -24,7 +24,7 @@ PATIENCE = timedelta(seconds=60)
 
 
 def join_like_sglang(request: dict):
-    """sglang.srt.utils.init_custom_process_group, with its own default time-out."""
+    """Join as ``sglang.srt.utils.init_custom_process_group`` does, with its default time-out."""
     from torch.distributed.distributed_c10d import (
         Backend,
         PrefixStore,
@@ -52,7 +52,7 @@ def join_like_sglang(request: dict):
 
 
 def serve_engine(wire: TCPStore) -> list[tuple[str, float]]:
-    """Answer the other rank's requests, as an engine does, until it sends ``finish``; what was received."""
+    """Answer the other rank's requests like an engine until it sends ``finish``. Returns what it received."""
     groups, received = {}, []
     for number in itertools.count():
         request = json.loads(wire.get(f"request-{number}"))
@@ -76,7 +76,7 @@ def serve_engine(wire: TCPStore) -> list[tuple[str, float]]:
 
 
 class RemoteEngine:
-    """The ``EngineEndpoint`` of the engine on the other rank; requests and answers go through a store."""
+    """The ``EngineEndpoint`` of the engine on the other rank; requests and answers travel through a store."""
 
     name = address = "remote"
     ranks = 1
@@ -119,11 +119,11 @@ class RefusingEngine(RemoteEngine):
 
 
 def publish_twice(wire: TCPStore) -> dict:
-    """First beside an engine that refuses to join, then alone in the group that is there by then."""
+    """Publish beside an engine that refuses to join, and then again to the group that was made."""
     engine = RemoteEngine(wire)
-    patience = Patience(30, 30)
-    transport = DistributedTransport(address="127.0.0.1", backend="gloo", patience=patience, label="weights")
-    publisher = Publisher(transport, interrupt="retract", patience=patience)
+    timeouts = Timeouts(30, 30)
+    transport = DistributedTransport(address="127.0.0.1", backend="gloo", timeouts=timeouts, label="weights")
+    publisher = Publisher(transport, interrupt="retract", timeouts=timeouts)
 
     def buckets(version: int):
         for i in range(2):
@@ -148,8 +148,10 @@ sys.stdin.read()
 
 
 def lose_a_member(rank) -> float | str:
-    """The sender and two engines, of which the first is killed. The sender: how long the bucket took to fail;
-    the other engine: what it was told, at most some seconds after the sender had left.
+    """Kill the first of two engines in a group.
+
+    Returns, on the sender, the seconds from when it left the group until the other engine failed, and on that
+    engine how its broadcast ended.
     """
     wire = TCPStore("127.0.0.1", rank.port, 2, rank.rank == 0, PATIENCE)
     if rank.rank:
@@ -157,13 +159,13 @@ def lose_a_member(rank) -> float | str:
         try:
             dist.broadcast(torch.zeros(1 << 20), group=group, group_src=0)
         except RuntimeError as error:
-            wire.set("told", str(error))
-            return "told"
-        return "a bucket, from a sender that is gone"
-    meeting = Rendezvous("127.0.0.1", 3, 30)
+            wire.set("failed", str(error))
+            return "failed"
+        return "received"
+    rendezvous = Rendezvous("127.0.0.1", 3, 30)
     request = {
         "address": "127.0.0.1",
-        "port": meeting.port,
+        "port": rendezvous.port,
         "rank_offset": 1,
         "world_size": 3,
         "group": "g",
@@ -173,7 +175,7 @@ def lose_a_member(rank) -> float | str:
         [sys.executable, "-c", DOOMED, json.dumps(request)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     wire.set("request", json.dumps(request | {"rank_offset": 2}))
-    group = BroadcastGroup("gloo", meeting, "g", 30)
+    group = BroadcastGroup("gloo", rendezvous, "g", 30)
     doomed.stdout.readline()
     doomed.kill()
     doomed.wait()
@@ -181,15 +183,15 @@ def lose_a_member(rank) -> float | str:
         group.send(torch.zeros(1 << 20))
     group.close()
     began = time.monotonic()
-    wire.get("told")
-    del failure  # which the caller has in hand all the time
+    wire.get("failed")
+    del failure  # a caller holds the error all the time, as here
     return time.monotonic() - began
 
 
-def test_when_the_sender_leaves_a_group_that_broke_its_other_members_are_told_at_once():
-    took, told = run_ranks(2, lose_a_member)
-    assert told == "told"
-    assert took < 10
+def test_when_the_sender_leaves_a_broken_group_its_other_members_fail_at_once():
+    seconds, outcome = run_ranks(2, lose_a_member)
+    assert outcome == "failed"
+    assert seconds < 10
 
 
 def one_rank(rank):
@@ -197,7 +199,7 @@ def one_rank(rank):
     return publish_twice(wire) if rank.rank == 0 else serve_engine(wire)
 
 
-def test_weights_reach_an_engine_although_another_one_refuses_to_join():
+def test_weights_reach_an_engine_although_another_engine_refuses_to_join():
     sender, received = run_ranks(2, one_rank)
     assert sender["first"].updated == ["remote"]
     assert sender["first"].failed == {"refusing": "join for version 1: ConnectionRefusedError: nobody there"}
@@ -212,12 +214,12 @@ def test_weights_reach_an_engine_although_another_one_refuses_to_join():
 
 def test_a_sender_that_waits_for_its_peers_gives_up_when_the_rendezvous_is_closed():
     async def called_off() -> float:
-        meeting = Rendezvous("127.0.0.1", 2, 30)
-        waiting = asyncio.ensure_future(asyncio.to_thread(BroadcastGroup, "gloo", meeting, "lonely", 30))
+        rendezvous = Rendezvous("127.0.0.1", 2, 30)
+        waiting = asyncio.ensure_future(asyncio.to_thread(BroadcastGroup, "gloo", rendezvous, "lonely", 30))
         await asyncio.sleep(0.3)
         assert not waiting.done()
         start = time.monotonic()
-        meeting.close()
+        rendezvous.close()
         _, pending = await asyncio.wait([waiting], timeout=20)
         assert not pending
         assert isinstance(waiting.exception(), RuntimeError)
@@ -227,10 +229,10 @@ def test_a_sender_that_waits_for_its_peers_gives_up_when_the_rendezvous_is_close
 
 
 def test_a_sender_waits_for_its_peers_no_longer_than_the_time_out():
-    meeting = Rendezvous("127.0.0.1", 2, 0.5)
+    rendezvous = Rendezvous("127.0.0.1", 2, 0.5)
     start = time.monotonic()
     try:
-        BroadcastGroup("gloo", meeting, "late", 0.5)
+        BroadcastGroup("gloo", rendezvous, "late", 0.5)
     except RuntimeError:
         assert 0.3 < time.monotonic() - start < 10
     else:

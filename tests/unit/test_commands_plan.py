@@ -76,7 +76,7 @@ def test_check_names_every_tensor_that_does_not_fit(recipe, tmp_path):
     for told in (
         "missing: model.layers.1.mlp.experts.3.up_proj.weight",
         "not mapped: model.layers.0.self_attn.sinks",
-        "model.norm.weight has shape (5,), config.json means (64,)",
+        "model.norm.weight has shape (5,), config.json implies (64,)",
     ):
         assert told in ended.output
 

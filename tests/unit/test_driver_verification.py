@@ -8,7 +8,7 @@ import pytest
 from slipstream.backend.driver.devices import Separate
 from slipstream.backend.driver.served_weights import ServedWeights
 from slipstream.backend.driver.verification import Verifier, WeightsMismatch, probe_text
-from slipstream.bridge.report import PublishReport
+from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.weights import VerifyAlways, VerifyEveryN
 from slipstream.rollout.engine.answer import Aborted
 from slipstream.rollout.engine.client import EngineAddress, EngineError, EngineLost

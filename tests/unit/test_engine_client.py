@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from slipstream.bridge.publish import EngineEndpoint
+from slipstream.bridge.publish.endpoint import EngineEndpoint
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.control.concurrency import EngineLoad
 from slipstream.rollout.engine.client import (

@@ -32,9 +32,10 @@ FLOORS = {
         {"trainer"},
         {"cluster"},
         {"driver", "quickstart"},
-        {"api", "commands", "simulate"},
-        {"cli"},
+        {"commands", "simulate"},
+        {"api", "cli"},
     ),
+    "bridge": ({"hf"}, {"model"}, {"families", "shards"}, {"publish"}, {"transport"}),
     "rollout": (
         {"changes", "trajectory"},
         {"control", "plugins", "prompts", "reward"},
@@ -224,7 +225,12 @@ def loaded_after(code: str) -> set[str]:
         ("from slipstream.backend.driver import run", {"ray"}),
         ("from slipstream.backend import cli", set()),
         ("from slipstream.configs import load, rules, installed", set()),
-        ("from slipstream.bridge import plan, families, report", set()),
+        (
+            "from slipstream.bridge import families\n"
+            "from slipstream.bridge.publish import endpoint, report\n"
+            "from slipstream.bridge.shards import check, plan",
+            set(),
+        ),
         ("import slipstream", set()),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.backend.monitor.recorder import Recorder
 from slipstream.backend.monitor.status import RunStatus, StepTimes
-from slipstream.bridge.report import PublishReport
+from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.core import GroupCounts, Loss
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory

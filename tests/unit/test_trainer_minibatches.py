@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from slipstream.backend.batch.micro_batch import TrainBatch
 from slipstream.backend.trainer.minibatches import microbatches_of
 from slipstream.bridge.families import model_spec
-from slipstream.bridge.geometry import Geometry
+from slipstream.bridge.model.geometry import Geometry
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.models import make_checkpoint

@@ -62,7 +62,7 @@ def serve(
         free_port("127.0.0.1"),
         version=0,
         seed=0,
-        replica=ReplicaSpec("slipstream.bridge.replica.mount", f"/dev/shm/{uuid4().hex}")
+        replica=ReplicaSpec("slipstream.bridge.transport.replica.mount", f"/dev/shm/{uuid4().hex}")
         if replica
         else None,
     )

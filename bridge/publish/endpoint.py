@@ -1,11 +1,14 @@
-"""What the bridge asks of an engine. ``rollout`` answers it; the bridge knows no engine by name."""
+"""The control interface that the bridge requires of an engine. Imports no torch.
+
+``rollout`` implements it; the bridge depends on no particular engine.
+"""
 
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
 Pause = Literal["retract", "in_place", "abort"]
-"""Running requests: their KV is computed again after the pause, or it is kept, or they are given up."""
+"""Treatment of running requests: compute their KV cache again after the pause, keep it, or abort them."""
 
 Interrupt = Literal["retract", "in_place", "abort", "drain"]
 
@@ -15,31 +18,39 @@ PAUSE: dict[Interrupt, Pause] = {
     "abort": "abort",
     "drain": "retract",
 }
-"""Draining is done before, by whoever sends the requests: without a pause SGLang lets new ones run between
-any two steps of an update, on weights of two versions. The pause then finds an idle engine, but for requests
-that outlasted the draining."""
+"""The pause of each interrupt.
+
+For ``drain``, whoever sends the requests lets the running ones finish before the publication. The engines
+are paused nevertheless: without a pause SGLang would start new requests between two steps of an update, on
+weights of two versions. Requests that outlast the draining are retracted.
+"""
 
 
 class EngineEndpoint(Protocol):
-    """The control side of one engine. Every call raises on refusal; a ConnectionError means that the engine
-    is gone or does not answer.
+    """The control side of one engine.
 
-    A load that is given a ``version`` completes it: what is sampled from then on is of that version.
+    Every call raises if the engine refuses it. A ConnectionError means that the engine is gone or does not
+    answer. A call that is given a ``version`` completes it: tokens sampled from then on are of that version.
     """
 
-    name: str
-    address: Hashable
-    """Another one once the engine was started again under its name: the new process is in no group."""
-    ranks: int
+    @property
+    def name(self) -> str: ...
+    @property
+    def address(self) -> Hashable:
+        """Identity of the engine's process. It changes with a restart; the new process is in no group."""
+        ...
+
+    @property
+    def ranks(self) -> int: ...
 
     async def pause(self, mode: Pause) -> None: ...
     async def resume(self) -> None: ...
 
-    # Weights come in between these two, unless they come from files.
+    # Weights arrive between these two, except from files.
     async def begin_update(self) -> None: ...
     async def end_update(self) -> None: ...
 
-    # over a process group
+    # Over a process group:
     async def join_group(
         self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
     ) -> None: ...
@@ -55,17 +66,17 @@ class EngineEndpoint(Protocol):
         version: int | None,
     ) -> None: ...
 
-    # from memory that sender and engine share
+    # From memory that the sender and the engine share:
     async def take(self, handles: Sequence[bytes], *, flush_cache: bool, version: int | None) -> None:
         """``handles``: one for each rank of the engine."""
         ...
 
-    # from files
+    # From files:
     async def load_files(self, folder: Path, *, flush_cache: bool, version: int) -> None: ...
 
-    # from a copy of the weights that is kept beside the engine (``slipstream.bridge.replica``)
+    # From the replica of the weights beside the engine (``transport.replica``):
     async def replica_version(self) -> int | None:
-        """The version of the copy; None when there is none, or part of one."""
+        """Return the version of the replica; None if it is absent or incomplete."""
         ...
 
     async def replica_begin(self, files: bytes) -> None: ...
@@ -74,6 +85,6 @@ class EngineEndpoint(Protocol):
     async def load_replica(self, *, flush_cache: bool, version: int) -> None: ...
 
 
-def told(error: BaseException) -> str:
-    """An error as a report shows it."""
+def error_text(error: BaseException) -> str:
+    """Return an error as a report shows it."""
     return f"{type(error).__name__}: {error}"

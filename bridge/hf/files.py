@@ -1,29 +1,35 @@
-"""HF checkpoint directories: tensors read where they lie, and written bucket by bucket."""
+"""Read single tensors from an HF checkpoint directory, and write a whole one bucket by bucket."""
 
 import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  # bare os.PathLike
 from torch import Tensor
 
-from slipstream.bridge.export import FlatBucket
-from slipstream.bridge.hf_index import INDEX, HfCheckpointError, StoredTensor
+from slipstream.bridge.hf.bucket import FlatBucket
+from slipstream.bridge.hf.index import INDEX, HfCheckpointError, StoredTensor
+
+
+class _OpenFile(Protocol):
+    """The part of safetensors' file handle that is used here."""
+
+    def get_tensor(self, name: str) -> Tensor: ...
 
 
 class HFCheckpoint:
-    """The tensors of a checkpoint directory, mapped into memory: only what is used of them is read."""
+    """The tensors of a checkpoint directory. Files are memory-mapped: only what is copied is read."""
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
-        """``stored``: what ``hf_index.stored_tensors`` has found."""
+        """``stored``: the result of ``hf.index.stored_tensors``."""
         self._stored = stored
         self._stack = ExitStack()
-        self._opened: dict[Path, Any] = {}
+        self._opened: dict[Path, _OpenFile] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -32,7 +38,7 @@ class HFCheckpoint:
         self._stack.close()
 
     def tensor(self, name: str) -> Tensor:
-        """A view into the file: to be copied from while the checkpoint is open. Raises HfCheckpointError."""
+        """Return a view into the file, valid while the checkpoint is open. Raises HfCheckpointError."""
         file = self._stored[name].file
         if file not in self._opened:
             try:
@@ -52,21 +58,15 @@ _SIDE_FILES = (
     "merges.txt",
     "chat_template*",
 )
-"""What belongs to a checkpoint besides its weights."""
-
-
-def _state_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Programs that are not told a dtype take the config's, which may be another one in the source."""
-    hf = json.loads(config.read_text())
-    spelling = "dtype" if "dtype" in hf else "torch_dtype"
-    config.write_text(json.dumps(hf | {spelling: str(dtype).removeprefix("torch.")}, indent=2) + "\n")
+"""Files of a checkpoint besides its weights."""
 
 
 def write_hf(buckets: Iterator[FlatBucket | None], source: Path, folder: Path) -> int:
-    """Write the exported buckets as an HF checkpoint directory; config and tokenizer come from ``source``.
+    """Write exported buckets as an HF checkpoint directory, with the config and tokenizer of ``source``.
 
-    One safetensors file per bucket and an index, in a temporary folder that is renamed at the end. Ranks
-    that are not the sender only send their parts. Gives the bytes of the tensors; 0 on those ranks.
+    Each bucket becomes one safetensors file. The directory is made under a temporary name and renamed when
+    it is complete. A rank that is not the sender gets no buckets and writes nothing; it iterates so that its
+    shards are sent. Returns the bytes of the tensors; 0 on such a rank.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     dtype = None
@@ -97,3 +97,10 @@ def write_hf(buckets: Iterator[FlatBucket | None], source: Path, folder: Path) -
         shutil.rmtree(folder)
     partial.rename(folder)
     return total
+
+
+def _state_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Write the dtype of the weights into the config: a program that is given none uses the config's."""
+    hf = json.loads(config.read_text())
+    spelling = "dtype" if "dtype" in hf else "torch_dtype"
+    config.write_text(json.dumps(hf | {spelling: str(dtype).removeprefix("torch.")}, indent=2) + "\n")

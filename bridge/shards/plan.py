@@ -1,42 +1,42 @@
-"""What is exported, in which order, in which buckets. Pure: no tensors, no process groups, no torch.
+"""The order in which shards leave the trainer. Imports no torch and needs no process groups.
 
-    family mappings + layout  ->  ExportPlan (ordered buckets)
+    mappings of the model + layout  ->  ExportPlan (ordered buckets)
 
-Every rank computes the same plan and walks it in the same order, which is what keeps sends and receives
-matched. A parameter goes straight from the ranks that hold its shards to the sender, and a rank that holds
-nothing of a bucket has nothing to do with it.
+Every rank computes the same plan and follows it in the same order, so sends and receives match. A parameter
+travels straight from the ranks that hold its shards to the sender. A rank that holds nothing of a bucket does
+nothing for it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from heapq import heappop, heappush
 from itertools import accumulate
 from math import prod
 
-from slipstream.bridge.families import ModelSpec
-from slipstream.bridge.layout import Coordinates, Layout, Place, Shard, UnevenSplit
-from slipstream.bridge.mapping import Mapping, Piece, Shape, Split, Whole
+from slipstream.bridge.model.layout import Coordinates, Layout, Place, Shard, UnevenSplit
+from slipstream.bridge.model.mapping import Mapping, Piece, Shape, Split, Whole
+from slipstream.bridge.model.spec import ModelSpec
 
 SENDER = 0
-"""The rank that collects what is exported."""
+"""The rank that collects the exported tensors."""
 
-STAGED = 8
-"""Parts that cannot be received in place may need this fraction of a bucket besides, at one time."""
+STAGING_DIVISOR = 8
+"""Parts that cannot be received in place are staged in at most 1/STAGING_DIVISOR of a bucket's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One Megatron parameter and the HF tensors that it becomes."""
+    """One Megatron parameter of the model and the HF tensors that it holds."""
 
     mapping: Mapping
     stage: int
     chunk: int
     parameter: str
-    """Name inside the model chunk; layers are counted from the first of the chunk."""
+    """Name inside the model chunk; layers are counted from the first one of the chunk."""
     hf_names: tuple[str, ...]
     expert: int | None
-    """The expert-parallel rank that has it; None: it is no expert's."""
+    """Expert-parallel rank that holds the parameter; None: it belongs to no expert."""
 
     @property
     def split(self) -> Split:
@@ -58,17 +58,17 @@ def _numel(split: Split) -> int:
 
 @lru_cache
 def pieces_of(split: Split, shard: Shard) -> tuple[Piece, ...]:
-    """``split.pieces``; the layers of a model ask for the same ones again and again."""
+    """Return ``split.pieces(shard)``, which is the same for all layers of a kind. Raises UnevenSplit."""
     return split.pieces(shard)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Consecutive entries that are gathered and sent together, of one dtype."""
+    """Consecutive entries of one dtype that are gathered and sent together."""
 
     entries: tuple[Entry, ...]
     float32: bool
-    """In single precision, which is not the model's dtype."""
+    """The bucket is in single precision although the model is not."""
 
     @cached_property
     def hf_names(self) -> tuple[str, ...]:
@@ -79,26 +79,21 @@ class Bucket:
         return tuple(shape for entry in self.entries for shape in entry.hf_shapes)
 
     @cached_property
-    def offsets(self) -> tuple[int, ...]:
-        """Where each entry begins in the flat bucket, in elements."""
-        return tuple(accumulate((entry.numel for entry in self.entries), initial=0))
-
-    @property
     def numel(self) -> int:
-        return self.offsets[-1]
+        return sum(entry.numel for entry in self.entries)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank has of one HF tensor, and where it goes."""
+    """The piece of one HF tensor that one rank holds, and its destination."""
 
     entry: Entry
     owner: int
     piece: Piece
     shape: Shape
-    """Of the HF tensor."""
+    """Shape of the HF tensor."""
     offset: int
-    """Where that tensor begins in the flat bucket, in elements."""
+    """First element of that tensor in the flat bucket."""
 
     @property
     def numel(self) -> int:
@@ -106,7 +101,7 @@ class Part:
 
     @property
     def in_place(self) -> bool:
-        """Whether it is one run of the HF tensor's elements."""
+        """True if the part is one contiguous run of the HF tensor, which can be received where it belongs."""
         return self.piece.dim == 0
 
 
@@ -116,34 +111,34 @@ class ExportPlan:
     layout: Layout
     buckets: tuple[Bucket, ...]
     bucket_numel: int
-    """What a bucket has room for, unless a single parameter is larger."""
+    """Largest number of elements of a bucket, unless a single parameter has more."""
 
     def parts(self, bucket: Bucket) -> Iterator[Part]:
-        """In the order in which both sides go through them."""
+        """Yield the parts in the order in which both sides process them."""
         offset = 0
         for entry in bucket.entries:
-            sources, shapes = self.sources(entry), entry.hf_shapes
+            shapes = entry.hf_shapes
             offsets = list(accumulate(map(prod, shapes), initial=offset))
-            for owner, pieces in sources:
+            for owner, pieces in self._owners(entry):
                 for piece in pieces:
                     yield Part(entry, owner, piece, shapes[piece.hf], offsets[piece.hf])
             offset = offsets[-1]
 
     def rounds(self, bucket: Bucket) -> Iterator[list[Part]]:
-        """The parts, as many at a time as need little memory besides their place."""
-        taken: list[Part] = []
+        """Yield the parts in groups whose staged parts fit into the staging memory."""
+        parts: list[Part] = []
         staged = 0
         for part in self.parts(bucket):
             if part.owner != SENDER and not part.in_place:
                 staged += part.numel
-                if taken and staged > self.bucket_numel // STAGED:
-                    yield taken
-                    taken, staged = [], part.numel
-            taken.append(part)
-        yield taken
+                if parts and staged > self.bucket_numel // STAGING_DIVISOR:
+                    yield parts
+                    parts, staged = [], part.numel
+            parts.append(part)
+        yield parts
 
-    def sources(self, entry: Entry) -> list[tuple[int, tuple[Piece, ...]]]:
-        """Which rank has which pieces of the entry's HF tensors."""
+    def _owners(self, entry: Entry) -> list[tuple[int, tuple[Piece, ...]]]:
+        """Return the ranks that export the entry, each with its pieces of the HF tensors."""
         owners = self.layout.owners(entry.stage, expert=entry.expert)
         if isinstance(entry.split, Whole):
             return [(owners[0], pieces_of(entry.split, Shard(0, 1)))]
@@ -152,7 +147,7 @@ class ExportPlan:
 
 
 def entries(spec: ModelSpec, layout: Layout) -> Iterator[Entry]:
-    """Every parameter of the model, in the order of the forward pass. Raises UnevenSplit."""
+    """Yield every parameter of the model, in the order of the forward pass. Raises UnevenSplit."""
     layout.check()
     geometry, mappings = spec.geometry, spec.mappings
     last = layout.pipeline - 1
@@ -162,9 +157,9 @@ def entries(spec: ModelSpec, layout: Layout) -> Iterator[Entry]:
 
     yield from (entry(mapping, 0, 0) for mapping in mappings.embedding)
     places = layout.places(geometry.n_layers)
-    for layer, (place, found) in enumerate(zip(places, mappings.layers, strict=True)):
-        for mapping in found:
-            if mapping.of_expert:
+    for layer, (place, layer_mappings) in enumerate(zip(places, mappings.layers, strict=True)):
+        for mapping in layer_mappings:
+            if mapping.per_expert:
                 yield from _experts(mapping, spec, layout, layer, place)
             else:
                 yield _of_layer(mapping, layout, layer, place)
@@ -174,7 +169,7 @@ def entries(spec: ModelSpec, layout: Layout) -> Iterator[Entry]:
 def _of_layer(
     mapping: Mapping, layout: Layout, layer: int, place: Place, expert: tuple[int, int, int] | None = None
 ) -> Entry:
-    """``expert``: its number, its number on its rank, and its rank."""
+    """``expert``: its number, its number on its rank, and its expert-parallel rank."""
     number, local, rank = expert or ("", "", None)
     return Entry(
         mapping,
@@ -189,8 +184,8 @@ def _of_layer(
 def _experts(mapping: Mapping, spec: ModelSpec, layout: Layout, layer: int, place: Place) -> Iterator[Entry]:
     experts = spec.geometry.experts
     assert experts is not None
-    per_rank, left = divmod(experts.count, layout.expert)
-    if left:
+    per_rank, remainder = divmod(experts.count, layout.expert)
+    if remainder:
         raise UnevenSplit(
             f"{experts.count} experts cannot be split evenly over {layout.expert} expert-parallel ranks; "
             "choose actor.parallel.expert as a divisor"
@@ -201,60 +196,61 @@ def _experts(mapping: Mapping, spec: ModelSpec, layout: Layout, layer: int, plac
 
 
 def entries_of(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[tuple[Entry, Shard]]:
-    """The parameters that ``rank`` holds (of whichever replica), and which of their shards.
+    """Yield the parameters that ``rank`` of any replica holds, each with the shard of it.
 
-    The last pipeline stage has a copy of a tied embedding of its own.
+    The last pipeline stage holds a copy of a tied embedding.
     """
-    at = Coordinates.of(rank, layout)
-    dense, expert = Shard(at.tensor, layout.tensor), Shard(at.expert_tensor, layout.etp)
+    place = Coordinates.of(rank, layout)
+    dense, expert = Shard(place.tensor, layout.tensor), Shard(place.expert_tensor, layout.etp)
     last = layout.pipeline - 1
     for entry in entries(spec, layout):
-        if entry.stage == at.stage and entry.expert in (None, at.expert):
+        if entry.stage == place.stage and entry.expert in (None, place.expert):
             yield entry, dense if entry.expert is None else expert
-    if spec.geometry.tied_embeddings and at.stage == last > 0:
+    if spec.geometry.tied_embeddings and place.stage == last > 0:
         [words] = spec.mappings.embedding
         chunk = layout.chunks - 1
         yield Entry(words, last, chunk, "output_layer.weight", words.hf, None), dense
 
 
-def _in_turns(found: list[Entry], stages: int) -> Iterator[Entry]:
-    """Each stage's in their order; next is always the stage of which the smallest part has been."""
+def _in_turns(forward: Sequence[Entry], stages: int) -> Iterator[Entry]:
+    """Keep the order within each stage; the next stage is the one with the smallest share yielded so far."""
     if stages == 1:
-        yield from found
+        yield from forward
         return
-    queues = [[entry for entry in found if entry.stage == stage] for stage in range(stages)]
+    queues = [[entry for entry in forward if entry.stage == stage] for stage in range(stages)]
     totals = [max(sum(entry.numel for entry in queue), 1) for queue in queues]
     turns = [(0.0, stage, 0) for stage in range(stages) if queues[stage]]
     while turns:
-        done, stage, number = heappop(turns)
+        share, stage, number = heappop(turns)
         entry = queues[stage][number]
         yield entry
         if number + 1 < len(queues[stage]):
-            heappush(turns, (done + entry.numel / totals[stage], stage, number + 1))
+            heappush(turns, (share + entry.numel / totals[stage], stage, number + 1))
 
 
 def make_plan(spec: ModelSpec, layout: Layout, bucket_bytes: int, itemsize: int) -> ExportPlan:
-    """Buckets of which two, and what is staged, take at most twice ``bucket_bytes`` (but a single larger
-    parameter has a bucket of its own).
+    """Divide the model into buckets. Raises UnevenSplit.
 
-    Pipeline stages take turns, so that several ranks send at a time while the sender copies what is its own.
+    Two buckets and the staging memory together take at most twice ``bucket_bytes``, unless a single parameter
+    is larger, which has a bucket to itself. Pipeline stages take turns, so that several ranks send at a time
+    while the sender copies its own shards.
     """
     buckets: list[Bucket] = []
     pending: list[Entry] = []
-    single: list[Entry] = []
-    size, room = 0, bucket_bytes - bucket_bytes // (2 * STAGED)
+    single_precision: list[Entry] = []
+    size, room = 0, bucket_bytes - bucket_bytes // (2 * STAGING_DIVISOR)
     for entry in _in_turns(list(entries(spec, layout)), layout.pipeline):
         if entry.mapping.float32 and itemsize != 4:
-            single.append(entry)
+            single_precision.append(entry)
             continue
-        added = entry.numel * itemsize
-        if pending and size + added > room:
+        entry_bytes = entry.numel * itemsize
+        if pending and size + entry_bytes > room:
             buckets.append(Bucket(tuple(pending), float32=False))
             pending, size = [], 0
         pending.append(entry)
-        size += added
+        size += entry_bytes
     if pending:
         buckets.append(Bucket(tuple(pending), float32=False))
-    if single:
-        buckets.append(Bucket(tuple(single), float32=True))
+    if single_precision:
+        buckets.append(Bucket(tuple(single_precision), float32=True))
     return ExportPlan(spec, layout, tuple(buckets), bucket_bytes // itemsize)

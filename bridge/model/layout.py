@@ -1,9 +1,9 @@
-"""How the trainer's ranks share the model. Pure: no process groups.
+"""How the trainer's ranks share a model. Imports no torch and needs no process groups.
 
-Ranks are in Megatron's order: within a pipeline stage tensor-parallel ranks are next to each other, then come
-those that share a context, which have the same weights, and then the data-parallel replicas. Experts have a
-grid of their own over the same ranks of a stage: first the ranks that share an expert, then those that have
-different ones, then the replicas.
+Ranks are in Megatron's order. Within a pipeline stage, tensor-parallel ranks are adjacent; then come the
+ranks that share a context, which hold the same weights, and then the data-parallel replicas. Experts have a
+grid of their own over the ranks of a stage: first the ranks that share an expert, then the ranks with
+different experts, then the replicas.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ LayerSpec = Literal["local", "transformer_engine"]
 
 
 class UnevenSplit(ValueError):
-    """The sizes of the model do not divide by the parallel layout."""
+    """A size of the model is not divisible as the parallel layout requires."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer is: on which pipeline stage, in which of its chunks, and as which layer of the chunk."""
+    """The place of a decoder layer: its pipeline stage, its model chunk there, its number in the chunk."""
 
     stage: int
     chunk: int
@@ -29,24 +29,24 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout that an export plan or a load is made for."""
+    """The parallel layout of an export plan or a load."""
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
-    """Replicas of the weights: those of data parallelism, times the ranks that share a context."""
+    """Replicas of the weights: data-parallel ranks times the ranks that share a context."""
     chunks: int = 1
-    """Model chunks of a stage (virtual pipeline stages)."""
+    """Model chunks per stage (virtual pipeline stages)."""
     expert: int = 1
     expert_tensor: int | None = None
-    """None: as ``tensor``."""
+    """None: equal to ``tensor``."""
     layers: tuple[int, ...] | None = None
     """Layers of each part of the model, in the order of the forward pass; None: the same number in each."""
     layer_spec: LayerSpec = "local"
 
     @classmethod
     def of(cls, parallel: ParallelConfig, layer_spec: LayerSpec = "local") -> "Layout":
-        """That of a recipe's ``actor.parallel``."""
+        """Return the layout of a recipe's ``actor.parallel``."""
         return cls(
             tensor=parallel.tensor,
             pipeline=parallel.pipeline,
@@ -64,10 +64,11 @@ class Layout:
 
     @property
     def etp(self) -> int:
+        """Number of ranks that share an expert."""
         return self.tensor if self.expert_tensor is None else self.expert_tensor
 
     def check(self) -> None:
-        """Raises UnevenSplit when the experts' grid does not fit on the ranks of a stage."""
+        """Raise UnevenSplit if the experts' grid does not fit on the ranks of a stage."""
         ranks = self.tensor * self.data
         if ranks % (self.expert * self.etp):
             raise UnevenSplit(
@@ -76,7 +77,7 @@ class Layout:
             )
 
     def part_sizes(self, n_layers: int) -> tuple[int, ...]:
-        """Layers of each part of the model: chunk 0 of every stage, chunk 1 of every stage, and so on."""
+        """Return the layers of each part of the model: chunk 0 of every stage, chunk 1 of every stage, ..."""
         parts = self.pipeline * self.chunks
         if self.layers is not None:
             if len(self.layers) != parts or sum(self.layers) != n_layers:
@@ -88,13 +89,13 @@ class Layout:
         if n_layers % parts:
             raise UnevenSplit(
                 f"{n_layers} layers cannot be split evenly over {parts} parts of the pipeline; choose "
-                "actor.parallel.pipeline and virtual_pipeline so that they can, or say in "
-                "actor.parallel.layers how many layers each part has"
+                "actor.parallel.pipeline and virtual_pipeline so that they can, or give the layers of each "
+                "part in actor.parallel.layers"
             )
         return (n_layers // parts,) * parts
 
     def places(self, n_layers: int) -> list[Place]:
-        """Of every layer."""
+        """Return the place of every layer."""
         return [
             Place(part % self.pipeline, part // self.pipeline, layer)
             for part, size in enumerate(self.part_sizes(n_layers))
@@ -102,9 +103,9 @@ class Layout:
         ]
 
     def owners(self, stage: int, *, expert: int | None = None) -> list[int]:
-        """The ranks of the first replica that hold the shards of a parameter, in order.
+        """Return the ranks of the first replica that hold a parameter, in the order of their shards.
 
-        ``expert``: the expert-parallel rank that has it; None: it is no expert's.
+        ``expert``: expert-parallel rank that holds the parameter; None: it belongs to no expert.
         """
         first = stage * self.tensor * self.data
         if expert is None:
@@ -114,7 +115,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where one rank stands in a layout."""
+    """The place of one rank in a layout."""
 
     stage: int
     tensor: int
@@ -123,28 +124,28 @@ class Coordinates:
 
     @classmethod
     def of(cls, rank: int, layout: Layout) -> "Coordinates":
-        stage, inside = divmod(rank, layout.tensor * layout.data)
+        stage, rank_in_stage = divmod(rank, layout.tensor * layout.data)
         return cls(
             stage,
-            inside % layout.tensor,
-            inside // layout.etp % layout.expert,
-            inside % layout.etp,
+            rank_in_stage % layout.tensor,
+            rank_in_stage // layout.etp % layout.expert,
+            rank_in_stage % layout.etp,
         )
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Part ``rank`` of ``size`` along a tensor-parallel dimension."""
+    """Shard ``rank`` of ``size`` along a tensor-parallel dimension."""
 
     rank: int
     size: int
 
-    def range_of(self, n: int, what: str) -> tuple[int, int]:
-        """Start and end of this part of ``n`` things called ``what``. Raises UnevenSplit."""
+    def range_of(self, n: int, label: str) -> tuple[int, int]:
+        """Return start and end of this shard among ``n`` units. Raises UnevenSplit, which names ``label``."""
         if n % self.size:
             raise UnevenSplit(
-                f"{n} {what} cannot be split evenly over {self.size} tensor-parallel ranks; "
+                f"{n} {label} cannot be split evenly over {self.size} tensor-parallel ranks; "
                 "choose actor.parallel.tensor (expert_tensor for experts) as a divisor"
             )
-        rows = n // self.size
-        return self.rank * rows, (self.rank + 1) * rows
+        length = n // self.size
+        return self.rank * length, (self.rank + 1) * length

@@ -1,18 +1,18 @@
-"""The shape of a decoder-only transformer: what a mapping and the Megatron config are derived from.
+"""The sizes and variants of a decoder-only transformer. Imports no torch.
 
-Read from an HF config by a family. Imports no torch.
+A family reads a geometry from an HF config. The mappings and the Megatron config follow from it.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from slipstream.bridge.hf_config import UnsupportedModel, numbers, refuse
-from slipstream.bridge.rope import Rope
+from slipstream.bridge.hf.config import HfConfig, UnsupportedModel, integer, integers, number, refuse
+from slipstream.bridge.model.rope import Rope
 
 
 @dataclass(frozen=True)
 class GroupedAttention:
-    """Query heads share key-value heads."""
+    """Attention in which several query heads share a key-value head."""
 
     heads: int
     kv_heads: int
@@ -24,14 +24,14 @@ class GroupedAttention:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2): queries, keys and values come out of narrow projections."""
+    """Multi-head latent attention (DeepSeek-V2): queries, keys and values come from low-rank projections."""
 
     heads: int
     query_rank: int | None
-    """None: queries are projected at once."""
+    """None: queries come from one full projection."""
     kv_rank: int
     plain_dim: int
-    """Of a head's query and key, not rotated."""
+    """Dimensions of a head's query and key that are not rotated."""
     rotated_dim: int
     value_dim: int
 
@@ -41,24 +41,24 @@ Attention = GroupedAttention | LatentAttention
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of some layers' feed-forward network."""
+    """A mixture of experts, which replaces the feed-forward network of some layers."""
 
     count: int
     per_token: int
     ffn_hidden: int
     dense_layers: tuple[int, ...]
-    """Layers that have none."""
+    """Layers without experts."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalized: bool = True
     """The weights of the chosen experts sum to one (before ``scaling``)."""
     bias: bool = False
-    """A bias per expert that decides which are chosen, and nothing else."""
+    """A bias per expert that affects which experts are chosen, but not their weights."""
     scaling: float = 1.0
     groups: int = 1
     groups_per_token: int = 1
-    """Experts are chosen from the best of these groups."""
+    """Experts are chosen from this many of the ``groups``, the best ones."""
     shared_ffn_hidden: int = 0
-    """Of the experts that every token goes through, together."""
+    """Hidden size of all shared experts together, which every token passes through."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ class Geometry:
     rope: Rope
     experts: Experts | None = None
     extra_layers: int = 0
-    """Layers behind the last that a checkpoint may hold for multi-token prediction. They are not mapped."""
+    """Layers for multi-token prediction that a checkpoint may hold after the last one. They are unmapped."""
 
     def padded_vocab(self, tensor: int) -> int:
-        """Rows of the Megatron embedding: the vocabulary rounded up to a multiple of ``tensor``."""
+        """Return the rows of Megatron's embedding: the vocabulary rounded up to a multiple of ``tensor``."""
         return -(-self.vocab // tensor) * tensor
 
     def has_experts(self, layer: int) -> bool:
@@ -87,28 +87,30 @@ class Geometry:
 
     @property
     def rotated_dim(self) -> int:
-        """Dimensions of a head that are rotated."""
+        """Rotated dimensions of a head."""
         if isinstance(self.attention, LatentAttention):
             return self.attention.rotated_dim
         return int(self.attention.head_dim * self.rope.fraction)
 
 
-def grouped_attention(
-    hf: dict[str, Any], *, qkv_bias: bool = False, qk_norm: bool = False
-) -> GroupedAttention:
-    hidden, heads = numbers(hf, "hidden_size", "num_attention_heads")
-    kv_heads = hf.get("num_key_value_heads") or heads
+def grouped_attention(hf: HfConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> GroupedAttention:
+    """Read the attention of all families but DeepSeek's. Raises UnsupportedModel."""
+    hidden, heads = integers(hf, "hidden_size", "num_attention_heads")
+    kv_heads = integer(hf, "num_key_value_heads") or heads
     if heads % kv_heads:
         raise UnsupportedModel(
             f"{hf.get('model_type')}: {heads} attention heads do not divide into {kv_heads} key-value groups"
         )
-    return GroupedAttention(heads, kv_heads, hf.get("head_dim") or hidden // heads, qkv_bias, qk_norm)
+    return GroupedAttention(heads, kv_heads, integer(hf, "head_dim") or hidden // heads, qkv_bias, qk_norm)
 
 
 def geometry_of(
-    hf: dict[str, Any], attention: Attention, rope: Rope, *, experts: Experts | None = None
+    hf: HfConfig, attention: Attention, rope: Rope, *, experts: Experts | None = None
 ) -> Geometry:
-    """What all families read alike. Raises UnsupportedModel for what would silently differ."""
+    """Read the settings that all families share.
+
+    Raises UnsupportedModel for a setting that would change the model without an error.
+    """
     refuse(
         hf,
         hidden_act=("silu",),
@@ -116,7 +118,7 @@ def geometry_of(
         use_sliding_window=(False, None),
         quantization_config=(None,),
     )
-    layers, hidden, ffn_hidden, vocab, positions = numbers(
+    layers, hidden, ffn_hidden, vocab, positions = integers(
         hf,
         "num_hidden_layers",
         "hidden_size",
@@ -125,17 +127,17 @@ def geometry_of(
         "max_position_embeddings",
     )
     return Geometry(
-        family=hf["model_type"],
+        family=str(hf["model_type"]),
         n_layers=layers,
         hidden=hidden,
         ffn_hidden=ffn_hidden,
         vocab=vocab,
         max_positions=positions,
         tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        norm_eps=hf.get("rms_norm_eps", 1e-6),
-        init_std=hf.get("initializer_range", 0.02),
+        norm_eps=number(hf, "rms_norm_eps", 1e-6),
+        init_std=number(hf, "initializer_range", 0.02),
         attention=attention,
         rope=rope,
         experts=experts,
-        extra_layers=hf.get("num_nextn_predict_layers") or 0,
+        extra_layers=integer(hf, "num_nextn_predict_layers") or 0,
     )

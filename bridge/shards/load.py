@@ -1,28 +1,28 @@
-"""HF safetensors -> the parameters of this rank, each rank reading only its own slices."""
+"""Load the parameters of one rank from HF safetensors; each rank reads only its own slices."""
 
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from slipstream.bridge.check import check_names
-from slipstream.bridge.families import ModelSpec
-from slipstream.bridge.hf_files import HFCheckpoint
-from slipstream.bridge.hf_index import HfCheckpointError
-from slipstream.bridge.layout import Layout, UnevenSplit
-from slipstream.bridge.mapping import copy_in
-from slipstream.bridge.plan import entries_of, pieces_of
+from slipstream.bridge.hf.files import HFCheckpoint
+from slipstream.bridge.hf.index import HfCheckpointError
+from slipstream.bridge.model.layout import Layout, UnevenSplit
+from slipstream.bridge.model.mapping import copy_in
+from slipstream.bridge.model.spec import ModelSpec
+from slipstream.bridge.shards.check import check_tensors
+from slipstream.bridge.shards.plan import entries_of, pieces_of
 
 
 @torch.no_grad()
 def load_hf(spec: ModelSpec, layout: Layout, rank: int, parameters: Sequence[Mapping[str, Tensor]]) -> None:
-    """Fill ``parameters`` (for each model chunk, this rank's by name) from the checkpoint at ``spec.path``.
+    """Fill ``parameters`` (one mapping by name per model chunk of ``rank``) from the checkpoint of ``spec``.
 
-    Raises HfCheckpointError unless every parameter is filled exactly once and every tensor is used.
-    Optional ones that the checkpoint lacks stay as they are.
+    Raises HfCheckpointError unless every parameter is filled exactly once and every tensor is used. An
+    optional parameter that the checkpoint lacks keeps its value.
     """
     unfilled = [dict(chunk) for chunk in parameters]
-    stored = check_names(spec)
+    stored = check_tensors(spec)
     with HFCheckpoint(stored) as checkpoint:
         for entry, shard in entries_of(spec, layout, rank):
             target = unfilled[entry.chunk].pop(entry.parameter, None)
@@ -40,5 +40,5 @@ def load_hf(spec: ModelSpec, layout: Layout, rank: int, parameters: Sequence[Map
             if entry.mapping.optional and not stored.keys() >= set(entry.hf_names):
                 continue
             copy_in(target, [checkpoint.tensor(name) for name in entry.hf_names], pieces)
-    if left := sorted(name for chunk in unfilled for name in chunk):
-        raise HfCheckpointError(f"no HF tensor is mapped to: {', '.join(left)}")
+    if unmapped := sorted(name for chunk in unfilled for name in chunk):
+        raise HfCheckpointError(f"no HF tensor is mapped to: {', '.join(unmapped)}")

@@ -1,4 +1,4 @@
-"""Patches: whatever the two versions are, applying gives the bits of the new one, or an error."""
+"""Patches: for any two versions, applying a patch gives the bits of the new one, or an error."""
 
 import msgspec
 import numpy as np
@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.bridge import delta
+from slipstream.bridge.transport import patches
 
 SIZES = st.integers(0, 3000)
 
 
 @st.composite
 def versions(draw) -> tuple[np.ndarray, np.ndarray, int]:
-    """Two versions of a bucket, of which a part differs in any way."""
+    """Two versions of a bucket that differ in any part and in any way."""
     itemsize = draw(st.sampled_from([1, 2, 4, 8]))
     n = draw(SIZES)
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -24,18 +24,18 @@ def versions(draw) -> tuple[np.ndarray, np.ndarray, int]:
     return base, new, itemsize
 
 
-@given(versions(), st.sampled_from([1, 7, 256, delta.CHUNK]))
+@given(versions(), st.sampled_from([1, 7, 256, patches.CHUNK]))
 @settings(max_examples=300, deadline=None)
 def test_a_patch_gives_every_bit_of_the_new_version(case, chunk):
     base, new, itemsize = case
-    whole_chunk, delta.CHUNK = delta.CHUNK, chunk
+    whole_chunk, patches.CHUNK = patches.CHUNK, chunk
     try:
-        for patch in (delta.difference(base, new, itemsize), delta.whole(new, itemsize)):
+        for patch in (patches.difference(base, new, itemsize), patches.whole(new, itemsize)):
             target = base.copy()
-            delta.apply(delta.decoded(delta.encoded(patch)), target)
+            patches.apply(patches.decoded(patches.encoded(patch)), target)
             assert target.tobytes() == new.tobytes()
     finally:
-        delta.CHUNK = whole_chunk
+        patches.CHUNK = whole_chunk
 
 
 def bfloat16_step(n: int = 200_000, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -54,13 +54,13 @@ def bfloat16_step(n: int = 200_000, seed: int = 0) -> tuple[np.ndarray, np.ndarr
 def test_a_step_of_the_usual_size_changes_few_bytes():
     base, new = bfloat16_step()
     assert 0 < np.mean(base.view(np.uint16) != new.view(np.uint16)) < 0.1
-    assert len(delta.encoded(delta.difference(base, new, 2))) < 0.05 * len(new)
+    assert len(patches.encoded(patches.difference(base, new, 2))) < 0.05 * len(new)
 
 
-def test_what_does_not_shrink_is_sent_as_it_is():
+def test_a_bucket_that_does_not_shrink_is_sent_whole():
     rng = np.random.default_rng(0)
     base, new = rng.integers(0, 256, (2, 4096), dtype=np.uint8)
-    patch = delta.difference(base, new, 4)
+    patch = patches.difference(base, new, 4)
     assert patch.chunks is None
     assert patch.whole == new.tobytes()
 
@@ -69,8 +69,8 @@ def test_a_patch_on_another_base_is_refused_by_its_checksum():
     base, new = bfloat16_step()
     other = base.copy()
     other[1234] ^= 1
-    with pytest.raises(delta.PatchError, match="checksum"):
-        delta.apply(delta.difference(base, new, 2), other)
+    with pytest.raises(patches.PatchError, match="checksum"):
+        patches.apply(patches.difference(base, new, 2), other)
 
 
 @pytest.mark.parametrize("position", [0, 5000, 8191, 8192, 99_999])
@@ -79,19 +79,19 @@ def test_the_checksum_finds_any_flipped_bit_and_misplaced_word(position):
     flipped, swapped = data.copy(), data.copy()
     flipped[position] ^= 8
     swapped[8:16], swapped[16:24] = data[16:24], data[8:16]
-    assert len({delta.checksum(each) for each in (data, flipped, swapped, data[:-1])}) == 4
+    assert len({patches.checksum(each) for each in (data, flipped, swapped, data[:-1])}) == 4
 
 
-def patches() -> dict[str, delta.Patch]:
-    """Patches for a bucket of 100 two-byte elements that nobody should have made."""
+def malformed_patches() -> dict[str, patches.Patch]:
+    """Malformed patches for a bucket of 100 two-byte elements."""
     base, new = np.zeros(200, np.uint8), np.zeros(200, np.uint8)
     new[10] = 1
-    good = delta.difference(base, new, 2)
+    good = patches.difference(base, new, 2)
     assert good.chunks
     [chunk] = good.chunks
-    bomb = delta.zlib.compress(bytes(10**6), 1)
+    bomb = patches.zlib.compress(bytes(10**6), 1)
 
-    def changed(**fields) -> delta.Patch:
+    def changed(**fields) -> patches.Patch:
         return msgspec.structs.replace(good, chunks=[msgspec.structs.replace(chunk, **fields)])
 
     return {
@@ -106,17 +106,17 @@ def patches() -> dict[str, delta.Patch]:
         "that is cut off": changed(steps=chunk.steps[:-3]),
         "that inflates without end": changed(gaps=bomb),
         "that inflates its steps without end": changed(steps=bomb),
-        "that reaches behind the end": changed(gaps=delta.zlib.compress(bytes([100]))),
+        "that reaches behind the end": changed(gaps=patches.zlib.compress(bytes([100]))),
     }
 
 
-@pytest.mark.parametrize("name", patches())
-def test_a_patch_that_makes_no_sense_is_an_error(name):
-    with pytest.raises(delta.PatchError):
-        delta.apply(patches()[name], np.zeros(200, np.uint8))
+@pytest.mark.parametrize("name", malformed_patches())
+def test_a_malformed_patch_is_an_error(name):
+    with pytest.raises(patches.PatchError):
+        patches.apply(malformed_patches()[name], np.zeros(200, np.uint8))
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93\x01\x02\x03", msgspec.msgpack.encode({"a": 1})])
-def test_bytes_that_are_no_patch_are_an_error(data):
-    with pytest.raises(delta.PatchError, match="not a patch"):
-        delta.decoded(data)
+def test_bytes_that_are_not_a_patch_are_an_error(data):
+    with pytest.raises(patches.PatchError, match="not a patch"):
+        patches.decoded(data)

@@ -1,13 +1,13 @@
-"""A copy of the weights beside an engine, kept up to date by patches: the far end of the delta transport.
+"""A replica of the weights beside an engine, kept current by patches: the far end of the delta transport.
 
-    begin    which tensors are in which file; files that are so already keep what they hold
-    patch    one file becomes that of the next version, in place
-    commit   all files are of that version, and the engine may load them
+    begin    declare which tensors are in which file; files that already match keep their content
+    patch    bring one file to the next version, in place
+    commit   declare that all files hold that version, so that the engine may load them
 
-The files are safetensors, so that the engine loads them as it does any checkpoint. Their folder is memory
-(/dev/shm) and belongs to one server, with which it goes.
+The files are safetensors, so the engine loads them like any checkpoint. Their folder is in memory (/dev/shm)
+and belongs to one server; it goes when the server goes.
 
-``mount`` is named by its import path where engines are started: ``rollout`` does not know the bridge.
+``rollout`` does not import the bridge: whoever starts an engine passes it the import path of ``mount``.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from collections.abc import Callable
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from slipstream.bridge import delta
-from slipstream.bridge.hf_index import INDEX, ITEMSIZE, SPELLINGS
+from slipstream.bridge.hf.index import INDEX, ITEMSIZE, SAFETENSORS_NAMES
+from slipstream.bridge.transport import patches
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
 ROUTE = "/slipstream/replica"
 
 ALIGNMENT = 64
-"""Bytes: where the tensors of a file begin."""
+"""The tensors of a file begin at a multiple of this many bytes."""
 
 
-class File(msgspec.Struct, array_like=True, frozen=True):
+class ReplicaFile(msgspec.Struct, array_like=True, frozen=True):
     """The tensors of one bucket, back to back."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtype: str
-    """As torch spells it."""
+    """Torch's name."""
 
     def header(self) -> bytes:
-        """What comes before the tensors in a safetensors file."""
+        """Return the bytes before the tensors in a safetensors file."""
         sizes = [prod(shape) * ITEMSIZE[self.dtype] for shape in self.shapes]
-        places = pairwise(accumulate(sizes, initial=0))
+        ranges = pairwise(accumulate(sizes, initial=0))
         tensors = {
-            name: {"dtype": SPELLINGS[self.dtype], "shape": shape, "data_offsets": place}
-            for name, shape, place in zip(self.names, self.shapes, places, strict=True)
+            name: {"dtype": SAFETENSORS_NAMES[self.dtype], "shape": shape, "data_offsets": range_}
+            for name, shape, range_ in zip(self.names, self.shapes, ranges, strict=True)
         }
         text = json.dumps({"__metadata__": {"format": "pt"}} | tensors).encode()
         text += b" " * (-(8 + len(text)) % ALIGNMENT)
@@ -57,26 +57,27 @@ class File(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def size(self) -> int:
+        """Bytes of the tensors."""
         return sum(map(prod, self.shapes)) * ITEMSIZE[self.dtype]
 
 
 class Replica:
-    """The files of one version, or of none while they change."""
+    """The files of one version; of no version while they change."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._marker = folder / "version"
         self._places: list[tuple[Path, int]] = []
-        """Of each file: its path, and the bytes before its tensors."""
-        # A caller that has given up a call may have begun the next one.
+        """Path of each file, and the bytes before its tensors."""
+        # A caller that has given up waiting for a call may have sent the next one.
         self._lock = threading.Lock()
 
     def version(self) -> int | None:
         with self._lock:
             return int(self._marker.read_text()) if self._marker.exists() else None
 
-    def begin(self, files: list[File]) -> None:
-        """Raises OSError where there is no room."""
+    def begin(self, files: list[ReplicaFile]) -> None:
+        """Raises OSError if there is not enough room."""
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._marker.unlink(missing_ok=True)
@@ -84,13 +85,13 @@ class Replica:
             for old in self.folder.glob("*.safetensors"):
                 if old.name not in names:
                     old.unlink()
-            self._places = [self._file(name, file) for name, file in zip(names, files, strict=True)]
+            self._places = [self._create(name, file) for name, file in zip(names, files, strict=True)]
             weight_map = {
                 tensor: name for name, file in zip(names, files, strict=True) for tensor in file.names
             }
             (self.folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
-    def _file(self, name: str, file: File) -> tuple[Path, int]:
+    def _create(self, name: str, file: ReplicaFile) -> tuple[Path, int]:
         path, header = self.folder / name, file.header()
         with path.open("a+b") as opened:
             opened.seek(0)
@@ -99,18 +100,20 @@ class Replica:
                 opened.write(header)
                 opened.flush()
             opened.truncate(len(header) + file.size)
-            # Room that turns out to be missing later, when the mapped file is written to, ends the process.
+            # Room that is missing when a memory-mapped file is written to kills the process. Reserve it now.
             os.posix_fallocate(opened.fileno(), 0, len(header) + file.size)
         return path, len(header)
 
-    def patch(self, number: int, patch: delta.Patch) -> None:
-        """File ``number``, from 0. Raises PatchError; the file may hold anything then."""
+    def patch(self, number: int, patch: patches.Patch) -> None:
+        """Patch file ``number``, counted from 0. After a PatchError its content is undefined."""
         with self._lock:
             if not 0 <= number < len(self._places):
-                raise delta.PatchError(f"file {number} was never announced, {len(self._places)} were")
+                raise patches.PatchError(
+                    f"file {number} was not announced; there are {len(self._places)} files"
+                )
             path, offset = self._places[number]
             mapped = np.memmap(path, np.uint8, "r+", offset=offset)
-            delta.apply(patch, mapped)
+            patches.apply(patch, mapped)
 
     def commit(self, version: int) -> None:
         with self._lock:
@@ -118,33 +121,33 @@ class Replica:
 
 
 def mount(app: "FastAPI", folder: str) -> None:
-    """Give a server the routes that ``slipstream.rollout.engine.client`` asks for its replica."""
+    """Add to a server the routes that ``slipstream.rollout.engine.client`` calls for its replica."""
     from fastapi import Request
     from fastapi.responses import JSONResponse
 
     replica = Replica(Path(folder))
 
-    async def answer(work: Callable[..., Any], *args: Any) -> JSONResponse:
+    async def respond(work: Callable[[], int | None]) -> JSONResponse:
         try:
-            found = await asyncio.to_thread(work, *args)
-        except (delta.PatchError, msgspec.MsgspecError, OSError) as error:
+            version = await asyncio.to_thread(work)
+        except (patches.PatchError, msgspec.MsgspecError, OSError) as error:
             return JSONResponse({"message": f"{type(error).__name__}: {error}"}, 409)
-        return JSONResponse({"folder": str(replica.folder), "version": found})
+        return JSONResponse({"folder": str(replica.folder), "version": version})
 
     @app.get(ROUTE)
     async def version() -> JSONResponse:
-        return await answer(replica.version)
+        return await respond(replica.version)
 
     @app.post(f"{ROUTE}/begin")
     async def begin(request: Request) -> JSONResponse:
         body = await request.body()
-        return await answer(lambda: replica.begin(msgspec.msgpack.decode(body, type=list[File])))
+        return await respond(lambda: replica.begin(msgspec.msgpack.decode(body, type=list[ReplicaFile])))
 
     @app.post(f"{ROUTE}/patch/{{number}}")
     async def patch(number: int, request: Request) -> JSONResponse:
         body = await request.body()
-        return await answer(lambda: replica.patch(number, delta.decoded(body)))
+        return await respond(lambda: replica.patch(number, patches.decoded(body)))
 
     @app.post(f"{ROUTE}/commit/{{number}}")
     async def commit(number: int) -> JSONResponse:
-        return await answer(replica.commit, number)
+        return await respond(lambda: replica.commit(number))

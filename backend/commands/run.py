@@ -1,0 +1,65 @@
+"""Runs that a user watches: progress in the terminal, and every end with its exit code."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slipstream.backend.commands.outcome import Failed, WrongInput
+from slipstream.backend.monitor.progress import Progress, open_progress
+from slipstream.backend.monitor.summary import RunSummary
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.supervised import Supervised
+
+T = TypeVar("T")
+
+
+def train(config: RunConfig, *, resume: bool = False) -> RunSummary:
+    """Run a recipe to its end. Raises as ``attended``."""
+    from slipstream.backend.driver.run import run
+
+    return attended(config, partial(run, config, resume=resume))
+
+
+def sft(supervised: Supervised, *, resume: bool = False) -> Path:
+    """Train on examples. Return the folder of the HF checkpoint. Raises as ``attended``."""
+    from slipstream.backend.driver.sft import run_supervised
+
+    return attended(supervised.run, partial(run_supervised, supervised, resume=resume))
+
+
+def attended(config: RunConfig, start: Callable[[Progress], Coroutine[Any, Any, T]]) -> T:
+    """Return the result of ``start(progress)`` while progress is shown in the terminal.
+
+    Raises WrongInput when the inputs or the cluster cannot be used, and Failed, with every cause, when the
+    run has failed or was stopped.
+    """
+    import uvloop
+
+    from slipstream.backend.cluster.placement import PlacementError
+    from slipstream.backend.driver.inputs import InputError
+    from slipstream.backend.driver.run_folder import LOGS
+    from slipstream.backend.driver.stop import Stopped
+
+    folder = config.run.folder
+    progress = open_progress(config.run.steps)
+    try:
+        with closing(progress), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(start(progress))
+    except Stopped:
+        raise Failed(f"stopped; what there is lies in {folder}, and --resume goes on with it") from None
+    except (InputError, PlacementError) as error:
+        raise WrongInput(str(error)) from None
+    except Exception as error:
+        causes = [f"failed: {type(cause).__name__}: {cause}" for cause in _leaves(error)]
+        logs = [f"logs: {folder / LOGS}"] if folder.exists() else []
+        raise Failed("\n".join([*causes, *logs])) from error
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    """Return the errors themselves, out of the groups that parallel tasks raise."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]

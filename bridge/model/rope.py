@@ -1,0 +1,127 @@
+"""Rotary position embeddings as HF configs describe them. Imports no torch.
+
+The frequencies are computed here and handed to Megatron: its own options cover fewer variants and fix
+constants that checkpoints set to other values.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from slipstream.bridge.hf.config import HfConfig, UnsupportedModel, integer, number, optional_number
+
+Kind = Literal["default", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Position p rotates the i-th pair of dimensions by the angle ``p * frequencies(dimensions)[i]``."""
+
+    kind: Kind = "default"
+    theta: float = 10000.0
+    fraction: float = 1.0
+    """Share of each head's dimensions that is rotated, from the first one on."""
+    factor: float = 1.0
+    """Factor by which sequences may exceed ``original_positions``."""
+    original_positions: int = 0
+    low_frequency: float = 1.0
+    high_frequency: float = 4.0
+    """llama3: wavelengths above ``original_positions / low_frequency`` are stretched by ``factor``, those
+    below ``original_positions / high_frequency`` are kept."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    """yarn: the two limits, in rotations over ``original_positions``."""
+    magnitude: float | None = None
+    magnitude_all: float | None = None
+    """yarn: ``mscale`` and ``mscale_all_dim``."""
+    truncate: bool = True
+    """yarn: round the limits to whole dimensions."""
+
+    def frequencies(self, dimensions: int) -> list[float]:
+        """Return [dimensions / 2] radians per position. ``dimensions``: rotated dimensions of a head."""
+        plain = [self.theta ** (-2 * i / dimensions) for i in range(dimensions // 2)]
+        match self.kind:
+            case "default":
+                return plain
+            case "linear":
+                return [f / self.factor for f in plain]
+            case "llama3":
+                return [self._llama3(f) for f in plain]
+            case "yarn":
+                low, high = self._yarn_limits(dimensions)
+                ramp = [min(max((i - low) / (high - low), 0.0), 1.0) for i in range(len(plain))]
+                return [f * (1 - r) + f / self.factor * r for f, r in zip(plain, ramp, strict=True)]
+
+    def _llama3(self, frequency: float) -> float:
+        rotations = self.original_positions * frequency / (2 * math.pi)
+        smooth = (rotations - self.low_frequency) / (self.high_frequency - self.low_frequency)
+        smooth = min(max(smooth, 0.0), 1.0)
+        return (1 - smooth) * frequency / self.factor + smooth * frequency
+
+    def _yarn_limits(self, dimensions: int) -> tuple[float, float]:
+        def dimension_of(rotations: float) -> float:
+            wavelength = self.original_positions / (rotations * 2 * math.pi)
+            return dimensions * math.log(wavelength) / (2 * math.log(self.theta))
+
+        low, high = dimension_of(self.beta_fast), dimension_of(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dimensions - 1)
+        return low, high + 0.001 if low == high else high
+
+
+_PARAMETERS: dict[str, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    },
+}
+"""Parameters that each kind reads."""
+_COMMON_PARAMETERS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+
+
+def rope_of(hf: HfConfig, *, fraction: float = 1.0) -> Rope:
+    """Read ``rope_theta`` and ``rope_scaling``, or ``rope_parameters`` as transformers 5 writes it.
+
+    ``fraction``: the family's default for ``partial_rotary_factor``. Raises UnsupportedModel for a kind or a
+    parameter that is not read here, so that none is ignored.
+    """
+    parameters = _parameters(hf)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if not isinstance(kind, str) or kind not in _PARAMETERS:
+        raise UnsupportedModel(f"rope type {kind!r} is not mapped; supported: {', '.join(_PARAMETERS)}")
+    if unknown := parameters.keys() - _PARAMETERS[kind] - _COMMON_PARAMETERS:
+        raise UnsupportedModel(f"rope type {kind!r} with {', '.join(sorted(unknown))} is not mapped")
+    if kind != "default" and "factor" not in parameters:
+        raise UnsupportedModel(f"rope type {kind!r} without a factor")
+    positions = integer(hf, "max_position_embeddings") or 0
+    share = number(parameters, "partial_rotary_factor", number(hf, "partial_rotary_factor", fraction))
+    return Rope(
+        kind=cast("Kind", kind),
+        theta=number(parameters, "rope_theta", number(hf, "rope_theta", 10000.0)),
+        fraction=share or fraction,
+        factor=number(parameters, "factor", 1.0),
+        original_positions=int(number(parameters, "original_max_position_embeddings", positions)),
+        low_frequency=number(parameters, "low_freq_factor", 1.0),
+        high_frequency=number(parameters, "high_freq_factor", 4.0),
+        beta_fast=number(parameters, "beta_fast", 32.0),
+        beta_slow=number(parameters, "beta_slow", 1.0),
+        magnitude=optional_number(parameters, "mscale"),
+        magnitude_all=optional_number(parameters, "mscale_all_dim"),
+        truncate=bool(parameters.get("truncate", True)),
+    )
+
+
+def _parameters(hf: HfConfig) -> HfConfig:
+    stated: object = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(stated, dict):
+        raise UnsupportedModel(f"rope parameters are {stated!r}, expected a JSON object")
+    return {key: value for key, value in cast("HfConfig", stated).items() if value is not None}

@@ -1,0 +1,75 @@
+"""Publish one policy version to the engines.
+
+    prepare -> pause -> update -> resume
+
+Generation stops only between pause and resume; requests that arrive meanwhile wait. The transport implements
+``prepare`` and ``update``. An engine counts as updated only if it completes every step. An engine that fails
+a step is named in the report and never resumed, because it may hold a mixture of two versions; its owner must
+fence it off and rebuild it.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from slipstream.bridge.hf.bucket import FlatBucket
+from slipstream.bridge.publish.bucket_stream import BucketStream
+from slipstream.bridge.publish.endpoint import PAUSE, EngineEndpoint, Interrupt
+from slipstream.bridge.publish.publication import Publication, Timeouts
+from slipstream.bridge.publish.report import PublishReport
+
+
+class Transport(Protocol):
+    """A way for the weights to reach the engines. Lives on the sender for the whole run. Single caller.
+
+    An engine that fails a step is dropped from ``publication``. ``prepare`` gets all buckets; the publisher
+    exhausts the buckets that ``update`` leaves.
+    """
+
+    async def prepare(self, publication: Publication, buckets: BucketStream) -> None:
+        """Do everything that can be done while the engines generate."""
+        ...
+
+    async def update(self, publication: Publication, buckets: BucketStream, *, flush_cache: bool) -> None:
+        """Give the engines their new weights while they are paused."""
+        ...
+
+
+class Publisher:
+    """Publishes versions from the sender. Single caller: one publication at a time."""
+
+    def __init__(self, transport: Transport, *, interrupt: Interrupt | None, timeouts: Timeouts) -> None:
+        """``interrupt``: None if the caller pauses and resumes the engines."""
+        self._transport = transport
+        self._interrupt: Interrupt | None = interrupt
+        self._timeouts = timeouts
+        self._export_thread = ThreadPoolExecutor(1, thread_name_prefix="gather")
+
+    async def publish(
+        self, version: int, engines: Sequence[EngineEndpoint], buckets: Iterator[FlatBucket | None]
+    ) -> PublishReport:
+        """Send ``buckets`` as ``version`` to ``engines``. Always exhausts ``buckets``."""
+        publication = Publication(version, engines, self._timeouts)
+        stream = BucketStream(buckets, self._export_thread)
+        start = time.monotonic()
+        try:
+            await self._publish(publication, stream)
+        finally:
+            await stream.exhaust()
+            publication.report.total_s = time.monotonic() - start
+        return publication.report
+
+    async def _publish(self, publication: Publication, buckets: BucketStream) -> None:
+        # SGLang refuses to flush the cache while requests hold KV, as they do after an in-place pause.
+        flush_cache = self._interrupt != "in_place"
+        await self._transport.prepare(publication, buckets)
+        if self._interrupt is None:
+            await self._transport.update(publication, buckets, flush_cache=flush_cache)
+        else:
+            pause, paused_at = PAUSE[self._interrupt], time.monotonic()
+            await publication.each("pause", lambda engine: engine.pause(pause))
+            await self._transport.update(publication, buckets, flush_cache=flush_cache)
+            await publication.each("resume", lambda engine: engine.resume())
+            publication.report.stall_s = time.monotonic() - paused_at
+        publication.report.updated = [engine.name for engine in publication.engines]
