@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -249,16 +250,30 @@ def ended(process: subprocess.Popen) -> tuple[int, str, str]:
     return process.returncode, said, wrong
 
 
+@pytest.fixture(scope="module")
+def commands(done: Done) -> Iterator[dict[str, subprocess.Popen]]:
+    """Conversions that run side by side: each keeps one core busy."""
+    model = done.folder / "models" / "tied"
+    processes = {}
+    for trained in TRAINED:
+        run = done.folder / trained
+        (run / "converted").mkdir()
+        out = run / "converted" / "out"
+        processes[trained] = slipstream("megatron-to-hf", run / "checkpoints", out, "--model", model)
+    yield processes
+    for process in processes.values():
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.parametrize("trained", TRAINED)
-def test_the_checkpoints_of_a_run_become_what_the_run_would_export(done: Done, tmp_path, trained: str):
-    run, model = done.folder / trained, done.folder / "models" / "tied"
-    code, said, wrong = ended(
-        slipstream("megatron-to-hf", run / "checkpoints", tmp_path / "out", "--model", model)
-    )
+def test_the_checkpoints_of_a_run_become_what_the_run_would_export(done: Done, commands, trained: str):
+    run = done.folder / trained
+    code, said, wrong = ended(commands[trained])
     assert (code, wrong) == (0, "")
     assert "v00000001" in said
-    assert_same(tmp_path / "out", run / "exported")
-    assert not list(tmp_path.glob(".*"))
+    assert_same(run / "converted" / "out", run / "exported")
+    assert [path.name for path in (run / "converted").iterdir()] == ["out"]
 
 
 def children(pid: int) -> list[int]:
