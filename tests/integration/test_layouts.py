@@ -134,7 +134,7 @@ def train(rank: RankSpec, config: RunConfig, save: Path | None, resume: Path | N
 def models(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     make_checkpoint(folder / "dense", "qwen3", tied=True)
-    make_checkpoint(folder / "mixture", "qwen3_moe", tied=False)
+    make_checkpoint(folder / "mixture", "qwen3_moe", tied=False, num_hidden_layers=2, mlp_only_layers=[0])
     return folder
 
 

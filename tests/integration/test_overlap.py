@@ -157,9 +157,11 @@ def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {
         "tied": make_checkpoint(folder / "tied"),
-        "untied": make_checkpoint(folder / "untied", tied=False),
-        "experts": make_checkpoint(folder / "experts", "qwen3_moe", tied=False),
-        "latent": make_checkpoint(folder / "latent", "deepseek_v3", tied=False),
+        "untied": make_checkpoint(folder / "untied", tied=False, num_hidden_layers=2),
+        "experts": make_checkpoint(
+            folder / "experts", "qwen3_moe", tied=False, num_hidden_layers=2, mlp_only_layers=[0]
+        ),
+        "latent": make_checkpoint(folder / "latent", "deepseek_v3", tied=False, num_hidden_layers=2),
     }
 
 

@@ -75,7 +75,7 @@ CASES = {
     "tensor 2": Case({"tensor": 2}),
     "tensor 2 bfloat16": Case({"tensor": 2}, dtype="bfloat16"),
     "pipeline 2 distributed": Case({"pipeline": 2}, distributed=True),
-    "virtual pipeline 2": Case({"pipeline": 2, "virtual_pipeline": 2}),
+    "virtual pipeline 2": Case({"pipeline": 2, "virtual_pipeline": 2}, model="deep"),
     "expert 2": Case({"data": 2, "expert": 2}, model="mixture"),
     "expert 2 distributed": Case({"data": 2, "expert": 2}, distributed=True, model="mixture"),
     "data 2": Case({"data": 2}, model="untied"),
@@ -227,9 +227,10 @@ def on_ranks(
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    make_checkpoint(folder / "tied", tied=True)
-    make_checkpoint(folder / "untied", tied=False)
-    make_checkpoint(folder / "mixture", "glm4_moe", tied=False)
+    make_checkpoint(folder / "tied", tied=True, num_hidden_layers=2)
+    make_checkpoint(folder / "deep", tied=True)
+    make_checkpoint(folder / "untied", tied=False, num_hidden_layers=2)
+    make_checkpoint(folder / "mixture", "glm4_moe", tied=False, num_hidden_layers=2)
     return folder
 
 
