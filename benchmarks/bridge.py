@@ -44,8 +44,8 @@ from slipstream.bridge.shards.load import load_hf
 from slipstream.bridge.shards.plan import Bucket, ExportPlan, entries, entries_of, make_plan
 from slipstream.bridge.transport.delta import DeltaTransport
 from slipstream.bridge.transport.replica import mount
-from slipstream.rollout.engine.actor import free_port
 from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineLost
+from slipstream.rollout.network import free_port
 from tests.ranks import run_ranks
 
 QWEN3_1_7B = {

@@ -28,7 +28,7 @@ from benchmarks.bridge import peak_mb, reset_peak
 from benchmarks.train_step import batch_of, config_of
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.network import free_port
 
 PEAKS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12}
 """FLOP/s in bfloat16, dense, by a part of the device's name."""

@@ -39,7 +39,7 @@ from slipstream.backend.objective.losses import Tokens
 from slipstream.backend.quickstart import WARM_START_STEPS, task, write_policy
 from slipstream.backend.quickstart.policy import MAX_RESPONSE_TOKENS
 from slipstream.backend.quickstart.tokenizer import prompt_text
-from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.network import free_port
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
 
 PROMPTS, ANSWERS = 16, 8

@@ -42,7 +42,7 @@ from slipstream.backend.quickstart import task
 from slipstream.backend.quickstart.policy import build_policy
 from slipstream.backend.quickstart.tokenizer import build_tokenizer, demonstration_text, prompt_text
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.network import free_port
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
 
 ASKED = {"step_ratio": 1.1}

@@ -1,4 +1,4 @@
-"""The generation side: engines, workflows, rewards, and the control of what may start and be trained.
+"""Generates what the trainer learns from: engines, workflows, rewards, and the control of staleness.
 
 Never imports Megatron or ``backend``.
 """

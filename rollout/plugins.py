@@ -1,4 +1,4 @@
-"""Builds what a recipe names by import path, the built-in code included."""
+"""Builds the objects that a recipe names by import path: workflows, rewards, group filters."""
 
 import importlib
 from typing import Any
@@ -7,11 +7,14 @@ from slipstream.configs.schema import PluginConfig
 
 
 class PluginError(ImportError):
-    """An import path of the recipe leads nowhere."""
+    """An import path of the recipe cannot be imported, or its object cannot be constructed."""
 
 
 def resolve(path: str) -> Any:
-    """The object at ``package.module.Name``. Raises PluginError."""
+    """Return the object at ``package.module.Name``. Raises PluginError.
+
+    The object is the user's, so its type is not known here: the caller annotates what it expects.
+    """
     module_path, _, name = path.rpartition(".")
     try:
         module = importlib.import_module(module_path)
@@ -24,7 +27,7 @@ def resolve(path: str) -> Any:
 
 
 def build(plugin: PluginConfig) -> Any:
-    """Construct the named class with the recipe's arguments."""
+    """Construct the class that ``plugin`` names with the recipe's arguments. Raises PluginError."""
     factory = resolve(plugin.path)
     try:
         return factory(**plugin.args)

@@ -1,4 +1,4 @@
-"""Prompt sets: jsonl or parquet with the columns ``prompt`` and ``label``, in a seeded endless order."""
+"""Prompt sets: jsonl or parquet files with columns ``prompt`` and ``label``, in a seeded endless order."""
 
 import json
 import random
@@ -6,80 +6,98 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
 
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.trajectory import Messages, Prompt
 
 
 class PromptError(ValueError):
-    """A prompt file that cannot be used; the message names the file, the line and what was expected."""
+    """A prompt file cannot be used; the message names the file, the line and what was expected."""
 
 
-def _rows(path: Path) -> Iterator[tuple[int, Any]]:
+def _rows(path: Path) -> Iterator[tuple[int, object]]:
+    """Yield the number of each row or line, from 1, and what it holds."""
     if path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        try:
-            rows = pyarrow.parquet.read_table(path).to_pylist()
-        except pyarrow.ArrowInvalid as error:
-            raise PromptError(f"{path}: not a parquet file: {error}") from None
-        yield from enumerate(rows, start=1)
+        yield from enumerate(_parquet_rows(path), start=1)
         return
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
                     yield number, json.loads(line.decode())
-                except ValueError as error:  # also of the decoding
+                except ValueError as error:  # UnicodeDecodeError included
                     raise PromptError(f"{path}, line {number}: not JSON: {error}") from None
+
+
+def _parquet_rows(path: Path) -> list[object]:
+    import pyarrow  # pyright: ignore[reportMissingTypeStubs]
+    import pyarrow.parquet  # pyright: ignore[reportMissingTypeStubs]
+
+    arrow, parquet = cast("Any", pyarrow), cast("Any", pyarrow.parquet)  # pyarrow has no types
+    try:
+        return parquet.read_table(path).to_pylist()
+    except arrow.ArrowInvalid as error:
+        raise PromptError(f"{path}: not a parquet file: {error}") from None
 
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt, and answers to learn from."""
+    """A prompt with the texts to learn from, one for each column that was asked for."""
 
     prompt: Prompt
-    answers: tuple[str, ...]
+    targets: tuple[str, ...]
 
 
 def read_examples(path: Path, columns: Sequence[str]) -> list[Example]:
-    """As ``read_prompts``, with a text in each of ``columns`` too. Raises PromptError, OSError."""
-    found = []
+    """Read all prompts of a file, each with a text from every one of ``columns``, in their order.
+
+    Raises PromptError and OSError.
+    """
+    examples: list[Example] = []
     for number, prompt in enumerate(read_prompts(path), start=1):
-        answers = tuple(prompt.metadata.get(column) for column in columns)
-        for column, answer in zip(columns, answers, strict=True):
-            if not answer or not isinstance(answer, str):
-                raise PromptError(f"{path}, example {number}: `{column}` must be a text")
-        found.append(Example(prompt, answers))
-    return found
+        targets: list[str] = []
+        for column in columns:
+            text = prompt.metadata.get(column)
+            if not text or not isinstance(text, str):
+                raise PromptError(f"{path}, example {number}: `{column}` must be a text that is not empty")
+            targets.append(text)
+        examples.append(Example(prompt, tuple(targets)))
+    return examples
 
 
-def _is_chat(prompt: Any) -> bool:
-    return isinstance(prompt, list) and all(isinstance(turn, dict) and "role" in turn for turn in prompt)
+def _is_chat(prompt: object) -> TypeGuard[Messages]:
+    if not isinstance(prompt, list):
+        return False
+    return all(isinstance(message, dict) and "role" in message for message in cast("list[object]", prompt))
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """All prompts of a file, numbered in file order. Raises PromptError, OSError."""
-    prompts = []
+    """Read all prompts of a jsonl or parquet file, numbered from 0 in file order.
+
+    Raises PromptError and OSError.
+    """
+    prompts: list[Prompt] = []
     for number, row in _rows(path):
         if not isinstance(row, dict) or "prompt" not in row:
             raise PromptError(f"{path}, line {number}: expected an object with `prompt` (and `label`)")
-        if not row["prompt"] or not (isinstance(row["prompt"], str) or _is_chat(row["prompt"])):
+        columns = cast("dict[str, object]", row)
+        prompt = columns["prompt"]
+        if not prompt or not (isinstance(prompt, str) or _is_chat(prompt)):
             raise PromptError(
                 f"{path}, line {number}: `prompt` must be a text or a list of chat messages with a `role`"
             )
-        rest = {key: value for key, value in row.items() if key not in ("prompt", "label")}
-        prompts.append(Prompt(len(prompts), row["prompt"], row.get("label"), rest))
+        metadata = {name: value for name, value in columns.items() if name not in ("prompt", "label")}
+        prompts.append(Prompt(len(prompts), prompt, columns.get("label"), metadata))
     if not prompts:
         raise PromptError(f"{path} holds no prompts")
     return prompts
 
 
 class PromptStream:
-    """An endless order over a prompt set, of which any position can be looked up.
+    """An endless order over a prompt set in which any position can be looked up.
 
-    Epoch e is shuffled by (seed, e). ``position`` is where the next fresh prompt is.
+    Each epoch holds every prompt once. Epoch e is shuffled by (seed, e), so that the order depends on
+    nothing else and a resumed run goes on in it.
     """
 
     def __init__(self, prompts: list[Prompt], *, shuffle: bool, seed: int, position: int = 0) -> None:
@@ -87,10 +105,11 @@ class PromptStream:
         self._shuffle = shuffle
         self._seed = seed
         self.position = position
+        """Position of the next prompt that has not been drawn."""
         self._order = lru_cache(maxsize=2)(self._order_of)
 
     def at(self, position: int) -> Prompt:
-        """The prompt at a position, passed or to come."""
+        """Return the prompt at any position, drawn already or not."""
         epoch, offset = divmod(position, len(self._prompts))
         return self._order(epoch)[offset]
 

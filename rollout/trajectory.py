@@ -1,6 +1,6 @@
-"""What is generated: prompts, engine outputs, trajectories, groups. Plain data, no I/O.
+"""Plain data of generation: prompts, completions, trajectories and groups. No I/O.
 
-Legend for array names: T tokens of one trajectory, prompt included.
+In array names, T is the number of tokens of one trajectory, prompt included.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,53 +10,69 @@ from math import isfinite
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 Messages = list[dict[str, Any]]
+"""A chat: one dictionary for each message, with at least `role` and `content`."""
 
-T = TypeVar("T")
+Owner = TypeVar("Owner")
+Value = TypeVar("Value")
 
 
-class computed_once(Generic[T]):
-    """``functools.cached_property`` without its lock, which costs microseconds a time in Python 3.11."""
+class computed_once(Generic[Owner, Value]):
+    """``functools.cached_property`` without its lock, which costs microseconds per use in Python 3.11."""
 
-    def __init__(self, compute: Callable[[Any], T]) -> None:
+    def __init__(self, compute: Callable[[Owner], Value]) -> None:
         self._compute = compute
         self.__doc__ = compute.__doc__
 
-    def __set_name__(self, owner: type, name: str) -> None:
+    def __set_name__(self, owner: type[Owner], name: str) -> None:
         self._name = name
 
-    def __get__(self, instance: Any, owner: type) -> T:
+    def __get__(self, instance: Owner, owner: type[Owner]) -> Value:
         value = instance.__dict__[self._name] = self._compute(instance)
         return value
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line of a prompt set. ``label`` is whatever the reward compares with."""
+    """One row of a prompt set: what the policy is asked, and what a reward compares with.
+
+    The first line of a jsonl file
+
+        {"prompt": "What is 2+2?", "label": "4", "level": 1}
+
+    becomes ``Prompt(id=0, prompt="What is 2+2?", label="4", metadata={"level": 1})``.
+    """
 
     id: int
+    """Row number in the prompt set, from 0."""
     prompt: str | Messages
+    """Column `prompt`: a text, or a chat."""
     label: Any = None
-    metadata: dict[str, Any] = field(default_factory=dict)
+    """Column `label`: whatever the reward compares with; None where the row has none."""
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    """All other columns of the row, by name."""
 
     def messages(self) -> Messages:
-        """The prompt as a chat: plain text is one user message."""
+        """Return the prompt as a chat. A text becomes one user message."""
         return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
 
 
 class Finish(StrEnum):
-    """Why generation ended."""
+    """Reason why a completion ended."""
 
     STOP = "stop"
+    """The policy sampled an end token."""
     LENGTH = "length"
+    """The token budget, ``sampling.max_new_tokens``, was used up."""
     PARTIAL = "partial"
-    """Not over: what there is so far of an answer that goes on, here or in another request."""
+    """The completion has not ended: more tokens follow, in the same request or in the next one."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens [start, end) of one output were sampled from policy ``version``."""
+    """Version span: tokens [start, end) of one completion were sampled from policy ``version``."""
 
     version: int
     start: int
@@ -65,53 +81,74 @@ class Span:
 
 @dataclass(frozen=True)
 class Completion:
-    """One engine answer: the engine's own token ids, log-probs and version spans, never re-tokenized."""
+    """The tokens that an engine generated for one request, with the log-prob and policy version of each.
+
+    All three come from the engine; text is never tokenized again. Raises ValueError when there are not as
+    many log-probs as tokens, or when the spans do not tile the tokens.
+    """
 
     tokens: tuple[int, ...]
+    """Token ids, without those of the request."""
     logprobs: tuple[float, ...]
+    """Behaviour log-prob of each token, from the engine: natural logarithm, at the sampling temperature."""
     spans: tuple[Span, ...]
+    """Version spans, in order and without gaps: from 0 to ``len(tokens)``."""
     finish: Finish
     retractions: int = 0
+    """Number of times that the engine took the request off the GPU and computed its KV cache again."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):
             raise ValueError(f"{len(self.tokens)} tokens but {len(self.logprobs)} log-probs")
-        at = 0
+        end = 0
         for span in self.spans:
-            if span.start != at or span.end <= span.start:
+            if span.start != end or span.end <= span.start:
                 raise ValueError(f"version spans {self.spans} do not tile {len(self.tokens)} tokens")
-            at = span.end
-        if at != len(self.tokens):
+            end = span.end
+        if end != len(self.tokens):
             raise ValueError(f"version spans {self.spans} do not tile {len(self.tokens)} tokens")
 
-    def versions(self) -> np.ndarray:
-        """int32 [tokens]: the version of each token."""
+    def versions(self) -> npt.NDArray[np.int32]:
+        """Return the policy version of each token, int32 [tokens]."""
         lengths = [span.end - span.start for span in self.spans]
         return np.repeat(np.array([span.version for span in self.spans], dtype=np.int32), lengths)
 
 
 UNSAMPLED = int(np.iinfo(np.int32).min)
-"""The version of a token that no policy sampled (prompt, tool output)."""
+"""Version of a token that no policy sampled: prompt, tool output."""
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One episode as the trainer sees it: all of its tokens, and which of them carry loss."""
+    """One episode as the trainer sees it: all of its tokens, and which of them carry loss.
 
-    tokens_T: np.ndarray
-    """int64"""
-    loss_mask_T: np.ndarray
-    """bool: sampled by the policy and to be trained."""
-    logprobs_T: np.ndarray
-    """float32 log-probs under the behaviour policy; 0 where not sampled, never read there."""
-    versions_T: np.ndarray
-    """int32 policy version of each token; UNSAMPLED where not sampled."""
+    A workflow builds it with ``TrajectoryBuilder`` and sets ``reward``:
+
+        trajectory = builder.build()
+        return replace(trajectory, reward=1.0)      # dataclasses.replace
+
+    All arrays have one element per token, in the order in which the policy saw them; their shapes and
+    dtypes are not checked. Raises ValueError when ``turn_rewards`` is not in order or not finite.
+    """
+
+    tokens_T: npt.NDArray[np.int64]
+    """int64 token ids: prompt, completions and context."""
+    loss_mask_T: npt.NDArray[np.bool_]
+    """bool. True: the policy sampled the token, and it is trained."""
+    logprobs_T: npt.NDArray[np.float32]
+    """float32 behaviour log-probs: natural logarithm, at the sampling temperature. 0 where no policy sampled
+    the token; never read there."""
+    versions_T: npt.NDArray[np.int32]
+    """int32 policy versions; UNSAMPLED where no policy sampled the token."""
     finish: Finish
+    """Finish of the last completion."""
     retractions: int = 0
+    """Retractions of all completions."""
     reward: float | None = None
+    """Reward of the episode. None until it has been judged; a workflow must not return None."""
     turn_rewards: tuple[tuple[int, float], ...] = ()
-    """Of each turn, in their order: where it ends (the position behind it), and what it is worth by itself.
-    Empty where only the episode is judged. Used with ``actor.turns``."""
+    """(end, reward) of each turn, in order: the index behind its last token, and what this turn alone is
+    worth. Empty where only the episode is judged. Used with ``actor.turns``."""
 
     def __post_init__(self) -> None:
         if self.turn_rewards:
@@ -122,15 +159,18 @@ class Trajectory:
         for end, reward in self.turn_rewards:
             if not start < end <= len(self.tokens_T):
                 raise ValueError(
-                    f"a turn ends at {end}, the one before it at {start}, of {len(self.tokens_T)} tokens"
+                    f"a turn ends at token {end}, but the turn before it ends at {start} and the trajectory "
+                    f"has {len(self.tokens_T)} tokens: turns must be in order, each with at least one token"
                 )
             if not isfinite(reward):
-                raise ValueError(f"the turn that ends at {end} has the reward {reward}")
+                raise ValueError(
+                    f"the turn that ends at token {end} has the reward {reward}, expected a finite number"
+                )
             start = end
 
     @computed_once
     def runs(self) -> list[tuple[int, bool, int]]:
-        """Runs of tokens that are alike: their version, whether they carry loss, and where the run ends."""
+        """Runs of neighbouring tokens with the same version and loss mask: (version, carries loss, end)."""
         versions_T, loss_mask_T = self.versions_T, self.loss_mask_T
         if not len(versions_T):
             return []
@@ -140,32 +180,35 @@ class Trajectory:
 
     @computed_once
     def response_length(self) -> int:
-        """Tokens that carry loss."""
-        found = start = 0
+        """Number of tokens that carry loss."""
+        length = start = 0
         for _, trained, end in self.runs:
             if trained:
-                found += end - start
+                length += end - start
             start = end
-        return found
+        return length
 
     @computed_once
     def sampled_length(self) -> int:
-        """Tokens that a policy sampled, those included that carry no loss because they are too old."""
-        found = start = 0
+        """Number of tokens that a policy sampled, including tokens that are too old to carry loss."""
+        length = start = 0
         for version, _, end in self.runs:
             if version != UNSAMPLED:
-                found += end - start
+                length += end - start
             start = end
-        return found
+        return length
 
-    def turn_T(self) -> np.ndarray:
-        """int64: the turn of each token, counted from 0; behind the last one as many as there are turns."""
+    def turn_T(self) -> npt.NDArray[np.intp]:
+        """Return the turn of each token, int64 [T], from 0.
+
+        Tokens behind the last turn get the number of turns.
+        """
         ends = np.array([end for end, _ in self.turn_rewards], np.int64)
         return np.searchsorted(ends, np.arange(len(self.tokens_T)), side="right")
 
     @property
     def oldest_version(self) -> int:
-        """The smallest version among the tokens that carry loss. Raises ValueError when none does."""
+        """Smallest version among the tokens that carry loss. Raises ValueError when no token does."""
         try:
             return min([version for version, trained, _ in self.runs if trained])
         except ValueError:
@@ -173,34 +216,37 @@ class Trajectory:
 
     @property
     def n_versions(self) -> int:
+        """Number of different versions among the tokens that carry loss."""
         return len({version for version, trained, _ in self.runs if trained})
 
-    def with_versions(self, versions_T: np.ndarray) -> "Trajectory":
-        """The same episode, its tokens numbered otherwise."""
+    def with_versions(self, versions_T: npt.NDArray[np.int32]) -> "Trajectory":
+        """Return a copy with other version numbers."""
         return replace(self, versions_T=versions_T)
 
     def masked_before(self, version: int) -> "Trajectory":
-        """The same episode, in which tokens older than ``version`` carry no loss."""
+        """Return a copy in which no token older than ``version`` carries loss."""
         return replace(self, loss_mask_T=self.loss_mask_T & (self.versions_T >= version))
 
 
 class TrajectoryBuilder:
-    """Grows a trajectory from the parts of an episode, in order.
+    """Builds a trajectory from the parts of an episode, in order.
 
         builder = TrajectoryBuilder(prompt_ids)
+        completion = await generator.generate(builder.tokens, sampling)
         builder.add_completion(completion)      # carries loss
-        builder.reward_turn(0.5)                # if turns are judged
-        builder.add_context(tool_output_ids)    # does not
+        builder.reward_turn(0.5)                # only where turns are judged
+        builder.add_context(tool_output_ids)    # carries no loss
         trajectory = builder.build()
 
-    Tokens are never decoded and encoded again.
+    Tokens are never decoded and encoded again, so that the trainer sees exactly what the policy sampled.
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
+        """Start an episode with ``prompt_ids``, token ids that carry no loss."""
         self._tokens: list[int] = []
-        self._mask: list[np.ndarray] = []
-        self._logprobs: list[np.ndarray] = []
-        self._versions: list[np.ndarray] = []
+        self._mask: list[npt.NDArray[np.bool_]] = []
+        self._logprobs: list[npt.NDArray[np.float32]] = []
+        self._versions: list[npt.NDArray[np.int32]] = []
         self._finish = Finish.STOP
         self._retractions = 0
         self._turn_rewards: list[tuple[int, float]] = []
@@ -208,30 +254,36 @@ class TrajectoryBuilder:
 
     @property
     def tokens(self) -> list[int]:
-        """Everything so far: what the next generation request has to send."""
+        """All token ids so far: the input of the next generation request. A copy."""
         return list(self._tokens)
 
     def add_context(self, tokens: Sequence[int]) -> None:
+        """Append token ids that no policy sampled, such as tool output. They carry no loss."""
         n = len(tokens)
         self._tokens += tokens
-        self._mask.append(np.zeros(n, bool))
+        self._mask.append(np.zeros(n, np.bool_))
         self._logprobs.append(np.zeros(n, np.float32))
         self._versions.append(np.full(n, UNSAMPLED, np.int32))
 
     def add_completion(self, completion: Completion) -> None:
+        """Append a completion as the generator returned it. All of its tokens carry loss."""
         self._tokens += completion.tokens
-        self._mask.append(np.ones(len(completion.tokens), bool))
+        self._mask.append(np.ones(len(completion.tokens), np.bool_))
         self._logprobs.append(np.array(completion.logprobs, np.float32))
         self._versions.append(completion.versions())
         self._finish = completion.finish
         self._retractions += completion.retractions
 
     def reward_turn(self, reward: float) -> None:
-        """What was added since the last call, or since the beginning, is worth ``reward`` by itself."""
+        """End a turn here and give it a reward. It begins where the turn before it ended, the first at 0."""
         self._turn_rewards.append((len(self._tokens), reward))
 
     def build(self) -> Trajectory:
-        """Raises ValueError when no token was sampled: the episode has failed, nothing can be trained."""
+        """Return the trajectory so far, without a reward of the episode.
+
+        Raises ValueError when no token was sampled (the episode has failed: there is nothing to train), or
+        when the rewards of turns are out of order or not finite.
+        """
         if not any(mask.any() for mask in self._mask):
             raise ValueError(f"an episode of {len(self._tokens)} tokens, none of them sampled by the policy")
         return Trajectory(
@@ -247,16 +299,16 @@ class TrajectoryBuilder:
 
 @dataclass(frozen=True)
 class Group:
-    """The n trajectories of one prompt instance, complete and judged."""
+    """The ``n_samples_per_prompt`` trajectories of one admitted prompt, complete and judged."""
 
     id: int
-    """Admission order over the run's life."""
+    """Admission number over the life of the run, from 0."""
     prompt: Prompt
     admitted_at: int
-    """The policy version that was current at admission."""
+    """Policy version that was current at admission."""
     trajectories: tuple[Trajectory, ...]
 
     @property
-    def rewards(self) -> np.ndarray:
-        """float64 [n]"""
-        return np.array([t.reward for t in self.trajectories], np.float64)
+    def rewards(self) -> npt.NDArray[np.float64]:
+        """Rewards of the episodes, float64 [trajectories]."""
+        return np.array([trajectory.reward for trajectory in self.trajectories], np.float64)

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.network import free_port
 from tests.integration.test_layouts import CASES, Curve, Job, train
 from tests.models import make_checkpoint
 from tests.ranks import run_ranks

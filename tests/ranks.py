@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from slipstream.backend.cluster import local_ranks as ranks
 from slipstream.backend.megatron.parallel import RankSpec
-from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.network import free_port
 
 Key = TypeVar("Key", bound=Hashable)
 

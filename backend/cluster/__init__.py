@@ -1,1 +1,8 @@
-"""Where processes run: placement on nodes, Ray, the actors, local ranks, and the guard that ends them all."""
+"""Where processes run, and how they are reached and ended.
+
+placement      which node has which rank and engine; ``ray_cluster`` starts or joins Ray
+actors         makes the Ray actors; ``trainer_actor`` is what a rank's process runs
+rank_group     all ranks behind one proxy; ``handles`` and ``waits`` belong to it
+local_ranks    ranks without Ray, for conversions and tests
+guard          ends everything of a run on this machine when the driver was killed
+"""

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.network import free_port
 
 HOST = "127.0.0.1"
 

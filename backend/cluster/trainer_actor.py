@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.network import free_port
 from slipstream.rollout.plugins import resolve
 
 

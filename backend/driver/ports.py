@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from slipstream.backend.batch.micro_batch import TrainBatch
-from slipstream.backend.monitor.status import RunStatus, StepTimes
+from slipstream.backend.monitor.status import RunStatus, TrainedStep
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.collect.listener import CollectionListener
 from slipstream.rollout.control.core import GroupCounts
 from slipstream.rollout.engine.client import EngineAddress
-from slipstream.rollout.trajectory import Group
 
 
 class Trainer(Protocol):
@@ -30,18 +29,6 @@ class Trainer(Protocol):
 
     async def logprobs(self, ids: Sequence[int]) -> list[float]:
         """Return the log-probs of ids[1:], each given its prefix, at temperature 1."""
-        ...
-
-
-class StartedTrainer(Trainer, Protocol):
-    """A trainer whose processes are started by the run."""
-
-    async def connect(self) -> None:
-        """Start the ranks and build the model from ``model.path``."""
-        ...
-
-    async def restore(self, folder: Path) -> int:
-        """Load a checkpoint. Return the number of training steps it had done."""
         ...
 
 
@@ -156,16 +143,8 @@ class CheckpointListener(Protocol):
 class RunListener(CollectionListener, CheckpointListener, Protocol):
     """Hears of everything that metrics, progress and the summary are made of."""
 
-    def step(
-        self,
-        groups: Sequence[Group],
-        version: int,
-        metrics: Mapping[str, float],
-        report: PublishReport,
-        times: StepTimes,
-        status: RunStatus,
-    ) -> None:
-        """A training step on ``groups`` has produced ``version``, and the engines hold it."""
+    def step(self, step: TrainedStep, status: RunStatus) -> None:
+        """A training step was done and its version published."""
         ...
 
     def evaluated(self, version: int, accuracy: float, response_length: float) -> None:

@@ -240,7 +240,7 @@ class EncodedExamples:
 
     def __init__(self, config: RunConfig, examples: Sequence[Example], tokenizer: HfTokenizer) -> None:
         self._pairs = [
-            [_encoded(example.prompt, answer, tokenizer) for answer in example.answers]
+            [_encoded(example.prompt, answer, tokenizer) for answer in example.targets]
             for example in examples
         ]
         prompts = [example.prompt for example in examples]

@@ -18,7 +18,7 @@ from slipstream.backend.batch.micro_batch import TrainBatch
 from slipstream.backend.driver.evaluation import Evaluation
 from slipstream.backend.driver.ports import Checkpoints, ClientT, RunListener
 from slipstream.backend.driver.served_weights import ServedWeights
-from slipstream.backend.monitor.status import RunStatus, StepTimes
+from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.configs.schema.run import RunSection
 from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.trajectory import Group
@@ -48,7 +48,8 @@ async def training_loop(
             await gate.step_begins()
             advance = await weights.advance(as_batch(groups, gate.version))
             times = StepTimes(wait_s=waited_s, train_s=advance.train_s, step_s=clock() - began)
-            listener.step(groups, advance.version, advance.metrics, advance.report, times, status())
+            step = TrainedStep(groups, advance.version, advance.metrics, advance.report, times)
+            listener.step(step, status())
             await checkpoints.step_done(gate)
             if evaluation is not None and evaluation.is_due(gate.step, run.steps):
                 running.append(evaluations.create_task(evaluation.run(advance.version)))

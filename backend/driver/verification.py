@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from slipstream.configs.schema.weights import VerifyAlways, VerifyEveryN
-from slipstream.rollout.engine.answer import Aborted
 from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineError, EngineLost
+from slipstream.rollout.engine.completion import Aborted
 from slipstream.rollout.trajectory import Prompt
 from slipstream.rollout.workflow import Tokenizer
 

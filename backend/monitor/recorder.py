@@ -10,13 +10,13 @@ import numpy as np
 
 from slipstream.backend.monitor.metrics import MetricsLog, Value
 from slipstream.backend.monitor.progress import Progress
-from slipstream.backend.monitor.status import RunStatus, StepTimes
+from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.backend.monitor.summary import GroupTotals, RunSummary
 from slipstream.backend.monitor.trace import TraceLog
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.core import Loss
 from slipstream.rollout.control.slots import State
-from slipstream.rollout.trajectory import Finish, Group, Prompt, Trajectory
+from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
 
 SHOWN_FAILURES = 3
 """Number of failed episodes that the user is shown; metrics count all of them."""
@@ -98,16 +98,9 @@ class Recorder:
     def lost(self, loss: Loss, trajectories: Sequence[Trajectory]) -> None:
         self._lost[loss] += [trajectory.sampled_length for trajectory in trajectories]
 
-    def step(
-        self,
-        groups: Sequence[Group],
-        version: int,
-        metrics: Mapping[str, float],
-        report: PublishReport,
-        times: StepTimes,
-        status: RunStatus,
-    ) -> None:
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    def step(self, step: TrainedStep, status: RunStatus) -> None:
+        version, metrics, report, times = step.version, step.metrics, step.report, step.times
+        trajectories = [trajectory for group in step.groups for trajectory in group.trajectories]
         rewards = np.array([t.reward for t in trajectories], np.float64)
         now, generated = self._clock(), status.tokens_generated
         then, before = self._last_step

@@ -1,10 +1,12 @@
-"""Where a run stands at one moment, for metrics and the summary."""
+"""What metrics and the summary are made of: where a run stands, and what a training step has done."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.core import GroupCounts, Loss
 from slipstream.rollout.control.slots import State
+from slipstream.rollout.trajectory import Group
 
 
 @dataclass(frozen=True)
@@ -36,3 +38,16 @@ class StepTimes:
     train_s: float
     step_s: float
     """The whole step, publication included."""
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """One training step and the publication of its version."""
+
+    groups: Sequence[Group]
+    version: int
+    """Policy version that the step produced; the engines hold it."""
+    metrics: Mapping[str, float]
+    """Metrics of the trainer, by the tags of ``tags.py``."""
+    report: PublishReport
+    times: StepTimes

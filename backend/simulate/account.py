@@ -1,17 +1,16 @@
 """What a simulated run came to."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slipstream.backend.monitor.status import RunStatus, StepTimes
+from slipstream.backend.monitor.status import RunStatus, TrainedStep
 from slipstream.backend.simulate.failures import Failures
 from slipstream.backend.simulate.pool import SimulatedPool
 from slipstream.backend.simulate.trainer import SimulatedTrainer
 from slipstream.backend.simulate.trajectory import SimulatedTrajectory
-from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.core import GroupCounts, Loss, RolloutControl
-from slipstream.rollout.trajectory import Group, Prompt, Trajectory
+from slipstream.rollout.trajectory import Prompt, Trajectory
 
 
 @dataclass(frozen=True)
@@ -129,17 +128,9 @@ class Account:
     failed_attempts: int = 0
     failures: list[str] = field(default_factory=list)
 
-    def step(
-        self,
-        groups: Sequence[Group],
-        version: int,
-        metrics: Mapping[str, float],
-        report: PublishReport,
-        times: StepTimes,
-        status: RunStatus,
-    ) -> None:
-        head_lags, token_lags, trained_from = self.head_lags, self.token_lags, version - 1
-        for group in groups:
+    def step(self, step: TrainedStep, status: RunStatus) -> None:
+        head_lags, token_lags, trained_from = self.head_lags, self.token_lags, step.version - 1
+        for group in step.groups:
             for trajectory in group.trajectories:
                 assert isinstance(trajectory, SimulatedTrajectory)
                 spans = trajectory.version_spans
@@ -151,9 +142,9 @@ class Account:
                     head_lags[trained_from - spans[0][0]] += 1
                     for sampled_by, tokens in spans:
                         token_lags[trained_from - sampled_by] += tokens
-        self.step_s.append(times.step_s)
-        self.wait_s += times.wait_s
-        self.publish_s += report.total_s
+        self.step_s.append(step.times.step_s)
+        self.wait_s += step.times.wait_s
+        self.publish_s += step.report.total_s
 
     def lost(self, loss: Loss, trajectories: Sequence[Trajectory]) -> None:
         """Groups are counted by the control core."""

@@ -10,7 +10,7 @@ from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.collect.journal import Journal
 from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.ledger.records import digest
-from slipstream.rollout.ledger.recovery import PartialAnswer
+from slipstream.rollout.ledger.recovery import StoredCompletion
 from slipstream.rollout.trajectory import Completion
 
 JOURNAL_EVERY_S = 2.0
@@ -46,7 +46,7 @@ class JournaledGenerator:
         journal: Journal,
         group_id: int,
         sample: int,
-        prior: Mapping[int, PartialAnswer],
+        prior: Mapping[int, StoredCompletion],
         is_wanted: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -63,11 +63,11 @@ class JournaledGenerator:
     async def generate(self, input_ids: Sequence[int], sampling: SamplingConfig) -> Completion:
         call, self._calls = self._calls, self._calls + 1
         prior = self._prior.get(call)
-        if prior is not None and prior.asked != digest(input_ids):
+        if prior is not None and prior.input_digest != digest(input_ids):
             self._prior, prior = {}, None
         if prior is not None and prior.done:
-            return prior.answer
-        so_far = written = prior.answer if prior is not None else None
+            return prior.completion
+        so_far = written = prior.completion if prior is not None else None
         written_s = self._clock()
 
         def write(completion: Completion, *, done: bool) -> None:

@@ -12,7 +12,14 @@ class Journal(Protocol):
 
     def admitted(self, ticket: Ticket, position: int) -> None: ...
     def partial(
-        self, group_id: int, sample: int, call: int, asked: Sequence[int], answer: Completion, *, done: bool
+        self,
+        group_id: int,
+        sample: int,
+        call: int,
+        input_ids: Sequence[int],
+        completion: Completion,
+        *,
+        done: bool,
     ) -> None: ...
     def trajectory(self, group_id: int, sample: int, trajectory: Trajectory) -> None: ...
     def ready(self, group: Group) -> None: ...
@@ -30,7 +37,14 @@ class NoJournal:
         pass
 
     def partial(
-        self, group_id: int, sample: int, call: int, asked: Sequence[int], answer: Completion, *, done: bool
+        self,
+        group_id: int,
+        sample: int,
+        call: int,
+        input_ids: Sequence[int],
+        completion: Completion,
+        *,
+        done: bool,
     ) -> None:
         pass
 

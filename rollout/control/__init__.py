@@ -1,1 +1,1 @@
-"""Which groups may start and which may be trained: the bound on staleness, and the account of all work."""
+"""Decides which groups may start and which may be trained, and accounts for every group."""

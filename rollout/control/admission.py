@@ -1,29 +1,29 @@
-"""Admission policies: may one more group start? Pure."""
+"""Admission policies, which decide whether one more group may start. Pure."""
 
 from typing import Protocol
 
 
 class Occupancy(Protocol):
-    """What an admission policy looks at: the control core. All counts are groups."""
+    """The part of the control core that an admission policy sees. All counts are groups."""
 
     batch_size: int
     bound: int
-    """rollout.max_head_offpolicyness"""
+    """``rollout.max_head_offpolicyness``."""
     step: int
     """Training steps done."""
     accepted: int
-    """Ready, in training or trained, since the first step of the run."""
+    """Groups that are ready, in training or trained, since the first step of the run."""
     capacity: int
-    """(bound + 1) batches, less what the consumption policy keeps free, plus what is over-sampled."""
+    """Slots: (bound + 1) batches, minus the reserve of the consumption policy, plus over-sampling."""
 
     @property
     def held(self) -> int:
-        """Admitted and not ended; a batch in training is held until its version is published."""
+        """Groups that hold a slot; a batch in training holds its slots until its version is published."""
         ...
 
     @property
     def open(self) -> int:
-        """Those of them that are being generated or judged."""
+        """Groups that are admitted, being generated or being judged."""
         ...
 
 
@@ -39,7 +39,7 @@ class Slots:
 
 
 class VolumeGate:
-    """AReaL's gate (arXiv 2505.24298, eq. 3): a bound on all that was accepted, not on any age."""
+    """AReaL's gate (arXiv 2505.24298, eq. 3): bounds the number of accepted groups, but not their lag."""
 
     def may_admit(self, now: Occupancy) -> bool:
         return now.accepted + now.open < (now.bound + now.step + 1) * now.batch_size

@@ -1,9 +1,8 @@
-"""Consumption policies: which ready groups make the next batch? Pure.
+"""Consumption policies, which decide when the oldest ready groups make the next batch. Pure.
 
-Let B be the batch size, eta the bound, t the version that the next step starts from. A group that was
-admitted at version v may be trained at step v + eta at the latest, its *deadline*. ``Fifo`` and
-``Windowed`` meet every deadline by waiting, ``ReadyFirst`` never waits for a particular group and pays with
-tokens.
+Let B be the batch size, eta the bound and t the version that the next step starts from. A group admitted at
+version v may be trained at step v + eta at the latest: its *deadline*. ``Fifo`` and ``Windowed`` meet every
+deadline by waiting. ``ReadyFirst`` waits for no particular group, and gives up the tokens that are too old.
 """
 
 import math
@@ -16,46 +15,49 @@ from slipstream.rollout.control.slots import SlotTable, State
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The step that wants a batch."""
+    """The training step that asks for a batch."""
 
     batch_size: int
     bound: int
     version: int
+    """Version that the step starts from."""
     surplus: int
-    """Groups that may miss their deadline and are given up then (over-sampling)."""
+    """Over-sampled groups: so many may miss their deadline, and are then given up."""
 
 
 class OnStale(StrEnum):
-    """What becomes of a ready group that holds tokens outside the bound."""
+    """Treatment of a ready group that holds tokens beyond the bound."""
 
     MASK = "mask"
     REQUEUE = "requeue"
     DROP = "drop"
     TRAIN = "train"
-    """Nothing: the bound is not kept. For comparison in the simulator; no recipe can ask for it."""
+    """Train the group beyond the bound. For comparisons in the simulator; no recipe can ask for it."""
 
 
 class ConsumptionPolicy(Protocol):
-    on_stale: OnStale | None
-    """None: no group is ever late, because the policy waits for the ones that would be."""
+    @property
+    def on_stale(self) -> OnStale | None:
+        """Treatment of groups beyond the bound; None for a policy that meets all deadlines."""
+        ...
 
     def reserve(self, batch_size: int, bound: int) -> int:
-        """How many of the (bound + 1) * batch_size slots are not to be admitted to."""
+        """Return how many of the (bound + 1) * batch_size slots are never given to a group."""
         ...
 
     def complete(self, table: SlotTable, due: Due) -> bool:
-        """Whether the ``due.batch_size`` oldest ready groups may be trained now."""
+        """Return whether the ``due.batch_size`` oldest ready groups may be trained now."""
         ...
 
 
 class Fifo:
-    """In admission order exactly; a slow group holds up its batch."""
+    """Trains groups in admission order; a slow group holds up its batch."""
 
     on_stale = None
 
     def __init__(self) -> None:
         self._blocked_by: int | None = None
-        """The first group that was not ready when last looked: nothing changes before it has moved."""
+        """First group that was not ready at the last look: until it has moved, the result is the same."""
 
     def reserve(self, batch_size: int, bound: int) -> int:
         return 0
@@ -77,15 +79,18 @@ class Fifo:
 
 @dataclass(frozen=True)
 class Windowed:
-    """Oldest ready first, as far as every group can still meet its deadline.
+    """Trains the oldest ready groups as soon as all other groups can still meet their deadlines.
 
-    After step t there are v + eta - t steps until the groups of version v must have been trained, so the
-    batch may be taken if for each v at most B * (v + eta - t) groups of version v and older are left.
-    Taking the oldest ready ones leaves the fewest. Without a reserve the slots are so many that in a steady
-    state every old group is needed; each reserved slot is one more group that may be overtaken.
+    After step t, there are v + eta - t steps until the deadline of version v. So a batch may be taken if for
+    each v at most B * (v + eta - t) groups of version v and older are left (plus the surplus). Taking the
+    oldest ready groups leaves the fewest.
+
+    Without a reserve there are so many slots that in a steady state every old group is needed for the batch.
+    Each slot in reserve lets one more group be overtaken.
     """
 
     fraction: float
+    """Share of the slots that is kept in reserve."""
     on_stale = None
 
     def reserve(self, batch_size: int, bound: int) -> int:
@@ -104,7 +109,7 @@ class Windowed:
 
 @dataclass(frozen=True)
 class ReadyFirst:
-    """Oldest ready first, waiting for nobody; what is late by then is treated by ``on_stale``."""
+    """Trains the oldest ready groups as soon as there are enough of them, treated as ``on_stale`` says."""
 
     on_stale: OnStale
 

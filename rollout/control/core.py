@@ -1,30 +1,62 @@
-"""Which groups may start and which may be trained, so that no trained token is older than the bound.
+"""Decides which groups may start and which are trained, so that no trained token's lag exceeds the bound.
 
-A pure state machine: no clock, no I/O, no tasks. Events are pushed in, decisions are read out.
+A pure state machine: no clock, no I/O, no tasks. Callers push events in and read decisions out.
 
     admit() -> ADMITTED -> GENERATING <-> JUDGING -> READY --take_batch--> TRAINING --published--> trained
                   |                                    |
                   +---- failed, filtered               +---- expired: too old, or one more than needed
 
-A slot is charged by ``admit``. It is freed when the group is filtered, has failed or has expired, and
-otherwise only when the version that was trained on it is *published*: until then the engines still serve
-the old version, and a group admitted in its place would start one version too early.
+``admit`` gives a slot to a group. The slot becomes free when the group is filtered, has failed or has
+expired; otherwise only when the version that was trained on the group is *published*. Until then the engines
+still serve the old version, and a group admitted in its place would start one version too early.
 
-Why no lag exceeds the bound eta. Let B be the batch size and W(v) the groups of version v and older that are
-not in training. Claim: when step t is about to take its batch, W(v) <= B * (v + eta - t + 1) for every v.
-Admission: at most (eta + 1) * B slots are held at version t, and if B of them are in training, at most eta
-* B are not; both are what the claim asks for v = t, before and after the batch. Consumption: a policy takes
-a batch only if W(v) <= B * (v + eta - t) is left, which is the claim for step t + 1 (``Windowed`` checks
-just this; the B oldest groups, which ``Fifo`` takes, satisfy it always). For v = t - eta nothing is left:
-every group of version v has been trained at step v + eta or before. Filtered and failed groups only make W
-smaller. Engines serve v or later from a group's admission on, so that no token of it is older than v.
-Nobody waits forever: once the B oldest groups are ready, every policy takes them.
+Proof that no lag exceeds the bound
+-----------------------------------
 
-``ReadyFirst`` makes no such promise about groups, and removes tokens of a lag above eta from what is trained.
-Nor does a group lose all of its tokens. What is trained between the moment at which it becomes ready, at
-version w, and its own training is older and was there already: with the group itself at most (eta + 1) * B
-slots, of which a batch in training holds B. So it is trained at step w + eta or before, and its last tokens
-are of version w. (This needs a reward that takes no longer than a step, and no over-sampling.)
+Definitions. B is the batch size and eta the bound. Step t starts from version t and makes version t + 1.
+The version of a group is the published version at its admission; engines serve this version or a later
+one from then on, so that no token of the group is older. A group *waits* while it holds a slot and is not in
+training. W(v) is the number of waiting groups of version v or older. Admission is by ``Slots``, without
+over-sampling: a group is admitted only while fewer than (eta + 1) * B slots are held.
+
+Claim. When step t takes its batch, W(v) <= B * (v + eta + 1 - t) for every v from t - eta - 1 to t.
+
+For v = t - eta - 1 the claim is W(v) <= 0: every waiting group is of version t - eta or later. So every
+token of the batch of step t is, too, and its lag is at most eta.
+
+Proof by induction over the events of a run. In the beginning nothing waits, and no right-hand side is
+negative. The claim for step t holds until step t takes its batch, because
+
+1. an admission at version t adds a group of version t, which changes W(t) only. Nothing is in training, so
+   that all held slots wait: W(t) <= (eta + 1) * B, which is the claim for v = t;
+2. a group that is filtered, has failed or has expired makes no W larger.
+
+The batch turns the claim for step t into the claim for step t + 1:
+
+3. Consumption. A policy takes B ready groups only if W(v) <= B * (v + eta - t) afterwards, for v from t - eta
+   to t: the claim for step t + 1 and these v. ``Windowed`` checks this. ``Fifo`` takes the B oldest groups,
+   which ensures it: if at least B groups of version v or older wait, all B taken are among them, and W(v)
+   becomes smaller by B; if fewer wait, none is left, and the right-hand side is not negative.
+4. An admission while the batch trains, still at version t, changes W(t) only. The batch holds B of at most
+   (eta + 1) * B slots, so that W(t) <= eta * B: the claim for step t + 1 and v = t.
+5. Publication of version t + 1 frees slots of groups that did not wait. No group of version t + 1 exists
+   yet: W(t + 1) = W(t) <= eta * B, so that the claim for step t + 1 holds for v = t + 1, too.
+
+Over-sampling by S groups adds S to every right-hand side. Then up to S groups may still wait at the
+publication after their deadline; ``published`` gives them up, so that none of them is ever trained.
+
+A restart admits groups of older versions again, oldest first, each only while B * (v + eta + 1 - t) allows
+for it (``restore_open``, ``restore_ready``): the claim holds when the run goes on.
+
+Nobody waits forever. By 3, no policy refuses a batch of the B oldest groups once these are ready, and every
+episode ends, by its time limit at the latest. A reserve leaves at least B slots, enough for a batch.
+
+``ReadyFirst`` promises less: groups may be older, and their tokens with a lag above eta are not trained
+(``OnStale``). But a group that became ready at version w is trained at step w + eta or before. Every step
+that does not train it trains B groups that were admitted before it, and that held slots when it became
+ready. Together with the group these are at most (eta + 1) * B slots, or eta * B if step w had its batch
+already: the group is in the batch of one of the steps w to w + eta. So its last tokens are trained if they
+are of version w, that is, if its reward arrives before the next version. (Without over-sampling.)
 
     >>> control = RolloutControl(batch_size=1, bound=0)
     >>> ticket = control.admit()
@@ -42,21 +74,21 @@ from slipstream.rollout.control.slots import OPEN, Slot, SlotTable, State
 from slipstream.rollout.trajectory import Group
 
 REQUEUES = 3
-"""How often the prompt of a group that was too old is generated again: a prompt whose answers always take
-longer than the bound would otherwise hold a slot for the rest of the run."""
+"""Largest number of times that a prompt is requeued. A prompt whose completions always take longer than the
+bound would otherwise hold a slot for the rest of the run."""
 
 
 class ControlError(RuntimeError):
-    """An event that cannot happen in this state: a bug in the caller, never bad input."""
+    """An event is impossible in the present state: a bug in the caller, never bad input."""
 
 
 class Loss(StrEnum):
-    """Why a group was never trained."""
+    """Reason why a group was never trained."""
 
     FILTERED = "filtered"
     FAILED = "failed"
     STALE = "stale"
-    """Expired: no token within the bound is left, or `on_stale: drop`."""
+    """Expired: no token is left within the bound, or `on_stale: drop`."""
     REQUEUED = "requeued"
     """Expired: `on_stale: requeue`; its prompt is admitted again."""
     SURPLUS = "surplus"
@@ -64,6 +96,7 @@ class Loss(StrEnum):
 
     @property
     def end(self) -> State:
+        """State in which a group ends for this reason."""
         return {Loss.FILTERED: State.FILTERED, Loss.FAILED: State.FAILED}.get(self, State.EXPIRED)
 
 
@@ -72,26 +105,26 @@ class Ticket:
     """Permission to generate one group."""
 
     id: int
-    """Admission number over the run's life. After a restart, unfinished groups are admitted again."""
+    """Admission number over the life of the run, from 0. A group that a restart admits again keeps it."""
     version: int
-    """The published version at admission."""
+    """Published version at admission."""
     requeued_from: int | None = None
-    """The expired group whose prompt this one takes over."""
+    """Expired group whose prompt this group takes over."""
 
 
 @dataclass(frozen=True)
 class Expired:
-    """A group that the core has given up. What is still generating for it is to be cancelled."""
+    """A group that the core has given up. The caller cancels what is still being generated for it."""
 
     id: int
     loss: Loss
     group: Group | None
-    """If it was ready."""
+    """The trajectories of the group, if it was ready."""
 
 
 @dataclass
 class GroupCounts:
-    """How many groups ended in which way; ``admitted`` = the others + groups in flight."""
+    """Number of groups admitted, and of groups that reached each end."""
 
     admitted: int = 0
     trained: int = 0
@@ -101,50 +134,53 @@ class GroupCounts:
 
     @property
     def in_flight(self) -> int:
+        """Groups that have not ended."""
         return self.admitted - self.trained - self.filtered - self.expired - self.failed
 
 
 @dataclass
 class RolloutControl:
-    """Admission and consumption of groups. See the module for the lifecycle and the proof of the bound."""
+    """Admission and consumption of groups. The module describes their lifecycle and proves the bound."""
 
     batch_size: int
     bound: int
-    """rollout.max_head_offpolicyness"""
+    """``rollout.max_head_offpolicyness``."""
     admission: AdmissionPolicy = field(default_factory=Slots)
     consumption: ConsumptionPolicy = field(default_factory=Fifo)
     over_sampling: float = 1.0
-    """Groups admitted per group that a batch needs. What a batch did not need in time is given up."""
+    """Groups admitted per group that a batch needs. Groups that no batch needed in time are given up."""
     version: int = 0
-    """The version that every serving engine has."""
+    """Version that every serving engine has."""
     step: int = 0
-    """Training steps done on the way to it."""
+    """Training steps behind ``version``."""
     last_step: int | None = None
-    """Where the run ends. What could not be trained by then is not admitted."""
+    """Training steps of the run. No group is admitted that could not be trained by then."""
     counts: GroupCounts = field(default_factory=GroupCounts)
-    losses: Counter[Loss] = field(default_factory=Counter)
+    losses: Counter[Loss] = field(default_factory=Counter[Loss])
     accepted: int = 0
-    """Groups that are ready, in training or trained, for ``VolumeGate``."""
+    """Groups that are ready, in training or trained; ``VolumeGate`` counts them."""
     _table: SlotTable = field(default_factory=SlotTable)
-    _training: list[Slot] = field(default_factory=list)
-    _unstarted: deque[int] = field(default_factory=deque)
+    _training: list[Slot] = field(default_factory=list[Slot])
+    _unstarted: deque[int] = field(default_factory=deque[int])
     """Groups admitted before a restart, of which nothing is left that could be continued."""
-    _requeued: deque[tuple[int, int]] = field(default_factory=deque)
-    """Expired groups whose prompts are to be admitted again, and how often that has happened to them."""
-    _expired: list[Expired] = field(default_factory=list)
+    _requeued: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
+    """Expired groups whose prompts are to be admitted again, and how often each prompt was requeued."""
+    _expired: list[Expired] = field(default_factory=list[Expired])
 
     def __post_init__(self) -> None:
         self._surplus = int((self.over_sampling - 1) * self.batch_size + 0.5)
         reserve = self.consumption.reserve(self.batch_size, self.bound)
         self.capacity = (self.bound + 1) * self.batch_size - reserve + self._surplus
-        """Groups that may exist between admission and the publication of what they were trained into."""
+        """Number of slots."""
 
     @property
     def held(self) -> int:
+        """Groups that hold a slot."""
         return len(self._table)
 
     @property
     def open(self) -> int:
+        """Groups that are still being worked on."""
         return self._table.open
 
     @property
@@ -153,12 +189,13 @@ class RolloutControl:
 
     @property
     def states(self) -> dict[State, int]:
-        """Groups that have not ended, by state."""
+        """Number of groups in each state; groups that have ended are not counted."""
         return self._table.states
 
     # ---- admission
 
     def may_admit(self) -> bool:
+        """Return whether a slot is free for one more group."""
         held = len(self._table)
         if self.last_step is not None:
             needed = (self.last_step - self.step) * self.batch_size
@@ -167,11 +204,12 @@ class RolloutControl:
         return self.admission.may_admit(self)
 
     def admit(self) -> Ticket:
-        """A slot for the next group: one that a restart left unstarted, else a requeued prompt, else a new
-        one.
+        """Give a slot to the next group: unstarted since a restart, else of a requeued prompt, else new.
+
+        Raises ControlError when ``may_admit`` is False.
         """
         if not self.may_admit():
-            raise ControlError(f"{len(self._table)} groups hold a slot already")
+            raise ControlError(f"no slot is free: {len(self._table)} groups hold a slot already")
         if self._unstarted:
             ticket = Ticket(self._unstarted.popleft(), self.version)
             self._table.add(ticket.id, ticket.version)
@@ -185,15 +223,15 @@ class RolloutControl:
     # ---- events of one group
 
     def generating(self, id_: int) -> None:
-        """A first answer of the group is asked for."""
+        """Record that a completion of the group is being asked for."""
         self._table.move(self._open(id_), State.GENERATING)
 
     def judging(self, id_: int) -> None:
-        """The group waits for nothing but rewards."""
+        """Record that the group waits for nothing but rewards."""
         self._table.move(self._open(id_), State.JUDGING)
 
     def finished(self, group: Group) -> None:
-        """The group is complete, judged, and to be trained."""
+        """Record that the group is complete and judged, and shall be trained."""
         slot = self._open(group.id)
         if group.admitted_at != slot.version:
             raise ControlError(
@@ -204,27 +242,27 @@ class RolloutControl:
         self.accepted += 1
 
     def filtered(self, id_: int) -> None:
-        """The group is complete and will not be trained."""
+        """Record that the group is complete and shall not be trained; its slot becomes free."""
         self._lose(self._open(id_), Loss.FILTERED)
 
     def failed(self, id_: int) -> None:
-        """The group could not be generated or judged."""
+        """Record that the group could not be generated or judged; its slot becomes free."""
         self._lose(self._open(id_), Loss.FAILED)
 
     def is_open(self, id_: int) -> bool:
-        """Whether work on the group is wanted: False once it has ended, be it because it has expired."""
+        """Return whether work on the group shall go on: False once it is ready or has ended."""
         slot = self._table.get(id_)
         return slot is not None and slot.state in OPEN
 
     # ---- training
 
     def take_batch(self) -> list[Group] | None:
-        """The next ``batch_size`` groups, oldest first, or None while the policy wants to wait.
+        """Return the next ``batch_size`` groups, oldest first, or None while the policy waits.
 
-        Groups that expire on the way are given by ``take_expired``.
+        Groups may expire on the way: see ``take_expired``.
         """
         if self._training:
-            raise ControlError("the batch before this one has not been published")
+            raise ControlError("the version trained on the batch before has not been published")
         due = Due(self.batch_size, self.bound, self.version, self._surplus)
         if not self.consumption.complete(self._table, due):
             return None
@@ -236,7 +274,7 @@ class RolloutControl:
         return [slot.group for slot in self._training if slot.group is not None]
 
     def published(self, version: int) -> None:
-        """The version trained on the batch is served by every engine; its slots are free."""
+        """Record that every serving engine has the version trained on the batch, and free its slots."""
         if version != self.version + 1:
             raise ControlError(f"version {version} cannot follow {self.version}")
         if not self._training:
@@ -251,19 +289,19 @@ class RolloutControl:
             self._give_up_overdue()
 
     def take_expired(self) -> list[Expired]:
-        """The groups that have expired since the last call."""
+        """Return the groups that have expired since the last call."""
         expired, self._expired = self._expired, []
         return expired
 
     def _give_up_overdue(self) -> None:
-        """Over-sampled groups whose deadline has passed. By the proof there are no others."""
+        """Give up groups whose deadline has passed. By the proof all of them were over-sampled."""
         oldest = self.version - self.bound
         if min(self._table.waiting, default=oldest) < oldest:
             for slot in [slot for slot in self._table if slot.version < oldest]:
                 self._expire(slot, Loss.SURPLUS)
 
     def _treat_stale(self, on_stale: OnStale) -> None:
-        """Look at the groups that would be the next batch, until all of them are within the bound."""
+        """Mask, requeue or drop groups until the whole next batch is within the bound."""
         oldest = self.version - self.bound
         for slot in self._table.oldest_ready_slots(self.batch_size, lambda slot: self._is_late(slot, oldest)):
             group = slot.group
@@ -280,10 +318,11 @@ class RolloutControl:
     # ---- restart
 
     def restore_open(self, id_: int, version: int) -> Ticket | None:
-        """Go on with a group of which a part has survived, its oldest token of ``version``.
+        """Admit a group again of which a part has survived a restart; its oldest token is of ``version``.
 
-        Call this and ``restore_ready`` in the order of versions, before anything is admitted. None: it could
-        not be trained within the bound any more, and must be generated again (``restore_unstarted``).
+        Call this and ``restore_ready`` in the order of versions, before anything else is admitted. Return
+        None when the group can no longer be trained within the bound: it must then be generated again
+        (``restore_unstarted``).
         """
         if not self._has_room_for(self.version if self._may_train_parts else version):
             return None
@@ -291,7 +330,10 @@ class RolloutControl:
         return Ticket(id_, version)
 
     def restore_ready(self, group: Group) -> bool:
-        """Keep a finished group. False: it is too old by now, as for ``restore_open``."""
+        """Admit a finished group again, ready to be trained. Return False when it is too old by now.
+
+        Call it in the order that ``restore_open`` requires.
+        """
         runs = (run for trajectory in group.trajectories for run in trajectory.runs)
         newest = max((version for version, trained, _ in runs if trained), default=group.admitted_at)
         if not self._has_room_for(newest if self._may_train_parts else group.admitted_at):
@@ -301,26 +343,26 @@ class RolloutControl:
         return True
 
     def restore_unstarted(self, id_: int) -> None:
-        """Admit the group anew, as soon as there is a slot."""
+        """Let ``admit`` give the next free slot to this group, which is generated from its prompt again."""
         self._unstarted.append(id_)
 
     def _has_room_for(self, version: int) -> bool:
-        """Whether the steps until tokens of ``version`` are too old have room for one more group.
+        """Return whether the steps until the deadline of ``version`` have room for one more group.
 
-        What has been restored before is older, and is trained before.
+        All groups restored so far are older, and are trained before.
         """
         steps = version + self.bound - self.version + 1
         return len(self._table) < steps * self.batch_size
 
     @property
     def _may_train_parts(self) -> bool:
-        """Whether a group may be trained although some of its tokens are too old to be."""
+        """True if a group may be trained although some of its tokens are beyond the bound."""
         return self.consumption.on_stale in (OnStale.MASK, OnStale.TRAIN)
 
     # ----
 
     def _is_late(self, slot: Slot, oldest: int) -> bool:
-        """Whether tokens of the ready group are outside the bound."""
+        """Return whether the ready group has tokens older than ``oldest``."""
         if slot.version >= oldest or slot.group is None:
             return False
         return any(t.response_length and t.oldest_version < oldest for t in slot.group.trajectories)

@@ -1,4 +1,4 @@
-"""Which finished groups are worth training. A filter is any class with this one method."""
+"""Group filters, which decide whether a finished group is worth training."""
 
 from typing import Protocol
 
@@ -6,8 +6,10 @@ from slipstream.rollout.trajectory import Group
 
 
 class GroupFilter(Protocol):
+    """Any class with this method is a group filter; a recipe names it by import path."""
+
     def keep(self, group: Group) -> bool:
-        """False: the group is counted as ``filtered`` and its slot goes to a fresh one."""
+        """Return False to count the group as ``filtered`` and give its slot to a fresh group."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""From a recipe to the control core."""
+"""Builds the control core that a recipe describes."""
 
 from collections import Counter
 
@@ -37,7 +37,7 @@ def make_control(
     counts: GroupCounts | None = None,
     losses: Counter[Loss] | None = None,
 ) -> RolloutControl:
-    """The core of a run of ``steps`` training steps that starts from ``version``, ``step`` steps done."""
+    """Build the core of a run of ``steps`` steps that starts from ``version``, with ``step`` steps done."""
     return RolloutControl(
         config.batch_size,
         config.max_head_offpolicyness,

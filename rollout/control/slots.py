@@ -10,7 +10,7 @@ from slipstream.rollout.trajectory import Group
 
 
 class State(StrEnum):
-    """Where a group is. The last four are ends: a group reaches exactly one of them, once."""
+    """State of a group. The last four are ends: a group reaches exactly one of them, once."""
 
     ADMITTED = "admitted"
     GENERATING = "generating"
@@ -24,43 +24,47 @@ class State(StrEnum):
 
 
 OPEN = frozenset({State.ADMITTED, State.GENERATING, State.JUDGING})
-"""Work on the group goes on."""
+"""States in which a group is still being worked on."""
 
 
 @dataclass(slots=True)
 class Slot:
-    """What one group holds from its admission on."""
+    """The slot of one group, from its admission on."""
 
     id: int
+    """Number of the group."""
     order: int
-    """Admission order within this life of the run; a restart admits anew what it found."""
+    """Admission order within this epoch of the run; a restart admits unfinished groups anew."""
     version: int
-    """No token of the group is older than this version, which was current at admission."""
+    """Policy version at admission. No token of the group is older."""
     state: State = State.ADMITTED
     group: Group | None = None
+    """The trajectories, once the group is ready."""
     requeues: int = 0
-    """How often its prompt was generated before and was too old in the end."""
+    """Number of times that the prompt of the group was requeued."""
 
 
 @dataclass
 class SlotTable:
-    """Slots in admission order, and what policies ask of them, kept up to date: no query walks them all."""
+    """All slots in admission order, with the counts that policies ask for: no query walks over all slots."""
 
     states: dict[State, int] = field(default_factory=lambda: dict.fromkeys(State, 0))
-    waiting: Counter[int] = field(default_factory=Counter)
-    """Slots that are not in training, by admission version."""
-    ready: Counter[int] = field(default_factory=Counter)
-    """Those of them that are ready."""
-    _slots: dict[int, Slot] = field(default_factory=dict)
-    _ready_order: list[tuple[int, int]] = field(default_factory=list)
-    """Heap of (order, id); ids that have left are skipped."""
+    """Number of slots in each state."""
+    waiting: Counter[int] = field(default_factory=Counter[int])
+    """Number of slots that are not in training, by admission version."""
+    ready: Counter[int] = field(default_factory=Counter[int])
+    """Number of ready slots, by admission version."""
+    _slots: dict[int, Slot] = field(default_factory=dict[int, Slot])
+    """By group number."""
+    _ready_order: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Heap of (order, id). Entries of slots that are no longer ready are skipped when they come up."""
     _next_order: int = 0
 
     def __len__(self) -> int:
         return len(self._slots)
 
     def __iter__(self) -> Iterator[Slot]:
-        """In admission order."""
+        """Iterate in admission order."""
         return iter(self._slots.values())
 
     def get(self, id_: int) -> Slot | None:
@@ -68,7 +72,7 @@ class SlotTable:
 
     @property
     def open(self) -> int:
-        """Groups that are worked on."""
+        """Number of groups that are still being worked on."""
         states = self.states
         return states[State.ADMITTED] + states[State.GENERATING] + states[State.JUDGING]
 
@@ -81,7 +85,7 @@ class SlotTable:
         return slot
 
     def move(self, slot: Slot, state: State) -> None:
-        """To another state before the end."""
+        """Move a slot to another state that is no end."""
         self.states[slot.state] -= 1
         self.states[state] += 1
         if state is State.READY:
@@ -94,7 +98,7 @@ class SlotTable:
         slot.state = state
 
     def remove(self, slot: Slot) -> None:
-        """The group has ended."""
+        """Free the slot: its group has ended."""
         self.states[slot.state] -= 1
         if slot.state is not State.TRAINING:
             self._decrease(self.waiting, slot.version)
@@ -103,7 +107,7 @@ class SlotTable:
         del self._slots[slot.id]
 
     def oldest_ready(self) -> Slot | None:
-        """The ready slot that was admitted first; it stays."""
+        """Return the ready slot that was admitted first, and leave it where it is."""
         heap = self._ready_order
         while heap:
             slot = self._slots.get(heap[0][1])
@@ -113,8 +117,9 @@ class SlotTable:
         return None
 
     def oldest_ready_slots(self, n: int, stop_at: Callable[[Slot], bool]) -> Iterator[Slot]:
-        """Those of the ``n`` oldest ready slots that satisfy ``stop_at``; each may be removed when it is
-        given.
+        """Yield each of the ``n`` oldest ready slots that satisfies ``stop_at``.
+
+        The caller may remove the slot that was yielded; the next oldest then takes its place among the ``n``.
         """
         passed: list[tuple[int, int]] = []
         try:
@@ -129,7 +134,7 @@ class SlotTable:
                 heapq.heappush(self._ready_order, entry)
 
     def take_oldest_ready(self) -> Slot:
-        """Move the ready slot that was admitted first to training. There must be one."""
+        """Move the ready slot that was admitted first to training. There must be a ready slot."""
         slot = self.oldest_ready()
         assert slot is not None
         heapq.heappop(self._ready_order)

@@ -1,9 +1,9 @@
-"""One answer out of parts: an interrupted answer is the prefix of the request that goes on with it. Pure.
+"""Puts a completion together from parts: its tokens so far are the prefix of the request for the rest. Pure.
 
-    part one    tokens [0, n), cut off            -> sent behind the prompt, with the rest of the token budget
+    part one    tokens [0, n), interrupted        -> sent behind the prompt, with the rest of the token budget
     part two    tokens [0, m), stop or length     -> merge(part one, part two): tokens [0, n + m)
 
-Log-probs and versions are those under which each token was sampled; going on changes neither.
+Each token keeps the log-prob and the version with which it was sampled.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from slipstream.rollout.trajectory import Completion, Finish, Span
 
 
 def merge(first: Completion, then: Completion) -> Completion:
-    """``then`` continued ``first``: one completion, with the finish of ``then``."""
+    """Return ``first`` continued by ``then`` as one completion, with the finish of ``then``."""
     n = len(first.tokens)
     shifted = tuple(Span(span.version, span.start + n, span.end + n) for span in then.spans)
     return Completion(
@@ -25,18 +25,18 @@ def merge(first: Completion, then: Completion) -> Completion:
 
 
 def joined(spans: tuple[Span, ...]) -> tuple[Span, ...]:
-    """The same tiling, with neighbours of one version made one span."""
-    found: list[Span] = []
+    """Join neighbouring spans of one version; together they tile the same tokens."""
+    tiles: list[Span] = []
     for span in spans:
-        if found and found[-1].version == span.version:
-            found[-1] = replace(found[-1], end=span.end)
+        if tiles and tiles[-1].version == span.version:
+            tiles[-1] = replace(tiles[-1], end=span.end)
         else:
-            found.append(span)
-    return tuple(found)
+            tiles.append(span)
+    return tuple(tiles)
 
 
 def head(completion: Completion, n: int) -> Completion:
-    """The first ``n`` tokens, as an answer that goes on."""
+    """Return the first ``n`` tokens, as a partial completion."""
     return Completion(
         completion.tokens[:n],
         completion.logprobs[:n],
@@ -47,12 +47,12 @@ def head(completion: Completion, n: int) -> Completion:
 
 
 def tokens_left(so_far: Completion | None, budget: int) -> int:
-    """How many tokens may still be asked for; 0 when the answer has ended."""
+    """Return how many tokens of ``budget`` may still be generated; 0 when the completion has ended."""
     if so_far is None:
         return budget
     return max(0, budget - len(so_far.tokens)) if so_far.finish is Finish.PARTIAL else 0
 
 
-def ended(answer: Completion) -> Completion:
-    """An answer that is complete: what was cut off with its token budget used up has ended by its length."""
-    return replace(answer, finish=Finish.LENGTH) if answer.finish is Finish.PARTIAL else answer
+def ended(completion: Completion) -> Completion:
+    """Return ``completion``, which nothing is added to: if it is partial, it has used up its token budget."""
+    return replace(completion, finish=Finish.LENGTH) if completion.finish is Finish.PARTIAL else completion

@@ -2,12 +2,12 @@
 
     python -m slipstream.rollout.engine.launch '{"server": {...}, "replica": null, "temporary": "/tmp/x"}'
 
-``server``: fields of SGLang's ServerArgs. ``replica``: null, or {"mount": the import path of a function that
-adds routes for a copy of the weights to the server, "folder": where that copy is}. ``temporary``: an empty
-folder for temporary files, which is removed at the end.
+``server`` has fields of SGLang's ServerArgs. ``replica`` is null, or has the import path of a function that
+adds routes for a copy of the weights to the server (``mount``), and the folder of that copy (``folder``).
+``temporary`` is an empty folder for temporary files, which is removed at the end.
 
-Standard input is a pipe from the owner. It closes when the owner is gone, however that happened (kill -9
-included), and the whole process group, with the scheduler and detokenizer in it, is killed at once.
+Standard input is a pipe from the owner. It closes when the owner ends, by kill -9 too, and then the whole
+process group, with the scheduler and detokenizer in it, is killed at once.
 """
 
 import getpass
@@ -24,7 +24,7 @@ from slipstream.rollout.engine.leftovers import kill_group
 
 def _die_with_owner(leftovers: list[Path]) -> None:
     while os.read(0, 1):
-        """Nothing is ever sent: this returns at end of file."""
+        """Nothing is ever sent: read returns at the end of the file."""
     kill_group(os.getpgid(0), leftovers)
 
 
@@ -36,7 +36,7 @@ def _add_routes(mount: str, folder: str) -> None:
 
 
 def _use_for_temporary_files(folder: str) -> None:
-    """Before anything asks for one. What torch compiles stays where it is found the next time."""
+    """Set the temporary folder before it is first used. The cache of torch's compiler stays where it is."""
     compiled = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     os.environ["TMPDIR"] = tempfile.tempdir = folder

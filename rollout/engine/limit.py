@@ -1,19 +1,22 @@
-"""How many may be inside at one time: a semaphore whose size may change. Single event loop."""
+"""A semaphore whose size may change. Single event loop."""
 
 import asyncio
 
 
 class Limit:
-    """First come, first served.
+    """Limits how many tasks are inside at one time. First come, first served.
 
-    async with limit: ...       # inside counts against limit.size
-    limit.size = 4              # nobody inside is disturbed; the next come in when fewer than 4 are
+        async with limit: ...       # the task is inside
+        limit.size = 4
+
+    A smaller size disturbs no task inside; the next task enters when fewer than ``size`` are inside.
     """
 
     def __init__(self, size: int) -> None:
         self._size = max(1, size)
         self._waiters: dict[asyncio.Future[None], None] = {}
         self.inside = 0
+        """Number of tasks inside; larger than ``size`` for a while after ``size`` was lowered."""
 
     @property
     def size(self) -> int:
@@ -47,7 +50,7 @@ class Limit:
         self._admit()
 
     def _admit(self) -> None:
-        """Let in who waits. Whoever is taken off the waiters counts as inside, cancelled or not."""
+        """Let waiting tasks in. A task that is taken off the waiters counts as inside, cancelled or not."""
         while self._waiters and self.inside < self._size:
             waiter = next(iter(self._waiters))
             del self._waiters[waiter]

@@ -1,4 +1,4 @@
-"""Watches how busy the engines are, and lets the controller of the concurrency decide."""
+"""Samples the load of the engines and sets the pool's limit as the concurrency controller decides."""
 
 import asyncio
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from slipstream.rollout.engine.client import EngineClient, EngineError, EngineLo
 from slipstream.rollout.engine.pool import EnginePool
 
 SAMPLE_TIMEOUT_S = 5.0
-"""A sample that takes longer tells of another time than those of the other engines."""
+"""Longest time of a sample: a later one describes another moment than the samples of the other engines."""
 
 
 async def sample(clients: Sequence[EngineClient]) -> dict[str, EngineLoad]:
-    """The loads of those engines that say so in time, by name, all asked at once."""
+    """Ask all engines at once. Return the loads by engine name, without engines that fail or are late."""
 
     async def ask(client: EngineClient) -> EngineLoad | None:
         try:
@@ -26,14 +26,15 @@ async def sample(clients: Sequence[EngineClient]) -> dict[str, EngineLoad]:
 
 
 async def follow_load(pool: EnginePool, controller: ConcurrencyController, every_s: float = 2.0) -> None:
-    """Sample, decide, set the pool's limit; for ever. A failed sample is no observation, never an error."""
-    version, seen = pool.version, {}
+    """Sample, decide and set the pool's limit, forever. A failed sample is no observation, never an error."""
+    version = pool.version
+    seen: dict[str, EngineLoad] = {}
     while True:
         loads = await sample(pool.clients)
         if pool.version != version:
             version = pool.version
             controller.disturbed()
-        # A paused engine repeats what it said before the pause.
+        # A paused engine repeats its last sample from before the pause.
         fresh = [load for name, load in loads.items() if load != seen.get(name)]
         controller.observe(fresh, in_use=pool.in_use)
         pool.limit, seen = controller.limit, loads

@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.changes import Changes
-from slipstream.rollout.engine.answer import Aborted
 from slipstream.rollout.engine.client import EngineClient, EngineError, EngineLost, Silent
+from slipstream.rollout.engine.completion import Aborted
 from slipstream.rollout.engine.continuation import ended, head, merge, tokens_left
 from slipstream.rollout.engine.limit import Limit
 from slipstream.rollout.engine.trace import RequestTrace, watched

@@ -15,19 +15,18 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from slipstream.rollout.engine import cpu
 from slipstream.rollout.engine.leftovers import kill_group, members, shared_memory_of, unlink
 
 
 class EngineStartError(RuntimeError):
-    """The server did not become healthy; the message ends with the tail of its log."""
+    """A server did not become healthy. The message ends with the tail of its log."""
 
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """What decides a server's arguments."""
+    """Everything that a server's arguments depend on."""
 
     model_path: Path
     dtype: str
@@ -37,28 +36,28 @@ class ServerSpec:
     host: str
     port: int
     version: int
-    """The policy version of the weights at model_path."""
+    """Policy version of the weights at ``model_path``."""
     seed: int
-    args: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, object] = field(default_factory=dict[str, object])
     """Further ServerArgs, by field name."""
     shared_gpus: tuple[str, ...] = ()
-    """Its GPUs, where others compute on them in turn; none: those of the process that starts it."""
+    """GPUs of the server, if it takes turns on them with the trainer. Empty: those of its parent process."""
     replica: "ReplicaSpec | None" = None
 
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """A copy of the weights beside the server."""
+    """A copy of the weights beside the server, which routes of the server can read and change."""
 
     mount: str
-    """Import path of the function that adds its routes."""
+    """Import path of the function that adds these routes."""
     folder: str
-    """Belongs to this server: what is in it before goes, and it goes with the server."""
+    """Folder of the copy. It belongs to this server: it is emptied at the start and removed at the end."""
 
 
-def server_args(spec: ServerSpec) -> dict[str, Any]:
-    """The fields of SGLang's ServerArgs: ours, over them the CPU's, over them the recipe's."""
-    arguments: dict[str, Any] = {
+def server_args(spec: ServerSpec) -> dict[str, object]:
+    """Return fields of SGLang's ServerArgs: our own, overridden by those for a CPU, then by ``spec.args``."""
+    arguments: dict[str, object] = {
         "model_path": str(spec.model_path),
         "dtype": spec.dtype,
         "device": spec.device,
@@ -68,30 +67,31 @@ def server_args(spec: ServerSpec) -> dict[str, Any]:
         "weight_version": str(spec.version),
         "random_seed": spec.seed,
         "skip_server_warmup": True,
-        "incremental_streaming_output": True,  # else every chunk of an answer repeats all before it
+        "incremental_streaming_output": True,  # else every chunk repeats all before it
     }
     if spec.shared_gpus:
-        # Its memory can be taken away then, and its weights wait on the host meanwhile.
+        # Lets the server release its GPU memory; its weights wait on the host meanwhile.
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     return arguments | (cpu.SERVER_ARGS if spec.device == "cpu" else {}) | dict(spec.args)
 
 
 LAUNCHER = (sys.executable, "-m", "slipstream.rollout.engine.launch")
-"""The server's program; its one further argument is JSON."""
+"""Command of the server's program, which takes one further argument: JSON."""
 
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""The server is a neighbour: an http_proxy of the environment would not reach it."""
+"""Opens URLs without the http_proxy of the environment, which does not reach servers of this cluster."""
 
 
 class ServerProcess:
-    """Owns the server's process group. ``stop`` on every exit path; ``launch`` covers the owner's death."""
+    """Owns a server's process group. Call ``stop`` on every exit path; ``launch.py`` covers a dead owner."""
 
     def __init__(self, spec: ServerSpec, log_path: Path, launcher: Sequence[str] = LAUNCHER) -> None:
         self.url = f"http://{spec.host}:{spec.port}"
         self._log_path = log_path
         self._leftovers: set[Path] = {Path(spec.replica.folder)} if spec.replica else set()
         unlink(self._leftovers)
-        # SGLang never removes the sockets that it makes. A socket's path may have about 100 characters.
+        # SGLang never removes its sockets. The folder is in /tmp because a socket's path has at most about
+        # 100 characters.
         temporary = tempfile.mkdtemp(prefix="slipstream-engine-", dir="/tmp")
         self._leftovers.add(Path(temporary))
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ class ServerProcess:
                 start_new_session=True,
             )
 
-        # A thread of its own, not the loop's executor: that one is joined when a loop ends.
+        # Not in the event loop's executor, whose threads are joined when the loop ends.
         self._exit: Future[int] = Future()
         threading.Thread(target=self._watch, name="engine-exit", daemon=True).start()
 
@@ -124,16 +124,16 @@ class ServerProcess:
         return self._process.pid
 
     async def wait_healthy(self, timeout_s: float) -> None:
-        """Wait for /health to answer 200. Raises EngineStartError, with the log's tail, when it will not."""
+        """Wait until /health returns 200. Raises EngineStartError if it does not, or the server ends."""
         deadline = time.monotonic() + timeout_s
         exited = asyncio.ensure_future(self.wait_exit())
         try:
             while time.monotonic() < deadline:
-                # An answer while our server has ended is that of another server, which has taken the port.
-                if await asyncio.to_thread(self._answers) and not exited.done():
+                # If the server has ended, the reply came from another server that has taken the port.
+                if await asyncio.to_thread(self._is_healthy) and not exited.done():
                     self._leftovers |= shared_memory_of(members(self._process.pid))
                     return
-                # SGLang announces its readiness nowhere but here, so it is asked; its exit is an event.
+                # SGLang does not announce that it is ready, so it is asked; its exit is an event.
                 done, _ = await asyncio.wait({exited}, timeout=0.25)
                 if done:
                     code = exited.result()
@@ -143,23 +143,23 @@ class ServerProcess:
         raise EngineStartError(f"SGLang was not healthy within {timeout_s:.0f} s{self._tail()}")
 
     async def wait_exit(self) -> int:
-        """The exit code, once the server has ended."""
+        """Wait until the server has ended, and return its exit code."""
         return await asyncio.shield(asyncio.wrap_future(self._exit))
 
     def _watch(self) -> None:
         self._exit.set_result(self._process.wait())
 
     def stop(self) -> None:
-        """End the whole process group at once; there is nothing to drain. Does nothing the second time.
+        """Kill the whole process group; there is nothing to drain. Does nothing the second time.
 
-        SGLang's own answer to SIGTERM takes seconds and ends in SIGKILL as well.
+        SGLang's own handling of SIGTERM takes seconds and ends in SIGKILL as well.
         """
         kill_group(self._process.pid, self._leftovers)
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
 
-    def _answers(self) -> bool:
+    def _is_healthy(self) -> bool:
         try:
             with _DIRECTLY.open(f"{self.url}/health", timeout=5) as response:
                 return response.status == 200

@@ -1,18 +1,18 @@
-"""The times of every engine request, for fitting a simulator to a run."""
+"""Records the times of every engine request, to which a simulator can be fitted."""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from slipstream.rollout.engine.answer import Aborted
 from slipstream.rollout.engine.client import EngineLost
+from slipstream.rollout.engine.completion import Aborted
 from slipstream.rollout.trajectory import Completion
 
 
 @dataclass(frozen=True)
 class RequestTrace:
-    """One request to one engine, from its sending to its end. An interrupted answer takes several.
+    """One request to one engine, from its sending to its end. An interrupted completion takes several.
 
     Times are in seconds of ``time.monotonic``.
     """
@@ -23,31 +23,31 @@ class RequestTrace:
     """None when no token arrived."""
     end_s: float
     prompt_tokens: int
-    """Those of the answer that is gone on with included."""
+    """Input tokens: those of the prompt, and those of a partial completion that is continued."""
     new_tokens: int
     retractions: int
     interrupted: bool
-    """Ended without a finish: aborted, lost, refused or cancelled."""
+    """The request was aborted, lost, refused or cancelled."""
 
 
 class Watch:
-    """Sees the answer to one request grow."""
+    """Observes the completion of one request as it grows."""
 
     def __init__(self) -> None:
         self.first_token_s: float | None = None
-        self.answer: Completion | None = None
+        self.completion: Completion | None = None
         self.whole = False
 
-    def saw(self, answer: Completion | None) -> None:
-        if answer is not None and answer.tokens:
-            self.answer = answer
+    def saw(self, completion: Completion | None) -> None:
+        if completion is not None and completion.tokens:
+            self.completion = completion
             if self.first_token_s is None:
                 self.first_token_s = time.monotonic()
 
 
 @contextmanager
 def watched(engine: str, prompt_tokens: int, trace: Callable[[RequestTrace], None] | None) -> Iterator[Watch]:
-    """Around one request: tells ``trace`` of it however it ends."""
+    """Surround one request, and give its times to ``trace`` however it ends."""
     watch, start_s = Watch(), time.monotonic()
     try:
         yield watch
@@ -57,7 +57,7 @@ def watched(engine: str, prompt_tokens: int, trace: Callable[[RequestTrace], Non
         raise
     finally:
         if trace is not None:
-            seen = watch.answer
+            seen = watch.completion
             trace(
                 RequestTrace(
                     engine,

@@ -1,1 +1,1 @@
-"""The durable account of every prompt instance: nothing is lost, and nothing is trained twice."""
+"""The durable account of every group: no prompt is lost, and none is trained twice."""

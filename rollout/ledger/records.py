@@ -1,4 +1,4 @@
-"""Trajectories and partial answers as bytes. A msgpack of raw little-endian arrays: no pickle."""
+"""Encodes trajectories and completions as bytes: msgpack with raw little-endian arrays, no pickle."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from slipstream.rollout.trajectory import UNSAMPLED, Completion, Finish, Span, T
 
 
 class CorruptRecord(ValueError):
-    """Bytes that are no record."""
+    """Bytes cannot be decoded as the record that they should be."""
 
 
 class _Trajectory(msgspec.Struct, array_like=True):
@@ -28,7 +28,7 @@ class _Completion(msgspec.Struct, array_like=True):
     tokens: bytes
     logprobs: bytes
     spans: list[tuple[int, int]]
-    """Version and end of each."""
+    """(version, end) of each version span."""
     finish: str
     retractions: int
 
@@ -53,7 +53,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
 
 
 def decode_trajectory(data: bytes) -> Trajectory:
-    """Raises CorruptRecord."""
+    """Return the trajectory that was encoded. Raises CorruptRecord."""
     try:
         record = _trajectories.decode(data)
         tokens_T = np.frombuffer(record.tokens, "<i4").astype(np.int64)
@@ -93,10 +93,11 @@ def encode_completion(completion: Completion) -> bytes:
 
 
 def decode_completion(data: bytes) -> Completion:
-    """Raises CorruptRecord."""
+    """Return the completion that was encoded. Raises CorruptRecord."""
     try:
         record = _completions.decode(data)
-        start, spans = 0, []
+        start = 0
+        spans: list[Span] = []
         for version, end in record.spans:
             spans.append(Span(version, start, end))
             start = end
@@ -108,9 +109,9 @@ def decode_completion(data: bytes) -> Completion:
             record.retractions,
         )
     except (msgspec.DecodeError, ValueError, OverflowError) as error:
-        raise CorruptRecord(f"not a partial answer: {error}") from error
+        raise CorruptRecord(f"not a completion: {error}") from error
 
 
 def digest(input_ids: Sequence[int]) -> bytes:
-    """Tells whether two requests ask for the same continuation."""
+    """Return a digest that tells whether two requests have the same token ids."""
     return hashlib.blake2b(np.array(input_ids, "<i4").tobytes(), digest_size=16).digest()

@@ -1,8 +1,8 @@
-"""The ledger while the run goes on: one writer thread, group commit.
+"""Writes the ledger while the run goes on: one writer thread, group commit.
 
-Callers never wait for the disk, except where they ask to (``flushed``): events are collected on the event
-loop, and what has come while the thread was writing is its next transaction. So the more there is to do, the
-cheaper each event becomes. An event counts as acknowledged when ``flushed`` has returned after it.
+Callers never wait for the disk, unless they ask to with ``flushed``. Events are collected on the event loop.
+Those that arrive while the thread writes make its next transaction, so that each event becomes cheaper the
+more there are. An event is *acknowledged* when a later call of ``flushed`` has returned.
 """
 
 import asyncio
@@ -10,7 +10,6 @@ import sqlite3
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -22,30 +21,55 @@ from slipstream.rollout.ledger.records import digest, encode_completion, encode_
 from slipstream.rollout.trajectory import Completion, Group, Trajectory
 
 SAMPLES = 1 << 16
-"""Keys of trajectories are group id * SAMPLES + sample."""
+"""Largest number of samples of a group. Keys of trajectories are group id * SAMPLES + sample."""
 
 COMMIT_DELAY_S = 0.002
-"""How long an event may wait for company. A commit costs an fsync, no matter how much is in it."""
+"""Longest time that an event waits for others before the commit, which costs one fsync for all of them."""
 
 CLOSE_TIMEOUT_S = 60.0
 
+Row = tuple[int | float | str | bytes | None, ...]
+"""Values of one row of any table."""
 
-@dataclass
+GroupRow = tuple[int, int, int | None, int, int]
+"""id, position, requeued_from, version, epoch"""
+StepRow = tuple[int, int, int]
+"""version, epoch, step"""
+TrainingRow = tuple[int, int, int, int, int]
+"""version, group_id, head_lag, tokens, masked"""
+TrajectoryRow = tuple[int, int, int, bytes]
+"""key, epoch, tokens, payload"""
+PartialRow = tuple[int, int, int, bytes, bool, int, bytes]
+"""key, call, epoch, input, done, tokens, payload"""
+StateRow = tuple[int, str, str | None, int | None, int | None]
+"""id, state, loss, step, tokens"""
+DiscardRow = tuple[int, int, int]
+"""group_id, epoch, tokens"""
+
+
 class _Transaction:
-    """Events that are committed together, by table; ``write`` gives their order."""
+    """Events that are committed together, by table. ``write`` decides their order."""
 
-    groups: list[tuple] = field(default_factory=list)
-    steps: list[tuple] = field(default_factory=list)
-    published: list[tuple] = field(default_factory=list)
-    trainings: list[tuple] = field(default_factory=list)
-    trajectories: dict[int, tuple] = field(default_factory=dict)
-    partials: dict[tuple[int, int], tuple] = field(default_factory=dict)
-    superseded: list[tuple[int]] = field(default_factory=list)
-    states: dict[int, tuple] = field(default_factory=dict)
-    discards: list[tuple] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)
-    released: list[tuple[str, int, int]] = field(default_factory=list)
-    waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.groups: list[GroupRow] = []
+        self.steps: list[StepRow] = []
+        self.published: list[tuple[int]] = []
+        """Versions."""
+        self.trainings: list[TrainingRow] = []
+        self.trajectories: dict[int, TrajectoryRow] = {}
+        """By key."""
+        self.partials: dict[tuple[int, int], PartialRow] = {}
+        """By key and call."""
+        self.superseded: list[tuple[int]] = []
+        """Keys whose completions are part of a trajectory now."""
+        self.states: dict[int, StateRow] = {}
+        """By group id."""
+        self.discards: list[DiscardRow] = []
+        self.ended: list[int] = []
+        """Ids of groups whose tokens are removed."""
+        self.released: list[tuple[str, int, int]] = []
+        """Samples as a JSON list, and versions (after, up to) whose trajectories are removed."""
+        self.waiters: list[asyncio.Future[None]] = []
 
     def write(self, connection: sqlite3.Connection) -> None:
         write = partial(_write_rows, connection)
@@ -84,12 +108,12 @@ class _Transaction:
 
 
 CHUNKS = (128, 16, 1)
-"""Rows per statement. SQLite gives up the interpreter lock once per statement; given up once per row, it
-would be waited for as often, while the event loop computes."""
+"""Rows per statement. SQLite releases the interpreter lock once per statement, and gets it back only when the
+event loop gives it up: with one row per statement it would wait as often as there are rows."""
 
 
-def _write_rows(connection: sqlite3.Connection, statement: str, row: str, rows: Iterable[tuple]) -> None:
-    """Execute ``statement``, its ``{rows}`` being as many of ``row`` as there are."""
+def _write_rows(connection: sqlite3.Connection, statement: str, row: str, rows: Iterable[Row]) -> None:
+    """Execute ``statement`` for all rows, with its ``{rows}`` replaced by one ``row`` for each."""
     left = list(rows)
     for size in CHUNKS:
         while len(left) >= size:
@@ -99,7 +123,7 @@ def _write_rows(connection: sqlite3.Connection, statement: str, row: str, rows: 
 
 
 def _forget(connection: sqlite3.Connection, id_: int) -> None:
-    """Remove what was generated for a group."""
+    """Remove everything that was generated for a group."""
     bounds = (id_ * SAMPLES, (id_ + 1) * SAMPLES)
     connection.execute("DELETE FROM trajectories WHERE key >= ? AND key < ?", bounds)
     connection.execute("DELETE FROM partials WHERE key >= ? AND key < ?", bounds)
@@ -108,7 +132,8 @@ def _forget(connection: sqlite3.Connection, id_: int) -> None:
 class Ledger:
     """The open ledger of a running run. Use it from one event loop; ``close`` it at the end.
 
-    Every method may raise LedgerError: what was given since the last ``flushed`` is then not in the ledger.
+    Every method may raise LedgerError: then no event since the last ``flushed`` is certain to be in the
+    ledger.
     """
 
     def __init__(
@@ -119,7 +144,7 @@ class Ledger:
         n_samples: int,
         with_partials: set[int],
     ) -> None:
-        """``with_partials``: keys of the trajectories of which there is a part already."""
+        """``with_partials``: keys of trajectories of which the ledger already has completions."""
         self.path = path
         self.epoch = epoch
         self._samples = "[" + ",".join(map(str, range(n_samples))) + "]"
@@ -128,7 +153,7 @@ class Ledger:
         self._with_partials = with_partials
         self._next = _Transaction()
         self._loop: asyncio.AbstractEventLoop | None = None
-        """Where events come from; None until the first one that came from an event loop."""
+        """Event loop of the events; None until the first event from within a loop."""
         self._is_due = False
         self._is_writing = False
         self._failure: LedgerError | None = None
@@ -140,21 +165,30 @@ class Ledger:
     # ---- events
 
     def admitted(self, ticket: Ticket, position: int) -> None:
+        """Record that a group was admitted with the prompt at ``position``."""
         events = self._events()
         events.groups.append((ticket.id, position, ticket.requeued_from, ticket.version, self.epoch))
 
     def partial(
-        self, group_id: int, sample: int, call: int, asked: Sequence[int], answer: Completion, *, done: bool
+        self,
+        group_id: int,
+        sample: int,
+        call: int,
+        input_ids: Sequence[int],
+        completion: Completion,
+        *,
+        done: bool,
     ) -> None:
-        """What has been generated of the ``call``-th answer of an episode, to the input ``asked``."""
+        """Record the completion so far of request number ``call`` of an episode, with its input."""
         key = group_id * SAMPLES + sample
-        row = (key, call, self.epoch, digest(asked), done, len(answer.tokens), encode_completion(answer))
+        tokens, payload = len(completion.tokens), encode_completion(completion)
+        row = (key, call, self.epoch, digest(input_ids), done, tokens, payload)
         events = self._events()
         events.partials[key, call] = row
         self._with_partials.add(key)
 
     def trajectory(self, group_id: int, sample: int, trajectory: Trajectory) -> None:
-        """The episode is complete and judged."""
+        """Record that an episode is complete and judged."""
         key = group_id * SAMPLES + sample
         row = (key, self.epoch, trajectory.response_length, encode_trajectory(trajectory))
         events = self._events()
@@ -164,12 +198,12 @@ class Ledger:
             self._with_partials.remove(key)
 
     def ready(self, group: Group) -> None:
-        """All trajectories of the group have been given, and it is to be trained."""
+        """Record that the group shall be trained. All of its trajectories have been recorded."""
         events = self._events()
         events.states[group.id] = (group.id, "ready", None, None, _tokens(group.trajectories))
 
     def lost(self, id_: int, loss: Loss, trajectories: Sequence[Trajectory] = ()) -> None:
-        """The group will never be trained."""
+        """Record that the group will never be trained."""
         events = self._events()
         events.states[id_] = (id_, loss.end.value, loss.value, None, _tokens(trajectories))
         events.ended.append(id_)
@@ -178,9 +212,9 @@ class Ledger:
         self.lost(expired.id, expired.loss, expired.group.trajectories if expired.group else ())
 
     def discarded(self, id_: int, tokens: int) -> None:
-        """What was generated for an unfinished group cannot be used; the group starts again.
+        """Record that an unfinished group starts again, and that its ``tokens`` sampled tokens are given up.
 
-        Wait for ``flushed`` before it does: a transaction forgets after it has written.
+        Wait for ``flushed`` before it starts: a transaction removes the old tokens after it has written.
         """
         events = self._events()
         events.states[id_] = (id_, "admitted", None, None, None)
@@ -188,12 +222,12 @@ class Ledger:
         events.ended.append(id_)
 
     def step_begins(self, version: int, step: int) -> None:
-        """From now on an engine may hold ``version``. Wait for ``flushed`` before it can."""
+        """Record that an engine may hold ``version`` from now on. Wait for ``flushed`` before it can."""
         events = self._events()
         events.steps.append((version, self.epoch, step))
 
     def published(self, version: int, groups: Iterable[Group]) -> None:
-        """``groups`` were trained, and what came of it is ``version``."""
+        """Record that ``version`` was trained on ``groups`` and is published."""
         events = self._events()
         events.published.append((version,))
         for group in groups:
@@ -202,7 +236,10 @@ class Ledger:
             events.states[group.id] = (group.id, "trained", None, version, sampled)
 
     def release(self, version: int) -> None:
-        """No checkpoint is left that lacks a training up to ``version``: forget what was trained by then."""
+        """Remove the trajectories that were trained up to ``version``: no restart can need them any more.
+
+        Call it when every checkpoint has these trainings behind it.
+        """
         events = self._events()
         events.released.append((self._samples, self._released, version))
         self._released = version
@@ -210,13 +247,13 @@ class Ledger:
     # ---- durability
 
     async def flushed(self) -> None:
-        """Returns when all events so far are on disk. Raises LedgerError."""
+        """Wait until all events so far are on disk. Raises LedgerError."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._events().waiters.append(future)
         await future
 
     def close(self) -> None:
-        """Write what is left and close the file."""
+        """Write all events that are left and close the file. Raises LedgerError."""
         if self._closed:
             return
         self._closed = True
@@ -230,13 +267,13 @@ class Ledger:
             raise self._failure
 
     def _events(self) -> _Transaction:
-        """The transaction that takes the next event; it is written within ``COMMIT_DELAY_S``."""
+        """Return the transaction for the next event, and have it handed over after ``COMMIT_DELAY_S``."""
         if self._failure is not None:
             raise self._failure
         if self._closed:
             raise LedgerError(f"{self.path} is closed")
         if not self._is_due:
-            with suppress(RuntimeError):  # no loop is running yet: the next event in one will do
+            with suppress(RuntimeError):  # outside of a loop, the next event inside one sets the timer
                 self._loop = asyncio.get_running_loop()
                 self._loop.call_later(COMMIT_DELAY_S, self._hand_over)
                 self._is_due = True
@@ -250,7 +287,7 @@ class Ledger:
         self._handed_over.put(transaction)
 
     def _committed(self, transaction: _Transaction) -> None:
-        """On the event loop, when the thread is done with a transaction."""
+        """Wake the waiters of a transaction. Runs on the event loop."""
         self._is_writing = False
         for future in transaction.waiters + (self._next.waiters if self._failure else []):
             if not future.done():
@@ -258,7 +295,7 @@ class Ledger:
                     future.set_result(None)
                 else:
                     future.set_exception(self._failure)
-        if self._is_due:  # more has come meanwhile, and waited long enough
+        if self._is_due:  # the events that arrived meanwhile have waited long enough
             self._hand_over()
 
     # ---- the thread
@@ -291,7 +328,10 @@ def _tokens(trajectories: Iterable[Trajectory]) -> int:
 
 
 def _account(group: Group, version: int) -> tuple[int, int, int]:
-    """Sampled tokens, those that carry loss, and the largest lag among these (-1: there are none)."""
+    """Return numbers of sampled tokens and of tokens with loss, and the head lag at ``version``.
+
+    The head lag is -1 if no token carries loss.
+    """
     trained = [trajectory for trajectory in group.trajectories if trajectory.response_length]
     return (
         _tokens(group.trajectories),

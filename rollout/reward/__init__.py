@@ -1,4 +1,4 @@
-"""What an episode is worth. A reward is any class with this one method, named by import path."""
+"""Rewards: what an episode is worth. A recipe names one by import path."""
 
 from collections.abc import Awaitable
 from typing import Protocol
@@ -10,10 +10,31 @@ __all__ = ["FinalAnswer", "Reward"]
 
 
 class Reward(Protocol):
-    def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> Awaitable[float]:
-        """The reward of one finished episode.
+    """Judges finished episodes. Any class with this method is one; it need not inherit from ``Reward``.
 
-        ``response`` is the decoded text of the trajectory's last completion. Raise when the episode cannot
-        be judged: that is a failure, which is retried and counted, not a wrong answer.
+        class Shortest:
+            def __init__(self, limit: int) -> None:
+                self._limit = limit
+
+            async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
+                return float(trajectory.response_length <= self._limit)
+
+    A recipe names the class and gives its arguments:
+
+        rollout:
+          reward: {path: my_package.rewards.Shortest, args: {limit: 200}}
+
+    One instance judges all episodes of a run, those of evaluations included, on the event loop of the
+    driver: long computations belong in a thread or another process (``asyncio.to_thread``, HTTP requests).
+    """
+
+    def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> Awaitable[float]:
+        """Return the reward of one finished episode: any finite number.
+
+        ``response`` is the text of the trajectory's last completion, decoded without special tokens.
+
+        Raise an exception only when the episode cannot be judged, for example because a judge is down. The
+        episode is then run again, up to ``rollout.episode_attempts`` times, and counted as ``failed``. A
+        wrong response is no failure: it gets a low reward.
         """
         ...

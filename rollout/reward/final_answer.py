@@ -1,12 +1,12 @@
-"""Exact match of the text after a marker."""
+"""The reward that compares the text behind a marker with the label."""
 
 from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
 
 
 class FinalAnswer:
-    """1.0 when the response ended by itself and the text after its only ``marker`` is the label, else 0.0.
+    """1.0 for a response that ends by itself, with the label behind its only ``marker``; 0.0 otherwise.
 
-    White space around either is ignored.
+    White space around the label is ignored on both sides.
     """
 
     def __init__(self, marker: str = "#") -> None:

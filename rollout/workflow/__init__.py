@@ -1,4 +1,4 @@
-"""What an episode does. A workflow is any class with this one method, named by import path."""
+"""Workflows: what an episode does. A recipe names one by import path."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +13,28 @@ __all__ = ["Generator", "SingleTurn", "Tokenizer", "Workflow", "WorkflowContext"
 
 
 class Generator(Protocol):
-    """Continues token ids. Survives weight updates and engine restarts."""
+    """Continues token ids with the current policy. A workflow finds it in its context.
 
-    async def generate(self, input_ids: Sequence[int], sampling: SamplingConfig) -> Completion: ...
+        completion = await context.generator.generate(builder.tokens, context.sampling)
+
+    Many requests may run at one time; the engines batch them.
+    """
+
+    async def generate(self, input_ids: Sequence[int], sampling: SamplingConfig) -> Completion:
+        """Return the completion of ``input_ids``: at most ``sampling.max_new_tokens`` new tokens.
+
+        The request survives weight updates and the loss of engines, so that a completion may hold tokens of
+        several policy versions (``Completion.spans``). Its ``finish`` is STOP or LENGTH, never PARTIAL.
+
+        Raises InvalidRequest when ``input_ids`` is empty, holds an id outside the vocabulary, or leaves no
+        room for the new tokens, and EngineError when an engine refuses the request: the attempt fails.
+        NoEngine and LedgerError end the run; a workflow must not catch them.
+        """
+        ...
 
 
 class Tokenizer(Protocol):
-    """What workflows need of an HF tokenizer."""
+    """The part of a Hugging Face tokenizer that workflows use."""
 
     def apply_chat_template(self, conversation: Messages, **kwargs: Any) -> Any: ...
     def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str: ...
@@ -27,19 +42,49 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkflowContext:
-    """What an episode may use."""
+    """Everything that an episode may use."""
 
     generator: Generator
     tokenizer: Tokenizer
     reward: Reward
     sampling: SamplingConfig
+    """``rollout.sampling`` of the recipe, or what an evaluation uses in its place."""
 
 
 class Workflow(Protocol):
-    async def run(self, prompt: Prompt, context: WorkflowContext) -> Trajectory:
-        """One episode, judged: the trajectory's ``reward`` is set.
+    """Runs episodes. Any class with this method is one; it need not inherit from ``Workflow``.
 
-        Raise when the episode fails for a reason outside the policy; it is tried again, then counted as
-        ``failed``. It is cancelled when it outlasts ``rollout.episode_timeout_s``.
+        class WithHint:
+            async def run(self, prompt: Prompt, context: WorkflowContext) -> Trajectory:
+                ids = context.tokenizer.apply_chat_template(
+                    prompt.messages(), add_generation_prompt=True, return_dict=False
+                )
+                builder = TrajectoryBuilder(ids)
+                first = await context.generator.generate(builder.tokens, context.sampling)
+                builder.add_completion(first)
+                builder.add_context(HINT_IDS)
+                last = await context.generator.generate(builder.tokens, context.sampling)
+                builder.add_completion(last)
+                trajectory = builder.build()
+                text = context.tokenizer.decode(last.tokens, skip_special_tokens=True)
+                return replace(trajectory, reward=await context.reward.score(prompt, text, trajectory))
+
+    A recipe names the class, and gives its arguments as ``args``:
+
+        rollout:
+          workflow: {path: my_package.workflows.WithHint}
+
+    One instance runs all episodes of a run, many of them at one time, on the event loop of the driver: keep
+    no state of an episode in ``self``, and never block. After a restart of the run an unfinished episode is
+    run again from its beginning; completions that it asks for again with the same input are not generated
+    again.
+    """
+
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> Trajectory:
+        """Run one episode and return its trajectory, with ``reward`` set to a finite number.
+
+        Raise an exception when the episode fails for a reason outside the policy. It is run again, up to
+        ``rollout.episode_attempts`` times, and then its group is counted as ``failed``. An episode that
+        takes longer than ``rollout.episode_timeout_s`` is cancelled, which counts as a failed attempt.
         """
         ...

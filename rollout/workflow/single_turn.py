@@ -1,4 +1,4 @@
-"""One prompt, one answer."""
+"""The workflow with one prompt and one completion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class SingleTurn:
-    """Applies the chat template, generates once, asks for the reward."""
+    """Applies the chat template, generates one completion and asks for its reward."""
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> Trajectory:
         prompt_ids = context.tokenizer.apply_chat_template(

@@ -13,7 +13,7 @@ from slipstream.backend.batch.micro_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.bridge.families import FAMILIES
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.network import free_port
 from tests.integration.test_bridge_logits import logits_of, reference_logits
 from tests.integration.test_megatron_parity import (
     config_for,

@@ -23,7 +23,7 @@ from slipstream.backend.megatron import conversion
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.bridge.families import spec_of
 from slipstream.configs.schema import ParallelConfig
-from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.network import free_port
 from tests.bridge_cases import CONFIG, DEEPSEEK, random_tensors, same_bits
 from tests.environment import environment
 from tests.integration.test_trainer_checkpoint import Case, train, trainer_of

@@ -11,7 +11,7 @@ import torch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.backend.megatron.resting import Resting
 from slipstream.configs.schema import ParallelConfig, RunConfig
-from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.network import free_port
 from tests.integration.test_megatron_parity import config_for
 from tests.integration.test_trainer_checkpoint import own_weights, train, trainer_of
 from tests.models import make_checkpoint

@@ -20,7 +20,7 @@ import torch
 from slipstream.backend.checkpoint.folder import CheckpointError
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import LoraConfig, ParallelConfig, RunConfig
-from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.network import free_port
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import make_checkpoint
 from tests.ranks import Job, run_jobs, run_ranks

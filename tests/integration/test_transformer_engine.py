@@ -17,7 +17,7 @@ from slipstream.bridge.families import FAMILIES, model_spec
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.shards.plan import entries_of
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.engine.actor import free_port
+from slipstream.rollout.network import free_port
 from tests import stand_in_engine
 from tests.integration.test_megatron_parity import (
     check,

@@ -10,7 +10,7 @@ from slipstream.rollout.collect.generator import JOURNAL_EVERY_S, JournaledGener
 from slipstream.rollout.collect.journal import NoJournal
 from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.ledger.records import digest
-from slipstream.rollout.ledger.recovery import PartialAnswer
+from slipstream.rollout.ledger.recovery import StoredCompletion
 from slipstream.rollout.trajectory import Completion, Finish, Span
 
 SAMPLING = SamplingConfig()
@@ -123,8 +123,8 @@ def test_what_was_answered_before_is_answered_again_and_the_rest_is_continued():
 
     first, half = answer(4, finish=Finish.STOP), answer(2)
     prior = {
-        0: PartialAnswer(digest(ASKED), first, done=True),
-        1: PartialAnswer(digest([9]), half, done=False),
+        0: StoredCompletion(digest(ASKED), first, done=True),
+        1: StoredCompletion(digest([9]), half, done=False),
     }
     pages, engines = Pages(), Engines([answer(2, 5, finish=Finish.STOP)])
     assert asyncio.run(both(generator(engines, pages, prior))) == [first, engines.parts[-1]]
@@ -138,7 +138,10 @@ def test_nothing_is_used_from_the_first_request_on_that_asks_for_something_else(
         await episode.generate([9], SAMPLING)
 
     done = answer(4, finish=Finish.STOP)
-    prior = {0: PartialAnswer(digest(ASKED), done, done=True), 1: PartialAnswer(digest([9]), done, done=True)}
+    prior = {
+        0: StoredCompletion(digest(ASKED), done, done=True),
+        1: StoredCompletion(digest([9]), done, done=True),
+    }
     engines = Engines([done])
     asyncio.run(both(generator(engines, Pages(), prior)))
     assert engines.prefixes == [None, None]

@@ -98,7 +98,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_what_the_ledger_kept(config: Run
         [resumed] = state.intake.resumed
         assert (resumed.ticket.id, resumed.prompt) == (2, PROMPTS[2])
         # Version 2 was one step from version 1, which is version 3 now.
-        assert resumed.prior.partials[0][0].answer.spans[0].version == 2
+        assert resumed.prior.partials[0][0].completion.spans[0].version == 2
         assert state.intake.position == 4
     finally:
         state.ledger.close()

@@ -10,8 +10,8 @@ from slipstream.backend.driver.served_weights import ServedWeights
 from slipstream.backend.driver.verification import Verifier, WeightsMismatch, probe_text
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.weights import VerifyAlways, VerifyEveryN
-from slipstream.rollout.engine.answer import Aborted
 from slipstream.rollout.engine.client import EngineAddress, EngineError, EngineLost
+from slipstream.rollout.engine.completion import Aborted
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.trajectory import Prompt
 from tests.unit.doubles import Policy

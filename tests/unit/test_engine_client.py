@@ -21,7 +21,8 @@ from slipstream.rollout.engine.client import (
     Silent,
 )
 from slipstream.rollout.trajectory import Completion, Finish, Span
-from tests.unit.test_engine_answer import ABORT, ANSWER, COMPLETION, STOP, answer, attested, chunk
+from tests.unit.test_engine_completion import ABORT, COMPLETION, REPLY, STOP, attested, chunk
+from tests.unit.test_engine_completion import reply as reply_with
 
 SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=4)
 
@@ -65,11 +66,11 @@ def streaming(*steps: object):
 ONE = [chunk(1, 1, 3)]
 THREE = [*ONE, chunk(3, 2, 3)]
 WHOLE = [*THREE, chunk(4, 1, 5, STOP, weight_versions=attested((3, 0, 2), (5, 2, 4)))]
-"""An answer of four tokens in three chunks."""
+"""A completion of four tokens in three chunks."""
 
 
 def tokens(n: int, *spans: Span, finish=Finish.PARTIAL) -> Completion:
-    """The first n tokens of that answer."""
+    """The first n tokens of that completion."""
     return Completion(tuple(range(100, 100 + n)), tuple(-float(i) for i in range(n)), spans, finish)
 
 
@@ -119,9 +120,9 @@ async def serving(reply, timeout_s: float = 5):
 # ---- requests
 
 
-def test_a_generation_request_is_sent_and_its_answer_read():
+def test_a_generation_request_is_sent_and_its_completion_read():
     async def main():
-        async with serving(ANSWER) as (server, client):
+        async with serving(REPLY) as (server, client):
             assert await client.generate([1, 2], SAMPLING, version=3, cache_key="v3") == COMPLETION
             ((method, path, body),) = server.requests
             assert (method, path) == ("POST", "/generate")
@@ -145,7 +146,7 @@ def test_a_generation_request_is_sent_and_its_answer_read():
 
 def test_every_request_has_a_name_of_its_own():
     async def main():
-        async with serving(ANSWER) as (server, client):
+        async with serving(REPLY) as (server, client):
             await asyncio.gather(*(client.generate([1], SAMPLING, version=0) for _ in range(20)))
             names = {body["rid"] for _, _, body in server.requests}
             assert len(names) == 20
@@ -156,7 +157,7 @@ def test_every_request_has_a_name_of_its_own():
 
 def test_greedy_generation_has_temperature_zero():
     async def main():
-        async with serving(ANSWER) as (server, client):
+        async with serving(REPLY) as (server, client):
             await client.generate([1], SAMPLING, version=0, greedy=True)
             body = server.requests[0][2]
             assert body["sampling_params"]["temperature"] == 0
@@ -166,7 +167,7 @@ def test_greedy_generation_has_temperature_zero():
 
 
 def test_prompt_log_probs_ask_for_no_new_token_and_skip_the_first():
-    reply = answer(
+    reply = reply_with(
         finish_reason={"type": "length", "length": 0},
         input_token_logprobs=[[None, 7, None], [-0.25, 8, None], [-0.75, 9, None]],
     )
@@ -265,15 +266,6 @@ def test_the_client_offers_all_that_publishing_asks_of_an_engine():
             ], name
 
 
-def test_the_version_is_the_servers_own():
-    async def main():
-        async with serving({"model_path": "m", "weight_version": "12"}) as (server, client):
-            assert await client.version() == 12
-            assert server.requests == [("GET", "/model_info", None)]
-
-    asyncio.run(main())
-
-
 # ---- requests that never leave
 
 
@@ -289,7 +281,7 @@ def test_the_version_is_the_servers_own():
 )
 def test_a_request_that_would_harm_the_server_never_leaves(input_ids, message):
     async def main():
-        async with serving(ANSWER) as (server, client):
+        async with serving(REPLY) as (server, client):
             with pytest.raises(InvalidRequest, match=message):
                 await client.generate(input_ids, SAMPLING, version=0)
             assert server.requests == []
@@ -299,7 +291,7 @@ def test_a_request_that_would_harm_the_server_never_leaves(input_ids, message):
 
 def test_the_longest_request_and_the_last_token_id_are_allowed():
     async def main():
-        async with serving(ANSWER) as (_, client):
+        async with serving(REPLY) as (_, client):
             assert await client.generate([99] * 16, SAMPLING, version=0) == COMPLETION
 
     asyncio.run(main())
@@ -307,7 +299,7 @@ def test_the_longest_request_and_the_last_token_id_are_allowed():
 
 def test_prompt_log_probs_are_checked_like_generation():
     async def main():
-        async with serving(ANSWER) as (server, client):
+        async with serving(REPLY) as (server, client):
             for bad in ([], [100], [1] * 21):
                 with pytest.raises(InvalidRequest):
                     await client.prompt_logprobs(bad)
@@ -352,7 +344,7 @@ def test_an_http_error_is_the_servers_own_message(status):
     asyncio.run(main())
 
 
-def test_an_empty_answer_of_a_control_call_is_fine():
+def test_an_empty_reply_to_a_control_call_is_fine():
     async def reply(request):
         return web.Response(text="")
 
@@ -367,7 +359,7 @@ def test_an_empty_answer_of_a_control_call_is_fine():
 @pytest.mark.parametrize(
     "text", ["{", "[1, 2", "<html>", "null", "[]", "{}", "data: {}\n\n", "data: {\n\n", ": ping\n\n"]
 )
-def test_an_answer_that_is_none_is_an_error_of_the_engine(text):
+def test_a_reply_that_is_none_is_an_error_of_the_engine(text):
     async def reply(request):
         return web.Response(text=text)
 
@@ -395,7 +387,7 @@ def test_a_refusal_inside_the_stream_is_the_servers_own_message(refusal):
     asyncio.run(main())
 
 
-def test_an_aborted_answer_is_told_apart_and_keeps_what_there_was():
+def test_an_aborted_completion_is_told_apart_and_keeps_what_there_was():
     last = chunk(5, 2, 5, ABORT, weight_versions=attested((3, 0, 2), (5, 2, 5)))
 
     async def main():
@@ -403,7 +395,7 @@ def test_an_aborted_answer_is_told_apart_and_keeps_what_there_was():
             with pytest.raises(Aborted, match="generation was aborted: Aborted") as caught:
                 await client.generate([1], SAMPLING, version=3)
             assert caught.value.partial == tokens(4, Span(3, 0, 2), Span(5, 2, 4))
-        async with serving(answer(finish_reason={"type": "abort"})) as (_, client):
+        async with serving(reply_with(finish_reason={"type": "abort"})) as (_, client):
             with pytest.raises(Aborted):
                 await client.prompt_logprobs([1])
 
@@ -413,7 +405,7 @@ def test_an_aborted_answer_is_told_apart_and_keeps_what_there_was():
 # ---- streams
 
 
-def test_progress_is_told_of_every_chunk_but_the_last_which_is_the_answer():
+def test_progress_is_told_of_every_chunk_but_the_last_which_is_the_completion():
     async def main():
         async with serving(streaming(*WHOLE, DONE)) as (_, client):
             seen: list[Completion] = []
@@ -424,7 +416,7 @@ def test_progress_is_told_of_every_chunk_but_the_last_which_is_the_answer():
     asyncio.run(main())
 
 
-def test_the_answer_is_there_although_the_connection_stays():
+def test_the_completion_is_there_although_the_connection_stays():
     async def main():
         async with serving(streaming(*WHOLE, 30.0)) as (_, client):
             async with asyncio.timeout(3):
@@ -461,7 +453,7 @@ def test_chunks_longer_than_a_read_buffer_arrive_whole():
 # ---- losses
 
 
-def test_no_answer_in_time_from_a_server_that_is_not_well_is_a_loss():
+def test_no_reply_in_time_from_a_server_that_is_not_well_is_a_loss():
     async def reply(request):
         await asyncio.sleep(30)
 
@@ -488,7 +480,7 @@ def test_silence_of_a_server_that_is_well_condemns_the_request_and_not_the_serve
     asyncio.run(main())
 
 
-def test_silence_is_from_chunk_to_chunk_and_not_the_time_of_the_whole_answer():
+def test_silence_is_from_chunk_to_chunk_and_not_the_time_of_the_whole_completion():
     slow = [step for part in WHOLE for step in (0.2, part)]
 
     async def main():
@@ -580,7 +572,7 @@ def test_an_idle_server_that_closes_a_kept_connection_is_not_lost():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("chunks", [[], THREE], ids=["before the answer", "within the answer"])
+@pytest.mark.parametrize("chunks", [[], THREE], ids=["before the completion", "within the completion"])
 def test_closing_the_client_ends_its_running_requests_as_lost(chunks):
     """So that an engine that is condemned does not keep its requests until their time-out."""
 
@@ -604,7 +596,7 @@ async def hang(request):
     await asyncio.sleep(30)
 
 
-@pytest.mark.parametrize("chunks", [[], THREE], ids=["before the answer", "within the answer"])
+@pytest.mark.parametrize("chunks", [[], THREE], ids=["before the completion", "within the completion"])
 def test_a_cancelled_request_disconnects_so_that_the_server_stops_generating(chunks):
     async def main():
         async with serving(streaming(*chunks, 30.0) if chunks else hang) as (server, client):
@@ -629,7 +621,7 @@ def test_many_requests_run_at_once():
 
         async def reply(request):
             await everyone.wait()
-            return streamed(ANSWER)
+            return streamed(REPLY)
 
         async with serving(reply) as (_, client):
             work = (client.generate([1], SAMPLING, version=0) for _ in range(together))
@@ -655,7 +647,7 @@ def test_the_load_is_asked_for_and_a_malformed_one_is_an_error():
             assert await client.load() == EngineLoad(3, 1, 0.25, 0, 5.0)
             assert server.requests == [("GET", "/v1/loads", None)]
             server.reply = {"loads": []}
-            with pytest.raises(EngineError, match="engine-0 /v1/loads: not an answer"):
+            with pytest.raises(EngineError, match="engine-0 /v1/loads: not a reply"):
                 await client.load()
 
     asyncio.run(main())

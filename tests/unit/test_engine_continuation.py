@@ -1,4 +1,4 @@
-"""Answers out of parts: however an answer is split, the parts make the same answer again."""
+"""Completions out of parts: however a completion is split, the parts make the same completion again."""
 
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ from slipstream.rollout.trajectory import Completion, Finish, Span
 
 @st.composite
 def completions(draw) -> Completion:
-    """No two neighbouring spans are of one version, as in the engines' answers."""
+    """No two neighbouring spans are of one version, as in the engines' completions."""
     lengths = draw(st.lists(st.integers(1, 8), max_size=5))
     steps = draw(st.lists(st.integers(1, 3), min_size=len(lengths), max_size=len(lengths)))
     spans, start, version = [], 0, 0
@@ -35,7 +35,7 @@ def tail(whole: Completion, n: int) -> Completion:
 
 
 @given(completions(), st.data())
-def test_any_split_of_an_answer_merges_back_to_it(whole, data):
+def test_any_split_of_a_completion_merges_back_to_it(whole, data):
     n = data.draw(st.integers(0, len(whole.tokens)))
     assert merge(head(whole, n), tail(whole, n)) == whole
 
@@ -72,7 +72,7 @@ def test_a_head_is_a_prefix_that_goes_on(whole, data):
     assert first.versions().tolist() == whole.versions()[:n].tolist()
 
 
-def answer(n: int, finish: Finish) -> Completion:
+def part(n: int, finish: Finish) -> Completion:
     return Completion((7,) * n, (-1.0,) * n, (Span(0, 0, n),) if n else (), finish)
 
 
@@ -80,18 +80,18 @@ def answer(n: int, finish: Finish) -> Completion:
     ("so_far", "left"),
     [
         (None, 10),
-        (answer(0, Finish.PARTIAL), 10),
-        (answer(4, Finish.PARTIAL), 6),
-        (answer(10, Finish.PARTIAL), 0),
-        (answer(12, Finish.PARTIAL), 0),
-        (answer(4, Finish.STOP), 0),
-        (answer(4, Finish.LENGTH), 0),
+        (part(0, Finish.PARTIAL), 10),
+        (part(4, Finish.PARTIAL), 6),
+        (part(10, Finish.PARTIAL), 0),
+        (part(12, Finish.PARTIAL), 0),
+        (part(4, Finish.STOP), 0),
+        (part(4, Finish.LENGTH), 0),
     ],
 )
 def test_what_is_left_of_the_budget(so_far, left):
     assert tokens_left(so_far, 10) == left
 
 
-def test_an_answer_that_was_cut_off_at_its_budget_has_ended_by_its_length():
-    assert ended(answer(3, Finish.PARTIAL)) == answer(3, Finish.LENGTH)
-    assert ended(answer(3, Finish.STOP)) == answer(3, Finish.STOP)
+def test_a_completion_that_was_cut_off_at_its_budget_has_ended_by_its_length():
+    assert ended(part(3, Finish.PARTIAL)) == part(3, Finish.LENGTH)
+    assert ended(part(3, Finish.STOP)) == part(3, Finish.STOP)

@@ -13,36 +13,36 @@ FULL = EngineLoad(running=10, waiting=0, kv_use=0.99)
 
 
 class FakeEngine:
-    """Gives its answers in turn, the last one for ever; an exception is raised, None is no answer at all."""
+    """Gives its replies in turn, the last one forever. An exception is raised; None is no reply at all."""
 
-    def __init__(self, name: str, *answers: EngineLoad | Exception | None) -> None:
+    def __init__(self, name: str, *replies: EngineLoad | Exception | None) -> None:
         self.name = name
-        self.answers = list(answers)
+        self.replies = list(replies)
         self.asked = 0
 
     async def load(self) -> EngineLoad:
         self.asked += 1
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        if answer is None:
+        reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        if reply is None:
             await asyncio.sleep(60)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
 
 class Controller(ConcurrencyController):
-    """Records what it is told; wants one fewer with every observation."""
+    """Records what it is observed; wants one fewer with every observation."""
 
     def __init__(self) -> None:
         super().__init__(maximum=100)
-        self.told: list = []
+        self.observed: list = []
 
     def observe(self, loads, in_use) -> None:
-        self.told.append((sorted(load.running for load in loads), in_use))
+        self.observed.append((sorted(load.running for load in loads), in_use))
         self.limit -= 1
 
     def disturbed(self) -> None:
-        self.told.append("disturbed")
+        self.observed.append("disturbed")
 
 
 def running(n: int, taken_s: float = 0.0) -> EngineLoad:
@@ -85,8 +85,8 @@ def test_what_the_controller_decides_becomes_the_limit_of_the_pool():
     async def main():
         engine = FakeEngine("a", *(running(n, taken_s=n) for n in range(20)))
         pool, controller = pool_of(engine), Controller()
-        await followed(pool, controller, lambda: len(controller.told) == 3)
-        assert controller.told == [([0], 0), ([1], 0), ([2], 0)]
+        await followed(pool, controller, lambda: len(controller.observed) == 3)
+        assert controller.observed == [([0], 0), ([1], 0), ([2], 0)]
         assert pool.limit == controller.limit == 97
 
     asyncio.run(main())
@@ -99,8 +99,8 @@ def test_a_sample_that_repeats_the_last_one_is_no_observation():
             FakeEngine("b", running(5, 1.0)),
         )
         controller = Controller()
-        await followed(pool_of(*engines), controller, lambda: len(controller.told) == 4)
-        assert controller.told == [([1, 5], 0), ([], 0), ([2], 0), ([], 0)]
+        await followed(pool_of(*engines), controller, lambda: len(controller.observed) == 4)
+        assert controller.observed == [([1, 5], 0), ([], 0), ([2], 0), ([], 0)]
 
     asyncio.run(main())
 
@@ -122,11 +122,11 @@ def test_a_new_version_tells_the_controller_of_the_disturbance():
         pool, controller = pool_of(engine), Controller()
 
         def until() -> bool:
-            pool._policy.version = 1 if len(controller.told) >= 2 else 0
-            return len(controller.told) >= 5
+            pool._policy.version = 1 if len(controller.observed) >= 2 else 0
+            return len(controller.observed) >= 5
 
         await followed(pool, controller, until)
-        assert controller.told.count("disturbed") == 1
+        assert controller.observed.count("disturbed") == 1
 
     asyncio.run(main())
 

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -19,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from slipstream.rollout.engine import cpu
-from slipstream.rollout.engine.actor import free_port
 from slipstream.rollout.engine.process import (
     LAUNCHER,
     EngineStartError,
@@ -27,6 +25,7 @@ from slipstream.rollout.engine.process import (
     ServerSpec,
     server_args,
 )
+from slipstream.rollout.network import free_port
 from tests.environment import environment
 
 STAND_IN = textwrap.dedent(
@@ -49,9 +48,9 @@ STAND_IN = textwrap.dedent(
     with open(f"/dev/shm/slipstream-test-{os.getpid()}", "w+b") as file:
         file.truncate(4096)
         shared = mmap.mmap(file.fileno(), 4096)
-    told = {"arguments": arguments, "environment": dict(os.environ), "child": child.pid}
-    told["temporary"] = settings["temporary"]
-    print(json.dumps(told), flush=True)
+    reported = {"arguments": arguments, "environment": dict(os.environ), "child": child.pid}
+    reported["temporary"] = settings["temporary"]
+    print(json.dumps(reported), flush=True)
 
     class Health(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -146,11 +145,11 @@ def test_the_recipe_overrides_the_defaults_of_the_cpu_which_a_gpu_does_not_have(
 
 def test_one_rank_on_a_cpu_is_not_bound_to_a_core(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    found = cpu.environment(1)
-    assert found["SGLANG_USE_CPU_ENGINE"] == "1"
-    assert found["CUDA_VISIBLE_DEVICES"] == ""
-    assert "SGLANG_CPU_OMP_THREADS_BIND" not in found
-    first, *_, last = found["PYTHONPATH"].split(os.pathsep)
+    variables = cpu.environment(1)
+    assert variables["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert variables["CUDA_VISIBLE_DEVICES"] == ""
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in variables
+    first, *_, last = variables["PYTHONPATH"].split(os.pathsep)
     assert (first, last) == (str(cpu.STAND_INS / "common"), "/mine")
 
 
@@ -174,16 +173,6 @@ def test_the_launcher_is_a_module_that_is_there():
     assert importlib.util.find_spec(LAUNCHER[2]) is not None
 
 
-def test_a_free_port_can_be_bound():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", free_port("127.0.0.1")))
-
-
-def test_a_free_port_is_none_that_the_kernel_gives_away():
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert all(free_port("127.0.0.1") < lowest for _ in range(20))
-
-
 # ---- start
 
 
@@ -193,13 +182,13 @@ def test_a_server_is_started_with_its_arguments_and_found_healthy(tmp_path, monk
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
     with started(tmp_path, device=device) as server:
         asyncio.run(healthy_then_stop(server))
-        told = report(tmp_path)
-        assert told["arguments"]["weight_version"] == "3"
-        environment = told["environment"]
+        reported = report(tmp_path)
+        assert reported["arguments"]["weight_version"] == "3"
+        environment = reported["environment"]
         assert environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
         assert environment["HF_HUB_OFFLINE"] == "1"
         assert ("SGLANG_USE_CPU_ENGINE" in environment) == (device == "cpu")
-        assert server.url == f"http://127.0.0.1:{told['arguments']['port']}"
+        assert server.url == f"http://127.0.0.1:{reported['arguments']['port']}"
 
 
 async def healthy_then_stop(server: ServerProcess) -> None:
@@ -230,14 +219,14 @@ def test_a_server_that_does_not_become_healthy_is_an_error_that_names_the_time(t
         asyncio.run(main(server))
 
 
-def test_the_answer_of_another_server_on_its_port_does_not_make_a_dead_server_healthy(tmp_path):
-    async def answer(reader, writer):
+def test_the_reply_of_another_server_on_its_port_does_not_make_a_dead_server_healthy(tmp_path):
+    async def reply(reader, writer):
         await reader.readline()
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
         writer.close()
 
     async def main():
-        other = await asyncio.start_server(answer, "127.0.0.1", 0)
+        other = await asyncio.start_server(reply, "127.0.0.1", 0)
         port = other.sockets[0].getsockname()[1]
         with started(tmp_path, "dies", port=port) as server:
             await server.wait_exit()

@@ -1,4 +1,4 @@
-"""The ledger: what was acknowledged is found again, under the right version numbers, exactly once."""
+"""The ledger: acknowledged events are read again, under the right version numbers, exactly once."""
 
 import asyncio
 import contextlib
@@ -51,11 +51,11 @@ def trajectory(versions, reward: float | None = 1.0, turns: bool = False) -> Tra
 
 def completion(*spans: tuple[int, int], finish=Finish.STOP) -> Completion:
     """(version, tokens) spans."""
-    found, start = [], 0
+    tiles, start = [], 0
     for version, n in spans:
-        found.append(Span(version, start, start + n))
+        tiles.append(Span(version, start, start + n))
         start += n
-    return Completion(tuple(range(start)), (-0.5,) * start, tuple(found), finish, 1)
+    return Completion(tuple(range(start)), (-0.5,) * start, tuple(tiles), finish, 1)
 
 
 def same(a: Trajectory, b: Trajectory) -> bool:
@@ -76,21 +76,21 @@ def same(a: Trajectory, b: Trajectory) -> bool:
     st.booleans(),
 )
 def test_a_trajectory_comes_back_as_it_was(versions, reward, oldest, turns):
-    one = trajectory(versions, reward, turns).masked_before(oldest)
-    assert same(decode_trajectory(encode_trajectory(one)), one)
+    written = trajectory(versions, reward, turns).masked_before(oldest)
+    assert same(decode_trajectory(encode_trajectory(written)), written)
 
 
 def test_a_trajectory_written_before_there_were_rewards_of_turns_can_be_read():
-    one = trajectory([0, 1])
-    *before, turn_rewards = msgspec.msgpack.decode(encode_trajectory(one))
+    written = trajectory([0, 1])
+    *before, turn_rewards = msgspec.msgpack.decode(encode_trajectory(written))
     assert turn_rewards == []
-    assert same(decode_trajectory(msgspec.msgpack.encode(before)), one)
+    assert same(decode_trajectory(msgspec.msgpack.encode(before)), written)
 
 
 @given(st.lists(st.tuples(st.integers(-5, 50), st.integers(1, 5)), max_size=8))
-def test_an_answer_comes_back_as_it_was(spans):
-    one = completion(*spans)
-    assert decode_completion(encode_completion(one)) == one
+def test_a_completion_comes_back_as_it_was(spans):
+    written = completion(*spans)
+    assert decode_completion(encode_completion(written)) == written
 
 
 @pytest.mark.parametrize("data", [b"", b"\x93", b"nonsense", encode_completion(completion((0, 1)))])
@@ -134,8 +134,8 @@ def test_what_a_restart_went_back_behind_does_not_survive():
 
 
 def in_ledger(path: Path, act, **state):
-    """Open, act (a coroutine function on the ledger), flush, close; what was found at opening."""
-    ledger, found = open_ledger(path, **BATCH, **state)
+    """Open, run ``act`` on the ledger, flush, close. Return what opening recovered."""
+    ledger, recovered = open_ledger(path, **BATCH, **state)
 
     async def run():
         await act(ledger)
@@ -145,7 +145,7 @@ def in_ledger(path: Path, act, **state):
         asyncio.run(run())
     finally:
         ledger.close()
-    return found
+    return recovered
 
 
 async def nothing(ledger):
@@ -155,8 +155,8 @@ async def nothing(ledger):
 def ready_group(ledger, id_: int, versions, version: int = 0) -> Group:
     group = Group(id_, Prompt(0, "?"), version, (trajectory(versions), trajectory(versions)))
     ledger.admitted(Ticket(id_, version), id_)
-    for sample, one in enumerate(group.trajectories):
-        ledger.trajectory(id_, sample, one)
+    for sample, each in enumerate(group.trajectories):
+        ledger.trajectory(id_, sample, each)
     ledger.ready(group)
     return group
 
@@ -179,23 +179,23 @@ def test_every_kind_of_group_is_found_again(tmp_path):
         ledger.lost(5, Loss.STALE, [trajectory([0])])
 
     in_ledger(path, act)
-    found = in_ledger(path, nothing)
-    assert found.restart == Restart(1, 0, 1)
-    assert (found.position, found.step) == (17, 0)
-    assert found.counts == GroupCounts(7, 0, 1, 1, 1)
-    assert found.losses == {Loss.FILTERED: 1, Loss.FAILED: 1, Loss.STALE: 1}
-    assert [group.id for group in found.open] == [0, 1, 2, 6]
-    _, partial, half, _ = found.open
-    assert len(partial.partials[0][0].answer.tokens) == 5
+    recovered = in_ledger(path, nothing)
+    assert recovered.restart == Restart(1, 0, 1)
+    assert (recovered.position, recovered.step) == (17, 0)
+    assert recovered.counts == GroupCounts(7, 0, 1, 1, 1)
+    assert recovered.losses == {Loss.FILTERED: 1, Loss.FAILED: 1, Loss.STALE: 1}
+    assert [group.id for group in recovered.open] == [0, 1, 2, 6]
+    _, partial, half, _ = recovered.open
+    assert len(partial.partials[0][0].completion.tokens) == 5
     assert partial.partials[1][0].done
-    assert partial.partials[1][1].asked == digest(AGAIN)
+    assert partial.partials[1][1].input_digest == digest(AGAIN)
     assert partial.tokens == 8
-    assert [span.version for span in partial.partials[0][0].answer.spans] == [1], "0 is served as 1 now"
+    assert [span.version for span in partial.partials[0][0].completion.spans] == [1], "0 is served as 1 now"
     assert half.trajectories[0].versions_T.tolist() == [UNSAMPLED, 1]
     assert half.position == 12
 
 
-def test_a_finished_trajectory_replaces_its_partial_answers(tmp_path):
+def test_a_finished_trajectory_replaces_its_completions(tmp_path):
     path = tmp_path / "ledger.sqlite"
 
     async def act(ledger):
@@ -221,10 +221,10 @@ def test_trainings_after_the_restored_version_are_undone(tmp_path):
         ledger.step_begins(5, 5)
 
     in_ledger(path, train_four)
-    found = in_ledger(path, nothing, restored=2, step=2)
-    assert found.restart == Restart(1, 2, 6), "5 was begun: an engine may have had it"
-    assert found.counts.trained == 2
-    assert [(group.id, group.is_ready, group.oldest_version) for group in found.open] == [
+    recovered = in_ledger(path, nothing, restored=2, step=2)
+    assert recovered.restart == Restart(1, 2, 6), "5 was begun: an engine may have had it"
+    assert recovered.counts.trained == 2
+    assert [(group.id, group.is_ready, group.oldest_version) for group in recovered.open] == [
         (2, True, 6),
         (3, True, 5),
     ]
@@ -246,8 +246,8 @@ def test_released_trajectories_are_gone_and_their_groups_start_from_the_prompt(t
         ledger.release(1)
 
     in_ledger(path, act)
-    found = in_ledger(path, nothing)
-    assert [(g.id, g.is_ready, len(g.trajectories)) for g in found.open] == [(0, False, 0), (1, True, 2)]
+    recovered = in_ledger(path, nothing)
+    assert [(g.id, g.is_ready, len(g.trajectories)) for g in recovered.open] == [(0, False, 0), (1, True, 2)]
 
 
 def test_a_group_that_starts_again_forgets_what_it_had(tmp_path):
@@ -273,7 +273,7 @@ def test_a_training_is_recorded_with_its_lag_and_what_was_masked(tmp_path):
 
     async def act(ledger):
         group = ready_group(ledger, 0, [0, 1, 3])
-        masked = tuple(one.masked_before(1) for one in group.trajectories)
+        masked = tuple(each.masked_before(1) for each in group.trajectories)
         ledger.step_begins(4, 1)
         ledger.published(4, [Group(0, group.prompt, 0, masked)])
 
@@ -349,9 +349,9 @@ def test_a_full_disk_ends_in_an_error_and_an_intact_ledger(tmp_path):
     )
     *acknowledged, error = output.stdout.splitlines() or [output.stderr]
     assert "make room" in error, output
-    found = in_ledger(path, nothing)
-    assert [group.id for group in found.open][: len(acknowledged)] == list(range(len(acknowledged)))
-    assert all(group.is_ready and len(group.trajectories) == 2 for group in found.open)
+    recovered = in_ledger(path, nothing)
+    assert [group.id for group in recovered.open][: len(acknowledged)] == list(range(len(acknowledged)))
+    assert all(group.is_ready and len(group.trajectories) == 2 for group in recovered.open)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -382,11 +382,11 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path, seed):
     os.kill(child.pid, 9)
     last = (child.stdout.read().splitlines() or [last])[-1]
     child.wait()
-    found = in_ledger(path, nothing)
-    ids = [group.id for group in found.open]
+    recovered = in_ledger(path, nothing)
+    ids = [group.id for group in recovered.open]
     assert ids == list(range(len(ids))), "a prefix of what was given"
     assert len(ids) > int(last), "with everything that was acknowledged"
-    assert all(group.is_ready and len(group.trajectories) == 2 for group in found.open)
+    assert all(group.is_ready and len(group.trajectories) == 2 for group in recovered.open)
 
 
 def test_a_failed_ledger_refuses_further_events(tmp_path):

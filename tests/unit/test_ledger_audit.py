@@ -47,35 +47,38 @@ def path(tmp_path):
 def test_a_run_as_it_should_be_is_clean(path):
     audit, _, _ = audit_ledger(path)
     # The prompts 0 to 5 were drawn by the first seven groups; the fixture's group 7 draws position 7.
-    assert audit.discrepancies == ["prompts were not drawn one after the other: number 6 has position 7"]
+    assert audit.discrepancies == ["prompts were not drawn in order: draw 6 has the position 7"]
     sqlite3.connect(path).execute("UPDATE groups SET position = 6 WHERE id = 7").connection.commit()
-    audit, line, _ = audit_ledger(path)
+    audit, lineage, _ = audit_ledger(path)
     assert audit.discrepancies == []
-    assert line.versions == [1, 2, 6]
+    assert lineage.versions == [1, 2, 6]
     assert (audit.steps, audit.steps_lost, audit.starts, audit.max_head_lag) == (3, 1, 2, 0)
     assert audit.groups == {"admitted": 2, "expired": 1, "filtered": 1, "ready": 1, "trained": 3}
-    assert [line.trained_by(version) for version in (0, 1, 2, 6)] == [0, 1, 2, 3]
+    assert [lineage.trained_by(version) for version in (0, 1, 2, 6)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
     ("damage", "finding"),
     [
         ("DELETE FROM groups WHERE id = 3", "1 are missing"),
-        ("UPDATE groups SET position = 9 WHERE id = 3", "number 3 has position 9"),
-        ("UPDATE groups SET position = 9 WHERE id = 5", "a prompt other than that of the group"),
+        ("UPDATE groups SET position = 9 WHERE id = 3", "draw 3 has the position 9"),
+        ("UPDATE groups SET position = 9 WHERE id = 5", "another prompt than the requeued group"),
         ("UPDATE groups SET requeued_from = 4 WHERE id = 6", "requeued more than once"),
-        ("UPDATE groups SET state = 'gone' WHERE id = 3", "a state that there is not: 3"),
-        ("UPDATE groups SET loss = 'stale' WHERE id = 3", "a reason to be lost that does not fit"),
-        ("UPDATE groups SET state = 'failed' WHERE id = 6", "a reason to be lost that does not fit"),
+        ("UPDATE groups SET state = 'gone' WHERE id = 3", "a state that does not exist: 3"),
+        ("UPDATE groups SET loss = 'stale' WHERE id = 3", "a reason for their loss that does not fit"),
+        ("UPDATE groups SET state = 'failed' WHERE id = 6", "a reason for their loss that does not fit"),
         ("UPDATE groups SET step = 3 WHERE id = 3", "a training step without being trained"),
-        ("INSERT INTO trainings VALUES (6, 0, 0, 1, 0)", "trained twice on the surviving line: 0"),
-        ("DELETE FROM trainings WHERE group_id = 7", "count as trained, but by no surviving step: 7"),
+        ("INSERT INTO trainings VALUES (6, 0, 0, 1, 0)", "trained twice by the steps behind the weights: 0"),
+        (
+            "DELETE FROM trainings WHERE group_id = 7",
+            "count as trained, but by no step behind the weights: 7",
+        ),
         ("UPDATE groups SET state = 'ready', step = NULL WHERE id = 0", "not counted as trained: 0"),
         ("UPDATE steps SET published = 0 WHERE version = 1", "version 1 was not published, but the next"),
-        ("DELETE FROM steps WHERE version = 1", "version 2 (step 2) where version 1"),
-        ("UPDATE epochs SET version = 7 WHERE epoch = 1", "not with the next free number"),
-        ("UPDATE trainings SET head_lag = 3 WHERE group_id = 7", "beyond the bound of their time: 7"),
-        ("DELETE FROM trajectories WHERE key = 2 * 65536", "have not exactly their 2 trajectories: 2"),
+        ("DELETE FROM steps WHERE version = 1", "found version 2 (step 2), expected version 1"),
+        ("UPDATE epochs SET version = 7 WHERE epoch = 1", "begins with version 7, expected 5"),
+        ("UPDATE trainings SET head_lag = 3 WHERE group_id = 7", "beyond the bound that was in force: 7"),
+        ("DELETE FROM trajectories WHERE key = 2 * 65536", "do not have exactly 2 trajectories: 2"),
         ("UPDATE trajectories SET payload = x'00' WHERE key = 7 * 65536", "cannot be read: 7.0"),
         ("UPDATE partials SET tokens = 5", "3.0 (4 tokens, not 5)"),
     ],
@@ -95,7 +98,7 @@ def test_batches_of_the_wrong_size_are_found(path):
     connection.execute("UPDATE meta SET value = 2 WHERE key = 'batch_size'")
     connection.commit()
     connection.close()
-    assert any("3 steps have not trained 2 groups" in text for text in audit_ledger(path)[0].discrepancies)
+    assert any("3 steps did not train 2 groups" in text for text in audit_ledger(path)[0].discrepancies)
 
 
 def test_whatever_a_run_does_its_ledger_is_clean(tmp_path):
@@ -117,16 +120,16 @@ class Life(RuleBasedStateMachine):
         self.open(0)
 
     def open(self, restored: int) -> None:
-        self.ledger, found = open_ledger(self.path, **BATCH, restored=restored, step=self.line[restored])
-        self.version, self.step = found.restart.version, found.step
+        self.ledger, recovered = open_ledger(self.path, **BATCH, restored=restored, step=self.line[restored])
+        self.version, self.step = recovered.restart.version, recovered.step
         self.line = {v: step for v, step in self.line.items() if v <= restored} | {self.version: self.step}
         self.published = [v for v in self.published if v <= restored]
-        self.next = found.counts.admitted
-        self.position = found.position
+        self.next = recovered.counts.admitted
+        self.position = recovered.position
         self.ready = []
         self.open_ids = []
-        self.unstarted = [(group.id, group.position) for group in found.open]
-        for group in found.open:
+        self.unstarted = [(group.id, group.position) for group in recovered.open]
+        for group in recovered.open:
             self.ledger.discarded(group.id, group.tokens)
         self.wait()
 
@@ -164,8 +167,8 @@ class Life(RuleBasedStateMachine):
         from tests.unit.test_ledger import trajectory
 
         group = Group(id_, Prompt(0, "?"), self.version, (trajectory([self.version]),) * 2)
-        for sample, one in enumerate(group.trajectories):
-            self.ledger.trajectory(id_, sample, one)
+        for sample, each in enumerate(group.trajectories):
+            self.ledger.trajectory(id_, sample, each)
         self.ledger.ready(group)
         return group
 
@@ -203,9 +206,9 @@ class Life(RuleBasedStateMachine):
         self.open(versions[-1] if data is None else data.draw(st.sampled_from(versions)))
 
     def audit(self):
-        audit, line, _ = audit_ledger(self.path)
+        audit, lineage, _ = audit_ledger(self.path)
         assert audit.discrepancies == []
-        assert line.versions == self.published
+        assert lineage.versions == self.published
 
     def teardown(self):
         self.wait()

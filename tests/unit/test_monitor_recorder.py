@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream.backend.monitor.recorder import Recorder
-from slipstream.backend.monitor.status import RunStatus, StepTimes
+from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.core import GroupCounts, Loss
 from slipstream.rollout.control.slots import State
@@ -53,14 +53,8 @@ class Fakes:
         report = PublishReport(version, bytes_sent=4_000_000, stall_s=0.25, total_s=2.0)
         self.set(version=version)
         times = StepTimes(**{"wait_s": 1.0, "train_s": 3.0, "step_s": 8.0} | times)
-        self.recorder.step(
-            groups,
-            version,
-            {"train/tokens": tokens, "train/tflop": 0.6, "train/loss": 0.5},
-            report,
-            times,
-            self.status,
-        )
+        metrics = {"train/tokens": tokens, "train/tflop": 0.6, "train/loss": 0.5}
+        self.recorder.step(TrainedStep(groups, version, metrics, report, times), self.status)
         assert self.logged[-1][0] == version
         return self.logged[-1][1]
 

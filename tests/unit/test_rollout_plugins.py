@@ -43,7 +43,7 @@ def test_a_module_that_does_not_exist_is_named():
 
 def test_a_name_that_the_module_lacks_is_named():
     with pytest.raises(PluginError, match=r"rollout\.reward has no 'FinalAnser'"):
-        plugins.resolve("rollout.reward.FinalAnser")
+        plugins.resolve("slipstream.rollout.reward.FinalAnser")
 
 
 def test_an_import_that_fails_inside_the_module_says_what_is_missing(user_module):

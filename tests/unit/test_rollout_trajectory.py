@@ -36,12 +36,12 @@ def test_spans_give_each_token_its_version():
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=6))
 def test_spans_that_tile_the_tokens_are_accepted_and_repeat_their_versions(parts):
-    spans, at = [], 0
+    spans, end = [], 0
     for version, length in parts:
-        spans.append(Span(version, at, at + length))
-        at += length
-    found = Completion((0,) * at, (0.0,) * at, tuple(spans), Finish.LENGTH).versions()
-    assert found.tolist() == [version for version, length in parts for _ in range(length)]
+        spans.append(Span(version, end, end + length))
+        end += length
+    versions = Completion((0,) * end, (0.0,) * end, tuple(spans), Finish.LENGTH).versions()
+    assert versions.tolist() == [version for version, length in parts for _ in range(length)]
 
 
 @pytest.mark.parametrize(
@@ -126,14 +126,14 @@ def test_lengths_and_versions_are_those_of_the_arrays(tokens):
     versions_T = np.array([version for version, _ in tokens], np.int32)
     loss_mask_T = np.array([carries for _, carries in tokens], bool) & (versions_T != UNSAMPLED)
     zeros = np.zeros(len(tokens), np.float32)
-    one = Trajectory(zeros.astype(np.int64), loss_mask_T, zeros, versions_T, Finish.STOP)
-    assert one.response_length == np.count_nonzero(loss_mask_T)
-    assert one.sampled_length == np.count_nonzero(versions_T != UNSAMPLED)
-    assert one.n_versions == len(np.unique(versions_T[loss_mask_T]))
+    trajectory = Trajectory(zeros.astype(np.int64), loss_mask_T, zeros, versions_T, Finish.STOP)
+    assert trajectory.response_length == np.count_nonzero(loss_mask_T)
+    assert trajectory.sampled_length == np.count_nonzero(versions_T != UNSAMPLED)
+    assert trajectory.n_versions == len(np.unique(versions_T[loss_mask_T]))
     if loss_mask_T.any():
-        assert one.oldest_version == versions_T[loss_mask_T].min()
+        assert trajectory.oldest_version == versions_T[loss_mask_T].min()
     start, whole = 0, []
-    for version, carries, end in one.runs:
+    for version, carries, end in trajectory.runs:
         assert end > start
         whole += [(version, carries)] * (end - start)
         start = end
@@ -182,10 +182,10 @@ def test_turns_are_rewarded_where_they_end():
     builder.add_completion(completion(1))
     builder.reward_turn(-1.0)
     builder.add_completion(completion(1))
-    found = builder.build()
-    assert found.turn_rewards == ((4, 0.5), (6, -1.0))
-    assert found.turn_T().tolist() == [0, 0, 0, 0, 1, 1, 2]
-    assert found.turn_T().dtype == np.int64
+    trajectory = builder.build()
+    assert trajectory.turn_rewards == ((4, 0.5), (6, -1.0))
+    assert trajectory.turn_T().tolist() == [0, 0, 0, 0, 1, 1, 2]
+    assert trajectory.turn_T().dtype == np.int64
 
 
 def test_without_rewards_of_turns_there_is_nothing_but_what_lies_behind_the_last_one():
@@ -197,10 +197,10 @@ def test_without_rewards_of_turns_there_is_nothing_but_what_lies_behind_the_last
 @pytest.mark.parametrize(
     ("turn_rewards", "says"),
     [
-        (((3, 1.0), (3, 1.0)), "ends at 3, the one before it at 3"),
-        (((0, 1.0),), "ends at 0"),
-        (((5, 1.0),), "ends at 5, .* of 4 tokens"),
-        (((3, float("nan")),), "ends at 3 has the reward nan"),
+        (((3, 1.0), (3, 1.0)), "ends at token 3, but the turn before it ends at 3"),
+        (((0, 1.0),), "ends at token 0"),
+        (((5, 1.0),), "ends at token 5, .* has 4 tokens"),
+        (((3, float("nan")),), "ends at token 3 has the reward nan"),
     ],
 )
 def test_turns_that_cannot_be_are_refused_before_they_reach_the_trainer(turn_rewards, says):

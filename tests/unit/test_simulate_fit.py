@@ -53,15 +53,15 @@ class Written:
             )
             finished(pool, engine, request)
 
-        def stepping(account, groups, version, metrics, report, times, status):
+        def stepping(account, trained, status):
             world = self.world
             begin, end = world.trainer.training[-1]
-            tokens = sum(t.prompt_tokens + t.sampled_length for g in groups for t in g.trajectories)
+            tokens = sum(t.prompt_tokens + t.sampled_length for g in trained.groups for t in g.trajectories)
             now = world.trainer.pauses[-1][1]
-            written = asdict(times) | {"train_s": end - begin}
-            self.write("step", version=version, tokens=tokens, end_s=now, **written)
-            self.write("publish", end_s=now, **asdict(report))
-            step(account, groups, version, metrics, report, times, status)
+            written = asdict(trained.times) | {"train_s": end - begin}
+            self.write("step", version=trained.version, tokens=tokens, end_s=now, **written)
+            self.write("publish", end_s=now, **asdict(trained.report))
+            step(account, trained, status)
 
         monkeypatch.setattr(Engine, "take", taking)
         monkeypatch.setattr(Engine, "_join", joining)

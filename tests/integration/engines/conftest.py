@@ -11,12 +11,17 @@ import pytest
 from transformers import AutoTokenizer
 
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
-from slipstream.rollout.engine.actor import free_port
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.engine.process import ReplicaSpec, ServerProcess, ServerSpec
+from slipstream.rollout.network import free_port
 from tests.models import make_checkpoint
 
 VOCAB = 48
+
+
+async def version_of(client: EngineClient) -> int:
+    """Return the policy version that the server says it has."""
+    return int((await client._get("/model_info"))["weight_version"])
 
 
 @dataclass
@@ -25,7 +30,7 @@ class Server:
     process: ServerProcess
 
     def ask(self, *questions) -> list:
-        """Run client calls one after another: ``ask(lambda client: client.version())``."""
+        """Run client calls one after another: ``ask(lambda client: client.checksum())``."""
 
         async def answers() -> list:
             async with EngineClient(self.address) as client:

@@ -16,7 +16,7 @@ from slipstream.rollout.control.concurrency import EngineLoad
 from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineError, EngineLost, Silent
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.trajectory import Completion, Finish
-from tests.integration.engines.conftest import VOCAB, Server, serve
+from tests.integration.engines.conftest import VOCAB, Server, serve, version_of
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import reference_logprobs, reference_model
 from tests.ranks import run_ranks
@@ -26,11 +26,11 @@ ONE_TOKEN = SamplingConfig(max_new_tokens=1)
 
 
 class Endless(EngineClient):
-    """Answers end by their length only, so that what a test interrupts is still running."""
+    """Completions end by their length only, so that what a test interrupts is still running."""
 
-    def _ends(self, body, answer):
+    def _chunks(self, rid, body, stream):
         body["sampling_params"]["ignore_eos"] = True
-        return super()._ends(body, answer)
+        return super()._chunks(rid, body, stream)
 
 
 @contextlib.asynccontextmanager
@@ -301,7 +301,7 @@ def test_published_weights_are_bit_for_bit_those_of_the_exported_checkpoint(
     before = server.probe(probes)
     reports = run_ranks(config.actor.parallel.world_size, train_and_publish, config, [server.address], folder)
     assert reports[0].updated == ["engine"]
-    assert server.ask(lambda client: client.version()) == [2]
+    assert server.ask(version_of) == [2]
     updated = server.probe(probes)
     assert updated != before
     assert spare.started_from(folder).probe(probes) == updated

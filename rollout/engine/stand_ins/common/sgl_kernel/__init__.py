@@ -1,9 +1,9 @@
-"""The parts of sgl_kernel that SGLang calls on a CPU without AMX, in PyTorch; the rest raises when called.
+"""The functions of sgl_kernel that SGLang calls on a CPU without AMX, in PyTorch. All others raise if called.
 
-Every process of the server imports this, so it is also where ``torch.cuda.synchronize`` learns to do nothing:
-SGLang's weight checker calls it on every device.
+Every process of the server imports this module. So it also replaces ``torch.cuda.synchronize``, which
+SGLang's weight checker calls on every device, by a function that does nothing.
 
-SGLang tells AMX by the presence of torch.ops.sgl_kernel.convert_weight_packed, which stays absent, so that
+SGLang takes the presence of ``torch.ops.sgl_kernel.convert_weight_packed`` for AMX. It stays absent, so that
 every layer takes its native path.
 """
 
@@ -17,7 +17,7 @@ torch.cuda.synchronize = lambda device=None: None
 def assign_req_to_token_pool_cpu(
     req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len
 ):
-    """Write consecutive runs of out_cache_loc into rows of req_to_token, [start, end) of each."""
+    """Write consecutive runs of ``out_cache_loc`` into [start, end) of the given rows of ``req_to_token``."""
     taken = 0
     for row, start, end in zip(
         req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True

@@ -1,4 +1,4 @@
-"""Import-only torchvision: text serving calls none of it."""
+"""Import-only torchvision: text serving calls no function of it."""
 
 import enum
 
@@ -16,7 +16,7 @@ class InterpolationMode(enum.Enum):
 
 
 def unavailable(module):
-    """A module-level __getattr__ whose names exist and raise when called."""
+    """Return a module-level ``__getattr__``: every name exists, and raises when called."""
 
     def __getattr__(name):
         if name.startswith("__"):

@@ -12,7 +12,7 @@ __version__ = "3.9.0"
 
 
 class _Inert:
-    """Base of what looks like a class (capitalized), so that it can be subclassed and constructed."""
+    """Base of every capitalized attribute, which can be subclassed and constructed like a class."""
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__()
@@ -29,12 +29,12 @@ class _Module(types.ModuleType):
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        found = type(name, (_Inert,), {}) if name[:1].isupper() else _Module(f"{self.__name__}.{name}")
-        setattr(self, name, found)
-        return found
+        value = type(name, (_Inert,), {}) if name[:1].isupper() else _Module(f"{self.__name__}.{name}")
+        setattr(self, name, value)
+        return value
 
     def __call__(self, *args, **kwargs):
-        """``@triton.jit`` and ``@triton.jit(...)`` alike."""
+        """Return the decorated function itself, for ``@triton.jit`` and ``@triton.jit(...)``."""
         if len(args) == 1 and callable(args[0]) and not kwargs:
             return args[0]
         return lambda function: function

@@ -1,25 +1,19 @@
-"""Reading SGLang's answers: whole, chunk by chunk, aborted and malformed ones."""
+"""Reading SGLang's completions: whole, chunk by chunk, aborted and malformed ones."""
 
-import asyncio
 import copy
-import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.rollout.control.concurrency import EngineLoad
-from slipstream.rollout.engine.answer import (
+from slipstream.rollout.engine.completion import (
     Aborted,
-    Answer,
-    events,
-    parse_completion,
-    parse_load,
+    CompletionStream,
     parse_prompt_logprobs,
 )
 from slipstream.rollout.trajectory import Completion, Finish, Span
 
-ANSWER = {
+REPLY = {
     "text": "not used",
     "output_ids": [11, 12, 13],
     "meta_info": {
@@ -39,8 +33,8 @@ ANSWER = {
 COMPLETION = Completion((11, 12, 13), (-0.5, -1.5, -2.5), (Span(3, 0, 2), Span(4, 2, 3)), Finish.STOP, 1)
 
 
-def answer(**meta) -> dict:
-    changed = copy.deepcopy(ANSWER)
+def reply(**meta) -> dict:
+    changed = copy.deepcopy(REPLY)
     changed["meta_info"] |= meta
     return changed
 
@@ -69,23 +63,30 @@ STOP = {"type": "stop", "matched": 2}
 ABORT = {"type": "abort", "message": "Aborted", "status_code": None}
 
 
-# ---- answers in one piece
+# ---- completions in one piece
 
 
-def test_a_whole_answer_is_read():
-    assert parse_completion(ANSWER) == COMPLETION
+def parse_completion(reply: object) -> Completion:
+    completion = CompletionStream(version=0).add(reply)
+    if completion is None:
+        raise ValueError("the completion has not ended")
+    return completion
+
+
+def test_a_whole_completion_is_read():
+    assert parse_completion(REPLY) == COMPLETION
 
 
 def test_a_missing_retraction_count_is_zero():
     for value in (None, 0):
-        assert parse_completion(answer(num_retractions=value)).retractions == 0
-    without = copy.deepcopy(ANSWER)
+        assert parse_completion(reply(num_retractions=value)).retractions == 0
+    without = copy.deepcopy(REPLY)
     del without["meta_info"]["num_retractions"]
     assert parse_completion(without).retractions == 0
 
 
-def test_an_output_without_tokens_is_read():
-    empty = answer(
+def test_a_completion_without_tokens_is_read():
+    empty = reply(
         output_token_logprobs=[],
         completion_tokens=0,
         finish_reason={"type": "length", "length": 0},
@@ -95,7 +96,7 @@ def test_an_output_without_tokens_is_read():
 
 
 def without(*path: str) -> dict:
-    changed = copy.deepcopy(ANSWER)
+    changed = copy.deepcopy(REPLY)
     part = changed
     for key in path[:-1]:
         part = part[key]
@@ -106,7 +107,7 @@ def without(*path: str) -> dict:
 MALFORMED = [
     pytest.param(None, id="null"),
     pytest.param("", id="text"),
-    pytest.param([ANSWER], id="a list"),
+    pytest.param([REPLY], id="a list"),
     pytest.param({}, id="empty"),
     pytest.param({"error": "no"}, id="an error without a message"),
     pytest.param(without("meta_info"), id="no meta_info"),
@@ -115,30 +116,30 @@ MALFORMED = [
     pytest.param(without("meta_info", "weight_versions"), id="no weight_versions"),
     pytest.param(without("meta_info", "output_token_logprobs"), id="no log-probs"),
     pytest.param(without("meta_info", "completion_tokens"), id="no count"),
-    pytest.param(answer(finish_reason=None), id="not finished"),
-    pytest.param(answer(finish_reason={"type": "tired"}), id="unknown finish"),
-    pytest.param(answer(weight_versions=None), id="null versions"),
-    pytest.param(answer(weight_versions=[{"version": "x", "start": 0, "end": 3}]), id="no number"),
-    pytest.param(answer(weight_versions=attested((3, 0, 2))), id="spans too short"),
-    pytest.param(answer(weight_versions=attested((3, 0, 9))), id="spans too long"),
-    pytest.param(answer(weight_versions=[]), id="no spans"),
-    pytest.param(answer(output_token_logprobs=[[-0.5, 11, None]]), id="too few log-probs"),
-    pytest.param(answer(completion_tokens=-1), id="a negative count"),
-    pytest.param(answer(completion_tokens=2), id="another count"),
+    pytest.param(reply(finish_reason=None), id="not finished"),
+    pytest.param(reply(finish_reason={"type": "tired"}), id="unknown finish"),
+    pytest.param(reply(weight_versions=None), id="null versions"),
+    pytest.param(reply(weight_versions=[{"version": "x", "start": 0, "end": 3}]), id="no number"),
+    pytest.param(reply(weight_versions=attested((3, 0, 2))), id="spans too short"),
+    pytest.param(reply(weight_versions=attested((3, 0, 9))), id="spans too long"),
+    pytest.param(reply(weight_versions=[]), id="no spans"),
+    pytest.param(reply(output_token_logprobs=[[-0.5, 11, None]]), id="too few log-probs"),
+    pytest.param(reply(completion_tokens=-1), id="a negative count"),
+    pytest.param(reply(completion_tokens=2), id="another count"),
     pytest.param(
-        answer(output_token_logprobs=[[-0.5, 11, None], [None, 12, None], [-2.5, 13, None]]),
+        reply(output_token_logprobs=[[-0.5, 11, None], [None, 12, None], [-2.5, 13, None]]),
         id="null log-prob (NaN)",
     ),
     pytest.param(
-        answer(output_token_logprobs=[[-0.5, 11, None], [-1.5, 99, None], [-2.5, 13, None]]),
+        reply(output_token_logprobs=[[-0.5, 11, None], [-1.5, 99, None], [-2.5, 13, None]]),
         id="other tokens",
     ),
-    pytest.param(answer(output_token_logprobs=[[], [], []]), id="empty log-probs"),
+    pytest.param(reply(output_token_logprobs=[[], [], []]), id="empty log-probs"),
 ]
 
 
 @pytest.mark.parametrize("malformed", MALFORMED)
-def test_a_malformed_answer_is_a_value_error_and_never_a_completion(malformed):
+def test_a_malformed_reply_is_a_value_error_and_never_a_completion(malformed):
     with pytest.raises(ValueError, match=r"\w"):
         parse_completion(malformed)
 
@@ -148,24 +149,24 @@ def test_a_malformed_answer_is_a_value_error_and_never_a_completion(malformed):
 )
 def test_prompt_log_probs_must_be_complete(logprobs):
     with pytest.raises(ValueError, match=r"\w"):
-        parse_prompt_logprobs(answer(input_token_logprobs=logprobs), 3)
+        parse_prompt_logprobs(reply(input_token_logprobs=logprobs), 3)
 
 
-# ---- answers in chunks
+# ---- completions in chunks
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.booleans())
-def test_chunks_make_the_whole_answer_whether_they_repeat_what_came_before_or_not(sizes, repeats):
-    reading, total = Answer(version=0), 0
+def test_chunks_make_the_whole_completion_whether_they_repeat_what_came_before_or_not(sizes, repeats):
+    stream, total = CompletionStream(version=0), 0
     for number, size in enumerate(sizes):
         total += size
         last = number == len(sizes) - 1
         meta = {"weight_versions": attested((5, 0, total))} if last else {}
-        end = reading.add(chunk(total, size, 5, STOP if last else None, repeats, **meta))
+        end = stream.add(chunk(total, size, 5, STOP if last else None, repeats, **meta))
         assert (end is not None) == last
         if not last:
-            assert reading.partial.tokens == tuple(range(100, 100 + total))
-            assert reading.partial.finish is Finish.PARTIAL
+            assert stream.partial.tokens == tuple(range(100, 100 + total))
+            assert stream.partial.finish is Finish.PARTIAL
     tokens = tuple(range(100, 100 + total))
     assert end == Completion(
         tokens, tuple(-float(i) for i in range(total)), (Span(5, 0, total),), Finish.STOP
@@ -173,62 +174,62 @@ def test_chunks_make_the_whole_answer_whether_they_repeat_what_came_before_or_no
 
 
 def test_the_tokens_of_a_chunk_get_the_version_that_was_reported_with_the_chunk_before():
-    reading = Answer(version=2)
-    assert reading.partial is None
+    stream = CompletionStream(version=2)
+    assert stream.partial is None
     for total, new, reported in ((1, 1, 3), (3, 2, 3), (5, 2, 5), (7, 2, 5)):
-        assert reading.add(chunk(total, new, reported)) is None
-    assert reading.partial.spans == (Span(2, 0, 1), Span(3, 1, 5), Span(5, 5, 7))
+        assert stream.add(chunk(total, new, reported)) is None
+    assert stream.partial.spans == (Span(2, 0, 1), Span(3, 1, 5), Span(5, 5, 7))
 
 
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=12),
     st.data(),
 )
-def test_no_token_of_a_partial_answer_is_said_to_be_newer_than_it_is(tokens_then_updates, data):
+def test_no_token_of_a_partial_completion_is_said_to_be_newer_than_it_is(tokens_then_updates, data):
     """Chunks are cut anywhere in a history of tokens and updates, and say the version of that moment."""
     history: list[int] = []
     version = data.draw(st.integers(0, 3))
-    reading = Answer(version)
+    stream = CompletionStream(version)
     for tokens, updates in tokens_then_updates:
         before = len(history)
         for _ in range(tokens):
             history.append(version)
             version += data.draw(st.sampled_from([0, 0, 0, 1]))
-        reading.add(chunk(len(history), len(history) - before, version))
+        stream.add(chunk(len(history), len(history) - before, version))
         version += updates
-        stamped = reading.partial.versions()
+        stamped = stream.partial.versions()
         assert len(stamped) == len(history)
         assert all(stamp <= true for stamp, true in zip(stamped, history, strict=True))
 
 
 def test_the_last_chunks_own_versions_replace_all_of_them():
-    reading = Answer(version=0)
-    reading.add(chunk(2, 2, 1))
-    end = reading.add(chunk(4, 2, 3, STOP, weight_versions=attested((1, 0, 3), (3, 3, 4))))
+    stream = CompletionStream(version=0)
+    stream.add(chunk(2, 2, 1))
+    end = stream.add(chunk(4, 2, 3, STOP, weight_versions=attested((1, 0, 3), (3, 3, 4))))
     assert end.spans == (Span(1, 0, 3), Span(3, 3, 4))
 
 
 def test_a_chunk_that_contradicts_those_before_is_an_error():
     for total in (1, 9):
-        reading = Answer(version=0)
-        reading.add(chunk(2, 2, 0))
+        stream = CompletionStream(version=0)
+        stream.add(chunk(2, 2, 0))
         with pytest.raises(ValueError, match="2 tokens and log-probs of 1"):
-            reading.add(chunk(total, 1, 0))
+            stream.add(chunk(total, 1, 0))
 
 
-# ---- aborted and refused answers
+# ---- aborted and refused completions
 
 
 def aborted(*chunks: dict, version: int = 0) -> Completion | None:
-    reading = Answer(version)
+    stream = CompletionStream(version)
     for part in chunks[:-1]:
-        reading.add(part)
+        stream.add(part)
     with pytest.raises(Aborted, match="generation was aborted: ") as caught:
-        reading.add(chunks[-1])
+        stream.add(chunks[-1])
     return caught.value.partial
 
 
-def test_an_aborted_answer_keeps_its_tokens_and_the_versions_that_the_server_attests():
+def test_an_aborted_completion_keeps_its_tokens_and_the_versions_that_the_server_attests():
     partial = aborted(chunk(2, 2, 1), chunk(5, 3, 3, ABORT, weight_versions=attested((1, 0, 3), (3, 3, 5))))
     assert partial.tokens == (100, 101, 102, 103)
     assert partial.spans == (Span(1, 0, 3), Span(3, 3, 4))
@@ -241,8 +242,8 @@ def test_the_last_token_before_an_abort_may_be_the_end_and_is_dropped_whichever_
     assert aborted(chunk(1, 1, 0, ABORT, weight_versions=attested((0, 0, 1)))) is None
 
 
-def test_an_answer_that_is_aborted_in_the_queue_keeps_all_that_was_handed_out():
-    """SGLang then sends the last token once more, with the log-probs of the whole answer."""
+def test_a_completion_that_is_aborted_in_the_queue_keeps_all_that_was_handed_out():
+    """SGLang then sends the last token once more, with the log-probs of the whole completion."""
     last = chunk(3, 1, 2, ABORT, weight_versions=attested((1, 0, 2), (2, 2, 3)))
     last["meta_info"]["output_token_logprobs"] = [[-float(i), 100 + i, None] for i in range(3)]
     del last["meta_info"]["num_retractions"]
@@ -252,12 +253,12 @@ def test_an_answer_that_is_aborted_in_the_queue_keeps_all_that_was_handed_out():
     assert partial.retractions == 2
 
 
-def test_an_answer_that_is_aborted_without_its_versions_keeps_the_lower_bounds():
+def test_a_completion_that_is_aborted_without_its_versions_keeps_the_lower_bounds():
     partial = aborted(chunk(2, 2, 1), chunk(4, 2, 1, ABORT), version=0)
     assert partial.spans == (Span(0, 0, 2), Span(1, 2, 3))
 
 
-def test_an_answer_that_is_aborted_before_its_first_token_has_no_partial():
+def test_a_completion_that_is_aborted_before_its_first_token_has_no_partial():
     nothing = chunk(0, 0, 0, ABORT, weight_versions=attested((0, 0, 0)))
     assert aborted(nothing) is None
 
@@ -271,55 +272,4 @@ def test_an_answer_that_is_aborted_before_its_first_token_has_no_partial():
 )
 def test_a_refusal_in_the_stream_is_no_abort(refusal):
     with pytest.raises(ValueError, match="too long"):
-        Answer(version=0).add(refusal)
-
-
-# ---- server-sent events
-
-
-def read(*pieces: bytes) -> list:
-    async def feed():
-        for piece in pieces:
-            yield piece
-
-    async def collect() -> list:
-        return [event async for event in events(feed())]
-
-    return asyncio.run(collect())
-
-
-@given(st.lists(st.dictionaries(st.text(max_size=3), st.integers()), max_size=5), st.data())
-def test_events_are_found_however_the_bytes_arrive(sent, data):
-    stream = (
-        b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in sent) + b"data: [DONE]\n\n"
-    )
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
-    pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
-    assert read(*pieces) == sent
-
-
-@pytest.mark.parametrize("text", [b"<html>", b"data: {\n\n", b'{"a": 1', b"HTTP\n\n"])
-def test_what_is_no_event_is_an_error(text):
-    with pytest.raises(ValueError, match="not JSON"):
-        read(text)
-
-
-# ---- loads
-
-
-def test_the_load_of_a_server_is_that_of_all_its_ranks():
-    rank = {
-        "timestamp": 5.0,
-        "num_running_reqs": 3,
-        "num_waiting_reqs": 1,
-        "token_usage": 0.25,
-        "queues": {"retracted": 0},
-    }
-    busier = rank | {"token_usage": 0.75, "timestamp": 6.0, "queues": {"retracted": 2}}
-    assert parse_load({"loads": [rank, busier]}) == EngineLoad(6, 2, 0.75, 2, 6.0)
-
-
-@pytest.mark.parametrize("malformed", [None, {}, {"loads": []}, {"loads": [{}]}, {"loads": 3}, ""])
-def test_a_malformed_load_is_a_value_error(malformed):
-    with pytest.raises(ValueError, match="/v1/loads"):
-        parse_load(malformed)
+        CompletionStream(version=0).add(refusal)

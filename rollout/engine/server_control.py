@@ -1,0 +1,210 @@
+"""The control calls of one SGLang server (0.5.21): pauses, weights, memory, and questions about its state.
+
+``EngineClient`` inherits them, and so is the ``EngineEndpoint`` that the bridge publishes to.
+"""
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TypedDict, cast
+
+from slipstream.rollout.control.concurrency import EngineLoad
+from slipstream.rollout.engine.connection import EngineConnection, EngineError, EngineLost
+
+EngineMemory = Literal["weights", "kv_cache", "cuda_graph"]
+"""A part of a server's GPU memory that can be released by itself, by SGLang's name."""
+
+REPLICA = "/slipstream/replica"
+"""Route that ``bridge/replica.py`` adds to a server."""
+
+HEALTH_TIMEOUT_S = 20.0
+"""A server that takes longer than this to say that it is well does not serve either."""
+
+
+class _Replica(TypedDict):
+    folder: str
+    version: int | None
+
+
+class _Queues(TypedDict):
+    retracted: int
+
+
+class _RankLoad(TypedDict):
+    num_running_reqs: int
+    num_waiting_reqs: int
+    token_usage: float
+    timestamp: float
+    queues: _Queues
+
+
+class _Loads(TypedDict):
+    loads: list[_RankLoad]
+
+
+class ServerControl(EngineConnection):
+    """Every call raises EngineError when the server refuses it, EngineLost when the server does not reply."""
+
+    async def pause(self, mode: str) -> None:
+        """Stop generating with ``retract``, ``in_place`` or ``abort``; new requests wait until ``resume``.
+
+        ``abort`` returns when nothing runs any more, which SGLang checks once a second.
+        """
+        await self._post("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._post("/continue_generation", {})
+
+    async def abort(self, rid: str) -> None:
+        """Abort the request with this id, if there is one."""
+        await self._post("/abort_request", {"rid": rid})
+
+    async def abort_all(self) -> None:
+        await self._post("/abort_request", {"abort_all": True})
+
+    async def release_memory(self, parts: Sequence[EngineMemory]) -> None:
+        """Release GPU memory. The server must be paused, but not ``in_place``."""
+        await self._post("/release_memory_occupation", {"tags": list(parts)})
+
+    async def regain_memory(self, parts: Sequence[EngineMemory]) -> None:
+        """Take released GPU memory back: the weights as they were, the rest empty.
+
+        SGLang ends when ``parts`` have not been released.
+        """
+        await self._post("/resume_memory_occupation", {"tags": list(parts)})
+
+    # ---- weights
+
+    async def join_group(
+        self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
+    ) -> None:
+        """Join a process group with all ranks of the server."""
+        await self._post(
+            "/init_weights_update_group",
+            {
+                "master_address": address,
+                "master_port": port,
+                "rank_offset": rank_offset,
+                "world_size": world_size,
+                "group_name": group,
+                "backend": backend,
+            },
+        )
+
+    async def leave_group(self, group: str) -> None:
+        await self._post("/destroy_weights_update_group", {"group_name": group})
+
+    async def begin_update(self) -> None:
+        await self._post("/begin_weight_update", {})
+
+    async def end_update(self) -> None:
+        await self._post("/end_weight_update", {})
+
+    async def receive(
+        self,
+        *,
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        dtype: str,
+        group: str,
+        flush_cache: bool,
+        version: int | None,
+    ) -> None:
+        """Receive one flat bucket from the broadcast that is under way in ``group``."""
+        await self._post(
+            "/update_weights_from_distributed",
+            {
+                "names": list(names),
+                "dtypes": [dtype] * len(names),
+                "shapes": [list(shape) for shape in shapes],
+                "group_name": group,
+                "load_format": "flattened_bucket",
+                "flush_cache": flush_cache,
+                "weight_version": None if version is None else str(version),
+            },
+        )
+
+    async def take(self, handles: Sequence[bytes], *, flush_cache: bool, version: int | None) -> None:
+        """Load a flat bucket from shared memory, with one handle for each rank."""
+        await self._post(
+            "/update_weights_from_tensor",
+            {
+                "serialized_named_tensors": [base64.b64encode(handle).decode() for handle in handles],
+                "load_format": "flattened_bucket",
+                "flush_cache": flush_cache,
+                "weight_version": None if version is None else str(version),
+            },
+        )
+
+    async def load_files(self, folder: Path, *, flush_cache: bool, version: int) -> None:
+        """Load all weights from a checkpoint that the server can read."""
+        await self._post(
+            "/update_weights_from_disk",
+            {"model_path": str(folder), "flush_cache": flush_cache, "weight_version": str(version)},
+        )
+
+    # ---- the replica: a copy of the weights beside the server
+
+    async def replica_version(self) -> int | None:
+        """Return the version of the replica; None when it is incomplete."""
+        return (await self._replica())["version"]
+
+    async def replica_begin(self, files: bytes) -> None:
+        await self._request("POST", f"{REPLICA}/begin", files)
+
+    async def replica_patch(self, number: int, patch: bytes) -> None:
+        await self._request("POST", f"{REPLICA}/patch/{number}", patch)
+
+    async def replica_commit(self, version: int) -> None:
+        await self._request("POST", f"{REPLICA}/commit/{version}", b"")
+
+    async def load_replica(self, *, flush_cache: bool, version: int) -> None:
+        """Load all weights from the replica."""
+        folder = Path((await self._replica())["folder"])
+        await self.load_files(folder, flush_cache=flush_cache, version=version)
+
+    async def _replica(self) -> _Replica:
+        return cast(_Replica, await self._get(REPLICA))
+
+    # ---- state
+
+    async def checksum(self) -> str:
+        """Return a checksum of the weights in memory: equal for equal weights on equally many ranks."""
+        reply = cast("dict[str, object]", await self._post("/weights_checker", {"action": "checksum"}))
+        try:
+            return str(reply["per_engine_checksum"])
+        except LookupError as error:
+            raise EngineError(f"{self.name} /weights_checker: no checksum in {reply}") from error
+
+    async def load(self) -> EngineLoad:
+        """Return the load when the server last sampled it: at most 15 decoding steps ago, unless paused."""
+        reply = await self._get("/v1/loads?include=core,queues")
+        try:
+            return parse_load(reply)
+        except ValueError as error:
+            raise EngineError(f"{self.name} /v1/loads: {error}") from error
+
+    async def healthy(self) -> bool:
+        """Return whether the server says within ``HEALTH_TIMEOUT_S`` that it is well. Raises nothing."""
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                await self._get("/health")
+        except (EngineError, EngineLost, TimeoutError):
+            return False
+        return True
+
+
+def parse_load(reply: object) -> EngineLoad:
+    """Return the load of a server over all of its data-parallel ranks. Raises ValueError if malformed."""
+    try:
+        ranks = cast(_Loads, reply)["loads"]
+        return EngineLoad(
+            running=sum(int(rank["num_running_reqs"]) for rank in ranks),
+            waiting=sum(int(rank["num_waiting_reqs"]) for rank in ranks),
+            kv_use=max(float(rank["token_usage"]) for rank in ranks),
+            retracted=sum(int(rank["queues"]["retracted"]) for rank in ranks),
+            taken_s=max(float(rank["timestamp"]) for rank in ranks),
+        )
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"not a reply of /v1/loads: {type(error).__name__}: {error}") from error
