@@ -1,5 +1,6 @@
 # make quickstart   sets everything up and trains a small policy on this machine
 # make test         sets everything up and runs the tests
+# make test-fast    the unit tests only: no engine, no Ray, no Slurm; under three minutes
 # make crash-sweep N=200 SEED=1   kills runs N times, audits and resumes each (about half a minute per kill)
 # make test-slow    tests of minutes each: engines that do not answer for one, further kills and layouts
 # make test-other-megatron   the trainer's parity and optimizer tests on Megatron-Core 0.19.2, which Python 3.11 does not get
@@ -15,15 +16,28 @@ ENVIRONMENT := configs/environment
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: quickstart test test-slow test-other-megatron crash-sweep staleness-study lint format install clean constraints
+.PHONY: quickstart test test-fast test-cluster test-integration test-slow test-other-megatron crash-sweep staleness-study lint format install clean constraints
 .DELETE_ON_ERROR:
 
 quickstart: install
 	$(BIN)/slipstream train configs/recipes/quickstart.yaml
 
+# Unit tests need one core, and those of Slurm mostly wait; the others want the machine for themselves.
 test: install
 	bash tests/cluster/install_slurm.sh
-	$(BIN)/python -m pytest
+	@status=0; \
+	$(MAKE) --jobs=2 --keep-going --output-sync=target --no-print-directory test-fast test-cluster || status=1; \
+	$(MAKE) --no-print-directory test-integration || status=1; \
+	exit $$status
+
+test-fast: install
+	$(BIN)/python -m pytest tests/unit
+
+test-cluster: install
+	$(BIN)/python -m pytest tests/cluster
+
+test-integration: install
+	$(BIN)/python -m pytest tests/integration tests/gpu
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow

@@ -16,7 +16,7 @@ def test_sbatch_trains_the_quickstart_policy_across_two_nodes(slurm_cluster: Slu
     inputs = tmp_path / "inputs"
     inputs.mkdir()
     model, data, held_out = inputs / "policy", inputs / "train.jsonl", inputs / "heldout.jsonl"
-    prepare(model, data, held_out, say=lambda _: None, warm_start_steps=40)
+    prepare(model, data, held_out, say=lambda _: None, warm_start_steps=5)
     script = subprocess.run(
         [sys.executable, "-m", "slipstream.backend.cli", "slurm-script"],
         capture_output=True,

@@ -66,6 +66,8 @@ class Sweep:
     folder: Path
     say: Callable[[str], None]
     overrides: tuple[str, ...] = ()
+    steps: int = STEPS
+    """Training steps of a run."""
     hits: Counter = field(default_factory=Counter)
     run_number: int = 0
     finished: int = 0
@@ -97,7 +99,7 @@ class Sweep:
             self.inputs,
             self.folder,
             f"run-{self.run_number}",
-            f"run.steps={STEPS}",
+            f"run.steps={self.steps}",
             "rollout.max_head_offpolicyness=2",
             "checkpoint.every=2",
             *self.overrides,
@@ -188,11 +190,12 @@ class Sweep:
                 commands = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:80] for pid in left]
                 raise SweepFailed(f"{QUIET_TIMEOUT_S} s after its end {life.folder} has left {commands}")
             time.sleep(0.05)
+        life.end()
         self.audit(life, kill)
         if code == 0:
             trained = json.loads((life.folder / "summary.json").read_text())["groups"]["trained"]
-            if trained != STEPS * 4:
-                raise SweepFailed(f"{life.folder} has trained {trained} groups instead of {STEPS * 4}")
+            if trained != self.steps * 4:
+                raise SweepFailed(f"{life.folder} has trained {trained} groups instead of {self.steps * 4}")
             self.finished += 1
             self.run_number += 1
         elif kill is None:

@@ -1,20 +1,22 @@
-"""Real parts for the integration tests: a policy, a server, a run as a process with its traces."""
+"""Real parts for the integration tests: a policy, and runs as processes that can be watched and ended."""
 
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from slipstream.backend.quickstart import prepare
 from tests.environment import environment
+from tests.integration.nursery import descendants_of
 
 
 @pytest.fixture(scope="session")
@@ -31,63 +33,110 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@dataclass
-class LaunchedRun:
-    """``slipstream train`` as a user starts it, findable by a mark that all of its descendants inherit."""
+NURSERY = Path(__file__).with_name("nursery.py")
 
-    process: subprocess.Popen
-    folder: Path
-    mark: str
-    shared_memory_before: set[str]
-    ray_before: set[int]
+
+class RunProcess:
+    """The process of a run, with the methods of ``subprocess.Popen`` that tests need, inside a nursery."""
+
+    def __init__(
+        self,
+        command: list[str],
+        output: IO[str],
+        *,
+        cwd: Path | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self._shared_memory_before = set(os.listdir("/dev/shm"))
+        self._nursery = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(NURSERY), *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            cwd=cwd,
+            env=environment,
+            bufsize=0,
+        )
+        assert self._nursery.stdin is not None and self._nursery.stdout is not None
+        self._input, self._answers = self._nursery.stdin, self._nursery.stdout
+        self.pid = int(self._answers.readline())
+        self._private = self._answers.readline() == b"private\n"
+        self._handle = os.pidfd_open(self.pid)  # before it is reaped, so that it is of no later process
+        self._input.write(b"\n")
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            ready, _, _ = select.select([self._answers], [], [], timeout)
+            if not ready:
+                raise subprocess.TimeoutExpired("slipstream train", timeout or 0.0)
+            self.returncode = int(self._answers.readline())
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
     def descendants(self) -> list[int]:
-        """Every living process that carries the mark, the run itself excepted.
+        """Return every living process that the run started, directly or not."""
+        return [pid for pid in descendants_of(self._nursery.pid) if pid != self.pid]
 
-        And Ray's new ones, whatever they carry: some wipe their environment when they set their title.
-        """
-        found = []
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            with suppress(OSError):
-                environment = Path(f"/proc/{pid}/environ").read_bytes()
-                alive = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-                if alive and self.mark.encode() in environment and int(pid) != self.process.pid:
-                    found.append(int(pid))
-        return [*found, *sorted(ray_processes() - self.ray_before - set(found))]
+    def shared_memory(self) -> set[str]:
+        """Return what is in the run's own /dev/shm; where it has none, what is new in the machine's."""
+        if self._private:
+            return set(os.listdir(f"/proc/{self._nursery.pid}/root/dev/shm"))
+        return set(os.listdir("/dev/shm")) - self._shared_memory_before
+
+    def end(self) -> None:
+        """Kill the run and everything that is left of it."""
+        if self._nursery.returncode is None:
+            self._input.close()
+            self._nursery.wait()
+            os.close(self._handle)
+
+
+@dataclass
+class LaunchedRun:
+    """``slipstream train`` as a user starts it, and everything that it starts."""
+
+    process: RunProcess
+    folder: Path
+
+    def descendants(self) -> list[int]:
+        """Return every living process of the run, the driver excepted."""
+        return self.process.descendants()
 
     def pids_of(self, text: str) -> list[int]:
-        """Descendants whose command line holds ``text``."""
-        found = []
+        """Return the descendants whose command line holds ``text``."""
+        pids = []
         for pid in self.descendants():
             with suppress(OSError):
                 if text in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "):
-                    found.append(pid)
-        return found
+                    pids.append(pid)
+        return pids
 
     def end(self) -> None:
-        """Kill whatever is left of it."""
-        for pid in [*self.descendants(), self.process.pid]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
+        """Kill whatever is left of the run."""
+        self.process.end()
 
     def output(self) -> str:
         return self.folder.with_suffix(".out").read_text()
 
     def assert_nothing_left(self) -> None:
-        left = [Path(f"/proc/{pid}/cmdline").read_text() for pid in self.descendants()]
-        assert not left, left
-        assert set(os.listdir("/dev/shm")) <= self.shared_memory_before
-
-
-def ray_processes() -> set[int]:
-    """Those that Ray has given a title."""
-    found = set()
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):
-            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::"):
-                found.add(int(pid))
-    return found
+        processes = []
+        for pid in self.descendants():
+            with suppress(OSError):
+                processes.append(Path(f"/proc/{pid}/cmdline").read_text())
+        assert not processes, processes
+        assert not self.process.shared_memory()
 
 
 def run_command(*arguments: str) -> list[str]:
@@ -105,7 +154,6 @@ def start_run(
 
     ``fault``: a harm done to it (``tests/faults/sitecustomize.py``).
     """
-    key, value = "SLIPSTREAM_TEST", uuid.uuid4().hex
     command = run_command(
         "train",
         "quickstart",
@@ -121,13 +169,9 @@ def start_run(
         *overrides,
         *(["--resume"] if resume else []),
     )
-    variables = {**os.environ, key: value}
-    if fault is not None:
-        variables = environment(FAULTS, SLIPSTREAM_FAULT=fault) | {key: value}
-    before, ray_before = set(os.listdir("/dev/shm")), ray_processes()
+    variables = None if fault is None else environment(FAULTS, SLIPSTREAM_FAULT=fault)
     with (root / f"{name}.out").open("a") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=variables)
-    return LaunchedRun(process, root / name, f"{key}={value}", before, ray_before)
+        return LaunchedRun(RunProcess(command, output, environment=variables), root / name)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from slipstream.bridge.families import FAMILIES
 from slipstream.configs.schema import ActorConfig
 from tests.bridge_cases import MIXTURES
 from tests.models import ROPES, make_checkpoint, reference_model
-from tests.ranks import run_ranks
+from tests.ranks import Job, run_jobs
 
 DENSE = {
     "one rank": {},
@@ -118,19 +118,34 @@ def checkpoints(tmp_path_factory) -> dict[str, tuple[Path, np.ndarray]]:
     return {name: (path, reference_logits(path)) for name, path in made.items()}
 
 
-@pytest.mark.parametrize("layout", [*DENSE, *MIXED])
-def test_logits_equal_those_of_transformers(checkpoints, layout):
+def families_of(checkpoints, layout: str) -> list[str]:
+    """Return the names of the checkpoints that the layout can run."""
     parallel = (DENSE | MIXED)[layout]
-    names = [
+    return [
         name
         for name in checkpoints
         if (mixture := name.split(",")[0] in MIXTURES) or layout in DENSE
         # Megatron wants sequence parallelism with tensor-parallel experts.
         if not (mixture and parallel.get("tensor", 1) > 1 and not parallel.get("sequence"))
     ]
-    ranks = ActorConfig.model_validate({"parallel": parallel}).parallel.world_size
-    results = run_ranks(ranks, logits_of, [checkpoints[name][0] for name in names], parallel)
-    for number, name in enumerate(names):
+
+
+@pytest.fixture(scope="module")
+def logits_by_layout(checkpoints) -> dict[str, list[list[np.ndarray | None]]]:
+    """By layout and rank: the logits of each checkpoint."""
+    jobs = {}
+    for layout, parallel in (DENSE | MIXED).items():
+        ranks = ActorConfig.model_validate({"parallel": parallel}).parallel.world_size
+        folders = [checkpoints[name][0] for name in families_of(checkpoints, layout)]
+        jobs[layout] = Job(ranks, logits_of, (folders, parallel))
+    four = {layout: job for layout, job in jobs.items() if job.ranks == 4}
+    return run_jobs({layout: job for layout, job in jobs.items() if layout not in four}) | run_jobs(four)
+
+
+@pytest.mark.parametrize("layout", [*DENSE, *MIXED])
+def test_logits_equal_those_of_transformers(checkpoints, logits_by_layout, layout):
+    results = logits_by_layout[layout]
+    for number, name in enumerate(families_of(checkpoints, layout)):
         found = [result[number] for result in results if result[number] is not None]
         assert found
         for logits in found:

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -250,16 +252,30 @@ def ended(process: subprocess.Popen) -> tuple[int, str, str]:
     return process.returncode, said, wrong
 
 
+@pytest.fixture(scope="module")
+def commands(done: Done) -> Iterator[dict[str, subprocess.Popen]]:
+    """Conversions that run side by side: each keeps one core busy."""
+    model = done.folder / "models" / "tied"
+    processes = {}
+    for trained in TRAINED:
+        run = done.folder / trained
+        (run / "converted").mkdir()
+        out = run / "converted" / "out"
+        processes[trained] = slipstream("megatron-to-hf", run / "checkpoints", out, "--model", model)
+    yield processes
+    for process in processes.values():
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.parametrize("trained", TRAINED)
-def test_the_checkpoints_of_a_run_become_what_the_run_would_export(done: Done, tmp_path, trained: str):
-    run, model = done.folder / trained, done.folder / "models" / "tied"
-    code, said, wrong = ended(
-        slipstream("megatron-to-hf", run / "checkpoints", tmp_path / "out", "--model", model)
-    )
+def test_the_checkpoints_of_a_run_become_what_the_run_would_export(done: Done, commands, trained: str):
+    run = done.folder / trained
+    code, said, wrong = ended(commands[trained])
     assert (code, wrong) == (0, "")
     assert "v00000001" in said
-    assert_same(tmp_path / "out", run / "exported")
-    assert not list(tmp_path.glob(".*"))
+    assert_same(run / "converted" / "out", run / "exported")
+    assert [path.name for path in (run / "converted").iterdir()] == ["out"]
 
 
 def children(pid: int) -> list[int]:
@@ -277,6 +293,42 @@ def ranks_of(command: int) -> list[int]:
     return []
 
 
+@dataclass(frozen=True)
+class CutShort:
+    """A conversion that got a signal, and how it ended."""
+
+    folder: Path
+    signal: signal.Signals
+    started: list[int]
+    """Its processes at the time of the signal."""
+    code: int
+    said: str
+    wrong: str
+
+
+def cut(folder: Path, to: str) -> CutShort:
+    """Kill a rank of a conversion with two ranks, or end the command itself."""
+    model = write_model(folder / "model", CONFIG | MODELS["qwen3"], F32)
+    command = slipstream("hf-to-megatron", model, folder / "out", "--tensor", 2)
+    deadline = time.monotonic() + 60
+    while len(ranks := ranks_of(command.pid)) < 2:
+        assert time.monotonic() < deadline
+        assert command.poll() is None
+        time.sleep(0.02)
+    started = [*children(command.pid), *ranks]
+    number = signal.SIGKILL if to == "rank" else signal.SIGTERM
+    os.kill(ranks[1] if to == "rank" else command.pid, number)
+    return CutShort(folder, number, started, *ended(command))
+
+
+@pytest.fixture(scope="module")
+def cut_short(tmp_path_factory) -> dict[str, CutShort]:
+    """By what got the signal. Both run side by side: each keeps one core busy."""
+    folders = {to: tmp_path_factory.mktemp(to) for to in ("rank", "command")}
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(folders, pool.map(cut, folders.values(), folders), strict=True))
+
+
 @pytest.mark.parametrize(
     ("number", "to", "message"),
     [
@@ -285,23 +337,14 @@ def ranks_of(command: int) -> list[int]:
     ],
 )
 def test_a_conversion_that_is_cut_short_leaves_neither_output_nor_processes(
-    number: signal.Signals, to: str, message: str, tmp_path
+    cut_short: dict[str, CutShort], number: signal.Signals, to: str, message: str
 ):
-    model = write_model(tmp_path / "model", CONFIG | MODELS["qwen3"], F32)
-    command = slipstream("hf-to-megatron", model, tmp_path / "out", "--tensor", 2)
-    deadline = time.monotonic() + 60
-    while len(ranks := ranks_of(command.pid)) < 2:
-        assert time.monotonic() < deadline
-        assert command.poll() is None
-        time.sleep(0.02)
-    started = [*children(command.pid), *ranks]
-    os.kill(ranks[1] if to == "rank" else command.pid, number)
-    code, said, wrong = ended(command)
-    assert (code, said) == (1, "")
-    assert message in wrong and f"there is no {tmp_path / 'out'}" in wrong
-    assert "Traceback" not in wrong
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    conversion = cut_short[to]
+    assert (conversion.signal, conversion.code, conversion.said) == (number, 1, "")
+    assert message in conversion.wrong and f"there is no {conversion.folder / 'out'}" in conversion.wrong
+    assert "Traceback" not in conversion.wrong
+    assert [path.name for path in conversion.folder.iterdir()] == ["model"]
     deadline = time.monotonic() + 10  # what ranks are forked from ends when it sees that the command has
-    while any(Path(f"/proc/{pid}").exists() for pid in started):
+    while any(Path(f"/proc/{pid}").exists() for pid in conversion.started):
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""A short crash sweep; `make crash-sweep` makes a long one."""
+"""Short crash sweeps. `make crash-sweep` makes a long one; test_resume.py has a single kill."""
 
 from pathlib import Path
 
@@ -12,9 +12,7 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "killed",
-    [pytest.param(name, marks=[pytest.mark.slow] if number else []) for number, name in enumerate(KILLS)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", KILLS)
 def test_a_killed_run_is_audited_and_goes_on_to_its_end(inputs: Path, tmp_path: Path, killed: str):
     Sweep(inputs, tmp_path, print).run((KILLS[killed],))

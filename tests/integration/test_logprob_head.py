@@ -9,7 +9,7 @@ import torch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import ActorConfig
 from tests.models import make_checkpoint
-from tests.ranks import run_ranks
+from tests.ranks import Job, run_jobs
 
 LAYOUTS = {
     "one rank": {},
@@ -69,14 +69,24 @@ def both_ways(rank: RankSpec, folders: list[Path], parallel: dict, dtype: str):
     return found
 
 
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """By layout and dtype: what every rank has."""
+    folder = tmp_path_factory.mktemp("models")
+    folders = [make_checkpoint(folder / str(tied), "qwen3", tied=tied) for tied in (True, False)]
+    return run_jobs(
+        {
+            (layout, dtype): Job(parallel.get("tensor", 1), both_ways, (folders, parallel, dtype))
+            for layout, parallel in LAYOUTS.items()
+            for dtype in DTYPES
+        }
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_log_probs_from_hidden_states_are_those_from_megatrons_logits(
-    tmp_path: Path, layout: str, dtype: str
-):
-    folders = [make_checkpoint(tmp_path / str(tied), "qwen3", tied=tied) for tied in (True, False)]
-    parallel = LAYOUTS[layout]
-    for by_checkpoint in run_ranks(parallel.get("tensor", 1), both_ways, folders, parallel, dtype):
+def test_log_probs_from_hidden_states_are_those_from_megatrons_logits(results, layout: str, dtype: str):
+    for by_checkpoint in results[layout, dtype]:
         for (logp, entropy, gradients), (fused_logp, fused_entropy, fused_gradients) in by_checkpoint:
             np.testing.assert_allclose(fused_logp, logp, atol=1e-5)
             np.testing.assert_allclose(fused_entropy, entropy, atol=2e-5)

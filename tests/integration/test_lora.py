@@ -20,11 +20,10 @@ from slipstream.bridge.model.layout import Layout, Shard
 from slipstream.bridge.model.mapping import Columns, Rows, Split, Whole
 from slipstream.bridge.shards.plan import Entry, entries, entries_of
 from slipstream.configs.schema import LoraConfig, ParallelConfig, RunConfig
-from slipstream.rollout.network import free_port
 from tests.integration.test_megatron_parity import LAYOUTS, check, config_for, make_batch, reference_loss
 from tests.integration.test_trainer_checkpoint import trainer_of
 from tests.models import make_checkpoint, reference_logprobs, reference_model
-from tests.ranks import run_ranks
+from tests.ranks import Job, run_jobs
 
 RANK, ALPHA = 3, 12.0
 """Odd, so that no layout can split it."""
@@ -167,51 +166,49 @@ def logprobs(trainer: Any, batch: TrainBatch) -> dict[tuple, np.ndarray]:
     }
 
 
-def lives(rank: RankSpec, work: list[tuple[int, RunConfig, Path]], batch: TrainBatch) -> list[dict[str, Any]]:
-    """Per case: as drawn; log-probs and gradients of factors made by hand; two steps; an HF checkpoint."""
-    found = []
-    for port, config, folder in work:
-        run = config.run.model_copy(update={"seed": SEED})
-        config = config.model_copy(update={"run": run})
-        with trainer_of(replace(rank, port=port), config) as trainer:
-            own, base = held(trainer), frozen(trainer)
-            life: dict[str, Any] = {"drawn": copied(own)}
-            with torch.no_grad():
-                for names, split, shard, factor in own:
-                    for piece in split.pieces(shard):
-                        value = by_hand(names[piece.hf], split.hf_shapes[piece.hf])
-                        piece.in_shard(factor).copy_(piece.in_hf(value))
-            trainer._trained.optimizer.reload_model_params()
-            life["logps"] = logprobs(trainer, batch)
-            # Leaves the gradient where it can be read.
-            trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
-            trainer.train(batch)
-            del trainer._trained.optimizer.step
-            life["gradients"] = copied(own, lambda factor: factor.main_grad)
-            life["metrics"] = {}
-            for step in range(STEPS):
-                life["metrics"] = trainer.train(make_batch(VOCAB, seed=step, version=trainer.step)) or {}
-            life["trained"] = copied(own)
-            now = frozen(trainer)
-            life["base is as it was"] = all(torch.equal(now[name], base[name]) for name in base)
-            life["trainable"] = sum(factor.numel() for *_, factor in own)
-            life["buffered"] = sum(
-                parameter.numel()
-                for part in trainer._policy.parts
-                for buffer in part.buffers + part.expert_parallel_buffers
-                for parameter in buffer.params
-            )
-            life["gradients of the base"] = [
-                name
-                for part in trainer._policy.parts
-                for name, parameter in part.module.named_parameters()
-                if (hasattr(parameter, "main_grad") or parameter.grad is not None)
-                and not name.endswith(("lora_a", "lora_b"))
-            ]
-            life["logps after training"] = logprobs(trainer, batch)
-            trainer.export_hf(folder)
-            found.append(life)
-    return found
+def life_of(rank: RankSpec, config: RunConfig, folder: Path, batch: TrainBatch) -> dict[str, Any]:
+    """Return the adapters as drawn; log-probs and gradients of factors made by hand; and what two steps make
+    of them. Write the trained model as an HF checkpoint."""
+    run = config.run.model_copy(update={"seed": SEED})
+    config = config.model_copy(update={"run": run})
+    with trainer_of(rank, config) as trainer:
+        own, base = held(trainer), frozen(trainer)
+        life: dict[str, Any] = {"drawn": copied(own)}
+        with torch.no_grad():
+            for names, split, shard, factor in own:
+                for piece in split.pieces(shard):
+                    value = by_hand(names[piece.hf], split.hf_shapes[piece.hf])
+                    piece.in_shard(factor).copy_(piece.in_hf(value))
+        trainer._trained.optimizer.reload_model_params()
+        life["logps"] = logprobs(trainer, batch)
+        # Leaves the gradient where it can be read.
+        trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
+        trainer.train(batch)
+        del trainer._trained.optimizer.step
+        life["gradients"] = copied(own, lambda factor: factor.main_grad)
+        life["metrics"] = {}
+        for step in range(STEPS):
+            life["metrics"] = trainer.train(make_batch(VOCAB, n=4, seed=step, version=trainer.step)) or {}
+        life["trained"] = copied(own)
+        now = frozen(trainer)
+        life["base is as it was"] = all(torch.equal(now[name], base[name]) for name in base)
+        life["trainable"] = sum(factor.numel() for *_, factor in own)
+        life["buffered"] = sum(
+            parameter.numel()
+            for part in trainer._policy.parts
+            for buffer in part.buffers + part.expert_parallel_buffers
+            for parameter in buffer.params
+        )
+        life["gradients of the base"] = [
+            name
+            for part in trainer._policy.parts
+            for name, parameter in part.module.named_parameters()
+            if (hasattr(parameter, "main_grad") or parameter.grad is not None)
+            and not name.endswith(("lora_a", "lora_b"))
+        ]
+        life["logps after training"] = logprobs(trainer, batch)
+        trainer.export_hf(folder)
+        return life
 
 
 # ---- the reference
@@ -280,13 +277,12 @@ def exported(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def found(models, exported) -> dict[str, list[dict[str, Any]]]:
     """By case: the lives of its ranks."""
-    batch, lived = make_batch(VOCAB), {}
-    for ranks in (1, 2):
-        names = [name for name, case in CASES.items() if case.ranks == ranks]
-        work = [(free_port("127.0.0.1"), CASES[name].config(models), exported[name]) for name in names]
-        by_rank = run_ranks(ranks, lives, work, batch)
-        lived |= dict(zip(names, map(list, zip(*by_rank, strict=True)), strict=True))
-    return lived
+    batch = make_batch(VOCAB)
+    jobs = {
+        name: Job(case.ranks, life_of, (case.config(models), exported[name], batch))
+        for name, case in CASES.items()
+    }
+    return run_jobs(jobs)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "distributed" not in name])

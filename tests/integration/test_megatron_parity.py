@@ -10,10 +10,9 @@ import torch
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.network import free_port
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.models import make_checkpoint, reference_logprobs, reference_model
-from tests.ranks import run_ranks
+from tests.ranks import Job, run_jobs
 
 LAYOUTS = {
     "one rank": {},
@@ -180,15 +179,24 @@ def references(tmp_path_factory):
     return found
 
 
+@pytest.fixture(scope="module")
+def results(references):
+    """By layout and family: what every rank says of the batch."""
+    batch, jobs = make_batch(vocab=101), {}
+    for layout, names in FAMILIES.items():
+        for name in names:
+            config = config_for(references[name][0], LAYOUTS[layout])
+            ranks = config.actor.parallel.world_size
+            jobs[layout, name] = Job(ranks, logprobs_and_gradients, (config, batch))
+    return run_jobs(jobs)
+
+
 @pytest.mark.parametrize("layout", FAMILIES)
-def test_logprobs_and_gradients_equal_those_of_transformers(references, layout: str):
-    batch, names = make_batch(vocab=101), FAMILIES[layout]
-    configs = [config_for(references[name][0], LAYOUTS[layout]) for name in names]
-    work = [(free_port("127.0.0.1"), config) for config in configs]
-    by_rank = run_ranks(configs[0].actor.parallel.world_size, one_after_the_other, work, batch)
-    for name, *results in zip(names, *by_rank, strict=True):
+def test_logprobs_and_gradients_equal_those_of_transformers(references, results, layout: str):
+    batch = make_batch(vocab=101)
+    for name in FAMILIES[layout]:
         _, expected_logps, expected_gradients = references[name]
-        check(name, batch, results, expected_logps, expected_gradients)
+        check(name, batch, results[layout, name], expected_logps, expected_gradients)
 
 
 def check(name: str, batch: TrainBatch, results, expected_logps, expected_gradients):

@@ -15,7 +15,7 @@ from slipstream.rollout.network import free_port
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.integration.test_trainer_checkpoint import trainer_of
 from tests.models import make_checkpoint
-from tests.ranks import run_ranks
+from tests.ranks import Job, run_jobs
 
 VOCAB, STEPS = 101, 4
 ADAM = {"lr": 1e-2, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6, "weight_decay": 0.5, "clip_grad": 0.0}
@@ -137,13 +137,11 @@ def models(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def found(models) -> dict[str, list[dict[str, Any]]]:
     """By case, what its ranks have seen."""
-    seen: dict[str, list[dict[str, Any]]] = {}
-    for ranks in (1, 2):
-        names = [name for name, case in CASES.items() if case.ranks == ranks]
-        work = [(free_port("127.0.0.1"), CASES[name].config(models)) for name in names]
-        by_rank = run_ranks(ranks, updates, work)
-        seen |= dict(zip(names, map(list, zip(*by_rank, strict=True)), strict=True))
-    return seen
+    jobs = {
+        name: Job(case.ranks, updates, ([(free_port("127.0.0.1"), case.config(models))],))
+        for name, case in CASES.items()
+    }
+    return {name: [seen for [seen] in by_rank] for name, by_rank in run_jobs(jobs).items()}
 
 
 def is_decayed(name: str, dimensions: int, case: str) -> bool:

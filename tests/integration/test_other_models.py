@@ -14,7 +14,7 @@ from slipstream.configs.schema import RunConfig
 from slipstream.rollout.trajectory import Trajectory
 from tests.integration.test_megatron_parity import config_for, make_batch, unfused
 from tests.models import make_checkpoint, reference_logprobs, reference_model
-from tests.ranks import run_ranks
+from tests.ranks import Job, run_jobs
 
 LAYOUTS = {
     "one rank": {},
@@ -318,11 +318,20 @@ def by_hand(paths):
     return {name: expected(paths, case, batch_with_tools()) for name, case in cases(paths).items()}
 
 
+@pytest.fixture(scope="module")
+def results(paths):
+    """By layout: what every rank has."""
+    jobs = {}
+    for layout, parallel in LAYOUTS.items():
+        configs = {name: config_of(paths, parallel, case) for name, case in cases(paths).items()}
+        world_size = next(iter(configs.values())).actor.parallel.world_size
+        jobs[layout] = Job(world_size, gradients_of, (configs, batch_with_tools()))
+    return run_jobs(jobs)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_with_other_models_are_those_worked_out_by_hand(paths, by_hand, layout: str):
-    configs = {name: config_of(paths, LAYOUTS[layout], case) for name, case in cases(paths).items()}
-    world_size = next(iter(configs.values())).actor.parallel.world_size
-    ranks = run_ranks(world_size, gradients_of, configs, batch_with_tools())
+def test_gradients_with_other_models_are_those_worked_out_by_hand(results, by_hand, layout: str):
+    ranks = results[layout]
     for name, (gradients, of_critic, metrics) in by_hand.items():
         _, found, found_of_critic = ranks[0][name]
         compare(found, gradients, name)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,10 @@ import pytest
 
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import ParallelConfig, RunConfig
-from slipstream.rollout.network import free_port
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.integration.test_trainer_checkpoint import trainer_of
 from tests.models import make_checkpoint
-from tests.ranks import run_ranks
+from tests.ranks import Job, run_jobs
 
 VOCAB, STEPS, MINIBATCHES = 101, 2, 2
 BUCKET_SIZE = 20_000
@@ -100,65 +99,57 @@ def groups(trainer: Any) -> list[Any]:
     ]
 
 
-def train_overlapped(rank: RankSpec, work: list[tuple[int, RunConfig]]) -> list[dict[str, Any]]:
-    """Per case: the weights after some steps, and which communication was under way in the backward pass."""
-    found = []
-    for port, config in work:
-        with small_buckets(), trainer_of(replace(rank, port=port), config) as trainer:
-            under_way, late = [], []
-            finalize = trainer._policy.parts[0].config.finalize_model_grads_func
-            step = trainer._trained.optimizer.step
+def train_overlapped(rank: RankSpec, config: RunConfig) -> dict[str, Any]:
+    """Return the weights after some steps, and which communication was under way in the backward pass."""
+    with small_buckets(), trainer_of(rank, config) as trainer:
+        under_way, late = [], []
+        finalize = trainer._policy.parts[0].config.finalize_model_grads_func
+        step = trainer._trained.optimizer.step
 
-            def noting(*args, trainer=trainer, under_way=under_way, finalize=finalize, **options):
-                under_way.append([group.grad_reduce_handle is not None for group in groups(trainer)])
-                return finalize(*args, **options)
+        def noting(*args, **options):
+            under_way.append([group.grad_reduce_handle is not None for group in groups(trainer)])
+            return finalize(*args, **options)
 
-            def stepping(trainer=trainer, late=late, step=step):
-                done = step()
-                late.append([not group.param_gather_dispatched for group in groups(trainer)])
-                return done
+        def stepping():
+            done = step()
+            late.append([not group.param_gather_dispatched for group in groups(trainer)])
+            return done
 
-            trainer._policy.parts[0].config.finalize_model_grads_func = noting
-            trainer._trained.optimizer.step = stepping
-            metrics = {}
-            for n in range(STEPS):
-                metrics = trainer.train(make_batch(VOCAB, seed=n, version=trainer.step)) or {}
-            found.append(
-                {"weights": weights(trainer), "metrics": metrics, "under way": under_way, "late": late}
-            )
-    return found
+        trainer._policy.parts[0].config.finalize_model_grads_func = noting
+        trainer._trained.optimizer.step = stepping
+        metrics = {}
+        for n in range(STEPS):
+            metrics = trainer.train(make_batch(VOCAB, n=4, seed=n, version=trainer.step)) or {}
+        return {"weights": weights(trainer), "metrics": metrics, "under way": under_way, "late": late}
 
 
-def train_recomputing(rank: RankSpec, work: list[tuple[int, RunConfig]]) -> list[dict[str, Any]]:
-    """Per case: the last gradients, the weights, and how often attention and layers were computed."""
+def train_recomputing(rank: RankSpec, config: RunConfig) -> dict[str, Any]:
+    """Return the last gradients, the weights, and how often attention and layers were computed."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     from slipstream.backend.megatron.local_layers import PackedAttention
 
-    found = []
-    for port, config in work:
-        with trainer_of(replace(rank, port=port), config) as trainer:
-            calls: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
 
-            def counted(kind: type, calls=calls) -> Any:
-                forward = kind.forward
+    def counted(kind: type) -> Any:
+        forward = kind.forward
 
-                def counting(self, *args, **options):
-                    calls[kind.__name__] += self.training
-                    return forward(self, *args, **options)
+        def counting(self, *args, **options):
+            calls[kind.__name__] += self.training
+            return forward(self, *args, **options)
 
-                return patch.object(kind, "forward", counting)
+        return patch.object(kind, "forward", counting)
 
-            with counted(PackedAttention), counted(TransformerLayer):
-                trainer.train(make_batch(VOCAB))
-            gradients = {
-                name: parameter.main_grad.clone().numpy()
-                for part in trainer._policy.parts
-                for name, parameter in part.module.named_parameters()
-                if parameter.requires_grad
-            }
-            found.append({"weights": weights(trainer), "gradients": gradients, "calls": calls})
-    return found
+    with trainer_of(rank, config) as trainer:
+        with counted(PackedAttention), counted(TransformerLayer):
+            trainer.train(make_batch(VOCAB))
+        gradients = {
+            name: parameter.main_grad.clone().numpy()
+            for part in trainer._policy.parts
+            for name, parameter in part.module.named_parameters()
+            if parameter.requires_grad
+        }
+        return {"weights": weights(trainer), "gradients": gradients, "calls": calls}
 
 
 @pytest.fixture(scope="module")
@@ -166,22 +157,19 @@ def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {
         "tied": make_checkpoint(folder / "tied"),
-        "untied": make_checkpoint(folder / "untied", tied=False),
-        "experts": make_checkpoint(folder / "experts", "qwen3_moe", tied=False),
-        "latent": make_checkpoint(folder / "latent", "deepseek_v3", tied=False),
+        "untied": make_checkpoint(folder / "untied", tied=False, num_hidden_layers=2),
+        "experts": make_checkpoint(
+            folder / "experts", "qwen3_moe", tied=False, num_hidden_layers=2, mlp_only_layers=[0]
+        ),
+        "latent": make_checkpoint(folder / "latent", "deepseek_v3", tied=False, num_hidden_layers=2),
     }
 
 
 def on_ranks(function: Any, configs: dict[Any, RunConfig]) -> dict[Any, list[dict[str, Any]]]:
-    """``function`` on all configs, those of one world size in the same processes; by case and rank."""
-    found: dict[Any, list[dict[str, Any]]] = {}
-    for ranks in (1, 2):
-        names = [name for name, config in configs.items() if config.actor.parallel.world_size == ranks]
-        work = [(free_port("127.0.0.1"), configs[name]) for name in names]
-        if work:
-            by_rank = run_ranks(ranks, function, work, timeout_s=280)
-            found |= dict(zip(names, map(list, zip(*by_rank, strict=True)), strict=True))
-    return found
+    """Return the results of ``function`` by case and rank."""
+    return run_jobs(
+        {key: Job(config.actor.parallel.world_size, function, (config,)) for key, config in configs.items()}
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Packing changes nothing: log-probs and gradients of one pack are those of its trajectories one by one."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,11 @@ import pytest
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.network import free_port
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
 from tests.integration.test_megatron_parity import config_for
 from tests.integration.test_trainer_checkpoint import trainer_of
 from tests.models import make_checkpoint
-from tests.ranks import run_ranks
+from tests.ranks import Job, run_jobs
 
 VOCAB, TOLERANCE = 101, 1e-5
 FAMILIES = ("qwen3", "deepseek_v3", "qwen3_moe")
@@ -65,25 +63,27 @@ def one_step(trainer: Any, config: RunConfig, budget: int, batch: TrainBatch):
     return len(microbatches), logps, gradients
 
 
-def both_ways(rank: RankSpec, work: dict[str, tuple[int, RunConfig]]):
-    found = {}
-    for family, (port, config) in work.items():
-        with trainer_of(replace(rank, port=port), config) as trainer:
-            trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
-            for name, responses in RESPONSES.items():
-                batch = batch_of(responses)
-                found[family, name] = [one_step(trainer, config, budget, batch) for budget in (PACKED, ALONE)]
-    return found
+def both_ways(rank: RankSpec, config: RunConfig):
+    """Return by responses the step in one pack, and that of each trajectory alone."""
+    steps = {}
+    with trainer_of(rank, config) as trainer:
+        trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
+        for name, responses in RESPONSES.items():
+            batch = batch_of(responses)
+            steps[name] = [one_step(trainer, config, budget, batch) for budget in (PACKED, ALONE)]
+    return steps
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
     folder: Path = tmp_path_factory.mktemp("models")
-    work = {
-        family: (free_port("127.0.0.1"), config_for(make_checkpoint(folder / family, family), {}))
-        for family in FAMILIES
+    jobs = {}
+    for family in FAMILIES:
+        config = config_for(make_checkpoint(folder / family, family), {})
+        jobs[family] = Job(1, both_ways, (config,))
+    return {
+        (family, name): ways for family, [by_name] in run_jobs(jobs).items() for name, ways in by_name.items()
     }
-    return run_ranks(1, both_ways, work)[0]
 
 
 @pytest.mark.parametrize("responses", RESPONSES)

@@ -1,8 +1,6 @@
 """The quickstart, but for its last steps: from nothing to a policy that has learnt, as the README claims."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.backend.quickstart.policy import greedy_accuracy
 from slipstream.backend.quickstart.task import Problem
+from tests.integration.conftest import RunProcess, run_command
 
 TIMEOUT_S = 600
 """The job takes about two minutes on two free cores."""
@@ -18,9 +17,12 @@ TIMEOUT_S = 600
 @pytest.mark.timeout(TIMEOUT_S + 30)
 def test_the_quickstart_learns_within_its_staleness_bound_and_exports_what_it_served(tmp_path: Path):
     with (tmp_path / "out").open("w") as out:
-        command = [sys.executable, "-m", "slipstream.backend.cli", "train", "quickstart", "run.steps=40"]
-        code = subprocess.run(command, cwd=tmp_path, stdout=out, stderr=out, timeout=TIMEOUT_S).returncode
-    assert code == 0, (tmp_path / "out").read_text()
+        process = RunProcess(run_command("train", "quickstart", "run.steps=40"), out, cwd=tmp_path)
+    try:
+        assert process.wait(TIMEOUT_S) == 0, (tmp_path / "out").read_text()
+        assert not process.descendants() and not process.shared_memory()
+    finally:
+        process.end()
     run = tmp_path / "runs/quickstart"
     summary = json.loads((run / "summary.json").read_text())
 

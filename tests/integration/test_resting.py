@@ -15,7 +15,7 @@ from slipstream.rollout.network import free_port
 from tests.integration.test_megatron_parity import config_for
 from tests.integration.test_trainer_checkpoint import own_weights, train, trainer_of
 from tests.models import make_checkpoint
-from tests.ranks import run_ranks
+from tests.ranks import Job, run_jobs
 
 STEPS = 3
 CASES: dict[str, dict[str, Any]] = {
@@ -82,18 +82,24 @@ def models(tmp_path_factory) -> dict[str, Path]:
     }
 
 
+@pytest.fixture(scope="module")
+def trained(models) -> dict[tuple[str, bool], list[dict[str, Any]]]:
+    """By case, and whether the trainer rests: what every rank has."""
+    jobs = {}
+    for case in CASES:
+        config = config_of(case, models)
+        for rests in (False, True):
+            work = [(free_port("127.0.0.1"), config)]
+            jobs[case, rests] = Job(config.actor.parallel.world_size, after_steps, (work, rests))
+    return {key: [result for [result] in by_rank] for key, by_rank in run_jobs(jobs).items()}
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_rests_between_steps_change_nothing(models, ranks: int):
-    configs = {case: config_of(case, models) for case in CASES}
-    names = [case for case, config in configs.items() if config.actor.parallel.world_size == ranks]
-    assert names
-
-    def run(rests: bool) -> list[list[dict[str, Any]]]:
-        work = [(free_port("127.0.0.1"), configs[case]) for case in names]
-        return run_ranks(ranks, after_steps, work, rests)
-
-    for straight, rested in zip(run(False), run(True), strict=True):
-        for case, expected, found in zip(names, straight, rested, strict=True):
+def test_rests_between_steps_change_nothing(trained, ranks: int):
+    cases = [case for case in CASES if len(trained[case, True]) == ranks]
+    assert cases
+    for case in cases:
+        for expected, found in zip(trained[case, False], trained[case, True], strict=True):
             assert found["read"] == [True, False] * STEPS, case
             assert found["metrics"] == expected["metrics"], case
             assert found["weights"].keys() == expected["weights"].keys()

@@ -1,7 +1,13 @@
-"""A run that was killed, resumed as a user resumes it: real Megatron, SGLang and Ray."""
+"""Runs that were killed, resumed as a user resumes them: real Megatron, SGLang and Ray.
+
+Most tests read one run, which takes seconds to start: its trainer is killed while it commits a checkpoint, it
+is resumed, its driver is killed, and it is resumed again and finishes.
+"""
 
 import json
+import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import tempfile
@@ -9,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +25,21 @@ import pytest
 from slipstream.rollout.ledger.database import LedgerError, open_for_reading
 from slipstream.rollout.ledger.records import decode_completion, decode_trajectory
 from slipstream.rollout.trajectory import Trajectory
+from tests.crash.sweep import Kill, Sweep
 from tests.integration.conftest import LaunchedRun, run_command, start_run
 from tests.integration.many_turns import TURNS
+from tests.integration.test_run import records, summary
 
-BATCH_SIZE = 4
+BATCH_SIZE, SAMPLES = 4, 16
+"""Groups and trajectories of a training step."""
+STEPS = 3
 SETTINGS = (
     "rollout.max_head_offpolicyness=2",
     "checkpoint.every=2",
     "rollout.engine.stream_interval=4",
 )
+NAME = "run-0"
+"""The first one of a crash sweep."""
 
 
 def audit(folder: Path) -> dict:
@@ -51,17 +64,23 @@ def wait_for(what: str, condition, run: LaunchedRun, timeout_s: float = 180) -> 
     while not condition():
         assert run.process.poll() is None, run.output()
         assert time.monotonic() < deadline, f"{what} has not come in {timeout_s} s:\n{run.output()}"
-        time.sleep(0.05)
+        time.sleep(0.1)
 
 
 def kill(run: LaunchedRun) -> None:
-    """kill -9 of the driver; returns when its guard has ended the rest."""
+    """Kill -9 the driver; return when its guard has ended the rest."""
     run.process.kill()
     run.process.wait()
     deadline = time.monotonic() + 30
     while run.descendants() and time.monotonic() < deadline:
         time.sleep(0.1)
     run.assert_nothing_left()
+    run.end()
+
+
+def checkpoints(folder: Path) -> set[str]:
+    """Return the names of the committed checkpoints of a run."""
+    return {path.name for path in folder.glob("checkpoints/v????????")}
 
 
 @pytest.fixture(scope="module")
@@ -69,26 +88,55 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("resume")
 
 
+@dataclass(frozen=True)
+class Story:
+    """The run after both kills."""
+
+    sweep: Sweep
+    trained_before_the_resume: int
+    """Training steps logged before the trainer was killed."""
+    trained: int
+    """Training steps logged before the driver was killed."""
+    refusals: dict[str, str]
+    """Error messages of the commands that were run beside it."""
+
+
 @pytest.fixture(scope="module")
-def story(inputs: Path, root: Path) -> Iterator[dict[str, str]]:
-    """A run that another one tries to take over, and that is killed behind its second checkpoint."""
-    run = start_run(inputs, root, "run", *SETTINGS, "run.steps=10000")
+def story(inputs: Path, root: Path) -> Iterator[Story]:
+    """A run that is killed twice: its trainer in its first commit and, after a resume, its driver.
+
+    The driver is killed behind two checkpoints. Before that, other commands try to take the run over.
+    """
+    sweep = Sweep(inputs, root, print, SETTINGS, steps=10000)
+    first = sweep.start()
     try:
-        wait_for("a checkpoint", lambda: len(list(run.folder.glob("checkpoints/v????????"))) >= 2, run)
-        overrides = [f"run.root={root}", "run.name=run", *given(inputs)]
-        asked = {
+        run = sweep.until_killed(first, Kill(0, "trainer", "commit", 0.0))
+        before = sweep.steps_logged(first)
+        earlier = checkpoints(run.folder)
+        wait_for("a checkpoint", lambda: len(checkpoints(run.folder) - earlier) >= 2, run)
+        overrides = [f"run.root={root}", f"run.name={NAME}", *given(inputs)]
+        commands = {
             "resumed while running": ("train", "quickstart", *overrides, "--resume"),
             "started while running": ("train", "quickstart", *overrides),
             "audited while running": ("audit", str(run.folder)),
         }
+        # The driver goes on; what it waits for leaves the processor to the commands.
+        for pid in [*run.pids_of("ray::TrainerActor"), *run.pids_of("sglang::scheduler")]:
+            os.kill(pid, signal.SIGSTOP)
         with ThreadPoolExecutor() as pool:
-            said = dict(
-                zip(asked, pool.map(lambda arguments: refused(*arguments), asked.values()), strict=True)
+            refusals = dict(
+                zip(commands, pool.map(lambda command: refused(*command), commands.values()), strict=True)
             )
         kill(run)
-        yield said
+        yield Story(sweep, before, sweep.steps_logged(run), refusals)
     finally:
-        run.end()
+        sweep.life.end()
+
+
+@pytest.fixture(scope="module")
+def audited(story: Story, root: Path) -> dict:
+    """The audit of the run after both kills."""
+    return audit(root / NAME)
 
 
 def given(inputs: Path) -> list[str]:
@@ -101,29 +149,34 @@ def given(inputs: Path) -> list[str]:
     ]
 
 
-def test_a_run_cannot_be_taken_over_or_audited_while_it_is_running(story: dict[str, str]):
-    for said in story.values():
-        assert "another process is running this run" in said
+def test_a_killed_run_is_audited_and_goes_on(story: Story):
+    """The sweep itself raises if an audit is not clean or if a process is left."""
+    assert story.sweep.hits == {"trainer, commit": 1}
+    assert story.sweep.resumes == 1
+    assert story.trained > story.trained_before_the_resume > 0
 
 
-def test_a_killed_run_has_a_clean_audit(story, root: Path):
-    found = audit(root / "run")
-    assert found["clean"] and found["starts"] == 1 and found["groups"]["trained"] > 0
+def test_a_run_cannot_be_taken_over_or_audited_while_it_is_running(story: Story):
+    for message in story.refusals.values():
+        assert "another process is running this run" in message
 
 
-def test_a_resume_with_another_seed_is_refused_and_changes_nothing(story, inputs: Path, root: Path):
-    before = audit(root / "run")
-    overrides = [f"run.root={root}", "run.name=run", *given(inputs), "run.seed=5"]
-    said = refused("train", "quickstart", *overrides, "--resume")
-    assert "run.seed: 5, but the run was started with" in said
-    assert audit(root / "run") == before
+def test_a_killed_run_has_a_clean_audit(audited: dict):
+    assert audited["clean"] and audited["starts"] == 2 and audited["groups"]["trained"] > 0
+
+
+def test_a_resume_with_another_seed_is_refused_and_changes_nothing(audited: dict, inputs: Path, root: Path):
+    overrides = [f"run.root={root}", f"run.name={NAME}", *given(inputs), "run.seed=5"]
+    message = refused("train", "quickstart", *overrides, "--resume")
+    assert "run.seed: 5, but the run was started with" in message
+    assert audit(root / NAME) == audited
 
 
 def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes(
-    story, inputs: Path, root: Path
+    audited: dict, inputs: Path, root: Path
 ):
-    folder = root / "run"
-    before = audit(folder)
+    folder = root / NAME
+    before = audited
     *_, older, newest = sorted(folder.glob("checkpoints/v????????"))
     shard = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
     content = bytearray(shard.read_bytes())
@@ -132,7 +185,7 @@ def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes(
 
     # Fewer steps than were asked for first: what was begun for later ones is left over.
     steps = before["steps"] + 4
-    run = start_run(inputs, root, "run", *SETTINGS, f"run.steps={steps}", resume=True)
+    run = start_run(inputs, root, NAME, *SETTINGS, f"run.steps={steps}", resume=True)
     try:
         assert run.process.wait(240) == 0, run.output()
     finally:
@@ -142,10 +195,10 @@ def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes(
     found = audit(folder)
     assert found["clean"], found
     assert found["groups"]["trained"] == steps * BATCH_SIZE
-    assert (found["starts"], found["steps"]) == (2, steps)
+    assert (found["starts"], found["steps"]) == (3, steps)
     assert found["steps_lost"] >= before["steps"] - int(older.name[1:])
-    summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["exit"], summary["resumed"]) == ("done", 1)
+    result = summary(run)
+    assert (result["exit"], result["resumed"]) == ("done", 2)
     versions = [
         json.loads(line)["step"]
         for line in (folder / "metrics.jsonl").read_text().splitlines()
@@ -154,39 +207,69 @@ def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes(
     assert versions == sorted(set(versions)), "a version number was used twice"
 
 
-def test_unfinished_episodes_are_gone_on_with_after_a_restart(inputs: Path, root: Path):
-    """Nothing is asked twice of an engine, and a part of an answer is continued."""
+@dataclass(frozen=True)
+class Unfinished:
+    """A synchronous run that was killed before its first training step, and resumed."""
+
+    run: LaunchedRun
+    answers: dict[tuple[int, int], Any]
+    """By episode and call: the answers, whole or in part, that were stored when it was killed."""
+
+
+@pytest.fixture(scope="module")
+def unfinished(inputs: Path, root: Path) -> Iterator[Unfinished]:
     settings = (
-        "run.steps=2",
-        "rollout.max_head_offpolicyness=1",
+        f"run.steps={STEPS}",
+        "rollout.max_head_offpolicyness=0",
         "rollout.workflow=tests.integration.many_turns.ManyTurns",
         "actor.turns={}",
         "rollout.engine.stream_interval=2",
         "checkpoint.every=0",
     )
-    folder, samples = root / "unfinished", 2 * BATCH_SIZE * 4
+    folder = root / "unfinished"
     run = start_run(inputs, root, folder.name, *settings)
     try:
-        wait_for("answers", lambda: len(stored(folder, "partials", "call", decode_completion)) > samples, run)
+        wait_for(
+            "answers", lambda: len(stored(folder, "partials", "call", decode_completion)) > 2 * SAMPLES, run
+        )
         kill(run)
         answers = stored(folder, "partials", "call", decode_completion)
         assert not stored(folder, "trajectories", "0", decode_trajectory)
         run = start_run(inputs, root, folder.name, *settings, resume=True)
         assert run.process.wait(240) == 0, run.output()
+        yield Unfinished(run, answers)
     finally:
         run.end()
-    assert f"0 groups ready, {2 * BATCH_SIZE} continued, 0 to be generated again" in run.output()
+
+
+def test_unfinished_episodes_are_gone_on_with_after_a_restart(unfinished: Unfinished):
+    """Nothing is asked twice of an engine, and a part of an answer is continued."""
+    folder = unfinished.run.folder
+    assert f"0 groups ready, {BATCH_SIZE} continued, 0 to be generated again" in unfinished.run.output()
     trajectories = stored(folder, "trajectories", "0", decode_trajectory)
-    assert len(trajectories) == samples
-    for (key, call), answer in answers.items():
+    assert len(trajectories) == STEPS * SAMPLES
+    for (key, call), answer in unfinished.answers.items():
         turns = sampled_runs(trajectories[key, 0])
         assert len(turns) == len(trajectories[key, 0].turn_rewards) == TURNS
         assert tuple(turns[call][: len(answer.tokens)]) == answer.tokens
-    generated = json.loads((folder / "summary.json").read_text())["tokens_generated"]
-    saved = sum(len(answer.tokens) for answer in answers.values())
+    generated = summary(unfinished.run)["tokens_generated"]
+    saved = sum(len(answer.tokens) for answer in unfinished.answers.values())
     assert saved > 0
     assert generated == sum(t.sampled_length for t in trajectories.values()) - saved
     assert audit(folder)["clean"]
+
+
+def test_a_synchronous_run_has_lag_zero_and_leaves_nothing_behind(unfinished: Unfinished):
+    result = summary(unfinished.run)
+    assert result["exit"] == "done"
+    # A resume serves the weights that it starts from as a version of their own.
+    assert (result["steps"], result["versions"], result["head_lag_max"]) == (STEPS, STEPS + 1, 0)
+    assert result["multi_version_fraction"] == 0
+    assert result["groups"]["trained"] == result["groups"]["admitted"] == STEPS * BATCH_SIZE
+    assert len(records(unfinished.run)) == STEPS
+    assert all(record["staleness/head_max"] == 0 for record in records(unfinished.run))
+    assert all(record["mismatch/logprob_abs_max"] < 1e-3 for record in records(unfinished.run))
+    unfinished.run.assert_nothing_left()
 
 
 def sampled_runs(trajectory: Trajectory) -> list[list[int]]:

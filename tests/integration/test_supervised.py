@@ -5,7 +5,10 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from slipstream.backend.batch.train_batch import demonstrated
-from slipstream.backend.driver.sft import read_examples_of
+from slipstream.backend.driver.sft import read_encoded_examples
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.backend.quickstart import task
 from slipstream.backend.quickstart.policy import build_policy
@@ -27,7 +30,7 @@ from slipstream.configs.violations import RecipeError
 from tests.integration.test_megatron_parity import unfused
 from tests.integration.test_other_models import compare, exported, gradients_in
 from tests.models import make_checkpoint, reference_model
-from tests.ranks import run_ranks
+from tests.ranks import Job, run_jobs, run_ranks
 
 RNG = np.random.default_rng(0)
 PAIRS = [
@@ -37,33 +40,33 @@ PAIRS = [
 
 
 @pytest.fixture
-def recipe(tmp_path: Path):
-    """Writes an SFT recipe for a tiny policy and 40 examples of either kind; its path."""
+def recipe(tmp_path: Path) -> Callable[..., Path]:
+    return partial(write_recipe, tmp_path)
 
-    def write(**changes) -> Path:
-        model = tmp_path / "model"
-        tokenizer = build_tokenizer()
-        build_policy(tokenizer, seed=0).save_pretrained(model)
-        tokenizer.save_pretrained(model)
-        problems = task.train_set(seed=0, count=40)
-        rows = []
-        for problem in problems:
-            right = task.noisy_demonstration(problem.prompt, random.Random(0), habit_rate=0)
-            wrong = f"{right[:-1]}{(int(right[-1]) + 1) % 10}"
-            rows.append({"prompt": problem.prompt, "response": right, "chosen": right, "rejected": wrong * 2})
-        (tmp_path / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        data = {
-            "run": {"name": "sft", "root": str(tmp_path / "runs"), "steps": 12},
-            "model": {"path": str(model), "dtype": "float32"},
-            "data": {"path": str(tmp_path / "examples.jsonl")},
-            "batch_size": 20,
-            "actor": {"optimizer": {"lr": 5e-3, "warmup_steps": 2}, "microbatch_tokens": 256},
-        }
-        file = tmp_path / "recipe.yaml"
-        file.write_text(yaml.safe_dump(data | changes))
-        return file
 
-    return write
+def write_recipe(folder: Path, **changes) -> Path:
+    """Write an SFT recipe for a tiny policy and 40 examples of either kind; return its path."""
+    model = folder / "model"
+    tokenizer = build_tokenizer()
+    build_policy(tokenizer, seed=0).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    problems = task.train_set(seed=0, count=40)
+    rows = []
+    for problem in problems:
+        right = task.noisy_demonstration(problem.prompt, random.Random(0), habit_rate=0)
+        wrong = f"{right[:-1]}{(int(right[-1]) + 1) % 10}"
+        rows.append({"prompt": problem.prompt, "response": right, "chosen": right, "rejected": wrong * 2})
+    (folder / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {
+        "run": {"name": "sft", "root": str(folder / "runs"), "steps": 12},
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"path": str(folder / "examples.jsonl")},
+        "batch_size": 20,
+        "actor": {"optimizer": {"lr": 5e-3, "warmup_steps": 2}, "microbatch_tokens": 256},
+    }
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(data | changes))
+    return file
 
 
 def step(rank: RankSpec, config: RunConfig):
@@ -76,14 +79,46 @@ def step(rank: RankSpec, config: RunConfig):
     return metrics, exported(trainer._plan, gradients_in(trainer._parameters), rank.rank)
 
 
-@pytest.mark.parametrize("parallel", [{}, {"data": 2}], ids=["one rank", "data 2"])
-def test_the_gradient_is_that_of_transformers_loss(tmp_path: Path, recipe, parallel: dict):
-    checkpoint = make_checkpoint(tmp_path / "other")
-    config = load_supervised(
-        recipe(model={"path": str(checkpoint), "dtype": "float32"}, batch_size=len(PAIRS)),
-        [f"actor.parallel={json.dumps(parallel)}", "actor.microbatch_tokens=40"],
-    ).run
-    (metrics, found), *_ = run_ranks(config.actor.parallel.world_size, step, config)
+LAYOUTS = {
+    "one rank": {},
+    "data 2": {"data": 2},
+    "pipeline 2": {"pipeline": 2},
+    "tensor 2 + sequence": {"tensor": 2, "sequence": True},
+}
+DEMONSTRATED = ("one rank", "data 2")
+"""Layouts in which the policy learns from demonstrations."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "policy": make_checkpoint(folder / "policy"),
+        "reward model": with_value_head(make_checkpoint(folder / "reward-model", tied=False)),
+    }
+
+
+@pytest.fixture(scope="module")
+def steps(checkpoints: dict[str, Path], tmp_path_factory) -> dict[tuple[str, str], list[Any]]:
+    """By model and layout: the metrics and the gradient of every rank."""
+    jobs = {}
+    for model, function, changes in (
+        ("policy", step, {"batch_size": len(PAIRS)}),
+        ("reward model", reward_model_step, {"learn": "preferences"}),
+    ):
+        path = {"path": str(checkpoints[model]), "dtype": "float32"}
+        file = write_recipe(tmp_path_factory.mktemp("recipe"), model=path, **changes)
+        for layout in DEMONSTRATED if model == "policy" else LAYOUTS:
+            overrides = [f"actor.parallel={json.dumps(LAYOUTS[layout])}", "actor.microbatch_tokens=40"]
+            config = load_supervised(file, overrides).run
+            jobs[model, layout] = Job(config.actor.parallel.world_size, function, (config,))
+    return run_jobs(jobs)
+
+
+@pytest.mark.parametrize("layout", DEMONSTRATED)
+def test_the_gradient_is_that_of_transformers_loss(checkpoints: dict[str, Path], steps, layout: str):
+    checkpoint = checkpoints["policy"]
+    (metrics, found), *_ = steps["policy", layout]
     model = reference_model(checkpoint)
     total, tokens = 0.0, sum(len(response) for _, response in PAIRS)
     for prompt, response in PAIRS:
@@ -105,18 +140,9 @@ def reward_model_step(rank: RankSpec, config: RunConfig):
     return metrics, exported(trainer._plan, gradients_in(trainer._parameters), rank.rank)
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [{}, {"data": 2}, {"pipeline": 2}, {"tensor": 2, "sequence": True}],
-    ids=["one rank", "data 2", "pipeline 2", "tensor 2 + sequence"],
-)
-def test_a_reward_models_gradient_is_that_of_the_pairs_loss(tmp_path: Path, recipe, parallel: dict):
-    checkpoint = with_value_head(make_checkpoint(tmp_path / "other", tied=False))
-    config = load_supervised(
-        recipe(model={"path": str(checkpoint), "dtype": "float32"}, learn="preferences"),
-        [f"actor.parallel={json.dumps(parallel)}", "actor.microbatch_tokens=40"],
-    ).run
-    ranks = run_ranks(config.actor.parallel.world_size, reward_model_step, config)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_reward_models_gradient_is_that_of_the_pairs_loss(checkpoints: dict[str, Path], steps, layout: str):
+    checkpoint, ranks = checkpoints["reward model"], steps["reward model", layout]
     [metrics] = [found for found, _ in ranks if found is not None]
 
     model = reference_model(checkpoint)
@@ -181,10 +207,10 @@ def reward_model_without_a_break(rank: RankSpec, asked: Supervised) -> dict:
     """The weights that ``slipstream sft`` has to end with, in HF names."""
     from slipstream.backend.trainer.reward_model import RewardModelRank
 
-    examples, size = read_examples_of(asked), asked.run.rollout.batch_size
+    examples, size = read_encoded_examples(asked), asked.run.rollout.batch_size
     trainer = RewardModelRank(asked.run, rank)
     for at in range(asked.run.run.steps):
-        answers = [answer for i in range(size) for answer in examples.at(at * size + i)]
+        answers = [answer for i in range(size) for answer in examples.answers_at(at * size + i)]
         trainer.train(demonstrated(answers, at))
     return exported(trainer._plan, trainer._parameters, rank.rank)
 

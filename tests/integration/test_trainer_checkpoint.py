@@ -23,7 +23,7 @@ from slipstream.configs.schema import LoraConfig, ParallelConfig, RunConfig
 from slipstream.rollout.network import free_port
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import make_checkpoint
-from tests.ranks import run_ranks
+from tests.ranks import Job, run_jobs, run_ranks
 
 ADAPTERS = {"rank": 3, "alpha": 12.0}
 OTHERS = {
@@ -75,7 +75,7 @@ CASES = {
     "tensor 2": Case({"tensor": 2}),
     "tensor 2 bfloat16": Case({"tensor": 2}, dtype="bfloat16"),
     "pipeline 2 distributed": Case({"pipeline": 2}, distributed=True),
-    "virtual pipeline 2": Case({"pipeline": 2, "virtual_pipeline": 2}),
+    "virtual pipeline 2": Case({"pipeline": 2, "virtual_pipeline": 2}, model="deep"),
     "expert 2": Case({"data": 2, "expert": 2}, model="mixture"),
     "expert 2 distributed": Case({"data": 2, "expert": 2}, distributed=True, model="mixture"),
     "data 2": Case({"data": 2}, model="untied"),
@@ -146,7 +146,7 @@ def trainer_of(rank: RankSpec, config: RunConfig) -> Iterator[Any]:
 def train(trainer: Any, steps: int) -> dict[str, float]:
     metrics = {}
     for _ in range(steps):
-        metrics = trainer.train(make_batch(VOCAB, seed=100 + trainer.step, version=trainer.step)) or {}
+        metrics = trainer.train(make_batch(VOCAB, n=4, seed=100 + trainer.step, version=trainer.step)) or {}
     return metrics
 
 
@@ -193,52 +193,44 @@ def held_back() -> Iterator[threading.Event]:
     released.set()
 
 
-def save_all(rank: RankSpec, cases: dict[str, tuple[int, RunConfig, Path]]) -> dict[str, Line]:
-    """Per case: two steps, a checkpoint, and two more steps before any of it is written."""
-    lines = {}
-    for name, (port, config, folder) in cases.items():
-        with trainer_of(replace(rank, port=port), config) as trainer:
-            train(trainer, 2)
-            random.seed(rank.rank)  # no two ranks alike
-            with held_back():
-                trainer.begin_checkpoint(folder)
-                lines[name] = line(trainer, draw())
-            trainer.finish_checkpoint()
-    return lines
+def save(rank: RankSpec, config: RunConfig, folder: Path) -> Line:
+    """Train two steps, begin a checkpoint, and train two more steps before any of it is written."""
+    with trainer_of(rank, config) as trainer:
+        train(trainer, 2)
+        random.seed(rank.rank)  # no two ranks alike
+        with held_back():
+            trainer.begin_checkpoint(folder)
+            result = line(trainer, draw())
+        trainer.finish_checkpoint()
+    return result
 
 
-def resume_all(rank: RankSpec, cases: dict[str, tuple[int, RunConfig, Path]]) -> dict[str, Line]:
-    """Per case: load, and do the same two steps."""
-    lines = {}
-    for name, (port, config, folder) in cases.items():
-        with trainer_of(replace(rank, port=port), config) as trainer:
-            assert trainer.restore(folder) == trainer.step == 2
-            lines[name] = line(trainer, draw())
-    return lines
+def resume(rank: RankSpec, config: RunConfig, folder: Path) -> Line:
+    """Load the checkpoint, and train the same two steps."""
+    with trainer_of(rank, config) as trainer:
+        assert trainer.restore(folder) == trainer.step == 2
+        return line(trainer, draw())
 
 
 def on_ranks(
     function: Any, cases: dict[str, Case], models: Path, folders: dict[str, Path]
-) -> dict[str, list]:
-    """``function`` on all cases, those of one world size in the same processes; the ranks' lines by case."""
-    found: dict[str, list] = {}
-    for world_size in sorted({case.ranks for case in cases.values()}):
-        work = {
-            name: (free_port("127.0.0.1"), case.config(models), folders[name])
+) -> dict[str, list[Line]]:
+    """Return the lines of all ranks by case."""
+    return run_jobs(
+        {
+            name: Job(case.ranks, function, (case.config(models), folders[name]))
             for name, case in cases.items()
-            if case.ranks == world_size
         }
-        by_rank = run_ranks(world_size, function, work)
-        found |= {name: [lines[name] for lines in by_rank] for name in work}
-    return found
+    )
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    make_checkpoint(folder / "tied", tied=True)
-    make_checkpoint(folder / "untied", tied=False)
-    make_checkpoint(folder / "mixture", "glm4_moe", tied=False)
+    make_checkpoint(folder / "tied", tied=True, num_hidden_layers=2)
+    make_checkpoint(folder / "deep", tied=True)
+    make_checkpoint(folder / "untied", tied=False, num_hidden_layers=2)
+    make_checkpoint(folder / "mixture", "glm4_moe", tied=False, num_hidden_layers=2)
     return folder
 
 
@@ -249,7 +241,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(models: Path, folders: dict[str, Path]) -> dict[str, list[Line]]:
-    return on_ranks(save_all, CASES, models, folders)
+    return on_ranks(save, CASES, models, folders)
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +250,7 @@ def resumed(
 ) -> dict[str, list[Line]]:
     cases = CASES | {name: case for name, (_, case) in RESHARDED.items()}
     sources = folders | {name: folders[source] for name, (source, _) in RESHARDED.items()}
-    return on_ranks(resume_all, cases, models, sources)
+    return on_ranks(resume, cases, models, sources)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -363,7 +355,7 @@ def mishaps(rank: RankSpec, config: RunConfig, folders: dict[str, Path]) -> dict
     }
     for (name, change), port in zip(others.items(), folders["ports"], strict=True):
         with trainer_of(replace(rank, port=port), config.model_copy(update=change)) as trainer:
-            found[name] = error_of(trainer.restore, str(folders["afterwards"]), 11)
+            found[name] = error_of(trainer.restore, str(folders["afterwards"]))
     return found
 
 

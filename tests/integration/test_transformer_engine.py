@@ -28,24 +28,22 @@ from tests.integration.test_megatron_parity import (
 )
 from tests.integration.test_trainer_checkpoint import train, trainer_of
 from tests.models import make_checkpoint
-from tests.ranks import run_ranks
+from tests.ranks import Job, run_jobs
 
 VOCAB = 101
 SPEC = "transformer_engine"
 
 
-def parameters(rank: RankSpec, work: list[tuple[int, RunConfig]]) -> list[dict[str, tuple[int, ...]]]:
+def parameters(rank: RankSpec, config: RunConfig) -> dict[str, tuple[int, ...]]:
     stand_in_engine.install()
-    found = []
-    for port, config in work:
-        with trainer_of(replace(rank, port=port), config) as trainer:
-            found.append({name: tuple(p.shape) for part in trainer._parameters for name, p in part.items()})
-    return found
+    with trainer_of(rank, config) as trainer:
+        return {name: tuple(p.shape) for part in trainer._parameters for name, p in part.items()}
 
 
-def with_the_stand_in(rank: RankSpec, work: list[tuple[int, RunConfig]], batch: TrainBatch):
+def with_the_stand_in(rank: RankSpec, config: RunConfig, batch: TrainBatch):
     stand_in_engine.install()
-    return one_after_the_other(rank, work, batch)
+    [result] = one_after_the_other(rank, [(rank.port, config)], batch)
+    return result
 
 
 def exported(trainer: Any) -> dict[str, np.ndarray]:
@@ -57,23 +55,37 @@ def exported(trainer: Any) -> dict[str, np.ndarray]:
     }
 
 
-def go_on(rank: RankSpec, work: dict[str, tuple[RunConfig, int, RunConfig, int, Path]]):
-    """Per case the model two steps from a checkpoint, of the run that wrote it and of one that goes on."""
+def go_on(rank: RankSpec, config: RunConfig, other: RunConfig, other_port: int, folder: Path):
+    """Return the model two steps from a checkpoint, of the run that wrote it and of one that goes on."""
     stand_in_engine.install()
-    lines = {}
-    for name, (config, port, other, other_port, folder) in work.items():
-        folder.mkdir()
-        with trainer_of(replace(rank, port=port), config) as trainer:
-            train(trainer, 1)
-            trainer.begin_checkpoint(folder)
-            trainer.finish_checkpoint()
-            train(trainer, 2)
-            before = exported(trainer)
-        with trainer_of(replace(rank, port=other_port), other) as trainer:
-            trainer.restore(folder)
-            train(trainer, 2)
-            lines[name] = (before, exported(trainer))
-    return lines
+    folder.mkdir()
+    with trainer_of(rank, config) as trainer:
+        train(trainer, 1)
+        trainer.begin_checkpoint(folder)
+        trainer.finish_checkpoint()
+        train(trainer, 2)
+        before = exported(trainer)
+    with trainer_of(replace(rank, port=other_port), other) as trainer:
+        trainer.restore(folder)
+        train(trainer, 2)
+        return before, exported(trainer)
+
+
+def trained_line(rank: RankSpec, config: RunConfig):
+    """Return the metrics of the last of two steps, the exported model on the first rank, and log-probs."""
+    stand_in_engine.install()
+    with trainer_of(rank, config) as trainer:
+        return train(trainer, 2), exported(trainer), trainer.logprobs(range(20, 50))
+
+
+CONTEXT = {"context": 2}
+CONTEXT_LAYOUTS = {
+    "qwen3": CONTEXT,
+    "qwen2": CONTEXT,
+    "qwen3_moe": CONTEXT | {"expert": 2},
+    "deepseek_v3": CONTEXT,
+}
+OBJECTIVES = ("gspo", "ppo")
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +96,46 @@ def models(tmp_path_factory) -> dict[str, Path]:
     }
 
 
-def test_the_bridge_names_every_parameter_that_megatron_makes_of_its_spec(models):
-    work = [(free_port("127.0.0.1"), config_for(folder, {}, layer_spec=SPEC)) for folder in models.values()]
-    [found] = run_ranks(1, parameters, work, fresh=True)
-    for folder, names in zip(models.values(), found, strict=True):
+@pytest.fixture(scope="module")
+def results(models: dict[str, Path], tmp_path_factory) -> dict[tuple[str, ...], list[Any]]:
+    """The results of all jobs by rank: the stand-in needs processes without Megatron, which start slowly."""
+    folder, batch = tmp_path_factory.mktemp("checkpoints"), make_batch(VOCAB)
+    jobs: dict[tuple[str, ...], Job] = {}
+    for family, model in models.items():
+        config = config_for(model, {}, layer_spec=SPEC)
+        jobs["parameters", family] = Job(1, parameters, (config,))
+        jobs["one rank", family] = Job(1, with_the_stand_in, (config, batch))
+    for family, layout in CONTEXT_LAYOUTS.items():
+        config = config_for(models[family], layout, layer_spec=SPEC)
+        jobs["context", family] = Job(2, with_the_stand_in, (config, batch))
+    for family in ("qwen3", "glm4_moe", "deepseek_v3"):
+        for spec, other in ((SPEC, SPEC), (SPEC, "local"), ("local", SPEC)):
+            first, second = (
+                config_for(models[family], {}, layer_spec=x, optimizer={"lr": 1e-3, "eps": 1e-6})
+                for x in (spec, other)
+            )
+            checkpoint = folder / f"{family}-{spec}-{other}"
+            args = (first, second, free_port("127.0.0.1"), checkpoint)
+            jobs["checkpoint", family, spec, other] = Job(1, go_on, args)
+    for objective in OBJECTIVES:
+        for ranks, layout in ((1, {}), (2, CONTEXT)):
+            config = config_for(
+                models["qwen3"],
+                layout,
+                layer_spec=SPEC,
+                optimizer={"lr": 1e-3, "eps": 1e-5, "distributed": True},
+                minibatches=2,
+                objective={"type": objective},
+                averaging="sequence",
+                entropy_bonus=0.01,
+            )
+            jobs["line", objective, str(ranks)] = Job(ranks, trained_line, (config,))
+    return run_jobs(jobs, fresh=True)
+
+
+def test_the_bridge_names_every_parameter_that_megatron_makes_of_its_spec(models, results):
+    for family, folder in models.items():
+        [names] = results["parameters", family]
         expected = {
             entry.parameter: entry.split.shard_shape(shard.size)
             for entry, shard in entries_of(model_spec(folder), Layout(layer_spec=SPEC), 0)
@@ -97,82 +145,35 @@ def test_the_bridge_names_every_parameter_that_megatron_makes_of_its_spec(models
         assert any("layer_norm_weight" in name for name in names)
 
 
-def test_logprobs_and_gradients_equal_those_of_transformers(models):
+def test_logprobs_and_gradients_equal_those_of_transformers(models, results):
     batch = make_batch(VOCAB)
-    configs = [config_for(folder, {}, layer_spec=SPEC) for folder in models.values()]
-    work = [(free_port("127.0.0.1"), config) for config in configs]
-    [results] = run_ranks(1, with_the_stand_in, work, batch, fresh=True)
-    for (family, folder), result in zip(models.items(), results, strict=True):
+    for family, folder in models.items():
         logps, gradients = reference_gradients(folder, batch, temperature=0.8)
-        check(family, batch, [result], logps, gradients)
+        check(family, batch, results["one rank", family], logps, gradients)
 
 
-def test_a_checkpoint_of_one_layer_spec_goes_on_with_the_other(models, tmp_path):
-    def config(family: str, spec: str) -> RunConfig:
-        return config_for(models[family], {}, layer_spec=spec, optimizer={"lr": 1e-3, "eps": 1e-6})
-
-    work = {
-        f"{family} {one} {other}": (
-            config(family, one),
-            free_port("127.0.0.1"),
-            config(family, other),
-            free_port("127.0.0.1"),
-            tmp_path / f"{family}-{one}-{other}",
-        )
-        for family in ("qwen3", "glm4_moe", "deepseek_v3")
-        for one, other in ((SPEC, SPEC), (SPEC, "local"), ("local", SPEC))
-    }
-    [found] = run_ranks(1, go_on, work, timeout_s=280, fresh=True)
-    for name, (before, after) in found.items():
+def test_a_checkpoint_of_one_layer_spec_goes_on_with_the_other(results):
+    checkpoints = {key: lines for key, lines in results.items() if key[0] == "checkpoint"}
+    assert len(checkpoints) == 9
+    for key, [(before, after)] in checkpoints.items():
         assert after.keys() == before.keys()
         for tensor, value in before.items():
-            np.testing.assert_allclose(after[tensor], value, 1e-4, 1e-5, err_msg=f"{name}: {tensor}")
+            np.testing.assert_allclose(after[tensor], value, 1e-4, 1e-5, err_msg=f"{key}: {tensor}")
 
 
-CONTEXT = {"context": 2}
-
-
-def test_ranks_that_share_a_context_give_the_logprobs_and_gradients_of_transformers(models):
+def test_ranks_that_share_a_context_give_the_logprobs_and_gradients_of_transformers(models, results):
     batch = make_batch(VOCAB)
-    layouts = {
-        "qwen3": CONTEXT,
-        "qwen2": CONTEXT,
-        "qwen3_moe": CONTEXT | {"expert": 2},
-        "deepseek_v3": CONTEXT,
-    }
-    configs = [config_for(models[family], layout, layer_spec=SPEC) for family, layout in layouts.items()]
-    work = [(free_port("127.0.0.1"), config) for config in configs]
-    by_rank = run_ranks(2, with_the_stand_in, work, batch, timeout_s=280, fresh=True)
-    for family, *results in zip(layouts, *by_rank, strict=True):
+    for family in CONTEXT_LAYOUTS:
         logps, gradients = reference_gradients(models[family], batch, temperature=0.8)
-        check(family, batch, results, logps, gradients)
+        check(family, batch, results["context", family], logps, gradients)
 
 
-def lines(rank: RankSpec, work: dict[str, tuple[int, RunConfig]]) -> dict[str, Any]:
-    """Per case the metrics of the last of two steps, and the exported model on the first rank."""
-    stand_in_engine.install()
-    found = {}
-    for name, (port, config) in work.items():
-        with trainer_of(replace(rank, port=port), config) as trainer:
-            found[name] = (train(trainer, 2), exported(trainer), trainer.logprobs(range(20, 50)))
-    return found
-
-
-@pytest.mark.parametrize("objective", ["gspo", "ppo"])
-def test_ranks_that_share_a_context_train_what_one_rank_trains(models, objective):
-    optimizer = {"lr": 1e-3, "eps": 1e-5, "distributed": True}
-    actor = {"objective": {"type": objective}, "averaging": "sequence", "entropy_bonus": 0.01}
-    configs = {
-        name: config_for(
-            models["qwen3"], layout, layer_spec=SPEC, optimizer=optimizer, minibatches=2, **actor
-        )
-        for name, layout in (("one", {}), ("two", CONTEXT))
-    }
-    work = {name: (free_port("127.0.0.1"), config) for name, config in configs.items()}
-    [one] = run_ranks(1, lines, {"one": work["one"]}, fresh=True)
-    first, second = run_ranks(2, lines, {"two": work["two"]}, fresh=True)
-    assert second["two"][0] == {} and second["two"][2] is None  # one rank reports
-    for before, after in zip(one["one"], first["two"], strict=True):
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_ranks_that_share_a_context_train_what_one_rank_trains(results, objective):
+    [alone] = results["line", objective, "1"]
+    first, second = results["line", objective, "2"]
+    assert second[0] == {} and second[2] is None  # one rank reports
+    for before, after in zip(alone, first, strict=True):
         if isinstance(before, list):
             np.testing.assert_allclose(after, before, atol=1e-4)
             continue

@@ -3,27 +3,25 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from slipstream.backend.megatron.parallel import RankSpec
-from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.schema import RunConfig, SamplingConfig
+from slipstream.rollout.control.concurrency import EngineLoad
 from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineError, EngineLost, Silent
 from slipstream.rollout.engine.pool import EnginePool
-from slipstream.rollout.engine.process import ReplicaSpec, ServerProcess, ServerSpec
-from slipstream.rollout.network import free_port
 from slipstream.rollout.trajectory import Completion, Finish
+from tests.integration.engines.conftest import VOCAB, Server, serve, version_of
 from tests.integration.test_megatron_parity import config_for, make_batch
-from tests.models import make_checkpoint, reference_logprobs, reference_model
+from tests.models import reference_logprobs, reference_model
 from tests.ranks import run_ranks
+from tests.unit.doubles import Policy
 
-VOCAB = 48
 ONE_TOKEN = SamplingConfig(max_new_tokens=1)
 
 
@@ -46,80 +44,56 @@ async def slowed(address: EngineAddress, seconds_per_token: float = 0.1) -> Asyn
                 await client._post("/slow_down", {"forward_sleep_time": None})
 
 
-async def version_of(client: EngineClient) -> int:
-    """The policy version that the server says it has."""
-    return int((await client._get("/model_info"))["weight_version"])
+async def running_requests(client: EngineClient, count: int) -> EngineLoad:
+    """Wait until the engine runs ``count`` requests and none waits; return its load."""
+    async with asyncio.timeout(10):
+        while ((load := await client.load()).running, load.waiting) != (count, 0):
+            await asyncio.sleep(0.1)
+    return load
 
 
 async def pool_of(*clients: EngineClient) -> EnginePool:
-    pool = EnginePool(max_concurrent=8, wait_timeout_s=60, isolate_versions=False)
+    pool = EnginePool(Policy(), max_concurrent=8, wait_timeout_s=60, isolate_versions=False)
     for client in clients:
         await pool.add(client)
     return pool
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_checkpoint(tmp_path_factory.mktemp("model") / "policy", vocab_size=VOCAB)
-    build_tokenizer().save_pretrained(folder)
-    AutoTokenizer.from_pretrained(folder)
-    return folder
+class Spare:
+    """A second server, kept by its first user for the next one: to start it takes seconds."""
 
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._running: tuple[Server, contextlib.ExitStack] | None = None
 
-@dataclass
-class Server:
-    address: EngineAddress
-    process: ServerProcess
+    def started_from(self, model: Path) -> Server:
+        """Return a server whose first weights are those of ``model``."""
+        self.stop()
+        stack = contextlib.ExitStack()
+        server = stack.enter_context(serve(model, self._logs / f"{uuid4().hex}.log"))
+        self._running = (server, stack)
+        return server
 
-    def ask(self, *questions) -> list:
-        """Run client calls one after another: ``ask(lambda client: client.checksum())``."""
+    def with_weights_of(self, model: Path) -> Server:
+        """Return a server that holds the weights of ``model`` as version 0, wherever it has them from."""
+        if self._running is None:
+            return self.started_from(model)
+        server, _ = self._running
+        server.load(model)
+        return server
 
-        async def answers() -> list:
-            async with EngineClient(self.address) as client:
-                return [await question(client) for question in questions]
-
-        return asyncio.run(answers())
-
-    def probe(self, sequences: list[list[int]]) -> list[list[float]]:
-        return self.ask(*(lambda client, ids=ids: client.prompt_logprobs(ids) for ids in sequences))
-
-
-@contextlib.contextmanager
-def serve(
-    model: Path,
-    log: Path,
-    device: str = "cpu",
-    *,
-    name: str = "engine",
-    ranks: int = 1,
-    replica: bool = False,
-) -> Iterator[Server]:
-    """``replica``: with a copy of the weights beside it."""
-    spec = ServerSpec(
-        model,
-        "float32",
-        device,
-        ranks,
-        "127.0.0.1",
-        free_port("127.0.0.1"),
-        version=0,
-        seed=0,
-        replica=ReplicaSpec("slipstream.bridge.transport.replica.mount", f"/dev/shm/{uuid4().hex}")
-        if replica
-        else None,
-    )
-    process = ServerProcess(spec, log)
-    try:
-        asyncio.run(process.wait_healthy(120))
-        yield Server(EngineAddress(name, process.url, ranks, VOCAB, 256, 60, stream_interval=8), process)
-    finally:
-        process.stop()
+    def stop(self) -> None:
+        if self._running is not None:
+            _, stack = self._running
+            stack.close()
+            self._running = None
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serve(checkpoint, tmp_path_factory.mktemp("logs") / "engine.log") as running:
-        yield running
+def spare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spare]:
+    server = Spare(tmp_path_factory.mktemp("spare"))
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +140,7 @@ def train_and_publish(rank: RankSpec, config: RunConfig, engines: list[EngineAdd
 def version_0(server: Server, checkpoint: Path) -> Iterator[None]:
     """The server has the initial weights again afterwards."""
     yield
-    initial = {"model_path": str(checkpoint), "weight_version": "0"}
-    server.ask(lambda client: client._post("/update_weights_from_disk", initial))
+    server.load(checkpoint)
 
 
 def publishing(checkpoint: Path, interrupt: str) -> RunConfig:
@@ -231,13 +204,14 @@ def test_draining_lets_running_requests_end_under_the_old_version_and_new_ones_w
     async def generate_around_an_update() -> tuple[Completion, Completion, object]:
         async with slowed(server.address, 0.03) as client:
             pool = await pool_of(client)
-            sampling = SamplingConfig(max_new_tokens=100)
+            sampling = SamplingConfig(max_new_tokens=60)
             old = asyncio.create_task(pool.generate([5, 6, 7], sampling))
-            await asyncio.sleep(1)
+            await asyncio.sleep(0.3)
             entered = asyncio.get_running_loop().time()
             async with pool.drained(timeout_s=60):
                 assert old.done()
                 assert asyncio.get_running_loop().time() - entered > 1
+                await client._post("/slow_down", {"forward_sleep_time": None})
                 new = asyncio.create_task(pool.generate([8, 9], sampling))
                 [report] = await asyncio.to_thread(
                     run_ranks,
@@ -253,7 +227,7 @@ def test_draining_lets_running_requests_end_under_the_old_version_and_new_ones_w
     assert report.updated == ["engine"]
     assert [span.version for span in old.spans] == [0]
     assert [span.version for span in new.spans] == [2]
-    assert len(old.tokens) == len(new.tokens) == 100
+    assert len(old.tokens) == len(new.tokens) == 60
 
 
 def test_silence_gives_up_the_request_and_what_it_was_given_is_continued(server: Server, checkpoint: Path):
@@ -261,20 +235,18 @@ def test_silence_gives_up_the_request_and_what_it_was_given_is_continued(server:
     ids = [5, 6, 7]
 
     async def generate_through_a_pause() -> tuple[EnginePool, Completion]:
-        async with slowed(replace(server.address, timeout_s=2), 0.02) as client:
+        async with slowed(replace(server.address, timeout_s=1.5), 0.02) as client:
             pool = await pool_of(client)
             arrived = asyncio.Event()
             sampling = SamplingConfig(max_new_tokens=60)
             running = asyncio.create_task(pool.generate(ids, sampling, progress=lambda _: arrived.set()))
             await arrived.wait()
             await client.pause("retract")
-            await asyncio.sleep(3)
+            await asyncio.sleep(2.2)
             assert pool.requests_resent == 1
             await client.resume()
             completion = await running
-            await asyncio.sleep(1)
-            load = await client.load()
-            assert (load.running, load.waiting) == (0, 0), "what was given up has ended"
+            await running_requests(client, 0)  # what was given up has ended
             return pool, completion
 
     pool, completion = asyncio.run(generate_through_a_pause())
@@ -297,9 +269,7 @@ def test_the_load_of_a_server_shows_its_running_requests(server: Server):
         async with slowed(server.address, 0.02) as client:
             sampling = SamplingConfig(max_new_tokens=200)
             running = [asyncio.create_task(client.generate([i, 7], sampling, version=0)) for i in range(4)]
-            await asyncio.sleep(2)
-            load = await client.load()
-            assert (load.running, load.waiting) == (4, 0)
+            load = await running_requests(client, 4)
             assert 0 < load.kv_use < 0.2
             for task in running:
                 task.cancel()
@@ -318,7 +288,7 @@ def test_the_load_of_a_server_shows_its_running_requests(server: Server):
     ],
 )
 def test_published_weights_are_bit_for_bit_those_of_the_exported_checkpoint(
-    server: Server, checkpoint: Path, probes: list[list[int]], tmp_path: Path, parallel: dict
+    server: Server, spare: Spare, checkpoint: Path, probes: list[list[int]], tmp_path: Path, parallel: dict
 ):
     """The probe set scores the same, to the last bit, on a server that was started from the export."""
     config = config_for(
@@ -334,8 +304,7 @@ def test_published_weights_are_bit_for_bit_those_of_the_exported_checkpoint(
     assert server.ask(version_of) == [2]
     updated = server.probe(probes)
     assert updated != before
-    with serve(folder, tmp_path / "fresh.log") as fresh:
-        assert fresh.probe(probes) == updated
+    assert spare.started_from(folder).probe(probes) == updated
 
 
 def test_token_ids_outside_the_vocabulary_never_reach_the_server(server: Server):
@@ -359,7 +328,7 @@ def test_a_refused_update_names_the_reason(server: Server):
 
 
 def test_what_a_killed_engine_has_generated_is_continued_by_another_one(
-    server: Server, checkpoint: Path, tmp_path: Path
+    server: Server, spare: Spare, checkpoint: Path
 ):
     ids = [5, 6, 7]
 
@@ -380,8 +349,7 @@ def test_what_a_killed_engine_has_generated_is_continued_by_another_one(
             await pool.add(client)
             return pool, await running
 
-    with serve(checkpoint, tmp_path / "doomed.log") as doomed:
-        pool, completion = asyncio.run(generate_through_a_loss(doomed))
+    pool, completion = asyncio.run(generate_through_a_loss(spare.with_weights_of(checkpoint)))
     assert pool.tokens_continued > 20
     assert pool.tokens_generated == len(completion.tokens) == 60
     assert completion.finish is Finish.LENGTH

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -11,30 +10,21 @@ import pytest
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
-from tests.integration.test_engine_weights import VOCAB, Server, serve, version_of
+from tests.integration.engines.conftest import VOCAB, Server, serve, version_of
 from tests.integration.test_megatron_parity import config_for, make_batch
-from tests.models import make_checkpoint
 from tests.ranks import run_ranks
 
 VERSIONS = 3
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model") / "policy", vocab_size=VOCAB)
-
-
-@pytest.fixture(scope="module")
-def servers(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    """One of a single rank, and one of two."""
-    logs = tmp_path_factory.mktemp("logs")
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                serve(checkpoint, logs / f"{ranks}.log", name=f"of-{ranks}", ranks=ranks, replica=True)
-            )
-            for ranks in (1, 2)
-        ]
+def servers(
+    server: Server, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Server]]:
+    """A server of a single rank, and one of two."""
+    log = tmp_path_factory.mktemp("logs") / "of-2.log"
+    with serve(checkpoint, log, name="of-2", ranks=2, replica=True) as second:
+        yield [server, second]
 
 
 def train_and_publish(
@@ -67,7 +57,7 @@ def test_engines_hold_the_trainers_weights_to_the_last_bit(
     )
     for version, report in enumerate(reports, start=1):
         assert (report.version, report.failed, report.interrupted) == (version, {}, {})
-        assert report.updated == ["of-1", "of-2"]
+        assert report.updated == ["engine", "of-2"]
         assert report.bytes_sent > 0
         assert report.stall_s < report.total_s
 

@@ -1,0 +1,94 @@
+"""Real SGLang servers, which take seconds to start: all tests of this folder share them."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from transformers import AutoTokenizer
+
+from slipstream.backend.quickstart.tokenizer import build_tokenizer
+from slipstream.rollout.engine.client import EngineAddress, EngineClient
+from slipstream.rollout.engine.process import ReplicaSpec, ServerProcess, ServerSpec
+from slipstream.rollout.network import free_port
+from tests.models import make_checkpoint
+
+VOCAB = 48
+
+
+async def version_of(client: EngineClient) -> int:
+    """Return the policy version that the server says it has."""
+    return int((await client._get("/model_info"))["weight_version"])
+
+
+@dataclass
+class Server:
+    address: EngineAddress
+    process: ServerProcess
+
+    def ask(self, *questions) -> list:
+        """Run client calls one after another: ``ask(lambda client: client.checksum())``."""
+
+        async def answers() -> list:
+            async with EngineClient(self.address) as client:
+                return [await question(client) for question in questions]
+
+        return asyncio.run(answers())
+
+    def load(self, checkpoint: Path) -> None:
+        """Replace its weights by those of ``checkpoint``, as version 0."""
+        body = {"model_path": str(checkpoint), "weight_version": "0"}
+        self.ask(lambda client: client._post("/update_weights_from_disk", body))
+
+    def probe(self, sequences: list[list[int]]) -> list[list[float]]:
+        return self.ask(*(lambda client, ids=ids: client.prompt_logprobs(ids) for ids in sequences))
+
+
+@contextlib.contextmanager
+def serve(
+    model: Path,
+    log: Path,
+    device: str = "cpu",
+    *,
+    name: str = "engine",
+    ranks: int = 1,
+    replica: bool = False,
+) -> Iterator[Server]:
+    """``replica``: with a copy of the weights beside it."""
+    spec = ServerSpec(
+        model,
+        "float32",
+        device,
+        ranks,
+        "127.0.0.1",
+        free_port("127.0.0.1"),
+        version=0,
+        seed=0,
+        replica=ReplicaSpec("slipstream.bridge.transport.replica.mount", f"/dev/shm/{uuid4().hex}")
+        if replica
+        else None,
+    )
+    process = ServerProcess(spec, log)
+    try:
+        asyncio.run(process.wait_healthy(120))
+        yield Server(EngineAddress(name, process.url, ranks, VOCAB, 256, 60, stream_interval=8), process)
+    finally:
+        process.stop()
+
+
+@pytest.fixture(scope="package")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_checkpoint(tmp_path_factory.mktemp("model") / "policy", vocab_size=VOCAB)
+    build_tokenizer().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="package")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of one rank. A test that changes its weights has to load the checkpoint's again."""
+    with serve(checkpoint, tmp_path_factory.mktemp("logs") / "engine.log", replica=True) as running:
+        yield running
