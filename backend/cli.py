@@ -58,8 +58,8 @@ Layers = Annotated[
 ]
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(show: bool) -> None:
+    if show:
         typer.echo(f"slipstream {version('slipstream')}")
         raise typer.Exit
 

@@ -61,7 +61,7 @@ def locate(
 
 
 def expectation(problem: ErrorDetails, field: FieldInfo) -> str:
-    """What ``field`` accepts, as the reason why pydantic has refused something else."""
+    """Return in words which values ``field`` accepts, as the reason for a refusal."""
     kind, sections = "list_type" if is_item(problem) else problem["type"], sections_of(field)
     if kind == "value_error":
         return str(problem.get("ctx", {})["error"])
@@ -86,7 +86,7 @@ def is_item(problem: ErrorDetails) -> bool:
 
 
 def _items(field: FieldInfo) -> str:
-    """What the list in ``field`` holds, in words."""
+    """Return in words which items the list in ``field`` holds."""
     for part in (field.annotation, *get_args(field.annotation)):
         if get_origin(part) is list:
             return ", ".join(shown(name) for name in get_args(get_args(part)[0])) or "whole numbers"

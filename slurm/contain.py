@@ -114,7 +114,7 @@ class Container:
             signal.raise_signal(PARENT_DIED)
 
     def _become_command(self) -> None:
-        """In the forked child: never returns."""
+        """Become the command, in the forked child. Never returns."""
         try:
             os.setsid()
             # Only for the case that this container is itself killed with SIGKILL.

@@ -1,4 +1,4 @@
-"""Where processes run, and how they are reached and ended.
+"""Processes of a run: their placement, their handles and their end.
 
 placement      which node has which rank and engine; ``ray_cluster`` starts or joins Ray
 actors         makes the Ray actors; ``trainer_actor`` is what a rank's process runs

@@ -76,14 +76,14 @@ def run_ranks(
 
 @dataclass(frozen=True)
 class _Returned:
-    """What a rank's function has returned."""
+    """Outcome of a rank whose function has returned."""
 
     value: object
 
 
 @dataclass(frozen=True)
 class _Raised:
-    """What a rank's function has raised."""
+    """Outcome of a rank whose function has raised."""
 
     error: str
     trace: str

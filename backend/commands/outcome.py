@@ -1,4 +1,4 @@
-"""How a command ends other than well: exit code 2 for wrong input, 1 for everything else."""
+"""Errors that end a command: exit code 2 for wrong input, 1 for everything else."""
 
 
 class CommandError(Exception):
@@ -12,6 +12,6 @@ class Failed(CommandError):
 
 
 class WrongInput(CommandError):
-    """What the user gave cannot be used. The message lists every reason."""
+    """The user's input cannot be used. The message lists every reason."""
 
     exit_code = 2

@@ -40,7 +40,7 @@ from slipstream.rollout.workflow import WorkflowContext
 
 @dataclass(frozen=True)
 class Parts:
-    """What the course of a run drives."""
+    """The parts that the course of a run drives."""
 
     gate: AdmissionGate
     pool: EnginePool

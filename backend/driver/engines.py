@@ -22,7 +22,7 @@ INITIAL_VERSION = 0
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What may be asked of an engine, and for how long."""
+    """Limits of the requests to an engine, and of its start."""
 
     ranks: int
     vocab_size: int

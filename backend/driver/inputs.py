@@ -1,4 +1,4 @@
-"""What a run reads. Everything that may be wrong with it is found before Ray or an engine is started."""
+"""Reads the inputs of a run, so that everything wrong with them is found before anything is started."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class InputError(ValueError):
 
 
 class HfTokenizer(Tokenizer, Protocol):
-    """What runs need of an HF tokenizer besides what workflows do."""
+    """An HF tokenizer, with what runs need of it beyond workflows."""
 
     eos_token_id: int
 

@@ -93,7 +93,7 @@ class VersionOwner(Protocol):
 
 
 class RunPosition(Protocol):
-    """Where a run stands, as its checkpoints record it."""
+    """Position of a run, as its checkpoints record it."""
 
     @property
     def version(self) -> int: ...
@@ -120,7 +120,7 @@ class Checkpoints(Protocol):
 
 
 class History(Protocol):
-    """What a run remembers besides its checkpoints: its ledger, if it has one."""
+    """The memory of a run besides its checkpoints: its ledger, if it has one."""
 
     @property
     def epoch(self) -> int: ...

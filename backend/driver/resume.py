@@ -29,7 +29,7 @@ from slipstream.rollout.trajectory import Group
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands when its loops start."""
+    """State of a run when its loops start."""
 
     ledger: Ledger
     control: RolloutControl

@@ -119,7 +119,7 @@ async def _run(supervised: Supervised, progress: Progress, stop: Stop, resume: b
 
 @dataclass
 class Position:
-    """Where a supervised run stands. For its checkpoints it is a run without groups."""
+    """Position of a supervised run. For its checkpoints it is a run without groups."""
 
     batch_size: int
     version: int = 0

@@ -1,4 +1,4 @@
-"""What metrics and the summary are made of: where a run stands, and what a training step has done."""
+"""Data for metrics and the summary: the status of a run, and the account of a training step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from slipstream.rollout.trajectory import Group
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Counters are totals since the start of the run's ledger, or of this process where they say so."""
+    """Status of a run at one moment. Counters are totals over the run unless they name this process."""
 
     version: int
     step: int

@@ -1,4 +1,4 @@
-"""What a simulated run came to."""
+"""Statistics and outcome of a simulated run."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from slipstream.rollout.trajectory import Prompt, Trajectory
 
 @dataclass(frozen=True)
 class EngineSeconds:
-    """Of all engines together."""
+    """Seconds that all engines together have spent in each way."""
 
     decode: float
     prefill: float
@@ -172,7 +172,7 @@ class Account:
         failures: Failures,
         now: float,
     ) -> Outcome:
-        """Of a run that began at second 0 and has ended ``now``."""
+        """Return the outcome of a run that began at second 0 and has ended ``now``."""
         pool.settle()
         engines = pool.engines
         return Outcome(

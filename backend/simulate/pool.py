@@ -37,7 +37,7 @@ class SimulatedPool:
 
     @property
     def clients(self) -> list[Engine]:
-        """Those that serve."""
+        """Engines that serve now."""
         return [engine for engine in self.engines if engine.index in self._loads]
 
     async def add(self, engine: Engine) -> None:
@@ -160,7 +160,7 @@ class SimulatedPool:
 
 
 class _Loads:
-    """How many requests each serving engine has, and which has the fewest; every answer in constant time."""
+    """Number of requests of each serving engine, with the least loaded one found in constant time."""
 
     def __init__(self, engines: int) -> None:
         self._load: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""What a simulated episode leaves: the number of tokens of each version, and no tokens.
+"""Simulated completions and trajectories: the number of tokens of each version, and no tokens.
 
 The classes are the real ones wherever no token is looked at. Fields that would hold tokens do not exist:
 the others are set by name in the instance, past the constructors that would need the tokens.

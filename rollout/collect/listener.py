@@ -1,4 +1,4 @@
-"""What collection tells whoever keeps the statistics of a run."""
+"""The port through which collection reports lost work, for statistics."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -16,7 +16,7 @@ EngineMemory = Literal["weights", "kv_cache", "cuda_graph"]
 """A part of a server's GPU memory that can be released by itself, by SGLang's name."""
 
 REPLICA = "/slipstream/replica"
-"""Route that ``bridge/replica.py`` adds to a server."""
+"""Route that ``bridge/transport/replica.py`` adds to a server."""
 
 HEALTH_TIMEOUT_S = 20.0
 """A server that takes longer than this to say that it is well does not serve either."""
