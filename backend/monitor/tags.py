@@ -235,7 +235,9 @@ TAGS: dict[str, Tag] = {
     ),
     "critic/value_mean": Tag("reward", "Token mean of the values at the beginning of the step."),
     "critic/return_mean": Tag("reward", "Token mean of the returns, which the values should predict."),
-    "critic/clip_fraction": Tag("fraction", "Fraction of tokens whose loss is that of the clipped value."),
+    "critic/clip_fraction": Tag(
+        "fraction", "Fraction of tokens for which the clipped value determines the loss."
+    ),
     "critic/grad_norm": Tag(
         "1", "Global gradient norm of the critic before clipping, mean over the updates of the step."
     ),

@@ -156,7 +156,7 @@ def _sizes(config: RunConfig, nodes: Sequence[int]) -> list[RunConfig]:
 
 
 def _held_out(config: RunConfig) -> int:
-    """Return the number of prompts of each evaluation during the run, as far as the recipe tells it."""
+    """Return the number of prompts of each evaluation during the run, as far as it is known."""
     if config.eval is None or not config.eval.every:
         return 0
     if not config.eval.path.exists():
