@@ -13,8 +13,8 @@ from pathlib import Path
 from rich.console import Console
 
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
-from slipstream.backend.simulate.command import Options, read
 from slipstream.backend.simulate.compare import compare
+from slipstream.backend.simulate.inputs import Options, read
 from slipstream.backend.simulate.report import print_costs, print_fit
 from slipstream.backend.simulate.trace import read_trace
 from slipstream.configs.violations import RecipeError

@@ -20,9 +20,9 @@ from functools import cache
 
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
 from slipstream.backend.simulate.account import Outcome
-from slipstream.backend.simulate.command import recipe
 from slipstream.backend.simulate.compare import Work
 from slipstream.backend.simulate.gpu_split import layout_of
+from slipstream.backend.simulate.inputs import recipe
 from slipstream.backend.simulate.schedules import BOUNDS, Schedule, policies, volume_gate
 from slipstream.backend.simulate.world import World
 from slipstream.configs.schema import RunConfig

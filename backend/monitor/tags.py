@@ -34,7 +34,7 @@ TAGS: dict[str, Tag] = {
     "eval/accuracy": Tag(
         "fraction",
         "Fraction of held-out prompts answered correctly with greedy decoding. Step 0 is the initial policy. "
-        " During training, a newer version may generate some of the tokens.",
+        "During training, a newer version may generate some of the tokens.",
     ),
     "eval/response_length": Tag("tokens", "Mean response length in the evaluation."),
     # staleness
@@ -179,15 +179,17 @@ TAGS: dict[str, Tag] = {
         "fraction", "Fraction of the tokens that carry loss whose importance weight is above its cap."
     ),
     "train/masked_token_fraction": Tag(
-        "fraction", "Fraction of the tokens that carry loss that `actor.correction.token` drops."
+        "fraction", "Tokens that `actor.correction.token` drops, as a fraction of all tokens that carry loss."
     ),
     "train/masked_sequence_fraction": Tag(
         "fraction",
-        "Fraction of the tokens that carry loss in sequences that `actor.correction.sequence` drops.",
+        "Tokens of sequences that `actor.correction.sequence` drops, as a fraction of all tokens that "
+        "carry loss.",
     ),
     "train/masked_negative_fraction": Tag(
         "fraction",
-        "Fraction of the tokens that carry loss in sequences that `actor.correction.negative` drops.",
+        "Tokens of sequences that `actor.correction.negative` drops, as a fraction of all tokens that "
+        "carry loss.",
     ),
     "train/ess": Tag(
         "fraction",
@@ -233,7 +235,9 @@ TAGS: dict[str, Tag] = {
     ),
     "critic/value_mean": Tag("reward", "Token mean of the values at the beginning of the step."),
     "critic/return_mean": Tag("reward", "Token mean of the returns, which the values should predict."),
-    "critic/clip_fraction": Tag("fraction", "Fraction of tokens whose loss is that of the clipped value."),
+    "critic/clip_fraction": Tag(
+        "fraction", "Fraction of tokens for which the clipped value determines the loss."
+    ),
     "critic/grad_norm": Tag(
         "1", "Global gradient norm of the critic before clipping, mean over the updates of the step."
     ),

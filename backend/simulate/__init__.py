@@ -3,7 +3,7 @@
 world      one run: the real loops, and models of everything that they wait for
 compare    the same work under several schedules and on several splits of the GPUs
 fit        the models' constants, from the trace of a real run
-command    ``slipstream simulate``
+command    ``slipstream simulate``; inputs: what it reads
 report     its tables and its JSON document; picture: its timeline
 """
 

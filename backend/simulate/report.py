@@ -187,7 +187,7 @@ OUTCOME_KEYS = """
     tokens_generated tokens_masked groups_wasted tokens_wasted groups losses tokens_lost retractions
     requests_resent failed_attempts engine_failures
 """
-"""Keys of an outcome in their order: attributes of ``Outcome``, except for those in ``DERIVED``."""
+"""Keys of an outcome in their order: attributes of ``Outcome``, and the keys of ``DERIVED``."""
 
 DERIVED: dict[str, Callable[[Outcome], object]] = {
     "step_s_mean": lambda outcome: np.mean(outcome.step_s),

@@ -39,7 +39,7 @@ class Workload:
     ) -> None:
         """Use ``longest`` as the cap of responses if the model has none.
 
-        Response ``lengths`` replace those of the model. Lengths [L] are drawn at random; lengths
+        Response ``lengths`` replace the model's lengths. Lengths [L] are drawn at random; lengths
         [groups, samples] are used group by group, which keeps the completions of one prompt as similar as
         they were.
         """

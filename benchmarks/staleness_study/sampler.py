@@ -30,8 +30,8 @@ COMPACT_BELOW = 0.8
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A completion."""
+class SampledCompletion:
+    """Tokens that the policy sampled for one prompt, with their log-probs."""
 
     tokens: list[int]
     """Sampled tokens, with the end token if there is one."""
@@ -88,18 +88,18 @@ class Sampler:
 
     def sample(
         self, prompts: Sequence[Sequence[int]], generator: torch.Generator, *, longest: int
-    ) -> list[Answer]:
+    ) -> list[SampledCompletion]:
         """Sample a completion of at most ``longest`` tokens for each prompt, at temperature 1."""
         return self._generate(prompts, generator, longest)
 
-    def greedy(self, prompts: Sequence[Sequence[int]], *, longest: int) -> list[Answer]:
+    def greedy(self, prompts: Sequence[Sequence[int]], *, longest: int) -> list[SampledCompletion]:
         """Complete each prompt with the most likely tokens."""
         return self._generate(prompts, None, longest)
 
     @torch.no_grad()
     def _generate(
         self, prompts: Sequence[Sequence[int]], generator: torch.Generator | None, longest: int
-    ) -> list[Answer]:
+    ) -> list[SampledCompletion]:
         widest = max(map(len, prompts))
         tokens_BT = torch.tensor([[PAD_ID] * (widest - len(row)) + list(row) for row in prompts])
         first_B = torch.tensor([widest - len(row) for row in prompts])
@@ -123,7 +123,7 @@ class Sampler:
                     cache.keep(alive_B)
                     row_B, ended_B, tokens_BT = row_B[alive_B], ended_B[alive_B], tokens_BT[alive_B]
         return [
-            _answer(tokens, logps)
+            _completed(tokens, logps)
             for tokens, logps in zip(sampled_tokens.tolist(), sampled_logps.tolist(), strict=True)
         ]
 
@@ -190,10 +190,10 @@ class _Cache:
         self._parts = [part[:, row_B] for part in self._parts]
 
 
-def _answer(tokens: list[int], logps: list[float]) -> Answer:
+def _completed(tokens: list[int], logps: list[float]) -> SampledCompletion:
     ended = END_ID in tokens
     length = tokens.index(END_ID) + 1 if ended else len(tokens)
-    return Answer(tokens[:length], logps[:length], ended)
+    return SampledCompletion(tokens[:length], logps[:length], ended)
 
 
 def _choose(logp_BV: Tensor, generator: torch.Generator | None) -> Tensor:

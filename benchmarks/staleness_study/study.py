@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.staleness_study.methods import config_of, sampled_from
-from benchmarks.staleness_study.sampler import Answer, Sampler
+from benchmarks.staleness_study.sampler import SampledCompletion, Sampler
 from benchmarks.staleness_study.trainer import StepReport, Trainer
 from benchmarks.staleness_study.warm_start import warm_start
 from slipstream.backend.batch.train_batch import TrainBatch
@@ -141,10 +141,12 @@ class Run:
         group_N = np.repeat(np.arange(len(problems)), samples)
         prompts = [self._ids(problems[group]) for group in group_N]
         generator = torch.Generator().manual_seed(1_000_003 * self._inputs.seed + step)
-        answers = self._versions[version].sample(prompts, generator, longest=rollout.sampling.max_new_tokens)
+        completions = self._versions[version].sample(
+            prompts, generator, longest=rollout.sampling.max_new_tokens
+        )
         trajectories = [
-            _trajectory(prompt, answer, version, self._is_right(answer, problems[group]))
-            for prompt, answer, group in zip(prompts, answers, group_N, strict=True)
+            _trajectory(prompt, completion, version, self._is_right(completion, problems[group]))
+            for prompt, completion, group in zip(prompts, completions, group_N, strict=True)
         ]
         return TrainBatch(self.trainer.version, tuple(trajectories), group_N)
 
@@ -156,28 +158,28 @@ class Run:
 
     def _accuracy(self) -> float:
         problems = self._inputs.held_out
-        answers = Sampler(self.trainer.policy).greedy(
+        completions = Sampler(self.trainer.policy).greedy(
             [self._ids(problem) for problem in problems], longest=policy.MAX_RESPONSE_TOKENS
         )
-        right = sum(map(self._is_right, answers, problems))
+        right = sum(map(self._is_right, completions, problems))
         return round(right / len(problems), 4)
 
-    def _is_right(self, answer: Answer, problem: task.Problem) -> bool:
-        text = "".join(self._symbols[token] for token in answer.tokens[:-1])
-        return answer.ended and task.is_correct(text, problem.label)
+    def _is_right(self, completion: SampledCompletion, problem: task.Problem) -> bool:
+        text = "".join(self._symbols[token] for token in completion.tokens[:-1])
+        return completion.ended and task.is_correct(text, problem.label)
 
     def _ids(self, problem: task.Problem) -> list[int]:
         return self._inputs.tokenizer(prompt_text(problem.prompt))["input_ids"]
 
 
-def _trajectory(prompt: list[int], answer: Answer, version: int, is_right: bool) -> Trajectory:
+def _trajectory(prompt: list[int], completion: SampledCompletion, version: int, is_right: bool) -> Trajectory:
     builder = TrajectoryBuilder(prompt)
     builder.add_completion(
         Completion(
-            tuple(answer.tokens),
-            tuple(answer.logps),
-            (Span(version, 0, len(answer.tokens)),),
-            Finish.STOP if answer.ended else Finish.LENGTH,
+            tuple(completion.tokens),
+            tuple(completion.logps),
+            (Span(version, 0, len(completion.tokens)),),
+            Finish.STOP if completion.ended else Finish.LENGTH,
         )
     )
     return replace(builder.build(), reward=float(is_right))

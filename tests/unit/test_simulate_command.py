@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from slipstream.backend.cli import app
 from slipstream.backend.simulate import only_simulated
-from slipstream.backend.simulate.command import Options, read, read_lengths
+from slipstream.backend.simulate.inputs import Options, read, read_lengths
 from slipstream.backend.simulate.schedules import BOUNDS, INTERRUPTS
 from slipstream.configs.load import load_recipe
 from slipstream.configs.violations import RecipeError
