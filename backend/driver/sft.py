@@ -163,8 +163,8 @@ async def _train(
     first = position.step
     while position.step < steps and not position.ended:
         indices = range(position.position, position.position + size)
-        answers = [answer for index in indices for answer in examples.answers_at(index)]
-        trained = await trainer.train(demonstrated(answers, position.version))
+        pairs = [pair for index in indices for pair in examples.pairs_at(index)]
+        trained = await trainer.train(demonstrated(pairs, position.version))
         position.version, position.step = position.version + 1, position.step + 1
         shown = {tag: value for tag, value in trained.items() if tag.startswith(METRICS)}
         metrics.log(position.version, {**shown, "train/step": position.step})
@@ -227,7 +227,7 @@ def _unused_version(folder: Path, checkpoint: FoundCheckpoint) -> int:
 
 
 TokenPair = tuple[list[int], list[int]]
-"""Token ids of a prompt and of an answer to it."""
+"""Token ids of a prompt and of a target to learn."""
 
 
 class EncodedExamples:
@@ -235,20 +235,20 @@ class EncodedExamples:
 
     def __init__(self, config: RunConfig, examples: Sequence[Example], tokenizer: HfTokenizer) -> None:
         self._pairs = [
-            [_encoded(example.prompt, answer, tokenizer) for answer in example.targets]
+            [_encoded(example.prompt, target, tokenizer) for target in example.targets]
             for example in examples
         ]
         prompts = [example.prompt for example in examples]
         self._order = PromptStream(prompts, shuffle=config.data.shuffle, seed=config.run.seed)
 
-    def answers_at(self, position: int) -> list[TokenPair]:
-        """Return the prompt with each answer of the example at ``position`` in the order."""
+    def pairs_at(self, position: int) -> list[TokenPair]:
+        """Return the prompt with each target of the example at ``position`` in the order."""
         return self._pairs[self._order.at(position).id]
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest prompt with its answer."""
-        return max(len(prompt) + len(answer) for pairs in self._pairs for prompt, answer in pairs)
+        """Number of tokens of the longest prompt with its target."""
+        return max(len(prompt) + len(target) for pairs in self._pairs for prompt, target in pairs)
 
 
 def read_encoded_examples(supervised: Supervised) -> EncodedExamples:
@@ -277,9 +277,9 @@ def read_encoded_examples(supervised: Supervised) -> EncodedExamples:
     raise InputError("\n".join(problems))
 
 
-def _encoded(prompt: Prompt, answer: str, tokenizer: HfTokenizer) -> TokenPair:
-    """Return the prompt as a rollout sends it, and the answer with the end token."""
+def _encoded(prompt: Prompt, target: str, tokenizer: HfTokenizer) -> TokenPair:
+    """Return the prompt as a rollout sends it, and the target with the end token."""
     prompt_ids = tokenizer.apply_chat_template(
         prompt.messages(), add_generation_prompt=True, return_dict=False
     )
-    return prompt_ids, [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+    return prompt_ids, [*tokenizer.encode(target, add_special_tokens=False), tokenizer.eos_token_id]

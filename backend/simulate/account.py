@@ -49,7 +49,7 @@ class Outcome:
     losses: dict[Loss, int]
     """Groups."""
     tokens_lost: dict[Loss, int]
-    """Of the finished answers in those."""
+    """Tokens of the finished completions in lost groups."""
     head_lags: dict[int, int]
     """Trained trajectories by head lag."""
     token_lags: dict[int, int]

@@ -210,7 +210,7 @@ def reward_model_without_a_break(rank: RankSpec, asked: Supervised) -> dict:
     examples, size = read_encoded_examples(asked), asked.run.rollout.batch_size
     trainer = RewardModelRank(asked.run, rank)
     for at in range(asked.run.run.steps):
-        answers = [answer for i in range(size) for answer in examples.answers_at(at * size + i)]
+        answers = [answer for i in range(size) for answer in examples.pairs_at(at * size + i)]
         trainer.train(demonstrated(answers, at))
     return exported(trainer._plan, trainer._parameters, rank.rank)
 
