@@ -16,28 +16,25 @@ ENVIRONMENT := configs/environment
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: quickstart test test-fast test-cluster test-integration test-slow test-other-megatron crash-sweep staleness-study lint format install clean constraints
+.PHONY: quickstart test test-others test-runs test-fast test-slow test-other-megatron crash-sweep staleness-study lint format install clean constraints
 .DELETE_ON_ERROR:
 
 quickstart: install
 	$(BIN)/slipstream train configs/recipes/quickstart.yaml
 
-# Unit tests need one core, and those of Slurm mostly wait; the others want the machine for themselves.
+# Two lanes: whole runs mostly wait for processes to start, and leave a core to the others.
 test: install
 	bash tests/cluster/install_slurm.sh
-	@status=0; \
-	$(MAKE) --jobs=2 --keep-going --output-sync=target --no-print-directory test-fast test-cluster || status=1; \
-	$(MAKE) --no-print-directory test-integration || status=1; \
-	exit $$status
+	@$(MAKE) --jobs=2 --keep-going --output-sync=target --no-print-directory test-runs test-others
+
+test-others: install
+	$(BIN)/python -m pytest tests/unit tests/integration tests/gpu tests/cluster
+
+test-runs: install
+	$(BIN)/python -m pytest tests/runs
 
 test-fast: install
 	$(BIN)/python -m pytest tests/unit
-
-test-cluster: install
-	$(BIN)/python -m pytest tests/cluster
-
-test-integration: install
-	$(BIN)/python -m pytest tests/integration tests/gpu
 
 test-slow: install
 	$(BIN)/python -m pytest -m slow

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.backend.quickstart import prepare
-from tests.integration.conftest import LaunchedRun, run_command, start_run
+from tests.runs.conftest import LaunchedRun, run_command, start_run
 
 STEPS = 40
 START_TIMEOUT_S = 180

@@ -102,8 +102,8 @@ def test_logits_on_a_gpu_are_those_of_transformers(tmp_path: Path, family: str):
 
 def test_published_weights_are_bit_for_bit_those_of_the_exported_checkpoint_on_a_gpu(tmp_path: Path):
     from slipstream.backend.quickstart.tokenizer import build_tokenizer
-    from tests.integration.engines.conftest import VOCAB, serve
-    from tests.integration.engines.test_engine_weights import train_and_publish
+    from tests.runs.engines.conftest import VOCAB, serve
+    from tests.runs.engines.test_engine_weights import train_and_publish
 
     folder = make_checkpoint(tmp_path / "model", vocab_size=VOCAB)
     build_tokenizer().save_pretrained(folder)

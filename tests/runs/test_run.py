@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.integration.conftest import LaunchedRun
+from tests.runs.conftest import LaunchedRun
 
 
 def wait_for_step(run: LaunchedRun, step: int, timeout_s: float = 120) -> None:

@@ -16,7 +16,7 @@ from slipstream.rollout.control.concurrency import EngineLoad
 from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineError, EngineLost, Silent
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.trajectory import Completion, Finish
-from tests.integration.engines.conftest import VOCAB, Server, serve, version_of
+from tests.runs.engines.conftest import VOCAB, Server, serve, version_of
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import reference_logprobs, reference_model
 from tests.ranks import run_ranks

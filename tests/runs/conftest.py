@@ -16,7 +16,7 @@ import pytest
 
 from slipstream.backend.quickstart import prepare
 from tests.environment import environment
-from tests.integration.nursery import descendants_of
+from tests.runs.nursery import descendants_of
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
-from tests.integration.engines.conftest import VOCAB, Server, serve, version_of
+from tests.runs.engines.conftest import VOCAB, Server, serve, version_of
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.ranks import run_ranks
 

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from tests.integration.test_run import Launch, finish, records, summary, wait_for_step
+from tests.runs.test_run import Launch, finish, records, summary, wait_for_step
 
 COLOCATED = ("rollout.engine.colocated=true", "weights.transport.type=tensor")
 

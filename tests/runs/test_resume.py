@@ -26,9 +26,9 @@ from slipstream.rollout.ledger.database import LedgerError, open_for_reading
 from slipstream.rollout.ledger.records import decode_completion, decode_trajectory
 from slipstream.rollout.trajectory import Trajectory
 from tests.crash.sweep import Kill, Sweep
-from tests.integration.conftest import LaunchedRun, run_command, start_run
-from tests.integration.many_turns import TURNS
-from tests.integration.test_run import records, summary
+from tests.runs.conftest import LaunchedRun, run_command, start_run
+from tests.runs.many_turns import TURNS
+from tests.runs.test_run import records, summary
 
 BATCH_SIZE, SAMPLES = 4, 16
 """Groups and trajectories of a training step."""
@@ -221,7 +221,7 @@ def unfinished(inputs: Path, root: Path) -> Iterator[Unfinished]:
     settings = (
         f"run.steps={STEPS}",
         "rollout.max_head_offpolicyness=0",
-        "rollout.workflow=tests.integration.many_turns.ManyTurns",
+        "rollout.workflow=tests.runs.many_turns.ManyTurns",
         "actor.turns={}",
         "rollout.engine.stream_interval=2",
         "checkpoint.every=0",

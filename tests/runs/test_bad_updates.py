@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.backend.commands.audit import audit_run
-from tests.integration.conftest import LaunchedRun
-from tests.integration.test_run import finish, records, summary, wait_for_step
+from tests.runs.conftest import LaunchedRun
+from tests.runs.test_run import finish, records, summary, wait_for_step
 
 Launch = Callable[..., LaunchedRun]
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.backend.quickstart.policy import greedy_accuracy
 from slipstream.backend.quickstart.task import Problem
-from tests.integration.conftest import RunProcess, run_command
+from tests.runs.conftest import RunProcess, run_command
 
 TIMEOUT_S = 600
 """The job takes about two minutes on two free cores."""
