@@ -16,10 +16,10 @@ from slipstream.rollout.control.concurrency import EngineLoad
 from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineError, EngineLost, Silent
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.trajectory import Completion, Finish
-from tests.runs.engines.conftest import VOCAB, Server, serve, version_of
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import reference_logprobs, reference_model
 from tests.ranks import run_ranks
+from tests.runs.engines.conftest import VOCAB, Server, serve, version_of
 from tests.unit.doubles import Policy
 
 ONE_TOKEN = SamplingConfig(max_new_tokens=1)

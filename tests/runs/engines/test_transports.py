@@ -10,9 +10,9 @@ import pytest
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
-from tests.runs.engines.conftest import VOCAB, Server, serve, version_of
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.ranks import run_ranks
+from tests.runs.engines.conftest import VOCAB, Server, serve, version_of
 
 VERSIONS = 3
 
