@@ -9,6 +9,7 @@ from enum import StrEnum
 from math import isfinite
 from typing import Any, Generic, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -118,6 +119,64 @@ UNSAMPLED = int(np.iinfo(np.int32).min)
 """Version of a token that no policy sampled: prompt, tool output."""
 
 
+Run = tuple[int, bool, int]
+"""Neighbouring tokens with the same version and loss mask: (version, carries loss, end)."""
+
+
+class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Everything about a trajectory but its tokens and their log-probs.
+
+    Whoever only decides about a trajectory needs no more: the driver never decodes tokens.
+    """
+
+    runs: tuple[Run, ...]
+    """All tokens, in order."""
+    finish: Finish
+    retractions: int = 0
+    reward: float | None = None
+    turn_rewards: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.runs[-1][2] if self.runs else 0
+
+    @property
+    def response_length(self) -> int:
+        """Number of tokens that carry loss."""
+        return sum(self.trained_tokens.values())
+
+    @property
+    def sampled_length(self) -> int:
+        """Number of tokens that a policy sampled, including tokens that are too old to carry loss."""
+        length = start = 0
+        for version, _, end in self.runs:
+            if version != UNSAMPLED:
+                length += end - start
+            start = end
+        return length
+
+    @property
+    def trained_tokens(self) -> dict[int, int]:
+        """Number of tokens that carry loss, by policy version."""
+        tokens: dict[int, int] = {}
+        start = 0
+        for version, trained, end in self.runs:
+            if trained:
+                tokens[version] = tokens.get(version, 0) + end - start
+            start = end
+        return tokens
+
+    def without(self, versions: frozenset[int]) -> "TrajectoryHeader":
+        """Return a copy in which no token of ``versions`` carries loss."""
+        runs = tuple((version, trained and version not in versions, end) for version, trained, end in self.runs)
+        return msgspec.structs.replace(self, runs=runs)
+
+    def judged(self, reward: float, turn_rewards: tuple[tuple[int, float], ...] = ()) -> "TrajectoryHeader":
+        """Return a copy with the rewards of the episode and of its turns."""
+        return msgspec.structs.replace(self, reward=reward, turn_rewards=turn_rewards or self.turn_rewards)
+
+
 @dataclass(frozen=True)
 class Trajectory:
     """One episode as the trainer sees it: all of its tokens, and which of them carry loss.
@@ -145,7 +204,8 @@ class Trajectory:
     retractions: int = 0
     """Retractions of all completions."""
     reward: float | None = None
-    """Reward of the episode. None until it has been judged; a workflow must not return None."""
+    """Reward of the episode. None until it has been judged: a workflow that returns None leaves the judging
+    to the recipe's reward."""
     turn_rewards: tuple[tuple[int, float], ...] = ()
     """(end, reward) of each turn, in order: the index behind its last token, and what this turn alone is
     worth. Empty where only the episode is judged. Used with ``actor.turns``."""
@@ -169,34 +229,29 @@ class Trajectory:
             start = end
 
     @computed_once
-    def runs(self) -> list[tuple[int, bool, int]]:
-        """Runs of neighbouring tokens with the same version and loss mask: (version, carries loss, end)."""
+    def header(self) -> TrajectoryHeader:
+        """Everything but the tokens and their log-probs."""
+        return TrajectoryHeader(
+            self._runs(), self.finish, self.retractions, self.reward, tuple(self.turn_rewards)
+        )
+
+    def _runs(self) -> tuple[Run, ...]:
         versions_T, loss_mask_T = self.versions_T, self.loss_mask_T
         if not len(versions_T):
-            return []
+            return ()
         changes_T = (versions_T[1:] != versions_T[:-1]) | (loss_mask_T[1:] != loss_mask_T[:-1])
         lasts = [*changes_T.nonzero()[0].tolist(), len(versions_T) - 1]
-        return [(versions_T.item(last), loss_mask_T.item(last), last + 1) for last in lasts]
+        return tuple((versions_T.item(last), loss_mask_T.item(last), last + 1) for last in lasts)
 
     @computed_once
     def response_length(self) -> int:
         """Number of tokens that carry loss."""
-        length = start = 0
-        for _, trained, end in self.runs:
-            if trained:
-                length += end - start
-            start = end
-        return length
+        return self.header.response_length
 
     @computed_once
     def sampled_length(self) -> int:
         """Number of tokens that a policy sampled, including tokens that are too old to carry loss."""
-        length = start = 0
-        for version, _, end in self.runs:
-            if version != UNSAMPLED:
-                length += end - start
-            start = end
-        return length
+        return self.header.sampled_length
 
     def turn_T(self) -> npt.NDArray[np.intp]:
         """Return the turn of each token, int64 [T], from 0.
@@ -205,27 +260,6 @@ class Trajectory:
         """
         ends = np.array([end for end, _ in self.turn_rewards], np.int64)
         return np.searchsorted(ends, np.arange(len(self.tokens_T)), side="right")
-
-    @property
-    def oldest_version(self) -> int:
-        """Smallest version among the tokens that carry loss. Raises ValueError when no token does."""
-        try:
-            return min([version for version, trained, _ in self.runs if trained])
-        except ValueError:
-            raise ValueError("no token of this trajectory carries loss: it has no oldest version") from None
-
-    @property
-    def n_versions(self) -> int:
-        """Number of different versions among the tokens that carry loss."""
-        return len({version for version, trained, _ in self.runs if trained})
-
-    def with_versions(self, versions_T: npt.NDArray[np.int32]) -> "Trajectory":
-        """Return a copy with other version numbers."""
-        return replace(self, versions_T=versions_T)
-
-    def masked_before(self, version: int) -> "Trajectory":
-        """Return a copy in which no token older than ``version`` carries loss."""
-        return replace(self, loss_mask_T=self.loss_mask_T & (self.versions_T >= version))
 
 
 class TrajectoryBuilder:
