@@ -4,8 +4,8 @@
     trajectory  its chunks, one behind the other, and a ``TrajectoryHeader`` kept beside them
 
 All numbers are little-endian. Context tokens were sampled by no policy and have no log-prob; the sampled
-tokens of a chunk follow its context. A chunk is encoded once, where the tokens arrive, and decoded once, where
-they are trained. Whatever carries, stores or decides about it in between looks at headers only.
+tokens of a chunk follow its context. A chunk is encoded once, where the tokens arrive, and decoded once,
+where they are trained. Whatever carries, stores or decides about it in between looks at headers only.
 """
 
 import hashlib

@@ -4,7 +4,7 @@ In array names, T is the number of tokens of one trajectory, prompt included.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from math import isfinite
 from typing import Any, Generic, TypeVar
@@ -169,8 +169,8 @@ class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     def without(self, versions: frozenset[int]) -> "TrajectoryHeader":
         """Return a copy in which no token of ``versions`` carries loss."""
-        runs = tuple((version, trained and version not in versions, end) for version, trained, end in self.runs)
-        return msgspec.structs.replace(self, runs=runs)
+        runs = ((version, trained and version not in versions, end) for version, trained, end in self.runs)
+        return msgspec.structs.replace(self, runs=tuple(runs))
 
     def judged(self, reward: float, turn_rewards: tuple[tuple[int, float], ...] = ()) -> "TrajectoryHeader":
         """Return a copy with the rewards of the episode and of its turns."""
