@@ -1,11 +1,14 @@
 """What the driver and its collectors say to each other.
 
-    driver ──► collector    Down: groups to collect, groups to give up, prompts to evaluate, the engines
-    collector ──► driver    Up: what is new of each episode, episodes that are done with the engines, its status
+    driver ──► collector    Down: groups to collect or to give up, prompts to evaluate, the engines
+    collector ──► driver    Up: what is new of each episode, verdicts on groups, the collector's status
 
-A message travels as one frame over the collector's only connection: u32 length of the header | header, msgpack
-| payload, the chunks of all of its events or leases in their order. The end of the connection is the end of the
-leases: nothing is ever sent twice, and what a collector has not sent is lost with it.
+A message travels as one frame over the collector's only connection:
+
+    u32 length of the header | header, msgpack | payload: the chunks of all events or leases, in their order
+
+The end of the connection is the end of the leases: nothing is ever sent twice, and what a collector has not
+sent is lost with it.
 """
 
 import struct
@@ -18,11 +21,11 @@ from slipstream.rollout.engine.routing import PoolStatus, Routing
 from slipstream.rollout.trajectory import Prompt
 
 PIECE, ANSWERED, JUDGED = range(3)
-"""Kinds of an event: a part of an unfinished episode, a trajectory without its reward, a trajectory with it."""
+"""Kinds of an event: a part of an unfinished episode, a trajectory without its reward, and one with it."""
 
 TRAIN, FILTERED, FAILED = range(3)
-"""Verdicts on a group: it is complete and shall be trained, it is complete and the recipe's filter rejects it,
-one of its episodes has failed as often as is allowed."""
+"""Verdicts on a group: it is complete and shall be trained, it is complete and the recipe's filter rejects
+it, or one of its episodes has failed as often as is allowed."""
 
 NOTHING = msgspec.Raw(b"\xc0")
 """The encoded None."""
@@ -96,6 +99,8 @@ class Up(msgspec.Struct, array_like=True, gc=False):
     failed: list[FailedAttempt] = []
     evaluated: list[Evaluated] = []
     status: Status | None = None
+    fatal: str = ""
+    """Reason why the run cannot go on: no engine has served for too long."""
 
 
 class PriorSample(msgspec.Struct, array_like=True, gc=False):

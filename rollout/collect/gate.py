@@ -14,7 +14,7 @@ from slipstream.rollout.changes import Changes
 from slipstream.rollout.collect.intake import Assignment, Intake
 from slipstream.rollout.collect.journal import Journal
 from slipstream.rollout.collect.listener import CollectionListener
-from slipstream.rollout.control.core import GroupCounts, Loss, RolloutControl, Ticket
+from slipstream.rollout.control.core import GroupCounts, Loss, RolloutControl
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.ledger.writer import Training
 from slipstream.rollout.trajectory import TrajectoryHeader
@@ -249,9 +249,7 @@ class AdmissionGate:
             self._listener.lost(expired.loss, headers)
         return bool(expired_groups)
 
-    def _lost(
-        self, id_: int, loss: Loss, trajectories: Sequence[TrajectoryHeader], note: str = ""
-    ) -> None:
+    def _lost(self, id_: int, loss: Loss, trajectories: Sequence[TrajectoryHeader], note: str = "") -> None:
         self._journal.lost(id_, loss, _sampled(trajectories), note)
         self._intake.ended(id_)
         self._listener.lost(loss, trajectories)
@@ -271,5 +269,6 @@ def _masked(group: ReadyGroup, stale: frozenset[int]) -> ReadyGroup:
     if not stale:
         return group
     return ReadyGroup(
-        group.id, tuple(StoredTrajectory(each.header.without(stale), each.refs) for each in group.trajectories)
+        group.id,
+        tuple(StoredTrajectory(each.header.without(stale), each.refs) for each in group.trajectories),
     )

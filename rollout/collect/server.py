@@ -20,7 +20,9 @@ from aiohttp import WSMsgType, web
 from slipstream.rollout.collect.journal import Journal
 from slipstream.rollout.collect.leases import Leases
 from slipstream.rollout.collect.questions import Questions
+from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.engine.roster import EngineRoster
+from slipstream.rollout.engine.routing import Routing
 from slipstream.rollout.messages import UP, Down, Lease, MalformedFrame, Question, pack, split
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,8 @@ class Connection:
     def __init__(self) -> None:
         self._next = Down()
         self._payload: list[bytes] = []
+        self._has_routing = False
+        """A new routing record is to be sent."""
         self._due = asyncio.Event()
 
     def lease(self, lease: Lease, chunks: Sequence[bytes]) -> None:
@@ -68,16 +72,18 @@ class Connection:
 
     def routing_changed(self) -> None:
         """Send the present routing record soon."""
+        self._has_routing = True
         self._due.set()
 
-    async def run(self, socket: web.WebSocketResponse, routing: Callable[[], msgspec.Struct]) -> None:
-        """Send until the connection ends, every message with the routing record of that moment."""
+    async def run(self, socket: web.WebSocketResponse, routing: Callable[[], Routing]) -> None:
+        """Send until the connection ends. ``routing`` gives the present record."""
         while True:
             await self._due.wait()
             self._due.clear()
             message, payload = self._next, self._payload
             self._next, self._payload = Down(), []
-            message.routing = routing()
+            if self._has_routing:
+                message.routing, self._has_routing = routing(), False
             await socket.send_bytes(pack(message, payload))
 
 
@@ -173,6 +179,8 @@ class CollectorServer:
             if message.type is not WSMsgType.BINARY:
                 raise MalformedFrame(f"a frame of type {message.type}")
             up, payload = split(cast(bytes, message.data), UP)
+            if up.fatal:
+                raise NoEngine(f"{name}: {up.fatal}")
             if up.status is not None:
                 self._roster.reported(name, up.status.pool)
             try:

@@ -88,9 +88,7 @@ def _is_cancelled(error: BaseException) -> bool:
 def check(trajectory: object, vocab_size: int, workflow: str) -> None:
     """Raise ValueError for a trajectory that must not be trained. ``workflow``: import path, for the message."""
     if not isinstance(trajectory, Trajectory):
-        raise ValueError(
-            f"{workflow} returned {type(trajectory).__name__}, expected a slipstream.Trajectory"
-        )
+        raise ValueError(f"{workflow} returned {type(trajectory).__name__}, expected a slipstream.Trajectory")
     reward = trajectory.reward
     if reward is not None and not math.isfinite(reward):
         raise ValueError(f"{workflow} gave the reward {reward}, expected a finite number or None")
@@ -101,7 +99,9 @@ def check(trajectory: object, vocab_size: int, workflow: str) -> None:
         raise ValueError(f"{workflow}: the arrays of the trajectory have the lengths {sorted(lengths)}")
     if len(tokens_T) and not (tokens_T.min() >= 0 and tokens_T.max() < vocab_size):
         wrong = tokens_T[(tokens_T < 0) | (tokens_T >= vocab_size)]
-        raise ValueError(f"{workflow}: token ids {wrong[:5].tolist()} are outside the vocabulary of {vocab_size}")
+        raise ValueError(
+            f"{workflow}: token ids {wrong[:5].tolist()} are outside the vocabulary of {vocab_size}"
+        )
     if (trajectory.loss_mask_T & ~sampled_T).any():
         raise ValueError(f"{workflow}: tokens carry loss that no policy sampled")
     sampled_logprobs = logprobs_T[sampled_T]

@@ -9,6 +9,7 @@ from slipstream.rollout.collector.episodes import EpisodeFailed, Episodes
 from slipstream.rollout.collector.groups import Judges, WorkflowReward, as_prompt, last_response
 from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.collector.recording import GrowingGenerator
+from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.judge.pool import JudgingFailed
 from slipstream.rollout.messages import Evaluated, Question
@@ -38,9 +39,10 @@ class Evaluations:
         context: WorkflowContext,
         episodes: Episodes,
         judges: Judges,
+        limit: TimeLimit,
     ) -> None:
         """``context``: the one of evaluations, with their limit on tokens."""
-        reward = WorkflowReward(judges, lambda: None)
+        reward = WorkflowReward(judges, limit)
         self._context = replace(context, generator=GreedyGenerator(engines), reward=reward)
         self._outbox = outbox
         self._episodes = episodes

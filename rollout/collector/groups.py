@@ -15,17 +15,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
-import msgspec
-
 from slipstream.rollout.collector.episodes import EpisodeFailed, Episodes
 from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.collector.recording import GrowingGenerator, Recording
+from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.control.filters import GroupFilter
+from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.judge.pool import Judgement, JudgingFailed
 from slipstream.rollout.messages import ANSWERED, FAILED, FILTERED, JUDGED, TRAIN, Lease, PriorSample
 from slipstream.rollout.record import CorruptRecord, decode_header, decode_trajectory
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Group, Messages, Prompt, Trajectory
+from slipstream.rollout.trajectory import UNSAMPLED, Group, Messages, Prompt, Trajectory
 from slipstream.rollout.workflow import Tokenizer, WorkflowContext
+
+TASK_NAME = "group "
+
+_Prior = tuple[PriorSample, memoryview]
+"""What exists of an episode, and its chunks."""
 
 
 class Judges(Protocol):
@@ -55,21 +60,30 @@ class NamedFilter:
 class WorkflowReward:
     """The recipe's reward as a workflow asks for it, in the middle of an episode."""
 
-    def __init__(self, judges: Judges, stopped: Callable[[], object]) -> None:
+    def __init__(self, judges: Judges, limit: TimeLimit, recording: Recording | None = None) -> None:
+        """``recording``: of the episode; what has ended of it is recorded before it is judged."""
         self._judges = judges
-        self._stopped = stopped
+        self._limit = limit
+        self._recording = recording
 
     async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
         """Return the reward. Raises JudgingFailed, which a workflow must let through."""
-        self._stopped()
-        return (await self._judges.score(prompt, response, trajectory)).reward
+        if self._recording is not None:
+            self._recording.write_ends()
+        with self._limit.suspended():  # judging has time limits of its own
+            return (await self._judges.score(prompt, response, trajectory)).reward
 
 
-@dataclass(slots=True)
 class _Running:
-    task: asyncio.Task[None]
-    recordings: list[Recording]
-    is_wanted: bool = True
+    """A group that is being collected here."""
+
+    def __init__(self, lease: Lease, recordings: list[Recording]) -> None:
+        self.lease = lease
+        self.recordings = recordings
+        self.is_wanted = True
+        """The driver has not cancelled it."""
+        self.on_engines = len(recordings)
+        """Episodes that are not done with the engines."""
 
 
 class GroupCollector:
@@ -83,23 +97,25 @@ class GroupCollector:
         context: WorkflowContext,
         episodes: Episodes,
         judges: Judges,
+        limit: TimeLimit,
         samples: int,
         group_filter: NamedFilter | None,
     ) -> None:
         """``context``: what every episode may use; each gets a generator and a reward of its own in it.
 
-        ``samples``: episodes of a group, ``rollout.n_samples_per_prompt``.
+        ``limit``: the time limit of the episodes. ``samples``: episodes of a group.
         """
         self._engines = engines
         self._outbox = outbox
         self._context = context
         self._episodes = episodes
         self._judges = judges
+        self._limit = limit
         self._samples = samples
         self._filter = group_filter
-        self._running: dict[tuple[int, int], _Running] = {}
+        self._running: dict[tuple[int, int], tuple[_Running, asyncio.Task[None]]] = {}
         self.tokens_continued = 0
-        """Number of tokens that another process had generated, and that were continued here."""
+        """Number of tokens that other processes had generated, and that were continued here."""
 
     def __len__(self) -> int:
         """Return the number of groups that have not ended."""
@@ -107,24 +123,27 @@ class GroupCollector:
 
     def start(self, lease: Lease, chunks: memoryview) -> None:
         """Start a group. ``chunks``: those of the lease's prior samples."""
-        key = (lease.group, lease.lease)
-        recordings = [
-            Recording(self._engines, self._outbox, lease.group, lease.lease, sample)
-            for sample in range(self._samples)
-        ]
-        task = asyncio.create_task(self._collect(lease, chunks, recordings))
-        self._running[key] = _Running(task, recordings)
-        task.add_done_callback(lambda task: self._ended(lease, task))
+        group = _Running(
+            lease,
+            [
+                Recording(self._engines, self._outbox, lease.group, lease.lease, sample)
+                for sample in range(self._samples)
+            ],
+        )
+        task = asyncio.create_task(self._collect(group, chunks), name=task_name(lease.group))
+        self._running[lease.group, lease.lease] = (group, task)
+        task.add_done_callback(lambda task: self._ended(group, task))
 
     def cancel(self, group: int, lease: int) -> None:
         """Give up a group that the driver needs no more."""
-        if (running := self._running.get((group, lease))) is not None:
+        if (group, lease) in self._running:
+            running, task = self._running[group, lease]
             running.is_wanted = False
-            running.task.cancel()
+            task.cancel()
 
     async def close(self) -> None:
         """Give up everything."""
-        tasks = [running.task for running in self._running.values()]
+        tasks = [task for _, task in self._running.values()]
         for key in list(self._running):
             self.cancel(*key)
         if tasks:
@@ -132,48 +151,55 @@ class GroupCollector:
 
     def write_ends(self, older_than_s: float) -> None:
         """Record completions that have ended while their episodes go on without the engines."""
-        for running in self._running.values():
+        for running, _ in self._running.values():
             for recording in running.recordings:
                 recording.write_ends(older_than_s)
 
-    def _ended(self, lease: Lease, task: asyncio.Task[None]) -> None:
-        running = self._running.pop((lease.group, lease.lease))
+    def _ended(self, group: _Running, task: asyncio.Task[None]) -> None:
+        lease = group.lease
+        del self._running[lease.group, lease.lease]
+        if group.on_engines:
+            self._outbox.released(group.on_engines)
+        if not group.is_wanted:
+            return
         if task.cancelled():
-            if running.is_wanted:
-                self._failed(lease, f"prompt {lease.prompt[0]}: the workflow has cancelled itself")
-        elif (error := task.exception()) is not None:
+            self._failed(lease, f"prompt {lease.prompt[0]}: the workflow has cancelled itself")
+        elif isinstance(error := task.exception(), NoEngine):
+            self._outbox.no_engine(str(error))
+        elif error is not None:
             self._failed(lease, "".join(traceback.format_exception(error))[-2000:])
+
+    def _released(self, group: _Running) -> None:
+        """The engines are done with an episode of the group."""
+        group.on_engines -= 1
+        self._outbox.released()
 
     def _failed(self, lease: Lease, reason: str) -> None:
         self._outbox.ended(lease.group, lease.lease, FAILED, reason)
 
     # ---- one group
 
-    async def _collect(self, lease: Lease, chunks: memoryview, recordings: list[Recording]) -> None:
+    async def _collect(self, group: _Running, chunks: memoryview) -> None:
         await self._outbox.room()
-        prompt = as_prompt(lease.prompt)
-        prior = dict(_slices(lease.prior, chunks))
+        lease = group.lease
+        prompt, prior = as_prompt(lease.prompt), dict(_slices(lease.prior, chunks))
         try:
             if self._samples == 1:
-                trajectories = [await self._sample(prompt, recordings[0], prior.get(0))]
+                trajectories = [await self._sample(group, prompt, 0, prior.get(0))]
             else:
-                trajectories = await self._all(prompt, recordings, prior)
+                trajectories = await self._all(group, prompt, prior)
             verdict = self._verdict(lease, prompt, trajectories)
         except EpisodeFailed as error:
             self._failed(lease, str(error))
         else:
             self._outbox.ended(lease.group, lease.lease, verdict)
 
-    async def _all(
-        self,
-        prompt: Prompt,
-        recordings: list[Recording],
-        prior: dict[int, tuple[PriorSample, memoryview]],
-    ) -> list[Trajectory]:
+    async def _all(self, group: _Running, prompt: Prompt, prior: dict[int, _Prior]) -> list[Trajectory]:
         """Run all episodes of a group side by side. Raises what the first failed episode has raised."""
+        name = task_name(group.lease.group)
         tasks = [
-            asyncio.create_task(self._sample(prompt, recording, prior.get(sample)))
-            for sample, recording in enumerate(recordings)
+            asyncio.create_task(self._sample(group, prompt, number, prior.get(number)), name=name)
+            for number in range(self._samples)
         ]
         try:
             return list(await asyncio.gather(*tasks))
@@ -190,36 +216,31 @@ class GroupCollector:
         group = Group(lease.group, prompt, lease.version, tuple(trajectories))
         return TRAIN if self._filter.keep(group) else FILTERED
 
-    async def _sample(
-        self, prompt: Prompt, recording: Recording, prior: tuple[PriorSample, memoryview] | None
-    ) -> Trajectory:
+    async def _sample(self, group: _Running, prompt: Prompt, number: int, prior: _Prior | None) -> Trajectory:
         """Return a judged trajectory: generated, continued, only judged, or as it is."""
-        if prior is not None and prior[0].kind in (ANSWERED, JUDGED):
-            self._outbox.released()
-            trajectory = _stored(*prior)
-        else:
-            trajectory = await self._generated(prompt, recording, prior)
+        recording = group.recordings[number]
+        try:
+            if prior is not None and prior[0].kind in (ANSWERED, JUDGED):
+                trajectory = decode_trajectory(prior[1], decode_header(prior[0].header))
+            else:
+                trajectory = await self._generated(prompt, recording, prior)
+        finally:
+            self._released(group)
         if trajectory.reward is None:
             trajectory = await self._judged(prompt, trajectory)
             recording.judged(trajectory)
         return trajectory
 
-    async def _generated(
-        self, prompt: Prompt, recording: Recording, prior: tuple[PriorSample, memoryview] | None
-    ) -> Trajectory:
+    async def _generated(self, prompt: Prompt, recording: Recording, prior: _Prior | None) -> Trajectory:
         """Return the trajectory of an episode that runs here. It has been sent to the driver."""
-        try:
-            if prior is not None:
-                self._continue(recording, *prior)
-            context = replace(
-                self._context,
-                generator=recording,
-                reward=WorkflowReward(self._judges, recording.write_ends),
-            )
-            trajectory = await self._episodes.run(prompt, context, recording.again)
-        finally:
-            self._outbox.released()
+        if prior is not None:
+            self._continue(recording, *prior)
+        reward = WorkflowReward(self._judges, self._limit, recording)
+        context = replace(self._context, generator=recording, reward=reward)
+        trajectory = await self._episodes.run(prompt, context, recording.again)
         recording.answered(trajectory)
+        if trajectory.reward is not None:
+            recording.judged(trajectory)
         return trajectory
 
     def _continue(self, recording: Recording, prior: PriorSample, chunks: memoryview) -> None:
@@ -256,7 +277,7 @@ def as_prompt(fields: tuple[int, object, object, dict[str, object]]) -> Prompt:
     return Prompt(id_, cast("str | Messages", prompt), label, metadata)
 
 
-def _slices(prior: list[PriorSample], chunks: memoryview) -> Iterator[tuple[int, tuple[PriorSample, memoryview]]]:
+def _slices(prior: list[PriorSample], chunks: memoryview) -> Iterator[tuple[int, _Prior]]:
     """Yield the number of each prior sample, with its own chunks."""
     start = 0
     for sample in prior:
@@ -265,5 +286,6 @@ def _slices(prior: list[PriorSample], chunks: memoryview) -> Iterator[tuple[int,
         start = end
 
 
-def _stored(prior: PriorSample, chunks: memoryview) -> Trajectory:
-    return decode_trajectory(chunks, decode_header(prior.header))
+def task_name(group: int) -> str:
+    """Return the name of the tasks that collect a group, by which the watchdog knows them."""
+    return f"{TASK_NAME}{group}"

@@ -6,7 +6,7 @@ Back-pressure: while more than UNSENT_BYTES wait for the connection, ``room`` is
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -21,7 +21,6 @@ from slipstream.rollout.messages import (
     Status,
     Up,
     Verdict,
-    pack,
 )
 from slipstream.rollout.record import PieceHeader, checksum, encode
 from slipstream.rollout.trajectory import TrajectoryHeader
@@ -35,7 +34,8 @@ STATUS_EVERY_S = 1.0
 UNSENT_BYTES = 64 * 2**20
 """Bytes of chunks that may wait for the connection before new episodes have to wait."""
 
-Send = Callable[[bytes], Awaitable[None]]
+Send = Callable[[Up, Sequence[bytes]], Awaitable[None]]
+"""Sends a message and its chunks. Returns when the connection has room for more."""
 
 
 class Outbox:
@@ -74,7 +74,7 @@ class Outbox:
             message.status = self._status()
             self._next, self._payload = Up(), []
             self._answered.clear()
-            await self._send(pack(message, payload))
+            await self._send(message, payload)
             self._bytes -= sum(map(len, payload))
             self._changes.notify()
 
@@ -84,11 +84,11 @@ class Outbox:
 
     # ---- events of episodes
 
-    def piece(self, group: int, lease: int, sample: int, base: int, header: PieceHeader, chunk: bytes) -> None:
+    def piece(
+        self, group: int, lease: int, sample: int, base: int, header: PieceHeader, chunk: bytes
+    ) -> None:
         """A part of an unfinished episode, behind its first ``base`` pieces."""
-        self._add(
-            Event(group, lease, sample, PIECE, _raw(header), base, len(chunk), checksum(chunk)), chunk
-        )
+        self._add(Event(group, lease, sample, PIECE, _raw(header), base, len(chunk), checksum(chunk)), chunk)
 
     def answered(
         self, group: int, lease: int, sample: int, base: int, header: TrajectoryHeader, chunks: bytes
@@ -122,6 +122,11 @@ class Outbox:
 
     def attempt_failed(self, prompt: int, attempt: int, error: str) -> None:
         self._next.failed.append(FailedAttempt(prompt, attempt, error))
+        self._due.set()
+
+    def no_engine(self, reason: str) -> None:
+        """Tell that no engine has served for too long, which nothing here can mend."""
+        self._next.fatal = reason
         self._due.set()
 
     def evaluated(self, result: Evaluated) -> None:

@@ -8,8 +8,8 @@ complete before is answered from the record, a partial one is continued. When a 
 one (a tool gave another output), nothing that was recorded from there on is used.
 
 As long as every request continues the token ids of the request before and its completion, the record *is* the
-beginning of the trajectory, and every token is sent once. Where a workflow does otherwise (branches, rewrites its
-context), the record begins again, and the trajectory is sent as a whole.
+beginning of the trajectory, and every token is sent once. Where a workflow does otherwise (branches, rewrites
+its context), the record begins again, and the trajectory is sent as a whole.
 """
 
 import time
@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from slipstream.configs.schema import SamplingConfig
@@ -58,7 +59,12 @@ class _Request:
     __slots__ = ("call", "completion", "digest", "has_begun", "input_ids", "recorded", "runs", "written_s")
 
     def __init__(
-        self, call: int, input_ids: Sequence[int], input_digest: bytes, completion: GrowingCompletion, now: float
+        self,
+        call: int,
+        input_ids: Sequence[int],
+        input_digest: bytes,
+        completion: GrowingCompletion,
+        now: float,
     ) -> None:
         self.call = call
         self.input_ids = input_ids
@@ -172,12 +178,12 @@ class Recording:
     # ---- the record
 
     def answered(self, trajectory: Trajectory) -> None:
-        """Send the whole trajectory, but for what the record holds of it already."""
+        """Send the whole trajectory without its reward, but for what the record holds of it already."""
         start = self._common(trajectory)
         self._outbox.answered(
             *self._key,
             len(self._pieces) if start else 0,
-            trajectory.header,
+            msgspec.structs.replace(trajectory.header, reward=None),
             encode_trajectory(trajectory, start),
         )
         self._ended.clear()
@@ -192,7 +198,9 @@ class Recording:
         if not n or n > len(trajectory.tokens_T):
             return 0
         same_ids = np.array_equal(np.frombuffer(self._ids, np.int32), trajectory.tokens_T[:n])
-        same = same_ids and np.array_equal(np.frombuffer(self._logprobs, np.float32), trajectory.logprobs_T[:n])
+        same = same_ids and np.array_equal(
+            np.frombuffer(self._logprobs, np.float32), trajectory.logprobs_T[:n]
+        )
         return n if same else 0
 
     def _write(self, request: _Request, now: float) -> None:

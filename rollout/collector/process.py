@@ -1,0 +1,207 @@
+"""One life of a collector: from its plug-ins to the end of its connection.
+
+    tokenizer, workflow, filter, judges ──► connect ──► leases in, events out ──► end of the connection
+
+When the connection ends, nothing that is left here counts any more: the driver has leased it to others, or is
+gone. A further life begins anew, under another name.
+"""
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import aiohttp
+
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout import plugins
+from slipstream.rollout.collector.episodes import Episodes
+from slipstream.rollout.collector.evaluation import Evaluations
+from slipstream.rollout.collector.groups import GroupCollector, NamedFilter
+from slipstream.rollout.collector.outbox import Outbox
+from slipstream.rollout.collector.recording import JOURNAL_EVERY_S
+from slipstream.rollout.collector.time_limit import TimeLimit
+from slipstream.rollout.collector.watchdog import watched
+from slipstream.rollout.control.filters import GroupFilter
+from slipstream.rollout.engine.client import EngineClient
+from slipstream.rollout.engine.pool import EnginePool
+from slipstream.rollout.engine.trace import RequestTrace
+from slipstream.rollout.judge.pool import JudgePool
+from slipstream.rollout.messages import DOWN, Down, Status, Up, pack, split
+from slipstream.rollout.workflow import Workflow, WorkflowContext
+from slipstream.rollout.workflow.tokenizer import load_tokenizer
+
+HEARTBEAT_S = 60.0
+"""Seconds after which a silent driver is gone."""
+
+REPORT_TIMEOUT_S = 5.0
+
+LONGEST_FRAME = 2**31
+"""Bytes."""
+
+
+@dataclass(frozen=True)
+class CollectorSpec:
+    """One life of a collector, as plain data that travels between processes."""
+
+    name: str
+    """No two lives of a run share it."""
+    url: str
+    """Where the driver listens."""
+    key: str
+    """Secret of the run."""
+    vocab_size: int
+    """Number of token ids of the model."""
+    logs: Path
+
+    def __repr__(self) -> str:
+        return f"CollectorSpec({self.name!r}, {self.url!r})"
+
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.key}"}
+
+
+async def collect(
+    spec: CollectorSpec, config: RunConfig, trace: Callable[[RequestTrace], None] | None = None
+) -> None:
+    """Collect for the driver until the connection ends.
+
+    Raises PluginError, JudgeStartFailed and OSError when the collector cannot start.
+    """
+    rollout = config.rollout
+    tokenizer = load_tokenizer(config.model.path)
+    workflow = cast(Workflow, plugins.build(rollout.workflow))
+    group_filter = _filter(config)
+    async with AsyncExitStack() as stack:
+        judges = await stack.enter_async_context(
+            JudgePool(rollout.judging, rollout.reward, spec.logs, spec.name)
+        )
+        pool = EnginePool(
+            connect=EngineClient,
+            wait_timeout_s=rollout.engine.start_timeout_s,
+            isolate_versions=config.weights.interrupt == "in_place",
+            trace=trace,
+        )
+        stack.push_async_callback(pool.close)
+        session = await stack.enter_async_context(aiohttp.ClientSession(spec.url, headers=spec.headers()))
+        socket = await stack.enter_async_context(
+            session.ws_connect(
+                f"/collector/{spec.name}", max_msg_size=LONGEST_FRAME, heartbeat=HEARTBEAT_S, compress=0
+            )
+        )
+
+        def status() -> Status:
+            judging = judges.status()
+            return Status(
+                pool.status(), len(groups) + len(evaluations), judging.open, judging.oldest_wait_s
+            )
+
+        async def send(message: Up, chunks: Sequence[bytes]) -> None:
+            await socket.send_bytes(pack(message, chunks))
+
+        outbox = Outbox(send, status)
+        limit = TimeLimit(rollout.episode_timeout_s)
+        context = WorkflowContext(pool, tokenizer, judges, rollout.sampling)
+        episodes = Episodes(workflow, rollout, spec.vocab_size, limit, outbox)
+        groups = GroupCollector(
+            engines=pool,
+            outbox=outbox,
+            context=context,
+            episodes=episodes,
+            judges=judges,
+            limit=limit,
+            samples=rollout.n_samples_per_prompt,
+            group_filter=group_filter,
+        )
+        evaluations = Evaluations(pool, outbox, _evaluation_context(config, context), episodes, judges, limit)
+        stack.push_async_callback(evaluations.close)
+        stack.push_async_callback(groups.close)
+        stack.enter_context(watched(rollout.collector_timeout_s, _reporter(spec)))
+        await _live(socket, _Inbox(pool, groups, evaluations), outbox, groups)
+
+
+class _ConnectionEnded(Exception):
+    """The driver is gone, or has given this collector up."""
+
+
+async def _live(
+    socket: aiohttp.ClientWebSocketResponse, inbox: "_Inbox", outbox: Outbox, groups: GroupCollector
+) -> None:
+    """Take in messages and send others until the connection ends."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(inbox.run(socket), name="receiving")
+            tasks.create_task(outbox.run(), name="sending")
+            tasks.create_task(_write_ends(groups), name="writing ends")
+    except* (_ConnectionEnded, ConnectionError):
+        """This life of the collector is over."""
+
+
+async def _write_ends(groups: GroupCollector) -> None:
+    while True:
+        await asyncio.sleep(JOURNAL_EVERY_S / 2)
+        groups.write_ends(JOURNAL_EVERY_S)
+
+
+class _Inbox:
+    """Does what the driver says."""
+
+    def __init__(self, pool: EnginePool, groups: GroupCollector, evaluations: Evaluations) -> None:
+        self._pool = pool
+        self._groups = groups
+        self._evaluations = evaluations
+
+    async def run(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        async for message in socket:
+            if message.type is not aiohttp.WSMsgType.BINARY:
+                break
+            self._take(*split(cast(bytes, message.data), DOWN))
+        raise _ConnectionEnded
+
+    def _take(self, message: Down, chunks: memoryview) -> None:
+        if message.routing is not None:
+            self._pool.follow(message.routing)
+        start = 0
+        for lease in message.leases:
+            end = start + sum(size for sample in lease.prior for size, _ in sample.pieces)
+            self._groups.start(lease, chunks[start:end])
+            start = end
+        for group, number in message.cancelled:
+            self._groups.cancel(group, number)
+        for question in message.questions:
+            self._evaluations.start(question)
+        for task in message.withdrawn:
+            self._evaluations.withdraw(task)
+
+
+def _evaluation_context(config: RunConfig, context: WorkflowContext) -> WorkflowContext:
+    """Return the context of evaluations, whose completions may have a length of their own."""
+    if config.eval is None or config.eval.max_new_tokens is None:
+        return context
+    sampling = context.sampling.model_copy(update={"max_new_tokens": config.eval.max_new_tokens})
+    return replace(context, sampling=sampling)
+
+
+def _filter(config: RunConfig) -> NamedFilter | None:
+    settings = config.rollout.group_filter
+    if settings is None:
+        return None
+    return NamedFilter(settings.path, cast(GroupFilter, plugins.build(settings)))
+
+
+def _reporter(spec: CollectorSpec) -> Callable[[int | None, str], None]:
+    """Return what tells the driver which group blocks this process."""
+
+    def report(group: int | None, stack: str) -> None:
+        request = urllib.request.Request(
+            f"{spec.url}/collector/{spec.name}/blocked",
+            json.dumps({"group": group, "traceback": stack}).encode(),
+            {"Content-Type": "application/json"} | spec.headers(),
+        )
+        urllib.request.urlopen(request, timeout=REPORT_TIMEOUT_S).close()
+
+    return report
