@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic
 
-from slipstream.backend.batch.train_batch import TrainBatch
+from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.backend.driver.devices import Devices, Turn
 from slipstream.backend.driver.ports import ClientT, ServingPool, Trainer, VersionOwner
 from slipstream.backend.driver.verification import Verifier, WeightsMismatch
@@ -59,7 +59,7 @@ class ServedWeights(Generic[ClientT]):
         async with self._moving, self._devices.training():
             yield
 
-    async def advance(self, batch: TrainBatch) -> Advance:
+    async def advance(self, batch: EncodedBatch) -> Advance:
         """Train one step and bring every serving engine to the next version.
 
         Engines that missed it are condemned; the report names them.
