@@ -11,8 +11,7 @@ import json
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import cast
 
 import aiohttp
@@ -24,6 +23,7 @@ from slipstream.rollout.collector.evaluation import Evaluations
 from slipstream.rollout.collector.groups import GroupCollector, NamedFilter
 from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.collector.recording import JOURNAL_EVERY_S
+from slipstream.rollout.collector.spec import CollectorSpec
 from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.collector.watchdog import watched
 from slipstream.rollout.control.filters import GroupFilter
@@ -42,27 +42,6 @@ REPORT_TIMEOUT_S = 5.0
 
 LONGEST_FRAME = 2**31
 """Bytes."""
-
-
-@dataclass(frozen=True)
-class CollectorSpec:
-    """One life of a collector, as plain data that travels between processes."""
-
-    name: str
-    """No two lives of a run share it."""
-    url: str
-    """Where the driver listens."""
-    key: str
-    """Secret of the run."""
-    vocab_size: int
-    """Number of token ids of the model."""
-    logs: Path
-
-    def __repr__(self) -> str:
-        return f"CollectorSpec({self.name!r}, {self.url!r})"
-
-    def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.key}"}
 
 
 async def collect(
