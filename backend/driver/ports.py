@@ -72,14 +72,20 @@ class NamedClient(Protocol):
 ClientT = TypeVar("ClientT", bound=NamedClient)
 
 
-class ServingPool(Protocol[ClientT]):
-    """The engines that serve, as whoever publishes to them sees them: ``rollout.engine.pool.EnginePool``."""
+class ServingEngines(Protocol[ClientT]):
+    """The engines that serve, as whoever publishes sees them: ``rollout.engine.roster.EngineRoster``."""
 
     @property
     def clients(self) -> Sequence[ClientT]: ...
-    async def condemn(self, client: ClientT, reason: str) -> None: ...
-    def doubt(self, version: int) -> None: ...
+    def condemn(self, client: ClientT, reason: str) -> None: ...
+    async def doubt(self, version: int) -> None:
+        """Return once nobody hands out what the engines sample from ``version`` on until they are trusted."""
+        ...
+
     def trust(self, client: ClientT) -> None: ...
+    def announce(self) -> None:
+        """Tell everybody who sends requests that the policy version has moved."""
+        ...
 
 
 class VersionOwner(Protocol):
@@ -88,7 +94,7 @@ class VersionOwner(Protocol):
     @property
     def version(self) -> int: ...
     def published(self, version: int) -> None:
-        """Move to ``version``: every engine in the pool holds it."""
+        """Move to ``version``: every engine that serves holds it."""
         ...
 
 

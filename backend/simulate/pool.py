@@ -40,7 +40,7 @@ class SimulatedPool:
         """Engines that serve now."""
         return [engine for engine in self.engines if engine.index in self._loads]
 
-    async def add(self, engine: Engine) -> None:
+    def add(self, engine: Engine) -> None:
         """The engine serves, and holds the current version."""
         self._loads.add(engine.index)
         while self._waiting and self._room:
@@ -51,17 +51,20 @@ class SimulatedPool:
         by_name = {engine.name: engine for engine in self.engines}
         return [by_name[name] for name in names]
 
-    async def condemn(self, client: Engine, reason: str) -> None:
+    def condemn(self, client: Engine, reason: str) -> None:
         """Raise: no step of a simulated publication can fail."""
         raise AssertionError(f"a simulated publication cannot fail: {client.name}: {reason}")
 
-    def doubt(self, version: int) -> None:
+    async def doubt(self, version: int) -> None:
         """Do nothing: simulated weights are not verified."""
 
     def trust(self, client: Engine) -> None:
         """Do nothing: simulated weights are not verified."""
 
-    async def remove(self, engine: Engine) -> None:
+    def announce(self) -> None:
+        """Do nothing: simulated engines know their versions themselves."""
+
+    def remove(self, engine: Engine) -> None:
         """The engine is lost. Its requests go on elsewhere with what they have."""
         self._loads.remove(engine.index)
         lost = engine.fail()
