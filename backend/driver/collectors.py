@@ -6,7 +6,7 @@ A collector that is gone holds nobody up: its groups are leased to others at onc
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.backend.cluster.actors import CollectorActors
@@ -28,36 +28,35 @@ class Collectors:
         config: RunConfig,
         actors: CollectorActors,
         logs: Path,
+        key: str,
         vocab_size: int,
         note: Callable[[str], None],
     ) -> None:
+        """``key``: secret of the run. ``vocab_size``: number of token ids of the model."""
         self._config = config
         self._actors = actors
         self._logs = logs
+        self._key = key
         self._vocab_size = vocab_size
         self._note = note
-        self._running: dict[str, CollectorHandle] = {}
         self.restarts = 0
         """Number of restarts of all collectors so far."""
 
-    async def run(self, url: str, key: str) -> None:
+    async def run(self, url: str) -> None:
         """Keep all collectors running, connected to ``url``. Ends by cancellation only.
 
         Raises, in an ExceptionGroup, CollectorGone.
         """
         async with asyncio.TaskGroup() as tasks:
             for number in range(self._actors.count):
-                tasks.create_task(self._keep(number, url, key), name=f"collector-{number}")
+                tasks.create_task(self._keep(number, url), name=f"collector-{number}")
 
-    def end(self, name: str) -> None:
-        """End a collector that does not do what it is told. It is started again."""
-        if name in self._running:
-            kill(self._running[name])
-
-    async def _keep(self, number: int, url: str, key: str) -> None:
+    async def _keep(self, number: int, url: str) -> None:
         life = 0
         while True:
-            spec = CollectorSpec(f"collector-{number}", life, url, key, self._vocab_size, self._logs)
+            spec = CollectorSpec(
+                f"collector-{number}", life, url, self._key, self._vocab_size, self._logs
+            )
             reason = await self._live(number, spec)
             life += 1
             self.restarts += 1
@@ -67,7 +66,7 @@ class Collectors:
 
     async def _live(self, number: int, spec: CollectorSpec) -> str:
         """Run one life of a collector. Return the reason of its end."""
-        actor = self._running[spec.name] = self._actors.create(number)
+        actor = self._actors.create(number)
         try:
             await actor.collect.remote(spec, self._config)
             return "its connection has ended"
@@ -77,5 +76,4 @@ class Collectors:
         except ray.exceptions.RayActorError:
             return f"its process has ended (log: {self._logs / spec.collector}.log)"
         finally:
-            del self._running[spec.name]
             kill(actor)

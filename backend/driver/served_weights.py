@@ -59,12 +59,11 @@ class ServedWeights(Generic[ClientT]):
         async with self._moving, self._devices.training():
             yield
 
-    async def advance(self, batch: EncodedBatch) -> Advance:
-        """Train one step and bring every serving engine to the next version.
+    async def advance(self, batch: EncodedBatch, version: int) -> Advance:
+        """Train one step and bring every serving engine to its result, ``version``.
 
         Engines that missed it are condemned; the report names them.
         """
-        version = self._owner.version + 1
         async with self._moving:
             async with self.trainers_turn() as turn:
                 began = time.monotonic()

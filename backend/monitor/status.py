@@ -27,6 +27,7 @@ class RunStatus:
     requests_limit: int
     requests_resent: int
     engine_restarts: int
+    collector_restarts: int
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,20 @@ class RolloutConfig(Section):
         ge=1,
         description="Largest number of trajectories that all engines together generate at a time.",
     )
+    collectors: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of processes that run episodes; null: one on each node.",
+    )
+    collector_restarts: int = Field(
+        default=16, ge=0, description="Number of times that a collector may be started again."
+    )
+    collector_timeout_s: float = Field(
+        default=60,
+        gt=0,
+        description="Seconds for which the code of a workflow may compute without awaiting anything. It holds "
+        "up all episodes of its collector meanwhile, which is then ended and started again.",
+    )
     episode_attempts: int = Field(
         default=3,
         ge=1,

@@ -175,6 +175,12 @@ class Leases:
         self._is_open = True
         self.grant()
 
+    def close(self) -> None:
+        """Give out no further lease, and cancel the work that is under way: the run ends."""
+        self._is_open = False
+        for group in self._groups.values():
+            self._cancel(group)
+
     def grant(self) -> None:
         """Lease groups as long as there are slots, or groups without a collector, and room for them."""
         room = [

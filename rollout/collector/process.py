@@ -27,7 +27,6 @@ from slipstream.rollout.collector.spec import CollectorSpec
 from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.collector.watchdog import watched
 from slipstream.rollout.control.filters import GroupFilter
-from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.engine.trace import RequestTrace
 from slipstream.rollout.judge.pool import JudgePool
@@ -59,10 +58,12 @@ async def collect(
         judges = await stack.enter_async_context(
             JudgePool(rollout.judging, rollout.reward, spec.logs, spec.name)
         )
+        limit = TimeLimit(rollout.episode_timeout_s)
         pool = EnginePool(
-            connect=EngineClient,
             wait_timeout_s=rollout.engine.start_timeout_s,
             isolate_versions=config.weights.interrupt == "in_place",
+            report=lambda: outbox.flush(),
+            on_held=limit.stop,
             trace=trace,
         )
         stack.push_async_callback(pool.close)
@@ -76,14 +77,16 @@ async def collect(
         def status() -> Status:
             judging = judges.status()
             return Status(
-                pool.status(), len(groups) + len(evaluations), judging.open, judging.oldest_wait_s
+                pool.status(),
+                len(groups) + len(evaluations),
+                judging.waiting + judging.running,
+                judging.oldest_s,
             )
 
         async def send(message: Up, chunks: Sequence[bytes]) -> None:
             await socket.send_bytes(pack(message, chunks))
 
         outbox = Outbox(send, status)
-        limit = TimeLimit(rollout.episode_timeout_s)
         context = WorkflowContext(pool, tokenizer, judges, rollout.sampling)
         episodes = Episodes(workflow, rollout, spec.vocab_size, limit, outbox)
         groups = GroupCollector(
