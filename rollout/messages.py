@@ -81,8 +81,8 @@ class Status(msgspec.Struct, array_like=True, gc=False):
     """State of a collector."""
 
     pool: PoolStatus
-    episodes: int
-    """Episodes that have not ended."""
+    groups: int
+    """Leased groups that have not ended."""
     judging: int
     """Questions that wait for a judge or are being judged."""
     judging_s: float

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slipstream.backend.cluster.actors import CollectorActors
 from slipstream.backend.cluster.configured_ray import ray
-from slipstream.backend.cluster.handles import CollectorHandle, kill
+from slipstream.backend.cluster.handles import kill
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collector.spec import CollectorSpec
 
@@ -54,9 +54,7 @@ class Collectors:
     async def _keep(self, number: int, url: str) -> None:
         life = 0
         while True:
-            spec = CollectorSpec(
-                f"collector-{number}", life, url, self._key, self._vocab_size, self._logs
-            )
+            spec = CollectorSpec(f"collector-{number}", life, url, self._key, self._vocab_size, self._logs)
             reason = await self._live(number, spec)
             life += 1
             self.restarts += 1

@@ -107,9 +107,7 @@ async def _course(
         progress.phase("training")
         recorder.training_begins(parts.status())
         training.set()
-        collecting = tasks.create_task(
-            collection_loop(gate, parts.leases), name="collection"
-        )
+        collecting = tasks.create_task(collection_loop(gate, parts.leases), name="collection")
         with stop.by("stopping behind this step; again to stop at once", gate.end):
             await training_loop(
                 config.run,
@@ -124,7 +122,7 @@ async def _course(
         recorder.training_ends()
         collecting.cancel()
         await asyncio.wait({collecting})
-        parts.leases.close()
+        await parts.leases.close()
         await weights.settled()
         await parts.checkpoints.last(gate)
         if not stop.asked:

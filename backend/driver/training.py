@@ -61,7 +61,9 @@ async def training_loop(
                 running.append(evaluations.create_task(evaluation.run(advance.version)))
 
 
-def encoded(groups: Sequence[ReadyGroup], gate: AdmissionGate, read: Callable[[bytes], bytes]) -> EncodedBatch:
+def encoded(
+    groups: Sequence[ReadyGroup], gate: AdmissionGate, read: Callable[[bytes], bytes]
+) -> EncodedBatch:
     """Return the trajectories of ``groups``, in their order, for a step from the present version.
 
     ``read``: returns the chunks that references stand for.

@@ -15,9 +15,7 @@ TRACES = "trace*.jsonl"
 class TraceLog:
     """Appends events to the trace, and flushes them when the last flush is a second or more ago."""
 
-    def __init__(
-        self, folder: Path, writer: str = "", clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, folder: Path, writer: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         """``writer``: name of the process, unless it is the driver."""
         name = f"trace-{writer}.jsonl" if writer else "trace.jsonl"
         self._file = (folder / name).open("a", encoding="utf-8")

@@ -1,8 +1,8 @@
 """What becomes of the groups that a restart finds unfinished.
 
-    all trajectories judged ──► ready, unless too old by now ──────┐
-    something recorded      ──► continued, unless too old by now ──┼──► generated again from the prompt
-    nothing recorded        ───────────────────────────────────────┘
+all trajectories judged ──► ready, unless too old by now ──────┐
+something recorded      ──► continued, unless too old by now ──┼──► generated again from the prompt
+nothing recorded        ───────────────────────────────────────┘
 """
 
 from collections.abc import Iterable
@@ -117,4 +117,3 @@ def _ready(found: _Found) -> ReadyGroup:
         assert sample.trajectory is not None
         trajectories.append(StoredTrajectory(sample.trajectory, sample.refs))
     return ReadyGroup(found.group.id, tuple(trajectories))
-

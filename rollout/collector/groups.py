@@ -11,7 +11,7 @@ completion. A group in which one episode has failed is lost: its other episodes 
 
 import asyncio
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 

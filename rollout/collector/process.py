@@ -78,7 +78,7 @@ async def collect(
             judging = judges.status()
             return Status(
                 pool.status(),
-                len(groups) + len(evaluations),
+                len(groups),
                 judging.waiting + judging.running,
                 judging.oldest_s,
             )

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
 
-
 _running: ContextVar["_Entry"] = ContextVar("time limit")
 """The limit around the running code."""
 
