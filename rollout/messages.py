@@ -100,7 +100,7 @@ class Up(msgspec.Struct, array_like=True, gc=False):
     evaluated: list[Evaluated] = []
     status: Status | None = None
     fatal: str = ""
-    """Reason why the run cannot go on: no engine has served for too long."""
+    """Reason why the run cannot go on: no engine serves, or no judge can be started."""
 
 
 class PriorSample(msgspec.Struct, array_like=True, gc=False):

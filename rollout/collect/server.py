@@ -20,7 +20,6 @@ from aiohttp import WSMsgType, web
 from slipstream.rollout.collect.journal import Journal
 from slipstream.rollout.collect.leases import Leases
 from slipstream.rollout.collect.questions import Questions
-from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.routing import Routing
 from slipstream.rollout.messages import UP, Down, Lease, MalformedFrame, Question, pack, split
@@ -41,6 +40,10 @@ LONGEST_REPORT = 2**20
 """Bytes of the report of a blocked collector."""
 
 SHUTDOWN_S = 5.0
+
+
+class CollectionFailed(RuntimeError):
+    """A collector has told why the run cannot go on."""
 
 
 class Connection:
@@ -197,7 +200,7 @@ class CollectorServer:
                 raise MalformedFrame(f"a frame of type {message.type}")
             up, payload = split(cast(bytes, message.data), UP)
             if up.fatal:
-                raise NoEngine(f"{name}: {up.fatal}")
+                raise CollectionFailed(f"{name}: {up.fatal}")
             if up.status is not None:
                 self._roster.reported(name, up.status.pool)
             try:

@@ -124,8 +124,8 @@ class Outbox:
         self._next.failed.append(FailedAttempt(prompt, attempt, error))
         self._due.set()
 
-    def no_engine(self, reason: str) -> None:
-        """Tell that no engine has served for too long, which nothing here can mend."""
+    def cannot_go_on(self, reason: str) -> None:
+        """Tell the driver what nothing here can mend."""
         self._next.fatal = reason
         self._due.set()
 

@@ -11,18 +11,19 @@ import json
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import aiohttp
 
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import RunConfig, SamplingConfig
 from slipstream.rollout import plugins
-from slipstream.rollout.collector.episodes import Episodes
-from slipstream.rollout.collector.evaluation import Evaluations
+from slipstream.rollout.collector.episodes import Episodes, check
+from slipstream.rollout.collector.evaluation import Evaluations, GreedyGenerator
 from slipstream.rollout.collector.groups import GroupCollector, NamedFilter
+from slipstream.rollout.collector.judging import Judging, WorkflowReward
 from slipstream.rollout.collector.outbox import Outbox
-from slipstream.rollout.collector.recording import JOURNAL_EVERY_S
+from slipstream.rollout.collector.recording import JOURNAL_EVERY_S, Recording
 from slipstream.rollout.collector.spec import CollectorSpec
 from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.collector.watchdog import watched
@@ -75,31 +76,36 @@ async def collect(
         )
 
         def status() -> Status:
-            judging = judges.status()
+            asked = judges.status()
             return Status(
                 pool.status(),
                 len(groups),
-                judging.waiting + judging.running,
-                judging.oldest_s,
+                asked.waiting + asked.running,
+                asked.oldest_s,
             )
 
         async def send(message: Up, chunks: Sequence[bytes]) -> None:
             await socket.send_bytes(pack(message, chunks))
 
         outbox = Outbox(send, status)
-        context = WorkflowContext(pool, tokenizer, judges, rollout.sampling)
-        episodes = Episodes(workflow, rollout, spec.vocab_size, limit, outbox)
+        checking = partial(check, vocab_size=spec.vocab_size, workflow=rollout.workflow.path)
+        episodes = Episodes(workflow, rollout, checking, limit, outbox)
+        judging = Judging(judges, tokenizer)
         groups = GroupCollector(
-            engines=pool,
             outbox=outbox,
-            context=context,
+            record=partial(Recording, pool, outbox),
+            context=lambda recording: WorkflowContext(
+                recording, tokenizer, WorkflowReward(judges, limit, recording), rollout.sampling
+            ),
             episodes=episodes,
-            judges=judges,
-            limit=limit,
+            judge=judging.judge,
             samples=rollout.n_samples_per_prompt,
             group_filter=group_filter,
         )
-        evaluations = Evaluations(pool, outbox, _evaluation_context(config, context), episodes, judges, limit)
+        greedy = WorkflowContext(
+            GreedyGenerator(pool), tokenizer, WorkflowReward(judges, limit), _evaluation_sampling(config)
+        )
+        evaluations = Evaluations(outbox, greedy, episodes, judging.judge)
         stack.push_async_callback(evaluations.close)
         stack.push_async_callback(groups.close)
         stack.enter_context(watched(rollout.collector_timeout_s, _reporter(spec)))
@@ -111,7 +117,10 @@ class _ConnectionEnded(Exception):
 
 
 async def _live(
-    socket: aiohttp.ClientWebSocketResponse, inbox: "_Inbox", outbox: Outbox, groups: GroupCollector
+    socket: aiohttp.ClientWebSocketResponse,
+    inbox: "_Inbox",
+    outbox: Outbox,
+    groups: GroupCollector[Recording],
 ) -> None:
     """Take in messages and send others until the connection ends."""
     try:
@@ -123,7 +132,7 @@ async def _live(
         """This life of the collector is over."""
 
 
-async def _write_ends(groups: GroupCollector) -> None:
+async def _write_ends(groups: GroupCollector[Recording]) -> None:
     while True:
         await asyncio.sleep(JOURNAL_EVERY_S / 2)
         groups.write_ends(JOURNAL_EVERY_S)
@@ -132,7 +141,7 @@ async def _write_ends(groups: GroupCollector) -> None:
 class _Inbox:
     """Does what the driver says."""
 
-    def __init__(self, pool: EnginePool, groups: GroupCollector, evaluations: Evaluations) -> None:
+    def __init__(self, pool: EnginePool, groups: GroupCollector[Recording], evaluations: Evaluations) -> None:
         self._pool = pool
         self._groups = groups
         self._evaluations = evaluations
@@ -160,12 +169,12 @@ class _Inbox:
             self._evaluations.withdraw(task)
 
 
-def _evaluation_context(config: RunConfig, context: WorkflowContext) -> WorkflowContext:
-    """Return the context of evaluations, whose completions may have a length of their own."""
+def _evaluation_sampling(config: RunConfig) -> SamplingConfig:
+    """Return the sampling of evaluations, whose completions may have a length of their own."""
+    sampling = config.rollout.sampling
     if config.eval is None or config.eval.max_new_tokens is None:
-        return context
-    sampling = context.sampling.model_copy(update={"max_new_tokens": config.eval.max_new_tokens})
-    return replace(context, sampling=sampling)
+        return sampling
+    return sampling.model_copy(update={"max_new_tokens": config.eval.max_new_tokens})
 
 
 def _filter(config: RunConfig) -> NamedFilter | None:
