@@ -16,7 +16,7 @@ from slipstream.rollout.collect.journal import Journal
 from slipstream.rollout.collect.listener import CollectionListener
 from slipstream.rollout.control.core import GroupCounts, Loss, RolloutControl
 from slipstream.rollout.control.slots import State
-from slipstream.rollout.ledger.writer import Training
+from slipstream.rollout.ledger.transaction import Training
 from slipstream.rollout.trajectory import TrajectoryHeader
 
 LEAST_FAILURES = 8

@@ -59,11 +59,11 @@ async def collect(
         judges = await stack.enter_async_context(
             JudgePool(rollout.judging, rollout.reward, spec.logs, spec.name)
         )
-        limit = TimeLimit(rollout.episode_timeout_s)
+        limit, outbox = TimeLimit(rollout.episode_timeout_s), Outbox()
         pool = EnginePool(
             wait_timeout_s=rollout.engine.start_timeout_s,
             isolate_versions=config.weights.interrupt == "in_place",
-            report=lambda: outbox.flush(),
+            report=outbox.flush,
             on_held=limit.stop,
             trace=trace,
         )
@@ -75,19 +75,6 @@ async def collect(
             )
         )
 
-        def status() -> Status:
-            asked = judges.status()
-            return Status(
-                pool.status(),
-                len(groups),
-                asked.waiting + asked.running,
-                asked.oldest_s,
-            )
-
-        async def send(message: Up, chunks: Sequence[bytes]) -> None:
-            await socket.send_bytes(pack(message, chunks))
-
-        outbox = Outbox(send, status)
         checking = partial(check, vocab_size=spec.vocab_size, workflow=rollout.workflow.path)
         episodes = Episodes(workflow, rollout, checking, limit, outbox)
         judging = Judging(judges, tokenizer)
@@ -109,24 +96,20 @@ async def collect(
         stack.push_async_callback(evaluations.close)
         stack.push_async_callback(groups.close)
         stack.enter_context(watched(rollout.collector_timeout_s, _reporter(spec)))
-        await _live(socket, _Inbox(pool, groups, evaluations), outbox, groups)
+        connection = _Connection(socket, pool, judges, groups, evaluations)
+        await _live(connection, outbox, groups)
 
 
 class _ConnectionEnded(Exception):
     """The driver is gone, or has given this collector up."""
 
 
-async def _live(
-    socket: aiohttp.ClientWebSocketResponse,
-    inbox: "_Inbox",
-    outbox: Outbox,
-    groups: GroupCollector[Recording],
-) -> None:
+async def _live(connection: "_Connection", outbox: Outbox, groups: GroupCollector[Recording]) -> None:
     """Take in messages and send others until the connection ends."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(inbox.run(socket), name="receiving")
-            tasks.create_task(outbox.run(), name="sending")
+            tasks.create_task(connection.receive(), name="receiving")
+            tasks.create_task(outbox.run(connection.send, connection.status), name="sending")
             tasks.create_task(_write_ends(groups), name="writing ends")
     except* (_ConnectionEnded, ConnectionError):
         """This life of the collector is over."""
@@ -138,16 +121,35 @@ async def _write_ends(groups: GroupCollector[Recording]) -> None:
         groups.write_ends(JOURNAL_EVERY_S)
 
 
-class _Inbox:
-    """Does what the driver says."""
+class _Connection:
+    """The collector's end of its connection with the driver."""
 
-    def __init__(self, pool: EnginePool, groups: GroupCollector[Recording], evaluations: Evaluations) -> None:
+    def __init__(
+        self,
+        socket: aiohttp.ClientWebSocketResponse,
+        pool: EnginePool,
+        judges: JudgePool,
+        groups: GroupCollector[Recording],
+        evaluations: Evaluations,
+    ) -> None:
+        self._socket = socket
         self._pool = pool
+        self._judges = judges
         self._groups = groups
         self._evaluations = evaluations
 
-    async def run(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        async for message in socket:
+    def status(self) -> Status:
+        judges = self._judges.status()
+        return Status(
+            self._pool.status(), len(self._groups), judges.waiting + judges.running, judges.oldest_s
+        )
+
+    async def send(self, message: Up, chunks: Sequence[bytes]) -> None:
+        await self._socket.send_bytes(pack(message, chunks))
+
+    async def receive(self) -> None:
+        """Do what the driver says. Raises _ConnectionEnded."""
+        async for message in self._socket:
             if message.type is not aiohttp.WSMsgType.BINARY:
                 break
             self._take(*split(cast(bytes, message.data), DOWN))
