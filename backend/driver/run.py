@@ -6,6 +6,7 @@ inputs ──► run folder, ledger ──► Ray ──► assemble ──► s
 import asyncio
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import Literal
 
 from slipstream.backend.checkpoint.errors import describe
@@ -26,6 +27,7 @@ from slipstream.backend.monitor.recorder import Recorder
 from slipstream.backend.monitor.summary import RunSummary, write_summary
 from slipstream.backend.monitor.trace import TraceLog
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout.ledger.writer import Ledger
 
 
 async def run(config: RunConfig, progress: Progress, *, resume: bool = False) -> RunSummary:
@@ -117,7 +119,7 @@ async def _course(
                 evaluation,
                 recorder,
                 parts.status,
-                state.ledger.read,
+                partial(asyncio.to_thread, _read, state.ledger),
             )
         recorder.training_ends()
         collecting.cancel()
@@ -136,3 +138,8 @@ async def _course(
         collectors_task.cancel()
     if stop.asked:
         raise Stopped
+
+
+def _read(ledger: Ledger, refs: list[bytes]) -> list[bytes]:
+    """Return the chunks of each trajectory. Raises LedgerError."""
+    return [ledger.read(each) for each in refs]

@@ -10,7 +10,7 @@ and the writing of checkpoints go on beside the next steps.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.configs.schema.run import RunSection
 from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup
 
+Read = Callable[[list[bytes]], Awaitable[list[bytes]]]
+
 
 async def training_loop(
     run: RunSection,
@@ -31,11 +33,11 @@ async def training_loop(
     evaluation: Evaluation | None,
     listener: RunListener,
     status: Callable[[], RunStatus],
-    read: Callable[[bytes], bytes],
+    read: Read,
 ) -> None:
     """Train and publish until ``run.steps`` steps are done or the gate was ended.
 
-    ``read``: returns the chunks that references into the ledger stand for.
+    ``read`` returns the chunks of trajectories, given their references into the ledger.
     """
     clock = asyncio.get_running_loop().time
     running: list[asyncio.Task[None]] = []
@@ -49,7 +51,7 @@ async def training_loop(
                 return
             waited_s = clock() - began
             await gate.step_begins()
-            batch = await asyncio.to_thread(encoded, groups, gate, read)
+            batch = await encoded(groups, gate, read)
             advance = await weights.advance(batch, gate.next_version)
             times = StepTimes(wait_s=waited_s, train_s=advance.train_s, step_s=clock() - began)
             step = TrainedStep(
@@ -61,15 +63,10 @@ async def training_loop(
                 running.append(evaluations.create_task(evaluation.run(advance.version)))
 
 
-def encoded(
-    groups: Sequence[ReadyGroup], gate: AdmissionGate, read: Callable[[bytes], bytes]
-) -> EncodedBatch:
-    """Return the trajectories of ``groups``, in their order, for a step from the present version.
-
-    ``read``: returns the chunks that references stand for.
-    """
+async def encoded(groups: Sequence[ReadyGroup], gate: AdmissionGate, read: Read) -> EncodedBatch:
+    """Return the trajectories of ``groups``, in their order, for a step from the present version."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    chunks = [read(trajectory.refs) for trajectory in trajectories]
+    chunks = await read([trajectory.refs for trajectory in trajectories])
     versions = {version for trajectory in trajectories for version in trajectory.header.trained_tokens}
     return EncodedBatch(
         gate.version,

@@ -5,8 +5,8 @@ leases ──► GroupCollector ──► outbox ──► leases      with head
 
 from collections.abc import Sequence
 
-from slipstream.backend.simulate.pool import SimulatedPool
 from slipstream.backend.simulate.episodes import NumberedGenerator
+from slipstream.backend.simulate.pool import SimulatedPool
 from slipstream.rollout.collect.leases import Leases
 from slipstream.rollout.collect.questions import Questions
 from slipstream.rollout.collector.evaluation import Evaluations

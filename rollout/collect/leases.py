@@ -29,7 +29,7 @@ from slipstream.rollout.collect.journal import Journal
 from slipstream.rollout.collect.listener import CollectionListener
 from slipstream.rollout.control.core import Ticket
 from slipstream.rollout.ledger.database import LedgerError
-from slipstream.rollout.ledger.database import SAMPLES
+from slipstream.rollout.ledger.samples import SAMPLES
 from slipstream.rollout.messages import (
     ANSWERED,
     FILTERED,
