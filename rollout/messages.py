@@ -81,8 +81,8 @@ class Status(msgspec.Struct, array_like=True, gc=False):
     """State of a collector."""
 
     pool: PoolStatus
-    episodes: int
-    """Episodes that have not ended."""
+    groups: int
+    """Leased groups that have not ended."""
     judging: int
     """Questions that wait for a judge or are being judged."""
     judging_s: float
@@ -100,7 +100,7 @@ class Up(msgspec.Struct, array_like=True, gc=False):
     evaluated: list[Evaluated] = []
     status: Status | None = None
     fatal: str = ""
-    """Reason why the run cannot go on: no engine has served for too long."""
+    """Reason why the run cannot go on: no engine serves, or no judge can be started."""
 
 
 class PriorSample(msgspec.Struct, array_like=True, gc=False):

@@ -110,9 +110,7 @@ def encode_trajectory(trajectory: Trajectory, start: int = 0) -> bytes:
             context_start, begin = begin, end
             continue
         context = trajectory.tokens_T[context_start:begin]
-        chunks.append(
-            encode_chunk(context, trajectory.tokens_T[begin:end], trajectory.logprobs_T[begin:end])
-        )
+        chunks.append(encode_chunk(context, trajectory.tokens_T[begin:end], trajectory.logprobs_T[begin:end]))
         context_start = begin = end
     if begin > context_start:
         chunks.append(encode_chunk(trajectory.tokens_T[context_start:begin], (), ()))

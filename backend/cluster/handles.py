@@ -27,6 +27,13 @@ class RankActor(Protocol):
     def call(self) -> RemoteMethod[object]: ...
 
 
+class CollectorHandle(Protocol):
+    """The handle of a ``CollectorActor``."""
+
+    @property
+    def collect(self) -> RemoteMethod[None]: ...
+
+
 class EngineServerActor(Protocol):
     """The handle of an ``EngineActor``."""
 
@@ -38,6 +45,6 @@ class EngineServerActor(Protocol):
     def stop(self) -> RemoteMethod[None]: ...
 
 
-def kill(actor: RankActor | EngineServerActor) -> None:
+def kill(actor: RankActor | EngineServerActor | CollectorHandle) -> None:
     """End the actor's process at once."""
     ray.kill(actor)  # pyright: ignore[reportArgumentType]  # Ray types handles by their class

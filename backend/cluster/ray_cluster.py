@@ -43,6 +43,11 @@ def ray_cluster(config: RunConfig) -> Iterator[list[Node]]:
         ]
 
 
+def driver_address(config: RunConfig) -> str:
+    """Return the address of this node by which the run's other processes reach it."""
+    return "127.0.0.1" if config.cluster.type == "local" else ray.util.get_node_ip_address()
+
+
 def _start_local(config: RunConfig, folder: Path) -> None:
     ray.init(
         address="local",

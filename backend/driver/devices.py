@@ -20,9 +20,8 @@ from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.driver.ports import RestingTrainer
 from slipstream.bridge.publish.endpoint import Pause, error_text
 from slipstream.rollout.changes import Changes
-from slipstream.rollout.collect.time_limit import TimeLimit
 from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineMemory
-from slipstream.rollout.engine.pool import EnginePool
+from slipstream.rollout.engine.roster import EngineRoster
 
 ALL_MEMORY: Sequence[EngineMemory] = ("weights", "kv_cache", "cuda_graph")
 WEIGHTS: Sequence[EngineMemory] = ("weights",)
@@ -49,7 +48,7 @@ class Devices(Protocol):
         ...
 
     def training(self, *newcomers: EngineAddress) -> AbstractAsyncContextManager[Turn]:
-        """Let the trainer compute inside the block. ``newcomers`` run, and are not in the pool yet."""
+        """Let the trainer compute inside the block. ``newcomers`` run, and are not in the roster yet."""
         ...
 
     def publishing(self) -> AbstractAsyncContextManager[None]:
@@ -63,7 +62,7 @@ class Separate:
     shared = False
 
     def __init__(self, publishing: Callable[[], AbstractAsyncContextManager[None]] = nullcontext) -> None:
-        """``publishing``: what surrounds a publication, such as draining the pool."""
+        """``publishing``: what surrounds a publication, such as draining the engines."""
         self._publishing = publishing
 
     def starting(self) -> AbstractAsyncContextManager[None]:
@@ -84,24 +83,21 @@ class Colocated:
     def __init__(
         self,
         trainer: RestingTrainer,
-        pool: EnginePool,
+        roster: EngineRoster,
         *,
         pause: Pause,
         drain_s: float | None,
         timeout_s: float,
-        episodes: TimeLimit,
     ) -> None:
         """``pause``: what a stop does to requests that run, with ``drain_s`` to those that outlast it.
 
         ``timeout_s``: longest time for an engine to stop, to release its memory or to regain it.
-        ``episodes``: a time limit that stands still during the trainer's turns.
         """
         self._trainer = trainer
-        self._pool = pool
+        self._roster = roster
         self._pause: Pause = pause
         self._drain_s = drain_s
         self._timeout_s = timeout_s
-        self._episodes = episodes
         self._turn = asyncio.Lock()
         self._trainer_rests = False
         self._has_rested = False
@@ -126,9 +122,11 @@ class Colocated:
         async with self._turn, AsyncExitStack() as stack:
             self._trainer_rests = False  # so that no further engine starts
             await self._changes.first(lambda: True if not self._starting else None)
+            # Collectors stop the clocks of their episodes while requests are held.
             if self._drain_s is not None:
-                await stack.enter_async_context(self._pool.drained(self._drain_s))
-            stack.enter_context(self._episodes.stopped())
+                await stack.enter_async_context(self._roster.drained(self._drain_s))
+            else:
+                stack.enter_context(self._roster.holding())
             new = [await stack.enter_async_context(EngineClient(address)) for address in newcomers]
             clock = asyncio.get_running_loop().time
             turn, began = Turn(), clock()
@@ -149,7 +147,7 @@ class Colocated:
         yield
 
     async def _stop(self, newcomers: Sequence[EngineClient]) -> None:
-        self._standing, self._away = [*self._pool.clients, *newcomers], ALL_MEMORY
+        self._standing, self._away = [*self._roster.clients, *newcomers], ALL_MEMORY
         await self._each("pause", lambda engine: engine.pause(self._pause))
         await self._each("release", lambda engine: engine.release_memory(ALL_MEMORY))
         if self._has_rested:
@@ -158,8 +156,8 @@ class Colocated:
     async def _go_on(self, newcomers: Sequence[EngineClient]) -> None:
         await self._trainer.rest()
         self._has_rested = True
-        # An engine that the pool has lost meanwhile may hold a mixture of two versions: it stays stopped.
-        whole = {*self._pool.clients, *newcomers}
+        # An engine that was lost meanwhile may hold a mixture of two versions: it stays stopped.
+        whole = {*self._roster.clients, *newcomers}
         self._standing = [engine for engine in self._standing if engine in whole]
         await self._each("regain", lambda engine: engine.regain_memory(self._away))
         await self._each("resume", lambda engine: engine.resume())
@@ -181,7 +179,7 @@ class Colocated:
         failures = await asyncio.gather(*map(attempt, self._standing))
         for engine, reason in zip(self._standing, failures, strict=True):
             if reason is not None:
-                await self._pool.condemn(engine, reason)
+                self._roster.condemn(engine, reason)
         self._standing = [
             engine for engine, reason in zip(self._standing, failures, strict=True) if reason is None
         ]

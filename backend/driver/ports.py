@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from slipstream.backend.batch.train_batch import TrainBatch
+from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.backend.monitor.status import RunStatus, TrainedStep
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.collect.listener import CollectionListener
@@ -19,7 +19,7 @@ from slipstream.rollout.engine.client import EngineAddress
 class Trainer(Protocol):
     """All trainer ranks as one object. One call at a time: the ranks meet in collectives."""
 
-    async def train(self, batch: TrainBatch) -> Mapping[str, float]:
+    async def train(self, batch: EncodedBatch) -> Mapping[str, float]:
         """Train one step. Return its metrics by the tags of ``monitor/tags.py``."""
         ...
 
@@ -72,14 +72,20 @@ class NamedClient(Protocol):
 ClientT = TypeVar("ClientT", bound=NamedClient)
 
 
-class ServingPool(Protocol[ClientT]):
-    """The engines that serve, as whoever publishes to them sees them: ``rollout.engine.pool.EnginePool``."""
+class ServingEngines(Protocol[ClientT]):
+    """The engines that serve, as whoever publishes sees them: ``rollout.engine.roster.EngineRoster``."""
 
     @property
     def clients(self) -> Sequence[ClientT]: ...
-    async def condemn(self, client: ClientT, reason: str) -> None: ...
-    def doubt(self, version: int) -> None: ...
+    def condemn(self, client: ClientT, reason: str) -> None: ...
+    async def doubt(self, version: int) -> None:
+        """Return once nobody hands out what the engines sample from ``version`` on until they are trusted."""
+        ...
+
     def trust(self, client: ClientT) -> None: ...
+    def announce(self) -> None:
+        """Tell everybody who sends requests that the policy version has moved."""
+        ...
 
 
 class VersionOwner(Protocol):
@@ -88,7 +94,7 @@ class VersionOwner(Protocol):
     @property
     def version(self) -> int: ...
     def published(self, version: int) -> None:
-        """Move to ``version``: every engine in the pool holds it."""
+        """Move to ``version``: every engine that serves holds it."""
         ...
 
 

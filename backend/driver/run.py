@@ -10,9 +10,9 @@ from typing import Literal
 
 from slipstream.backend.checkpoint.errors import describe
 from slipstream.backend.cluster.placement import place
-from slipstream.backend.cluster.ray_cluster import ray_cluster
+from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
 from slipstream.backend.driver.assemble import Parts, assemble
-from slipstream.backend.driver.collection import collection_loop
+from slipstream.backend.driver.collection import collection_loop, keep_collecting
 from slipstream.backend.driver.inputs import read_inputs
 from slipstream.backend.driver.prepare import prepare_inputs
 from slipstream.backend.driver.resume import RunState, open_run
@@ -56,7 +56,7 @@ async def _run(config: RunConfig, progress: Progress, resume: bool, stop: Stop) 
         progress.phase("starting Ray")
         nodes = stack.enter_context(ray_cluster(config))
         recorder = Recorder(metrics, progress, trace, started=started, resumed=state.ledger.epoch)
-        parts = assemble(config, inputs, state, place(nodes, config), folder / LOGS, recorder, trace)
+        parts = assemble(config, inputs, state, place(nodes, config), folder / LOGS, recorder)
         end: Literal["done", "failed", "stopped"] = "failed"
         try:
             await _course(config, parts, state, recorder, progress, stop)
@@ -90,7 +90,10 @@ async def _course(
     await state.ledger.flushed()
     async with asyncio.TaskGroup() as tasks:
         serving_task = tasks.create_task(
-            serving_loop(parts.supervisor, parts.pool, parts.controller, serving, training), name="serving"
+            serving_loop(parts.supervisor, parts.roster, parts.controller, serving, training), name="serving"
+        )
+        collectors_task = tasks.create_task(
+            keep_collecting(parts.server, parts.collectors, driver_address(config)), name="collectors"
         )
         progress.phase("starting the engines and the trainer")
         async with weights.starting():
@@ -104,18 +107,23 @@ async def _course(
         progress.phase("training")
         recorder.training_begins(parts.status())
         training.set()
-        collecting = tasks.create_task(
-            collection_loop(gate, parts.collector, parts.running), name="collection"
-        )
+        collecting = tasks.create_task(collection_loop(gate, parts.leases), name="collection")
         with stop.by("stopping behind this step; again to stop at once", gate.end):
             await training_loop(
-                config.run, gate, weights, parts.checkpoints, evaluation, recorder, parts.status
+                config.run,
+                gate,
+                weights,
+                parts.checkpoints,
+                evaluation,
+                recorder,
+                parts.status,
+                state.ledger.read,
             )
         recorder.training_ends()
         collecting.cancel()
         await asyncio.wait({collecting})
-        await weights.settled()  # aborting the requests would abort the verification as well
-        await parts.pool.abort_running()
+        await parts.leases.close()
+        await weights.settled()
         await parts.checkpoints.last(gate)
         if not stop.asked:
             if evaluation is not None:
@@ -125,5 +133,6 @@ async def _course(
             async with weights.trainers_turn():
                 await parts.trainer.export_hf(config.run.folder / CHECKPOINT_HF)
         serving_task.cancel()
+        collectors_task.cancel()
     if stop.asked:
         raise Stopped

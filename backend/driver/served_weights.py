@@ -4,20 +4,20 @@
                 │                            │
                 └─ failed engine: condemned  └─ wrong engine: condemned, its doubted tokens are sampled again
 
-What an engine samples from weights that are still to be verified is held back in the pool. A good verdict
-releases it into completions.
+What an engine samples from weights that are still to be verified is held back in the collectors. A good
+verdict releases it into completions.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic
 
-from slipstream.backend.batch.train_batch import TrainBatch
+from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.backend.driver.devices import Devices, Turn
-from slipstream.backend.driver.ports import ClientT, ServingPool, Trainer, VersionOwner
+from slipstream.backend.driver.ports import ClientT, ServingEngines, Trainer, VersionOwner
 from slipstream.backend.driver.verification import Verifier, WeightsMismatch
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.engine.client import EngineAddress
@@ -39,14 +39,14 @@ class ServedWeights(Generic[ClientT]):
     def __init__(
         self,
         trainer: Trainer,
-        pool: ServingPool[ClientT],
+        roster: ServingEngines[ClientT],
         devices: Devices,
         owner: VersionOwner,
         *,
         verifier: Verifier | None = None,
     ) -> None:
         self._trainer = trainer
-        self._pool = pool
+        self._roster = roster
         self._devices = devices
         self._owner = owner
         self._verifier = verifier
@@ -59,12 +59,11 @@ class ServedWeights(Generic[ClientT]):
         async with self._moving, self._devices.training():
             yield
 
-    async def advance(self, batch: TrainBatch) -> Advance:
-        """Train one step and bring every serving engine to the next version.
+    async def advance(self, batch: EncodedBatch, version: int) -> Advance:
+        """Train one step and bring every serving engine to its result, ``version``.
 
         Engines that missed it are condemned; the report names them.
         """
-        version = self._owner.version + 1
         async with self._moving:
             async with self.trainers_turn() as turn:
                 began = time.monotonic()
@@ -73,7 +72,7 @@ class ServedWeights(Generic[ClientT]):
                 await self.settled()
                 verifier = self._verifier if self._verifier and self._verifier.due(version) else None
                 if verifier is not None:
-                    self._pool.doubt(version)
+                    await self._roster.doubt(version)
                 async with self._devices.publishing():
                     report = await self._publish(version)
                 expected = await self._trainer.logprobs(verifier.text) if verifier is not None else []
@@ -85,7 +84,7 @@ class ServedWeights(Generic[ClientT]):
 
     @asynccontextmanager
     async def trainers_turn(self, *newcomers: EngineAddress) -> AsyncIterator[Turn]:
-        """Let the trainer compute inside the block. ``newcomers`` run, and are not in the pool yet."""
+        """Let the trainer compute inside the block. ``newcomers`` run, and are not in the roster yet."""
         if self._devices.shared:
             await self.settled()  # an engine that stands still gives no verdict
         async with self._devices.training(*newcomers) as turn:
@@ -105,9 +104,7 @@ class ServedWeights(Generic[ClientT]):
             self._verdict.cancel()
             await asyncio.wait({self._verdict})
 
-    async def bring_up_to_date(
-        self, engine: EngineAddress, admit: Callable[[], Awaitable[None]]
-    ) -> str | None:
+    async def bring_up_to_date(self, engine: EngineAddress, admit: Callable[[], None]) -> str | None:
         """Bring an engine that holds the initial weights to the current version, then ``admit`` it.
 
         Return None, or why it was not admitted. Raises WeightsMismatch when trainer and engine compute
@@ -130,15 +127,16 @@ class ServedWeights(Generic[ClientT]):
                     raise WeightsMismatch(f"{engine.name}: {wrong[engine.name]}")
                 if wrong:
                     return wrong[engine.name]
-            await admit()
+            admit()
             return None
 
     async def _publish(self, version: int) -> PublishReport:
-        report = await self._send(version, [client.address for client in self._pool.clients])
-        for client in list(self._pool.clients):
+        report = await self._send(version, [client.address for client in self._roster.clients])
+        for client in list(self._roster.clients):
             if client.name in report.failed:
-                await self._pool.condemn(client, report.failed[client.name])
+                self._roster.condemn(client, report.failed[client.name])
         self._owner.published(version)
+        self._roster.announce()
         return report
 
     async def _send(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
@@ -150,13 +148,13 @@ class ServedWeights(Generic[ClientT]):
         return report.merged(await self._trainer.publish(version, interrupted))
 
     async def _verify(self, verifier: Verifier, version: int, expected: list[float]) -> None:
-        clients = list(self._pool.clients)
+        clients = list(self._roster.clients)
         try:
             wrong = await verifier.wrong(version, expected, [client.address for client in clients])
         except Exception as error:  # without a verdict, completions would be held back for ever
             wrong = {client.name: f"verifying version {version} failed: {error!r}" for client in clients}
         for client in clients:
             if client.name in wrong:
-                await self._pool.condemn(client, wrong[client.name])
+                self._roster.condemn(client, wrong[client.name])
             else:
-                self._pool.trust(client)
+                self._roster.trust(client)

@@ -1,24 +1,25 @@
 """Serving: engines that hold the current policy version, and as many requests as they have room for.
 
-    start ──► bring up to date ──► in the pool ──lost or condemned──► start again      (one task an engine)
-    load of the engines ──► concurrency controller ──► limit of the pool               (every two seconds)
+    start ──► bring up to date ──► in the roster ──lost or condemned──► start again    (one task an engine)
+    load of the engines ──► concurrency controller ──► limit of the roster             (every two seconds)
 
 An engine that starts or restarts holds nobody up but, at the beginning of a run, the run itself. Requests of
 a lost engine go on elsewhere with the tokens they have; without any engine they wait
-(``rollout.engine.start_timeout_s``). Back-pressure is the pool's limit on running requests.
+(``rollout.engine.start_timeout_s``). Back-pressure is the roster's limit on running requests, which the
+collectors share.
 """
 
 import asyncio
 
 from slipstream.rollout.control.concurrency import ConcurrencyController
 from slipstream.rollout.engine.load import follow_load
-from slipstream.rollout.engine.pool import EnginePool
+from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.supervisor import Supervisor
 
 
 async def serving_loop(
     supervisor: Supervisor,
-    pool: EnginePool,
+    roster: EngineRoster,
     controller: ConcurrencyController | None,
     serving: asyncio.Event,
     training: asyncio.Event,
@@ -31,4 +32,4 @@ async def serving_loop(
         tasks.create_task(supervisor.run(serving), name="supervisor")
         if controller is not None:
             await training.wait()
-            await follow_load(pool, controller)
+            await follow_load(roster, controller)

@@ -164,7 +164,7 @@ async def _train(
     while position.step < steps and not position.ended:
         indices = range(position.position, position.position + size)
         pairs = [pair for index in indices for pair in examples.pairs_at(index)]
-        trained = await trainer.train(demonstrated(pairs, position.version))
+        trained = await trainer.learn(demonstrated(pairs, position.version))
         position.version, position.step = position.version + 1, position.step + 1
         shown = {tag: value for tag, value in trained.items() if tag.startswith(METRICS)}
         metrics.log(position.version, {**shown, "train/step": position.step})

@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from slipstream.backend.batch.train_batch import TrainBatch
+from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.backend.driver.evaluation import Evaluation
 from slipstream.backend.driver.ports import Checkpoints, ClientT, RunListener
 from slipstream.backend.driver.served_weights import ServedWeights
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.configs.schema.run import RunSection
-from slipstream.rollout.collect.gate import AdmissionGate
-from slipstream.rollout.trajectory import Group
+from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup
 
 
 async def training_loop(
@@ -32,8 +31,12 @@ async def training_loop(
     evaluation: Evaluation | None,
     listener: RunListener,
     status: Callable[[], RunStatus],
+    read: Callable[[bytes], bytes],
 ) -> None:
-    """Train and publish until ``run.steps`` steps are done or the gate was ended."""
+    """Train and publish until ``run.steps`` steps are done or the gate was ended.
+
+    ``read``: returns the chunks that references into the ledger stand for.
+    """
     clock = asyncio.get_running_loop().time
     running: list[asyncio.Task[None]] = []
     async with asyncio.TaskGroup() as evaluations:
@@ -46,19 +49,33 @@ async def training_loop(
                 return
             waited_s = clock() - began
             await gate.step_begins()
-            advance = await weights.advance(as_batch(groups, gate.version))
+            batch = await asyncio.to_thread(encoded, groups, gate, read)
+            advance = await weights.advance(batch, gate.next_version)
             times = StepTimes(wait_s=waited_s, train_s=advance.train_s, step_s=clock() - began)
-            step = TrainedStep(groups, advance.version, advance.metrics, advance.report, times)
+            step = TrainedStep(
+                batch.headers, batch.lags, advance.version, advance.metrics, advance.report, times
+            )
             listener.step(step, status())
             await checkpoints.step_done(gate)
             if evaluation is not None and evaluation.is_due(gate.step, run.steps):
                 running.append(evaluations.create_task(evaluation.run(advance.version)))
 
 
-def as_batch(groups: Sequence[Group], version: int) -> TrainBatch:
-    """Return the trajectories of ``groups``, in their order, for a step that starts from ``version``."""
-    return TrainBatch(
-        version,
-        tuple(trajectory for group in groups for trajectory in group.trajectories),
+def encoded(
+    groups: Sequence[ReadyGroup], gate: AdmissionGate, read: Callable[[bytes], bytes]
+) -> EncodedBatch:
+    """Return the trajectories of ``groups``, in their order, for a step from the present version.
+
+    ``read``: returns the chunks that references stand for.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    chunks = [read(trajectory.refs) for trajectory in trajectories]
+    versions = {version for trajectory in trajectories for version in trajectory.header.trained_tokens}
+    return EncodedBatch(
+        gate.version,
+        tuple(trajectory.header for trajectory in trajectories),
+        np.frombuffer(b"".join(chunks), np.uint8),
+        tuple(map(len, chunks)),
         np.repeat([group.id for group in groups], [len(group.trajectories) for group in groups]),
+        {version: gate.lag(version) for version in versions},
     )

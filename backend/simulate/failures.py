@@ -34,7 +34,7 @@ class Failures:
         while True:
             await asyncio.sleep(random.exponential(mean_time_s))
             self.count += 1
-            await self._pool.remove(engine)
+            self._pool.remove(engine)
             await asyncio.sleep(self._model.engine_restart_s)
             engine.restart()
             admit = partial(self._pool.add, engine)

@@ -6,14 +6,13 @@ the order in which they were asked for.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from slipstream.backend.simulate.engine import Engine, Request
 from slipstream.backend.simulate.trajectory import SimulatedCompletion
 from slipstream.backend.simulate.workload import Workload
 from slipstream.configs.schema import SamplingConfig
 from slipstream.configs.schema.simulate import EngineModel
-from slipstream.rollout.trajectory import Completion
 
 
 class SimulatedPool:
@@ -40,7 +39,7 @@ class SimulatedPool:
         """Engines that serve now."""
         return [engine for engine in self.engines if engine.index in self._loads]
 
-    async def add(self, engine: Engine) -> None:
+    def add(self, engine: Engine) -> None:
         """The engine serves, and holds the current version."""
         self._loads.add(engine.index)
         while self._waiting and self._room:
@@ -51,17 +50,20 @@ class SimulatedPool:
         by_name = {engine.name: engine for engine in self.engines}
         return [by_name[name] for name in names]
 
-    async def condemn(self, client: Engine, reason: str) -> None:
+    def condemn(self, client: Engine, reason: str) -> None:
         """Raise: no step of a simulated publication can fail."""
         raise AssertionError(f"a simulated publication cannot fail: {client.name}: {reason}")
 
-    def doubt(self, version: int) -> None:
+    async def doubt(self, version: int) -> None:
         """Do nothing: simulated weights are not verified."""
 
     def trust(self, client: Engine) -> None:
         """Do nothing: simulated weights are not verified."""
 
-    async def remove(self, engine: Engine) -> None:
+    def announce(self) -> None:
+        """Do nothing: simulated engines know their versions themselves."""
+
+    def remove(self, engine: Engine) -> None:
         """The engine is lost. Its requests go on elsewhere with what they have."""
         self._loads.remove(engine.index)
         lost = engine.fail()
@@ -77,12 +79,10 @@ class SimulatedPool:
         sampling: SamplingConfig,
         *,
         greedy: bool = False,
-        prefix: Completion | None = None,
-        progress: Callable[[Completion], None] | None = None,
     ) -> SimulatedCompletion:
-        """Answer ``input_ids``, which are a prompt's position and the number of a sample.
+        """Complete ``input_ids``, which are a prompt's position and the number of a sample.
 
-        ``greedy``: for an evaluation, whose tokens do not count. ``prefix`` and ``progress`` have no meaning.
+        ``greedy``: for an evaluation, whose tokens do not count.
         """
         sample = self._workload.sample(*input_ids)
         length = min(sample[1], sampling.max_new_tokens) if greedy else sample[1]

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from slipstream.backend.batch.flops import forward_flops
 from slipstream.backend.batch.micro_batch import MicroBatch, assemble
-from slipstream.backend.batch.train_batch import TrainBatch, check_staleness
+from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch, check_staleness
 from slipstream.backend.megatron.export_plan import export_plan
 from slipstream.backend.megatron.parallel import RankSpec, initialize
 from slipstream.backend.trainer.checkpointed_rank import CheckpointedRank
@@ -97,6 +97,10 @@ class TrainerRank(CheckpointedRank):
         self._publisher: Publisher | None = None
 
     # ---- one training step
+
+    def train_encoded(self, batch: EncodedBatch) -> dict[str, float] | None:
+        """Train one step, as ``train`` does. Raises CorruptRecord as well."""
+        return self.train(batch.decoded())
 
     def train(self, batch: TrainBatch) -> dict[str, float] | None:
         """Train one step on ``batch``. Return its metrics on the reporting rank, None elsewhere.

@@ -7,7 +7,7 @@ training ──step_begins(), published()──► core frees the slots; whoever
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.rollout.changes import Changes
@@ -16,7 +16,7 @@ from slipstream.rollout.collect.journal import Journal
 from slipstream.rollout.collect.listener import CollectionListener
 from slipstream.rollout.control.core import GroupCounts, Loss, RolloutControl
 from slipstream.rollout.control.slots import State
-from slipstream.rollout.ledger.writer import Training
+from slipstream.rollout.ledger.transaction import Training
 from slipstream.rollout.trajectory import TrajectoryHeader
 
 LEAST_FAILURES = 8
@@ -61,14 +61,20 @@ class AdmissionGate:
     """
 
     def __init__(
-        self, core: RolloutControl, intake: Intake, journal: Journal, listener: CollectionListener
+        self,
+        core: RolloutControl,
+        intake: Intake,
+        journal: Journal,
+        listener: CollectionListener,
+        ready: Iterable[ReadyGroup] = (),
     ) -> None:
+        """``ready``: groups from before a restart that are ready in ``core`` already."""
         self._core = core
         self._intake = intake
         self._journal = journal
         self._listener = listener
         self._changes = Changes()
-        self._ready: dict[int, ReadyGroup] = {}
+        self._ready = {group.id: group for group in ready}
         self._batch = _Batch()
         self._given_up: list[int] = []
         self._is_ended = False
@@ -150,7 +156,8 @@ class AdmissionGate:
                 versions = {version for header in group.headers for version in header.trained_tokens}
                 self._core.finished(group.id, versions)
         self._failures_in_a_row = 0
-        self._changes.notify()
+        self._settle_expired()
+        self._notify()
 
     def filtered(self, id_: int, trajectories: Sequence[TrajectoryHeader]) -> None:
         """Give up a complete group that the recipe's filter rejects."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from slipstream.rollout.control.core import Loss, Ticket
-from slipstream.rollout.ledger.writer import Training
+from slipstream.rollout.ledger.transaction import Training
 
 
 class Journal(Protocol):
@@ -27,3 +27,45 @@ class Journal(Protocol):
     def published(self, version: int, trainings: Sequence[Training]) -> None: ...
     def when_durable(self, then: Callable[[], None]) -> None: ...
     async def flushed(self) -> None: ...
+
+
+class NoJournal:
+    """Forgets everything: for simulations and tests of pure logic."""
+
+    backlog = 0
+
+    def append(self, payload: memoryview) -> tuple[int, int]:
+        return 0, 0
+
+    def read(self, refs: bytes) -> bytes:
+        return b""
+
+    def admitted(self, ticket: Ticket, position: int) -> None:
+        pass
+
+    def piece(self, key: int, base: int, ref: bytes, header: bytes) -> None:
+        pass
+
+    def answered(self, key: int, refs: bytes, header: bytes) -> None:
+        pass
+
+    def judged(self, key: int, refs: bytes | None, header: bytes) -> None:
+        pass
+
+    def ready(self, id_: int, tokens: int) -> None:
+        pass
+
+    def lost(self, id_: int, loss: Loss, tokens: int = 0, note: str = "") -> None:
+        pass
+
+    def step_begins(self, version: int, parent: int, groups: Sequence[int]) -> None:
+        pass
+
+    def published(self, version: int, trainings: Sequence[Training]) -> None:
+        pass
+
+    def when_durable(self, then: Callable[[], None]) -> None:
+        then()
+
+    async def flushed(self) -> None:
+        pass

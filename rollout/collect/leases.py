@@ -11,22 +11,25 @@ Leases run ahead of the engines: a collector holds more episodes than its engine
 place on an engine waits for a round trip. That, and the number of slots, is the back-pressure.
 """
 
+import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 import msgspec
 
+from slipstream.rollout.changes import Changes
 from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup, StoredTrajectory
 from slipstream.rollout.collect.intake import Assignment
 from slipstream.rollout.collect.journal import Journal
 from slipstream.rollout.collect.listener import CollectionListener
 from slipstream.rollout.control.core import Ticket
 from slipstream.rollout.ledger.database import LedgerError
-from slipstream.rollout.ledger.writer import SAMPLES
+from slipstream.rollout.ledger.database import SAMPLES
 from slipstream.rollout.messages import (
     ANSWERED,
     FILTERED,
@@ -50,6 +53,9 @@ AHEAD = 1 / 4
 
 BLOCKS = 2
 """Number of collectors that a group may stop before it is given up: its workflow blocks for good."""
+
+
+CLOSE_TIMEOUT_S = 10.0
 
 
 class Outgoing(Protocol):
@@ -104,6 +110,8 @@ class _Collector:
     generating: int = 0
     """Episodes leased and not yet done with the engines."""
     groups: set[int] = field(default_factory=set[int])
+    episodes: int = 0
+    """Groups that have not ended there, by its own account."""
 
 
 class Leases:
@@ -132,6 +140,7 @@ class Leases:
         self._collectors: dict[str, _Collector] = {}
         self._numbers = itertools.count(1)
         self._is_open = False
+        self._changes = Changes()
         self.void_events = 0
         """Number of events that came too late: of leases that had ended."""
 
@@ -174,6 +183,21 @@ class Leases:
         """Begin to give out leases."""
         self._is_open = True
         self.grant()
+
+    async def close(self) -> None:
+        """Give out no further lease, and stop the work that is under way: the run ends.
+
+        Returns when the collectors have sent what they have, or after CLOSE_TIMEOUT_S.
+        """
+        self._is_open = False
+        for group in self._groups.values():
+            self._cancel(group)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._changes.first(lambda: None if self._busy() else True)
+
+    def _busy(self) -> list[str]:
+        return [name for name, collector in self._collectors.items() if collector.episodes]
 
     def grant(self) -> None:
         """Lease groups as long as there are slots, or groups without a collector, and room for them."""
@@ -278,6 +302,9 @@ class Leases:
             self._journal.when_durable(partial(self._gate.finished, ready))
         for failed in message.failed:
             self._listener.attempt_failed(failed.prompt, failed.attempt, failed.error)
+        if message.status is not None:
+            collector.episodes = message.status.groups
+            self._changes.notify()
         if message.released:
             collector.generating -= message.released
             self.grant()

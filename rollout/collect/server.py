@@ -20,7 +20,6 @@ from aiohttp import WSMsgType, web
 from slipstream.rollout.collect.journal import Journal
 from slipstream.rollout.collect.leases import Leases
 from slipstream.rollout.collect.questions import Questions
-from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.routing import Routing
 from slipstream.rollout.messages import UP, Down, Lease, MalformedFrame, Question, pack, split
@@ -43,6 +42,10 @@ LONGEST_REPORT = 2**20
 SHUTDOWN_S = 5.0
 
 
+class CollectionFailed(RuntimeError):
+    """A collector has told why the run cannot go on."""
+
+
 class Connection:
     """The way to one collector: gathers messages, and sends them in order."""
 
@@ -52,6 +55,7 @@ class Connection:
         self._has_routing = False
         """A new routing record is to be sent."""
         self._due = asyncio.Event()
+        self._is_given_up = False
 
     def lease(self, lease: Lease, chunks: Sequence[bytes]) -> None:
         self._next.leases.append(lease)
@@ -75,11 +79,19 @@ class Connection:
         self._has_routing = True
         self._due.set()
 
+    def give_up(self) -> None:
+        """End the connection soon."""
+        self._is_given_up = True
+        self._due.set()
+
     async def run(self, socket: web.WebSocketResponse, routing: Callable[[], Routing]) -> None:
-        """Send until the connection ends. ``routing`` gives the present record."""
+        """Send until the connection ends, or is given up. ``routing`` gives the present record."""
         while True:
             await self._due.wait()
             self._due.clear()
+            if self._is_given_up:
+                await socket.close()
+                return
             message, payload = self._next, self._payload
             self._next, self._payload = Down(), []
             if self._has_routing:
@@ -101,6 +113,7 @@ class CollectorServer:
         self._journal = journal
         self._connections: dict[str, Connection] = {}
         self._failure: asyncio.Future[None] | None = None
+        roster.subscribe(self._routing_changed, self._give_up)
 
     @asynccontextmanager
     async def serving(self, host: str) -> AsyncIterator[str]:
@@ -114,8 +127,7 @@ class CollectorServer:
             site = web.TCPSite(runner, host, 0)
             await site.start()
             port = cast("tuple[str, int]", runner.addresses[0])[1]
-            with self._roster.subscribed(self._routing_changed):
-                yield f"http://{host}:{port}"
+            yield f"http://{host}:{port}"
         finally:
             await runner.cleanup()
 
@@ -164,23 +176,31 @@ class CollectorServer:
             if self._failure is not None and not self._failure.done():
                 self._failure.set_exception(error)
         finally:
+            self._give_up(name)
             sending.cancel()
             with suppress(asyncio.CancelledError, ConnectionError):
                 await sending
-            del self._connections[name]
-            self._roster.left(name)
-            self._leases.left(name)
-            self._questions.left(name)
             await socket.close()
         return socket
 
+    def _give_up(self, name: str) -> None:
+        """Let others have the work of a collector that is gone, or that does not do what it is told."""
+        connection = self._connections.pop(name, None)
+        if connection is not None:
+            connection.give_up()
+            self._roster.left(name)
+            self._leases.left(name)
+            self._questions.left(name)
+
     async def _receive(self, name: str, socket: web.WebSocketResponse) -> None:
         async for message in socket:
+            if name not in self._connections:
+                return
             if message.type is not WSMsgType.BINARY:
                 raise MalformedFrame(f"a frame of type {message.type}")
             up, payload = split(cast(bytes, message.data), UP)
             if up.fatal:
-                raise NoEngine(f"{name}: {up.fatal}")
+                raise CollectionFailed(f"{name}: {up.fatal}")
             if up.status is not None:
                 self._roster.reported(name, up.status.pool)
             try:

@@ -1,7 +1,7 @@
 """One episode: the user's workflow, with a time limit and several attempts.
 
-Only a cancellation that this process asked for ends an episode quietly. Whatever else a workflow lets out, also
-CancelledError and SystemExit, is a failed attempt, never a neutral score.
+Only a cancellation that this process asked for ends an episode quietly. Whatever else a workflow lets out,
+CancelledError and SystemExit included, is a failed attempt, never a neutral score.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import numpy as np
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.engine.pool import NoEngine
-from slipstream.rollout.judge.pool import JudgingFailed
+from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.trajectory import UNSAMPLED, Prompt, Trajectory
 from slipstream.rollout.workflow import Workflow, WorkflowContext
 
@@ -39,15 +39,14 @@ class Episodes:
         self,
         workflow: Workflow,
         rollout: RolloutConfig,
-        vocab_size: int,
+        check: Callable[[Trajectory], None],
         limit: TimeLimit,
         listener: AttemptListener,
     ) -> None:
-        """``vocab_size``: number of token ids of the model."""
+        """``check`` raises ValueError for a trajectory that must not be trained."""
         self._workflow = workflow
-        self._name = rollout.workflow.path
         self._attempts = rollout.episode_attempts
-        self._vocab_size = vocab_size
+        self._check = check
         self._limit = limit
         self._listener = listener
 
@@ -56,7 +55,7 @@ class Episodes:
     ) -> Trajectory:
         """Return a trajectory, with a reward or without. ``again`` is called before each further attempt.
 
-        Raises EpisodeFailed after the last attempt, and NoEngine, which no attempt can mend.
+        Raises EpisodeFailed after the last attempt; NoEngine and JudgeStartFailed, which no attempt can mend.
         """
         failure = ""
         for attempt in range(1, self._attempts + 1):
@@ -65,9 +64,9 @@ class Episodes:
             try:
                 with self._limit():
                     trajectory = await self._workflow.run(prompt, context)
-                check(trajectory, self._vocab_size, self._name)
+                self._check(trajectory)
                 return trajectory
-            except NoEngine:
+            except (NoEngine, JudgeStartFailed):
                 raise
             except JudgingFailed as error:  # judging has attempts of its own
                 raise EpisodeFailed(f"prompt {prompt.id}: {error}") from error
@@ -85,8 +84,8 @@ def _is_cancelled(error: BaseException) -> bool:
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
-def check(trajectory: object, vocab_size: int, workflow: str) -> None:
-    """Raise ValueError for a trajectory that must not be trained. ``workflow``: import path, for the message."""
+def check(trajectory: object, *, vocab_size: int, workflow: str) -> None:
+    """Raise ValueError for a trajectory that must not be trained. ``workflow``: import path, for messages."""
     if not isinstance(trajectory, Trajectory):
         raise ValueError(f"{workflow} returned {type(trajectory).__name__}, expected a slipstream.Trajectory")
     reward = trajectory.reward

@@ -2,16 +2,14 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.collector.episodes import EpisodeFailed, Episodes
-from slipstream.rollout.collector.groups import Judges, WorkflowReward, as_prompt, last_response
+from slipstream.rollout.collector.groups import Judge, as_prompt
 from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.collector.recording import GrowingGenerator
-from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.engine.growing import GrowingCompletion
-from slipstream.rollout.judge.pool import JudgingFailed
+from slipstream.rollout.judge.errors import JudgingFailed
 from slipstream.rollout.messages import Evaluated, Question
 from slipstream.rollout.trajectory import Completion
 from slipstream.rollout.workflow import WorkflowContext
@@ -32,25 +30,13 @@ class GreedyGenerator:
 class Evaluations:
     """Runs the evaluation episodes that the driver asks for. Single event loop."""
 
-    def __init__(
-        self,
-        engines: GrowingGenerator,
-        outbox: Outbox,
-        context: WorkflowContext,
-        episodes: Episodes,
-        judges: Judges,
-        limit: TimeLimit,
-    ) -> None:
-        """``context``: the one of evaluations, with their limit on tokens."""
-        reward = WorkflowReward(judges, limit)
-        self._context = replace(context, generator=GreedyGenerator(engines), reward=reward)
+    def __init__(self, outbox: Outbox, context: WorkflowContext, episodes: Episodes, judge: Judge) -> None:
+        """``context``: what a workflow may use in an evaluation."""
         self._outbox = outbox
+        self._context = context
         self._episodes = episodes
-        self._judges = judges
+        self._judge = judge
         self._running: dict[int, asyncio.Task[None]] = {}
-
-    def __len__(self) -> int:
-        return len(self._running)
 
     def start(self, question: Question) -> None:
         task = self._running[question.task] = asyncio.create_task(self._run(question))
@@ -70,15 +56,14 @@ class Evaluations:
             await asyncio.wait(tasks)
 
     async def _run(self, question: Question) -> None:
-        prompt, context = as_prompt(question.prompt), self._context
+        prompt = as_prompt(question.prompt)
         try:
-            trajectory = await self._episodes.run(prompt, context)
+            trajectory = await self._episodes.run(prompt, self._context)
             reward = trajectory.reward
             if reward is None:
-                response = last_response(context.tokenizer, trajectory)
-                reward = (await self._judges.score(prompt, response, trajectory)).reward
+                reward = await self._judge(prompt, trajectory)
         except (EpisodeFailed, JudgingFailed) as error:
             result = Evaluated(question.task, None, 0, str(error))
         else:
-            result = Evaluated(question.task, reward, trajectory.response_length, "")
+            result = Evaluated(question.task, reward, trajectory.header.response_length, "")
         self._outbox.evaluated(result)

@@ -11,21 +11,19 @@ completion. A group in which one episode has failed is lost: its other episodes 
 
 import asyncio
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Protocol, cast
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar, cast
 
 from slipstream.rollout.collector.episodes import EpisodeFailed, Episodes
 from slipstream.rollout.collector.outbox import Outbox
-from slipstream.rollout.collector.recording import GrowingGenerator, Recording
-from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.engine.pool import NoEngine
-from slipstream.rollout.judge.pool import Judgement, JudgingFailed
+from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.messages import ANSWERED, FAILED, FILTERED, JUDGED, TRAIN, Lease, PriorSample
 from slipstream.rollout.record import CorruptRecord, decode_header, decode_trajectory
-from slipstream.rollout.trajectory import UNSAMPLED, Group, Messages, Prompt, Trajectory
-from slipstream.rollout.workflow import Tokenizer, WorkflowContext
+from slipstream.rollout.trajectory import Group, Messages, Prompt, Trajectory
+from slipstream.rollout.workflow import Generator, WorkflowContext
 
 TASK_NAME = "group "
 
@@ -33,12 +31,20 @@ _Prior = tuple[PriorSample, memoryview]
 """What exists of an episode, and its chunks."""
 
 
-class Judges(Protocol):
-    """Whoever asks the recipe's reward: ``rollout.judge.pool.JudgePool``."""
+class EpisodeRecord(Generator, Protocol):
+    """One episode's way to the engines, and its record: ``recording.Recording``."""
 
-    async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> Judgement:
-        """Raises JudgingFailed after the last attempt."""
-        ...
+    def again(self) -> None: ...
+    def resume(self, prior: PriorSample, chunks: memoryview) -> int: ...
+    def write_ends(self, older_than_s: float = 0.0) -> None: ...
+    def answered(self, trajectory: Trajectory) -> None: ...
+    def judged(self, trajectory: Trajectory) -> None: ...
+
+
+Judge = Callable[[Prompt, Trajectory], Awaitable[float]]
+"""Returns the reward of a trajectory. Raises JudgingFailed after the last attempt."""
+
+RecordT = TypeVar("RecordT", bound=EpisodeRecord)
 
 
 @dataclass(frozen=True)
@@ -57,63 +63,43 @@ class NamedFilter:
             raise EpisodeFailed(reason) from error
 
 
-class WorkflowReward:
-    """The recipe's reward as a workflow asks for it, in the middle of an episode."""
-
-    def __init__(self, judges: Judges, limit: TimeLimit, recording: Recording | None = None) -> None:
-        """``recording``: of the episode; what has ended of it is recorded before it is judged."""
-        self._judges = judges
-        self._limit = limit
-        self._recording = recording
-
-    async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
-        """Return the reward. Raises JudgingFailed, which a workflow must let through."""
-        if self._recording is not None:
-            self._recording.write_ends()
-        with self._limit.suspended():  # judging has time limits of its own
-            return (await self._judges.score(prompt, response, trajectory)).reward
-
-
-class _Running:
+class _Running(Generic[RecordT]):
     """A group that is being collected here."""
 
-    def __init__(self, lease: Lease, recordings: list[Recording]) -> None:
+    def __init__(self, lease: Lease, records: list[RecordT]) -> None:
         self.lease = lease
-        self.recordings = recordings
+        self.records = records
         self.is_wanted = True
         """The driver has not cancelled it."""
-        self.on_engines = len(recordings)
+        self.on_engines = len(records)
         """Episodes that are not done with the engines."""
 
 
-class GroupCollector:
+class GroupCollector(Generic[RecordT]):
     """Collects leased groups. Single event loop; any number of groups at once."""
 
     def __init__(
         self,
         *,
-        engines: GrowingGenerator,
         outbox: Outbox,
-        context: WorkflowContext,
+        record: Callable[[int, int, int], RecordT],
+        context: Callable[[RecordT], WorkflowContext],
         episodes: Episodes,
-        judges: Judges,
-        limit: TimeLimit,
+        judge: Judge,
         samples: int,
         group_filter: NamedFilter | None,
     ) -> None:
-        """``context``: what every episode may use; each gets a generator and a reward of its own in it.
-
-        ``limit``: the time limit of the episodes. ``samples``: episodes of a group.
+        """``record``: makes the record of an episode, given its group, lease and sample. ``context``: returns
+        what a workflow may use in that episode. ``samples``: episodes of a group.
         """
-        self._engines = engines
         self._outbox = outbox
+        self._record = record
         self._context = context
         self._episodes = episodes
-        self._judges = judges
-        self._limit = limit
+        self._judge = judge
         self._samples = samples
         self._filter = group_filter
-        self._running: dict[tuple[int, int], tuple[_Running, asyncio.Task[None]]] = {}
+        self._running: dict[tuple[int, int], tuple[_Running[RecordT], asyncio.Task[None]]] = {}
         self.tokens_continued = 0
         """Number of tokens that other processes had generated, and that were continued here."""
 
@@ -123,13 +109,8 @@ class GroupCollector:
 
     def start(self, lease: Lease, chunks: memoryview) -> None:
         """Start a group. ``chunks``: those of the lease's prior samples."""
-        group = _Running(
-            lease,
-            [
-                Recording(self._engines, self._outbox, lease.group, lease.lease, sample)
-                for sample in range(self._samples)
-            ],
-        )
+        records = [self._record(lease.group, lease.lease, sample) for sample in range(self._samples)]
+        group = _Running(lease, records)
         task = asyncio.create_task(self._collect(group, chunks), name=task_name(lease.group))
         self._running[lease.group, lease.lease] = (group, task)
         task.add_done_callback(lambda task: self._ended(group, task))
@@ -152,10 +133,10 @@ class GroupCollector:
     def write_ends(self, older_than_s: float) -> None:
         """Record completions that have ended while their episodes go on without the engines."""
         for running, _ in self._running.values():
-            for recording in running.recordings:
-                recording.write_ends(older_than_s)
+            for record in running.records:
+                record.write_ends(older_than_s)
 
-    def _ended(self, group: _Running, task: asyncio.Task[None]) -> None:
+    def _ended(self, group: _Running[RecordT], task: asyncio.Task[None]) -> None:
         lease = group.lease
         del self._running[lease.group, lease.lease]
         if group.on_engines:
@@ -164,12 +145,12 @@ class GroupCollector:
             return
         if task.cancelled():
             self._failed(lease, f"prompt {lease.prompt[0]}: the workflow has cancelled itself")
-        elif isinstance(error := task.exception(), NoEngine):
-            self._outbox.no_engine(str(error))
+        elif isinstance(error := task.exception(), NoEngine | JudgeStartFailed):
+            self._outbox.cannot_go_on(str(error))
         elif error is not None:
             self._failed(lease, "".join(traceback.format_exception(error))[-2000:])
 
-    def _released(self, group: _Running) -> None:
+    def _released(self, group: _Running[RecordT]) -> None:
         """The engines are done with an episode of the group."""
         group.on_engines -= 1
         self._outbox.released()
@@ -179,7 +160,7 @@ class GroupCollector:
 
     # ---- one group
 
-    async def _collect(self, group: _Running, chunks: memoryview) -> None:
+    async def _collect(self, group: _Running[RecordT], chunks: memoryview) -> None:
         await self._outbox.room()
         lease = group.lease
         prompt, prior = as_prompt(lease.prompt), dict(_slices(lease.prior, chunks))
@@ -194,7 +175,9 @@ class GroupCollector:
         else:
             self._outbox.ended(lease.group, lease.lease, verdict)
 
-    async def _all(self, group: _Running, prompt: Prompt, prior: dict[int, _Prior]) -> list[Trajectory]:
+    async def _all(
+        self, group: _Running[RecordT], prompt: Prompt, prior: dict[int, _Prior]
+    ) -> list[Trajectory]:
         """Run all episodes of a group side by side. Raises what the first failed episode has raised."""
         name = task_name(group.lease.group)
         tasks = [
@@ -216,59 +199,44 @@ class GroupCollector:
         group = Group(lease.group, prompt, lease.version, tuple(trajectories))
         return TRAIN if self._filter.keep(group) else FILTERED
 
-    async def _sample(self, group: _Running, prompt: Prompt, number: int, prior: _Prior | None) -> Trajectory:
+    async def _sample(
+        self, group: _Running[RecordT], prompt: Prompt, number: int, prior: _Prior | None
+    ) -> Trajectory:
         """Return a judged trajectory: generated, continued, only judged, or as it is."""
-        recording = group.recordings[number]
+        record = group.records[number]
         try:
             if prior is not None and prior[0].kind in (ANSWERED, JUDGED):
                 trajectory = decode_trajectory(prior[1], decode_header(prior[0].header))
             else:
-                trajectory = await self._generated(prompt, recording, prior)
+                trajectory = await self._generated(prompt, record, prior)
         finally:
             self._released(group)
         if trajectory.reward is None:
             trajectory = await self._judged(prompt, trajectory)
-            recording.judged(trajectory)
+            record.judged(trajectory)
         return trajectory
 
-    async def _generated(self, prompt: Prompt, recording: Recording, prior: _Prior | None) -> Trajectory:
+    async def _generated(self, prompt: Prompt, record: RecordT, prior: _Prior | None) -> Trajectory:
         """Return the trajectory of an episode that runs here. It has been sent to the driver."""
         if prior is not None:
-            self._continue(recording, *prior)
-        reward = WorkflowReward(self._judges, self._limit, recording)
-        context = replace(self._context, generator=recording, reward=reward)
-        trajectory = await self._episodes.run(prompt, context, recording.again)
-        recording.answered(trajectory)
+            self._continue(record, *prior)
+        trajectory = await self._episodes.run(prompt, self._context(record), record.again)
+        record.answered(trajectory)
         if trajectory.reward is not None:
-            recording.judged(trajectory)
+            record.judged(trajectory)
         return trajectory
 
-    def _continue(self, recording: Recording, prior: PriorSample, chunks: memoryview) -> None:
+    def _continue(self, record: RecordT, prior: PriorSample, chunks: memoryview) -> None:
         try:
-            self.tokens_continued += recording.resume(prior, chunks)
-        except CorruptRecord:  # the ledger has checked the bytes: a record of another version
-            recording.again()
+            self.tokens_continued += record.resume(prior, chunks)
+        except CorruptRecord:  # its bytes are those that were written: a record of another version
+            record.again()
 
     async def _judged(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
-        response = last_response(self._context.tokenizer, trajectory)
         try:
-            judgement = await self._judges.score(prompt, response, trajectory)
+            return trajectory.judged(await self._judge(prompt, trajectory))
         except JudgingFailed as error:
             raise EpisodeFailed(f"prompt {prompt.id}: {error}") from error
-        return replace(trajectory, reward=judgement.reward)
-
-
-def last_response(tokenizer: Tokenizer, trajectory: Trajectory) -> str:
-    """Return the text of the trajectory's last completion, without special tokens."""
-    start = end = 0
-    for run, (version, _, run_end) in enumerate(trajectory.header.runs):
-        if version == UNSAMPLED:
-            continue
-        previous = trajectory.header.runs[run - 1] if run else (UNSAMPLED, False, 0)
-        if previous[0] == UNSAMPLED:
-            start = previous[2]
-        end = run_end
-    return tokenizer.decode(trajectory.tokens_T[start:end].tolist(), skip_special_tokens=True)
 
 
 def as_prompt(fields: tuple[int, object, object, dict[str, object]]) -> Prompt:

@@ -39,15 +39,13 @@ Send = Callable[[Up, Sequence[bytes]], Awaitable[None]]
 
 
 class Outbox:
-    """Gathers events and sends them in order. Single event loop.
+    """Gathers events, and sends them in order. Single event loop.
 
-    ``run`` sends until it is cancelled, or raises what ``send`` raises: then the connection is gone, and
+    ``run`` goes on until it is cancelled, or raises what ``send`` raises: then the connection is gone, and
     nothing that is left here counts any more.
     """
 
-    def __init__(self, send: Send, status: Callable[[], Status]) -> None:
-        self._send = send
-        self._status = status
+    def __init__(self) -> None:
         self._next = Up()
         self._payload: list[bytes] = []
         self._bytes = 0
@@ -61,7 +59,8 @@ class Outbox:
         if self._bytes > UNSENT_BYTES:
             await self._changes.first(lambda: self._bytes <= UNSENT_BYTES or None)
 
-    async def run(self) -> None:
+    async def run(self, send: Send, status: Callable[[], Status]) -> None:
+        """Send by ``send``, every message with the ``status`` of that moment."""
         while True:
             try:
                 async with asyncio.timeout(STATUS_EVERY_S):
@@ -71,10 +70,10 @@ class Outbox:
                 pass
             self._due.clear()
             message, payload = self._next, self._payload
-            message.status = self._status()
+            message.status = status()
             self._next, self._payload = Up(), []
             self._answered.clear()
-            await self._send(message, payload)
+            await send(message, payload)
             self._bytes -= sum(map(len, payload))
             self._changes.notify()
 
@@ -124,8 +123,8 @@ class Outbox:
         self._next.failed.append(FailedAttempt(prompt, attempt, error))
         self._due.set()
 
-    def no_engine(self, reason: str) -> None:
-        """Tell that no engine has served for too long, which nothing here can mend."""
+    def cannot_go_on(self, reason: str) -> None:
+        """Tell the driver what nothing here can mend."""
         self._next.fatal = reason
         self._due.set()
 

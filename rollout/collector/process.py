@@ -11,23 +11,23 @@ import json
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import cast
 
 import aiohttp
 
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import RunConfig, SamplingConfig
 from slipstream.rollout import plugins
-from slipstream.rollout.collector.episodes import Episodes
-from slipstream.rollout.collector.evaluation import Evaluations
+from slipstream.rollout.collector.episodes import Episodes, check
+from slipstream.rollout.collector.evaluation import Evaluations, GreedyGenerator
 from slipstream.rollout.collector.groups import GroupCollector, NamedFilter
+from slipstream.rollout.collector.judging import Judging, WorkflowReward
 from slipstream.rollout.collector.outbox import Outbox
-from slipstream.rollout.collector.recording import JOURNAL_EVERY_S
+from slipstream.rollout.collector.recording import JOURNAL_EVERY_S, Recording
+from slipstream.rollout.collector.spec import CollectorSpec
 from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.collector.watchdog import watched
 from slipstream.rollout.control.filters import GroupFilter
-from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.engine.trace import RequestTrace
 from slipstream.rollout.judge.pool import JudgePool
@@ -42,27 +42,6 @@ REPORT_TIMEOUT_S = 5.0
 
 LONGEST_FRAME = 2**31
 """Bytes."""
-
-
-@dataclass(frozen=True)
-class CollectorSpec:
-    """One life of a collector, as plain data that travels between processes."""
-
-    name: str
-    """No two lives of a run share it."""
-    url: str
-    """Where the driver listens."""
-    key: str
-    """Secret of the run."""
-    vocab_size: int
-    """Number of token ids of the model."""
-    logs: Path
-
-    def __repr__(self) -> str:
-        return f"CollectorSpec({self.name!r}, {self.url!r})"
-
-    def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.key}"}
 
 
 async def collect(
@@ -80,10 +59,12 @@ async def collect(
         judges = await stack.enter_async_context(
             JudgePool(rollout.judging, rollout.reward, spec.logs, spec.name)
         )
+        limit, outbox = TimeLimit(rollout.episode_timeout_s), Outbox()
         pool = EnginePool(
-            connect=EngineClient,
             wait_timeout_s=rollout.engine.start_timeout_s,
             isolate_versions=config.weights.interrupt == "in_place",
+            report=outbox.flush,
+            on_held=limit.stop,
             trace=trace,
         )
         stack.push_async_callback(pool.close)
@@ -94,69 +75,81 @@ async def collect(
             )
         )
 
-        def status() -> Status:
-            judging = judges.status()
-            return Status(
-                pool.status(), len(groups) + len(evaluations), judging.open, judging.oldest_wait_s
-            )
-
-        async def send(message: Up, chunks: Sequence[bytes]) -> None:
-            await socket.send_bytes(pack(message, chunks))
-
-        outbox = Outbox(send, status)
-        limit = TimeLimit(rollout.episode_timeout_s)
-        context = WorkflowContext(pool, tokenizer, judges, rollout.sampling)
-        episodes = Episodes(workflow, rollout, spec.vocab_size, limit, outbox)
+        checking = partial(check, vocab_size=spec.vocab_size, workflow=rollout.workflow.path)
+        episodes = Episodes(workflow, rollout, checking, limit, outbox)
+        judging = Judging(judges, tokenizer)
         groups = GroupCollector(
-            engines=pool,
             outbox=outbox,
-            context=context,
+            record=partial(Recording, pool, outbox),
+            context=lambda recording: WorkflowContext(
+                recording, tokenizer, WorkflowReward(judges, limit, recording), rollout.sampling
+            ),
             episodes=episodes,
-            judges=judges,
-            limit=limit,
+            judge=judging.judge,
             samples=rollout.n_samples_per_prompt,
             group_filter=group_filter,
         )
-        evaluations = Evaluations(pool, outbox, _evaluation_context(config, context), episodes, judges, limit)
+        greedy = WorkflowContext(
+            GreedyGenerator(pool), tokenizer, WorkflowReward(judges, limit), _evaluation_sampling(config)
+        )
+        evaluations = Evaluations(outbox, greedy, episodes, judging.judge)
         stack.push_async_callback(evaluations.close)
         stack.push_async_callback(groups.close)
         stack.enter_context(watched(rollout.collector_timeout_s, _reporter(spec)))
-        await _live(socket, _Inbox(pool, groups, evaluations), outbox, groups)
+        connection = _Connection(socket, pool, judges, groups, evaluations)
+        await _live(connection, outbox, groups)
 
 
 class _ConnectionEnded(Exception):
     """The driver is gone, or has given this collector up."""
 
 
-async def _live(
-    socket: aiohttp.ClientWebSocketResponse, inbox: "_Inbox", outbox: Outbox, groups: GroupCollector
-) -> None:
+async def _live(connection: "_Connection", outbox: Outbox, groups: GroupCollector[Recording]) -> None:
     """Take in messages and send others until the connection ends."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(inbox.run(socket), name="receiving")
-            tasks.create_task(outbox.run(), name="sending")
+            tasks.create_task(connection.receive(), name="receiving")
+            tasks.create_task(outbox.run(connection.send, connection.status), name="sending")
             tasks.create_task(_write_ends(groups), name="writing ends")
     except* (_ConnectionEnded, ConnectionError):
         """This life of the collector is over."""
 
 
-async def _write_ends(groups: GroupCollector) -> None:
+async def _write_ends(groups: GroupCollector[Recording]) -> None:
     while True:
         await asyncio.sleep(JOURNAL_EVERY_S / 2)
         groups.write_ends(JOURNAL_EVERY_S)
 
 
-class _Inbox:
-    """Does what the driver says."""
+class _Connection:
+    """The collector's end of its connection with the driver."""
 
-    def __init__(self, pool: EnginePool, groups: GroupCollector, evaluations: Evaluations) -> None:
+    def __init__(
+        self,
+        socket: aiohttp.ClientWebSocketResponse,
+        pool: EnginePool,
+        judges: JudgePool,
+        groups: GroupCollector[Recording],
+        evaluations: Evaluations,
+    ) -> None:
+        self._socket = socket
         self._pool = pool
+        self._judges = judges
         self._groups = groups
         self._evaluations = evaluations
 
-    async def run(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        async for message in socket:
+    def status(self) -> Status:
+        judges = self._judges.status()
+        return Status(
+            self._pool.status(), len(self._groups), judges.waiting + judges.running, judges.oldest_s
+        )
+
+    async def send(self, message: Up, chunks: Sequence[bytes]) -> None:
+        await self._socket.send_bytes(pack(message, chunks))
+
+    async def receive(self) -> None:
+        """Do what the driver says. Raises _ConnectionEnded."""
+        async for message in self._socket:
             if message.type is not aiohttp.WSMsgType.BINARY:
                 break
             self._take(*split(cast(bytes, message.data), DOWN))
@@ -178,12 +171,12 @@ class _Inbox:
             self._evaluations.withdraw(task)
 
 
-def _evaluation_context(config: RunConfig, context: WorkflowContext) -> WorkflowContext:
-    """Return the context of evaluations, whose completions may have a length of their own."""
+def _evaluation_sampling(config: RunConfig) -> SamplingConfig:
+    """Return the sampling of evaluations, whose completions may have a length of their own."""
+    sampling = config.rollout.sampling
     if config.eval is None or config.eval.max_new_tokens is None:
-        return context
-    sampling = context.sampling.model_copy(update={"max_new_tokens": config.eval.max_new_tokens})
-    return replace(context, sampling=sampling)
+        return sampling
+    return sampling.model_copy(update={"max_new_tokens": config.eval.max_new_tokens})
 
 
 def _filter(config: RunConfig) -> NamedFilter | None:

@@ -12,6 +12,7 @@ beginning of the trajectory, and every token is sent once. Where a workflow does
 its context), the record begins again, and the trajectory is sent as a whole.
 """
 
+import asyncio
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -56,7 +57,17 @@ class GrowingGenerator(Protocol):
 class _Request:
     """One request of the episode: how much of its completion the record holds."""
 
-    __slots__ = ("call", "completion", "digest", "has_begun", "input_ids", "recorded", "runs", "written_s")
+    __slots__ = (
+        "call",
+        "completion",
+        "digest",
+        "has_begun",
+        "input_ids",
+        "known",
+        "recorded",
+        "runs",
+        "written_s",
+    )
 
     def __init__(
         self,
@@ -70,7 +81,8 @@ class _Request:
         self.input_ids = input_ids
         self.digest = input_digest
         self.completion = completion
-        self.recorded = len(completion.tokens)
+        self.recorded = self.known = len(completion.tokens)
+        """Tokens that the record holds, and tokens that the engines have vouched for."""
         self.runs = len(completion.runs)
         self.has_begun = self.recorded > 0
         """The record holds the request's token ids."""
@@ -160,11 +172,16 @@ class Recording:
         request = _Request(call, input_ids, input_digest, completion, self._clock())
 
         def grown() -> None:
-            now = self._clock()
+            now, request.known = self._clock(), len(completion.tokens)
             if now - request.written_s >= JOURNAL_EVERY_S or len(completion.runs) > request.runs > 0:
                 self._write(request, now)
 
-        await self._engines.generate(input_ids, sampling, completion, grown=grown)
+        try:
+            await self._engines.generate(input_ids, sampling, completion, grown=grown)
+        except asyncio.CancelledError:
+            self._write(request, self._clock())
+            raise
+        request.known = len(completion.tokens)
         self._stored[call] = (input_digest, completion)
         self._ended.append(request)
         return completion.completion()
@@ -205,13 +222,15 @@ class Recording:
 
     def _write(self, request: _Request, now: float) -> None:
         """Send what is new of a completion as the next piece."""
-        completion, start = request.completion, request.recorded
+        completion, start, end = request.completion, request.recorded, request.known
+        if start == end and completion.finish is Finish.PARTIAL:
+            return
         context, starts_over = ((), False) if request.has_begun else self._context(request.input_ids)
-        tokens, logprobs = completion.tokens[start:], completion.logprobs[start:]
+        tokens, logprobs = completion.tokens[start:end], completion.logprobs[start:end]
         header = PieceHeader(
             request.call,
             request.digest,
-            tuple(completion.spans(start)),
+            _spans(completion, start, end),
             completion.finish,
             completion.retractions,
             starts_over,
@@ -219,7 +238,7 @@ class Recording:
         base = len(self._pieces)
         self._extend(header, context, tokens, logprobs)
         self._outbox.piece(*self._key, base, header, encode_chunk(context, tokens, logprobs))
-        request.has_begun, request.recorded = True, len(completion.tokens)
+        request.has_begun, request.recorded = True, end
         request.written_s, request.runs = now, len(completion.runs)
 
     def _context(self, input_ids: Sequence[int]) -> tuple[Sequence[int], bool]:
@@ -249,3 +268,13 @@ class Recording:
         del self._pieces[first:]
         n = self._pieces[-1][1] if self._pieces else 0
         del self._ids[n:], self._logprobs[n:]
+
+
+def _spans(completion: GrowingCompletion, start: int, end: int) -> tuple[tuple[int, int], ...]:
+    """Return (version, tokens) of the tokens [start, end)."""
+    spans: list[tuple[int, int]] = []
+    for version, length in completion.spans(start):
+        if start < end:
+            spans.append((version, min(length, end - start)))
+        start += length
+    return tuple(spans)

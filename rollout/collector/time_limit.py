@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
 
-
 _running: ContextVar["_Entry"] = ContextVar("time limit")
 """The limit around the running code."""
 
@@ -28,25 +27,23 @@ class TimeLimit:
         self._entered: dict[_Entry, None] = {}
         """Running blocks, in the order in which their time runs out."""
         self._timer: asyncio.TimerHandle | None = None
-        self._is_stopped = False
+        self._stopped_s: float | None = None
+        """When the clocks were stopped; None: they run."""
 
     def __call__(self) -> "_Entry":
         """Limit a block of the running task. Its time begins when the block does."""
         return _Entry(self)
 
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Stop the clock of every limit inside the block. Must not be nested."""
+    def stop(self, stops: bool) -> None:
+        """Stop the clocks of all limits, or let them go on."""
         loop = asyncio.get_running_loop()
-        began = loop.time()
-        self._is_stopped = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        try:
-            yield
-        finally:
-            self._is_stopped = False
+        if stops and self._stopped_s is None:
+            self._stopped_s = loop.time()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        elif not stops and self._stopped_s is not None:
+            began, self._stopped_s = self._stopped_s, None
             for entry in self._entered:
                 entered = entry.due - self.seconds
                 entry.due += loop.time() - max(began, entered)
@@ -75,7 +72,7 @@ class TimeLimit:
     def _enter(self, entry: "_Entry", loop: asyncio.AbstractEventLoop) -> None:
         entry.due = loop.time() + self.seconds
         self._entered[entry] = None
-        if self._timer is None and not self._is_stopped:
+        if self._timer is None and self._stopped_s is None:
             self._set_timer(loop)
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -13,8 +13,8 @@ import aiohttp
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.engine.completion import Aborted, CompletionStream, parse_prompt_logprobs
 from slipstream.rollout.engine.connection import EngineAddress, EngineError, EngineLost
+from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.server_control import EngineMemory, ServerControl
-from slipstream.rollout.trajectory import Completion
 
 __all__ = [
     "Aborted",
@@ -46,47 +46,52 @@ class EngineClient(ServerControl):
         self,
         input_ids: Sequence[int],
         sampling: SamplingConfig,
+        completion: GrowingCompletion,
         *,
         greedy: bool = False,
         cache_key: str | None = None,
         version: int,
-        progress: Callable[[Completion], None] | None = None,
-    ) -> Completion:
-        """Continue ``input_ids``.
+        grown: Callable[[], None] | None = None,
+    ) -> None:
+        """Continue ``completion`` of ``input_ids``, up to ``sampling.max_new_tokens``, until its end.
 
         Requests with different ``cache_key`` share no KV cache. ``version`` is any policy version that the
-        engine has had. ``progress`` is called with the partial completion whenever there is more of it; its
-        versions are lower bounds (``completion.py``).
+        engine has had. ``grown`` is called whenever tokens were added and more are to come; the versions of
+        these are lower bounds (``completion.py``).
 
-        Raises InvalidRequest and EngineError; and with the partial completion EngineLost, Aborted and Silent.
+        Raises InvalidRequest, EngineError, EngineLost, Aborted and Silent. ``completion`` keeps what has
+        arrived until then.
         """
-        self._check(input_ids, sampling.max_new_tokens)
+        ids = [*input_ids, *completion.tokens]
+        max_new_tokens = completion.tokens_left(sampling.max_new_tokens)
+        self._check(ids, max_new_tokens)
         rid = uuid.uuid4().hex
         body: dict[str, object] = {
             "rid": rid,
-            "input_ids": list(input_ids),
+            "input_ids": ids,
             "sampling_params": {
                 "temperature": 0.0 if greedy else sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
-                "max_new_tokens": sampling.max_new_tokens,
+                "max_new_tokens": max_new_tokens,
                 "stream_interval": self.address.stream_interval,
             },
             "return_logprob": True,
             "stream": True,
             "extra_key": cache_key,
         }
-        stream = CompletionStream(version)
+        stream = CompletionStream(completion, version, self.address.vocab_size)
+        length = len(completion.tokens)
         async with aclosing(self._chunks(rid, body, stream)) as chunks:
-            while (completion := await anext(chunks)) is None:
-                if progress is not None and (partial := stream.partial) is not None:
-                    progress(partial)
-            return completion
+            while not await anext(chunks):
+                if grown is not None and len(completion.tokens) > length:
+                    length = len(completion.tokens)
+                    grown()
 
     async def _chunks(
         self, rid: str, body: dict[str, object], stream: CompletionStream
-    ) -> AsyncGenerator[Completion | None]:
-        """Add each chunk to ``stream`` and yield what ``stream.add`` returns. Raises as ``generate`` does."""
+    ) -> AsyncGenerator[bool]:
+        """Add each chunk to ``stream`` and yield whether it was the last one. Raises as ``generate`` does."""
         self._check_open("/generate")
         try:
             async with self._streamed("/generate", body) as chunks:
@@ -95,20 +100,20 @@ class EngineClient(ServerControl):
             # A server that goes away ends the stream in the same way as a server that is done.
             raise aiohttp.ClientPayloadError("the stream stopped before its end")
         except TimeoutError as error:
-            raise await self._silent(rid, stream.partial) from error
+            raise await self._silent(rid) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise self._lost("/generate", error, stream.partial) from error
+            raise self._lost("/generate", error) from error
         except ValueError as error:
             raise EngineError(f"{self.name} /generate: {error}") from error
 
-    async def _silent(self, rid: str, partial: Completion | None) -> EngineLost | Silent:
+    async def _silent(self, rid: str) -> EngineLost | Silent:
         """Abort a completion about which nothing came, and return the error that tells why."""
         message = f"{self.name} /generate: nothing came for {self.address.timeout_s:.0f} s"
         if not await self.healthy():
-            return EngineLost(message, partial)
+            return EngineLost(message)
         with suppress(EngineError, EngineLost):
             await self.abort(rid)
-        return Silent(message, partial)
+        return Silent(message)
 
     async def prompt_logprobs(self, input_ids: Sequence[int], *, version: int | None = None) -> list[float]:
         """Return the log-probs of input_ids[1:], each given the tokens before it, at temperature 1.

@@ -8,7 +8,7 @@ The version comes from the engine itself, never from the time at which a token a
     earlier chunks   `weight_version` alone: the version that the server has while it hands the chunk out. An
                      update may have come since it sampled the tokens.
 
-So a partial completion, whose last chunk is missing, has *lower bounds* for versions: the tokens of a chunk
+So a completion whose last chunk is missing has *lower bounds* for versions: the tokens of a chunk
 get the version reported with the chunk before, and those of the first chunk a version that the engine had
 when the request was sent. Versions only grow, so a token may be newer than its number says, but never older:
 lag may be overstated, but never understated. (Tokens that follow a chunk could only be older than the version
@@ -19,13 +19,25 @@ With `stream` the server sends a chunk with the first token, a chunk after every
 tokens, and a last chunk with the reason of the end. With `incremental_streaming_output`, which
 ``process.server_args`` sets, a chunk holds only new tokens. Without it a chunk repeats all tokens before,
 which is read as well.
+
+Everything that a chunk says is checked before anything of it is kept: ids inside the vocabulary, finite
+log-probs that are not positive, as many tokens as the server counts, versions for all of them.
 """
 
 from collections.abc import Sequence
 from typing import NotRequired, TypedDict, cast
 
-from slipstream.rollout.engine.continuation import head, joined
-from slipstream.rollout.trajectory import Completion, Finish, Span
+from slipstream.rollout.engine.growing import GrowingCompletion
+from slipstream.rollout.trajectory import Finish
+
+HIGHEST_LOGPROB = 1e-3
+"""Rounding may bring the log-prob of a certain token a little above 0."""
+
+LOWEST_LOGPROB = -3.4028234663852886e38
+"""Smallest finite float32: a log-prob below it would be stored as minus infinity."""
+
+FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH}
+"""Reasons by which a completion ends, by SGLang's name."""
 
 
 class _FinishReason(TypedDict):
@@ -67,48 +79,47 @@ class _Chunk(TypedDict):
 
 
 class Aborted(RuntimeError):
-    """The server gave up this one completion. Send the request again, or continue it from ``partial``."""
+    """The server gave up this one completion, which may be continued: what has arrived of it is kept."""
 
-    def __init__(self, message: str, partial: Completion | None = None) -> None:
+    def __init__(self, message: str, *, attested: bool = False) -> None:
         super().__init__(message)
-        self.partial = partial
-        """Tokens that were generated and arrived, or None if there are none."""
+        self.attested = attested
+        """The versions of what is kept are the engine's own, not lower bounds."""
 
 
 class CompletionStream:
-    """Collects one completion from its chunks.
+    """Adds the reply to one request to a completion, chunk by chunk.
 
-        stream = CompletionStream(version)
-        while (completion := stream.add(next_chunk)) is None:
-            ...                          # stream.partial holds the tokens so far
+        stream = CompletionStream(completion, version, vocab_size)
+        while not stream.add(next_chunk):
+            ...                          # the completion has grown
 
-    The versions in ``partial`` are lower bounds; those of the whole completion are the engine's own spans.
+    The versions of the added tokens are lower bounds until the last chunk replaces them by the engine's own.
     """
 
-    def __init__(self, version: int) -> None:
-        """``version``: any policy version that the engine has had when the request is sent."""
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._spans: tuple[Span, ...] = ()
+    def __init__(self, completion: GrowingCompletion, version: int, vocab_size: int) -> None:
+        """``version``: any policy version that the engine has had when the request is sent.
+
+        ``completion``: empty, or what the request continues.
+        """
+        self._completion = completion
+        self._start = len(completion.tokens)
+        self._retractions_before = completion.retractions
         self._reported = version
-        self._retractions = 0
+        self._vocab_size = vocab_size
 
-    @property
-    def partial(self) -> Completion | None:
-        """The tokens so far as a partial completion, or None if there are none."""
-        return self._completion(Finish.PARTIAL) if self._tokens else None
+    def add(self, chunk: object) -> bool:
+        """Take the next chunk. Return whether it was the last one.
 
-    def add(self, chunk: object) -> Completion | None:
-        """Take the next chunk. Return the whole completion if it is the last chunk, else None.
-
-        Raises Aborted when the server gave the completion up, ValueError for a refusal or a malformed chunk.
+        Raises Aborted when the server gave the completion up, ValueError for a refusal or a malformed chunk,
+        nothing of which is kept.
         """
         try:
             return self._add(cast(_Chunk, chunk))
-        except (LookupError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not a reply of /generate: {type(error).__name__}: {error}") from error
 
-    def _add(self, chunk: _Chunk) -> Completion | None:
+    def _add(self, chunk: _Chunk) -> bool:
         if "error" in chunk:
             raise ValueError(chunk["error"]["message"])
         meta = chunk["meta_info"]
@@ -116,63 +127,103 @@ class CompletionStream:
         aborted = reason is not None and reason["type"] == "abort"
         if reason is not None and aborted and reason.get("status_code"):
             raise ValueError(reason["message"])
-        new = self._take(meta)
-        self._retractions = int(meta.get("num_retractions") or self._retractions)
+        # Everything is read before anything changes: a malformed chunk leaves the completion as it was.
+        tokens, logprobs = self._new(meta)
         if not aborted:
-            self._check_ids(list(chunk["output_ids"]), new)
+            self._check_ids(list(chunk["output_ids"]), tokens)
+        finish, spans, reported = Finish.PARTIAL, None, self._reported
         if reason is None:
-            self._reported = int(meta["weight_version"])
-            return None
-        if not aborted or "weight_versions" in meta:
-            self._spans = _spans(meta["weight_versions"])
-        if aborted:
-            raise Aborted(f"generation was aborted: {reason.get('message', '')}", self._without_end(new))
-        return self._completion(Finish(reason["type"]))
+            reported = int(meta["weight_version"])
+        elif not aborted:
+            finish = FINISHES[reason["type"]]
+        if reason is not None and (not aborted or "weight_versions" in meta):
+            spans = _spans(meta["weight_versions"], self._known + len(tokens))
+        retractions = int(meta.get("num_retractions") or 0)
 
-    def _take(self, meta: _Meta) -> int:
-        """Take over the new tokens and return their number.
+        completion = self._completion
+        completion.add(self._reported, tokens, logprobs)
+        self._reported = reported
+        if retractions:
+            completion.retractions = self._retractions_before + retractions
+        if spans is not None:
+            completion.retag(self._start, spans)
+        completion.finish = finish
+        if reason is not None and aborted:
+            self._drop_last(tokens)
+            message = f"generation was aborted: {reason.get('message', '')}"
+            raise Aborted(message, attested=spans is not None)
+        return reason is not None
 
-        The number follows from the total, and the tokens are taken from the end of the list. The list may
-        hold all tokens although earlier chunks held only new ones: SGLang sends a request that is aborted in
-        its queue that way.
+    @property
+    def _known(self) -> int:
+        """Number of tokens of this reply so far."""
+        return len(self._completion.tokens) - self._start
+
+    def _new(self, meta: _Meta) -> tuple[list[int], list[float]]:
+        """Return the new tokens and their log-probs.
+
+        Their number follows from the total, and they are taken from the end of the list. The list may hold
+        all tokens although earlier chunks held only new ones: SGLang sends a request that is aborted in its
+        queue that way.
         """
-        known = len(self._tokens)
+        known = self._known
         new = int(meta["completion_tokens"]) - known
         given = meta["output_token_logprobs"]
         if not 0 <= new <= len(given):
             raise ValueError(f"{known} tokens and log-probs of {len(given)} are not {known + new} tokens")
-        for logprob, token, *_ in given[len(given) - new :]:
-            self._logprobs.append(float(logprob))
-            self._tokens.append(int(token))
-        if new:
-            self._spans = joined((*self._spans, Span(self._reported, known, known + new)))
-        return new
+        entries = given[len(given) - new :]
+        tokens = [int(entry[1]) for entry in entries]
+        logprobs = [float(entry[0]) for entry in entries]
+        self._check_values(tokens, logprobs)
+        return tokens, logprobs
 
-    def _check_ids(self, ids: list[int], new: int) -> None:
-        if len(ids) < new or self._tokens[len(self._tokens) - len(ids) :] != ids:
+    def _check_values(self, tokens: list[int], logprobs: list[float]) -> None:
+        for number, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True), self._known):
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(
+                    f"token {number} of the completion has the id {token}, "
+                    f"which is outside the vocabulary of {self._vocab_size}"
+                )
+            if not LOWEST_LOGPROB <= logprob <= HIGHEST_LOGPROB:  # NaN is not
+                raise ValueError(
+                    f"token {number} of the completion has the log-prob {logprob}, "
+                    "expected a finite number that is not positive"
+                )
+
+    def _check_ids(self, ids: list[int], new: list[int]) -> None:
+        """Compare ``output_ids``, which hold the new tokens and may repeat the ones before."""
+        repeated = len(ids) - len(new)
+        known = self._completion.tokens[len(self._completion.tokens) - max(0, repeated) :]
+        if not 0 <= repeated <= self._known or known.tolist() + new != ids:
             raise ValueError("the token ids of the log-probs differ from output_ids")
 
-    def _without_end(self, new: int) -> Completion | None:
-        """Return the tokens from which an aborted completion may be continued.
+    def _drop_last(self, new: list[int]) -> None:
+        """Keep the tokens from which an aborted completion may be continued.
 
         An abort hides whether the token sampled last is the end token, behind which nothing must follow. So
         this token is dropped and sampled again, whichever it is: dropping it by its value would bias what is
         trained. Tokens of earlier chunks stay, because the end token is always in the last chunk.
         """
-        kept = len(self._tokens) - (1 if new else 0)
-        return head(self._completion(Finish.PARTIAL), kept) if kept else None
-
-    def _completion(self, finish: Finish) -> Completion:
-        return Completion(tuple(self._tokens), tuple(self._logprobs), self._spans, finish, self._retractions)
+        if new:
+            self._completion.cut(len(self._completion.tokens) - 1)
 
 
-def _spans(reported: list[_VersionSpan]) -> tuple[Span, ...]:
-    # SGLang gives a completion without tokens one empty span.
-    return tuple(
-        Span(int(span["version"]), int(span["start"]), int(span["end"]))
-        for span in reported
-        if span["end"] != span["start"]
-    )
+def _spans(reported: list[_VersionSpan], length: int) -> list[tuple[int, int]]:
+    """Return (version, tokens) of the engine's own spans. Raises ValueError unless they tile all tokens.
+
+    SGLang gives a completion without tokens one empty span.
+    """
+    spans: list[tuple[int, int]] = []
+    begin = 0
+    for span in reported:
+        start, end = int(span["start"]), int(span["end"])
+        if start != begin or end < start:
+            raise ValueError(f"version spans {reported} do not tile {length} tokens")
+        spans.append((int(span["version"]), end - start))
+        begin = end
+    if begin != length:
+        raise ValueError(f"version spans {reported} do not tile {length} tokens")
+    return spans
 
 
 def parse_prompt_logprobs(reply: object, length: int, version: int | None = None) -> list[float]:

@@ -12,8 +12,6 @@ from typing import Self, cast
 
 import aiohttp
 
-from slipstream.rollout.trajectory import Completion
-
 
 class EngineError(RuntimeError):
     """The server refused a request or sent a malformed reply. The message holds the server's own words."""
@@ -21,11 +19,6 @@ class EngineError(RuntimeError):
 
 class EngineLost(ConnectionError):
     """The server is gone or does not reply. Another server may be asked for the same thing."""
-
-    def __init__(self, message: str, partial: Completion | None = None) -> None:
-        super().__init__(message)
-        self.partial = partial
-        """Tokens of a completion that had arrived, or None if there are none."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +120,8 @@ class EngineConnection:
         if self._session.closed:
             raise EngineLost(f"{self.name} {path}: the engine has been given up")
 
-    def _lost(self, path: str, error: Exception, partial: Completion | None = None) -> EngineLost:
-        return EngineLost(f"{self.name} {path}: {type(error).__name__}: {error}", partial)
+    def _lost(self, path: str, error: Exception) -> EngineLost:
+        return EngineLost(f"{self.name} {path}: {type(error).__name__}: {error}")
 
     def _refusal(self, path: str, status: int, text: str) -> EngineError:
         return EngineError(f"{self.name} {path}: HTTP {status}: {text[:500]}")

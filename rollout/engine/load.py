@@ -1,11 +1,11 @@
-"""Samples the load of the engines and sets the pool's limit as the concurrency controller decides."""
+"""Samples the load of the engines and sets the roster's limit as the concurrency controller decides."""
 
 import asyncio
 from collections.abc import Sequence
 
 from slipstream.rollout.control.concurrency import ConcurrencyController, EngineLoad
 from slipstream.rollout.engine.client import EngineClient, EngineError, EngineLost
-from slipstream.rollout.engine.pool import EnginePool
+from slipstream.rollout.engine.roster import EngineRoster
 
 SAMPLE_TIMEOUT_S = 5.0
 """Longest time of a sample: a later one describes another moment than the samples of the other engines."""
@@ -25,17 +25,17 @@ async def sample(clients: Sequence[EngineClient]) -> dict[str, EngineLoad]:
     return {client.name: load for client, load in zip(clients, loads, strict=True) if load is not None}
 
 
-async def follow_load(pool: EnginePool, controller: ConcurrencyController, every_s: float = 2.0) -> None:
-    """Sample, decide and set the pool's limit, forever. A failed sample is no observation, never an error."""
-    version = pool.version
+async def follow_load(roster: EngineRoster, controller: ConcurrencyController, every_s: float = 2.0) -> None:
+    """Sample, decide and set the roster's limit, forever. A failed sample is no observation, and no error."""
+    version = roster.version
     seen: dict[str, EngineLoad] = {}
     while True:
-        loads = await sample(pool.clients)
-        if pool.version != version:
-            version = pool.version
+        loads = await sample(roster.clients)
+        if roster.version != version:
+            version = roster.version
             controller.disturbed()
         # A paused engine repeats its last sample from before the pause.
         fresh = [load for name, load in loads.items() if load != seen.get(name)]
-        controller.observe(fresh, in_use=pool.in_use)
-        pool.limit, seen = controller.limit, loads
+        controller.observe(fresh, in_use=roster.in_use)
+        roster.limit, seen = controller.limit, loads
         await asyncio.sleep(every_s)

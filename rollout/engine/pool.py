@@ -1,308 +1,336 @@
-"""The serving engines, seen by workflows as one generator.
+"""The serving engines, seen by workflows as one generator. Every generating process has a pool of its own.
 
 A request goes to the least loaded engine. When that engine is lost or aborts the request, the tokens
 generated so far become the prefix of a further request to any engine. While no engine serves, requests wait.
-Only engines that hold the current policy version are in the pool.
 
     limit -> engine -> complete
                ^ |
-               | +-> lost or aborted: the partial completion is the prefix of the next request, which has
+               | +-> lost or aborted: the completion so far is the prefix of the next request, which has
                +---- the rest of the token budget
+
+Which engines serve, whose weights are in doubt, and how many requests may run is not decided here: the pool
+follows the numbered routing records of the driver (``routing.py``, ``roster.py``) and says in its status
+which one is in force.
 """
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.changes import Changes
-from slipstream.rollout.engine.client import EngineClient, EngineError, EngineLost, Silent
+from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineError, EngineLost, Silent
 from slipstream.rollout.engine.completion import Aborted
-from slipstream.rollout.engine.continuation import ended, head, merge, tokens_left
+from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.limit import Limit
+from slipstream.rollout.engine.routing import LostEngine, PoolStatus, Routing, ServingEngine
 from slipstream.rollout.engine.trace import RequestTrace, watched
-from slipstream.rollout.trajectory import Completion, Finish
-
-log = logging.getLogger(__name__)
 
 SILENCES = 3
 """Number of times that a healthy engine may stay silent about one request. One silence is a long pause;
 several are the request's fault, or a time-out that is too short."""
-
-OnPartial = Callable[[Completion], None]
 
 
 class NoEngine(RuntimeError):
     """No engine has served for the allowed time."""
 
 
-class PolicyVersion(Protocol):
-    """The owner of the policy version: the control core."""
+class GeneratingClient(Protocol):
+    """The part of ``EngineClient`` that a pool uses."""
 
-    @property
-    def version(self) -> int:
-        """Version that every engine in the pool holds."""
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        sampling: SamplingConfig,
+        completion: GrowingCompletion,
+        *,
+        greedy: bool = False,
+        cache_key: str | None = None,
+        version: int,
+        grown: Callable[[], None] | None = None,
+    ) -> None: ...
+    async def close(self) -> None:
+        """End all running requests: each of them raises EngineLost."""
         ...
 
 
+@dataclass(eq=False)
+class _Engine:
+    """One start of one server."""
+
+    name: str
+    life: int
+    client: GeneratingClient
+    doubted: int | None
+    load: int = 0
+    lost: str | None = None
+    """Why it is out of use; None while it serves."""
+
+
+class _Growth:
+    """The part of a completion that its caller knows of. None of that is ever taken back."""
+
+    def __init__(self, completion: GrowingCompletion, grown: Callable[[], None] | None) -> None:
+        self.completion = completion
+        self.known = len(completion.tokens)
+        self._grown = grown
+
+    def tell(self) -> None:
+        """Tell the caller of all tokens that it does not know of yet."""
+        if len(self.completion.tokens) > self.known:
+            self.known = len(self.completion.tokens)
+            if self._grown is not None:
+                self._grown()
+
+
 class EnginePool:
-    """Routes requests. Single event loop."""
+    """Routes the requests of one process. Single event loop."""
 
     def __init__(
         self,
-        policy: PolicyVersion,
         *,
-        max_concurrent: int,
         wait_timeout_s: float,
         isolate_versions: bool,
+        connect: Callable[[EngineAddress], GeneratingClient] = EngineClient,
+        report: Callable[[], None] | None = None,
+        on_held: Callable[[bool], None] | None = None,
         trace: Callable[[RequestTrace], None] | None = None,
     ) -> None:
-        """``max_concurrent``: requests that run at one time. ``wait_timeout_s``: longest time without an
-        engine. ``isolate_versions``: keep KV caches of different versions apart. ``trace`` is called once for
-        every engine request that has ended.
+        """``wait_timeout_s``: longest time without an engine, and longest wait for a verdict on weights.
+
+        ``isolate_versions``: keep KV caches of different versions apart. ``report`` is called when the driver
+        should have the ``status`` at once: another record is in force, an engine is lost, or the last running
+        request has ended while requests are held. ``on_held`` is called with True when requests are held from
+        now on, and with False when they go on: engines stand still in between, so that clocks of episodes
+        should stand still, too. ``trace`` is called once for every engine request that has ended.
         """
-        self._policy = policy
         self._wait_timeout_s = wait_timeout_s
         self._isolate_versions = isolate_versions
+        self._connect = connect
+        self._report = report
+        self._on_held = on_held
         self._trace = trace
-        self._load: dict[EngineClient, int] = {}
+        self._engines: dict[str, _Engine] = {}
+        """Engines of the record in force, in its order; some may be out of use."""
+        self._requests = Limit(1)
         self._changes = Changes()
-        self._requests = Limit(max_concurrent)
-        self._held = False
-        self._doubted: WeakKeyDictionary[EngineClient, int] = WeakKeyDictionary()
-        """First unverified version of each engine in doubt, engines that are gone included."""
-        self.lost: asyncio.Queue[tuple[EngineClient, str]] = asyncio.Queue()
-        """Engines that were condemned, each once, with the reason; the supervisor restarts them."""
+        self._closing: set[asyncio.Task[None]] = set()
+        self._number = 0
+        self.version = 0
+        """Policy version that every engine of the record in force holds."""
+        self.held = False
+        """Requests wait, because the engines are to be idle or stand still."""
         self.tokens_generated = 0
         """Number of sampled tokens. Evaluation (greedy) and the prefixes of callers do not count."""
         self.tokens_continued = 0
         """Number of tokens of interrupted completions that were continued instead of lost."""
         self.requests_resent = 0
 
-    @property
-    def version(self) -> int:
-        """Policy version that every engine in the pool holds."""
-        return self._policy.version
+    def status(self) -> PoolStatus:
+        engines = self._engines.values()
+        return PoolStatus(
+            number=self._number,
+            in_use=self._requests.inside,
+            running=self._running,
+            tokens_generated=self.tokens_generated,
+            tokens_continued=self.tokens_continued,
+            requests_resent=self.requests_resent,
+            lost=tuple(LostEngine(e.name, e.life, e.lost) for e in engines if e.lost is not None),
+        )
 
-    @property
-    def clients(self) -> list[EngineClient]:
-        return list(self._load)
+    def follow(self, routing: Routing) -> None:
+        """Put a routing record into force; does nothing unless it is newer than the one in force.
 
-    @property
-    def limit(self) -> int:
-        """Number of ``generate`` calls that run at one time. Lowering it does not disturb running calls."""
-        return self._requests.size
-
-    @limit.setter
-    def limit(self, size: int) -> None:
-        self._requests.size = size
-
-    @property
-    def in_use(self) -> int:
-        """Number of ``generate`` calls that run now; above ``limit`` for a while after it was lowered."""
-        return self._requests.inside
-
-    async def add(self, client: EngineClient) -> None:
-        """Send requests to an engine, which holds the current version."""
-        self._load.setdefault(client, 0)
-        self._changes.notify()
-
-    async def remove(self, client: EngineClient) -> None:
-        """Send no further request to an engine."""
-        self._load.pop(client, None)
-        self._changes.notify()
-
-    async def condemn(self, client: EngineClient, reason: str) -> None:
-        """Send no further request to an engine and have it restarted. Does nothing the second time."""
-        if self._load.pop(client, None) is not None:
-            self.lost.put_nowait((client, reason))
-            self._changes.notify()
-
-    def doubt(self, version: int) -> None:
-        """Hold back what the present engines sample from ``version`` on until they are trusted.
-
-        Call it before the version is published: tokens that have arrived by then are older and not held back.
+        Requests of engines that are not in the record any more end, and go on elsewhere.
         """
-        for client in self._load:
-            self._doubted[client] = version
-
-    def trust(self, client: EngineClient) -> None:
-        """Release what an engine in doubt has sampled: its weights are verified."""
-        self._doubted.pop(client, None)
+        if routing.number <= self._number:
+            return
+        self._number, self.version = routing.number, routing.version
+        self._requests.size = routing.limit
+        before = self._engines
+        self._engines = {serving.address.name: self._engine(serving) for serving in routing.engines}
+        for engine in before.values():
+            if self._engines.get(engine.name) is not engine:
+                engine.lost = engine.lost or "the driver has given it up"
+                self._close(engine)
+        if routing.held != self.held:
+            self.held = routing.held
+            if self._on_held is not None:
+                self._on_held(self.held)
         self._changes.notify()
+        self._tell_driver()
+
+    async def close(self) -> None:
+        """Close the connections to all engines. Every running request raises EngineLost or waits."""
+        for engine in self._engines.values():
+            self._close(engine)
+        self._engines = {}
+        await asyncio.gather(*self._closing, return_exceptions=True)
 
     async def generate(
         self,
         input_ids: Sequence[int],
         sampling: SamplingConfig,
+        completion: GrowingCompletion,
         *,
         greedy: bool = False,
-        prefix: Completion | None = None,
-        progress: OnPartial | None = None,
-    ) -> Completion:
-        """Continue ``input_ids`` on any engine, up to ``sampling.max_new_tokens``.
+        grown: Callable[[], None] | None = None,
+    ) -> None:
+        """Continue ``completion`` of ``input_ids`` on any engine, up to ``sampling.max_new_tokens``.
 
-        ``prefix`` is a partial completion, of a resumed run for example: it is continued, and counts as part
-        of the completion and of its token budget. ``progress`` is called with the completion so far, prefix
-        included, whenever it grows.
+        ``completion`` is empty, or partial, of a collector that has ended for example. ``grown`` is called
+        whenever it has grown by tokens whose weights are not in doubt. Only inside of that call, and after
+        this one has returned or raised, is everything in ``completion`` to be relied on: in between it may
+        hold tokens that are taken back. A token of which ``grown`` was told stays; its version may yet change
+        from a lower bound to the engine's own.
 
         Raises InvalidRequest, EngineError, NoEngine.
         """
-        so_far, silences = prefix, 0
-        if prefix is not None:
-            self.tokens_continued += len(prefix.tokens)
-            if not tokens_left(prefix, sampling.max_new_tokens):
-                return ended(prefix)
-        async with self._requests:
-            while rest := tokens_left(so_far, sampling.max_new_tokens):
-                try:
-                    part = await self._ask(input_ids, sampling, so_far, rest, greedy, progress)
-                except (EngineLost, Aborted) as cut:
-                    silences += isinstance(cut, Silent)
-                    if silences == SILENCES:
-                        raise EngineError(
-                            f"given up after {silences} times: {cut}, though the engine is well; "
-                            "rollout.engine.request_timeout_s may be too short"
-                        ) from cut
-                    self.requests_resent += 1
-                    if cut.partial is None:
-                        continue
-                    part = cut.partial
-                    self.tokens_continued += len(part.tokens)
-                if not greedy:
-                    self.tokens_generated += len(part.tokens)
-                so_far = part if so_far is None else merge(so_far, part)
-                if progress is not None and so_far.finish is Finish.PARTIAL:
-                    progress(so_far)
-        assert so_far is not None  # the token budget is at least 1
-        return ended(so_far)
+        self.tokens_continued += len(completion.tokens)
+        growth, silences = _Growth(completion, grown), 0
+        if completion.tokens_left(sampling.max_new_tokens):
+            async with self._requests:
+                while completion.tokens_left(sampling.max_new_tokens):
+                    length = len(completion.tokens)
+                    try:
+                        await self._ask(input_ids, sampling, growth, greedy)
+                    except (EngineLost, Aborted) as cut:
+                        silences += isinstance(cut, Silent)
+                        if silences == SILENCES:
+                            raise EngineError(
+                                f"given up after {silences} times: {cut}, though the engine is well; "
+                                "rollout.engine.request_timeout_s may be too short"
+                            ) from cut
+                        self.requests_resent += 1
+                        self.tokens_continued += len(completion.tokens) - length
+                        growth.tell()
+        completion.ended()
 
     async def _ask(
-        self,
-        input_ids: Sequence[int],
-        sampling: SamplingConfig,
-        so_far: Completion | None,
-        rest: int,
-        greedy: bool,
-        progress: OnPartial | None,
-    ) -> Completion:
-        """Ask one engine for the missing rest of a completion. Condemn the engine when it is lost.
+        self, input_ids: Sequence[int], sampling: SamplingConfig, growth: _Growth, greedy: bool
+    ) -> None:
+        """Ask one engine for the missing rest of a completion, and lose the engine if it is lost.
 
-        Neither the result nor ``progress`` holds a token that was sampled from weights in doubt.
+        However this ends, the completion then holds no token that was sampled from weights in doubt.
         """
-        client = await self._acquire()
-        ids = [*input_ids, *(so_far.tokens if so_far else ())]
-        sure = 0
+        engine = await self._acquire()
+        completion = growth.completion
+        length, attested = len(completion.tokens), False
+
+        def grown() -> None:
+            watch.grown()
+            if engine.doubted is None:  # while it is not, versions are lower bounds: any token may be newer
+                growth.tell()
+
         try:
-            with watched(client.name, len(ids), self._trace) as watch:
-
-                def grown(part: Completion) -> None:
-                    nonlocal sure
-                    watch.saw(part)
-                    if client in self._doubted:
-                        return  # the versions of a partial completion are lower bounds
-                    sure = len(part.tokens)
-                    if progress is not None:
-                        progress(merge(so_far, part) if so_far else part)
-
-                completion = await client.generate(
-                    ids,
-                    sampling.model_copy(update={"max_new_tokens": rest}),
-                    greedy=greedy,
-                    cache_key=self._cache_key(),
-                    version=self._policy.version,
-                    progress=grown,
-                )
-                watch.saw(completion)
-        except (EngineLost, Silent) as cut:
-            if client in self._doubted and cut.partial is not None:
-                cut.partial = head(cut.partial, sure) if sure else None
-            if isinstance(cut, EngineLost):
-                await self.condemn(client, "it does not answer")
-            raise
-        except Aborted as cut:
-            if cut.partial is not None:
-                cut.partial = self._undoubted(client, cut.partial)
+            try:
+                with watched(engine.name, len(input_ids) + length, completion, self._trace) as watch:
+                    await engine.client.generate(
+                        input_ids,
+                        sampling,
+                        completion,
+                        greedy=greedy,
+                        cache_key=self._cache_key(),
+                        version=self.version,
+                        grown=grown,
+                    )
+                attested = True
+            except EngineLost:
+                self._lose(engine, "it does not answer")
+                raise
+            except Aborted as cut:
+                attested = cut.attested
+                raise
+            finally:
+                self._release(engine)
+            await self._vouched_for(engine, growth)
+        except BaseException:
+            if engine.doubted is not None:
+                completion.cut(self._undoubted(engine, growth) if attested else growth.known)
             raise
         finally:
-            self._release(client)
-        return await self._vouched_for(client, completion)
+            if not greedy:
+                self.tokens_generated += len(completion.tokens) - length
 
-    async def _vouched_for(self, client: EngineClient, completion: Completion) -> Completion:
-        """Return ``completion`` once its engine is trusted. Raises EngineLost when its weights were wrong."""
-        if self._undoubted(client, completion) is completion:
-            return completion
+    async def _vouched_for(self, engine: _Engine, growth: _Growth) -> None:
+        """Wait until the engine's weights are trusted. Raises EngineLost when they were wrong."""
 
         def verdict() -> bool | None:
-            return True if client not in self._doubted else False if client not in self._load else None
+            if self._undoubted(engine, growth) == len(growth.completion.tokens):
+                return True
+            return None if engine.lost is None else False
 
         try:
             async with asyncio.timeout(self._wait_timeout_s):
-                right = await self._changes.first(verdict)
+                is_right = await self._changes.first(verdict)
         except TimeoutError:
-            right = False
-            await self.condemn(client, f"no verdict on its weights in {self._wait_timeout_s:g} s")
-        if right:
-            return completion
-        raise EngineLost(f"{client.name} held wrong weights", self._undoubted(client, completion))
+            is_right = False
+            self._lose(engine, f"no verdict on its weights in {self._wait_timeout_s:g} s")
+        if not is_right:
+            raise EngineLost(f"{engine.name} held wrong weights")
 
-    def _undoubted(self, client: EngineClient, completion: Completion) -> Completion | None:
-        """Return the tokens before the first one sampled from weights in doubt; None if there is none."""
-        version = self._doubted.get(client)
-        if version is None:
-            return completion
-        n = next((span.start for span in completion.spans if span.version >= version), None)
-        return completion if n is None else head(completion, n) if n else None
-
-    @asynccontextmanager
-    async def drained(self, timeout_s: float) -> AsyncIterator[None]:
-        """Hold new requests back inside the block, and enter it once no request runs.
-
-        Requests that run longer than ``timeout_s`` go on inside the block. Must not be nested.
-        """
-        self._held = True
-        try:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._changes.first(lambda: None if any(self._load.values()) else True)
-            except TimeoutError:
-                log.warning("%d requests outlast %.0f s of draining", sum(self._load.values()), timeout_s)
-            yield
-        finally:
-            self._held = False
-            self._changes.notify()
-
-    async def abort_running(self) -> None:
-        """Make every engine abort its requests: the run ends, and nobody waits for them."""
-        await asyncio.gather(*(client.abort_all() for client in self._load), return_exceptions=True)
+    def _undoubted(self, engine: _Engine, growth: _Growth) -> int:
+        """Return the number of tokens before the first one that was sampled from weights in doubt."""
+        if engine.doubted is None:
+            return len(growth.completion.tokens)
+        return growth.completion.first_of(engine.doubted, start=growth.known)
 
     def _cache_key(self) -> str | None:
         """After an in-place update the prefix cache holds old KV, on which new requests must not build."""
-        return f"v{self._policy.version}" if self._isolate_versions else None
+        return f"v{self.version}" if self._isolate_versions else None
 
-    async def _acquire(self) -> EngineClient:
+    # ---- engines
+
+    def _engine(self, serving: ServingEngine) -> _Engine:
+        """Return the engine of a record: the one that is here already, or a new one."""
+        name = serving.address.name
+        engine = self._engines.get(name)
+        if engine is None or engine.life != serving.life:
+            return _Engine(name, serving.life, self._connect(serving.address), serving.doubted)
+        engine.doubted = serving.doubted
+        return engine
+
+    def _lose(self, engine: _Engine, reason: str) -> None:
+        """Put an engine out of use until a record has a later start of it. Does nothing the second time."""
+        if engine.lost is None:
+            engine.lost = reason
+            self._changes.notify()
+            self._tell_driver()
+
+    def _close(self, engine: _Engine) -> None:
+        closing = asyncio.get_running_loop().create_task(engine.client.close(), name=f"closing {engine.name}")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _acquire(self) -> _Engine:
         while True:
-            # The holder of ``drained`` has a time-out of its own, so that this wait needs none.
-            await self._changes.first(lambda: None if self._held else True)
+            # Whoever holds requests has a time-out of its own, and ends with the connection to the driver.
+            await self._changes.first(lambda: None if self.held else True)
             try:
                 async with asyncio.timeout(self._wait_timeout_s):
                     return await self._changes.first(self._charge_least_loaded)
             except TimeoutError:
-                if not self._held:
+                if not self.held:
                     raise NoEngine(f"no engine has served for {self._wait_timeout_s:.0f} s") from None
 
-    def _charge_least_loaded(self) -> EngineClient | None:
-        if self._held or not self._load:
+    def _charge_least_loaded(self) -> _Engine | None:
+        serving = [engine for engine in self._engines.values() if engine.lost is None]
+        if self.held or not serving:
             return None
-        client = min(self._load, key=self._load.__getitem__)
-        self._load[client] += 1
-        return client
+        engine = min(serving, key=lambda engine: engine.load)
+        engine.load += 1
+        return engine
 
-    def _release(self, client: EngineClient) -> None:
-        if client in self._load:
-            self._load[client] -= 1
-        if self._held and not any(self._load.values()):
-            self._changes.notify()
+    def _release(self, engine: _Engine) -> None:
+        engine.load -= 1
+        if self.held and not self._running:
+            self._tell_driver()
+
+    @property
+    def _running(self) -> int:
+        return sum(engine.load for engine in self._engines.values() if engine.lost is None)
+
+    def _tell_driver(self) -> None:
+        if self._report is not None:
+            self._report()

@@ -2,16 +2,16 @@
 
     STARTING --healthy--> SYNCING --holds the current version--> SERVING --lost / condemned--> STARTING
 
-An engine is in the pool only while SERVING. It is admitted while no publication can intervene.
+An engine is in the roster only while SERVING. It is admitted while no publication can intervene.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
-from slipstream.rollout.engine.pool import EnginePool
+from slipstream.rollout.engine.roster import EngineRoster
 
 
 class EngineGone(RuntimeError):
@@ -34,9 +34,7 @@ class EngineHandle(Protocol):
 class WeightsSource(Protocol):
     """Who knows the current policy version and has its weights."""
 
-    async def bring_up_to_date(
-        self, engine: EngineAddress, admit: Callable[[], Awaitable[None]]
-    ) -> str | None:
+    async def bring_up_to_date(self, engine: EngineAddress, admit: Callable[[], None]) -> str | None:
         """Bring ``engine`` to the current version and call ``admit``. Return None, or why it failed."""
         ...
 
@@ -57,14 +55,14 @@ class Supervisor:
     def __init__(
         self,
         handles: Sequence[EngineHandle],
-        pool: EnginePool,
+        roster: EngineRoster,
         weights: WeightsSource,
         *,
         restarts: int,
         note: Callable[[str], None],
     ) -> None:
         self._engines = {handle.name: _Engine(handle) for handle in handles}
-        self._pool = pool
+        self._roster = roster
         self._weights = weights
         self._restarts_allowed = restarts
         self._note = note
@@ -94,7 +92,7 @@ class Supervisor:
             started = [asyncio.Event() for _ in self._engines]
             for engine, event in zip(self._engines.values(), started, strict=True):
                 tasks.create_task(self._keep(engine, event))
-            tasks.create_task(self._watch_pool())
+            tasks.create_task(self._watch_roster())
             for event in started:
                 await event.wait()
             serving.set()
@@ -104,9 +102,9 @@ class Supervisor:
         stopping = (engine.handle.stop() for engine in self._engines.values())
         await asyncio.gather(*stopping, return_exceptions=True)
 
-    async def _watch_pool(self) -> None:
+    async def _watch_roster(self) -> None:
         while True:
-            client, reason = await self._pool.lost.get()
+            client, reason = await self._roster.lost.get()
             if self._engines[client.name].client is client:
                 self.condemn(client.name, reason)
 
@@ -131,14 +129,14 @@ class Supervisor:
         engine.condemned.clear()
         engine.client = client
         try:
-            refused = await self._weights.bring_up_to_date(client.address, lambda: self._pool.add(client))
+            refused = await self._weights.bring_up_to_date(client.address, lambda: self._roster.add(client))
             if refused is not None:
                 return f"it could not be brought to the current version: {refused}"
             started.set()
             return await self._lost(engine)
         finally:
             engine.client = None
-            await self._pool.remove(client)
+            self._roster.remove(client)
             await client.close()
 
     async def _lost(self, engine: _Engine) -> str:
@@ -147,7 +145,7 @@ class Supervisor:
         condemned = asyncio.ensure_future(engine.condemned.wait())
         try:
             await asyncio.wait({exit_code, condemned}, return_when=asyncio.FIRST_COMPLETED)
-            # Clients notice a dead server first, but its exit code tells more.
+            # Collectors notice a dead server first, but its exit code tells more.
             await asyncio.wait({exit_code}, timeout=0.5)
             if exit_code.done():
                 return f"its server exited with code {exit_code.result()}"

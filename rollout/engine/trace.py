@@ -5,9 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from slipstream.rollout.engine.client import EngineLost
-from slipstream.rollout.engine.completion import Aborted
-from slipstream.rollout.trajectory import Completion
+from slipstream.rollout.engine.growing import GrowingCompletion
 
 
 @dataclass(frozen=True)
@@ -31,33 +29,35 @@ class RequestTrace:
 
 
 class Watch:
-    """Observes the completion of one request as it grows."""
+    """Notes when the first token of a request arrives."""
 
     def __init__(self) -> None:
         self.first_token_s: float | None = None
-        self.completion: Completion | None = None
-        self.whole = False
 
-    def saw(self, completion: Completion | None) -> None:
-        if completion is not None and completion.tokens:
-            self.completion = completion
-            if self.first_token_s is None:
-                self.first_token_s = time.monotonic()
+    def grown(self) -> None:
+        if self.first_token_s is None:
+            self.first_token_s = time.monotonic()
 
 
 @contextmanager
-def watched(engine: str, prompt_tokens: int, trace: Callable[[RequestTrace], None] | None) -> Iterator[Watch]:
-    """Surround one request, and give its times to ``trace`` however it ends."""
+def watched(
+    engine: str,
+    prompt_tokens: int,
+    completion: GrowingCompletion,
+    trace: Callable[[RequestTrace], None] | None,
+) -> Iterator[Watch]:
+    """Surround one request, which adds to ``completion``, and give its times to ``trace`` however it ends."""
     watch, start_s = Watch(), time.monotonic()
+    length, retractions = len(completion.tokens), completion.retractions
+    interrupted = True
     try:
         yield watch
-        watch.whole = True
-    except (EngineLost, Aborted) as cut:
-        watch.saw(cut.partial)
-        raise
+        interrupted = False
     finally:
         if trace is not None:
-            seen = watch.completion
+            new_tokens = len(completion.tokens) - length
+            if new_tokens:  # they may have come with the end
+                watch.grown()
             trace(
                 RequestTrace(
                     engine,
@@ -65,8 +65,8 @@ def watched(engine: str, prompt_tokens: int, trace: Callable[[RequestTrace], Non
                     watch.first_token_s,
                     time.monotonic(),
                     prompt_tokens,
-                    new_tokens=len(seen.tokens) if seen else 0,
-                    retractions=seen.retractions if seen else 0,
-                    interrupted=not watch.whole,
+                    new_tokens=new_tokens,
+                    retractions=completion.retractions - retractions,
+                    interrupted=interrupted,
                 )
             )

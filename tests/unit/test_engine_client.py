@@ -20,17 +20,25 @@ from slipstream.rollout.engine.client import (
     InvalidRequest,
     Silent,
 )
+from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.trajectory import Completion, Finish, Span
 from tests.unit.test_engine_completion import ABORT, COMPLETION, REPLY, STOP, attested, chunk
 from tests.unit.test_engine_completion import reply as reply_with
 
+VOCAB = 30_000
 SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=4)
 
 
 def address(url: str, timeout_s: float = 5) -> EngineAddress:
     return EngineAddress(
-        "engine-0", url, 1, vocab_size=100, max_length=20, timeout_s=timeout_s, stream_interval=16
+        "engine-0", url, 1, vocab_size=VOCAB, max_length=20, timeout_s=timeout_s, stream_interval=16
     )
+
+
+async def ask(client: EngineClient, input_ids: list[int], sampling=SAMPLING, **more) -> Completion:
+    completion = GrowingCompletion()
+    await client.generate(input_ids, sampling, completion, **more)
+    return completion.completion()
 
 
 def event(chunk: object) -> bytes:
@@ -123,7 +131,7 @@ async def serving(reply, timeout_s: float = 5):
 def test_a_generation_request_is_sent_and_its_completion_read():
     async def main():
         async with serving(REPLY) as (server, client):
-            assert await client.generate([1, 2], SAMPLING, version=3, cache_key="v3") == COMPLETION
+            assert await ask(client, [1, 2], version=3, cache_key="v3") == COMPLETION
             ((method, path, body),) = server.requests
             assert (method, path) == ("POST", "/generate")
             assert len(body.pop("rid")) == 32
@@ -147,7 +155,7 @@ def test_a_generation_request_is_sent_and_its_completion_read():
 def test_every_request_has_a_name_of_its_own():
     async def main():
         async with serving(REPLY) as (server, client):
-            await asyncio.gather(*(client.generate([1], SAMPLING, version=0) for _ in range(20)))
+            await asyncio.gather(*(ask(client, [1], version=0) for _ in range(20)))
             names = {body["rid"] for _, _, body in server.requests}
             assert len(names) == 20
             assert len({len(name) for name in names}) == 1, "SGLang aborts whatever begins with a name"
@@ -158,7 +166,7 @@ def test_every_request_has_a_name_of_its_own():
 def test_greedy_generation_has_temperature_zero():
     async def main():
         async with serving(REPLY) as (server, client):
-            await client.generate([1], SAMPLING, version=0, greedy=True)
+            await ask(client, [1], version=0, greedy=True)
             body = server.requests[0][2]
             assert body["sampling_params"]["temperature"] == 0
             assert body["extra_key"] is None
@@ -273,9 +281,9 @@ def test_the_client_offers_all_that_publishing_asks_of_an_engine():
     ("input_ids", "message"),
     [
         ([], "input_ids is empty"),
-        ([1, 100, 2], r"token ids \[100\] are outside the vocabulary of 100"),
+        ([1, VOCAB, 2], r"token ids \[30000\] are outside the vocabulary of 30000"),
         ([-1], r"token ids \[-1\] are outside"),
-        ([200] * 9, r"token ids \[200, 200, 200, 200, 200\] are outside"),
+        ([VOCAB] * 9, r"token ids \[(30000, ){4}30000\] are outside"),
         ([1] * 17, r"17 prompt \+ 4 new tokens exceed the context of 20"),
     ],
 )
@@ -283,7 +291,7 @@ def test_a_request_that_would_harm_the_server_never_leaves(input_ids, message):
     async def main():
         async with serving(REPLY) as (server, client):
             with pytest.raises(InvalidRequest, match=message):
-                await client.generate(input_ids, SAMPLING, version=0)
+                await ask(client, input_ids, version=0)
             assert server.requests == []
 
     asyncio.run(main())
@@ -292,7 +300,7 @@ def test_a_request_that_would_harm_the_server_never_leaves(input_ids, message):
 def test_the_longest_request_and_the_last_token_id_are_allowed():
     async def main():
         async with serving(REPLY) as (_, client):
-            assert await client.generate([99] * 16, SAMPLING, version=0) == COMPLETION
+            assert await ask(client, [VOCAB - 1] * 16, version=0) == COMPLETION
 
     asyncio.run(main())
 
@@ -300,7 +308,7 @@ def test_the_longest_request_and_the_last_token_id_are_allowed():
 def test_prompt_log_probs_are_checked_like_generation():
     async def main():
         async with serving(REPLY) as (server, client):
-            for bad in ([], [100], [1] * 21):
+            for bad in ([], [VOCAB], [1] * 21):
                 with pytest.raises(InvalidRequest):
                     await client.prompt_logprobs(bad)
             assert server.requests == []
@@ -338,7 +346,7 @@ def test_an_http_error_is_the_servers_own_message(status):
     async def main():
         async with serving(reply) as (_, client):
             with pytest.raises(EngineError, match=f"/generate: HTTP {status}: the scheduler says no"):
-                await client.generate([1], SAMPLING, version=0)
+                await ask(client, [1], version=0)
             assert not await client.healthy()
 
     asyncio.run(main())
@@ -366,7 +374,7 @@ def test_a_reply_that_is_none_is_an_error_of_the_engine(text):
     async def main():
         async with serving(reply) as (_, client):
             with pytest.raises(EngineError, match="engine-0 /generate: "):
-                await client.generate([1], SAMPLING, version=0)
+                await ask(client, [1], version=0)
 
     asyncio.run(main())
 
@@ -382,7 +390,7 @@ def test_a_refusal_inside_the_stream_is_the_servers_own_message(refusal):
     async def main():
         async with serving(refusal) as (_, client):
             with pytest.raises(EngineError, match="engine-0 /generate: too long"):
-                await client.generate([1], SAMPLING, version=0)
+                await ask(client, [1], version=0)
 
     asyncio.run(main())
 
@@ -391,10 +399,12 @@ def test_an_aborted_completion_is_told_apart_and_keeps_what_there_was():
     last = chunk(5, 2, 5, ABORT, weight_versions=attested((3, 0, 2), (5, 2, 5)))
 
     async def main():
+        partial = GrowingCompletion()
         async with serving(streaming(*THREE, last, DONE)) as (_, client):
             with pytest.raises(Aborted, match="generation was aborted: Aborted") as caught:
-                await client.generate([1], SAMPLING, version=3)
-            assert caught.value.partial == tokens(4, Span(3, 0, 2), Span(5, 2, 4))
+                await client.generate([1], SAMPLING, partial, version=3)
+            assert caught.value.attested
+            assert partial.completion() == tokens(4, Span(3, 0, 2), Span(5, 2, 4))
         async with serving(reply_with(finish_reason={"type": "abort"})) as (_, client):
             with pytest.raises(Aborted):
                 await client.prompt_logprobs([1])
@@ -405,13 +415,53 @@ def test_an_aborted_completion_is_told_apart_and_keeps_what_there_was():
 # ---- streams
 
 
-def test_progress_is_told_of_every_chunk_but_the_last_which_is_the_completion():
+def test_the_caller_is_told_of_every_chunk_but_the_last_which_ends_the_completion():
     async def main():
-        async with serving(streaming(*WHOLE, DONE)) as (_, client):
-            seen: list[Completion] = []
-            whole = await client.generate([1], SAMPLING, version=2, progress=seen.append)
-            assert whole == tokens(4, Span(3, 0, 2), Span(5, 2, 4), finish=Finish.STOP)
+        completion, seen = GrowingCompletion(), []
+
+        def grown() -> None:
+            seen.append(completion.completion())
+
+        nothing_new = chunk(3, 0, 3)
+        async with serving(streaming(*THREE, nothing_new, *WHOLE[2:], DONE)) as (_, client):
+            await client.generate([1], SAMPLING, completion, version=2, grown=grown)
+            assert completion.completion() == tokens(4, Span(3, 0, 2), Span(5, 2, 4), finish=Finish.STOP)
             assert seen == [tokens(1, Span(2, 0, 1)), tokens(3, Span(2, 0, 1), Span(3, 1, 3))]
+
+    asyncio.run(main())
+
+
+def test_a_completion_that_has_begun_is_sent_behind_the_prompt_with_the_rest_of_the_budget():
+    async def main():
+        completion = GrowingCompletion()
+        completion.add(1, [7, 8, 9], [-1.0, -1.0, -1.0])
+        last = chunk(1, 1, 3, STOP, weight_versions=attested((3, 0, 1)))
+        async with serving(streaming(last, DONE)) as (server, client):
+            await client.generate([1, 2], SAMPLING, completion, version=3)
+            ((_, _, body),) = server.requests
+            assert body["input_ids"] == [1, 2, 7, 8, 9]
+            assert body["sampling_params"]["max_new_tokens"] == 1
+            assert completion.tokens.tolist() == [7, 8, 9, 100]
+            assert completion.runs == [(1, 3), (3, 4)]
+            assert completion.finish is Finish.STOP
+
+    asyncio.run(main())
+
+
+def test_a_value_that_cannot_be_trained_is_an_error_of_the_engine():
+    """A log-prob that is not a number would make the loss one; an id outside the vocabulary ends a rank."""
+    nan = chunk(3, 2, 3)
+    nan["meta_info"]["output_token_logprobs"][0][0] = float("nan")
+    outside = chunk(3, 2, 3)
+    outside["meta_info"]["output_token_logprobs"][0][1] = outside["output_ids"][0] = VOCAB
+
+    async def main():
+        for bad, reason in ((nan, "the log-prob nan"), (outside, "the id 30000")):
+            completion = GrowingCompletion()
+            async with serving(streaming(*ONE, bad, DONE)) as (_, client):
+                with pytest.raises(EngineError, match=f"engine-0 /generate: token 1 .* {reason}"):
+                    await client.generate([1], SAMPLING, completion, version=3)
+            assert completion.completion() == tokens(1, Span(3, 0, 1))
 
     asyncio.run(main())
 
@@ -420,20 +470,20 @@ def test_the_completion_is_there_although_the_connection_stays():
     async def main():
         async with serving(streaming(*WHOLE, 30.0)) as (_, client):
             async with asyncio.timeout(3):
-                assert (await client.generate([1], SAMPLING, version=3)).finish is Finish.STOP
+                assert (await ask(client, [1], version=3)).finish is Finish.STOP
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), ValueError("bug"), TimeoutError()])
-def test_what_progress_raises_is_its_own_and_not_held_against_the_engine(error):
-    def broken(_):
+def test_what_the_caller_raises_is_its_own_and_not_held_against_the_engine(error):
+    def broken():
         raise error
 
     async def main():
         async with serving(streaming(*WHOLE, DONE)) as (_, client):
             with pytest.raises(type(error)) as caught:
-                await client.generate([1], SAMPLING, version=3, progress=broken)
+                await ask(client, [1], version=3, grown=broken)
             assert caught.value is error
 
     asyncio.run(main())
@@ -445,7 +495,7 @@ def test_chunks_longer_than_a_read_buffer_arrive_whole():
 
     async def main():
         async with serving(streaming(chunk(1, 1, 3), last, DONE)) as (_, client):
-            assert len((await client.generate([1], SAMPLING, version=3)).tokens) == n
+            assert len((await ask(client, [1], version=3)).tokens) == n
 
     asyncio.run(main())
 
@@ -460,7 +510,7 @@ def test_no_reply_in_time_from_a_server_that_is_not_well_is_a_loss():
     async def main():
         async with serving(reply, timeout_s=0.05) as (server, client):
             with pytest.raises(EngineLost, match="/generate: nothing came for 0 s"):
-                await client.generate([1], SAMPLING, version=0)
+                await ask(client, [1], version=0)
             assert not await client.healthy()
             assert "/abort_request" not in {path for _, path, _ in server.requests}
 
@@ -470,9 +520,11 @@ def test_no_reply_in_time_from_a_server_that_is_not_well_is_a_loss():
 def test_silence_of_a_server_that_is_well_condemns_the_request_and_not_the_server():
     async def main():
         async with serving(streaming(*THREE, 30.0), timeout_s=0.1) as (server, client):
+            partial = GrowingCompletion()
             with pytest.raises(Silent, match="nothing came for 0 s") as caught:
-                await client.generate([1], SAMPLING, version=3)
-            assert caught.value.partial == tokens(3, Span(3, 0, 3))
+                await client.generate([1], SAMPLING, partial, version=3)
+            assert not caught.value.attested
+            assert partial.completion() == tokens(3, Span(3, 0, 3))
             (_, _, asked), health, (_, path, aborted) = server.requests
             assert health == ("GET", "/health", None)
             assert (path, aborted) == ("/abort_request", {"rid": asked["rid"]})
@@ -485,7 +537,7 @@ def test_silence_is_from_chunk_to_chunk_and_not_the_time_of_the_whole_completion
 
     async def main():
         async with serving(streaming(*slow, DONE), timeout_s=0.4) as (_, client):
-            assert (await client.generate([1], SAMPLING, version=3)).finish is Finish.STOP
+            assert (await ask(client, [1], version=3)).finish is Finish.STOP
 
     asyncio.run(main())
 
@@ -493,14 +545,16 @@ def test_silence_is_from_chunk_to_chunk_and_not_the_time_of_the_whole_completion
 def test_a_stream_that_ends_too_early_is_a_loss_that_keeps_what_there_was():
     async def main():
         for end in ([], [DONE]):
+            partial = GrowingCompletion()
             async with serving(streaming(*THREE, *end)) as (_, client):
-                with pytest.raises(EngineLost, match="stopped before its end") as caught:
-                    await client.generate([1], SAMPLING, version=2)
-                assert caught.value.partial == tokens(3, Span(2, 0, 1), Span(3, 1, 3))
+                with pytest.raises(EngineLost, match="stopped before its end"):
+                    await client.generate([1], SAMPLING, partial, version=2)
+                assert partial.completion() == tokens(3, Span(2, 0, 1), Span(3, 1, 3))
+        nothing = GrowingCompletion()
         async with serving(streaming()) as (_, client):
-            with pytest.raises(EngineLost) as caught:
-                await client.generate([1], SAMPLING, version=2)
-            assert caught.value.partial is None
+            with pytest.raises(EngineLost):
+                await client.generate([1], SAMPLING, nothing, version=2)
+            assert nothing.completion() == tokens(0)
 
     asyncio.run(main())
 
@@ -517,9 +571,10 @@ def test_a_server_that_dies_in_the_middle_is_a_loss_that_keeps_what_there_was():
 
     async def main():
         async with serving(dying) as (_, client):
-            with pytest.raises(EngineLost) as caught:
-                await client.generate([1], SAMPLING, version=3)
-            assert caught.value.partial == tokens(3, Span(3, 0, 3))
+            partial = GrowingCompletion()
+            with pytest.raises(EngineLost):
+                await client.generate([1], SAMPLING, partial, version=3)
+            assert partial.completion() == tokens(3, Span(3, 0, 3))
 
     asyncio.run(main())
 
@@ -528,7 +583,7 @@ def test_a_server_that_is_not_there_is_a_loss():
     async def main():
         async with EngineClient(address("http://127.0.0.1:9")) as client:
             with pytest.raises(EngineLost, match="ClientConnectorError"):
-                await client.generate([1], SAMPLING, version=0)
+                await ask(client, [1], version=0)
             assert not await client.healthy()
 
     asyncio.run(main())
@@ -548,7 +603,7 @@ def test_a_connection_that_breaks_is_a_loss(part):
         port = server.sockets[0].getsockname()[1]
         async with server, EngineClient(address(f"http://127.0.0.1:{port}")) as client:
             with pytest.raises(EngineLost):
-                await client.generate([1], SAMPLING, version=0)
+                await ask(client, [1], version=0)
 
     asyncio.run(main())
 
@@ -578,16 +633,20 @@ def test_closing_the_client_ends_its_running_requests_as_lost(chunks):
 
     async def main():
         async with serving(streaming(*chunks, 30.0) if chunks else hang) as (server, client):
-            running = [asyncio.create_task(client.generate([1], SAMPLING, version=3)) for _ in range(3)]
+            partials = [GrowingCompletion() for _ in range(3)]
+            running = [
+                asyncio.create_task(client.generate([1], SAMPLING, partial, version=3))
+                for partial in partials
+            ]
             while len(server.requests) < 3:
                 await asyncio.sleep(0.005)
             await asyncio.sleep(0.05)
             await client.close()
             ended = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 1)
             assert [type(error) for error in ended] == [EngineLost] * 3
-            assert {error.partial and len(error.partial.tokens) for error in ended} == {3 if chunks else None}
+            assert {len(partial.tokens) for partial in partials} == {3 if chunks else 0}
             with pytest.raises(EngineLost, match="given up"):
-                await client.generate([1], SAMPLING, version=3)
+                await ask(client, [1], version=3)
 
     asyncio.run(main())
 
@@ -600,7 +659,7 @@ async def hang(request):
 def test_a_cancelled_request_disconnects_so_that_the_server_stops_generating(chunks):
     async def main():
         async with serving(streaming(*chunks, 30.0) if chunks else hang) as (server, client):
-            running = asyncio.create_task(client.generate([1], SAMPLING, version=0))
+            running = asyncio.create_task(ask(client, [1], version=0))
             while not server.requests:
                 await asyncio.sleep(0.005)
             await asyncio.sleep(0.05)
@@ -624,7 +683,7 @@ def test_many_requests_run_at_once():
             return streamed(REPLY)
 
         async with serving(reply) as (_, client):
-            work = (client.generate([1], SAMPLING, version=0) for _ in range(together))
+            work = (ask(client, [1], version=0) for _ in range(together))
             assert await asyncio.wait_for(asyncio.gather(*work), 5) == [COMPLETION] * together
 
     asyncio.run(main())

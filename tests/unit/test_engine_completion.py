@@ -11,7 +11,10 @@ from slipstream.rollout.engine.completion import (
     CompletionStream,
     parse_prompt_logprobs,
 )
+from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.trajectory import Completion, Finish, Span
+
+VOCAB = 10_000
 
 REPLY = {
     "text": "not used",
@@ -66,11 +69,18 @@ ABORT = {"type": "abort", "message": "Aborted", "status_code": None}
 # ---- completions in one piece
 
 
+def stream_of(
+    version: int = 0, completion: GrowingCompletion | None = None
+) -> tuple[CompletionStream, GrowingCompletion]:
+    completion = completion or GrowingCompletion()
+    return CompletionStream(completion, version, VOCAB), completion
+
+
 def parse_completion(reply: object) -> Completion:
-    completion = CompletionStream(version=0).add(reply)
-    if completion is None:
+    stream, completion = stream_of()
+    if not stream.add(reply):
         raise ValueError("the completion has not ended")
-    return completion
+    return completion.completion()
 
 
 def test_a_whole_completion_is_read():
@@ -118,11 +128,15 @@ MALFORMED = [
     pytest.param(without("meta_info", "completion_tokens"), id="no count"),
     pytest.param(reply(finish_reason=None), id="not finished"),
     pytest.param(reply(finish_reason={"type": "tired"}), id="unknown finish"),
+    pytest.param(reply(finish_reason={"type": "partial"}), id="a finish that is none"),
     pytest.param(reply(weight_versions=None), id="null versions"),
     pytest.param(reply(weight_versions=[{"version": "x", "start": 0, "end": 3}]), id="no number"),
     pytest.param(reply(weight_versions=attested((3, 0, 2))), id="spans too short"),
     pytest.param(reply(weight_versions=attested((3, 0, 9))), id="spans too long"),
     pytest.param(reply(weight_versions=[]), id="no spans"),
+    pytest.param(reply(weight_versions=attested((3, 0, 2), (4, 1, 3))), id="spans that overlap"),
+    pytest.param(reply(weight_versions=attested((3, 0, 1), (4, 2, 3))), id="spans with a gap"),
+    pytest.param(reply(weight_versions=attested((3, 0, 4), (4, 4, 3))), id="a span of negative length"),
     pytest.param(reply(output_token_logprobs=[[-0.5, 11, None]]), id="too few log-probs"),
     pytest.param(reply(completion_tokens=-1), id="a negative count"),
     pytest.param(reply(completion_tokens=2), id="another count"),
@@ -144,6 +158,53 @@ def test_a_malformed_reply_is_a_value_error_and_never_a_completion(malformed):
         parse_completion(malformed)
 
 
+NAN, INF = float("nan"), float("inf")
+REFUSED = [
+    pytest.param(NAN, 101, "token 1 of the completion has the log-prob nan", id="NaN"),
+    pytest.param(-INF, 101, "token 1 of the completion has the log-prob -inf", id="minus infinity"),
+    pytest.param(INF, 101, "token 1 of the completion has the log-prob inf", id="infinity"),
+    pytest.param(-1e39, 101, r"the log-prob -1e\+39", id="infinite as a float32"),
+    pytest.param(
+        0.002, 101, "the log-prob 0.002, expected a finite number that is not positive", id="positive"
+    ),
+    pytest.param(-1.0, -1, "token 1 of the completion has the id -1, which is outside", id="negative id"),
+    pytest.param(-1.0, VOCAB, "the id 10000, which is outside the vocabulary of 10000", id="id too large"),
+    pytest.param(-1.0, 1 << 40, "outside the vocabulary", id="id of 40 bits"),
+    pytest.param(-1.0, INF, "not a reply of /generate", id="infinite id"),
+]
+
+
+@pytest.mark.parametrize(("logprob", "token", "message"), REFUSED)
+@pytest.mark.parametrize("reason", [None, STOP, ABORT], ids=["partial", "last", "aborted"])
+def test_a_value_that_cannot_be_trained_is_refused_by_name_and_nothing_of_its_chunk_is_kept(
+    logprob, token, message, reason
+):
+    stream, completion = stream_of(2)
+    stream.add(chunk(1, 1, 3))
+    before = completion.completion()
+    bad = chunk(3, 2, 3, reason, weight_versions=attested((3, 0, 3)))
+    bad["meta_info"]["output_token_logprobs"][0] = [logprob, token, None]
+    bad["output_ids"][0] = token
+    with pytest.raises(ValueError, match=message):
+        stream.add(bad)
+    assert completion.completion() == before
+
+
+def test_a_log_prob_that_rounding_has_made_positive_is_taken():
+    certain = reply(output_token_logprobs=[[1e-4, 11, None], [-0.0, 12, None], [0, 13, None]])
+    assert parse_completion(certain).logprobs == pytest.approx((1e-4, 0, 0))
+
+
+@pytest.mark.parametrize("malformed", MALFORMED)
+def test_a_malformed_chunk_changes_nothing(malformed):
+    stream, completion = stream_of(2)
+    stream.add(chunk(1, 1, 3))
+    before = completion.completion()
+    with pytest.raises(ValueError, match=r"\w"):
+        stream.add(malformed)
+    assert completion.completion() == before
+
+
 @pytest.mark.parametrize(
     "logprobs", [None, [], [[None, 1]], [[None, 1], [None, 2], [-1.0, 3]], [[None, 1], [-1.0, 2]]]
 )
@@ -157,28 +218,26 @@ def test_prompt_log_probs_must_be_complete(logprobs):
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.booleans())
 def test_chunks_make_the_whole_completion_whether_they_repeat_what_came_before_or_not(sizes, repeats):
-    stream, total = CompletionStream(version=0), 0
+    (stream, completion), total = stream_of(), 0
     for number, size in enumerate(sizes):
         total += size
         last = number == len(sizes) - 1
         meta = {"weight_versions": attested((5, 0, total))} if last else {}
-        end = stream.add(chunk(total, size, 5, STOP if last else None, repeats, **meta))
-        assert (end is not None) == last
+        assert stream.add(chunk(total, size, 5, STOP if last else None, repeats, **meta)) == last
         if not last:
-            assert stream.partial.tokens == tuple(range(100, 100 + total))
-            assert stream.partial.finish is Finish.PARTIAL
+            assert completion.tokens.tolist() == list(range(100, 100 + total))
+            assert completion.finish is Finish.PARTIAL
     tokens = tuple(range(100, 100 + total))
-    assert end == Completion(
+    assert completion.completion() == Completion(
         tokens, tuple(-float(i) for i in range(total)), (Span(5, 0, total),), Finish.STOP
     )
 
 
 def test_the_tokens_of_a_chunk_get_the_version_that_was_reported_with_the_chunk_before():
-    stream = CompletionStream(version=2)
-    assert stream.partial is None
+    stream, completion = stream_of(2)
     for total, new, reported in ((1, 1, 3), (3, 2, 3), (5, 2, 5), (7, 2, 5)):
-        assert stream.add(chunk(total, new, reported)) is None
-    assert stream.partial.spans == (Span(2, 0, 1), Span(3, 1, 5), Span(5, 5, 7))
+        assert not stream.add(chunk(total, new, reported))
+    assert completion.runs == [(2, 1), (3, 5), (5, 7)]
 
 
 @given(
@@ -189,7 +248,7 @@ def test_no_token_of_a_partial_completion_is_said_to_be_newer_than_it_is(tokens_
     """Chunks are cut anywhere in a history of tokens and updates, and say the version of that moment."""
     history: list[int] = []
     version = data.draw(st.integers(0, 3))
-    stream = CompletionStream(version)
+    stream, completion = stream_of(version)
     for tokens, updates in tokens_then_updates:
         before = len(history)
         for _ in range(tokens):
@@ -197,21 +256,38 @@ def test_no_token_of_a_partial_completion_is_said_to_be_newer_than_it_is(tokens_
             version += data.draw(st.sampled_from([0, 0, 0, 1]))
         stream.add(chunk(len(history), len(history) - before, version))
         version += updates
-        stamped = stream.partial.versions()
+        stamped = completion.completion().versions()
         assert len(stamped) == len(history)
         assert all(stamp <= true for stamp, true in zip(stamped, history, strict=True))
 
 
 def test_the_last_chunks_own_versions_replace_all_of_them():
-    stream = CompletionStream(version=0)
+    stream, completion = stream_of()
     stream.add(chunk(2, 2, 1))
-    end = stream.add(chunk(4, 2, 3, STOP, weight_versions=attested((1, 0, 3), (3, 3, 4))))
-    assert end.spans == (Span(1, 0, 3), Span(3, 3, 4))
+    assert stream.add(chunk(4, 2, 3, STOP, weight_versions=attested((1, 0, 3), (3, 3, 4))))
+    assert completion.runs == [(1, 3), (3, 4)]
+
+
+def test_a_reply_continues_what_is_there_and_leaves_it_as_it_was():
+    completion = GrowingCompletion()
+    completion.add(7, [1, 2], [-1.0, -2.0])
+    completion.retractions = 4
+    stream, _ = stream_of(8, completion)
+    stream.add(chunk(1, 1, 9, num_retractions=1))
+    assert completion.runs == [(7, 2), (8, 3)]
+    assert stream.add(chunk(3, 2, 9, STOP, weight_versions=attested((9, 0, 3)), num_retractions=2))
+    assert completion.completion() == Completion(
+        (1, 2, 100, 101, 102),
+        (-1.0, -2.0, 0.0, -1.0, -2.0),
+        (Span(7, 0, 2), Span(9, 2, 5)),
+        Finish.STOP,
+        retractions=6,
+    )
 
 
 def test_a_chunk_that_contradicts_those_before_is_an_error():
     for total in (1, 9):
-        stream = CompletionStream(version=0)
+        stream, _ = stream_of()
         stream.add(chunk(2, 2, 0))
         with pytest.raises(ValueError, match="2 tokens and log-probs of 1"):
             stream.add(chunk(total, 1, 0))
@@ -220,13 +296,15 @@ def test_a_chunk_that_contradicts_those_before_is_an_error():
 # ---- aborted and refused completions
 
 
-def aborted(*chunks: dict, version: int = 0) -> Completion | None:
-    stream = CompletionStream(version)
+def aborted(*chunks: dict, version: int = 0, attested: bool = True) -> Completion:
+    """Return what is kept of a completion that ends with an abort."""
+    stream, completion = stream_of(version)
     for part in chunks[:-1]:
         stream.add(part)
     with pytest.raises(Aborted, match="generation was aborted: ") as caught:
         stream.add(chunks[-1])
-    return caught.value.partial
+    assert caught.value.attested == attested
+    return completion.completion()
 
 
 def test_an_aborted_completion_keeps_its_tokens_and_the_versions_that_the_server_attests():
@@ -239,7 +317,7 @@ def test_an_aborted_completion_keeps_its_tokens_and_the_versions_that_the_server
 def test_the_last_token_before_an_abort_may_be_the_end_and_is_dropped_whichever_it_is():
     partial = aborted(chunk(1, 1, 0), chunk(2, 1, 0, ABORT, weight_versions=attested((0, 0, 2))))
     assert partial.tokens == (100,)
-    assert aborted(chunk(1, 1, 0, ABORT, weight_versions=attested((0, 0, 1)))) is None
+    assert aborted(chunk(1, 1, 0, ABORT, weight_versions=attested((0, 0, 1)))).tokens == ()
 
 
 def test_a_completion_that_is_aborted_in_the_queue_keeps_all_that_was_handed_out():
@@ -254,13 +332,22 @@ def test_a_completion_that_is_aborted_in_the_queue_keeps_all_that_was_handed_out
 
 
 def test_a_completion_that_is_aborted_without_its_versions_keeps_the_lower_bounds():
-    partial = aborted(chunk(2, 2, 1), chunk(4, 2, 1, ABORT), version=0)
+    partial = aborted(chunk(2, 2, 1), chunk(4, 2, 1, ABORT), version=0, attested=False)
     assert partial.spans == (Span(0, 0, 2), Span(1, 2, 3))
 
 
-def test_a_completion_that_is_aborted_before_its_first_token_has_no_partial():
+def test_a_completion_that_is_aborted_before_its_first_token_stays_as_it_was():
     nothing = chunk(0, 0, 0, ABORT, weight_versions=attested((0, 0, 0)))
-    assert aborted(nothing) is None
+    assert aborted(nothing) == Completion((), (), (), Finish.PARTIAL)
+
+
+def test_an_abort_takes_nothing_of_what_was_there_before():
+    completion = GrowingCompletion()
+    completion.add(7, [1, 2], [-1.0, -2.0])
+    stream, _ = stream_of(8, completion)
+    with pytest.raises(Aborted):
+        stream.add(chunk(1, 1, 8, ABORT, weight_versions=attested((8, 0, 1))))
+    assert completion.completion() == Completion((1, 2), (-1.0, -2.0), (Span(7, 0, 2),), Finish.PARTIAL)
 
 
 @pytest.mark.parametrize(
@@ -272,4 +359,4 @@ def test_a_completion_that_is_aborted_before_its_first_token_has_no_partial():
 )
 def test_a_refusal_in_the_stream_is_no_abort(refusal):
     with pytest.raises(ValueError, match="too long"):
-        CompletionStream(version=0).add(refusal)
+        stream_of()[0].add(refusal)

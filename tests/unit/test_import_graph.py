@@ -39,7 +39,7 @@ FLOORS = {
     "rollout": (
         {"changes", "network", "trajectory"},
         {"control", "plugins", "prompts", "reward"},
-        {"engine", "ledger", "workflow"},
+        {"engine", "judge", "ledger", "workflow"},
         {"collect"},
     ),
 }

@@ -1,0 +1,120 @@
+"""A completion that grows: tokens are appended, never copied. Pure.
+
+    tokens      5  9  2 | 7  7 | 4          add(3, [5, 9, 2], ...); add(3, [7, 7], ...); add(4, [4], ...)
+    runs        version 3 until 5, version 4 until 6
+    reader      remembers how far it has read, and takes tokens[read:] and spans(read)
+
+Growing by n tokens costs work for n tokens, however many there are already. Copies are made only where a
+completion leaves the engines' side (``completion``), once.
+
+Versions of tokens may change from lower bounds to the engine's own (``retag``); tokens and log-probs that
+have been added stay, unless they are ``cut`` off the end.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from slipstream.rollout.trajectory import Completion, Finish, Span
+
+
+class GrowingCompletion:
+    """The tokens of one completion so far, with the log-prob and the policy version of each.
+
+    It may consist of the replies to several requests, each of which continues the ones before.
+    """
+
+    __slots__ = ("finish", "logprobs", "retractions", "runs", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = array("i")
+        """Token ids, without those of the request."""
+        self.logprobs = array("f")
+        """Behaviour log-prob of each token."""
+        self.runs: list[tuple[int, int]] = []
+        """(version, end) of neighbouring tokens of one version, in order; ``end`` is behind the last one."""
+        self.finish = Finish.PARTIAL
+        self.retractions = 0
+
+    def add(self, version: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Append tokens of one version. Raises ValueError when there are not as many log-probs."""
+        if len(tokens) != len(logprobs):
+            raise ValueError(f"{len(tokens)} tokens but {len(logprobs)} log-probs")
+        self.tokens.extend(tokens)
+        self.logprobs.extend(logprobs)
+        self._add_run(version, len(tokens))
+
+    def cut(self, n: int) -> None:
+        """Keep the first ``n`` tokens, from which the completion may be continued."""
+        del self.tokens[n:], self.logprobs[n:]
+        self._cut_runs(n)
+        self.finish = Finish.PARTIAL
+
+    def retag(self, start: int, spans: Iterable[tuple[int, int]]) -> None:
+        """Replace the versions of all tokens from ``start`` on by ``spans``: (version, tokens), in order.
+
+        Raises ValueError, and changes nothing, when ``spans`` are not of exactly these tokens.
+        """
+        exact = list(spans)
+        if sum(n for _, n in exact) != len(self.tokens) - start or any(n < 0 for _, n in exact):
+            raise ValueError(f"version spans {exact} do not tile {len(self.tokens) - start} tokens")
+        self._cut_runs(start)
+        for version, n in exact:
+            self._add_run(version, n)
+
+    def spans(self, start: int = 0) -> list[tuple[int, int]]:
+        """Return (version, tokens) of neighbouring tokens of one version, from token ``start`` on."""
+        spans: list[tuple[int, int]] = []
+        begin = 0
+        for version, end in self.runs:
+            if end > start:
+                spans.append((version, end - max(begin, start)))
+            begin = end
+        return spans
+
+    def first_of(self, version: int, start: int = 0) -> int:
+        """Return the index of the first token from ``start`` on whose version is ``version`` or later.
+
+        The number of tokens if there is none.
+        """
+        begin = 0
+        for run_version, end in self.runs:
+            if end > start and run_version >= version:
+                return max(begin, start)
+            begin = end
+        return len(self.tokens)
+
+    def tokens_left(self, budget: int) -> int:
+        """Return how many tokens of ``budget`` may still be generated; 0 when the completion has ended."""
+        return max(0, budget - len(self.tokens)) if self.finish is Finish.PARTIAL else 0
+
+    def ended(self) -> None:
+        """Note that nothing is added any more: a completion that is partial has used up its budget."""
+        if self.finish is Finish.PARTIAL:
+            self.finish = Finish.LENGTH
+
+    def completion(self) -> Completion:
+        """Return a copy as plain data."""
+        spans: list[Span] = []
+        start = 0
+        for version, end in self.runs:
+            spans.append(Span(version, start, end))
+            start = end
+        return Completion(
+            tuple(self.tokens), tuple(self.logprobs), tuple(spans), self.finish, self.retractions
+        )
+
+    def _add_run(self, version: int, n: int) -> None:
+        if not n:
+            return
+        end = (self.runs[-1][1] if self.runs else 0) + n
+        if self.runs and self.runs[-1][0] == version:
+            self.runs[-1] = (version, end)
+        else:
+            self.runs.append((version, end))
+
+    def _cut_runs(self, n: int) -> None:
+        while self.runs and self.runs[-1][1] > n:
+            version, _ = self.runs.pop()
+            if (self.runs[-1][1] if self.runs else 0) < n:
+                self.runs.append((version, n))
+                return

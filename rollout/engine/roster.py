@@ -1,0 +1,318 @@
+"""The serving engines, seen by the driver: which ones serve, and which record every collector follows.
+
+    supervisor ── add, remove ──┐                      ┌── routing_for(name) ──► collector: EnginePool.follow
+    weights ── doubt, trust ────┼─► record number n ───┤                                      │
+    load ── limit ──────────────┘                      └── reported(name, status) ◄───────────┘
+
+Every change makes a record with a new number, which the server of the collectors sends to all of them, once
+for all changes of one tick of the event loop. Some changes must be in force everywhere before the driver goes
+on: these are awaited. A collector that does not follow in time is reported as lagging and not waited for.
+
+Only engines that hold the current policy version are in the roster.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from slipstream.rollout.changes import Changes
+from slipstream.rollout.engine.client import EngineClient
+from slipstream.rollout.engine.routing import PoolStatus, Routing, ServingEngine
+
+log = logging.getLogger(__name__)
+
+FOLLOW_TIMEOUT_S = 60.0
+"""Time within which a collector follows a routing record. One whose event loop is busy for seconds is not
+dead: it was seen to take longer than 5 seconds under load."""
+
+RECORDS_OF_AN_EPOCH = 1 << 32
+"""Numbers of one driver's records. Those of the next driver are larger, however many the last one made."""
+
+
+class PolicyVersion(Protocol):
+    """The owner of the policy version: the control core."""
+
+    @property
+    def version(self) -> int: ...
+
+
+@dataclass
+class _Serving:
+    life: int
+    doubted: int | None = None
+
+
+@dataclass(eq=False)
+class _Collector:
+    since: int
+    """Number of the first record that it can have."""
+    status: PoolStatus = field(default_factory=PoolStatus)
+    lags: bool = False
+    """It has not followed a record in time; the driver ends it."""
+
+
+class EngineRoster:
+    """Owner of the routing records. Single event loop."""
+
+    def __init__(
+        self,
+        policy: PolicyVersion,
+        *,
+        limit: int,
+        epoch: int = 0,
+        follow_timeout_s: float = FOLLOW_TIMEOUT_S,
+    ) -> None:
+        """``limit``: number of requests that run at one time. ``epoch``: of the run."""
+        self._policy = policy
+        self._limit = limit
+        self._follow_timeout_s = follow_timeout_s
+        self._number = epoch * RECORDS_OF_AN_EPOCH
+        self._engines: dict[EngineClient, _Serving] = {}
+        self._collectors: dict[str, _Collector] = {}
+        self._gone = PoolStatus()
+        """Totals of the collectors that have left."""
+        self._held = False
+        self._changes = Changes()
+        self._announcing = False
+        self._changed: list[Callable[[], None]] = []
+        self._lagging: list[Callable[[str], None]] = []
+        self.lost: asyncio.Queue[tuple[EngineClient, str]] = asyncio.Queue()
+        """Engines that were condemned, each once, with the reason; the supervisor restarts them."""
+
+    # ---- engines
+
+    @property
+    def version(self) -> int:
+        """Policy version that every engine in the roster holds."""
+        return self._policy.version
+
+    @property
+    def clients(self) -> list[EngineClient]:
+        return list(self._engines)
+
+    def add(self, client: EngineClient) -> None:
+        """Let an engine serve, which holds the current version."""
+        if client not in self._engines:
+            self._engines[client] = _Serving(life=self._number + 1)
+            self._new_record()
+
+    def remove(self, client: EngineClient) -> None:
+        """Let an engine serve no more. Its requests end, and go on elsewhere."""
+        if self._engines.pop(client, None) is not None:
+            self._new_record()
+
+    def condemn(self, client: EngineClient, reason: str) -> None:
+        """Let an engine serve no more, and have it restarted. Does nothing the second time."""
+        if client in self._engines:
+            self.remove(client)
+            self.lost.put_nowait((client, reason))
+
+    def announce(self) -> None:
+        """Tell the collectors of the policy version, which has moved."""
+        self._new_record()
+
+    async def doubt(self, version: int) -> None:
+        """Have what the present engines sample from ``version`` on held back until they are trusted.
+
+        Returns when every collector does. Await it before the version is published: else a collector could
+        hand out tokens of weights that nobody has verified. Tokens that it handed out before are older.
+        """
+        for serving in self._engines.values():
+            if serving.doubted is None:
+                serving.doubted = version
+        await self._followed(self._new_record())
+
+    def trust(self, client: EngineClient) -> None:
+        """Release what an engine in doubt has sampled: its weights are verified."""
+        serving = self._engines.get(client)
+        if serving is not None and serving.doubted is not None:
+            serving.doubted = None
+            self._new_record()
+
+    def doubted(self, client: EngineClient) -> int | None:
+        """Return the first version of an engine in the roster that is not verified yet; None: all are."""
+        return self._engines[client].doubted
+
+    async def abort_running(self) -> None:
+        """Make every engine abort its requests: the run ends, and nobody waits for them."""
+        await asyncio.gather(*(client.abort_all() for client in self._engines), return_exceptions=True)
+
+    # ---- holding requests back
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Hold new requests back inside the block. Must not be nested."""
+        self._held = True
+        self._new_record()
+        try:
+            yield
+        finally:
+            self._held = False
+            self._new_record()
+
+    @asynccontextmanager
+    async def drained(self, timeout_s: float) -> AsyncIterator[None]:
+        """Hold new requests back inside the block, and enter it once no request runs.
+
+        Requests that run longer than ``timeout_s`` go on inside the block. Must not be nested.
+        """
+        with self.holding():
+            await self._followed(self._number)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._changes.first(lambda: None if self._running else True)
+            except TimeoutError:
+                log.warning("%d requests outlast %.0f s of draining", self._running, timeout_s)
+            yield
+
+    # ---- collectors
+
+    def subscribe(self, changed: Callable[[], None], lagging: Callable[[str], None]) -> None:
+        """Have ``changed`` called when the record of every collector is to be sent again.
+
+        ``lagging`` is called with the name of a collector that has not followed a record in time, and that is
+        not waited for from then on. It must see to it that nothing of this collector counts any more, and
+        have it ended.
+        """
+        self._changed.append(changed)
+        self._lagging.append(lagging)
+
+    def joined(self, name: str) -> None:
+        """Count a collector in, which is to be sent a record first. Its name is never used again."""
+        if name in self._collectors:
+            raise ValueError(f"there is a collector {name} already")
+        self._collectors[name] = _Collector(since=self._number + 1)
+        self._new_record()
+
+    def left(self, name: str) -> None:
+        """Count a collector out. Whatever it has generated stays in the totals."""
+        collector = self._collectors.pop(name, None)
+        if collector is not None:
+            self._gone = _total([self._gone, collector.status])
+            self._new_record()
+            self._changes.notify()
+
+    def reported(self, name: str, status: PoolStatus) -> None:
+        """Take note of the status of a collector's pool."""
+        collector = self._collectors.get(name)
+        if collector is None:
+            return
+        collector.status = status
+        serving = {(client.name, serving.life): client for client, serving in self._engines.items()}
+        for lost in status.lost:
+            client = serving.get((lost.name, lost.life))
+            if client is not None:
+                self.condemn(client, lost.reason)
+        self._changes.notify()
+
+    def routing_for(self, name: str) -> Routing:
+        """Return the present record for one collector."""
+        names = list(self._collectors)
+        place = names.index(name)
+        engines = [
+            ServingEngine(client.address, serving.life, serving.doubted)
+            for client, serving in self._engines.items()
+        ]
+        # Collectors with little to do would else all prefer the same engines.
+        first = place * len(engines) // len(names)
+        return Routing(
+            number=self._number,
+            version=self.version,
+            held=self._held,
+            limit=max(1, self._limit // len(names) + (place < self._limit % len(names))),
+            engines=(*engines[first:], *engines[:first]),
+        )
+
+    # ---- totals
+
+    @property
+    def limit(self) -> int:
+        """Number of requests that run at one time, shared among the collectors: each has at least one.
+
+        Lowering it disturbs no running request.
+        """
+        return self._limit
+
+    @limit.setter
+    def limit(self, size: int) -> None:
+        if size != self._limit:
+            self._limit = size
+            self._new_record()
+
+    @property
+    def in_use(self) -> int:
+        """Number of ``generate`` calls that run; above ``limit`` for a while after it was lowered."""
+        return sum(collector.status.in_use for collector in self._collectors.values())
+
+    @property
+    def tokens_generated(self) -> int:
+        """Number of sampled tokens. Evaluation (greedy) does not count."""
+        return self._totals.tokens_generated
+
+    @property
+    def tokens_continued(self) -> int:
+        """Number of tokens of interrupted completions that were continued instead of lost."""
+        return self._totals.tokens_continued
+
+    @property
+    def requests_resent(self) -> int:
+        return self._totals.requests_resent
+
+    @property
+    def _totals(self) -> PoolStatus:
+        return _total([self._gone, *(collector.status for collector in self._collectors.values())])
+
+    @property
+    def _running(self) -> int:
+        return sum(c.status.running for c in self._collectors.values() if not c.lags)
+
+    # ---- records
+
+    def _new_record(self) -> int:
+        """Number the present state, and have it sent at the end of this tick. Return the number."""
+        self._number += 1
+        if not self._announcing:
+            self._announcing = True
+            asyncio.get_running_loop().call_soon(self._announce)
+        return self._number
+
+    def _announce(self) -> None:
+        self._announcing = False
+        if self._collectors:
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._follow_timeout_s, self._overdue, self._number)
+        for changed in self._changed:
+            changed()
+
+    async def _followed(self, number: int) -> None:
+        """Wait until every collector follows record ``number``; ``_overdue`` ends the wait for one."""
+        await self._changes.first(lambda: None if self._behind(number) else True)
+
+    def _behind(self, number: int) -> list[str]:
+        return [
+            name
+            for name, collector in self._collectors.items()
+            if not collector.lags and collector.since <= number and collector.status.number < number
+        ]
+
+    def _overdue(self, number: int) -> None:
+        for name in self._behind(number):
+            log.warning(
+                "%s does not follow routing record %d within %g s", name, number, self._follow_timeout_s
+            )
+            self._collectors[name].lags = True
+            for lagging in self._lagging:
+                lagging(name)
+        self._changes.notify()
+
+
+def _total(statuses: list[PoolStatus]) -> PoolStatus:
+    """Add up the numbers of tokens and requests."""
+    return PoolStatus(
+        tokens_generated=sum(status.tokens_generated for status in statuses),
+        tokens_continued=sum(status.tokens_continued for status in statuses),
+        requests_resent=sum(status.requests_resent for status in statuses),
+    )
