@@ -119,7 +119,7 @@ async def _course(
                 evaluation,
                 recorder,
                 parts.status,
-                partial(asyncio.to_thread, _read, state.ledger),
+                partial(_read, state.ledger),
             )
         recorder.training_ends()
         collecting.cancel()
@@ -140,6 +140,6 @@ async def _course(
         raise Stopped
 
 
-def _read(ledger: Ledger, refs: list[bytes]) -> list[bytes]:
+async def _read(ledger: Ledger, refs: list[bytes]) -> list[bytes]:
     """Return the chunks of each trajectory. Raises LedgerError."""
-    return [ledger.read(each) for each in refs]
+    return await asyncio.to_thread(lambda: [ledger.read(each) for each in refs])

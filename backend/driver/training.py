@@ -55,7 +55,7 @@ async def training_loop(
             advance = await weights.advance(batch, gate.next_version)
             times = StepTimes(wait_s=waited_s, train_s=advance.train_s, step_s=clock() - began)
             step = TrainedStep(
-                batch.headers, batch.lags, advance.version, advance.metrics, advance.report, times
+                batch.headers, batch.lags or {}, advance.version, advance.metrics, advance.report, times
             )
             listener.step(step, status())
             await checkpoints.step_done(gate)

@@ -1,6 +1,6 @@
 """Writes the trace of a run: one JSON object per event. ``slipstream simulate --fit`` reads it.
 
-The driver writes about steps and publications, each collector about its requests, each into a file of its own.
+The driver writes about steps and publications, a collector about its requests, each into its own file.
 """
 
 import json

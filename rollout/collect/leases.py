@@ -2,13 +2,13 @@
 
     slot free ──► lease ──► collector ──► events ──► ledger ──on disk──► gate: ready
                     ▲                        └─ verdict: filtered, failed ──► gate: slot free
-                    └── a collector that is gone: its groups are leased to others first, with all that is recorded
+                    └── a collector is gone: its groups go to others first, with all that is recorded
 
-A group keeps its slot and its version when it changes hands. Only events of its present lease count: what a lost
-collector still sends is void. A group is ready when all of its trajectories are on disk.
+A group keeps its slot and its version when it changes hands. Only events of its present lease count: what a
+lost collector still sends is void. A group is ready when all of its trajectories are on disk.
 
-Leases run ahead of the engines: a collector holds more episodes than its engines may run at one time, so that no
-place on an engine waits for a round trip. That, and the number of slots, is the back-pressure.
+Leases run ahead of the engines: a collector holds more episodes than its engines may run at one time, so that
+no place on an engine waits for a round trip. That, and the number of slots, is the back-pressure.
 """
 
 import asyncio
@@ -166,7 +166,10 @@ class Leases:
         self.grant()
 
     def blocked(self, name: str, id_: int, traceback: str) -> None:
-        """Note that the workflow of a group stands in the way of all others of its collector, which will end."""
+        """Note that the workflow of a group stands in the way of all others of its collector.
+
+        The collector will end by itself.
+        """
         group = self._groups.get(id_)
         if group is None or group.collector != name:
             return
@@ -365,8 +368,12 @@ class Leases:
         self._end(group)
         if verdict.verdict == TRAIN:
             self._journal.ready(verdict.group, sum(header.sampled_length for header in headers))
-            stored = [StoredTrajectory(sample.trajectory, sample.refs) for sample in group.samples]
-            ready.append(ReadyGroup(verdict.group, tuple(stored)))
+            stored = tuple(
+                StoredTrajectory(sample.trajectory, sample.refs)
+                for sample in group.samples
+                if sample is not None and sample.trajectory is not None
+            )
+            ready.append(ReadyGroup(verdict.group, stored))
         elif verdict.verdict == FILTERED:
             self._gate.filtered(verdict.group, headers)
         else:

@@ -3,8 +3,8 @@
     GET  /collector/NAME            frames of ``messages`` in both directions, as long as the collector lives
     POST /collector/NAME/blocked    a collector's last words: which group's workflow stands in the way
 
-Every request carries the run's key. Messages to a collector are gathered until its connection takes them. From
-a collector nothing more is read while too many bytes wait for the disk, so that TCP slows it down.
+Every request carries the run's key. Messages to a collector are gathered until its connection takes them.
+From a collector nothing more is read while too many bytes wait for the disk, so that TCP slows it down.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ BACKLOG_BYTES = 256 * 2**20
 """Payload that may wait for the disk before nothing more is read from collectors."""
 
 HEARTBEAT_S = 60.0
-"""Seconds after which a silent connection has ended. A process that dies closes its connection at once; this is
-for nodes and networks that die, and must not take a busy collector for a dead one."""
+"""Seconds after which a silent connection has ended. A process that dies closes its connection at once; this
+is for nodes and networks that die, and must not take a busy collector for a dead one."""
 
 LONGEST_FRAME = 2**31
 """Bytes."""
