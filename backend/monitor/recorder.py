@@ -237,6 +237,7 @@ def _status_metrics(status: RunStatus) -> dict[str, Value]:
         "rollout/requests_resent": status.requests_resent,
         "train/step": status.step,
         "perf/engine_restarts": status.engine_restarts,
+        "perf/collector_restarts": status.collector_restarts,
         **{f"lost/{loss}": status.losses[loss] for loss in Loss},
     }
 

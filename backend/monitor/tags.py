@@ -105,6 +105,10 @@ TAGS: dict[str, Tag] = {
         "groups, whole run",
         "Number of groups that were lost because all attempts at one of their episodes failed.",
     ),
+    "lost/quarantined": Tag(
+        "groups, whole run",
+        "Number of groups that were given up because training steps with them ended the trainer.",
+    ),
     "lost/stale": Tag(
         "groups, whole run",
         "Number of groups that were given up as too old: with `on_stale: drop`, or because none of their "
@@ -131,6 +135,11 @@ TAGS: dict[str, Tag] = {
     "lost/failed_lengths": Tag(
         "trajectories per length",
         "Response lengths of the finished trajectories of the groups that failed since the previous step.",
+        "histogram",
+    ),
+    "lost/quarantined_lengths": Tag(
+        "trajectories per length",
+        "Response lengths of the groups that were quarantined since the previous step.",
         "histogram",
     ),
     "lost/stale_lengths": Tag(
@@ -287,6 +296,9 @@ TAGS: dict[str, Tag] = {
     "perf/weight_gb_per_s": Tag("GB/s", "`perf/weight_bytes` / `perf/weight_update_s` / 10^9."),
     "perf/trainer_wait_s": Tag("s", "Time for which the trainer waited for its batch in this step."),
     "perf/trainer_wait_fraction": Tag("fraction", "`perf/trainer_wait_s` / `perf/step_s`."),
+    "perf/collector_restarts": Tag(
+        "collectors, this process", "Number of times that a collector was lost and started again."
+    ),
     "perf/engine_restarts": Tag(
         "engines, this process", "Number of times that an engine was lost and started again."
     ),
