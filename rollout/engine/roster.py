@@ -208,6 +208,11 @@ class EngineRoster:
                 self.condemn(client, lost.reason)
         self._changes.notify()
 
+    @property
+    def number(self) -> int:
+        """Number of the present record."""
+        return self._number
+
     def routing_for(self, name: str) -> Routing:
         """Return the present record for one collector."""
         names = list(self._collectors)

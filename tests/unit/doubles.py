@@ -1,9 +1,16 @@
 """Small stand-ins that several unit tests share."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from slipstream.rollout.control.core import Loss
+from slipstream.rollout.engine.client import EngineAddress, EngineClient
+from slipstream.rollout.engine.pool import EnginePool
+from slipstream.rollout.engine.roster import EngineRoster
+from slipstream.rollout.engine.routing import PoolStatus, Routing
 from slipstream.rollout.trajectory import Prompt, Trajectory
 
 
@@ -30,3 +37,62 @@ class Listener:
 
     def episode_failed(self, prompt: Prompt, attempt: int, error: Exception) -> None:
         self.failures.append((prompt.id, attempt, str(error)))
+
+
+class Collector:
+    """A collector without a process: its pool follows a roster, by messages that a test may hold up."""
+
+    def __init__(
+        self,
+        roster: EngineRoster,
+        name: str = "collector",
+        *,
+        connect: Callable[[EngineAddress], object] = EngineClient,
+        wait_timeout_s: float = 5.0,
+        on_held: Callable[[bool], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.hears = True
+        """Records arrive. Those that a test holds up are lost: the next one is the whole truth."""
+        self.records: list[Routing] = []
+        self.lags = False
+        self._roster = roster
+        self._is_here = True
+        self.pool = EnginePool(
+            wait_timeout_s=wait_timeout_s,
+            isolate_versions=False,
+            connect=connect,
+            report=self._report,
+            on_held=on_held,
+        )
+        roster.joined(name)
+        roster.subscribe(self._send, self._lagging)
+
+    def hear(self) -> None:
+        """Let the present record, and those that follow, arrive."""
+        self.hears = True
+        self._send()
+
+    def leave(self) -> None:
+        """End, as the driver learns from the connection. The pool goes on: nothing of it counts any more."""
+        self._is_here = False
+        self._roster.left(self.name)
+
+    def _send(self) -> None:
+        if self._is_here:
+            data = msgspec.msgpack.encode(self._roster.routing_for(self.name))
+            asyncio.get_running_loop().call_soon(self._arrived, data)
+
+    def _arrived(self, data: bytes) -> None:
+        if self._is_here and self.hears:
+            record = msgspec.msgpack.decode(data, type=Routing)
+            self.records.append(record)
+            self.pool.follow(record)
+
+    def _report(self) -> None:
+        data = msgspec.msgpack.encode(self.pool.status())
+        status = msgspec.msgpack.decode(data, type=PoolStatus)
+        asyncio.get_running_loop().call_soon(self._roster.reported, self.name, status)
+
+    def _lagging(self, name: str) -> None:
+        self.lags = self.lags or name == self.name
