@@ -90,7 +90,14 @@ def test_keys_differ():
 
 def test_what_holds_a_key_does_not_show_it():
     address = EngineAddress("engine-0", "http://x", 1, 1, 1, 1, key=KEY)
-    for shown in (repr(address), f"{address}", f"{address!r}", str([KEY]), f"{ {'api_key': KEY} }", repr(KEY)):
+    for shown in (
+        repr(address),
+        f"{address}",
+        f"{address!r}",
+        str([KEY]),
+        f"{ {'api_key': KEY} }",
+        repr(KEY),
+    ):
         assert KEY not in shown
 
 

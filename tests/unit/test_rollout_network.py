@@ -1,4 +1,4 @@
-"""Ports for servers: free now, and out of reach of the kernel. Interfaces: the one of an address, and no other."""
+"""Ports for servers: free now, and out of reach of the kernel. Interfaces, found by their addresses."""
 
 import socket
 from pathlib import Path

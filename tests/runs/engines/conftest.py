@@ -66,9 +66,7 @@ def serve(
         free_port("127.0.0.1"),
         version=0,
         seed=0,
-        replica=ReplicaSpec("slipstream.bridge.transport.replica.mount", "/dev/shm")
-        if replica
-        else None,
+        replica=ReplicaSpec("slipstream.bridge.transport.replica.mount", "/dev/shm") if replica else None,
     )
     process = ServerProcess(spec, log)
     try:
