@@ -5,7 +5,6 @@ While it trains, nothing of it can be reached by other users of the machine, or 
 
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,14 +49,14 @@ def look_at(process: RunProcess) -> Seen:
     return Seen(
         listening(pids),
         [path for path in unix_sockets(pids) if not is_private(path)],
-        [path.name for path in memory.iterdir() if not is_private(path)],
+        [name for name in process.shared_memory() if not is_private(memory / name)],
         variables(pids, "RAY_AUTH_TOKEN"),
         command_lines(pids),
     )
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Seen]]:
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Seen]:
     """The folder in which the quickstart has run to its end, and what was seen of it after two steps."""
     folder = tmp_path_factory.mktemp("quickstart")
     with (folder / "out").open("w") as out:
@@ -73,12 +72,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Seen]
         assert not process.descendants() and not process.shared_memory()
     finally:
         process.end()
-    yield folder, seen
+    return folder, seen
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
-def test_the_quickstart_learns_within_its_staleness_bound_and_exports_what_it_served(seen):
-    folder, _ = seen
+def test_the_quickstart_learns_within_its_staleness_bound_and_exports_what_it_served(quickstart):
+    folder, _ = quickstart
     run = folder / RUN
     summary = json.loads((run / "summary.json").read_text())
 
@@ -100,8 +99,8 @@ def test_the_quickstart_learns_within_its_staleness_bound_and_exports_what_it_se
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
-def test_every_socket_of_a_run_on_one_machine_is_on_loopback_or_in_a_private_folder(seen):
-    _, seen = seen
+def test_every_socket_of_a_run_on_one_machine_is_on_loopback_or_in_a_private_folder(quickstart):
+    _, seen = quickstart
     programs = " ".join(seen.sockets)
     for program in ("gcs_server", "raylet", "ray::Trainer", "ray::Engine", "sglang::schedul"):
         assert program in programs
@@ -111,8 +110,8 @@ def test_every_socket_of_a_run_on_one_machine_is_on_loopback_or_in_a_private_fol
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
-def test_nobody_else_can_read_what_a_run_writes(seen):
-    folder, seen = seen
+def test_nobody_else_can_read_what_a_run_writes(quickstart):
+    folder, seen = quickstart
     below = [folder / RUN, *(folder / RUN).rglob("*")]
     assert len(below) > 20
     assert [path for path in below if path.stat().st_mode & 0o077] == []
@@ -120,8 +119,8 @@ def test_nobody_else_can_read_what_a_run_writes(seen):
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
-def test_rays_token_stands_on_no_command_line_and_in_no_file_of_the_run(seen):
-    folder, seen = seen
+def test_rays_token_stands_on_no_command_line_and_in_no_file_of_the_run(quickstart):
+    folder, seen = quickstart
     [token] = seen.tokens
     assert len(token) == 64
     assert token not in seen.command_lines

@@ -1,4 +1,4 @@
-"""A real SGLang server and its key: every route asks for it, and it stands in no log and on no command line."""
+"""A real SGLang server: every route asks for the key, which stands in no log and on no command line."""
 
 import json
 import re
@@ -45,11 +45,8 @@ def routes(server: Server) -> list[tuple[str, str]]:
     headers = {"Authorization": server.address.key.header}
     with OPENER.open(urllib.request.Request(f"{server.address.url}/openapi.json", headers=headers)) as reply:
         paths = json.load(reply)["paths"]
-    return [
-        (method.upper(), re.sub(r"{[^}]*}", "0", path))
-        for path, methods in paths.items()
-        for method in methods
-    ]
+    routes = [(method.upper(), path) for path, methods in paths.items() for method in methods]
+    return [(method, re.sub(r"{[^}]*}", "0", path)) for method, path in routes]
 
 
 @pytest.mark.parametrize("key", [None, new_key()], ids=["without a key", "with another key"])
