@@ -10,7 +10,7 @@ import secrets
 
 if "RAY_ADDRESS" not in os.environ:
     # A secret of this run's own. Without one, Ray keeps a token in the user's home folder.
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     # By this Ray has a node of its own on loopback, as on a Mac. Told the address 127.0.0.1 alone, Ray
     # replaces it by the machine's and listens on every interface.

@@ -33,6 +33,7 @@ def ray_cluster(config: RunConfig, *, batch_bytes: int, note: Callable[[str], No
 
     ``batch_bytes``: size of the largest batch. ``note``: tells the user something.
     """
+    _check_address(config)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     with ExitStack() as stack:
         if config.cluster.type == "local":
@@ -74,11 +75,21 @@ def _start_local(config: RunConfig, folder: Path, batch_bytes: int, note: Callab
     )
 
 
-def _join_job() -> None:
+def _check_address(config: RunConfig) -> None:
+    """Raise ClusterError if RAY_ADDRESS does not fit the recipe."""
     address = os.environ.get("RAY_ADDRESS")
-    if not address:
+    if config.cluster.type == "slurm" and not address:
         raise ClusterError(
             "cluster.type is slurm, but RAY_ADDRESS is not set: "
             'launch with `sbatch "$(slipstream slurm-script)" RECIPE`'
         )
-    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    if config.cluster.type == "local" and address:
+        # Ray has been imported without the settings that close a local cluster to others (configured_ray).
+        raise ClusterError(
+            f"cluster.type is local, but RAY_ADDRESS is set to {address}: unset it for a run on this machine, "
+            "or set cluster.type to slurm for a run on that cluster"
+        )
+
+
+def _join_job() -> None:
+    ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR)

@@ -4,7 +4,7 @@ import os
 import stat
 from collections.abc import Iterable
 from contextlib import suppress
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 
 import psutil
@@ -23,7 +23,14 @@ def listening(pids: Iterable[int]) -> list[str]:
 
 
 def beyond_loopback(sockets: Iterable[str]) -> list[str]:
-    return [one for one in sockets if not ip_address(one.split()[0].rpartition(":")[0]).is_loopback]
+    """Return those of ``sockets`` that other machines may reach."""
+    return [one for one in sockets if not _is_loopback(one.split()[0].rpartition(":")[0])]
+
+
+def _is_loopback(address: str) -> bool:
+    parsed = ip_address(address)
+    mapped = parsed.ipv4_mapped if isinstance(parsed, IPv6Address) else None  # ::ffff:127.0.0.1
+    return (mapped or parsed).is_loopback
 
 
 def unix_sockets(pids: Iterable[int]) -> set[Path]:
