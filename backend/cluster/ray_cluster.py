@@ -86,8 +86,8 @@ def _check_address(config: RunConfig) -> None:
     if config.cluster.type == "local" and address:
         # Ray has been imported without the settings that close a local cluster to others (configured_ray).
         raise ClusterError(
-            f"cluster.type is local, but RAY_ADDRESS is set to {address}: unset it for a run on this machine, "
-            "or set cluster.type to slurm for a run on that cluster"
+            f"cluster.type is local, but RAY_ADDRESS is set to {address}: unset it to run on this machine, "
+            "or set cluster.type to slurm to run on that cluster"
         )
 
 
