@@ -8,6 +8,7 @@ from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder, 
 from slipstream.backend.checkpoint.manifest import CheckpointRecord
 from slipstream.backend.driver.inputs import InputError, Inputs
 from slipstream.backend.driver.run_folder import (
+    apply_mode,
     can_resume,
     check_same_run,
     refuse_without_ledger,
@@ -50,6 +51,7 @@ def open_run(config: RunConfig, inputs: Inputs, progress: Progress, resume: bool
     try:
         if resume and can_resume(folder):
             check_same_run(config)
+            apply_mode(config)
             progress.phase("checking the last checkpoint")
             state = begin(config, inputs, find_checkpoint(config))
             write_recipe(config)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Literal
 
 from slipstream.backend.checkpoint.errors import describe
+from slipstream.backend.cluster.object_store import batch_bytes
 from slipstream.backend.cluster.placement import place
 from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
 from slipstream.backend.driver.assemble import Parts, assemble
@@ -17,7 +18,13 @@ from slipstream.backend.driver.collection import collection_loop, keep_collectin
 from slipstream.backend.driver.inputs import read_inputs
 from slipstream.backend.driver.prepare import prepare_inputs
 from slipstream.backend.driver.resume import RunState, open_run
-from slipstream.backend.driver.run_folder import CHECKPOINT_HF, LOGS, recipe_text, with_absolute_paths
+from slipstream.backend.driver.run_folder import (
+    CHECKPOINT_HF,
+    LOGS,
+    permissions,
+    recipe_text,
+    with_absolute_paths,
+)
 from slipstream.backend.driver.serving import serving_loop
 from slipstream.backend.driver.stop import Stop, Stopped
 from slipstream.backend.driver.training import training_loop
@@ -47,7 +54,7 @@ async def _run(config: RunConfig, progress: Progress, resume: bool, stop: Stop) 
     await prepare_inputs(config, progress.phase)
     progress.phase("reading model and prompts")
     inputs = read_inputs(config)
-    with ExitStack() as stack:
+    with permissions(config), ExitStack() as stack:
         folder, state = open_run(config, inputs, progress, resume)
         stack.callback(state.ledger.close)
         metrics = MetricsLog(folder)
@@ -56,7 +63,9 @@ async def _run(config: RunConfig, progress: Progress, resume: bool, stop: Stop) 
         stack.callback(trace.close)
         metrics.log(state.control.version, {"run/recipe": f"```yaml\n{recipe_text(config)}```"})
         progress.phase("starting Ray")
-        nodes = stack.enter_context(ray_cluster(config))
+        trajectories = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+        largest = batch_bytes(trajectories, inputs.spec.geometry.max_positions)
+        nodes = stack.enter_context(ray_cluster(config, batch_bytes=largest, note=progress.note))
         recorder = Recorder(metrics, progress, trace, started=started, resumed=state.ledger.epoch)
         parts = assemble(config, inputs, state, place(nodes, config), folder / LOGS, recorder)
         end: Literal["done", "failed", "stopped"] = "failed"

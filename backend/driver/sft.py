@@ -15,6 +15,7 @@ from slipstream.backend.batch.train_batch import demonstrated
 from slipstream.backend.checkpoint.errors import CheckpointError, describe
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder, FoundCheckpoint
 from slipstream.backend.cluster.actors import create_ranks
+from slipstream.backend.cluster.object_store import batch_bytes
 from slipstream.backend.cluster.placement import place_trainer
 from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.cluster.ray_cluster import ray_cluster
@@ -25,9 +26,11 @@ from slipstream.backend.driver.run_folder import (
     CHECKPOINT_HF,
     LOGS,
     RECIPE,
+    apply_mode,
     can_resume,
     check_same_run,
     locked,
+    permissions,
     recipe_text,
     start_folder,
     with_absolute_paths,
@@ -76,12 +79,14 @@ async def _run(supervised: Supervised, progress: Progress, stop: Stop, resume: b
     await prepare_inputs(config, progress.phase)
     progress.phase("reading model and examples")
     examples = read_encoded_examples(supervised)
-    with ExitStack() as stack:
+    with permissions(config), ExitStack() as stack:
         folder, checkpoint = open_folder(config, stack, progress, resume)
         metrics = MetricsLog(folder)
         stack.callback(metrics.close)
         progress.phase("starting Ray")
-        nodes = stack.enter_context(ray_cluster(config))
+        trajectories = config.rollout.batch_size * len(COLUMNS[supervised.learn])
+        largest = batch_bytes(trajectories, examples.longest)
+        nodes = stack.enter_context(ray_cluster(config, batch_bytes=largest, note=progress.note))
         logs, timeout_s = folder / LOGS, config.run.step_timeout_s
         rank_class = RANK_CLASSES[supervised.learn]
         actors = create_ranks(config, place_trainer(nodes, config), logs, rank_class=rank_class)
@@ -190,6 +195,7 @@ def open_folder(
                 raise InputError(f"{folder} holds a run of `slipstream train`, not of `slipstream sft`")
             stack.enter_context(locked(folder))
             check_same_run(config)
+            apply_mode(config)
             progress.phase("checking the last checkpoint")
             checkpoint = _checkpoint_folder(config).latest()
             for warning in checkpoint.warnings if checkpoint else ():

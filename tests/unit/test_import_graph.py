@@ -37,7 +37,7 @@ FLOORS = {
     ),
     "bridge": ({"hf"}, {"model"}, {"families", "shards"}, {"publish"}, {"transport"}),
     "rollout": (
-        {"changes", "network", "trajectory"},
+        {"changes", "network", "temporary", "trajectory"},
         {"control", "plugins", "prompts", "reward"},
         {"engine", "judge", "ledger", "workflow"},
         {"collect"},
