@@ -36,6 +36,7 @@ from slipstream.backend.driver.run_folder import (
     with_absolute_paths,
     write_recipe,
 )
+from slipstream.backend.driver.skipped import SkippedUpdateLimit, skipped_in
 from slipstream.backend.driver.stop import Stop, Stopped
 from slipstream.backend.driver.trainer import RankedTrainer
 from slipstream.backend.monitor.metrics import METRICS_FILE, MetricsLog
@@ -60,7 +61,15 @@ COLUMNS = {"responses": ("response",), "preferences": ("chosen", "rejected")}
 PROGRESS_LINES = 50
 """Number of progress lines to print."""
 
-METRICS = ("train/loss", "train/preference", "train/grad_norm", "train/lr", "train/tokens", "packing/")
+METRICS = (
+    "train/loss",
+    "train/preference",
+    "train/grad_norm",
+    "train/lr",
+    "train/tokens",
+    "train/skipped",
+    "packing/",
+)
 """Beginnings of the tags that mean something without rollouts."""
 
 
@@ -111,7 +120,7 @@ async def _run(supervised: Supervised, progress: Progress, stop: Stop, resume: b
         )
         try:
             with stop.by("stopping behind this step; again to stop at once", position.end):
-                await _train(config, examples, trainer, position, checkpoints, metrics, progress.phase)
+                await _train(config, examples, trainer, position, checkpoints, metrics, progress)
             await checkpoints.last(position)
         finally:
             await checkpoints.cancel()
@@ -162,8 +171,9 @@ async def _train(
     position: Position,
     checkpoints: TrainerCheckpoints,
     metrics: MetricsLog,
-    say: Callable[[str], None],
+    progress: Progress,
 ) -> None:
+    skipped = SkippedUpdateLimit(config.run.max_skipped_updates, progress.note)
     steps, size = config.run.steps, config.rollout.batch_size
     first = position.step
     while position.step < steps and not position.ended:
@@ -174,7 +184,9 @@ async def _train(
         shown = {tag: value for tag, value in trained.items() if tag.startswith(METRICS)}
         metrics.log(position.version, {**shown, "train/step": position.step})
         if position.step in (first + 1, steps) or position.step % -(-steps // PROGRESS_LINES) == 0:
-            say(f"step {position.step}/{steps}, loss {shown['train/loss']:.4f}")
+            loss = f"{shown['train/loss']:.4f}" if "train/loss" in shown else "not finite"
+            progress.phase(f"step {position.step}/{steps}, loss {loss}")
+        skipped.add(position.step, await skipped_in(trainer, trained))
         await checkpoints.step_done(position)
 
 

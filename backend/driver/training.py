@@ -18,6 +18,7 @@ from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.backend.driver.evaluation import Evaluation
 from slipstream.backend.driver.ports import Checkpoints, ClientT, RunListener
 from slipstream.backend.driver.served_weights import ServedWeights
+from slipstream.backend.driver.skipped import SkippedUpdateLimit
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.configs.schema.run import RunSection
 from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup
@@ -38,8 +39,10 @@ async def training_loop(
     """Train and publish until ``run.steps`` steps are done or the gate was ended.
 
     ``read`` returns the chunks of trajectories, given their references into the ledger.
+    Raises TooManySkippedUpdates when the trainer skips more updates than ``run.max_skipped_updates``.
     """
     clock = asyncio.get_running_loop().time
+    skipped = SkippedUpdateLimit(run.max_skipped_updates, listener.note)
     running: list[asyncio.Task[None]] = []
     async with asyncio.TaskGroup() as evaluations:
         while gate.step < run.steps:
@@ -58,6 +61,7 @@ async def training_loop(
                 batch.headers, batch.lags or {}, advance.version, advance.metrics, advance.report, times
             )
             listener.step(step, status())
+            skipped.add(gate.step, advance.skipped)
             await checkpoints.step_done(gate)
             if evaluation is not None and evaluation.is_due(gate.step, run.steps):
                 running.append(evaluations.create_task(evaluation.run(advance.version)))

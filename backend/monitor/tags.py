@@ -179,12 +179,12 @@ TAGS: dict[str, Tag] = {
         "Token mean of r - 1 - log r, an estimate of the KL divergence between the two policies of the "
         "ratio r.",
     ),
-    "train/behaviour_weight_mean": Tag(
+    "train/importance_weight_mean": Tag(
         "1",
         "Token mean of the importance weight before caps and masks: proximal / behaviour, or current / "
         "behaviour without a proximal policy. Close to 1 in a healthy run.",
     ),
-    "train/behaviour_weight_capped_fraction": Tag(
+    "train/importance_weight_capped_fraction": Tag(
         "fraction", "Fraction of the tokens that carry loss whose importance weight is above its cap."
     ),
     "train/masked_token_fraction": Tag(
@@ -227,7 +227,9 @@ TAGS: dict[str, Tag] = {
     ),
     "train/skipped_updates": Tag(
         "updates",
-        "Number of optimizer updates of this step that were skipped because a gradient was not finite.",
+        "Number of the policy's optimizer updates in this step that no rank has made, because a loss or a "
+        "gradient is not finite. Their tokens are in no other metric of the trainer. "
+        "`run.max_skipped_updates` bounds the total.",
     ),
     "train/zero_advantage_fraction": Tag(
         "fraction",
@@ -251,6 +253,11 @@ TAGS: dict[str, Tag] = {
         "1", "Global gradient norm of the critic before clipping, mean over the updates of the step."
     ),
     "critic/lr": Tag("1", "Learning rate of the critic in this step."),
+    "critic/skipped_updates": Tag(
+        "updates",
+        "Number of the critic's optimizer updates in this step that no rank has made, because a loss or a "
+        "gradient is not finite.",
+    ),
     # packing
     "packing/fill": Tag(
         "fraction",

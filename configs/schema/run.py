@@ -32,6 +32,12 @@ class RunSection(Section):
     batch_timeout_s: float = Field(
         default=3600, gt=0, description="Seconds to wait for a batch before the run fails."
     )
+    max_skipped_updates: int = Field(
+        default=10,
+        ge=0,
+        description="Number of optimizer updates that one process of the run may skip because a loss or a "
+        "gradient is not finite. One more ends the run.",
+    )
 
     mode: str = Field(
         default="0700",
