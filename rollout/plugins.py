@@ -1,9 +1,11 @@
 """Builds the objects that a recipe names by import path: workflows, rewards, group filters."""
 
 import importlib
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from slipstream.configs.schema import PluginConfig
+if TYPE_CHECKING:  # a judge process constructs its reward without loading the schema
+    from slipstream.configs.schema import PluginConfig
 
 
 class PluginError(ImportError):
@@ -26,10 +28,15 @@ def resolve(path: str) -> Any:
         raise PluginError(f"{path}: {module_path} has no {name!r}") from None
 
 
-def build(plugin: PluginConfig) -> Any:
+def build(plugin: "PluginConfig") -> Any:
     """Construct the class that ``plugin`` names with the recipe's arguments. Raises PluginError."""
-    factory = resolve(plugin.path)
+    return construct(plugin.path, plugin.args)
+
+
+def construct(path: str, args: Mapping[str, object]) -> Any:
+    """Construct the class at ``path`` with keyword arguments. Raises PluginError."""
+    factory = resolve(path)
     try:
-        return factory(**plugin.args)
+        return factory(**args)
     except TypeError as error:
-        raise PluginError(f"{plugin.path} cannot be constructed from args {plugin.args}: {error}") from error
+        raise PluginError(f"{path} cannot be constructed from args {dict(args)}: {error}") from error

@@ -72,7 +72,11 @@ REF = struct.Struct("<IQII")
 _LENGTHS = struct.Struct("<II")
 
 
-def encode_chunk(context: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float]) -> bytes:
+Ids = Sequence[int] | npt.NDArray[np.integer]
+LogProbs = Sequence[float] | npt.NDArray[np.floating]
+
+
+def encode_chunk(context: Ids, tokens: Ids, logprobs: LogProbs) -> bytes:
     """Return a chunk of ``context`` and of the sampled ``tokens`` behind it, with a log-prob for each."""
     return b"".join(
         (

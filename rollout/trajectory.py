@@ -4,7 +4,7 @@ In array names, T is the number of tokens of one trajectory, prompt included.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import isfinite
 from typing import Any, Generic, TypeVar
@@ -172,10 +172,6 @@ class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, gc=False):
         runs = ((version, trained and version not in versions, end) for version, trained, end in self.runs)
         return msgspec.structs.replace(self, runs=tuple(runs))
 
-    def judged(self, reward: float, turn_rewards: tuple[tuple[int, float], ...] = ()) -> "TrajectoryHeader":
-        """Return a copy with the rewards of the episode and of its turns."""
-        return msgspec.structs.replace(self, reward=reward, turn_rewards=turn_rewards or self.turn_rewards)
-
 
 @dataclass(frozen=True)
 class Trajectory:
@@ -252,6 +248,10 @@ class Trajectory:
     def sampled_length(self) -> int:
         """Number of tokens that a policy sampled, including tokens that are too old to carry loss."""
         return self.header.sampled_length
+
+    def judged(self, reward: float) -> "Trajectory":
+        """Return a copy with the reward of the episode."""
+        return replace(self, reward=reward)
 
     def turn_T(self) -> npt.NDArray[np.intp]:
         """Return the turn of each token, int64 [T], from 0.

@@ -11,7 +11,6 @@ which method they need. Everything that is not named here is internal and may ch
 """
 
 from importlib import import_module
-from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,8 +36,6 @@ __all__ = [
     "train",
 ]
 
-__version__ = version("slipstream")
-
 _WHERE = {
     "Generator": "slipstream.rollout.workflow",
     "Prompt": "slipstream.rollout.trajectory",
@@ -51,6 +48,10 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("slipstream")
     if name in _WHERE:
         return getattr(import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'slipstream' has no attribute {name!r}")

@@ -97,7 +97,7 @@ def assemble(
         index_M=predicted_M - 1,
         target_M=tokens_T[predicted_M],
         behaviour_logp_M=logp_T[predicted_M],
-        lag_M=batch.version - version_T[predicted_M],
+        lag_M=batch.lag_T(version_T[predicted_M]),
         owner_M=owner_M,
         trajectory_M=trajectory_M,
         turn_M=turn_T[predicted_M],

@@ -1,11 +1,23 @@
-"""The batch of one training step, and the check of its staleness. Pure: numpy in, numpy out."""
+"""The batch of one training step, and the check of its staleness. Pure: numpy in, numpy out.
 
-from collections.abc import Sequence
+driver: EncodedBatch, headers and bytes ──► every rank: TrainBatch, trajectories
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
-from slipstream.rollout.trajectory import Completion, Finish, Span, Trajectory, TrajectoryBuilder
+from slipstream.rollout.record import decode_trajectory
+from slipstream.rollout.trajectory import (
+    Completion,
+    Finish,
+    Span,
+    Trajectory,
+    TrajectoryBuilder,
+    TrajectoryHeader,
+)
 
 
 @dataclass(frozen=True)
@@ -17,6 +29,44 @@ class TrainBatch:
     trajectories: tuple[Trajectory, ...]
     group_N: np.ndarray
     """int64 [N]: number of each trajectory's group; trajectories of one prompt share it."""
+    lags: Mapping[int, int] | None = None
+    """Lag of each policy version whose tokens carry loss, in updates. None: no restart has come between the
+    versions, so that lags are differences of their numbers."""
+
+    def lag_T(self, versions_T: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Return the lag of each token, given its version. Raises StalenessViolation for unknown versions."""
+        if self.lags is None:
+            return self.version - versions_T
+        versions, index_T = np.unique(versions_T, return_inverse=True)
+        unknown = [int(version) for version in versions if int(version) not in self.lags]
+        if unknown:
+            raise StalenessViolation(f"no lag is known of the versions {unknown} of tokens that carry loss")
+        return np.array([self.lags[int(version)] for version in versions], np.int32)[index_T]
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """A batch as it travels to the ranks. The driver has not looked at its tokens."""
+
+    version: int
+    headers: tuple[TrajectoryHeader, ...]
+    chunks: npt.NDArray[np.uint8]
+    """Chunks of all trajectories, one behind the other."""
+    sizes: tuple[int, ...]
+    """Bytes of the chunks of each trajectory."""
+    group_N: np.ndarray
+    """As in ``TrainBatch``."""
+    lags: Mapping[int, int] | None
+    """As in ``TrainBatch``."""
+
+    def decoded(self) -> TrainBatch:
+        """Return the trajectories. Raises CorruptRecord."""
+        trajectories: list[Trajectory] = []
+        data, start = memoryview(self.chunks.data), 0
+        for header, size in zip(self.headers, self.sizes, strict=True):
+            trajectories.append(decode_trajectory(data[start : start + size], header))
+            start += size
+        return TrainBatch(self.version, tuple(trajectories), self.group_N, self.lags)
 
 
 def demonstrated(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], version: int) -> TrainBatch:
@@ -48,7 +98,7 @@ def check_staleness(batch: TrainBatch, max_lag: int) -> None:
                 f"trajectory {index} of group {batch.group_N[index]} trains tokens that no policy "
                 "version sampled"
             )
-        lag_T = batch.version - version_T
+        lag_T = batch.lag_T(version_T)
         if lag_T.size and not (lag_T.min() >= 0 and lag_T.max() <= max_lag):
             raise StalenessViolation(
                 f"trajectory {index} of group {batch.group_N[index]} holds tokens of lag "

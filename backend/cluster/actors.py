@@ -1,12 +1,12 @@
 """Makes the Ray actors of a run: one for each trainer rank, one for each engine's server."""
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict, cast
 
+from slipstream.backend.cluster.collector_actor import CollectorActor
 from slipstream.backend.cluster.configured_ray import ray
-from slipstream.backend.cluster.handles import EngineServerActor, RankActor
+from slipstream.backend.cluster.handles import CollectorHandle, EngineServerActor, RankActor
 from slipstream.backend.cluster.placement import Node, Placement
 from slipstream.backend.cluster.trainer_actor import TrainerActor
 from slipstream.configs.schema import RunConfig
@@ -27,10 +27,10 @@ class ActorOptions(TypedDict):
     max_restarts: int
 
 
-def on_node(node: Node, gpus: int) -> ActorOptions:
+def on_node(node: Node, gpus: int, cpus: int = 1) -> ActorOptions:
     """Return the options that place an actor on ``node`` with ``gpus`` GPUs of its own."""
     strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node.id, soft=False)
-    return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy, "max_restarts": 0}
+    return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": strategy, "max_restarts": 0}
 
 
 def create_ranks(
@@ -44,6 +44,23 @@ def create_ranks(
         for rank, node in enumerate(placement.trainer)
     ]
     return cast(list[RankActor], actors)
+
+
+class CollectorActors:
+    """Makes the actor of any collector of a run, as often as it is needed."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._nodes = placement.collectors
+
+    @property
+    def count(self) -> int:
+        """Number of collectors."""
+        return len(self._nodes)
+
+    def create(self, number: int) -> CollectorHandle:
+        """Return the handle of a new actor for collector ``number``."""
+        options = on_node(self._nodes[number], gpus=0, cpus=0)
+        return cast(CollectorHandle, ray.remote(CollectorActor).options(**options).remote())
 
 
 class EngineActors:
@@ -69,6 +86,8 @@ class EngineActors:
             .options(**on_node(placement.engines[number], gpus), max_concurrency=CALLS_AT_ONCE)
             .remote(
                 name=name,
+                run=config.run.name,
+                umask=config.run.umask,
                 model_path=str(config.model.path.resolve()),
                 dtype=config.model.dtype,
                 device=placement.device,
@@ -79,20 +98,15 @@ class EngineActors:
                 loopback=config.cluster.type == "local",
                 start_timeout_s=engine.start_timeout_s,
                 shared_gpus=shared_gpus,
-                replica=replica_of(config, name),
+                replica=replica_of(config),
             )
         )
         return cast(EngineServerActor, actor)
 
 
-def replica_of(config: RunConfig, engine: str) -> ReplicaSpec | None:
-    """Return where an engine keeps a copy of the weights, if the transport needs one.
-
-    The next start of the same run finds the same folder, so that what a crash has left does not stay.
-    """
+def replica_of(config: RunConfig) -> ReplicaSpec | None:
+    """Return where an engine keeps a copy of the weights, if the transport needs one."""
     transport = config.weights.transport
     if transport.type != "delta":
         return None
-    run = hashlib.sha256(str(config.run.folder.resolve()).encode()).hexdigest()[:12]
-    folder = transport.memory / f"slipstream-{run}-{engine}"
-    return ReplicaSpec("slipstream.bridge.transport.replica.mount", str(folder))
+    return ReplicaSpec("slipstream.bridge.transport.replica.mount", str(transport.memory))

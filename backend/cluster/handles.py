@@ -4,6 +4,8 @@ from collections.abc import Awaitable
 from typing import Protocol, TypeVar
 
 from slipstream.backend.cluster.configured_ray import ray
+from slipstream.rollout.engine.leftovers import ProcessIdentity
+from slipstream.rollout.engine.process import ServerAccess
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -20,24 +22,31 @@ class RankActor(Protocol):
     @property
     def meeting_point(self) -> RemoteMethod[tuple[str, int]]: ...
     @property
-    def process(self) -> RemoteMethod[tuple[int, list[str]]]: ...
+    def process(self) -> RemoteMethod[tuple[ProcessIdentity, list[str]]]: ...
     @property
     def connect(self) -> RemoteMethod[None]: ...
     @property
     def call(self) -> RemoteMethod[object]: ...
 
 
+class CollectorHandle(Protocol):
+    """The handle of a ``CollectorActor``."""
+
+    @property
+    def collect(self) -> RemoteMethod[None]: ...
+
+
 class EngineServerActor(Protocol):
     """The handle of an ``EngineActor``."""
 
     @property
-    def start(self) -> RemoteMethod[str]: ...
+    def start(self) -> RemoteMethod[ServerAccess]: ...
     @property
     def wait_exit(self) -> RemoteMethod[int]: ...
     @property
     def stop(self) -> RemoteMethod[None]: ...
 
 
-def kill(actor: RankActor | EngineServerActor) -> None:
+def kill(actor: RankActor | EngineServerActor | CollectorHandle) -> None:
     """End the actor's process at once."""
     ray.kill(actor)  # pyright: ignore[reportArgumentType]  # Ray types handles by their class

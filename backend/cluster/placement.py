@@ -22,7 +22,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Placement:
-    """The node of every trainer rank and of every engine, and the device they compute on."""
+    """The node of every trainer rank, engine and collector, and the device they compute on."""
 
     trainer: tuple[Node, ...]
     engines: tuple[Node, ...]
@@ -30,6 +30,7 @@ class Placement:
     """``cuda`` or ``cpu``."""
     shared: tuple[tuple[int, ...], ...] = ()
     """Trainer ranks whose GPUs each engine shares, by engine (``rollout.engine.colocated``)."""
+    collectors: tuple[Node, ...] = ()
 
 
 def place(nodes: Sequence[Node], config: RunConfig) -> Placement:
@@ -59,7 +60,13 @@ def place(nodes: Sequence[Node], config: RunConfig) -> Placement:
         on_nodes = tuple(engine_nodes[engine % len(engine_nodes)] for engine in range(engines))
     else:
         on_nodes = _take(engine_nodes, free, engines, size, "engines (rollout.engine)")
-    return Placement(trainer, on_nodes, device)
+    return Placement(trainer, on_nodes, device, collectors=_collectors(nodes, config))
+
+
+def _collectors(nodes: Sequence[Node], config: RunConfig) -> tuple[Node, ...]:
+    """Place collectors on all nodes in turn. They need no GPU."""
+    count = config.rollout.collectors or len(nodes)
+    return tuple(nodes[number % len(nodes)] for number in range(count))
 
 
 def _colocated(nodes: Sequence[Node], config: RunConfig, device: str) -> Placement:
@@ -87,7 +94,7 @@ def _colocated(nodes: Sequence[Node], config: RunConfig, device: str) -> Placeme
             f"weights.transport.type is tensor, but not all engines are on {trainer[0].address}, the node of "
             "the trainer's first rank, whose memory they would share: use disk or delta"
         )
-    return Placement(trainer, tuple(engines), device, tuple(shared))
+    return Placement(trainer, tuple(engines), device, tuple(shared), _collectors(nodes, config))
 
 
 def place_trainer(nodes: Sequence[Node], config: RunConfig) -> Placement:

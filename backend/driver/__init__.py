@@ -4,6 +4,7 @@ run             the course of a run; ``assemble`` makes its parts, ``ports`` say
 serving, collection, training       the loops (judging: ``rollout/collect/judging.py``)
 trainer, engines                    Ray actors behind the ports
 served_weights  the only way in which weights move; ``verification`` compares what engines compute
+skipped         updates that the trainer has skipped, which end the run when there are too many
 devices         trainer and engines on GPUs of their own, or in turn on the same ones
 evaluation, checkpointing           beside training
 inputs, prepare, run_folder, resume before anything is started

@@ -1,17 +1,20 @@
 """From a recipe, its inputs and its state to the parts of a run. Each is made of finished parts.
 
-listener ──► gate ──► pool ──► trainer, devices ──► weights ──► supervisor, checkpoints ──► collector
+listener ──► gate ──► roster ──► trainer, devices ──► weights ──► supervisor, checkpoints
+               └────────┴──────► leases, questions ──► server, collectors
 """
 
-from dataclasses import asdict, dataclass
+import secrets
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
-from slipstream.backend.cluster.actors import EngineActors, create_ranks
+from slipstream.backend.cluster.actors import CollectorActors, EngineActors, create_ranks
 from slipstream.backend.cluster.placement import Placement
 from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.driver.checkpointing import TrainerCheckpoints
+from slipstream.backend.driver.collectors import Collectors
 from slipstream.backend.driver.devices import Colocated, Devices, Separate
 from slipstream.backend.driver.engines import EngineLimits, RayEngine
 from slipstream.backend.driver.evaluation import Evaluation
@@ -22,20 +25,16 @@ from slipstream.backend.driver.served_weights import ServedWeights
 from slipstream.backend.driver.trainer import RankedTrainer
 from slipstream.backend.driver.verification import Verifier, probe_text
 from slipstream.backend.monitor.status import RunStatus
-from slipstream.backend.monitor.trace import TraceLog
 from slipstream.bridge.publish.endpoint import PAUSE
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.collect.episodes import Episodes
 from slipstream.rollout.collect.gate import AdmissionGate
-from slipstream.rollout.collect.groups import GroupCollector, NamedFilter
-from slipstream.rollout.collect.running import RunningGroups
-from slipstream.rollout.collect.time_limit import TimeLimit
+from slipstream.rollout.collect.leases import Leases
+from slipstream.rollout.collect.questions import Questions
+from slipstream.rollout.collect.server import CollectorServer
 from slipstream.rollout.control.concurrency import ConcurrencyController
 from slipstream.rollout.engine.client import EngineClient
-from slipstream.rollout.engine.pool import EnginePool
+from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.supervisor import Supervisor
-from slipstream.rollout.engine.trace import RequestTrace
-from slipstream.rollout.workflow import WorkflowContext
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,14 @@ class Parts:
     """The parts that the course of a run drives."""
 
     gate: AdmissionGate
-    pool: EnginePool
+    roster: EngineRoster
     trainer: RankedTrainer
     weights: ServedWeights[EngineClient]
     supervisor: Supervisor
     controller: ConcurrencyController | None
-    collector: GroupCollector
-    running: RunningGroups
+    leases: Leases
+    server: CollectorServer
+    collectors: Collectors
     evaluation: Evaluation | None
     checkpoints: TrainerCheckpoints
 
@@ -61,11 +61,12 @@ class Parts:
             counts=self.gate.counts,
             losses=self.gate.losses,
             states=self.gate.states,
-            tokens_generated=self.pool.tokens_generated,
-            requests_running=self.pool.in_use,
-            requests_limit=self.pool.limit,
-            requests_resent=self.pool.requests_resent,
+            tokens_generated=self.roster.tokens_generated,
+            requests_running=self.roster.in_use,
+            requests_limit=self.roster.limit,
+            requests_resent=self.roster.requests_resent,
             engine_restarts=self.supervisor.restarts,
+            collector_restarts=self.collectors.restarts,
         )
 
 
@@ -76,33 +77,20 @@ def assemble(
     placement: Placement,
     logs: Path,
     listener: RunListener,
-    trace: TraceLog,
 ) -> Parts:
     """Make every part. The trainer's actors exist afterwards; nothing else is started."""
     rollout = config.rollout
-    running = RunningGroups()
-    gate = AdmissionGate(state.control, state.intake, state.ledger, listener, running)
-
-    def trace_request(request: RequestTrace) -> None:
-        trace.write("request", **asdict(request))
-
-    pool = EnginePool(
-        state.control,
-        max_concurrent=rollout.max_concurrent,
-        wait_timeout_s=rollout.engine.start_timeout_s,
-        isolate_versions=config.weights.interrupt == "in_place",
-        trace=trace_request,
-    )
+    gate = AdmissionGate(state.control, state.intake, state.ledger, listener, state.groups.ready)
+    roster = EngineRoster(state.control, limit=rollout.max_concurrent, epoch=state.ledger.epoch)
     ranks = RankGroup(create_ranks(config, placement, logs), timeout_s=config.run.step_timeout_s, logs=logs)
     trainer = RankedTrainer(ranks, step_timeout_s=config.run.step_timeout_s)
-    limit = TimeLimit(rollout.episode_timeout_s)
-    devices = _devices(config, trainer, pool, limit)
-    weights = ServedWeights(trainer, pool, devices, gate, verifier=_verifier(config, inputs))
+    devices = _devices(config, trainer, roster)
+    weights = ServedWeights(trainer, roster, devices, gate, verifier=_verifier(config, inputs))
     actors = EngineActors(config, placement, logs)
     limits = EngineLimits.of(config, inputs.spec.geometry)
     supervisor = Supervisor(
         [RayEngine(number, actors, limits, trainer, devices) for number in range(rollout.engine.count)],
-        pool,
+        roster,
         weights,
         restarts=rollout.engine.restarts,
         note=listener.note,
@@ -120,47 +108,44 @@ def assemble(
         listener,
         last_step=state.control.step,
     )
-    context = WorkflowContext(pool, inputs.tokenizer, inputs.reward, rollout.sampling)
-    episodes = Episodes(inputs.workflow, rollout, limit, listener)
-    collector = GroupCollector(
-        gate=gate,
-        journal=state.ledger,
-        engines=pool,
-        context=context,
-        episodes=episodes,
+    questions = Questions()
+    leases = Leases(
+        gate,
+        state.ledger,
+        listener,
+        share_of=lambda name: roster.routing_for(name).limit,
         samples=rollout.n_samples_per_prompt,
-        group_filter=_filter(config, inputs),
+        resumed=state.groups.continued,
     )
+    key = secrets.token_hex(32)
     evaluation = None
     if config.eval is not None and inputs.held_out:
-        evaluation = Evaluation(config.eval, inputs.held_out, pool, context, episodes, listener)
+        evaluation = Evaluation(config.eval, inputs.held_out, questions, listener)
     adapts = rollout.engine.adaptive_concurrency
     return Parts(
         gate=gate,
-        pool=pool,
+        roster=roster,
         trainer=trainer,
         weights=weights,
         supervisor=supervisor,
         controller=ConcurrencyController(maximum=rollout.max_concurrent) if adapts else None,
-        collector=collector,
-        running=running,
+        leases=leases,
+        server=CollectorServer(key, leases, questions, roster, state.ledger),
+        collectors=Collectors(
+            config, CollectorActors(placement), logs, key, inputs.spec.geometry.vocab, listener.note
+        ),
         evaluation=evaluation,
         checkpoints=checkpoints,
     )
 
 
-def _devices(config: RunConfig, trainer: RankedTrainer, pool: EnginePool, episodes: TimeLimit) -> Devices:
+def _devices(config: RunConfig, trainer: RankedTrainer, roster: EngineRoster) -> Devices:
     interrupt = config.weights.interrupt
     drain_s = config.weights.timeout_s if interrupt == "drain" else None
     if not config.rollout.engine.colocated:
-        return Separate(partial(pool.drained, drain_s)) if drain_s is not None else Separate()
+        return Separate(partial(roster.drained, drain_s)) if drain_s is not None else Separate()
     return Colocated(
-        trainer,
-        pool,
-        pause=PAUSE[interrupt],
-        drain_s=drain_s,
-        timeout_s=config.weights.timeout_s,
-        episodes=episodes,
+        trainer, roster, pause=PAUSE[interrupt], drain_s=drain_s, timeout_s=config.weights.timeout_s
     )
 
 
@@ -176,9 +161,3 @@ def _verifier(config: RunConfig, inputs: Inputs) -> Verifier | None:
         answer_timeout_s=config.weights.answer_timeout_s,
         timeout_s=config.weights.timeout_s,
     )
-
-
-def _filter(config: RunConfig, inputs: Inputs) -> NamedFilter | None:
-    if config.rollout.group_filter is None or inputs.group_filter is None:
-        return None
-    return NamedFilter(config.rollout.group_filter.path, inputs.group_filter)

@@ -1,23 +1,32 @@
 """Collection: slots in, groups out.
 
-    gate.slot ──► collector.collect: n episodes ──► gate: finished | filtered | failed
-        ▲                                                    │
-        └─────────── a slot is free again ◄──────────────────┘  at once when lost, else when trained
+    collectors connect ──► leases ──► events on disk ──► gate: ready | filtered | failed
+                             ▲                                │
+                             └─── a slot is free again ◄──────┘  at once when lost, else when trained
 
 The loop never waits for training, only for a slot: at most (eta + 1) * batch_size groups exist at one time.
-Within that, the engine pool runs ``rollout.max_concurrent`` requests and queues the others.
+Within that, each collector holds as many episodes as its engines may run, and a few more. Episodes run in the
+collectors' processes: nothing of a user's code stands in the way of this loop.
 """
 
 import asyncio
 
+from slipstream.backend.driver.collectors import Collectors
 from slipstream.rollout.collect.gate import AdmissionGate
-from slipstream.rollout.collect.groups import GroupCollector
-from slipstream.rollout.collect.running import RunningGroups
+from slipstream.rollout.collect.leases import Leases
+from slipstream.rollout.collect.server import CollectorServer
 
 
-async def collection_loop(gate: AdmissionGate, collector: GroupCollector, running: RunningGroups) -> None:
-    """Start a group whenever a slot is free. Ends by cancellation only, and its groups end with it."""
-    async with asyncio.TaskGroup() as groups:
-        while True:
-            assignment = await gate.slot()
-            running.add(assignment.ticket.id, groups.create_task(collector.collect(assignment)))
+async def keep_collecting(server: CollectorServer, collectors: Collectors, host: str) -> None:
+    """Keep the collectors running and connected. Ends by cancellation only, and they end with it."""
+    async with server.serving(host) as url, asyncio.TaskGroup() as tasks:
+        tasks.create_task(collectors.run(url), name="collectors")
+        tasks.create_task(server.failed(), name="messages of collectors")
+
+
+async def collection_loop(gate: AdmissionGate, leases: Leases) -> None:
+    """Lease a group whenever a slot is free, and take back what has expired. Ends by cancellation only."""
+    leases.open()
+    while True:
+        leases.give_up(await gate.changed())
+        leases.grant()

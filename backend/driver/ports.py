@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from slipstream.backend.batch.train_batch import TrainBatch
+from slipstream.backend.batch.skipped import SkippedUpdate
+from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.backend.monitor.status import RunStatus, TrainedStep
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.collect.listener import CollectionListener
@@ -16,10 +17,18 @@ from slipstream.rollout.control.core import GroupCounts
 from slipstream.rollout.engine.client import EngineAddress
 
 
-class Trainer(Protocol):
+class SkippingTrainer(Protocol):
+    """A trainer that leaves out optimizer updates which are not finite."""
+
+    async def skipped_updates(self) -> Sequence[SkippedUpdate]:
+        """Return the updates that the last step has skipped."""
+        ...
+
+
+class Trainer(SkippingTrainer, Protocol):
     """All trainer ranks as one object. One call at a time: the ranks meet in collectives."""
 
-    async def train(self, batch: TrainBatch) -> Mapping[str, float]:
+    async def train(self, batch: EncodedBatch) -> Mapping[str, float]:
         """Train one step. Return its metrics by the tags of ``monitor/tags.py``."""
         ...
 

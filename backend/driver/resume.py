@@ -8,6 +8,7 @@ from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder, 
 from slipstream.backend.checkpoint.manifest import CheckpointRecord
 from slipstream.backend.driver.inputs import InputError, Inputs
 from slipstream.backend.driver.run_folder import (
+    apply_mode,
     can_resume,
     check_same_run,
     refuse_without_ledger,
@@ -17,14 +18,15 @@ from slipstream.backend.driver.run_folder import (
 from slipstream.backend.monitor.progress import Progress
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collect.intake import Intake
+from slipstream.rollout.collect.restored import RestoredGroups, take_up
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.policies import make_control
-from slipstream.rollout.control.versions import survives
-from slipstream.rollout.ledger.database import LedgerError, open_for_reading
-from slipstream.rollout.ledger.recovery import LEDGER, Recovered, open_ledger, restarts
+from slipstream.rollout.control.versions import VersionTree
+from slipstream.rollout.ledger.database import LedgerError
+from slipstream.rollout.ledger.history import history_of
+from slipstream.rollout.ledger.recovery import open_ledger
 from slipstream.rollout.ledger.writer import Ledger
 from slipstream.rollout.prompts import PromptStream
-from slipstream.rollout.trajectory import Group
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class RunState:
     control: RolloutControl
     intake: Intake
     checkpoint: FoundCheckpoint | None
+    groups: RestoredGroups
     notes: list[str]
     """Messages about the restart, for the user."""
 
@@ -48,6 +51,7 @@ def open_run(config: RunConfig, inputs: Inputs, progress: Progress, resume: bool
     try:
         if resume and can_resume(folder):
             check_same_run(config)
+            apply_mode(config)
             progress.phase("checking the last checkpoint")
             state = begin(config, inputs, find_checkpoint(config))
             write_recipe(config)
@@ -69,13 +73,11 @@ def open_run(config: RunConfig, inputs: Inputs, progress: Progress, resume: bool
 def find_checkpoint(config: RunConfig) -> FoundCheckpoint | None:
     """Return the newest sound checkpoint on the run's present line of versions. Raises CheckpointError."""
     folder = config.run.folder
-    connection = open_for_reading(folder / LEDGER)
-    starts = restarts(connection)
-    connection.close()
+    history = history_of(folder)
     checkpoints = CheckpointFolder(folder / CHECKPOINTS, keep_last=config.checkpoint.keep_last)
 
     def reject(record: CheckpointRecord) -> str | None:
-        if survives(record.version, record.epoch, starts):
+        if history.is_on_line(record.version):
             return None
         return "the run has gone on from an older one since"
 
@@ -86,57 +88,35 @@ def begin(config: RunConfig, inputs: Inputs, checkpoint: FoundCheckpoint | None)
     """Open the ledger of the run folder, a new one or the one of a resumed run. Raises LedgerError."""
     rollout = config.rollout
     ledger, recovered = open_ledger(
-        config.run.folder / LEDGER,
+        config.run.folder,
         batch_size=rollout.batch_size,
         n_samples=rollout.n_samples_per_prompt,
         bound=rollout.max_head_offpolicyness,
         restored=checkpoint.record.version if checkpoint else 0,
-        step=checkpoint.record.step if checkpoint else 0,
     )
     control = make_control(
         rollout,
         steps=config.run.steps,
-        version=recovered.restart.version,
-        step=recovered.step,
+        versions=VersionTree(recovered.versions),
+        version=recovered.restored,
         counts=recovered.counts,
         losses=recovered.losses,
     )
     stream = PromptStream(
         inputs.prompts, shuffle=config.data.shuffle, seed=config.run.seed, position=recovered.position
     )
-    intake = Intake(stream, recovered.open)
-    notes = list(checkpoint.warnings) if checkpoint else []
-    if recovered.restart.epoch:
-        notes.append(_take_up(recovered, ledger, control, intake, rollout.n_samples_per_prompt))
-    return RunState(ledger, control, intake, checkpoint, notes)
+    groups = take_up(recovered.open, control, ledger, stream, rollout.n_samples_per_prompt)
+    notes = [*(checkpoint.warnings if checkpoint else []), *recovered.notes]
+    if recovered.epoch:
+        notes.append(_resumed(control, groups))
+    positions = [(group.id, group.position) for group in recovered.open]
+    return RunState(ledger, control, Intake(stream, positions), checkpoint, groups, notes)
 
 
-def _take_up(recovered: Recovered, ledger: Ledger, control: RolloutControl, intake: Intake, n: int) -> str:
-    """Continue every group that has not ended. Return what became of them, for the user."""
-    begun = [(group, oldest) for group in recovered.open if (oldest := group.oldest_version) is not None]
-    begun.sort(key=lambda pair: (pair[1], pair[0].id))
-    ready = continued = 0
-    restarted = [group for group in recovered.open if group.oldest_version is None]
-    for group, oldest in begun:
-        if group.is_ready:
-            trajectories = tuple(group.trajectories[sample] for sample in range(n))
-            if control.restore_ready(Group(group.id, intake.prompt(group.id), oldest, trajectories)):
-                ready += 1
-                continue
-        elif (ticket := control.restore_open(group.id, oldest)) is not None:
-            intake.resume(ticket, group)
-            continued += 1
-            continue
-        ledger.discarded(group.id, group.tokens)
-        restarted.append(group)
-    for group in sorted(restarted, key=lambda group: group.id):
-        control.restore_unstarted(group.id)
-    source = (
-        f"version {recovered.restart.restored}"
-        if recovered.step
-        else "the initial weights, without a checkpoint"
-    )
+def _resumed(control: RolloutControl, groups: RestoredGroups) -> str:
+    """Return what the run goes on from, for the user."""
+    source = f"version {control.version}" if control.step else "the initial weights, without a checkpoint"
     return (
-        f"resumed from {source} (step {recovered.step}), served as version {recovered.restart.version}: "
-        f"{ready} groups ready, {continued} continued, {len(restarted)} to be generated again"
+        f"resumed from {source} (step {control.step}): {len(groups.ready)} groups ready, "
+        f"{len(groups.continued)} continued, {groups.restarted} to be generated again"
     )

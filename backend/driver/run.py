@@ -6,17 +6,25 @@ inputs ──► run folder, ledger ──► Ray ──► assemble ──► s
 import asyncio
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import Literal
 
 from slipstream.backend.checkpoint.errors import describe
+from slipstream.backend.cluster.object_store import batch_bytes
 from slipstream.backend.cluster.placement import place
-from slipstream.backend.cluster.ray_cluster import ray_cluster
+from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
 from slipstream.backend.driver.assemble import Parts, assemble
-from slipstream.backend.driver.collection import collection_loop
+from slipstream.backend.driver.collection import collection_loop, keep_collecting
 from slipstream.backend.driver.inputs import read_inputs
 from slipstream.backend.driver.prepare import prepare_inputs
 from slipstream.backend.driver.resume import RunState, open_run
-from slipstream.backend.driver.run_folder import CHECKPOINT_HF, LOGS, recipe_text, with_absolute_paths
+from slipstream.backend.driver.run_folder import (
+    CHECKPOINT_HF,
+    LOGS,
+    permissions,
+    recipe_text,
+    with_absolute_paths,
+)
 from slipstream.backend.driver.serving import serving_loop
 from slipstream.backend.driver.stop import Stop, Stopped
 from slipstream.backend.driver.training import training_loop
@@ -26,6 +34,7 @@ from slipstream.backend.monitor.recorder import Recorder
 from slipstream.backend.monitor.summary import RunSummary, write_summary
 from slipstream.backend.monitor.trace import TraceLog
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout.ledger.writer import Ledger
 
 
 async def run(config: RunConfig, progress: Progress, *, resume: bool = False) -> RunSummary:
@@ -45,7 +54,7 @@ async def _run(config: RunConfig, progress: Progress, resume: bool, stop: Stop) 
     await prepare_inputs(config, progress.phase)
     progress.phase("reading model and prompts")
     inputs = read_inputs(config)
-    with ExitStack() as stack:
+    with permissions(config), ExitStack() as stack:
         folder, state = open_run(config, inputs, progress, resume)
         stack.callback(state.ledger.close)
         metrics = MetricsLog(folder)
@@ -54,9 +63,11 @@ async def _run(config: RunConfig, progress: Progress, resume: bool, stop: Stop) 
         stack.callback(trace.close)
         metrics.log(state.control.version, {"run/recipe": f"```yaml\n{recipe_text(config)}```"})
         progress.phase("starting Ray")
-        nodes = stack.enter_context(ray_cluster(config))
+        trajectories = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+        largest = batch_bytes(trajectories, inputs.spec.geometry.max_positions)
+        nodes = stack.enter_context(ray_cluster(config, batch_bytes=largest, note=progress.note))
         recorder = Recorder(metrics, progress, trace, started=started, resumed=state.ledger.epoch)
-        parts = assemble(config, inputs, state, place(nodes, config), folder / LOGS, recorder, trace)
+        parts = assemble(config, inputs, state, place(nodes, config), folder / LOGS, recorder)
         end: Literal["done", "failed", "stopped"] = "failed"
         try:
             await _course(config, parts, state, recorder, progress, stop)
@@ -90,7 +101,10 @@ async def _course(
     await state.ledger.flushed()
     async with asyncio.TaskGroup() as tasks:
         serving_task = tasks.create_task(
-            serving_loop(parts.supervisor, parts.pool, parts.controller, serving, training), name="serving"
+            serving_loop(parts.supervisor, parts.roster, parts.controller, serving, training), name="serving"
+        )
+        collectors_task = tasks.create_task(
+            keep_collecting(parts.server, parts.collectors, driver_address(config)), name="collectors"
         )
         progress.phase("starting the engines and the trainer")
         async with weights.starting():
@@ -104,18 +118,23 @@ async def _course(
         progress.phase("training")
         recorder.training_begins(parts.status())
         training.set()
-        collecting = tasks.create_task(
-            collection_loop(gate, parts.collector, parts.running), name="collection"
-        )
+        collecting = tasks.create_task(collection_loop(gate, parts.leases), name="collection")
         with stop.by("stopping behind this step; again to stop at once", gate.end):
             await training_loop(
-                config.run, gate, weights, parts.checkpoints, evaluation, recorder, parts.status
+                config.run,
+                gate,
+                weights,
+                parts.checkpoints,
+                evaluation,
+                recorder,
+                parts.status,
+                partial(_read, state.ledger),
             )
         recorder.training_ends()
         collecting.cancel()
         await asyncio.wait({collecting})
-        await weights.settled()  # aborting the requests would abort the verification as well
-        await parts.pool.abort_running()
+        await parts.leases.close()
+        await weights.settled()
         await parts.checkpoints.last(gate)
         if not stop.asked:
             if evaluation is not None:
@@ -125,5 +144,11 @@ async def _course(
             async with weights.trainers_turn():
                 await parts.trainer.export_hf(config.run.folder / CHECKPOINT_HF)
         serving_task.cancel()
+        collectors_task.cancel()
     if stop.asked:
         raise Stopped
+
+
+async def _read(ledger: Ledger, refs: list[bytes]) -> list[bytes]:
+    """Return the chunks of each trajectory. Raises LedgerError."""
+    return await asyncio.to_thread(lambda: [ledger.read(each) for each in refs])

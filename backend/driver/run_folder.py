@@ -1,5 +1,7 @@
 """The folder of a run: how it is made, who may use it, and whether it belongs to the recipe.
 
+Only the user may enter it unless `run.mode` says otherwise.
+
 recipe.yaml       the recipe with every default filled in
 lock              locked by the process that runs a run without a ledger
 ledger.sqlite     locked by the process that runs any other
@@ -7,6 +9,7 @@ checkpoints/, checkpoint-hf/, logs/, metrics.jsonl, trace.jsonl, summary.json
 """
 
 import fcntl
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +18,7 @@ from typing import TypeVar
 
 import yaml
 
+from slipstream.backend.checkpoint.errors import describe
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from slipstream.backend.driver.inputs import InputError
 from slipstream.configs.schema import RunConfig
@@ -65,6 +69,30 @@ def start_folder(config: RunConfig) -> Path:
     (folder / LOGS).mkdir(parents=True)
     write_recipe(config)
     return folder
+
+
+@contextmanager
+def permissions(config: RunConfig) -> Iterator[None]:
+    """Let new files and folders of this process have the permissions of `run.mode` while the context lasts.
+
+    The folder of all runs keeps the user's own: runs of others may be in it. Raises InputError.
+    """
+    try:
+        config.run.root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot use {config.run.root}: {describe(error)}") from error
+    before = os.umask(config.run.umask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def apply_mode(config: RunConfig) -> None:
+    """Give the folder of an earlier run the permissions of `run.mode`. Raises OSError if it is another's."""
+    folder, mode = config.run.folder, int(config.run.mode, 8)
+    if folder.stat().st_mode & 0o777 != mode:
+        folder.chmod(mode)
 
 
 def with_absolute_paths(section: AnySection) -> AnySection:

@@ -15,9 +15,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic
 
-from slipstream.backend.batch.train_batch import TrainBatch
+from slipstream.backend.batch.skipped import SkippedUpdate
+from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.backend.driver.devices import Devices, Turn
 from slipstream.backend.driver.ports import ClientT, ServingEngines, Trainer, VersionOwner
+from slipstream.backend.driver.skipped import skipped_in
 from slipstream.backend.driver.verification import Verifier, WeightsMismatch
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.engine.client import EngineAddress
@@ -29,6 +31,8 @@ class Advance:
 
     version: int
     metrics: Mapping[str, float]
+    skipped: Sequence[SkippedUpdate]
+    """Optimizer updates that the step has skipped."""
     report: PublishReport
     train_s: float
 
@@ -59,17 +63,17 @@ class ServedWeights(Generic[ClientT]):
         async with self._moving, self._devices.training():
             yield
 
-    async def advance(self, batch: TrainBatch) -> Advance:
-        """Train one step and bring every serving engine to the next version.
+    async def advance(self, batch: EncodedBatch, version: int) -> Advance:
+        """Train one step and bring every serving engine to its result, ``version``.
 
         Engines that missed it are condemned; the report names them.
         """
-        version = self._owner.version + 1
         async with self._moving:
             async with self.trainers_turn() as turn:
                 began = time.monotonic()
                 metrics = await self._trainer.train(batch)
                 train_s = time.monotonic() - began
+                skipped = await skipped_in(self._trainer, metrics)
                 await self.settled()
                 verifier = self._verifier if self._verifier and self._verifier.due(version) else None
                 if verifier is not None:
@@ -81,7 +85,7 @@ class ServedWeights(Generic[ClientT]):
             if verifier is not None:
                 verifying = self._verify(verifier, version, expected)
                 self._verdict = asyncio.create_task(verifying, name=f"verdict on version {version}")
-            return Advance(version, metrics, report, train_s)
+            return Advance(version, metrics, skipped, report, train_s)
 
     @asynccontextmanager
     async def trainers_turn(self, *newcomers: EngineAddress) -> AsyncIterator[Turn]:

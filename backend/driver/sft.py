@@ -15,6 +15,7 @@ from slipstream.backend.batch.train_batch import demonstrated
 from slipstream.backend.checkpoint.errors import CheckpointError, describe
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder, FoundCheckpoint
 from slipstream.backend.cluster.actors import create_ranks
+from slipstream.backend.cluster.object_store import batch_bytes
 from slipstream.backend.cluster.placement import place_trainer
 from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.cluster.ray_cluster import ray_cluster
@@ -25,14 +26,17 @@ from slipstream.backend.driver.run_folder import (
     CHECKPOINT_HF,
     LOGS,
     RECIPE,
+    apply_mode,
     can_resume,
     check_same_run,
     locked,
+    permissions,
     recipe_text,
     start_folder,
     with_absolute_paths,
     write_recipe,
 )
+from slipstream.backend.driver.skipped import SkippedUpdateLimit, skipped_in
 from slipstream.backend.driver.stop import Stop, Stopped
 from slipstream.backend.driver.trainer import RankedTrainer
 from slipstream.backend.monitor.metrics import METRICS_FILE, MetricsLog
@@ -57,7 +61,15 @@ COLUMNS = {"responses": ("response",), "preferences": ("chosen", "rejected")}
 PROGRESS_LINES = 50
 """Number of progress lines to print."""
 
-METRICS = ("train/loss", "train/preference", "train/grad_norm", "train/lr", "train/tokens", "packing/")
+METRICS = (
+    "train/loss",
+    "train/preference",
+    "train/grad_norm",
+    "train/lr",
+    "train/tokens",
+    "train/skipped",
+    "packing/",
+)
 """Beginnings of the tags that mean something without rollouts."""
 
 
@@ -76,12 +88,14 @@ async def _run(supervised: Supervised, progress: Progress, stop: Stop, resume: b
     await prepare_inputs(config, progress.phase)
     progress.phase("reading model and examples")
     examples = read_encoded_examples(supervised)
-    with ExitStack() as stack:
+    with permissions(config), ExitStack() as stack:
         folder, checkpoint = open_folder(config, stack, progress, resume)
         metrics = MetricsLog(folder)
         stack.callback(metrics.close)
         progress.phase("starting Ray")
-        nodes = stack.enter_context(ray_cluster(config))
+        trajectories = config.rollout.batch_size * len(COLUMNS[supervised.learn])
+        largest = batch_bytes(trajectories, examples.longest)
+        nodes = stack.enter_context(ray_cluster(config, batch_bytes=largest, note=progress.note))
         logs, timeout_s = folder / LOGS, config.run.step_timeout_s
         rank_class = RANK_CLASSES[supervised.learn]
         actors = create_ranks(config, place_trainer(nodes, config), logs, rank_class=rank_class)
@@ -106,7 +120,7 @@ async def _run(supervised: Supervised, progress: Progress, stop: Stop, resume: b
         )
         try:
             with stop.by("stopping behind this step; again to stop at once", position.end):
-                await _train(config, examples, trainer, position, checkpoints, metrics, progress.phase)
+                await _train(config, examples, trainer, position, checkpoints, metrics, progress)
             await checkpoints.last(position)
         finally:
             await checkpoints.cancel()
@@ -157,19 +171,22 @@ async def _train(
     position: Position,
     checkpoints: TrainerCheckpoints,
     metrics: MetricsLog,
-    say: Callable[[str], None],
+    progress: Progress,
 ) -> None:
+    skipped = SkippedUpdateLimit(config.run.max_skipped_updates, progress.note)
     steps, size = config.run.steps, config.rollout.batch_size
     first = position.step
     while position.step < steps and not position.ended:
         indices = range(position.position, position.position + size)
         pairs = [pair for index in indices for pair in examples.pairs_at(index)]
-        trained = await trainer.train(demonstrated(pairs, position.version))
+        trained = await trainer.learn(demonstrated(pairs, position.version))
         position.version, position.step = position.version + 1, position.step + 1
         shown = {tag: value for tag, value in trained.items() if tag.startswith(METRICS)}
         metrics.log(position.version, {**shown, "train/step": position.step})
         if position.step in (first + 1, steps) or position.step % -(-steps // PROGRESS_LINES) == 0:
-            say(f"step {position.step}/{steps}, loss {shown['train/loss']:.4f}")
+            loss = f"{shown['train/loss']:.4f}" if "train/loss" in shown else "not finite"
+            progress.phase(f"step {position.step}/{steps}, loss {loss}")
+        skipped.add(position.step, await skipped_in(trainer, trained))
         await checkpoints.step_done(position)
 
 
@@ -190,6 +207,7 @@ def open_folder(
                 raise InputError(f"{folder} holds a run of `slipstream train`, not of `slipstream sft`")
             stack.enter_context(locked(folder))
             check_same_run(config)
+            apply_mode(config)
             progress.phase("checking the last checkpoint")
             checkpoint = _checkpoint_folder(config).latest()
             for warning in checkpoint.warnings if checkpoint else ():

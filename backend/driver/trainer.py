@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from slipstream.backend.batch.train_batch import TrainBatch
+from slipstream.backend.batch.skipped import SkippedUpdate
+from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
 from slipstream.backend.cluster.configured_ray import ray
 from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.bridge.publish.report import PublishReport
@@ -34,9 +35,17 @@ class RankedTrainer:
     async def connect(self) -> None:
         await self._ranks.connect()
 
-    async def train(self, batch: TrainBatch) -> Mapping[str, float]:
+    async def train(self, batch: EncodedBatch) -> Mapping[str, float]:
+        step = f"the training step from version {batch.version}"
+        return _reported(dict, await self._ranks.call(step, "train_encoded", ray.put(batch)))
+
+    async def learn(self, batch: TrainBatch) -> Mapping[str, float]:
+        """Train one supervised step. Return its metrics."""
         step = f"training step {batch.version + 1}"
         return _reported(dict, await self._ranks.call(step, "train", ray.put(batch)))
+
+    async def skipped_updates(self) -> list[SkippedUpdate]:
+        return _reported(list, await self._ranks.call("asking for skipped updates", "skipped_updates"))
 
     async def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
         publishing = f"publishing version {version}"

@@ -16,7 +16,7 @@ from slipstream.backend.monitor.trace import TraceLog
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.core import Loss
 from slipstream.rollout.control.slots import State
-from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
+from slipstream.rollout.trajectory import Finish, TrajectoryHeader
 
 SHOWN_FAILURES = 3
 """Number of failed episodes that the user is shown; metrics count all of them."""
@@ -85,28 +85,26 @@ class Recorder:
     def note(self, text: str) -> None:
         self._progress.note(text)
 
-    def episode_failed(self, prompt: Prompt, attempt: int, error: Exception) -> None:
+    def attempt_failed(self, prompt: int, attempt: int, error: str) -> None:
         self._totals.episode_retries += 1
         if self._totals.episode_retries <= SHOWN_FAILURES:
-            self._progress.note(
-                f"episode of prompt {prompt.id}, attempt {attempt}: {type(error).__name__}: {error}"
-            )
+            self._progress.note(f"episode of prompt {prompt}, attempt {attempt}: {error}")
 
     def checkpoint_taken(self, stall_s: float) -> None:
         self._checkpoint_stall = {"perf/checkpoint_stall_s": stall_s}
 
-    def lost(self, loss: Loss, trajectories: Sequence[Trajectory]) -> None:
+    def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader]) -> None:
         self._lost[loss] += [trajectory.sampled_length for trajectory in trajectories]
 
     def step(self, step: TrainedStep, status: RunStatus) -> None:
         version, metrics, report, times = step.version, step.metrics, step.report, step.times
-        trajectories = [trajectory for group in step.groups for trajectory in group.trajectories]
+        trajectories = step.trajectories
         rewards = np.array([t.reward for t in trajectories], np.float64)
         now, generated = self._clock(), status.tokens_generated
         then, before = self._last_step
         self._last_step = (now, generated)
         tokens_per_s = (generated - before) / max(now - then, 1e-9)
-        head_lag, staleness = self._staleness(trajectories, version - 1)
+        head_lag, staleness = self._staleness(trajectories, step.lags)
         totals = self._totals
         totals.steps += 1
         totals.wait_s += times.wait_s
@@ -134,7 +132,7 @@ class Recorder:
         self._lost = {loss: [] for loss in Loss}
         self._checkpoint_stall = {}
         if self._trace:
-            tokens = sum(len(t.tokens_T) for t in trajectories)
+            tokens = sum(t.length for t in trajectories)
             self._trace.write("step", version=version, tokens=tokens, end_s=now, **asdict(times))
             self._trace.write("publish", end_s=now, **asdict(report))
         self._progress.step(
@@ -146,14 +144,18 @@ class Recorder:
         )
         self._shown_accuracy = None
 
-    def _staleness(self, trajectories: list[Trajectory], version: int) -> tuple[int, dict[str, Value]]:
-        """Return the largest head lag of a batch trained from ``version``, and the metrics of its lags."""
+    def _staleness(
+        self, trajectories: Sequence[TrajectoryHeader], lag_of: Mapping[int, int]
+    ) -> tuple[int, dict[str, Value]]:
+        """Return the largest head lag of a batch, and the metrics of its lags."""
+        tokens = [trajectory.trained_tokens for trajectory in trajectories]
         # A workflow may give a trajectory without a single token to train.
-        heads = [version - t.oldest_version for t in trajectories if t.response_length] or [0]
+        heads = [max(lag_of[version] for version in versions) for versions in tokens if versions] or [0]
         lags: Counter[int] = Counter()
-        for trajectory in trajectories:
-            lags.update((version - trajectory.versions_T[trajectory.loss_mask_T]).tolist())
-        several = sum(t.n_versions > 1 for t in trajectories)
+        for versions in tokens:
+            for version, n in versions.items():
+                lags[lag_of[version]] += n
+        several = sum(len(versions) > 1 for versions in tokens)
         totals, head_lag = self._totals, max(heads)
         totals.trajectories += len(trajectories)
         totals.multi_version += several
@@ -199,7 +201,7 @@ class Recorder:
         )
 
 
-def _reward_metrics(rewards: np.ndarray, trajectories: Sequence[Trajectory]) -> dict[str, Value]:
+def _reward_metrics(rewards: np.ndarray, trajectories: Sequence[TrajectoryHeader]) -> dict[str, Value]:
     metrics: dict[str, Value] = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
     turns = [reward for trajectory in trajectories for _, reward in trajectory.turn_rewards]
     if turns:
@@ -207,7 +209,7 @@ def _reward_metrics(rewards: np.ndarray, trajectories: Sequence[Trajectory]) -> 
     return metrics
 
 
-def _length_metrics(trajectories: Sequence[Trajectory]) -> dict[str, Value]:
+def _length_metrics(trajectories: Sequence[TrajectoryHeader]) -> dict[str, Value]:
     lengths = [trajectory.sampled_length for trajectory in trajectories]
     truncated = sum(trajectory.finish is Finish.LENGTH for trajectory in trajectories)
     return {
@@ -235,6 +237,7 @@ def _status_metrics(status: RunStatus) -> dict[str, Value]:
         "rollout/requests_resent": status.requests_resent,
         "train/step": status.step,
         "perf/engine_restarts": status.engine_restarts,
+        "perf/collector_restarts": status.collector_restarts,
         **{f"lost/{loss}": status.losses[loss] for loss in Loss},
     }
 

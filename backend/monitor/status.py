@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.core import GroupCounts, Loss
 from slipstream.rollout.control.slots import State
-from slipstream.rollout.trajectory import Group
+from slipstream.rollout.trajectory import TrajectoryHeader
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class RunStatus:
     requests_limit: int
     requests_resent: int
     engine_restarts: int
+    collector_restarts: int
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,9 @@ class StepTimes:
 class TrainedStep:
     """One training step and the publication of its version."""
 
-    groups: Sequence[Group]
+    trajectories: Sequence[TrajectoryHeader]
+    lags: Mapping[int, int]
+    """Lag of each policy version whose tokens were trained."""
     version: int
     """Policy version that the step produced; the engines hold it."""
     metrics: Mapping[str, float]

@@ -1,19 +1,24 @@
-"""Writes the trace of a run: one JSON object per event. ``slipstream simulate --fit`` reads it."""
+"""Writes the trace of a run: one JSON object per event. ``slipstream simulate --fit`` reads it.
+
+The driver writes about steps and publications, a collector about its requests, each into its own file.
+"""
 
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-TRACE = "trace.jsonl"
-"""File in the run folder. Its times are seconds of the machine's monotonic clock."""
+TRACES = "trace*.jsonl"
+"""Files in the run folder. Their times are seconds of the machine's monotonic clock."""
 
 
 class TraceLog:
     """Appends events to the trace, and flushes them when the last flush is a second or more ago."""
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._file = (folder / TRACE).open("a", encoding="utf-8")
+    def __init__(self, folder: Path, writer: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        """``writer``: name of the process, unless it is the driver."""
+        name = f"trace-{writer}.jsonl" if writer else "trace.jsonl"
+        self._file = (folder / name).open("a", encoding="utf-8")
         self._clock = clock
         self._flushed_s = clock()
 

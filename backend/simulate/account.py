@@ -8,9 +8,8 @@ from slipstream.backend.monitor.status import RunStatus, TrainedStep
 from slipstream.backend.simulate.failures import Failures
 from slipstream.backend.simulate.pool import SimulatedPool
 from slipstream.backend.simulate.trainer import SimulatedTrainer
-from slipstream.backend.simulate.trajectory import SimulatedTrajectory
 from slipstream.rollout.control.core import GroupCounts, Loss, RolloutControl
-from slipstream.rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.trajectory import TrajectoryHeader
 
 
 @dataclass(frozen=True)
@@ -129,31 +128,30 @@ class Account:
     failures: list[str] = field(default_factory=list)
 
     def step(self, step: TrainedStep, status: RunStatus) -> None:
-        head_lags, token_lags, trained_from = self.head_lags, self.token_lags, step.version - 1
-        for group in step.groups:
-            for trajectory in group.trajectories:
-                assert isinstance(trajectory, SimulatedTrajectory)
-                spans = trajectory.version_spans
-                self.trajectories += 1
-                self.retractions += trajectory.retractions
-                self.tokens_trained += trajectory.response_length
-                self.tokens_masked += trajectory.sampled_length - trajectory.response_length
-                if spans:
-                    head_lags[trained_from - spans[0][0]] += 1
-                    for sampled_by, tokens in spans:
-                        token_lags[trained_from - sampled_by] += tokens
+        lags = step.lags
+        for trajectory in step.trajectories:
+            versions = trajectory.trained_tokens
+            trained = sum(versions.values())
+            self.trajectories += 1
+            self.retractions += trajectory.retractions
+            self.tokens_trained += trained
+            self.tokens_masked += trajectory.sampled_length - trained
+            if versions:
+                self.head_lags[max(lags[version] for version in versions)] += 1
+                for version, tokens in versions.items():
+                    self.token_lags[lags[version]] += tokens
         self.step_s.append(step.times.step_s)
         self.wait_s += step.times.wait_s
         self.publish_s += step.report.total_s
 
-    def lost(self, loss: Loss, trajectories: Sequence[Trajectory]) -> None:
+    def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader]) -> None:
         """Groups are counted by the control core."""
         self.tokens_lost[loss] += sum(trajectory.sampled_length for trajectory in trajectories)
 
-    def episode_failed(self, prompt: Prompt, attempt: int, error: Exception) -> None:
+    def attempt_failed(self, prompt: int, attempt: int, error: str) -> None:
         self.failed_attempts += 1
         if len(self.failures) < 3:
-            self.failures.append(f"prompt {prompt.id}, attempt {attempt}: {type(error).__name__}: {error}")
+            self.failures.append(f"prompt {prompt}, attempt {attempt}: {error}")
 
     def evaluated(self, version: int, accuracy: float, response_length: float) -> None:
         """Evaluations matter for the time that they take from the engines."""

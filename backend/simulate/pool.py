@@ -6,14 +6,13 @@ the order in which they were asked for.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from slipstream.backend.simulate.engine import Engine, Request
 from slipstream.backend.simulate.trajectory import SimulatedCompletion
 from slipstream.backend.simulate.workload import Workload
 from slipstream.configs.schema import SamplingConfig
 from slipstream.configs.schema.simulate import EngineModel
-from slipstream.rollout.trajectory import Completion
 
 
 class SimulatedPool:
@@ -80,12 +79,10 @@ class SimulatedPool:
         sampling: SamplingConfig,
         *,
         greedy: bool = False,
-        prefix: Completion | None = None,
-        progress: Callable[[Completion], None] | None = None,
     ) -> SimulatedCompletion:
-        """Answer ``input_ids``, which are a prompt's position and the number of a sample.
+        """Complete ``input_ids``, which are a prompt's position and the number of a sample.
 
-        ``greedy``: for an evaluation, whose tokens do not count. ``prefix`` and ``progress`` have no meaning.
+        ``greedy``: for an evaluation, whose tokens do not count.
         """
         sample = self._workload.sample(*input_ids)
         length = min(sample[1], sampling.max_new_tokens) if greedy else sample[1]

@@ -1,4 +1,4 @@
-"""Reads ``trace.jsonl`` of a run into arrays. ``monitor.trace`` and ``rollout.engine.trace`` write it."""
+"""Reads the traces of a run into arrays. ``monitor.trace`` and ``rollout.engine.trace`` write it."""
 
 import json
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.backend.monitor.trace import TRACE
+from slipstream.backend.monitor.trace import TRACES
 from slipstream.configs.violations import RecipeError, Violation
 
 FIELDS: dict[str, tuple[str, ...]] = {
@@ -79,18 +79,14 @@ class Trace:
         return (self.end_s - self.begin_s) / len(self.end_S)
 
 
-def read_trace(run: Path) -> Trace:
-    """Read the trace in the folder of a run. Raises RecipeError with every problem."""
-    path = run / TRACE
-    lines: dict[str, list[Record]] = {kind: [] for kind in FIELDS}
-    problems: list[Violation] = []
+def _read(path: Path, lines: dict[str, list[Record]], problems: list[Violation]) -> None:
+    """Add the records of one file to ``lines`` by kind, and what is wrong with it to ``problems``."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise RecipeError(
-            [Violation("--fit", str(run), f"cannot read {path}: {reason}")], str(path)
-        ) from None
+        problems.append(Violation("--fit", str(path.parent), f"cannot read {path}: {reason}"))
+        return
     written = text.splitlines()
     for number, line in enumerate(written, start=1):
         try:
@@ -102,6 +98,18 @@ def read_trace(run: Path) -> Trace:
             if number < len(written):  # a killed run may leave its last line unfinished
                 reason = f"missing {error}" if isinstance(error, KeyError) else "not a JSON object"
                 problems.append(Violation(f"{path}, line {number}", line[:60], reason))
+
+
+def read_trace(run: Path) -> Trace:
+    """Read the trace in the folder of a run. Raises RecipeError with every problem."""
+    lines: dict[str, list[Record]] = {kind: [] for kind in FIELDS}
+    problems: list[Violation] = []
+    paths = sorted(run.glob(TRACES))
+    if not paths:
+        raise RecipeError([Violation("--fit", str(run), f"no file {TRACES} in this folder")], str(run))
+    for path in paths:
+        _read(path, lines, problems)
+    lines["request"].sort(key=lambda request: request["end_s"])
     steps = _last_life(lines["step"])
     publications = lines["publish"][len(lines["publish"]) - len(steps) :]
     requests = [line for line in lines["request"] if line["first_token_s"] is not None and line["new_tokens"]]
@@ -113,7 +121,7 @@ def read_trace(run: Path) -> Trace:
         )
         problems.append(Violation("--fit", str(run), reason))
     if problems:
-        raise RecipeError(problems, str(path))
+        raise RecipeError(problems, str(run))
     columns = {
         kind: {field: np.array([line[field] for line in chosen]) for field in FIELDS[kind]}
         for kind, chosen in (("request", requests), ("step", steps), ("publish", publications))

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
-from slipstream.backend.batch.train_batch import TrainBatch
+from slipstream.backend.batch.skipped import SkippedUpdate
+from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.backend.driver.devices import Turn
 from slipstream.backend.simulate.engine import Engine
 from slipstream.backend.simulate.pool import SimulatedPool
-from slipstream.backend.simulate.trajectory import SimulatedTrajectory
 from slipstream.bridge.publish.endpoint import Interrupt
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.simulate import SimulateConfig
@@ -33,10 +33,9 @@ class SimulatedTrainer:
         self.pauses: list[tuple[float, float]] = []
         """Begin and end of the pause of the serving engines for each version, in seconds."""
 
-    async def train(self, batch: TrainBatch) -> Mapping[str, float]:
-        model, trajectories = self._model.trainer, batch.trajectories
-        prompt_tokens = sum(t.prompt_tokens for t in trajectories if isinstance(t, SimulatedTrajectory))
-        tokens = prompt_tokens + sum(t.sampled_length for t in trajectories)
+    async def train(self, batch: EncodedBatch) -> Mapping[str, float]:
+        model = self._model.trainer
+        tokens = sum(header.length for header in batch.headers)
         seconds = model.step_s + tokens / (model.tokens_per_s * self._gpus)
         if any(engine.running for engine in self._pool.engines):
             seconds *= model.slowdown
@@ -46,7 +45,11 @@ class SimulatedTrainer:
         await asyncio.sleep(seconds)
         self._slow_down(1.0)
         self.training.append((began, loop.time()))
-        return {"train/tokens": float(sum(t.response_length for t in trajectories))}
+        return {"train/tokens": float(sum(header.response_length for header in batch.headers))}
+
+    async def skipped_updates(self) -> Sequence[SkippedUpdate]:
+        """Return no update: simulated training skips none."""
+        return ()
 
     async def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
         model, mode = self._model.transfer, self._interrupt

@@ -4,22 +4,16 @@ Everything about the n-th sample of a prompt depends only on the seed, the promp
 schedules get the same work.
 """
 
-import asyncio
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from slipstream.backend.simulate.trajectory import (
     Sample,
-    SimulatedCompletion,
-    SimulatedPrompt,
-    SimulatedTrajectory,
 )
 from slipstream.configs.schema.simulate import LengthModel, SimulateConfig
-from slipstream.rollout.trajectory import Messages, Prompt, Trajectory
-from slipstream.rollout.workflow import WorkflowContext
+from slipstream.rollout.trajectory import Prompt
 
 BLOCK = 1024
 """Number of positions that are drawn together."""
@@ -113,8 +107,8 @@ class SimulatedStream:
     def __init__(self) -> None:
         self.position = 0
 
-    def at(self, position: int) -> SimulatedPrompt:
-        return SimulatedPrompt(position, "")
+    def at(self, position: int) -> Prompt:
+        return Prompt(position, "")
 
 
 HELD_OUT = 2**40
@@ -122,62 +116,4 @@ HELD_OUT = 2**40
 
 
 def held_out_prompts(number: int) -> list[Prompt]:
-    return [SimulatedPrompt(HELD_OUT + index, "") for index in range(number)]
-
-
-class SimulatedTokenizer:
-    """Stands where a context needs a tokenizer: simulated episodes have no tokens."""
-
-    def apply_chat_template(self, conversation: Messages, **kwargs: object) -> list[int]:
-        """Raise: nothing is encoded."""
-        raise AssertionError("a simulated episode encodes nothing")
-
-    def decode(self, token_ids: Sequence[int], **kwargs: object) -> str:
-        """Raise: nothing is decoded."""
-        raise AssertionError("a simulated episode decodes nothing")
-
-
-class EpisodeLost(RuntimeError):
-    """An attempt at an episode failed, as the workload says."""
-
-
-class SimulatedWorkflow:
-    """Makes one request and has it judged, like ``slipstream.rollout.workflow.SingleTurn``."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
-
-    async def run(self, prompt: Prompt, context: WorkflowContext) -> SimulatedTrajectory:
-        assert isinstance(prompt, SimulatedPrompt)
-        number = prompt.number(context.generator)
-        completion = await context.generator.generate((prompt.id, number), context.sampling)
-        assert isinstance(completion, SimulatedCompletion)
-        sample, spans = completion.sample, completion.version_spans
-        trajectory = SimulatedTrajectory(
-            sample, spans, sum(tokens for _, tokens in spans), completion.retractions
-        )
-        if self._workload.failure_rate:
-            attempt = prompt.attempt(number)
-            if self._workload.fails(prompt.id, number, attempt):
-                raise EpisodeLost(f"attempt {attempt + 1} at sample {number}")
-        return trajectory.judged(await context.reward.score(prompt, "", trajectory))
-
-
-class SimulatedReward:
-    """Returns the workload's reward after the workload's time of judging."""
-
-    def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> asyncio.Future[float]:
-        assert isinstance(trajectory, SimulatedTrajectory)
-        _, _, seconds, reward = trajectory.sample
-        loop = asyncio.get_running_loop()
-        judged: asyncio.Future[float] = loop.create_future()
-        if seconds:
-            loop.call_later(seconds, _judge, judged, float(reward))
-        else:
-            judged.set_result(float(reward))
-        return judged
-
-
-def _judge(judged: asyncio.Future[float], reward: float) -> None:
-    if not judged.done():  # its episode may have been cancelled
-        judged.set_result(reward)
+    return [Prompt(HELD_OUT + index, "") for index in range(number)]

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 from slipstream.backend.driver.collection import collection_loop
@@ -13,27 +14,31 @@ from slipstream.backend.driver.training import training_loop
 from slipstream.backend.monitor.status import RunStatus
 from slipstream.backend.simulate import clock
 from slipstream.backend.simulate.account import Account, Outcome
+from slipstream.backend.simulate.collector import NAME, Asked, Link, SimulatedRecord
+from slipstream.backend.simulate.episodes import (
+    NoReward,
+    NumberedGenerator,
+    SimulatedTokenizer,
+    SimulatedWorkflow,
+    judge,
+)
 from slipstream.backend.simulate.failures import Failures
 from slipstream.backend.simulate.gpu_split import GpuSplit, model_of
 from slipstream.backend.simulate.pool import SimulatedPool
 from slipstream.backend.simulate.schedules import Schedule
 from slipstream.backend.simulate.trainer import SimulatedTrainer, TimeShared
-from slipstream.backend.simulate.workload import (
-    SimulatedReward,
-    SimulatedStream,
-    SimulatedTokenizer,
-    SimulatedWorkflow,
-    Workload,
-    held_out_prompts,
-)
+from slipstream.backend.simulate.workload import SimulatedStream, Workload, held_out_prompts
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.collect.episodes import Episodes
 from slipstream.rollout.collect.gate import AdmissionGate, StalledRun
-from slipstream.rollout.collect.groups import GroupCollector, NamedFilter
 from slipstream.rollout.collect.intake import Intake
 from slipstream.rollout.collect.journal import NoJournal
-from slipstream.rollout.collect.running import RunningGroups
-from slipstream.rollout.collect.time_limit import TimeLimit
+from slipstream.rollout.collect.leases import Leases
+from slipstream.rollout.collect.questions import Questions
+from slipstream.rollout.collector.episodes import Episodes
+from slipstream.rollout.collector.evaluation import Evaluations
+from slipstream.rollout.collector.groups import GroupCollector, NamedFilter
+from slipstream.rollout.collector.outbox import Outbox
+from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.plugins import build
 from slipstream.rollout.workflow import WorkflowContext
@@ -82,32 +87,41 @@ class World:
     async def _run(self) -> Outcome:
         config, model, workload = self._config, model_of(self._config), self._workload
         rollout, interrupt = config.rollout, self._schedule.interrupt
-        account, running = Account(), RunningGroups()
+        account, outbox = Account(), Outbox()
         control = self._schedule.control(rollout, config.run.steps)
         journal = NoJournal()
-        gate = AdmissionGate(control, Intake(SimulatedStream()), journal, account, running)
+        gate = AdmissionGate(control, Intake(SimulatedStream()), journal, account)
         pool = SimulatedPool(self._split.engines, model.engine, workload, rollout.max_concurrent)
         shared = self._split.shared
         trainer = SimulatedTrainer(model, self._split.trainer_gpus, pool, None if shared else interrupt)
         devices: Devices = TimeShared(trainer, pool, interrupt) if shared else Separate()
         weights = ServedWeights(trainer, pool, devices, gate)
         failures = Failures(model.failures, pool, weights, workload)
-        context = WorkflowContext(pool, SimulatedTokenizer(), SimulatedReward(), rollout.sampling)
+        context = partial(
+            WorkflowContext, tokenizer=SimulatedTokenizer(), reward=NoReward(), sampling=rollout.sampling
+        )
         limit = TimeLimit(rollout.episode_timeout_s)
-        episodes = Episodes(SimulatedWorkflow(workload), rollout, limit, account)
-        collector = GroupCollector(
-            gate=gate,
-            journal=journal,
-            engines=pool,
+        episodes = Episodes(SimulatedWorkflow(workload), rollout, lambda trajectory: None, limit, outbox)
+        groups = GroupCollector(
+            outbox=outbox,
+            record=partial(SimulatedRecord, pool, outbox),
             context=context,
             episodes=episodes,
+            judge=judge,
             samples=rollout.n_samples_per_prompt,
             group_filter=_filter(config),
         )
+        greedy = context(NumberedGenerator(pool, 0, greedy=True))
+        questions = Questions()
+        questions.joined(NAME, Asked(Evaluations(outbox, greedy, episodes, judge)))
+        leases = Leases(
+            gate, journal, account, lambda _: rollout.max_concurrent, rollout.n_samples_per_prompt
+        )
+        link = Link(groups, leases, questions)
+        leases.joined(NAME, link)
         evaluation = None
         if config.eval is not None and self._held_out:
-            held_out = held_out_prompts(self._held_out)
-            evaluation = Evaluation(config.eval, held_out, pool, context, episodes, account)
+            evaluation = Evaluation(config.eval, held_out_prompts(self._held_out), questions, account)
         self.pool, self.trainer = pool, trainer
 
         def status() -> RunStatus:
@@ -122,15 +136,19 @@ class World:
                 requests_limit=rollout.max_concurrent,
                 requests_resent=pool.requests_resent,
                 engine_restarts=failures.count,
+                collector_restarts=0,
             )
 
         async with asyncio.TaskGroup() as tasks:
             beside = [
-                tasks.create_task(collection_loop(gate, collector, running)),
+                tasks.create_task(collection_loop(gate, leases)),
+                tasks.create_task(outbox.run(link.send, link.status)),
                 tasks.create_task(failures.run()),
             ]
             try:
-                await training_loop(config.run, gate, weights, _NoCheckpoints(), evaluation, account, status)
+                await training_loop(
+                    config.run, gate, weights, _NoCheckpoints(), evaluation, account, status, _read
+                )
             except* StalledRun:
                 self._waiting = clock.waiting(asyncio.get_running_loop())
                 raise
@@ -138,6 +156,11 @@ class World:
             for task in beside:
                 task.cancel()
         return outcome
+
+
+async def _read(refs: list[bytes]) -> list[bytes]:
+    """Return nothing for each trajectory: it has no tokens."""
+    return [b""] * len(refs)
 
 
 def _filter(config: RunConfig) -> NamedFilter | None:

@@ -30,7 +30,11 @@ _BEHAVIOUR_ONLY = (
 METHODS: dict[str, tuple[str, ...]] = {
     "naive": _BEHAVIOUR_ONLY,
     "decoupled": (),
-    "unweighted": ("actor.use_decoupled_loss=false", "actor.correction={}"),
+    "unweighted": (
+        "actor.use_decoupled_loss=false",
+        "actor.correction={}",
+        "rollout.max_head_offpolicyness=0",
+    ),
     "interpolated": ("actor.recompute_logprobs=false", "actor.interpolate_logprobs=true"),
     "decayed_clip": ("actor.objective={type: decayed_clip}",),
     "m2po": ("actor.objective={type: m2po}", *_BEHAVIOUR_ONLY),
@@ -39,7 +43,11 @@ METHODS: dict[str, tuple[str, ...]] = {
     "negative": ("actor.correction.negative={delta: 1e-4}",),
     "gspo": ("actor.objective={type: gspo}", "actor.averaging=sequence"),
 }
-"""Overrides of the quickstart's recipe by method. The recipe is decoupled PPO with weights capped at 5."""
+"""Overrides of the quickstart's recipe by method. The recipe is decoupled PPO with weights capped at 5.
+
+Nothing in ``unweighted`` bounds pi / mu, so that it is refused for stale data. The study ages data itself and
+does not read the recipe's bound.
+"""
 
 SAME_WHEN_FRESH = frozenset({"naive", "decoupled", "unweighted", "interpolated", "decayed_clip"})
 """Methods with the same loss at lag 0, where mu is pi_old. They share one run."""

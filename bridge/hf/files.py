@@ -91,7 +91,7 @@ def write_hf(buckets: Iterator[FlatBucket | None], source: Path, folder: Path) -
     (partial / INDEX).write_text(json.dumps(index, indent=2))
     for pattern in _SIDE_FILES:
         for file in source.glob(pattern):
-            shutil.copy(file, partial)
+            shutil.copyfile(file, partial / file.name)  # with the permissions of new files, not its own
     _state_dtype(partial / "config.json", dtype)
     if folder.exists():
         shutil.rmtree(folder)

@@ -12,7 +12,7 @@ from slipstream.configs.schema.models import (
 from slipstream.configs.schema.objective import CorrectionConfig, Objective, TurnsConfig
 from slipstream.configs.schema.optimizer import ConstantRate, CosineDecay, LinearDecay, OptimizerConfig
 from slipstream.configs.schema.plugin import PluginConfig
-from slipstream.configs.schema.rollout import EngineConfig, RolloutConfig, SamplingConfig
+from slipstream.configs.schema.rollout import EngineConfig, JudgingConfig, RolloutConfig, SamplingConfig
 from slipstream.configs.schema.run import (
     DataConfig,
     EvalConfig,
@@ -48,6 +48,7 @@ __all__ = [
     "DistributedTransportConfig",
     "EngineConfig",
     "EvalConfig",
+    "JudgingConfig",
     "KLConfig",
     "LinearDecay",
     "LocalCluster",

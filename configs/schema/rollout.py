@@ -60,6 +60,53 @@ class EngineConfig(Section):
     )
 
 
+class JudgingConfig(Section):
+    """The processes in which the reward runs. There it may block, crash and print without harm to the run."""
+
+    processes: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="Number of judge processes of each collector. A reward that computes needs one for each "
+        "CPU core that it shall keep busy.",
+    )
+    concurrency: int = Field(
+        default=32,
+        ge=1,
+        description="Largest number of trajectories that one process judges at a time if `score` is "
+        "`async def`. If it is a plain `def`, a process judges one at a time.",
+    )
+    timeout_s: float = Field(
+        default=120,
+        gt=0,
+        description="Seconds that the reward may take for one trajectory. The time begins when the reward "
+        "does: neither the wait for a process nor its start counts.",
+    )
+    attempts: int = Field(
+        default=3,
+        ge=1,
+        description="Number of attempts at judging a trajectory before its group is lost as `failed`. The "
+        "trajectory is kept meanwhile: no token is generated again.",
+    )
+    retry_after_s: float = Field(
+        default=1,
+        gt=0,
+        description="Seconds between a failed attempt and the next. They double with each further failure, "
+        "up to a minute.",
+    )
+    memory_mb: int | None = Field(
+        default=4096,
+        ge=256,
+        description="Largest heap of a judge process, in MB: beyond it, allocations raise MemoryError. A "
+        "process that still holds three quarters of it between two trajectories is replaced. null: no limit.",
+    )
+    start_timeout_s: float = Field(
+        default=300,
+        gt=0,
+        description="Seconds that a judge process may take to import and construct the reward.",
+    )
+
+
 class SlotsAdmission(Section):
     """(max_head_offpolicyness + 1) * batch_size slots. A slot is freed when the policy version trained on its
     group is published."""
@@ -140,6 +187,20 @@ class RolloutConfig(Section):
         ge=1,
         description="Largest number of trajectories that all engines together generate at a time.",
     )
+    collectors: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of processes that run episodes; null: one on each node.",
+    )
+    collector_restarts: int = Field(
+        default=16, ge=0, description="Number of times that a collector may be started again."
+    )
+    collector_timeout_s: float = Field(
+        default=60,
+        gt=0,
+        description="Seconds for which the code of a workflow may compute without awaiting anything. It holds "
+        "up all episodes of its collector meanwhile, which is then ended and started again.",
+    )
     episode_attempts: int = Field(
         default=3,
         ge=1,
@@ -161,6 +222,9 @@ class RolloutConfig(Section):
     reward: Plugin = Field(
         description="Import path of a class with the method `score` of `slipstream.rollout.reward.Reward`, "
         "which returns the reward of an episode."
+    )
+    judging: JudgingConfig = Field(
+        default=JudgingConfig(), description="The processes in which the reward runs."
     )
     group_filter: Plugin | None = Field(
         default=None,

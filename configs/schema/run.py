@@ -32,6 +32,24 @@ class RunSection(Section):
     batch_timeout_s: float = Field(
         default=3600, gt=0, description="Seconds to wait for a batch before the run fails."
     )
+    max_skipped_updates: int = Field(
+        default=10,
+        ge=0,
+        description="Number of optimizer updates that one process of the run may skip because a loss or a "
+        "gradient is not finite. One more ends the run.",
+    )
+
+    mode: str = Field(
+        default="0700",
+        pattern=r"^0?7[0-7][0145]$",
+        description="Permissions of the run folder, in octal and in quotes. No file of the run has more. "
+        '`"0750"` lets your group read them. Nobody but your group can be allowed to write.',
+    )
+
+    @property
+    def umask(self) -> int:
+        """Permissions that new files and folders of the run do not get."""
+        return 0o777 & ~int(self.mode, 8)
 
     @property
     def folder(self) -> Path:

@@ -1,21 +1,23 @@
-"""The control core for coroutines: waiting for slots and batches, and every event written down.
+"""The control core with everything about its groups: prompts, trajectories, and the ledger behind each event.
 
-collection ──slot()──► ticket ──► finished | filtered | failed ──► core ──batch()──► training
-              waits for a free slot                                       waits for a ready batch
-training   ──step_begins(), published()──► core frees the slots, the waiting collection goes on
+leases   ──admit()──► ticket ──► judged, ended ──► core ──batch()──► training
+            while a slot is free          on disk first     waits for a ready batch
+training ──step_begins(), published()──► core frees the slots; whoever waits on ``changed`` goes on
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from slipstream.rollout.changes import Changes
 from slipstream.rollout.collect.intake import Assignment, Intake
 from slipstream.rollout.collect.journal import Journal
 from slipstream.rollout.collect.listener import CollectionListener
-from slipstream.rollout.collect.running import RunningGroups
-from slipstream.rollout.control.core import GroupCounts, Loss, RolloutControl, Ticket
+from slipstream.rollout.control.core import GroupCounts, Loss, RolloutControl
 from slipstream.rollout.control.slots import State
-from slipstream.rollout.trajectory import Group, Trajectory
+from slipstream.rollout.ledger.transaction import Training
+from slipstream.rollout.trajectory import TrajectoryHeader
 
 LEAST_FAILURES = 8
 """Number of failed groups in a row that never end a run: with few slots, one bad prompt must not end it."""
@@ -25,12 +27,37 @@ class StalledRun(RuntimeError):
     """Nothing can be trained: no batch came in time, or group after group fails."""
 
 
-class AdmissionGate:
-    """Waits for slots and batches. All users run on one event loop.
+@dataclass(frozen=True, slots=True)
+class StoredTrajectory:
+    """A judged trajectory: its header, and where its chunks are in the ledger."""
 
-    A wait that is cancelled or timed out has taken neither a slot nor a batch. The other events return at
-    once, except for ``finished`` and ``step_begins``: they return when the journal is on disk, because what
-    is trained must be known after a crash.
+    header: TrajectoryHeader
+    refs: bytes
+    """``record.REF`` of each chunk, one behind the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyGroup:
+    """The trajectories of one group, complete and judged."""
+
+    id: int
+    trajectories: tuple[StoredTrajectory, ...]
+
+    @property
+    def headers(self) -> list[TrajectoryHeader]:
+        return [trajectory.header for trajectory in self.trajectories]
+
+
+@dataclass(slots=True)
+class _Batch:
+    groups: list[ReadyGroup] = field(default_factory=list[ReadyGroup])
+    version: int | None = None
+    """Number of the version that is trained on it."""
+
+
+class AdmissionGate:
+    """All users run on one event loop. Every method but ``batch``, ``changed`` and ``step_begins`` returns at
+    once.
     """
 
     def __init__(
@@ -39,19 +66,21 @@ class AdmissionGate:
         intake: Intake,
         journal: Journal,
         listener: CollectionListener,
-        running: RunningGroups,
+        ready: Iterable[ReadyGroup] = (),
     ) -> None:
-        """``running`` holds the tasks of groups that are collected; those of expired groups are cancelled."""
+        """``ready``: groups from before a restart that are ready in ``core`` already."""
         self._core = core
         self._intake = intake
         self._journal = journal
         self._listener = listener
-        self._running = running
         self._changes = Changes()
-        self._batch: list[Group] = []
+        self._ready = {group.id: group for group in ready}
+        self._batch = _Batch()
+        self._given_up: list[int] = []
         self._is_ended = False
         self._failures_in_a_row = 0
         self._last_failure = ""
+        self._has_changed = True
 
     @property
     def version(self) -> int:
@@ -60,7 +89,7 @@ class AdmissionGate:
 
     @property
     def step(self) -> int:
-        """Number of training steps done."""
+        """Number of training steps behind ``version``."""
         return self._core.step
 
     @property
@@ -86,47 +115,62 @@ class AdmissionGate:
         """Return whether work on the group is still needed. An expired group is not open."""
         return self._core.is_open(id_)
 
+    def lag(self, version: int) -> int:
+        """Return the lag of a token of ``version`` at a step that starts from the present version."""
+        return self._core.lag(version)
+
     # ---- collection
 
-    async def slot(self) -> Assignment:
-        """Wait until a group may start. There is no time-out: slots are free as soon as the trainer steps."""
-        if self._intake.resumed:
-            return self._intake.resumed.popleft()
-        ticket = await self._changes.first(lambda: self._core.admit() if self._core.may_admit() else None)
-        assignment, position = self._intake.assign(ticket)
-        self._journal.admitted(ticket, position)
+    async def changed(self) -> list[int]:
+        """Wait until slots may have become free or groups were given up. Return the groups given up.
+
+        There is no time-out: slots become free as soon as the trainer steps. One caller.
+        """
+        await self._changes.first(lambda: self._has_changed or None)
+        self._has_changed = False
+        given_up, self._given_up = self._given_up, []
+        return given_up
+
+    def may_admit(self) -> bool:
+        """Return whether a group may start."""
+        return self._core.may_admit()
+
+    def admit(self) -> Assignment:
+        """Give a slot to the next group. Raises ControlError when ``may_admit`` is False."""
+        ticket = self._core.admit()
+        assignment = self._intake.assign(ticket)
+        self._journal.admitted(ticket, assignment.position)
+        self._core.generating(ticket.id)
         return assignment
 
-    def generating(self, ticket: Ticket) -> None:
-        """Note that the first completion of the group is requested."""
-        self._core.generating(ticket.id)
-
-    def judging(self, ticket: Ticket) -> None:
+    def judging(self, id_: int) -> None:
         """Note that the group waits for nothing but rewards."""
-        if self._core.is_open(ticket.id):
-            self._core.judging(ticket.id)
+        if self._core.is_open(id_):
+            self._core.judging(id_)
 
-    async def finished(self, group: Group) -> None:
-        """Take a complete and judged group whose trajectories are in the journal already."""
-        self._journal.ready(group)
-        await self._journal.flushed()
+    def finished(self, groups: Sequence[ReadyGroup]) -> None:
+        """Take complete and judged groups, which are on disk."""
+        for group in groups:
+            if self._core.is_open(group.id):
+                self._ready[group.id] = group
+                versions = {version for header in group.headers for version in header.trained_tokens}
+                self._core.finished(group.id, versions)
         self._failures_in_a_row = 0
-        if self._core.is_open(group.id):
-            self._core.finished(group)
-            self._changes.notify()
+        self._settle_expired()
+        self._notify()
 
-    def filtered(self, group: Group) -> None:
+    def filtered(self, id_: int, trajectories: Sequence[TrajectoryHeader]) -> None:
         """Give up a complete group that the recipe's filter rejects."""
-        self._core.filtered(group.id)
+        self._core.filtered(id_)
         self._failures_in_a_row = 0
-        self._lost(group.id, Loss.FILTERED, group.trajectories)
+        self._lost(id_, Loss.FILTERED, trajectories)
 
-    def failed(self, ticket: Ticket, reason: str, trajectories: Sequence[Trajectory] = ()) -> None:
-        """Give up a group whose episodes failed; ``trajectories`` are its finished ones."""
-        self._core.failed(ticket.id)
+    def failed(self, id_: int, reason: str, trajectories: Sequence[TrajectoryHeader] = ()) -> None:
+        """Give up a group of which an episode failed; ``trajectories`` are its finished ones."""
+        self._core.failed(id_)
         self._failures_in_a_row += 1
         self._last_failure = reason
-        self._lost(ticket.id, Loss.FAILED, trajectories)
+        self._lost(id_, Loss.FAILED, trajectories, reason)
 
     # ---- training
 
@@ -135,15 +179,15 @@ class AdmissionGate:
         self._is_ended = True
         self._changes.notify()
 
-    async def batch(self, timeout_s: float) -> list[Group]:
+    async def batch(self, timeout_s: float) -> list[ReadyGroup]:
         """Wait for the next batch. It is empty once the gate was ended.
 
         Raises StalledRun after ``timeout_s``, or when group after group fails.
         """
         try:
             async with asyncio.timeout(timeout_s):
-                self._batch = await self._changes.first(self._next_batch)
-                return self._batch
+                self._batch = _Batch(await self._changes.first(self._next_batch))
+                return self._batch.groups
         except TimeoutError:
             counts = self._core.counts
             raise StalledRun(
@@ -154,20 +198,28 @@ class AdmissionGate:
 
     async def step_begins(self) -> None:
         """Write down that the batch is about to be trained: the number of the next version is taken now."""
-        self._journal.step_begins(self._core.version + 1, self._core.step + 1)
+        version = self._batch.version = self._core.begin_step()
+        self._journal.step_begins(version, self._core.version, [group.id for group in self._batch.groups])
         await self._journal.flushed()
+
+    @property
+    def next_version(self) -> int:
+        """Version that the step under way makes."""
+        assert self._batch.version is not None
+        return self._batch.version
 
     def published(self, version: int) -> None:
         """Move to ``version``, trained on the last batch: every engine in the pool holds it."""
+        trainings = [self._training(group) for group in self._batch.groups]
         self._core.published(version)
-        self._journal.published(version, self._batch)
-        for group in self._batch:
+        self._journal.published(version, trainings)
+        for group in self._batch.groups:
             self._intake.ended(group.id)
-        self._batch = []
+        self._batch = _Batch()
         self._settle_expired()
-        self._changes.notify()
+        self._notify()
 
-    def _next_batch(self) -> list[Group] | None:
+    def _next_batch(self) -> list[ReadyGroup] | None:
         if self._is_ended:
             return []
         if self._failures_in_a_row >= max(self._core.capacity, LEAST_FAILURES):
@@ -176,22 +228,54 @@ class AdmissionGate:
             )
         batch = self._core.take_batch()
         if self._settle_expired():
-            self._changes.notify()
-        return batch
+            self._notify()
+        if batch is None:
+            return None
+        return [_masked(self._ready.pop(taken.id), taken.stale) for taken in batch]
+
+    def _training(self, group: ReadyGroup) -> Training:
+        """Return the account of a group that is trained by a step from the present version."""
+        tokens: Counter[int] = Counter()
+        for header in group.headers:
+            tokens.update(header.trained_tokens)
+        sampled = sum(header.sampled_length for header in group.headers)
+        head_lag = max((self._core.lag(version) for version in tokens), default=-1)
+        trained = tokens.total()
+        return Training(group.id, head_lag, trained, sampled - trained, sampled, tuple(tokens.items()))
 
     def _settle_expired(self) -> bool:
-        """Write down and abandon the groups that have expired. Return whether there were any."""
+        """Write down the groups that have expired. Return whether there were any."""
         expired_groups = self._core.take_expired()
         for expired in expired_groups:
-            self._running.abandon(expired.id)
-            self._journal.expired(expired)
+            group = self._ready.pop(expired.id, None)
+            headers = group.headers if group else []
+            self._given_up.append(expired.id)
+            self._journal.lost(expired.id, expired.loss, _sampled(headers))
             if expired.loss is not Loss.REQUEUED:
                 self._intake.ended(expired.id)
-            self._listener.lost(expired.loss, expired.group.trajectories if expired.group else ())
+            self._listener.lost(expired.loss, headers)
         return bool(expired_groups)
 
-    def _lost(self, id_: int, loss: Loss, trajectories: Sequence[Trajectory]) -> None:
-        self._journal.lost(id_, loss, trajectories)
+    def _lost(self, id_: int, loss: Loss, trajectories: Sequence[TrajectoryHeader], note: str = "") -> None:
+        self._journal.lost(id_, loss, _sampled(trajectories), note)
         self._intake.ended(id_)
         self._listener.lost(loss, trajectories)
+        self._notify()
+
+    def _notify(self) -> None:
+        self._has_changed = True
         self._changes.notify()
+
+
+def _sampled(headers: Sequence[TrajectoryHeader]) -> int:
+    return sum(header.sampled_length for header in headers)
+
+
+def _masked(group: ReadyGroup, stale: frozenset[int]) -> ReadyGroup:
+    """Return the group, in which no token of the versions ``stale`` carries loss."""
+    if not stale:
+        return group
+    return ReadyGroup(
+        group.id,
+        tuple(StoredTrajectory(each.header.without(stale), each.refs) for each in group.trajectories),
+    )

@@ -1,70 +1,71 @@
-"""The port through which the gate writes events down, so that a restart knows them."""
+"""The port through which collection writes events down, so that a restart knows them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from slipstream.rollout.control.core import Expired, Loss, Ticket
-from slipstream.rollout.trajectory import Completion, Group, Trajectory
+from slipstream.rollout.control.core import Loss, Ticket
+from slipstream.rollout.ledger.transaction import Training
 
 
 class Journal(Protocol):
-    """Takes events. ``rollout.ledger.writer.Ledger`` says what each one means. Only ``flushed`` waits."""
+    """Takes events. ``rollout.ledger.writer.Ledger`` says what each one means. Only ``flushed`` waits.
 
+    ``key``: number of an episode, ``group * SAMPLES + sample``.
+    """
+
+    @property
+    def backlog(self) -> int: ...
+    def append(self, payload: memoryview) -> tuple[int, int]: ...
+    def read(self, refs: bytes) -> bytes: ...
     def admitted(self, ticket: Ticket, position: int) -> None: ...
-    def partial(
-        self,
-        group_id: int,
-        sample: int,
-        call: int,
-        input_ids: Sequence[int],
-        completion: Completion,
-        *,
-        done: bool,
-    ) -> None: ...
-    def trajectory(self, group_id: int, sample: int, trajectory: Trajectory) -> None: ...
-    def ready(self, group: Group) -> None: ...
-    def lost(self, id_: int, loss: Loss, trajectories: Sequence[Trajectory] = ()) -> None: ...
-    def expired(self, expired: Expired) -> None: ...
-    def step_begins(self, version: int, step: int) -> None: ...
-    def published(self, version: int, groups: Iterable[Group]) -> None: ...
+    def piece(self, key: int, base: int, ref: bytes, header: bytes) -> None: ...
+    def answered(self, key: int, refs: bytes, header: bytes) -> None: ...
+    def judged(self, key: int, refs: bytes | None, header: bytes) -> None: ...
+    def ready(self, id_: int, tokens: int) -> None: ...
+    def lost(self, id_: int, loss: Loss, tokens: int = 0, note: str = "") -> None: ...
+    def step_begins(self, version: int, parent: int, groups: Sequence[int]) -> None: ...
+    def published(self, version: int, trainings: Sequence[Training]) -> None: ...
+    def when_durable(self, then: Callable[[], None]) -> None: ...
     async def flushed(self) -> None: ...
 
 
 class NoJournal:
     """Forgets everything: for simulations and tests of pure logic."""
 
+    backlog = 0
+
+    def append(self, payload: memoryview) -> tuple[int, int]:
+        return 0, 0
+
+    def read(self, refs: bytes) -> bytes:
+        return b""
+
     def admitted(self, ticket: Ticket, position: int) -> None:
         pass
 
-    def partial(
-        self,
-        group_id: int,
-        sample: int,
-        call: int,
-        input_ids: Sequence[int],
-        completion: Completion,
-        *,
-        done: bool,
-    ) -> None:
+    def piece(self, key: int, base: int, ref: bytes, header: bytes) -> None:
         pass
 
-    def trajectory(self, group_id: int, sample: int, trajectory: Trajectory) -> None:
+    def answered(self, key: int, refs: bytes, header: bytes) -> None:
         pass
 
-    def ready(self, group: Group) -> None:
+    def judged(self, key: int, refs: bytes | None, header: bytes) -> None:
         pass
 
-    def lost(self, id_: int, loss: Loss, trajectories: Sequence[Trajectory] = ()) -> None:
+    def ready(self, id_: int, tokens: int) -> None:
         pass
 
-    def expired(self, expired: Expired) -> None:
+    def lost(self, id_: int, loss: Loss, tokens: int = 0, note: str = "") -> None:
         pass
 
-    def step_begins(self, version: int, step: int) -> None:
+    def step_begins(self, version: int, parent: int, groups: Sequence[int]) -> None:
         pass
 
-    def published(self, version: int, groups: Iterable[Group]) -> None:
+    def published(self, version: int, trainings: Sequence[Training]) -> None:
         pass
+
+    def when_durable(self, then: Callable[[], None]) -> None:
+        then()
 
     async def flushed(self) -> None:
         pass

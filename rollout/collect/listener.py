@@ -4,16 +4,20 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from slipstream.rollout.control.core import Loss
-from slipstream.rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.trajectory import TrajectoryHeader
 
 
 class CollectionListener(Protocol):
     """Hears of work that was lost. Its methods return at once and never raise."""
 
-    def lost(self, loss: Loss, trajectories: Sequence[Trajectory]) -> None:
+    def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader]) -> None:
         """A group has ended untrained; ``trajectories`` are the finished ones of it."""
         ...
 
-    def episode_failed(self, prompt: Prompt, attempt: int, error: Exception) -> None:
-        """Attempt number ``attempt``, counted from 1, at an episode of ``prompt`` has raised ``error``."""
+    def attempt_failed(self, prompt: int, attempt: int, error: str) -> None:
+        """Attempt number ``attempt``, counted from 1, at an episode of prompt ``prompt`` has failed."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Tell the user something that does not end the run."""
         ...

@@ -12,13 +12,14 @@ class Occupancy(Protocol):
     step: int
     """Training steps done."""
     accepted: int
-    """Groups that are ready, in training or trained, since the first step of the run."""
+    """Groups that are ready and not withheld, in training or trained, since the first step of the run."""
     capacity: int
     """Slots: (bound + 1) batches, minus the reserve of the consumption policy, plus over-sampling."""
 
     @property
     def held(self) -> int:
-        """Groups that hold a slot; a batch in training holds its slots until its version is published."""
+        """Groups that hold a slot; a batch in training holds its slots until its version is published, and a
+        withheld group holds none."""
         ...
 
     @property

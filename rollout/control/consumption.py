@@ -1,7 +1,7 @@
 """Consumption policies, which decide when the oldest ready groups make the next batch. Pure.
 
-Let B be the batch size, eta the bound and t the version that the next step starts from. A group admitted at
-version v may be trained at step v + eta at the latest: its *deadline*. ``Fifo`` and ``Windowed`` meet every
+Let B be the batch size, eta the bound and t the next training step. A group of standing s (``core`` defines
+standings) may be trained at step s + eta at the latest: its *deadline*. ``Fifo`` and ``Windowed`` meet every
 deadline by waiting. ``ReadyFirst`` waits for no particular group, and gives up the tokens that are too old.
 """
 
@@ -19,8 +19,8 @@ class Due:
 
     batch_size: int
     bound: int
-    version: int
-    """Version that the step starts from."""
+    step: int
+    """Number of the step: updates behind the version that it starts from."""
     surplus: int
     """Over-sampled groups: so many may miss their deadline, and are then given up."""
 
@@ -57,33 +57,38 @@ class Fifo:
 
     def __init__(self) -> None:
         self._blocked_by: int | None = None
-        """First group that was not ready at the last look: until it has moved, the result is the same."""
+        """First group that was not ready at the last look. Until this group has moved or others have returned
+        in front of it, the result is the same."""
+        self._returns = 0
 
     def reserve(self, batch_size: int, bound: int) -> int:
         return 0
 
     def complete(self, table: SlotTable, due: Due) -> bool:
-        if self._blocked_by is not None:
+        if self._blocked_by is not None and self._returns == table.returns:
             slot = table.get(self._blocked_by)
             if slot is not None and slot.state is not State.READY:
                 return False
-        self._blocked_by = None
-        for number, slot in enumerate(table):
-            if number == due.batch_size:
+        self._blocked_by, self._returns = None, table.returns
+        ready = 0
+        for slot in table:
+            if ready == due.batch_size:
                 return True
             if slot.state is not State.READY:
                 self._blocked_by = slot.id
                 return False
-        return len(table) >= due.batch_size
+            ready += 1
+        return ready == due.batch_size
 
 
 @dataclass(frozen=True)
 class Windowed:
     """Trains the oldest ready groups as soon as all other groups can still meet their deadlines.
 
-    After step t, there are v + eta - t steps until the deadline of version v. So a batch may be taken if for
-    each v at most B * (v + eta - t) groups of version v and older are left (plus the surplus). Taking the
-    oldest ready groups leaves the fewest.
+    After step t, there are s + eta - t steps until the deadline of standing s. So a batch may be taken if for
+    each s at most B * (s + eta - t) groups of standing s or less are left (plus the surplus). Taking the
+    oldest ready groups leaves the fewest. Where no batch could leave fewer, nothing is gained by waiting, and
+    the batch is not held up.
 
     Without a reserve there are so many slots that in a steady state every old group is needed for the batch.
     Each slot in reserve lets one more group be overtaken.
@@ -97,12 +102,13 @@ class Windowed:
         return min(math.floor(self.fraction * (bound + 1) * batch_size), bound * batch_size)
 
     def complete(self, table: SlotTable, due: Due) -> bool:
-        left = ready = 0
-        for version in sorted(table.waiting):
-            left += table.waiting[version]
-            ready += table.ready[version]
-            allowed = due.batch_size * (version + due.bound - due.version) + due.surplus
-            if left - min(ready, due.batch_size) > allowed:
+        waiting = ready = 0
+        for standing in sorted(table.waiting):
+            waiting += table.waiting[standing]
+            ready += table.ready[standing]
+            taken = min(ready, due.batch_size)
+            allowed = due.batch_size * (standing + due.bound - due.step) + due.surplus
+            if waiting - taken > allowed and taken < min(waiting, due.batch_size):
                 return False
         return ready >= due.batch_size
 
@@ -117,4 +123,4 @@ class ReadyFirst:
         return 0
 
     def complete(self, table: SlotTable, due: Due) -> bool:
-        return table.states[State.READY] >= due.batch_size
+        return table.trainable >= due.batch_size

@@ -1,85 +1,132 @@
 """Decides which groups may start and which are trained, so that no trained token's lag exceeds the bound.
 
-A pure state machine: no clock, no I/O, no tasks. Callers push events in and read decisions out.
+A pure state machine: no clock, no I/O, no tasks. Callers push events in and read decisions out. The core
+knows a group by its number, and its tokens by their policy versions.
 
     admit() -> ADMITTED -> GENERATING <-> JUDGING -> READY --take_batch--> TRAINING --published--> trained
-                  |                                    |
-                  +---- failed, filtered               +---- expired: too old, or one more than needed
+                  |                                  |   ^                    |
+                  +---- failed, filtered             |   +----- give_back ----+
+                                                     +---- expired: too old, or one more than needed
+                                                     +---- failed: quarantined
 
 ``admit`` gives a slot to a group. The slot becomes free when the group is filtered, has failed or has
 expired; otherwise only when the version that was trained on the group is *published*. Until then the engines
 still serve the old version, and a group admitted in its place would start one version too early.
 
+Lag and standing
+----------------
+
+Let c be the version that the engines serve, and t the number of updates behind it: training step t starts
+from c. The lag of a token of version v is the number of updates on the path between v and c in the tree of
+versions. Its *standing* is t - lag. Let d(v) count the updates behind v, and let a be the last common
+ancestor of v and c. The path leads from v up to a and from there down to c:
+
+    lag = d(v) - d(a) + t - d(a)        standing = 2 * d(a) - d(v)
+
+- As long as no restart makes a branch, v is an ancestor of c: a = v, and the standing is d(v).
+- No standing is above t: from d(a) <= d(v) and d(a) <= t follows 2 * d(a) - d(v) <= d(a) <= t. Descendants of
+  c are no exception. After a restart from c, tokens of an abandoned branch that went on from c have a = c and
+  a standing of 2 * t - d(v) < t: as far below t as v lies beyond c.
+- A standing never changes while the run goes on. The next version is a child of c that is begun after v, so
+  that v is not among its descendants: a remains the last common ancestor.
+- One version has no standing yet: the one that the step is making. Engines take it one after the other,
+  before ``published`` says so. Published, it has the standing t + 1; given back, it is a dead branch of c and
+  has the standing 2 * t - (t + 1) = t - 1. The core counts its tokens only when this is decided.
+
+The standing of a group is the smallest that its tokens have or can get: t at admission, because engines serve
+version c or its descendants on the present line from then on; for a group that a restart admits again, the
+smallest standing of its tokens. Should a finished group turn out to have a token of a smaller standing, such
+as a token of a version that was given back, its standing is lowered.
+
 Proof that no lag exceeds the bound
 -----------------------------------
 
-Definitions. B is the batch size and eta the bound. Step t starts from version t and makes version t + 1.
-The version of a group is the published version at its admission; engines serve this version or a later
-one from then on, so that no token of the group is older. A group *waits* while it holds a slot and is not in
-training. W(v) is the number of waiting groups of version v or older. Admission is by ``Slots``, without
-over-sampling: a group is admitted only while fewer than (eta + 1) * B slots are held.
+B is the batch size and eta the bound. A group is *overdue* at step t if its standing is below t - eta. Groups
+become overdue only where t grows or a standing is lowered. The core gives up overdue groups at both places,
+so that every token of a batch has a standing of t - eta or more: a lag of at most eta. ``ReadyFirst`` keeps
+overdue groups instead, and each of their tokens is looked at when a batch is taken (``OnStale``).
 
-Claim. When step t takes its batch, W(v) <= B * (v + eta + 1 - t) for every v from t - eta - 1 to t.
+Proof that nothing is given up without need
+-------------------------------------------
 
-For v = t - eta - 1 the claim is W(v) <= 0: every waiting group is of version t - eta or later. So every
-token of the batch of step t is, too, and its lag is at most eta.
+A group *waits* while it holds a slot and is not in training. W(s) is the number of waiting groups of standing
+s or less. Admission is by ``Slots``, without over-sampling: a group is admitted only while fewer than
+(eta + 1) * B slots are held.
+
+Claim. When step t takes its batch, W(s) <= B * (s + eta + 1 - t) for every s from t - eta - 1 to t.
+
+For s = t - eta - 1 the claim is W(s) <= 0: no waiting group is overdue, and none is given up.
 
 Proof by induction over the events of a run. In the beginning nothing waits, and no right-hand side is
 negative. The claim for step t holds until step t takes its batch, because
 
-1. an admission at version t adds a group of version t, which changes W(t) only. Nothing is in training, so
-   that all held slots wait: W(t) <= (eta + 1) * B, which is the claim for v = t;
+1. an admission at step t adds a group of standing t, which changes W(t) only. Nothing is in training, so that
+   all held slots wait: W(t) <= (eta + 1) * B, which is the claim for s = t;
 2. a group that is filtered, has failed or has expired makes no W larger.
 
 The batch turns the claim for step t into the claim for step t + 1:
 
-3. Consumption. A policy takes B ready groups only if W(v) <= B * (v + eta - t) afterwards, for v from t - eta
-   to t: the claim for step t + 1 and these v. ``Windowed`` checks this. ``Fifo`` takes the B oldest groups,
-   which ensures it: if at least B groups of version v or older wait, all B taken are among them, and W(v)
-   becomes smaller by B; if fewer wait, none is left, and the right-hand side is not negative.
-4. An admission while the batch trains, still at version t, changes W(t) only. The batch holds B of at most
-   (eta + 1) * B slots, so that W(t) <= eta * B: the claim for step t + 1 and v = t.
-5. Publication of version t + 1 frees slots of groups that did not wait. No group of version t + 1 exists
-   yet: W(t + 1) = W(t) <= eta * B, so that the claim for step t + 1 holds for v = t + 1, too.
+3. Consumption. A policy takes B ready groups only if W(s) <= B * (s + eta - t) afterwards, for s from t - eta
+   to t: the claim for step t + 1 and these s. ``Fifo`` takes the B oldest groups, which ensures it: if at
+   least B groups of standing s or less wait, all B taken are among them, and W(s) becomes smaller by B; if
+   fewer wait, none is left, and the right-hand side is not negative. ``Windowed`` checks it for each s,
+   unless the batch takes as many groups of standing s or less as the B oldest groups would.
+4. An admission while the batch trains changes W(t) only. The batch holds B of at most (eta + 1) * B slots, so
+   that W(t) <= eta * B: the claim for step t + 1 and s = t.
+5. Publication frees slots of groups that did not wait. No group of standing t + 1 exists yet:
+   W(t + 1) = W(t) <= eta * B, so that the claim for step t + 1 holds for s = t + 1, too.
+6. A batch that is given back waits again. Then W is what it was before the batch, apart from admissions since
+   then. These have changed W(t) only, and nothing is in training, as in 1: the claim for step t.
 
-Over-sampling by S groups adds S to every right-hand side. Then up to S groups may still wait at the
-publication after their deadline; ``published`` gives them up, so that none of them is ever trained.
+A restart admits groups of smaller standings again, in ascending order, each only while
+B * (s + eta + 1 - t) allows for it (``restore_open``, ``restore_ready``): the claim holds when the run goes
+on.
 
-A restart admits groups of older versions again, oldest first, each only while B * (v + eta + 1 - t) allows
-for it (``restore_open``, ``restore_ready``): the claim holds when the run goes on.
+Three things may make a W larger than the claim allows. Groups are then given up once they are overdue, and
+never trained.
 
-Nobody waits forever. By 3, no policy refuses a batch of the B oldest groups once these are ready, and every
-episode ends, by its time limit at the latest. A reserve leaves at least B slots, enough for a batch.
+- Over-sampling by S groups adds S to every right-hand side. Up to S groups may miss their deadline.
+- Withheld groups neither wait nor hold a slot: the proof is about all other groups. They wait again when they
+  are no longer withheld, which adds their number to the left-hand sides. While withheld, they may be overdue.
+- A lowered standing adds a group to one W.
 
-``ReadyFirst`` promises less: groups may be older, and their tokens with a lag above eta are not trained
-(``OnStale``). But a group that became ready at version w is trained at step w + eta or before. Every step
-that does not train it trains B groups that were admitted before it, and that held slots when it became
-ready. Together with the group these are at most (eta + 1) * B slots, or eta * B if step w had its batch
-already: the group is in the batch of one of the steps w to w + eta. So its last tokens are trained if they
-are of version w, that is, if its reward arrives before the next version. (Without over-sampling.)
+Nobody waits forever. No policy refuses a batch of the B oldest groups once these are ready, and every episode
+ends, by its time limit at the latest. A reserve leaves at least B slots, enough for a batch, and withheld
+groups hold no slot.
+
+``ReadyFirst`` promises less: groups may be older, and their tokens with a lag above eta are not trained. But
+a group that became ready at step w is trained at step w + eta or before. Every step that does not train it
+trains B groups that were admitted before it, and that held slots when it became ready. Together with the
+group these are at most (eta + 1) * B slots, or eta * B if step w had its batch already: the group is in the
+batch of one of the steps w to w + eta. So its last tokens are trained if they are of standing w, that is, if
+its reward arrives before the next version. (Without over-sampling, and if nothing is withheld.)
 
     >>> control = RolloutControl(batch_size=1, bound=0)
     >>> ticket = control.admit()
     >>> control.may_admit()          # synchronous: the next group waits for version 1
     False
+    >>> control.finished(ticket.id, versions=[0])
+    >>> control.take_batch()
+    [Taken(id=0, stale=frozenset())]
+    >>> control.published(control.begin_step())
+    >>> control.may_admit(), control.version
+    (True, 1)
 """
 
 from collections import Counter, deque
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from slipstream.rollout.control.admission import AdmissionPolicy, Slots
 from slipstream.rollout.control.consumption import ConsumptionPolicy, Due, Fifo, OnStale
+from slipstream.rollout.control.errors import ControlError
 from slipstream.rollout.control.slots import OPEN, Slot, SlotTable, State
-from slipstream.rollout.trajectory import Group
+from slipstream.rollout.control.versions import VersionTree
 
 REQUEUES = 3
 """Largest number of times that a prompt is requeued. A prompt whose completions always take longer than the
 bound would otherwise hold a slot for the rest of the run."""
-
-
-class ControlError(RuntimeError):
-    """An event is impossible in the present state: a bug in the caller, never bad input."""
 
 
 class Loss(StrEnum):
@@ -87,8 +134,10 @@ class Loss(StrEnum):
 
     FILTERED = "filtered"
     FAILED = "failed"
+    QUARANTINED = "quarantined"
+    """Failed: the group kills the trainer."""
     STALE = "stale"
-    """Expired: no token is left within the bound, or `on_stale: drop`."""
+    """Expired: overdue, or no token is left within the bound, or `on_stale: drop`."""
     REQUEUED = "requeued"
     """Expired: `on_stale: requeue`; its prompt is admitted again."""
     SURPLUS = "surplus"
@@ -97,7 +146,12 @@ class Loss(StrEnum):
     @property
     def end(self) -> State:
         """State in which a group ends for this reason."""
-        return {Loss.FILTERED: State.FILTERED, Loss.FAILED: State.FAILED}.get(self, State.EXPIRED)
+        ends = {
+            Loss.FILTERED: State.FILTERED,
+            Loss.FAILED: State.FAILED,
+            Loss.QUARANTINED: State.FAILED,
+        }
+        return ends.get(self, State.EXPIRED)
 
 
 @dataclass(frozen=True)
@@ -107,9 +161,19 @@ class Ticket:
     id: int
     """Admission number over the life of the run, from 0. A group that a restart admits again keeps it."""
     version: int
-    """Published version at admission."""
+    """Policy version served at admission, or the one with the largest lag among the tokens that a restart has
+    restored. No token of the group lags more, unless it is of a version that was never published."""
     requeued_from: int | None = None
     """Expired group whose prompt this group takes over."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A group in a batch."""
+
+    id: int
+    stale: frozenset[int] = frozenset()
+    """Policy versions whose tokens must not carry loss, because their lag exceeds the bound."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +182,6 @@ class Expired:
 
     id: int
     loss: Loss
-    group: Group | None
-    """The trajectories of the group, if it was ready."""
 
 
 @dataclass
@@ -140,7 +202,10 @@ class GroupCounts:
 
 @dataclass
 class RolloutControl:
-    """Admission and consumption of groups. The module describes their lifecycle and proves the bound."""
+    """Admission and consumption of groups. The module describes their lifecycle and proves the bound.
+
+    Raises UnknownVersion where a policy version is named that is not in ``versions``.
+    """
 
     batch_size: int
     bound: int
@@ -149,18 +214,24 @@ class RolloutControl:
     consumption: ConsumptionPolicy = field(default_factory=Fifo)
     over_sampling: float = 1.0
     """Groups admitted per group that a batch needs. Groups that no batch needed in time are given up."""
+    versions: VersionTree = field(default_factory=VersionTree)
+    """All versions of the run; ``begin_step`` adds to them."""
     version: int = 0
     """Version that every serving engine has."""
-    step: int = 0
-    """Training steps behind ``version``."""
     last_step: int | None = None
     """Training steps of the run. No group is admitted that could not be trained by then."""
     counts: GroupCounts = field(default_factory=GroupCounts)
     losses: Counter[Loss] = field(default_factory=Counter[Loss])
     accepted: int = 0
-    """Groups that are ready, in training or trained; ``VolumeGate`` counts them."""
+    """Groups that are ready and not withheld, in training or trained; ``VolumeGate`` counts them."""
+    step: int = field(init=False)
+    """Training steps behind ``version``."""
+    _begun: int | None = None
+    """Version that the step in progress is making."""
     _table: SlotTable = field(default_factory=SlotTable)
     _training: list[Slot] = field(default_factory=list[Slot])
+    _restored: int | None = None
+    """Standing of the last group that was restored."""
     _unstarted: deque[int] = field(default_factory=deque[int])
     """Groups admitted before a restart, of which nothing is left that could be continued."""
     _requeued: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
@@ -168,10 +239,15 @@ class RolloutControl:
     _expired: list[Expired] = field(default_factory=list[Expired])
 
     def __post_init__(self) -> None:
+        self.step = self.versions.updates(self.version)
         self._surplus = int((self.over_sampling - 1) * self.batch_size + 0.5)
         reserve = self.consumption.reserve(self.batch_size, self.bound)
         self.capacity = (self.bound + 1) * self.batch_size - reserve + self._surplus
         """Number of slots."""
+
+    def lag(self, version: int) -> int:
+        """Return the lag of a token of ``version`` at a training step that starts from ``self.version``."""
+        return self.versions.distance(version, self.version)
 
     @property
     def held(self) -> int:
@@ -185,6 +261,7 @@ class RolloutControl:
 
     @property
     def ready(self) -> int:
+        """Ready groups, withheld ones included."""
         return self.states[State.READY]
 
     @property
@@ -212,12 +289,12 @@ class RolloutControl:
             raise ControlError(f"no slot is free: {len(self._table)} groups hold a slot already")
         if self._unstarted:
             ticket = Ticket(self._unstarted.popleft(), self.version)
-            self._table.add(ticket.id, ticket.version)
+            self._table.add(ticket.id, self.step)
             return ticket
         before, requeues = self._requeued.popleft() if self._requeued else (None, 0)
         ticket = Ticket(self.counts.admitted, self.version, before)
         self.counts.admitted += 1
-        self._table.add(ticket.id, ticket.version, requeues)
+        self._table.add(ticket.id, self.step, requeues)
         return ticket
 
     # ---- events of one group
@@ -230,16 +307,13 @@ class RolloutControl:
         """Record that the group waits for nothing but rewards."""
         self._table.move(self._open(id_), State.JUDGING)
 
-    def finished(self, group: Group) -> None:
-        """Record that the group is complete and judged, and shall be trained."""
-        slot = self._open(group.id)
-        if group.admitted_at != slot.version:
-            raise ControlError(
-                f"group {group.id} was admitted at version {slot.version}, not at {group.admitted_at}"
-            )
-        slot.group = group
-        self._table.move(slot, State.READY)
-        self.accepted += 1
+    def finished(self, id_: int, versions: Collection[int]) -> None:
+        """Record that the group is complete and judged, and shall be trained.
+
+        ``versions`` are those of its tokens that carry loss. A group with a token that is too old already
+        expires.
+        """
+        self._make_ready(self._open(id_), frozenset(versions))
 
     def filtered(self, id_: int) -> None:
         """Record that the group is complete and shall not be trained; its slot becomes free."""
@@ -256,14 +330,14 @@ class RolloutControl:
 
     # ---- training
 
-    def take_batch(self) -> list[Group] | None:
+    def take_batch(self) -> list[Taken] | None:
         """Return the next ``batch_size`` groups, oldest first, or None while the policy waits.
 
         Groups may expire on the way: see ``take_expired``.
         """
         if self._training:
-            raise ControlError("the version trained on the batch before has not been published")
-        due = Due(self.batch_size, self.bound, self.version, self._surplus)
+            raise ControlError("the batch before was neither published nor given back")
+        due = Due(self.batch_size, self.bound, self.step, self._surplus)
         if not self.consumption.complete(self._table, due):
             return None
         if self.consumption.on_stale not in (None, OnStale.TRAIN):
@@ -271,101 +345,170 @@ class RolloutControl:
             if not self.consumption.complete(self._table, due):
                 return None
         self._training = [self._table.take_oldest_ready() for _ in range(self.batch_size)]
-        return [slot.group for slot in self._training if slot.group is not None]
+        if self.consumption.on_stale is not OnStale.MASK:
+            return [Taken(slot.id) for slot in self._training]
+        return [Taken(slot.id, self._stale(slot)) for slot in self._training]
+
+    def begin_step(self) -> int:
+        """Take the number of the version that the step makes from the batch, and return it.
+
+        Call it once for each batch, before any engine can have this version.
+        """
+        if not self._training:
+            raise ControlError("no batch is in training, so that no version can be made of it")
+        if self._begun is not None:
+            raise ControlError(f"the step has begun already: it makes version {self._begun}")
+        self._begun = self.versions.begin(self.version)
+        return self._begun
 
     def published(self, version: int) -> None:
-        """Record that every serving engine has the version trained on the batch, and free its slots."""
-        if version != self.version + 1:
-            raise ControlError(f"version {version} cannot follow {self.version}")
-        if not self._training:
-            raise ControlError(f"version {version} was trained on no batch of this run")
+        """Record that every serving engine has the version that the step has made, and free its slots."""
+        if version != self._begun:
+            making = "no step has begun" if self._begun is None else f"the step makes version {self._begun}"
+            raise ControlError(f"version {version} cannot follow version {self.version}: {making}")
         for slot in self._training:
             self._table.remove(slot)
         self.counts.trained += len(self._training)
-        self._training = []
-        self.version = version
-        self.step += 1
-        if self.consumption.on_stale is None:
-            self._give_up_overdue()
+        self._training, self._begun = [], None
+        self.version, self.step = version, self.versions.updates(version)
+        self._give_up_overdue()
+
+    def give_back(self) -> None:
+        """Record that the batch is not trained: its groups are ready again, in their old order.
+
+        The number that ``begin_step`` has taken is never used again.
+        """
+        if not self._training:
+            raise ControlError("no batch is in training that could be given back")
+        self._return_batch()
+        self._give_up_overdue()
+
+    def withhold(self, ids: Collection[int]) -> None:
+        """Leave out these ready groups when a batch is taken, and no others, until the next call.
+
+        Withheld groups hold no slot, so that other groups can take their place in the batch. They may expire
+        meanwhile. Groups that have ended are ignored; one that is not ready is refused.
+        """
+        slots = [slot for id_ in dict.fromkeys(ids) if (slot := self._table.get(id_)) is not None]
+        if refused := [slot for slot in slots if slot.state is not State.READY]:
+            states = ", ".join(f"group {slot.id} is {slot.state}" for slot in refused)
+            raise ControlError(f"only ready groups can be withheld, but {states}")
+        self.accepted += len(self._table.withheld) - len(slots)
+        self._table.withhold(slots)
+
+    def quarantine(self, id_: int) -> None:
+        """Give up a group, ready or in training, that kills the trainer.
+
+        A batch in training is given back first.
+        """
+        slot = self._table.get(id_)
+        if slot is None or slot.state in OPEN:
+            raise ControlError(f"group {id_} is neither ready nor in training")
+        self._return_batch()
+        self._lose(slot, Loss.QUARANTINED)
+        self._give_up_overdue()
 
     def take_expired(self) -> list[Expired]:
         """Return the groups that have expired since the last call."""
         expired, self._expired = self._expired, []
         return expired
 
-    def _give_up_overdue(self) -> None:
-        """Give up groups whose deadline has passed. By the proof all of them were over-sampled."""
-        oldest = self.version - self.bound
-        if min(self._table.waiting, default=oldest) < oldest:
-            for slot in [slot for slot in self._table if slot.version < oldest]:
-                self._expire(slot, Loss.SURPLUS)
-
-    def _treat_stale(self, on_stale: OnStale) -> None:
-        """Mask, requeue or drop groups until the whole next batch is within the bound."""
-        oldest = self.version - self.bound
-        for slot in self._table.oldest_ready_slots(self.batch_size, lambda slot: self._is_late(slot, oldest)):
-            group = slot.group
-            assert group is not None
-            kept = tuple(trajectory.masked_before(oldest) for trajectory in group.trajectories)
-            if on_stale is OnStale.MASK and any(trajectory.response_length for trajectory in kept):
-                slot.group = replace(group, trajectories=kept)
-            elif on_stale is OnStale.REQUEUE and slot.requeues < REQUEUES:
-                self._requeued.append((slot.id, slot.requeues + 1))
-                self._expire(slot, Loss.REQUEUED)
-            else:
-                self._expire(slot, Loss.STALE)
+    def _return_batch(self) -> None:
+        self._table.give_back(self._training)
+        begun, self._training, self._begun = self._begun, [], None
+        for slot in [*self._table, *self._table.withheld.values()]:
+            if begun in slot.versions:
+                self._table.lower(slot, min(slot.standing, self._standing(slot.versions)))
 
     # ---- restart
 
-    def restore_open(self, id_: int, version: int) -> Ticket | None:
-        """Admit a group again of which a part has survived a restart; its oldest token is of ``version``.
+    def restore_open(self, id_: int, versions: Collection[int]) -> Ticket | None:
+        """Admit a group again of which a part has survived a restart.
 
-        Call this and ``restore_ready`` in the order of versions, before anything else is admitted. Return
+        ``versions`` are those of its tokens that carry loss or may do so. Call this and ``restore_ready`` in
+        the order of the groups' largest lags, the largest first, before anything else is admitted. Return
         None when the group can no longer be trained within the bound: it must then be generated again
         (``restore_unstarted``).
         """
-        if not self._has_room_for(self.version if self._may_train_parts else version):
+        oldest = max(versions, key=self.lag, default=self.version)
+        if self._restore(id_, versions, self.step) is None:
             return None
-        self._table.add(id_, version)
-        return Ticket(id_, version)
+        return Ticket(id_, oldest)
 
-    def restore_ready(self, group: Group) -> bool:
+    def restore_ready(self, id_: int, versions: Collection[int]) -> bool:
         """Admit a finished group again, ready to be trained. Return False when it is too old by now.
 
-        Call it in the order that ``restore_open`` requires.
+        ``versions`` are those of its tokens that carry loss. For the order of calls see ``restore_open``.
         """
-        runs = (run for trajectory in group.trajectories for run in trajectory.runs)
-        newest = max((version for version, trained, _ in runs if trained), default=group.admitted_at)
-        if not self._has_room_for(newest if self._may_train_parts else group.admitted_at):
-            return False
-        self._table.add(group.id, group.admitted_at)
-        self.finished(group)
-        return True
+        newest = self.step - min(map(self.lag, versions), default=0)
+        slot = self._restore(id_, versions, newest)
+        if slot is not None:
+            self._make_ready(slot, frozenset(versions))
+        return slot is not None
 
     def restore_unstarted(self, id_: int) -> None:
         """Let ``admit`` give the next free slot to this group, which is generated from its prompt again."""
         self._unstarted.append(id_)
 
-    def _has_room_for(self, version: int) -> bool:
-        """Return whether the steps until the deadline of ``version`` have room for one more group.
+    def _restore(self, id_: int, versions: Collection[int], newest: int) -> Slot | None:
+        """Admit a group if the steps until its deadline have room for one more group.
 
-        All groups restored so far are older, and are trained before.
+        All groups restored so far are older, and are trained before. ``newest`` is the largest standing that
+        a token of the group has or can get.
         """
-        steps = version + self.bound - self.version + 1
-        return len(self._table) < steps * self.batch_size
+        standing = self._standing(versions)
+        if self._restored is not None and standing < self._restored:
+            raise ControlError(
+                f"group {id_} with a lag of {self.step - standing} was restored after a group with a lag of "
+                f"{self.step - self._restored}: restore groups in the order of their lags, the largest first"
+            )
+        self._restored = standing
+        may_train_parts = self.consumption.on_stale in (OnStale.MASK, OnStale.TRAIN)
+        steps = (newest if may_train_parts else standing) + self.bound - self.step + 1
+        if len(self._table) >= steps * self.batch_size:
+            return None
+        return self._table.add(id_, standing)
 
-    @property
-    def _may_train_parts(self) -> bool:
-        """True if a group may be trained although some of its tokens are beyond the bound."""
-        return self.consumption.on_stale in (OnStale.MASK, OnStale.TRAIN)
+    # ---- groups beyond the bound
 
-    # ----
+    def _standing(self, versions: Collection[int]) -> int:
+        """Return the smallest standing of ``versions``, without the one that the step is making."""
+        lags = (self.lag(version) for version in versions if version != self._begun)
+        return self.step - max(lags, default=0)
 
-    def _is_late(self, slot: Slot, oldest: int) -> bool:
-        """Return whether the ready group has tokens older than ``oldest``."""
-        if slot.version >= oldest or slot.group is None:
-            return False
-        return any(t.response_length and t.oldest_version < oldest for t in slot.group.trajectories)
+    def _give_up_overdue(self) -> None:
+        """Give up the overdue groups, unless the policy looks at their tokens when it takes a batch."""
+        if self.consumption.on_stale is not None:
+            return
+        oldest = self.step - self.bound
+        overdue = [slot for slot in self._table.withheld.values() if slot.standing < oldest]
+        if min(self._table.waiting, default=oldest) < oldest:
+            overdue += [slot for slot in self._table if slot.standing < oldest]
+        for slot in overdue:
+            self._expire(slot, Loss.SURPLUS if self._surplus and not slot.is_withheld else Loss.STALE)
+
+    def _treat_stale(self, on_stale: OnStale) -> None:
+        """Requeue or drop groups until the whole next batch may be trained, parts of it masked."""
+        for slot in self._table.oldest_ready_slots(self.batch_size, self._is_late):
+            if on_stale is OnStale.MASK and self._stale(slot) != slot.versions:
+                continue
+            if on_stale is OnStale.REQUEUE and slot.requeues < REQUEUES:
+                self._requeued.append((slot.id, slot.requeues + 1))
+                self._expire(slot, Loss.REQUEUED)
+            else:
+                self._expire(slot, Loss.STALE)
+
+    def _is_late(self, slot: Slot) -> bool:
+        """Return whether the ready group has tokens that are too old."""
+        return bool(self._stale(slot))
+
+    def _stale(self, slot: Slot) -> frozenset[int]:
+        """Return the versions of the ready group whose tokens are too old."""
+        if slot.standing >= self.step - self.bound:
+            return frozenset()
+        return frozenset(version for version in slot.versions if self.lag(version) > self.bound)
+
+    # ---- ends
 
     def _open(self, id_: int) -> Slot:
         slot = self._table.get(id_)
@@ -373,12 +516,21 @@ class RolloutControl:
             raise ControlError(f"group {id_} is not being generated or judged")
         return slot
 
+    def _make_ready(self, slot: Slot, versions: frozenset[int]) -> None:
+        standing = self._standing(versions)
+        slot.versions = versions
+        self._table.move(slot, State.READY)
+        self.accepted += 1
+        if standing < slot.standing:
+            self._table.lower(slot, standing)
+            self._give_up_overdue()
+
     def _expire(self, slot: Slot, loss: Loss) -> None:
-        self._expired.append(Expired(slot.id, loss, slot.group))
+        self._expired.append(Expired(slot.id, loss))
         self._lose(slot, loss)
 
     def _lose(self, slot: Slot, loss: Loss) -> None:
-        if slot.state is State.READY:
+        if slot.state is State.READY and not slot.is_withheld:
             self.accepted -= 1
         self._table.remove(slot)
         self.losses[loss] += 1

@@ -12,6 +12,7 @@ from slipstream.configs.schema.rollout import (
 from slipstream.rollout.control.admission import AdmissionPolicy, Slots, VolumeGate
 from slipstream.rollout.control.consumption import ConsumptionPolicy, Fifo, OnStale, ReadyFirst, Windowed
 from slipstream.rollout.control.core import GroupCounts, Loss, RolloutControl
+from slipstream.rollout.control.versions import VersionTree
 
 
 def admission_policy(config: RolloutConfig) -> AdmissionPolicy:
@@ -32,22 +33,23 @@ def make_control(
     config: RolloutConfig,
     *,
     steps: int,
+    versions: VersionTree | None = None,
     version: int = 0,
-    step: int = 0,
     counts: GroupCounts | None = None,
     losses: Counter[Loss] | None = None,
 ) -> RolloutControl:
-    """Build the core of a run of ``steps`` steps that starts from ``version``, with ``step`` steps done."""
+    """Build the core of a run of ``steps`` steps whose engines serve ``version``, one of ``versions``."""
+    tree = versions or VersionTree()
     return RolloutControl(
         config.batch_size,
         config.max_head_offpolicyness,
         admission_policy(config),
         consumption_policy(config),
         config.over_sampling,
+        tree,
         version,
-        step,
         steps,
         counts or GroupCounts(),
         losses or Counter(),
-        accepted=step * config.batch_size,
+        accepted=tree.updates(version) * config.batch_size,
     )

@@ -1,38 +1,126 @@
-"""Policy versions over the whole life of a run, restarts included. Pure.
+"""The policy versions of a run and the distances between them, restarts included. Pure.
 
-A version number is used once. A run that is restored from the checkpoint of version f serves those weights
-under a new number o, larger than every number that the run has ever begun to publish. The weights that were
-trained after f are lost, and their numbers with them.
+A policy version is a name for one set of weights: 0 for the initial weights, then counting up over the whole
+life of the run. No number is used twice, and no version is ever renumbered. The parent of a version is the
+version whose weights its update started from. After a restart from the checkpoint of version c the engines
+serve c again, and the next version is a child of c. So versions form a tree:
 
-    0 1 2 3 4 5 6              killed while 6 was being published; the newest checkpoint is that of version 4
-              \\
-               7 8 9 ...       restored=4 version=7: 7 has the weights of 4; 5 and 6 have no descendants
+    0 - 1 - 2 - 3 - 4 - 5 - 6 - 7      killed while 7 was being made; the newest checkpoint is that of 4
+                    |
+                    + - 8 - 9          killed again before there is another checkpoint
+                    |
+                    + - 10 - 11        the present line: 0 1 2 3 4 10 11
 
-Tokens from before the restart can still be trained: they carry the log-probs of the policy that sampled them.
-The policy of version v lies |v - f| updates away from the restored one, no matter on which side of f. So
-these tokens are renumbered as version o - |v - f|, which keeps their distance: a lag is a plain difference of
-versions again.
+The distance between two versions is the number of updates on the path between them: up to their last common
+ancestor and down again. From 6 to 11 it is 2 + 2, from 8 to 10 it is 1 + 1, from 3 to 11 it is 3.
+
+    >>> tree = VersionTree({1: 0, 2: 1})
+    >>> tree.begin(parent=1)
+    3
+    >>> tree.distance(2, 3)
+    2
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
+from typing import cast
+
+from slipstream.rollout.control.errors import ControlError, UnknownVersion
 
 
-@dataclass(frozen=True)
-class Restart:
-    """One start of the run's driver, which begins an epoch. The first restores version 0 as version 0."""
+class VersionTree:
+    """Policy versions of a run and their parents.
 
-    epoch: int
-    restored: int
-    """Version whose weights were restored."""
-    version: int
-    """Number under which they are served in this epoch."""
+    The tree is stored as *lines*: consecutive numbers, each the parent of the next. An uninterrupted run is
+    one line, and each restart begins another one. The cost of a query depends on the number of lines on its
+    path, and not on the number of versions.
+    """
 
-    def renumbered(self, version: int) -> int:
-        """Return the number in this epoch of a version of the epoch before."""
-        return self.version - abs(version - self.restored)
+    def __init__(self, parents: Mapping[int, int] | Iterable[tuple[int, int]] = ()) -> None:
+        """``parents``: version and parent of every version that was ever begun, published or not.
 
+        Version 0 is always there. Raises ControlError when a version occurs twice, and UnknownVersion when a
+        parent was not begun before its child.
+        """
+        self._starts = [0]
+        """First version of each line, in ascending order."""
+        self._ends = [0]
+        """Last version of each line."""
+        self._forks = [-1]
+        """Parent of the first version of each line."""
+        self._depths = [0]
+        """Number of updates behind the first version of each line."""
+        last = 0
+        pairs = cast(Mapping[int, int], parents).items() if isinstance(parents, Mapping) else parents
+        for version, parent in sorted(pairs):
+            if version <= last:
+                raise ControlError(
+                    f"version {version} has the parent {parent}, but version {last} was begun already: "
+                    "each version above 0 is begun once"
+                )
+            self._add(version, parent)
+            last = version
 
-def survives(version: int, epoch: int, restarts: Iterable[Restart]) -> bool:
-    """Return whether the weights published as ``version`` in ``epoch`` are ancestors of today's."""
-    return all(version <= restart.restored for restart in restarts if restart.epoch > epoch)
+    @property
+    def next(self) -> int:
+        """Number of the next version, which was never begun before."""
+        return self._ends[-1] + 1
+
+    def begin(self, parent: int) -> int:
+        """Take the number ``next`` for a child of ``parent``, and return it. Raises UnknownVersion."""
+        version = self.next
+        self._add(version, parent)
+        return version
+
+    def parent(self, version: int) -> int | None:
+        """Return the version whose weights ``version`` started from; None for 0. Raises UnknownVersion."""
+        line = self._line(version)
+        if version > self._starts[line]:
+            return version - 1
+        return self._forks[line] if line else None
+
+    def updates(self, version: int) -> int:
+        """Return the number of updates behind the weights of ``version``. Raises UnknownVersion."""
+        line = self._line(version)
+        return self._depths[line] + version - self._starts[line]
+
+    def distance(self, a: int, b: int) -> int:
+        """Return the number of updates on the path between two versions. Raises UnknownVersion."""
+        if self._line(a) == self._line(b):
+            return abs(a - b)
+        return self.updates(a) + self.updates(b) - 2 * self.updates(self._last_common_ancestor(a, b))
+
+    def is_ancestor(self, version: int, of: int) -> bool:
+        """Return whether the weights of ``of`` are those of ``version`` or descend from them.
+
+        Raises UnknownVersion.
+        """
+        return self._last_common_ancestor(version, of) == version
+
+    def _add(self, version: int, parent: int) -> None:
+        if parent == self._ends[-1] == version - 1:
+            self._ends[-1] = version
+            return
+        depth = self.updates(parent) + 1
+        self._starts.append(version)
+        self._ends.append(version)
+        self._forks.append(parent)
+        self._depths.append(depth)
+
+    def _line(self, version: int) -> int:
+        line = bisect_right(self._starts, version) - 1
+        if line < 0 or version > self._ends[line]:
+            raise UnknownVersion(version, self._ends[-1])
+        return line
+
+    def _last_common_ancestor(self, a: int, b: int) -> int:
+        line_a, line_b = self._line(a), self._line(b)
+        while line_a != line_b:
+            # A line forks from an earlier one, so that no ancestor of b lies in a line that begins after b's.
+            if line_a > line_b:
+                a = self._forks[line_a]
+                line_a = self._line(a)
+            else:
+                b = self._forks[line_b]
+                line_b = self._line(b)
+        return min(a, b)

@@ -1,34 +1,105 @@
-"""The ledger's file: its tables, how it is opened, and what its errors mean. SQLite in WAL mode.
+"""The ledger's database: its tables, how it is opened, and what its errors mean. SQLite in WAL mode.
 
 The writer locks the file exclusively. So a second driver of the same run is refused, and WAL needs no memory
 that processes share, which network file systems do not have.
+
+SQLite notices damage to the structure of its file, but not to the values in it. So each row carries a
+checksum: either SQLite computes the column ``checksum`` from the numbers of the row whenever these change, or
+a BLOB of the row is ``sealed``.
 """
 
 import os
 import sqlite3
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-FORMAT = 2
+LEDGER = "ledger.sqlite"
+"""Name of the ledger's file in the run folder."""
 
-TABLES = """
+FORMAT = 3
+
+STATES = ("admitted", "ready", "trained", "filtered", "expired", "failed")
+"""States of a group. The first two go on, the others are ends."""
+
+PRIME = 16_777_213
+"""Checksums are smaller than this number, and so take three bytes."""
+
+
+def _checksum(*columns: str) -> str:
+    """Return the SQL expression of a checksum over columns of integers. Any change of one bit changes it."""
+    terms = (
+        f"ifnull({column}, {PRIME - 1 - 2 * number}) % {PRIME} * {2 * number + 3}"
+        for number, column in enumerate(columns)
+    )
+    return f"(({' + '.join(terms)}) % {PRIME})"
+
+
+CHECKSUMS = {
+    "epochs": ("epoch", _checksum("epoch", "restored", "step", "bound")),
+    "versions": ("version", _checksum("version", "parent", "epoch", "published")),
+    "groups": (
+        "id",
+        _checksum(
+            "id",
+            "position",
+            "requeued_from",
+            "version",
+            "epoch",
+            f"instr('{' '.join(STATES)}', state)",
+            "unicode(loss) * 31 + length(loss)",
+            "step",
+            "tokens",
+            "since",
+        ),
+    ),
+    "discards": ("group_id", _checksum("group_id", "epoch", "tokens")),
+    "failures": ("version", _checksum("version", "epoch")),
+    "segments": ("segment", _checksum("segment", "first_row")),
+    "checkpoints": ("version", _checksum("version", "epoch", "unicode(digest)", "length(digest)")),
+}
+"""The tables whose rows have a checksum of their own: the column that names a row, and the expression."""
+
+
+def _column(table: str) -> str:
+    return f"checksum INTEGER GENERATED ALWAYS AS {CHECKSUMS[table][1]} STORED"
+
+
+TABLES = f"""
+CREATE TABLE stamp (                -- one row: log.py. The first table, so that its page is known
+    id INTEGER PRIMARY KEY CHECK (id = 1),
+    data BLOB NOT NULL
+);
 CREATE TABLE meta (
-    key TEXT PRIMARY KEY,           -- format, batch_size, n_samples_per_prompt
-    value INTEGER NOT NULL
+    key TEXT PRIMARY KEY,           -- format, run (a UUID), batch_size, n_samples_per_prompt, released
+    value NOT NULL
 ) WITHOUT ROWID;
-CREATE TABLE epochs (               -- one row per start of the run: Restart in control/versions.py
+CREATE TABLE epochs (               -- one row per start of the run
     epoch INTEGER PRIMARY KEY,
-    restored INTEGER NOT NULL,
-    version INTEGER NOT NULL,
-    step INTEGER NOT NULL,          -- training steps behind the restored version
+    restored INTEGER NOT NULL,      -- version whose weights the epoch began with
+    step INTEGER NOT NULL,          -- training steps behind that version
     bound INTEGER NOT NULL,         -- rollout.max_head_offpolicyness
     began TEXT NOT NULL,
-    process TEXT NOT NULL           -- host:pid
+    process TEXT NOT NULL,          -- host:pid
+    {_column("epochs")}
 );
-CREATE TABLE steps (                -- one row per version that was begun, whose number is taken for good
+CREATE TABLE versions (             -- one row per version that was begun, whose number is taken for good
     version INTEGER PRIMARY KEY,
+    parent INTEGER NOT NULL,        -- version whose weights its update starts from
     epoch INTEGER NOT NULL,
-    step INTEGER NOT NULL,
-    published INTEGER NOT NULL      -- 0 while it is unknown which engines have the version
+    published INTEGER NOT NULL,     -- 0 while it is unknown which engines have the version
+    {_column("versions")}
+);
+CREATE TABLE batches (              -- the batch of each version that was begun by a training step
+    version INTEGER PRIMARY KEY,
+    groups BLOB NOT NULL            -- sealed: ids of the groups, packed as i8
+);
+CREATE TABLE failures (             -- training steps in which the trainer died or raised
+    version INTEGER NOT NULL,
+    epoch INTEGER NOT NULL,
+    reason TEXT NOT NULL,
+    {_column("failures")}
 );
 CREATE TABLE groups (               -- one row per group
     id INTEGER PRIMARY KEY,
@@ -39,67 +110,108 @@ CREATE TABLE groups (               -- one row per group
     state TEXT NOT NULL,            -- admitted, ready, trained, filtered, expired, failed
     loss TEXT,                      -- reason why it was not trained: Loss in control/core.py
     step INTEGER,                   -- version that was trained on it
-    tokens INTEGER                  -- sampled tokens of all trajectories; NULL until it is ready or has ended
+    tokens INTEGER,                 -- sampled tokens of all trajectories; NULL until it is ready or has ended
+    since INTEGER NOT NULL,         -- rows of samples below this one are void: the group has started again
+    note TEXT,                      -- what went wrong with a group that has failed
+    {_column("groups")}
 );
-CREATE INDEX groups_that_go_on ON groups (state) WHERE state IN ('admitted', 'ready');
-CREATE INDEX groups_by_step ON groups (step) WHERE step IS NOT NULL;
-CREATE TABLE trajectories (         -- complete and judged; removed when no restart can need them any more
-    key INTEGER PRIMARY KEY,        -- group id * 2^16 + sample
-    epoch INTEGER NOT NULL,         -- whose version numbers the payload has
-    tokens INTEGER NOT NULL,        -- that carry loss
-    payload BLOB NOT NULL
+CREATE TABLE samples (              -- what was generated, in order of arrival: samples.py
+    id INTEGER PRIMARY KEY,         -- counts up over the whole life of the run
+    key INTEGER NOT NULL,           -- group id * 2^16 + sample
+    state INTEGER NOT NULL,         -- 0: a piece, 1: answered, 2: judged, 3: void
+    base INTEGER NOT NULL,          -- number of the piece; pieces from it on are void. -1: of no piece
+    refs BLOB,                      -- record.REF of each chunk. NULL: as before
+    header BLOB NOT NULL            -- sealed, together with the other columns
 );
-CREATE TABLE partials (             -- completions of open groups, partial or whole
-    key INTEGER NOT NULL,           -- as in trajectories
-    call INTEGER NOT NULL,          -- number of the request within the episode, from 0
-    epoch INTEGER NOT NULL,
-    input BLOB NOT NULL,            -- digest of the request's token ids
-    done INTEGER NOT NULL,          -- 1: the completion is whole
-    tokens INTEGER NOT NULL,
-    payload BLOB NOT NULL,
-    PRIMARY KEY (key, call)
-) WITHOUT ROWID;
+CREATE TABLE segments (             -- the files of payload that are needed: segments.py
+    segment INTEGER PRIMARY KEY,
+    first_row INTEGER,              -- rows of samples from this one on were written while it was the newest
+    {_column("segments")}
+);
 CREATE TABLE trainings (            -- every training of every group, also if a restart has undone it
     version INTEGER NOT NULL,       -- that was trained
     group_id INTEGER NOT NULL,
     head_lag INTEGER NOT NULL,      -- -1: no token was trained
     tokens INTEGER NOT NULL,        -- that carried loss
     masked INTEGER NOT NULL,        -- sampled tokens that were too old to carry loss
+    versions BLOB NOT NULL,         -- sealed: versions and numbers of tokens that carried loss, as i8
     PRIMARY KEY (version, group_id)
 ) WITHOUT ROWID;
 CREATE TABLE discards (             -- tokens that a restart gave up of groups that start again
     group_id INTEGER NOT NULL,
     epoch INTEGER NOT NULL,
-    tokens INTEGER NOT NULL
+    tokens INTEGER NOT NULL,
+    {_column("discards")}
+);
+CREATE TABLE checkpoints (          -- one row per committed checkpoint: watermark.py
+    version INTEGER PRIMARY KEY,
+    epoch INTEGER NOT NULL,
+    digest TEXT NOT NULL,           -- of the checkpoint's record
+    {_column("checkpoints")}
 );
 """
 
 
 class LedgerError(RuntimeError):
-    """The ledger cannot be read or written. The message says why and what to do. The file is as it was."""
+    """The ledger cannot be read or written. The message says why and what to do; nothing has changed."""
 
 
 class LedgerBusy(LedgerError):
     """The ledger is open in another process: the run is running."""
 
 
-def open_for_writing(path: Path) -> sqlite3.Connection:
-    """Open the file for its only writer, and create it if it does not exist. Raises LedgerError."""
+RESTORE = "restore the run folder from a copy, or start the run anew under another name"
+
+
+# ---- opening
+
+
+def create_database(path: Path, run: str, stamp: bytes) -> None:
+    """Make the file of a new run, complete or not at all. Raises LedgerError.
+
+    A file that exists already is left as it is: so an empty one is always a damaged one.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        new = not path.exists() or path.stat().st_size == 0
-        connection = sqlite3.connect(path, timeout=2, isolation_level=None, check_same_thread=False)
-        connection.execute("PRAGMA locking_mode=EXCLUSIVE")
-        if new:
-            # A page holds several trajectories of a few hundred tokens: half the bytes of smaller pages.
-            connection.execute("PRAGMA page_size=32768")
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=FULL")
-        connection.execute("PRAGMA wal_autocheckpoint=2048")
-        connection.execute("BEGIN IMMEDIATE")
-        if not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+        draft.unlink(missing_ok=True)
+        connection = _connect(draft, "mode=rwc")
+        try:
             for statement in TABLES.split(";\n"):
                 connection.execute(statement)
-            connection.execute("INSERT INTO meta VALUES ('format', ?)", (FORMAT,))
+            connection.execute("INSERT INTO stamp VALUES (1, ?)", (stamp,))
+            connection.executemany(
+                "INSERT INTO meta VALUES (?, ?)", [("format", FORMAT), ("run", run), ("released", -1)]
+            )
+            connection.execute("PRAGMA journal_mode=WAL")
+        finally:
+            connection.close()
+        _give_name(draft, path)
+    except (sqlite3.Error, OSError) as error:
+        raise explained(path, error) from error
+
+
+def _give_name(draft: Path, path: Path) -> None:
+    """Give a file its name, unless there is a file of this name."""
+    try:
+        with suppress(FileExistsError):
+            os.link(draft, path)
+        draft.unlink()
+    except OSError:  # a file system without hard links
+        if not path.exists():
+            draft.rename(path)
+    sync_folder(path.parent)
+
+
+def open_for_writing(path: Path) -> sqlite3.Connection:
+    """Open the file for its only writer. Raises LedgerError."""
+    try:
+        connection = _connect(path, "mode=rw")
+        connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+        connection.execute("PRAGMA wal_autocheckpoint=0")  # Store.tidy does it
+        connection.execute("PRAGMA secure_delete=OFF")
+        connection.execute("BEGIN IMMEDIATE")
         connection.execute("COMMIT")
     except (sqlite3.Error, OSError) as error:
         raise explained(path, error) from error
@@ -113,14 +225,40 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
         raise LedgerError(f"{path} does not exist: give the folder of a run, which has this file")
     try:
         # SQLite writes even to read a file in WAL mode, unless the file is declared immutable.
-        archived = not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-wal").exists()
-        uri = f"{path.absolute().as_uri()}?{'immutable=1' if archived else 'mode=rw'}"
-        connection = sqlite3.connect(uri, uri=True, timeout=2, isolation_level=None)
+        archived = not os.access(path.parent, os.W_OK) and not log_of(path).exists()
+        connection = _connect(path, "immutable=1" if archived else "mode=rw")
         connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall()
     except (sqlite3.Error, OSError) as error:
         raise explained(path, error) from error
     check_format(connection, path)
     return connection
+
+
+def open_without_log(path: Path) -> sqlite3.Connection:
+    """Open the file as it is without its write-ahead log, and without taking or losing any lock."""
+    return _connect(path, "immutable=1")
+
+
+def log_of(path: Path) -> Path:
+    """Return SQLite's write-ahead log of a file."""
+    return path.with_name(f"{path.name}-wal")
+
+
+def _connect(path: Path, mode: str) -> sqlite3.Connection:
+    uri = f"{path.absolute().as_uri()}?{mode}"
+    return sqlite3.connect(uri, uri=True, timeout=2, isolation_level=None, check_same_thread=False)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- checks
 
 
 def check_format(connection: sqlite3.Connection, path: Path) -> None:
@@ -136,22 +274,74 @@ def check_format(connection: sqlite3.Connection, path: Path) -> None:
         )
 
 
+def damage(connection: sqlite3.Connection) -> Iterator[str]:
+    """Yield what is wrong with the file itself: its structure, and rows that do not fit their checksum."""
+    problems: list[str] = [row[0] for row in connection.execute("PRAGMA integrity_check(5)")]
+    if problems != ["ok"]:
+        yield "; ".join(problems)
+        return
+    for table, (name, expression) in CHECKSUMS.items():
+        rows: list[tuple[int]] = connection.execute(
+            f"SELECT {name} FROM {table} WHERE checksum IS NOT {expression} LIMIT 5"
+        ).fetchall()
+        if rows:
+            yield f"table {table}: wrong checksum of {name} {', '.join(str(row[0]) for row in rows)}"
+
+
+def check_undamaged(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise LedgerError when the file itself is damaged."""
+    for problem in damage(connection):
+        raise LedgerError(f"{path}: {problem}: the file is damaged: {RESTORE}")
+
+
 def explained(path: Path, error: Exception) -> LedgerError:
-    """Return a failure of SQLite as an error that tells the user what to do."""
-    text = str(error)
+    """Return a failure of SQLite or of the disk as an error that tells the user what to do."""
+    text = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
     if "locked" in text:
         return LedgerBusy(
             f"{path}: {text}: another process is running this run or reading the file: "
             "wait for its end, or end it"
         )
-    if "full" in text or "No space" in text:
+    if "full" in text or "No space" in text or "quota" in text:
         advice = "the disk is full: make room, then go on with `slipstream train RECIPE --resume`"
     elif "readonly" in text or "unable to open" in text or isinstance(error, PermissionError):
         advice = "the run folder cannot be written to: check its permissions and its mount"
-    elif "disk I/O" in text:
+    elif "Read-only" in text:
+        advice = "the file system is mounted read-only: remount it, or put run.root elsewhere"
+    elif "disk I/O" in text or "too large" in text or "Input/output" in text:
         advice = "the disk failed (full, or a limit on file sizes): make room, then go on with --resume"
     elif "malformed" in text or "not a database" in text:
-        advice = "the file is damaged: restore it from a copy, or start the run anew under another name"
+        advice = f"the file is damaged: {RESTORE}"
     else:
         advice = "all events that were acknowledged before are still in it"
     return LedgerError(f"{path}: {text}: {advice}")
+
+
+# ---- sealed BLOBs
+
+
+class BrokenSeal(ValueError):
+    """A sealed BLOB does not have the checksum that it carries."""
+
+
+def sealed(data: bytes, start: int = 0) -> bytes:
+    """Return ``data`` with its CRC-32 behind it. ``start`` stands for other values that are protected."""
+    return data + zlib.crc32(data, start).to_bytes(4, "little")
+
+
+def unsealed(blob: bytes, start: int = 0) -> bytes:
+    """Return the data of a sealed BLOB. Raises BrokenSeal."""
+    data = blob[:-4]
+    if zlib.crc32(data, start) != int.from_bytes(blob[-4:], "little") or len(blob) < 4:
+        raise BrokenSeal(f"a BLOB of {len(blob)} bytes does not have the checksum that it carries")
+    return data
+
+
+def crc_of(*numbers: int) -> int:
+    """Return the CRC-32 of numbers, for ``start`` of a seal."""
+    return zlib.crc32(",".join(map(str, numbers)).encode())
+
+
+def few(items: Sequence[object], shown: int = 5) -> str:
+    """Return the first of ``items`` as a text."""
+    return ", ".join(map(str, items[:shown])) + (", ..." if len(items) > shown else "")

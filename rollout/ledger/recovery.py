@@ -1,227 +1,302 @@
 """Opens the ledger of a run: a new one, or the ledger of a run that goes on after its process has ended."""
 
+import json
 import os
 import socket
 import sqlite3
+import uuid
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from slipstream.rollout.control.core import GroupCounts, Loss
-from slipstream.rollout.control.versions import Restart
-from slipstream.rollout.ledger.database import LedgerError, explained, open_for_writing
-from slipstream.rollout.ledger.records import decode_completion, decode_trajectory
-from slipstream.rollout.ledger.writer import SAMPLES, Ledger
-from slipstream.rollout.trajectory import UNSAMPLED, Completion, Span, Trajectory
+from slipstream.rollout.ledger.contents import Contents, OpenGroup, read_contents
+from slipstream.rollout.ledger.database import (
+    LEDGER,
+    RESTORE,
+    LedgerError,
+    check_undamaged,
+    create_database,
+    explained,
+    few,
+    open_for_writing,
+)
+from slipstream.rollout.ledger.history import FailedStep, History, read_history
+from slipstream.rollout.ledger.lineage import INITIAL
+from slipstream.rollout.ledger.samples import OpenSample, stored
+from slipstream.rollout.ledger.segments import FOLDER, SEGMENT_BYTES, Segments
+from slipstream.rollout.ledger.stamp import Stamp, check_log, read_stamp
+from slipstream.rollout.ledger.store import Store
+from slipstream.rollout.ledger.watermark import Watermark
+from slipstream.rollout.ledger.writer import Ledger
 
-LEDGER = "ledger.sqlite"
-"""Name of the ledger's file in the run folder."""
-
-
-@dataclass(frozen=True)
-class StoredCompletion:
-    """The completion of one request of an episode, with versions as numbered in the present epoch."""
-
-    input_digest: bytes
-    """Digest of the request's token ids (``records.digest``)."""
-    completion: Completion
-    done: bool
-    """True if the completion is whole, False if tokens are missing at its end."""
-
-
-@dataclass
-class OpenGroup:
-    """A group that has not ended, with the tokens that it has; versions as numbered in the present epoch."""
-
-    id: int
-    position: int
-    """Position of its prompt in the endless order of the prompt set."""
-    is_ready: bool
-    trajectories: dict[int, Trajectory] = field(default_factory=dict[int, Trajectory])
-    """Complete and judged episodes, by sample."""
-    partials: dict[int, dict[int, StoredCompletion]] = field(
-        default_factory=dict[int, dict[int, StoredCompletion]]
-    )
-    """Completions of the other episodes, by sample and number of the request."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of sampled tokens."""
-        trajectories = sum(trajectory.sampled_length for trajectory in self.trajectories.values())
-        stored = (stored for calls in self.partials.values() for stored in calls.values())
-        return trajectories + sum(len(each.completion.tokens) for each in stored)
-
-    @property
-    def oldest_version(self) -> int | None:
-        """Smallest version among the tokens that carry loss or may do so; None if there is no such token."""
-        versions = [t.oldest_version for t in self.trajectories.values() if t.response_length]
-        for calls in self.partials.values():
-            versions += [span.version for stored in calls.values() for span in stored.completion.spans]
-        return min(versions, default=None)
+__all__ = ["LEDGER", "FailedStep", "OpenGroup", "OpenSample", "Recovered", "open_ledger"]
 
 
 @dataclass
 class Recovered:
     """The state from which a run goes on."""
 
-    restart: Restart
-    """The present start of the run."""
+    epoch: int
+    restored: int
+    """Version that the run goes on from."""
     step: int
     """Training steps behind the restored version."""
+    versions: list[tuple[int, int]]
+    """(version, parent) of every version that was ever begun, in ascending order."""
     position: int
     """Number of prompts drawn from the prompt set."""
     counts: GroupCounts
     losses: Counter[Loss]
     open: list[OpenGroup]
     """All groups that have not ended, by id."""
+    suspects: list[FailedStep]
+    """Training steps in which the trainer died or raised, and whose groups have not all ended; in order."""
+    notes: list[str]
+    """Messages about damage, for the user."""
 
 
 def open_ledger(
-    path: Path, *, batch_size: int, n_samples: int, bound: int, restored: int = 0, step: int = 0
+    folder: Path,
+    *,
+    batch_size: int,
+    n_samples: int,
+    bound: int,
+    restored: int = INITIAL,
+    guard: Callable[[], None] = lambda: None,
+    segment_bytes: int = SEGMENT_BYTES,
 ) -> tuple[Ledger, Recovered]:
-    """Open the ledger at ``path`` for a run that starts from version ``restored``; create it if necessary.
+    """Open the ledger in a run folder for a run that starts from version ``restored``; create it if
+    necessary.
 
-    ``step`` is the number of training steps behind this version. Trainings of later versions are undone:
-    their groups are ready again. Raises LedgerError.
+    Trainings of versions that are not on the line of ``restored`` are undone: their groups are ready again.
+    What is damaged of a group is generated again, and noted. ``guard`` is called by the writer thread before
+    a commit when some seconds have passed since the last call; whatever it raises stops the ledger. Raises
+    LedgerError.
     """
+    path = folder / LEDGER
+    if not path.exists():
+        _create(path)
+    check_log(path)
     connection = open_for_writing(path)
     try:
+        check_undamaged(connection, path)
+        stamp = read_stamp(connection, path)
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        opening = _Opening(connection, path, stamp, n_samples)
         connection.execute("BEGIN IMMEDIATE")
-        restart = _begin_epoch(connection, restored, step, bound)
+        opening.begin_epoch(restored, bound)
         settings = {"batch_size": batch_size, "n_samples_per_prompt": n_samples}
         connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", settings.items())
-        _undo_trainings(connection, restored)
-        recovered = _recover(connection, restart, step)
-        with_partials = {key for (key,) in connection.execute("SELECT DISTINCT key FROM partials")}
+        opening.undo_trainings()
+        contents = opening.read()
+        recovered = opening.recovered(contents)
+        connection.execute("UPDATE stamp SET data = ?", (opening.stamp.encode(),))
         connection.execute("COMMIT")
-    except (sqlite3.Error, LedgerError) as error:
+        opening.delete_unknown_segments()
+        return opening.ledger(contents, recovered, guard, segment_bytes), recovered
+    except (sqlite3.Error, OSError, LedgerError) as error:
         connection.close()
         raise error if isinstance(error, LedgerError) else explained(path, error) from error
-    return Ledger(connection, path, restart.epoch, n_samples, with_partials), recovered
 
 
-def restarts(connection: sqlite3.Connection) -> list[Restart]:
-    """Return all starts of the run, in order."""
-    rows: Iterable[tuple[int, int, int]] = connection.execute(
-        "SELECT epoch, restored, version FROM epochs ORDER BY epoch"
-    )
-    return [Restart(*row) for row in rows]
+def _create(path: Path) -> None:
+    segments = path.parent / FOLDER
+    if segments.exists() and any(segments.iterdir()):
+        raise LedgerError(
+            f"{path} is missing, but there is {segments} with what the run has generated: restore the file "
+            "from a copy, or start the run anew under another name"
+        )
+    run = uuid.uuid4()
+    create_database(path, run.hex, Stamp(run.bytes).encode())
 
 
-def _begin_epoch(connection: sqlite3.Connection, restored: int, step: int, bound: int) -> Restart:
-    """Begin an epoch, in which the restored weights get a version number that was never used."""
-    last_epoch: int | None
-    (last_epoch,) = connection.execute("SELECT max(epoch) FROM epochs").fetchone()
-    if last_epoch is None:
-        restart = Restart(0, restored, restored)
-    else:
-        (version,) = connection.execute(
-            "SELECT 1 + max((SELECT coalesce(max(version), 0) FROM steps), (SELECT max(version) FROM epochs))"
-        ).fetchone()
-        restart = Restart(last_epoch + 1, restored, version)
-    connection.execute(
-        "INSERT INTO epochs VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (
-            restart.epoch,
-            restart.restored,
-            restart.version,
-            step,
-            bound,
-            datetime.now(UTC).isoformat(timespec="seconds"),
-            f"{socket.gethostname()}:{os.getpid()}",
-        ),
-    )
-    return restart
+class _Opening:
+    """One start of the run. The methods are called in their order, within one transaction."""
 
+    def __init__(self, connection: sqlite3.Connection, path: Path, stamp: Stamp, n_samples: int) -> None:
+        self._connection = connection
+        self._path = path
+        self._n_samples = n_samples
+        self._history = read_history(connection, path)
+        self._segments = Segments(path.parent / FOLDER, stamp.run)
+        self._notes: list[str] = []
+        self._line: list[int] = []
+        self._epoch = self._history.epochs
+        self.stamp = replace(stamp, sequence=stamp.sequence + 1, base=stamp.sequence)
 
-def _undo_trainings(connection: sqlite3.Connection, restored: int) -> None:
-    """Make groups ready again that were trained after ``restored``, or admitted if their tokens are gone."""
-    connection.execute(
-        "UPDATE groups SET state = CASE WHEN EXISTS (SELECT 1 FROM trajectories t "
-        f"WHERE t.key >= groups.id * {SAMPLES} AND t.key < (groups.id + 1) * {SAMPLES}) "
-        "THEN 'ready' ELSE 'admitted' END, step = NULL WHERE state = 'trained' AND step > ?",
-        (restored,),
-    )
-    connection.execute(
-        f"DELETE FROM partials WHERE key / {SAMPLES} NOT IN (SELECT id FROM groups WHERE state = 'admitted')"
-    )
-
-
-def _recover(connection: sqlite3.Connection, restart: Restart, step: int) -> Recovered:
-    starts = restarts(connection)
-    unfinished: Iterable[tuple[int, int, str]] = connection.execute(
-        "SELECT id, position, state FROM groups WHERE state IN ('admitted', 'ready') ORDER BY id"
-    )
-    groups = [OpenGroup(id_, position, state == "ready") for id_, position, state in unfinished]
-    for group in groups:
-        _read_tokens(connection, group, starts)
-    ended = dict(_counts(connection, "SELECT state, count(*) FROM groups GROUP BY state"))
-    losses = _counts(connection, "SELECT loss, count(*) FROM groups WHERE loss IS NOT NULL GROUP BY loss")
-    position: int
-    (position,) = connection.execute("SELECT coalesce(max(position) + 1, 0) FROM groups").fetchone()
-    return Recovered(
-        restart,
-        step,
-        position,
-        GroupCounts(
-            sum(ended.values()), *(ended.get(end, 0) for end in ("trained", "filtered", "expired", "failed"))
-        ),
-        Counter({Loss(loss): count for loss, count in losses}),
-        groups,
-    )
-
-
-def _counts(connection: sqlite3.Connection, query: str) -> list[tuple[str, int]]:
-    return connection.execute(query).fetchall()
-
-
-def _read_tokens(connection: sqlite3.Connection, group: OpenGroup, starts: list[Restart]) -> None:
-    """Read the trajectories and completions of a group, and renumber their versions."""
-    bounds = (group.id * SAMPLES, (group.id + 1) * SAMPLES)
-    trajectories: Iterable[tuple[int, int, bytes]] = connection.execute(
-        "SELECT key, epoch, payload FROM trajectories WHERE key >= ? AND key < ?", bounds
-    )
-    for key, epoch, payload in trajectories:
-        trajectory = decode_trajectory(payload)
-        versions_T = renumber(trajectory.versions_T, epoch, starts)
-        group.trajectories[key % SAMPLES] = trajectory.with_versions(versions_T)
-    partials: Iterable[tuple[int, int, int, bytes, int, bytes]] = connection.execute(
-        "SELECT key, call, epoch, input, done, payload FROM partials WHERE key >= ? AND key < ?", bounds
-    )
-    for key, call, epoch, input_digest, done, payload in partials:
-        completion = _renumbered(decode_completion(payload), epoch, starts)
-        calls = group.partials.setdefault(key % SAMPLES, {})
-        calls[call] = StoredCompletion(input_digest, completion, bool(done))
-
-
-def _renumbered(completion: Completion, epoch: int, starts: list[Restart]) -> Completion:
-    """Return a completion of ``epoch`` with its versions as numbered after all later restarts."""
-    spans: list[Span] = []
-    for span in completion.spans:
-        version = span.version
-        for start in starts:
-            if start.epoch > epoch:
-                version = start.renumbered(version)
-        if spans and spans[-1].version == version:
-            spans[-1] = Span(version, spans[-1].start, span.end)
-        else:
-            spans.append(Span(version, span.start, span.end))
-    return replace(completion, spans=tuple(spans))
-
-
-def renumber(
-    versions_T: npt.NDArray[np.int32], epoch: int, restarts: Iterable[Restart]
-) -> npt.NDArray[np.int32]:
-    """Return int32 [T] versions of ``epoch`` as numbered after all later restarts."""
-    for restart in sorted(restarts, key=lambda restart: restart.epoch):
-        if restart.epoch > epoch:
-            distance_T = np.abs(versions_T.astype(np.int64) - restart.restored)
-            versions_T = np.where(versions_T == UNSAMPLED, UNSAMPLED, (restart.version - distance_T)).astype(
-                np.int32
+    def begin_epoch(self, restored: int, bound: int) -> None:
+        """Begin an epoch that goes on from ``restored``."""
+        history = self._history
+        _check_account(self._connection, self._path, history)
+        if restored != INITIAL and restored not in history.published:
+            raise LedgerError(
+                f"{self._path} knows no published version {restored}, from which the run is to go on: it is "
+                f"older than the checkpoint: {RESTORE}"
             )
-    return versions_T
+        self._line = history.line_of(restored)
+        self._restored = restored
+        self._connection.execute(
+            "INSERT INTO epochs VALUES (?, ?, ?, ?, ?, ?)",
+            (
+                self._epoch,
+                restored,
+                len(self._line),
+                bound,
+                datetime.now(UTC).isoformat(timespec="seconds"),
+                f"{socket.gethostname()}:{os.getpid()}",
+            ),
+        )
+        self._take_note_of_lost_transactions()
+
+    def _take_note_of_lost_transactions(self) -> None:
+        """Find out from the segments if the database has lost transactions, and reserve their versions."""
+        known = self._known_segments()
+        newest = max(known, default=0)
+        markers = [
+            marker
+            for segment in self._segments.on_disk()
+            if segment >= newest or segment not in known
+            for marker in self._segments.markers(segment)
+        ]
+        last = max((sequence for sequence, _ in markers), default=0)
+        if last <= self.stamp.sequence:  # one transaction may have been cut off between payload and rows
+            return
+        first = self.stamp.sequence
+        self._notes.append(
+            f"{self._path} has lost its transactions {first} to {last}, of which {self._segments.folder} "
+            "tells: the file or its log was damaged or restored from a copy; what they recorded is generated again"
+        )
+        begun = max(begun for _, begun in markers)
+        for version in range(self.stamp.begun + 1, begun + 1):
+            self._connection.execute(
+                "INSERT INTO versions VALUES (?, ?, ?, 0)", (version, self._restored, self._epoch)
+            )
+            self._history.parents[version] = self._restored
+        self.stamp = replace(self.stamp, sequence=last + 1, begun=max(begun, self.stamp.begun))
+
+    def undo_trainings(self) -> None:
+        """Make groups ready again that were trained off the line. Those that were released start again."""
+        line = json.dumps(self._line)
+        undone = "state = 'trained' AND step NOT IN (SELECT value FROM json_each(:line))"
+        released = f"{undone} AND step <= (SELECT value FROM meta WHERE key = 'released')"
+        values = {"line": line, "epoch": self._epoch, "rows": self.stamp.rows}
+        self._connection.execute(
+            f"INSERT INTO discards SELECT id, :epoch, tokens FROM groups WHERE {released}", values
+        )
+        self._connection.execute(
+            "UPDATE groups SET state = 'admitted', step = NULL, tokens = NULL, since = :rows "
+            f"WHERE {released}",
+            values,
+        )
+        self._connection.execute(f"UPDATE groups SET state = 'ready', step = NULL WHERE {undone}", values)
+
+    def read(self) -> Contents:
+        """Read what exists of the groups that go on. Give up what is damaged."""
+        contents = read_contents(self._connection, self._path, self._segments, self._n_samples)
+        self._notes += contents.notes
+        for problem, ids in contents.damage.items():
+            self._notes.append(
+                f"{problem}: what is lost of {len(ids)} groups is generated again: {few(sorted(ids))}"
+            )
+        first = self.stamp.rows
+        rows = [stored(id_, row) for id_, row in enumerate(contents.voids, first)]
+        self._connection.executemany("INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?)", rows)
+        self.stamp = replace(self.stamp, rows=first + len(rows))
+        self._connection.executemany(
+            "INSERT INTO discards VALUES (?, ?, ?)",
+            [(id_, self._epoch, tokens) for id_, tokens in contents.given_up.items()],
+        )
+        incomplete = [(group.id,) for group in contents.incomplete]
+        self._connection.executemany(
+            "UPDATE groups SET state = 'admitted', tokens = NULL WHERE id = ?", incomplete
+        )
+        return contents
+
+    def recovered(self, contents: Contents) -> Recovered:
+        """Return the state from which the run goes on."""
+        states = dict(self._counts("SELECT state, count(*) FROM groups GROUP BY state"))
+        losses = self._counts("SELECT loss, count(*) FROM groups WHERE loss IS NOT NULL GROUP BY loss")
+        position: int
+        (position,) = self._connection.execute("SELECT coalesce(max(position) + 1, 0) FROM groups").fetchone()
+        ends = (states.get(end, 0) for end in ("trained", "filtered", "expired", "failed"))
+        open_ids = {group.id for group in contents.open}
+        try:
+            counted = Counter({Loss(loss): number for loss, number in losses})
+        except ValueError as error:
+            raise LedgerError(f"{self._path}: {error}: the file is damaged: {RESTORE}") from error
+        return Recovered(
+            epoch=self._epoch,
+            restored=self._restored,
+            step=len(self._line),
+            versions=sorted(self._history.parents.items()),
+            position=position,
+            counts=GroupCounts(sum(states.values()), *ends),
+            losses=counted,
+            open=contents.open,
+            suspects=[step for step in self._history.failed_steps if open_ids.intersection(step.groups)],
+            notes=self._notes,
+        )
+
+    def delete_unknown_segments(self) -> None:
+        """Delete segments that no row knows: of transactions that were cut off or lost."""
+        known = self._known_segments()
+        for segment in self._segments.on_disk():
+            if segment not in known:
+                self._segments.delete(segment)
+
+    def ledger(
+        self, contents: Contents, recovered: Recovered, guard: Callable[[], None], segment_bytes: int
+    ) -> Ledger:
+        """Return the open ledger."""
+        newest = max([0, *self._known_segments(), *self._segments.on_disk()])
+        new_segment = count(newest + 1).__next__
+        store = Store(
+            self._connection,
+            self._path,
+            self._epoch,
+            self.stamp,
+            self._segments,
+            contents.holds,
+            contents.eras,
+            contents.trained,
+            new_segment,
+            guard,
+        )
+        trained = recovered.counts.trained
+        watermark = Watermark(self.stamp.run.hex(), self.stamp.sequence, self.stamp.begun, trained)
+        return Ledger(self._path, self._epoch, store, self._segments, new_segment, watermark, segment_bytes)
+
+    def _known_segments(self) -> set[int]:
+        rows: Iterable[tuple[int]] = self._connection.execute("SELECT segment FROM segments")
+        return {segment for (segment,) in rows}
+
+    def _counts(self, query: str) -> list[tuple[str, int]]:
+        return self._connection.execute(query).fetchall()
+
+
+def _check_account(connection: sqlite3.Connection, path: Path, history: History) -> None:
+    """Raise LedgerError unless groups, trainings and versions were recorded up to the same time."""
+    last: int | None
+    number: int
+    number, last = connection.execute("SELECT count(*), max(id) FROM groups").fetchone()
+    trained: int
+    with_training: int
+    trained, with_training = connection.execute(
+        "SELECT count(*), count(t.version) FROM groups g LEFT JOIN trainings t "
+        "ON t.version = g.step AND t.group_id = g.id WHERE g.state = 'trained'"
+    ).fetchone()
+    behind = sum(history.trained.get(version, 0) for version in history.line)
+    problems: list[str] = []
+    if last is not None and last != number - 1:
+        problems.append(f"it has {number} groups, but the last one has the id {last}")
+    if not trained == with_training == behind:
+        problems.append(
+            f"{trained} groups count as trained, {with_training} of them with a training, and {behind} are "
+            "behind the weights"
+        )
+    if problems:
+        raise LedgerError(f"{path} is damaged: {few(problems)}: {RESTORE}")

@@ -1,250 +1,237 @@
-"""Writes the ledger while the run goes on: one writer thread, group commit.
+"""The ledger of a running run, as the event loop sees it: events go in, and a thread writes them.
 
-Callers never wait for the disk, unless they ask to with ``flushed``. Events are collected on the event loop.
-Those that arrive while the thread writes make its next transaction, so that each event becomes cheaper the
-more there are. An event is *acknowledged* when a later call of ``flushed`` has returned.
+    event ──► transaction ──2 ms──► writer thread: payload on disk, then rows ──► when_durable, flushed
+
+Callers never wait for the disk, unless they ask to with ``flushed``. Events that arrive while the thread
+writes make its next transaction, so that each event becomes cheaper the more there are.
 """
 
 import asyncio
 import sqlite3
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
+from struct import error as struct_error
 
-from slipstream.rollout.control.core import Expired, Loss, Ticket
+from slipstream.rollout.control.core import Loss, Ticket
 from slipstream.rollout.ledger.database import LedgerError, explained
-from slipstream.rollout.ledger.records import digest, encode_completion, encode_trajectory
-from slipstream.rollout.trajectory import Completion, Group, Trajectory
+from slipstream.rollout.ledger.samples import ANSWERED, GROWING, JUDGED, SAMPLES, WHOLE
+from slipstream.rollout.ledger.segments import Buffer, Part, Segments, checked
+from slipstream.rollout.ledger.store import Store
+from slipstream.rollout.ledger.transaction import Training, Transaction
+from slipstream.rollout.ledger.watermark import Watermark
+from slipstream.rollout.record import REF
 
-SAMPLES = 1 << 16
-"""Largest number of samples of a group. Keys of trajectories are group id * SAMPLES + sample."""
+__all__ = ["SAMPLES", "Ledger", "Training"]
 
 COMMIT_DELAY_S = 0.002
-"""Longest time that an event waits for others before the commit, which costs one fsync for all of them."""
+"""Longest time that an event waits for others before the commit, which waits for the disk twice."""
 
 CLOSE_TIMEOUT_S = 60.0
 
-Row = tuple[int | float | str | bytes | None, ...]
-"""Values of one row of any table."""
-
-GroupRow = tuple[int, int, int | None, int, int]
-"""id, position, requeued_from, version, epoch"""
-StepRow = tuple[int, int, int]
-"""version, epoch, step"""
-TrainingRow = tuple[int, int, int, int, int]
-"""version, group_id, head_lag, tokens, masked"""
-TrajectoryRow = tuple[int, int, int, bytes]
-"""key, epoch, tokens, payload"""
-PartialRow = tuple[int, int, int, bytes, bool, int, bytes]
-"""key, call, epoch, input, done, tokens, payload"""
-StateRow = tuple[int, str, str | None, int | None, int | None]
-"""id, state, loss, step, tokens"""
-DiscardRow = tuple[int, int, int]
-"""group_id, epoch, tokens"""
-
-
-class _Transaction:
-    """Events that are committed together, by table. ``write`` decides their order."""
-
-    def __init__(self) -> None:
-        self.groups: list[GroupRow] = []
-        self.steps: list[StepRow] = []
-        self.published: list[tuple[int]] = []
-        """Versions."""
-        self.trainings: list[TrainingRow] = []
-        self.trajectories: dict[int, TrajectoryRow] = {}
-        """By key."""
-        self.partials: dict[tuple[int, int], PartialRow] = {}
-        """By key and call."""
-        self.superseded: list[tuple[int]] = []
-        """Keys whose completions are part of a trajectory now."""
-        self.states: dict[int, StateRow] = {}
-        """By group id."""
-        self.discards: list[DiscardRow] = []
-        self.ended: list[int] = []
-        """Ids of groups whose tokens are removed."""
-        self.released: list[tuple[str, int, int]] = []
-        """Samples as a JSON list, and versions (after, up to) whose trajectories are removed."""
-        self.waiters: list[asyncio.Future[None]] = []
-
-    def write(self, connection: sqlite3.Connection) -> None:
-        write = partial(_write_rows, connection)
-        write(
-            "INSERT INTO groups (id, position, requeued_from, version, epoch, state) VALUES {rows} "
-            "ON CONFLICT (id) DO UPDATE SET "
-            "version = excluded.version, epoch = excluded.epoch, state = 'admitted', tokens = NULL",
-            "(?, ?, ?, ?, ?, 'admitted')",
-            self.groups,
-        )
-        write("INSERT INTO steps VALUES {rows}", "(?, ?, ?, 0)", self.steps)
-        write("UPDATE steps SET published = 1 WHERE version IN (VALUES {rows})", "(?)", self.published)
-        write("INSERT INTO trainings VALUES {rows}", "(?, ?, ?, ?, ?)", self.trainings)
-        write(
-            "INSERT OR REPLACE INTO partials VALUES {rows}",
-            "(?, ?, ?, ?, ?, ?, ?)",
-            [row for (key, _), row in self.partials.items() if key not in self.trajectories],
-        )
-        write("INSERT OR REPLACE INTO trajectories VALUES {rows}", "(?, ?, ?, ?)", self.trajectories.values())
-        write("DELETE FROM partials WHERE key IN (VALUES {rows})", "(?)", self.superseded)
-        write(
-            "UPDATE groups SET state = v.column2, loss = v.column3, step = v.column4, tokens = v.column5 "
-            "FROM (VALUES {rows}) AS v WHERE groups.id = v.column1",
-            "(?, ?, ?, ?, ?)",
-            self.states.values(),
-        )
-        write("INSERT INTO discards VALUES {rows}", "(?, ?, ?)", self.discards)
-        for id_ in self.ended:
-            _forget(connection, id_)
-        for bounds in self.released:
-            connection.execute(
-                f"DELETE FROM trajectories WHERE key IN (SELECT g.id * {SAMPLES} + s.value FROM groups g, "
-                "json_each(?) s WHERE g.state = 'trained' AND g.step > ? AND g.step <= ?)",
-                bounds,
-            )
-
-
-CHUNKS = (128, 16, 1)
-"""Rows per statement. SQLite releases the interpreter lock once per statement, and gets it back only when the
-event loop gives it up: with one row per statement it would wait as often as there are rows."""
-
-
-def _write_rows(connection: sqlite3.Connection, statement: str, row: str, rows: Iterable[Row]) -> None:
-    """Execute ``statement`` for all rows, with its ``{rows}`` replaced by one ``row`` for each."""
-    left = list(rows)
-    for size in CHUNKS:
-        while len(left) >= size:
-            sql = statement.format(rows=", ".join([row] * size))
-            connection.execute(sql, list(chain.from_iterable(left[:size])))
-            del left[:size]
-
-
-def _forget(connection: sqlite3.Connection, id_: int) -> None:
-    """Remove everything that was generated for a group."""
-    bounds = (id_ * SAMPLES, (id_ + 1) * SAMPLES)
-    connection.execute("DELETE FROM trajectories WHERE key >= ? AND key < ?", bounds)
-    connection.execute("DELETE FROM partials WHERE key >= ? AND key < ?", bounds)
+NOTE_LENGTH = 2000
+"""Largest number of characters of a note or a reason."""
 
 
 class Ledger:
     """The open ledger of a running run. Use it from one event loop; ``close`` it at the end.
 
-    Every method may raise LedgerError: then no event since the last ``flushed`` is certain to be in the
-    ledger.
+    Trajectories are stored in two parts. Their chunks are appended as they come, many in one frame, and never
+    looked at. Everything else about them is a row: a piece, a whole trajectory, its reward.
+
+        segment, offset = ledger.append(frame)
+        ledger.piece(key, 0, REF.pack(segment, offset, size, crc), header)
+
+    The rows of a frame must be recorded before the event loop goes on. Rows of a group that was never
+    admitted or has ended are ignored. Every method may raise LedgerError: then no event since the last
+    ``flushed`` is certain to be in the ledger. ``read`` may be called in any thread.
     """
 
     def __init__(
         self,
-        connection: sqlite3.Connection,
         path: Path,
         epoch: int,
-        n_samples: int,
-        with_partials: set[int],
+        store: Store,
+        segments: Segments,
+        new_segment: Callable[[], int],
+        watermark: Watermark,
+        segment_bytes: int,
     ) -> None:
-        """``with_partials``: keys of trajectories of which the ledger already has completions."""
+        """``new_segment``: gives the number of a new segment. ``watermark``: where this process begins."""
         self.path = path
         self.epoch = epoch
-        self._samples = "[" + ",".join(map(str, range(n_samples))) + "]"
-        self._connection = connection
-        self._released = -1
-        self._with_partials = with_partials
-        self._next = _Transaction()
+        self._store = store
+        self._segments = segments
+        self._new_segment = new_segment
+        self._watermark = watermark
+        self._segment_bytes = segment_bytes
+        self._segment = new_segment()
+        self._offset = 0
+        """Where the next frame's part begins in the segment."""
+        self._backlog = 0
+        self._begun = watermark.begun
+        self._trained = watermark.trained
+        self._next = Transaction(watermark.sequence + 1)
+        self._unwritten: tuple[Transaction, ...] = (self._next,)
+        """Transactions that are not on disk. The tuple is replaced, never changed: other threads read it."""
         self._loop: asyncio.AbstractEventLoop | None = None
         """Event loop of the events; None until the first event from within a loop."""
         self._is_due = False
         self._is_writing = False
-        self._failure: LedgerError | None = None
+        self._failure: Exception | None = None
         self._closed = False
-        self._handed_over: SimpleQueue[_Transaction | None] = SimpleQueue()
+        self._handed_over: SimpleQueue[Transaction | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
         self._thread.start()
 
-    # ---- events
+    # ---- payload
+
+    def append(self, payload: Buffer) -> tuple[int, int]:
+        """Return segment and offset where the payload of a frame will stand. It is written with the next
+        rows.
+
+        The buffer must not change until then.
+        """
+        events = self._events()
+        part = self._part(events)
+        offset = part.add(payload)
+        size = len(payload)
+        self._backlog += size
+        events.frame_bytes += size
+        if part.stop >= self._segment_bytes:
+            self._segment, self._offset = self._new_segment(), 0
+        return part.segment, offset
+
+    @property
+    def backlog(self) -> int:
+        """Bytes of payload that are not on disk yet."""
+        return self._backlog
+
+    def read(self, refs: bytes) -> bytes:
+        """Return the chunks that ``refs`` points to, one behind the other, on disk or not.
+
+        ``refs``: packed ``record.REF``, one behind the other. Raises LedgerError when a chunk is damaged.
+        """
+        unwritten = self._unwritten
+        try:
+            chunks = [self._chunk(unwritten, *ref) for ref in REF.iter_unpack(refs)]
+        except struct_error:
+            raise LedgerError(f"{len(refs)} bytes of references are not a multiple of {REF.size}") from None
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def _chunk(
+        self, unwritten: tuple[Transaction, ...], segment: int, offset: int, size: int, crc: int
+    ) -> bytes:
+        for transaction in unwritten:
+            for part in transaction.parts:
+                if part.segment == segment and (frame := part.find(offset, size)) is not None:
+                    return checked(frame, crc)
+        if self._store.moved:
+            segment, offset = self._store.moved.place(segment, offset)
+        return self._segments.read(segment, offset, size, crc)
+
+    def _part(self, events: Transaction) -> Part:
+        """Return the part of the newest segment, and have a new one begun where there is none."""
+        if events.parts and events.parts[-1].segment == self._segment:
+            return events.parts[-1]
+        part = Part(self._segment, self._offset)
+        events.parts.append(part)
+        return part
+
+    # ---- events of groups
 
     def admitted(self, ticket: Ticket, position: int) -> None:
         """Record that a group was admitted with the prompt at ``position``."""
-        events = self._events()
-        events.groups.append((ticket.id, position, ticket.requeued_from, ticket.version, self.epoch))
+        row = (ticket.id, position, ticket.requeued_from, ticket.version, self.epoch)
+        self._events().groups.append(row)
 
-    def partial(
-        self,
-        group_id: int,
-        sample: int,
-        call: int,
-        input_ids: Sequence[int],
-        completion: Completion,
-        *,
-        done: bool,
-    ) -> None:
-        """Record the completion so far of request number ``call`` of an episode, with its input."""
-        key = group_id * SAMPLES + sample
-        tokens, payload = len(completion.tokens), encode_completion(completion)
-        row = (key, call, self.epoch, digest(input_ids), done, tokens, payload)
-        events = self._events()
-        events.partials[key, call] = row
-        self._with_partials.add(key)
+    def piece(self, key: int, base: int, ref: bytes, header: bytes) -> None:
+        """Record piece number ``base`` of an unfinished sample. Its pieces from this number on are void.
 
-    def trajectory(self, group_id: int, sample: int, trajectory: Trajectory) -> None:
-        """Record that an episode is complete and judged."""
-        key = group_id * SAMPLES + sample
-        row = (key, self.epoch, trajectory.response_length, encode_trajectory(trajectory))
-        events = self._events()
-        events.trajectories[key] = row
-        if key in self._with_partials:
-            events.superseded.append((key,))
-            self._with_partials.remove(key)
+        ``ref``: one packed ``record.REF``. ``header``: an encoded ``PieceHeader``.
+        """
+        self._events().samples.append((key, GROWING, base, ref, header))
 
-    def ready(self, group: Group) -> None:
-        """Record that the group shall be trained. All of its trajectories have been recorded."""
-        events = self._events()
-        events.states[group.id] = (group.id, "ready", None, None, _tokens(group.trajectories))
+    def answered(self, key: int, refs: bytes, header: bytes) -> None:
+        """Record a whole trajectory that is not judged yet. Its pieces are superseded.
 
-    def lost(self, id_: int, loss: Loss, trajectories: Sequence[Trajectory] = ()) -> None:
-        """Record that the group will never be trained."""
+        ``header``: the encoded ``TrajectoryHeader``, without a reward.
+        """
+        self._events().samples.append((key, ANSWERED, WHOLE, refs, header))
+
+    def judged(self, key: int, refs: bytes | None, header: bytes) -> None:
+        """Record a whole trajectory with its reward.
+
+        ``refs``: None if the trajectory consists of the chunks recorded before.
+        """
+        self._events().samples.append((key, JUDGED, WHOLE, refs, header))
+
+    def ready(self, id_: int, tokens: int) -> None:
+        """Record that a group shall be trained. All of its trajectories have been recorded as judged.
+
+        ``tokens``: number of their sampled tokens.
+        """
+        self._events().states[id_] = (id_, "ready", None, None, tokens, None)
+
+    def lost(self, id_: int, loss: Loss, tokens: int = 0, note: str = "") -> None:
+        """Record that a group will never be trained; everything that was generated for it is forgotten."""
         events = self._events()
-        events.states[id_] = (id_, loss.end.value, loss.value, None, _tokens(trajectories))
+        events.states[id_] = (id_, loss.end.value, loss.value, None, tokens, note[:NOTE_LENGTH] or None)
         events.ended.append(id_)
-
-    def expired(self, expired: Expired) -> None:
-        self.lost(expired.id, expired.loss, expired.group.trajectories if expired.group else ())
 
     def discarded(self, id_: int, tokens: int) -> None:
-        """Record that an unfinished group starts again, and that its ``tokens`` sampled tokens are given up.
+        """Record that an unfinished group starts again, and gives up its ``tokens`` sampled tokens."""
+        events = self._events()
+        events.states[id_] = (id_, "admitted", None, None, None, None)
+        events.discards.append((id_, tokens, len(events.samples)))
 
-        Wait for ``flushed`` before it starts: a transaction removes the old tokens after it has written.
+    # ---- events of training
+
+    def step_begins(self, version: int, parent: int, groups: Sequence[int]) -> None:
+        """Record that an engine may hold ``version`` from now on. Wait for ``flushed`` before it can.
+
+        ``parent``: version that the step starts from. ``groups``: ids of the groups of the batch.
         """
         events = self._events()
-        events.states[id_] = (id_, "admitted", None, None, None)
-        events.discards.append((id_, self.epoch, tokens))
-        events.ended.append(id_)
+        events.steps.append((version, parent, tuple(groups)))
+        self._part(events)  # the segment tells of the version, should the database lose this transaction
+        self._begun = max(self._begun, version)
 
-    def step_begins(self, version: int, step: int) -> None:
-        """Record that an engine may hold ``version`` from now on. Wait for ``flushed`` before it can."""
-        events = self._events()
-        events.steps.append((version, self.epoch, step))
+    def step_failed(self, version: int, reason: str) -> None:
+        """Record that the trainer died or raised in the step that was to make ``version``."""
+        self._events().failures.append((version, reason[:NOTE_LENGTH]))
 
-    def published(self, version: int, groups: Iterable[Group]) -> None:
-        """Record that ``version`` was trained on ``groups`` and is published."""
-        events = self._events()
-        events.published.append((version,))
-        for group in groups:
-            sampled, trained, head_lag = _account(group, version - 1)
-            events.trainings.append((version, group.id, head_lag, trained, sampled - trained))
-            events.states[group.id] = (group.id, "trained", None, version, sampled)
+    def published(self, version: int, trainings: Sequence[Training]) -> None:
+        """Record that ``version`` is published, and which groups it was trained on."""
+        self._events().published.append((version, trainings))
+        self._trained += len(trainings)
 
     def release(self, version: int) -> None:
-        """Remove the trajectories that were trained up to ``version``: no restart can need them any more.
+        """Forget the trajectories that were trained up to ``version``: no restart can need them any more.
 
         Call it when every checkpoint has these trainings behind it.
         """
-        events = self._events()
-        events.released.append((self._samples, self._released, version))
-        self._released = version
+        self._events().released = version
+
+    def watermark(self) -> Watermark:
+        """Return how far the ledger is, for the record of a checkpoint of the version published last.
+
+        Wait for ``flushed`` before the checkpoint is committed.
+        """
+        sequence = self._events().sequence
+        return Watermark(self._watermark.run, sequence, self._begun, self._trained)
+
+    def checkpointed(self, version: int, digest: str) -> None:
+        """Record that the checkpoint of ``version`` was committed. ``digest``: of its record."""
+        self._events().checkpoints.append((version, digest))
 
     # ---- durability
+
+    def when_durable(self, then: Callable[[], None]) -> None:
+        """Call ``then`` on the event loop once all events so far are on disk; never after a failure."""
+        self._events().then.append(then)
 
     async def flushed(self) -> None:
         """Wait until all events so far are on disk. Raises LedgerError."""
@@ -253,10 +240,10 @@ class Ledger:
         await future
 
     def close(self) -> None:
-        """Write all events that are left and close the file. Raises LedgerError."""
+        """Write all events that are left and close the files. Raises LedgerError."""
         if self._closed:
             return
-        self._closed = True
+        self._closed, self._is_due = True, False
         if self._failure is None:
             self._handed_over.put(self._next)
         self._handed_over.put(None)
@@ -266,75 +253,71 @@ class Ledger:
         if self._failure is not None:
             raise self._failure
 
-    def _events(self) -> _Transaction:
+    def _events(self) -> Transaction:
         """Return the transaction for the next event, and have it handed over after ``COMMIT_DELAY_S``."""
+        if self._is_due:
+            return self._next
         if self._failure is not None:
             raise self._failure
         if self._closed:
             raise LedgerError(f"{self.path} is closed")
-        if not self._is_due:
-            with suppress(RuntimeError):  # outside of a loop, the next event inside one sets the timer
-                self._loop = asyncio.get_running_loop()
-                self._loop.call_later(COMMIT_DELAY_S, self._hand_over)
-                self._is_due = True
+        with suppress(RuntimeError):  # outside of a loop, the next event inside one sets the timer
+            self._loop = asyncio.get_running_loop()
+            self._loop.call_later(COMMIT_DELAY_S, self._hand_over)
+            self._is_due = True
         return self._next
 
     def _hand_over(self) -> None:
         if self._is_writing or self._closed:
             return
         self._is_writing, self._is_due = True, False
-        transaction, self._next = self._next, _Transaction()
-        self._handed_over.put(transaction)
+        events = self._next
+        if events.parts and events.parts[-1].segment == self._segment:
+            self._offset = events.parts[-1].stop
+        self._next = Transaction(events.sequence + 1)
+        self._unwritten = (events, self._next)
+        self._handed_over.put(events)
 
-    def _committed(self, transaction: _Transaction) -> None:
-        """Wake the waiters of a transaction. Runs on the event loop."""
+    def _committed(self, events: Transaction) -> None:
+        """Tell everybody that a transaction is on disk. Runs on the event loop."""
         self._is_writing = False
-        for future in transaction.waiters + (self._next.waiters if self._failure else []):
+        if self._failure is not None:
+            self._is_due = False
+            _fail(events.waiters + self._next.waiters, self._failure)
+            return
+        self._unwritten = (self._next,)
+        self._backlog -= events.frame_bytes
+        for future in events.waiters:
             if not future.done():
-                if self._failure is None:
-                    future.set_result(None)
-                else:
-                    future.set_exception(self._failure)
+                future.set_result(None)
+        for then in events.then:
+            then()
         if self._is_due:  # the events that arrived meanwhile have waited long enough
             self._hand_over()
 
     # ---- the thread
 
     def _run(self) -> None:
-        while (transaction := self._handed_over.get()) is not None:
+        while (events := self._handed_over.get()) is not None:
             if self._failure is None:
-                try:
-                    self._commit(transaction)
-                except sqlite3.Error as error:
-                    self._failure = explained(self.path, error)
+                self._attempt(lambda events=events: self._store.commit(events))
             if self._loop is not None:
                 with suppress(RuntimeError):  # the loop is closed: nobody waits
-                    self._loop.call_soon_threadsafe(self._committed, transaction)
-        self._connection.close()
+                    self._loop.call_soon_threadsafe(self._committed, events)
+            if self._failure is None:
+                self._attempt(self._store.tidy)
+        self._attempt(self._store.close)
 
-    def _commit(self, transaction: _Transaction) -> None:
-        self._connection.execute("BEGIN")
+    def _attempt(self, write: Callable[[], None]) -> None:
         try:
-            transaction.write(self._connection)
-            self._connection.execute("COMMIT")
-        except sqlite3.Error:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-            raise
+            write()
+        except (sqlite3.Error, OSError) as error:
+            self._failure = self._failure or explained(self.path, error)
+        except Exception as error:
+            self._failure = self._failure or error
 
 
-def _tokens(trajectories: Iterable[Trajectory]) -> int:
-    return sum(trajectory.sampled_length for trajectory in trajectories)
-
-
-def _account(group: Group, version: int) -> tuple[int, int, int]:
-    """Return numbers of sampled tokens and of tokens with loss, and the head lag at ``version``.
-
-    The head lag is -1 if no token carries loss.
-    """
-    trained = [trajectory for trajectory in group.trajectories if trajectory.response_length]
-    return (
-        _tokens(group.trajectories),
-        sum(trajectory.response_length for trajectory in trained),
-        max((version - trajectory.oldest_version for trajectory in trained), default=-1),
-    )
+def _fail(waiters: Sequence[asyncio.Future[None]], failure: Exception) -> None:
+    for future in waiters:
+        if not future.done():
+            future.set_exception(failure)

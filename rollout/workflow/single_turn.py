@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from slipstream.rollout.trajectory import Prompt, Trajectory, TrajectoryBuilder
@@ -12,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SingleTurn:
-    """Applies the chat template, generates one completion and asks for its reward."""
+    """Applies the chat template and generates one completion, which the recipe's reward then judges."""
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> Trajectory:
         prompt_ids = context.tokenizer.apply_chat_template(
@@ -21,6 +20,4 @@ class SingleTurn:
         completion = await context.generator.generate(prompt_ids, context.sampling)
         builder = TrajectoryBuilder(prompt_ids)
         builder.add_completion(completion)
-        trajectory = builder.build()
-        response = context.tokenizer.decode(completion.tokens, skip_special_tokens=True)
-        return replace(trajectory, reward=await context.reward.score(prompt, response, trajectory))
+        return builder.build()

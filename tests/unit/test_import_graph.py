@@ -37,9 +37,9 @@ FLOORS = {
     ),
     "bridge": ({"hf"}, {"model"}, {"families", "shards"}, {"publish"}, {"transport"}),
     "rollout": (
-        {"changes", "network", "trajectory"},
+        {"changes", "network", "temporary", "trajectory"},
         {"control", "plugins", "prompts", "reward"},
-        {"engine", "ledger", "workflow"},
+        {"engine", "judge", "ledger", "workflow"},
         {"collect"},
     ),
 }

@@ -3,7 +3,11 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
+
+_running: ContextVar["_Entry"] = ContextVar("time limit")
+"""The limit around the running code."""
 
 
 class TimeLimit:
@@ -23,35 +27,52 @@ class TimeLimit:
         self._entered: dict[_Entry, None] = {}
         """Running blocks, in the order in which their time runs out."""
         self._timer: asyncio.TimerHandle | None = None
-        self._is_stopped = False
+        self._stopped_s: float | None = None
+        """When the clocks were stopped; None: they run."""
 
     def __call__(self) -> "_Entry":
         """Limit a block of the running task. Its time begins when the block does."""
         return _Entry(self)
 
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Stop the clock of every limit inside the block. Must not be nested."""
+    def stop(self, stops: bool) -> None:
+        """Stop the clocks of all limits, or let them go on."""
         loop = asyncio.get_running_loop()
-        began = loop.time()
-        self._is_stopped = True
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        try:
-            yield
-        finally:
-            self._is_stopped = False
+        if stops and self._stopped_s is None:
+            self._stopped_s = loop.time()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+        elif not stops and self._stopped_s is not None:
+            began, self._stopped_s = self._stopped_s, None
             for entry in self._entered:
                 entered = entry.due - self.seconds
                 entry.due += loop.time() - max(began, entered)
             if self._entered:
                 self._set_timer(loop)
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Stop the clock of the limit around the running task, or around the task that has created it.
+
+        Behind the block that limit begins anew, so that limits go on running out in the order of their begin.
+        """
+        entry = _running.get(None)
+        if entry is None or entry.has_run_out:
+            yield
+            return
+        entry.suspensions += 1
+        self._entered.pop(entry, None)
+        try:
+            yield
+        finally:
+            entry.suspensions -= 1
+            if not entry.suspensions and entry.is_inside:
+                self._enter(entry, asyncio.get_running_loop())
+
     def _enter(self, entry: "_Entry", loop: asyncio.AbstractEventLoop) -> None:
         entry.due = loop.time() + self.seconds
         self._entered[entry] = None
-        if self._timer is None and not self._is_stopped:
+        if self._timer is None and self._stopped_s is None:
             self._set_timer(loop)
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -70,7 +91,16 @@ class TimeLimit:
 
 
 class _Entry:
-    __slots__ = ("_cancelling", "_limit", "due", "has_run_out", "task")
+    __slots__ = (
+        "_cancelling",
+        "_limit",
+        "_token",
+        "due",
+        "has_run_out",
+        "is_inside",
+        "suspensions",
+        "task",
+    )
 
     task: asyncio.Task[object]
     due: float
@@ -78,6 +108,9 @@ class _Entry:
     def __init__(self, limit: TimeLimit) -> None:
         self._limit = limit
         self.has_run_out = False
+        self.is_inside = False
+        self.suspensions = 0
+        """Number of blocks of ``suspended`` that the task, or tasks that it has created, are inside."""
 
     def __enter__(self) -> None:
         task = asyncio.current_task()
@@ -85,13 +118,17 @@ class _Entry:
             raise RuntimeError("a time limit is for the inside of a task")
         self.task = task
         self._cancelling = task.cancelling()
+        self.is_inside = True
+        self._token = _running.set(self)
         self._limit._enter(self, task.get_loop())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        self.is_inside = False
+        _running.reset(self._token)
         if not self.has_run_out:
-            del self._limit._entered[self]
+            self._limit._entered.pop(self, None)
         # As in asyncio.timeout: a cancellation that others asked for as well goes on.
         elif self.task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError(f"not done within {self._limit.seconds:g} s") from error

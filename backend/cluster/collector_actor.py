@@ -1,0 +1,28 @@
+"""The Ray actor of one collector. It imports nothing heavy, so that the driver stays light."""
+
+from dataclasses import asdict
+
+from slipstream.backend.cluster.trainer_actor import redirect_output
+from slipstream.backend.monitor.trace import TraceLog
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.collector.spec import CollectorSpec
+
+
+class CollectorActor:
+    """Runs one life of a collector in its process."""
+
+    async def collect(self, spec: CollectorSpec, config: RunConfig) -> None:
+        """Collect until the driver ends the connection."""
+        redirect_output(spec.logs / f"{spec.collector}.log")
+        from slipstream.rollout.collector.process import collect
+        from slipstream.rollout.engine.trace import RequestTrace
+
+        trace = TraceLog(config.run.folder, spec.collector)
+
+        def trace_request(request: RequestTrace) -> None:
+            trace.write("request", **asdict(request))
+
+        try:
+            await collect(spec, config, trace_request)
+        finally:
+            trace.close()

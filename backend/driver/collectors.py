@@ -1,0 +1,77 @@
+"""The collectors of a run: started, watched, and started again under another name when one is gone.
+
+    start ──► connected, gets leases ──process or connection ends──► start again    (one task each)
+
+A collector that is gone holds nobody up: its groups are leased to others at once.
+"""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from slipstream.backend.cluster.actors import CollectorActors
+from slipstream.backend.cluster.configured_ray import ray
+from slipstream.backend.cluster.handles import kill
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.collector.spec import CollectorSpec
+
+
+class CollectorGone(RuntimeError):
+    """A collector has failed more often than ``rollout.collector_restarts`` allows, or cannot start."""
+
+
+class Collectors:
+    """Single event loop. ``run`` for as long as episodes are collected; its end ends every collector."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        actors: CollectorActors,
+        logs: Path,
+        key: str,
+        vocab_size: int,
+        note: Callable[[str], None],
+    ) -> None:
+        """``key``: secret of the run. ``vocab_size``: number of token ids of the model."""
+        self._config = config
+        self._actors = actors
+        self._logs = logs
+        self._key = key
+        self._vocab_size = vocab_size
+        self._note = note
+        self.restarts = 0
+        """Number of restarts of all collectors so far."""
+
+    async def run(self, url: str) -> None:
+        """Keep all collectors running, connected to ``url``. Ends by cancellation only.
+
+        Raises, in an ExceptionGroup, CollectorGone.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(self._actors.count):
+                tasks.create_task(self._keep(number, url), name=f"collector-{number}")
+
+    async def _keep(self, number: int, url: str) -> None:
+        life = 0
+        while True:
+            spec = CollectorSpec(f"collector-{number}", life, url, self._key, self._vocab_size, self._logs)
+            reason = await self._live(number, spec)
+            life += 1
+            self.restarts += 1
+            if life > self._config.rollout.collector_restarts:
+                raise CollectorGone(f"{spec.collector} failed {life} times; the last time {reason}")
+            self._note(f"{spec.collector} is started again: {reason}")
+
+    async def _live(self, number: int, spec: CollectorSpec) -> str:
+        """Run one life of a collector. Return the reason of its end."""
+        actor = self._actors.create(number)
+        try:
+            await actor.collect.remote(spec, self._config)
+            return "its connection has ended"
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause or error
+            raise CollectorGone(f"{spec.collector}: {cause} (logs: {self._logs})") from error
+        except ray.exceptions.RayActorError:
+            return f"its process has ended (log: {self._logs / spec.collector}.log)"
+        finally:
+            kill(actor)

@@ -1,0 +1,81 @@
+"""The collector of a simulated run: the real one's groups and episodes, in the process of the driver.
+
+leases ──► GroupCollector ──► outbox ──► leases      with headers, and without any chunk of tokens
+"""
+
+from collections.abc import Sequence
+
+from slipstream.backend.simulate.episodes import NumberedGenerator
+from slipstream.backend.simulate.pool import SimulatedPool
+from slipstream.rollout.collect.leases import Leases
+from slipstream.rollout.collect.questions import Questions
+from slipstream.rollout.collector.evaluation import Evaluations
+from slipstream.rollout.collector.groups import GroupCollector
+from slipstream.rollout.collector.outbox import Outbox
+from slipstream.rollout.engine.routing import PoolStatus
+from slipstream.rollout.messages import Lease, PriorSample, Question, Status, Up
+from slipstream.rollout.trajectory import Trajectory
+
+NAME = "simulated"
+"""Name of the only collector."""
+
+
+class SimulatedRecord(NumberedGenerator):
+    """One episode's way to the engines. There is no token to record."""
+
+    def __init__(self, pool: SimulatedPool, outbox: Outbox, group: int, lease: int, sample: int) -> None:
+        super().__init__(pool, sample)
+        self._outbox = outbox
+        self._key = (group, lease, sample)
+
+    def again(self) -> None:
+        """Do nothing: another attempt asks for the same completion."""
+
+    def resume(self, prior: PriorSample, chunks: memoryview) -> int:
+        """Raise: a simulated run has no other collectors."""
+        raise AssertionError("nothing of a simulated episode is ever recorded")
+
+    def write_ends(self, older_than_s: float = 0.0) -> None:
+        """Do nothing."""
+
+    def answered(self, trajectory: Trajectory) -> None:
+        self._outbox.answered(*self._key, 0, trajectory.header, b"")
+
+    def judged(self, trajectory: Trajectory) -> None:
+        self._outbox.judged(*self._key, trajectory.header)
+
+
+class Link:
+    """Hands leases to the collector, and its events back: ``leases.Outgoing`` and the sender of an outbox."""
+
+    def __init__(self, groups: GroupCollector[SimulatedRecord], leases: Leases, questions: Questions) -> None:
+        self._groups = groups
+        self._leases = leases
+        self._questions = questions
+
+    def lease(self, lease: Lease, chunks: Sequence[bytes]) -> None:
+        self._groups.start(lease, memoryview(b""))
+
+    def cancel(self, group: int, lease: int) -> None:
+        self._groups.cancel(group, lease)
+
+    async def send(self, message: Up, chunks: Sequence[bytes]) -> None:
+        self._leases.received(NAME, message, memoryview(b""))
+        for result in message.evaluated:
+            self._questions.answered(NAME, result)
+
+    def status(self) -> Status:
+        return Status(PoolStatus(), len(self._groups), 0, 0.0)
+
+
+class Asked:
+    """Hands evaluation episodes to the collector: ``questions.Asking``."""
+
+    def __init__(self, evaluations: Evaluations) -> None:
+        self._evaluations = evaluations
+
+    def ask(self, question: Question) -> None:
+        self._evaluations.start(question)
+
+    def withdraw(self, task: int) -> None:
+        self._evaluations.withdraw(task)

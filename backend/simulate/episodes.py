@@ -1,0 +1,77 @@
+"""What a simulated episode consists of: one request, and the judging of its completion."""
+
+import asyncio
+from collections.abc import Sequence
+
+from slipstream.backend.simulate.pool import SimulatedPool
+from slipstream.backend.simulate.trajectory import SimulatedCompletion, SimulatedTrajectory
+from slipstream.backend.simulate.workload import Workload
+from slipstream.configs.schema import SamplingConfig
+from slipstream.rollout.trajectory import Messages, Prompt, Trajectory
+from slipstream.rollout.workflow import WorkflowContext
+
+
+class SimulatedTokenizer:
+    """Stands where a context needs a tokenizer: simulated episodes have no tokens."""
+
+    def apply_chat_template(self, conversation: Messages, **kwargs: object) -> list[int]:
+        """Raise: nothing is encoded."""
+        raise AssertionError("a simulated episode encodes nothing")
+
+    def decode(self, token_ids: Sequence[int], **kwargs: object) -> str:
+        """Raise: nothing is decoded."""
+        raise AssertionError("a simulated episode decodes nothing")
+
+
+class EpisodeLost(RuntimeError):
+    """An attempt at an episode failed, as the workload says."""
+
+
+class NumberedGenerator:
+    """The engines as one sample of a group sees them."""
+
+    def __init__(self, pool: SimulatedPool, sample: int, *, greedy: bool = False) -> None:
+        self._pool = pool
+        self._greedy = greedy
+        self.sample = sample
+        self.attempts = 0
+        """Number of attempts at the episode that have got a completion."""
+
+    async def generate(self, input_ids: Sequence[int], sampling: SamplingConfig) -> SimulatedCompletion:
+        return await self._pool.generate(input_ids, sampling, greedy=self._greedy)
+
+
+class NoReward:
+    """Stands where a context needs a reward: simulated workflows leave the judging to ``judge``."""
+
+    async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
+        """Raise: no workflow asks."""
+        raise AssertionError("a simulated workflow asks for no reward")
+
+
+class SimulatedWorkflow:
+    """Makes one request, like ``slipstream.rollout.workflow.SingleTurn``."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> SimulatedTrajectory:
+        generator = context.generator
+        assert isinstance(generator, NumberedGenerator)
+        number = generator.sample
+        completion = await generator.generate((prompt.id, number), context.sampling)
+        assert isinstance(completion, SimulatedCompletion)
+        if self._workload.failure_rate:
+            attempt, generator.attempts = generator.attempts, generator.attempts + 1
+            if self._workload.fails(prompt.id, number, attempt):
+                raise EpisodeLost(f"attempt {attempt + 1} at sample {number}")
+        return SimulatedTrajectory(completion.sample, completion.version_spans, completion.retractions)
+
+
+async def judge(prompt: Prompt, trajectory: Trajectory) -> float:
+    """Return the workload's reward after the workload's time of judging."""
+    assert isinstance(trajectory, SimulatedTrajectory)
+    _, _, seconds, reward = trajectory.sample
+    if seconds:
+        await asyncio.sleep(seconds)
+    return float(reward)

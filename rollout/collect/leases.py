@@ -1,0 +1,380 @@
+"""Which collector works on which group, and what the events of collectors mean.
+
+    slot free ──► lease ──► collector ──► events ──► ledger ──on disk──► gate: ready
+                    ▲                        └─ verdict: filtered, failed ──► gate: slot free
+                    └── a collector is gone: its groups go to others first, with all that is recorded
+
+A group keeps its slot and its version when it changes hands. Only events of its present lease count: what a
+lost collector still sends is void. A group is ready when all of its trajectories are on disk.
+
+Leases run ahead of the engines: a collector holds more episodes than its engines may run at one time, so that
+no place on an engine waits for a round trip. That, and the number of slots, is the back-pressure.
+"""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+from slipstream.rollout.changes import Changes
+from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup, StoredTrajectory
+from slipstream.rollout.collect.intake import Assignment
+from slipstream.rollout.collect.journal import Journal
+from slipstream.rollout.collect.listener import CollectionListener
+from slipstream.rollout.control.core import Ticket
+from slipstream.rollout.ledger.database import LedgerError
+from slipstream.rollout.ledger.samples import SAMPLES
+from slipstream.rollout.messages import (
+    ANSWERED,
+    FILTERED,
+    JUDGED,
+    NOTHING,
+    PIECE,
+    TRAIN,
+    Event,
+    Lease,
+    MalformedFrame,
+    PriorSample,
+    Up,
+    Verdict,
+    fields,
+)
+from slipstream.rollout.record import HEADER, REF
+from slipstream.rollout.trajectory import Prompt, TrajectoryHeader
+
+AHEAD = 1 / 4
+"""Episodes that a collector holds beyond those that its engines may run, as a share of these."""
+
+BLOCKS = 2
+"""Number of collectors that a group may stop before it is given up: its workflow blocks for good."""
+
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+class Outgoing(Protocol):
+    """The way to one collector. Messages are sent soon, in order."""
+
+    def lease(self, lease: Lease, chunks: Sequence[bytes]) -> None: ...
+    def cancel(self, group: int, lease: int) -> None: ...
+
+
+class SampleState:
+    """What exists of one episode."""
+
+    __slots__ = ("header", "kind", "pieces", "refs", "trajectory")
+
+    def __init__(self) -> None:
+        self.kind = PIECE
+        self.pieces: list[tuple[bytes, bytes]] = []
+        """Packed ``record.REF`` and encoded ``PieceHeader`` of each piece."""
+        self.refs = b""
+        """Of a whole trajectory: ``record.REF`` of its chunks."""
+        self.header = b""
+        """Encoded ``TrajectoryHeader`` of a whole trajectory."""
+        self.trajectory: TrajectoryHeader | None = None
+        """The header of a judged one."""
+
+
+class OpenGroup:
+    """A group that has a slot and is not complete."""
+
+    __slots__ = ("blocks", "collector", "lease", "prompt", "samples", "ticket", "unanswered")
+
+    def __init__(self, ticket: Ticket, prompt: Prompt, samples: list[SampleState | None]) -> None:
+        self.ticket = ticket
+        self.prompt = prompt
+        self.samples = samples
+        self.lease = 0
+        """Number of the present lease; 0: none."""
+        self.collector = ""
+        self.unanswered = sum(sample is None or sample.kind == PIECE for sample in samples)
+        self.blocks = 0
+        """Number of collectors that the group's workflow has stopped."""
+
+    @property
+    def headers(self) -> list[TrajectoryHeader]:
+        """Headers of the judged trajectories."""
+        return [sample.trajectory for sample in self.samples if sample and sample.trajectory is not None]
+
+
+@dataclass
+class _Collector:
+    outgoing: Outgoing
+    generating: int = 0
+    """Episodes leased and not yet done with the engines."""
+    groups: set[int] = field(default_factory=set[int])
+    episodes: int = 0
+    """Groups that have not ended there, by its own account."""
+
+
+class Leases:
+    """All groups between their slot and their verdict. Single event loop."""
+
+    def __init__(
+        self,
+        gate: AdmissionGate,
+        journal: Journal,
+        listener: CollectionListener,
+        share_of: Callable[[str], int],
+        samples: int,
+        resumed: Iterable[OpenGroup] = (),
+    ) -> None:
+        """``share_of``: number of requests that a collector may run at one time. ``samples``: episodes of a
+        group. ``resumed``: groups from before a restart, which have slots and are leased first.
+        """
+        self._gate = gate
+        self._journal = journal
+        self._listener = listener
+        self._share_of = share_of
+        self._samples = samples
+        self._waiting = deque(resumed)
+        """Groups without a collector, which have slots already."""
+        self._groups = {group.ticket.id: group for group in self._waiting}
+        self._collectors: dict[str, _Collector] = {}
+        self._numbers = itertools.count(1)
+        self._is_open = False
+        self._changes = Changes()
+        self.void_events = 0
+        """Number of events that came too late: of leases that had ended."""
+
+    @property
+    def leased_again(self) -> int:
+        """Number of groups that wait for another collector."""
+        return len(self._waiting)
+
+    # ---- collectors
+
+    def joined(self, name: str, outgoing: Outgoing) -> None:
+        """Give work to a collector from now on."""
+        self._collectors[name] = _Collector(outgoing)
+        self.grant()
+
+    def left(self, name: str) -> None:
+        """Lease the groups of a collector that is gone to others."""
+        collector = self._collectors.pop(name)
+        for id_ in sorted(collector.groups):
+            group = self._groups[id_]
+            group.lease, group.collector = 0, ""
+            self._waiting.append(group)
+        self.grant()
+
+    def blocked(self, name: str, id_: int, traceback: str) -> None:
+        """Note that the workflow of a group stands in the way of all others of its collector.
+
+        The collector will end by itself.
+        """
+        group = self._groups.get(id_)
+        if group is None or group.collector != name:
+            return
+        group.blocks += 1
+        reason = f"its workflow blocked collector {name}, so that no other episode went on:\n{traceback}"
+        self._listener.attempt_failed(group.prompt.id, group.blocks, reason)
+        if group.blocks >= BLOCKS:
+            self._end(group)
+            self._gate.failed(id_, reason, group.headers)
+
+    # ---- leases
+
+    def open(self) -> None:
+        """Begin to give out leases."""
+        self._is_open = True
+        self.grant()
+
+    async def close(self) -> None:
+        """Give out no further lease, and stop the work that is under way: the run ends.
+
+        Returns when the collectors have sent what they have, or after CLOSE_TIMEOUT_S.
+        """
+        self._is_open = False
+        for group in self._groups.values():
+            self._cancel(group)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._changes.first(lambda: None if self._busy() else True)
+
+    def _busy(self) -> list[str]:
+        return [name for name, collector in self._collectors.items() if collector.episodes]
+
+    def grant(self) -> None:
+        """Lease groups as long as there are slots, or groups without a collector, and room for them."""
+        room = [
+            (name, collector)
+            for name, collector in self._collectors.items()
+            if self._has_room(name, collector)
+        ]
+        turn = 0
+        while self._is_open and room and (self._waiting or self._gate.may_admit()):
+            turn = (turn + 1) % len(room)
+            name, collector = room[turn]
+            group = self._waiting.popleft() if self._waiting else self._admitted(self._gate.admit())
+            self._lease(group, name, collector)
+            if not self._has_room(name, collector):
+                del room[turn]
+
+    def give_up(self, ids: Iterable[int]) -> None:
+        """Stop the work on groups that have expired."""
+        for id_ in ids:
+            if (group := self._groups.get(id_)) is not None:
+                self._cancel(group)
+                self._end(group)
+
+    def _has_room(self, name: str, collector: _Collector) -> bool:
+        target = self._share_of(name) * (1 + AHEAD)
+        return collector.generating == 0 or collector.generating + self._samples <= target
+
+    def _admitted(self, assignment: Assignment) -> OpenGroup:
+        group = OpenGroup(assignment.ticket, assignment.prompt, [None] * self._samples)
+        self._groups[assignment.ticket.id] = group
+        return group
+
+    def _lease(self, group: OpenGroup, name: str, collector: _Collector) -> None:
+        id_, prior, chunks = group.ticket.id, [], []
+        for number, sample in enumerate(group.samples):
+            if sample is not None:
+                self._prior(group, number, sample, prior, chunks)
+        group.lease, group.collector = next(self._numbers), name
+        collector.generating += self._samples
+        collector.groups.add(id_)
+        collector.outgoing.lease(
+            Lease(id_, group.lease, group.ticket.version, fields(group.prompt), prior), chunks
+        )
+
+    def _prior(
+        self,
+        group: OpenGroup,
+        number: int,
+        sample: SampleState,
+        prior: list[PriorSample],
+        chunks: list[bytes],
+    ) -> None:
+        """Add what is recorded of an episode. A damaged record is given up, and the episode begins anew."""
+        if sample.kind == PIECE:
+            header, pieces = NOTHING, [(ref, msgspec.Raw(piece)) for ref, piece in sample.pieces]
+        else:
+            refs = [sample.refs[i : i + REF.size] for i in range(0, len(sample.refs), REF.size)]
+            header, pieces = msgspec.Raw(sample.header), [(ref, NOTHING) for ref in refs]
+        try:
+            read = [self._journal.read(ref) for ref, _ in pieces]
+        except LedgerError as error:
+            self._listener.note(f"group {group.ticket.id}, sample {number} is generated again: {error}")
+            group.samples[number] = None
+            return
+        chunks += read
+        sizes = [(len(chunk), piece) for chunk, (_, piece) in zip(read, pieces, strict=True)]
+        prior.append(PriorSample(number, sample.kind, header, sizes))
+
+    def _cancel(self, group: OpenGroup) -> None:
+        if group.lease:
+            self._collectors[group.collector].outgoing.cancel(group.ticket.id, group.lease)
+
+    def _end(self, group: OpenGroup) -> None:
+        """Forget a group whose lease has ended for good."""
+        id_ = group.ticket.id
+        del self._groups[id_]
+        if group.lease:
+            self._collectors[group.collector].groups.discard(id_)
+            group.lease = 0
+        else:
+            self._waiting.remove(group)
+
+    # ---- events
+
+    def received(self, name: str, message: Up, payload: memoryview) -> None:
+        """Take in a message of a collector. Raises MalformedFrame."""
+        collector = self._collectors[name]
+        if payload:
+            segment, offset = self._journal.append(payload)
+            for event in message.events:
+                ref = REF.pack(segment, offset, event.size, event.crc) if event.size else b""
+                offset += event.size
+                self._happened(event, ref)
+        else:
+            for event in message.events:
+                self._happened(event, b"")
+        ready: list[ReadyGroup] = []
+        for verdict in message.verdicts:
+            self._decided(verdict, ready)
+        if ready:
+            self._journal.when_durable(partial(self._gate.finished, ready))
+        for failed in message.failed:
+            self._listener.attempt_failed(failed.prompt, failed.attempt, failed.error)
+        if message.status is not None:
+            collector.episodes = message.status.groups
+            self._changes.notify()
+        if message.released:
+            collector.generating -= message.released
+            self.grant()
+
+    def _happened(self, event: Event, ref: bytes) -> None:
+        group = self._groups.get(event.group)
+        if group is None or group.lease != event.lease:
+            self.void_events += 1
+            return
+        if not 0 <= event.sample < self._samples:
+            raise MalformedFrame(f"group {event.group} has no sample {event.sample}")
+        sample = group.samples[event.sample]
+        if sample is None:
+            sample = group.samples[event.sample] = SampleState()
+        key = event.group * SAMPLES + event.sample
+        if event.kind == PIECE:
+            self._add_piece(sample, key, event, ref)
+        elif sample.kind == PIECE and event.base <= len(sample.pieces):
+            pieces = b"".join([piece for piece, _ in sample.pieces[: event.base]])
+            sample.refs, sample.header, sample.pieces = pieces + ref, bytes(event.header), []
+            self._complete(group, sample, key, event, sample.refs)
+        elif event.kind == JUDGED and sample.kind == ANSWERED:
+            sample.header = bytes(event.header)
+            self._complete(group, sample, key, event, None)
+        else:
+            raise MalformedFrame(f"sample {event.sample} of group {event.group} has ended already")
+
+    def _add_piece(self, sample: SampleState, key: int, event: Event, ref: bytes) -> None:
+        if sample.kind != PIECE or event.base > len(sample.pieces) or not ref:
+            raise MalformedFrame(f"piece {event.base} of a sample with {len(sample.pieces)} pieces")
+        header = bytes(event.header)
+        del sample.pieces[event.base :]
+        sample.pieces.append((ref, header))
+        self._journal.piece(key, event.base, ref, header)
+
+    def _complete(
+        self, group: OpenGroup, sample: SampleState, key: int, event: Event, refs: bytes | None
+    ) -> None:
+        """Note a whole trajectory, or the reward of one."""
+        was_unanswered, sample.kind = sample.kind == PIECE, event.kind
+        if event.kind == JUDGED:
+            sample.trajectory = HEADER.decode(sample.header)
+            self._journal.judged(key, refs, sample.header)
+        else:
+            self._journal.answered(key, sample.refs, sample.header)
+        if was_unanswered:
+            group.unanswered -= 1
+            if not group.unanswered and any(each and each.kind == ANSWERED for each in group.samples):
+                self._gate.judging(group.ticket.id)
+
+    def _decided(self, verdict: Verdict, ready: list[ReadyGroup]) -> None:
+        group = self._groups.get(verdict.group)
+        if group is None or group.lease != verdict.lease:
+            return
+        headers = group.headers
+        if verdict.verdict in (TRAIN, FILTERED) and len(headers) != self._samples:
+            raise MalformedFrame(f"group {verdict.group} has {len(headers)} of {self._samples} trajectories")
+        self._end(group)
+        if verdict.verdict == TRAIN:
+            self._journal.ready(verdict.group, sum(header.sampled_length for header in headers))
+            stored = tuple(
+                StoredTrajectory(sample.trajectory, sample.refs)
+                for sample in group.samples
+                if sample is not None and sample.trajectory is not None
+            )
+            ready.append(ReadyGroup(verdict.group, stored))
+        elif verdict.verdict == FILTERED:
+            self._gate.filtered(verdict.group, headers)
+        else:
+            self._gate.failed(verdict.group, verdict.note, headers)

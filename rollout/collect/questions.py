@@ -1,0 +1,83 @@
+"""Evaluation episodes on the collectors: asked once each, and once more when a collector is gone.
+
+prompts ──► one question each, to the collectors in turn ──► results
+"""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from typing import Protocol
+
+from slipstream.rollout.messages import Evaluated, Question, fields
+from slipstream.rollout.trajectory import Prompt
+
+
+class Asking(Protocol):
+    """The way to one collector. Messages are sent soon, in order."""
+
+    def ask(self, question: Question) -> None: ...
+    def withdraw(self, task: int) -> None: ...
+
+
+class _Open:
+    __slots__ = ("collector", "question", "result")
+
+    def __init__(self, question: Question, result: asyncio.Future[Evaluated]) -> None:
+        self.question = question
+        self.result = result
+        self.collector = ""
+        """Collector that works on the question; empty: none does."""
+
+
+class Questions:
+    """All evaluation episodes that have not ended. Single event loop."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, _Open] = {}
+        self._collectors: dict[str, Asking] = {}
+        self._numbers = itertools.count()
+        self._turns = itertools.count()
+
+    async def ask(self, prompts: Sequence[Prompt]) -> list[Evaluated]:
+        """Run one greedy episode for each prompt. Return the results in their order.
+
+        Waits for a collector if there is none. A caller that is cancelled withdraws its questions.
+        """
+        loop = asyncio.get_running_loop()
+        asked = [
+            _Open(Question(next(self._numbers), fields(prompt)), loop.create_future()) for prompt in prompts
+        ]
+        self._open |= {each.question.task: each for each in asked}
+        self._distribute()
+        try:
+            return list(await asyncio.gather(*(each.result for each in asked)))
+        finally:
+            for each in asked:
+                if self._open.pop(each.question.task, None) is not None and each.collector:
+                    self._collectors[each.collector].withdraw(each.question.task)
+
+    def joined(self, name: str, collector: Asking) -> None:
+        self._collectors[name] = collector
+        self._distribute()
+
+    def left(self, name: str) -> None:
+        """Ask others what a collector that is gone has not answered."""
+        del self._collectors[name]
+        for each in self._open.values():
+            if each.collector == name:
+                each.collector = ""
+        self._distribute()
+
+    def answered(self, name: str, result: Evaluated) -> None:
+        """Take a result. Late results of withdrawn questions are ignored."""
+        each = self._open.get(result.task)
+        if each is not None and each.collector == name:
+            del self._open[result.task]
+            each.result.set_result(result)
+
+    def _distribute(self) -> None:
+        names = list(self._collectors)
+        for each in self._open.values():
+            if names and not each.collector:
+                each.collector = names[next(self._turns) % len(names)]
+                self._collectors[each.collector].ask(each.question)

@@ -1,0 +1,259 @@
+"""One leased group, from its lease to its verdict.
+
+lease ──► n episodes side by side ──► judging ──► filter ──► verdict: train | filtered | failed
+               │  ▲                      │  ▲
+               ▼  └── recorded before    ▼  └── answered before: only judged
+            outbox: pieces            outbox: trajectories, rewards
+
+An episode is recorded before it is judged, so that a judge that fails, or a process that ends, never costs a
+completion. A group in which one episode has failed is lost: its other episodes are given up.
+"""
+
+import asyncio
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar, cast
+
+from slipstream.rollout.collector.episodes import EpisodeFailed, Episodes
+from slipstream.rollout.collector.outbox import Outbox
+from slipstream.rollout.control.filters import GroupFilter
+from slipstream.rollout.engine.pool import NoEngine
+from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
+from slipstream.rollout.messages import ANSWERED, FAILED, FILTERED, JUDGED, TRAIN, Lease, PriorSample
+from slipstream.rollout.record import CorruptRecord, decode_header, decode_trajectory
+from slipstream.rollout.trajectory import Group, Messages, Prompt, Trajectory
+from slipstream.rollout.workflow import Generator, WorkflowContext
+
+TASK_NAME = "group "
+
+_Prior = tuple[PriorSample, memoryview]
+"""What exists of an episode, and its chunks."""
+
+
+class EpisodeRecord(Generator, Protocol):
+    """One episode's way to the engines, and its record: ``recording.Recording``."""
+
+    def again(self) -> None: ...
+    def resume(self, prior: PriorSample, chunks: memoryview) -> int: ...
+    def write_ends(self, older_than_s: float = 0.0) -> None: ...
+    def answered(self, trajectory: Trajectory) -> None: ...
+    def judged(self, trajectory: Trajectory) -> None: ...
+
+
+Judge = Callable[[Prompt, Trajectory], Awaitable[float]]
+"""Returns the reward of a trajectory. Raises JudgingFailed after the last attempt."""
+
+RecordT = TypeVar("RecordT", bound=EpisodeRecord)
+
+
+@dataclass(frozen=True)
+class NamedFilter:
+    """The recipe's group filter, and the import path that errors name it by."""
+
+    path: str
+    filter: GroupFilter
+
+    def keep(self, group: Group) -> bool:
+        """Return whether the group is to be trained. Whatever the filter raises becomes EpisodeFailed."""
+        try:
+            return bool(self.filter.keep(group))
+        except BaseException as error:  # user code
+            reason = f"prompt {group.prompt.id}: {self.path}: {type(error).__name__}: {error}"
+            raise EpisodeFailed(reason) from error
+
+
+class _Running(Generic[RecordT]):
+    """A group that is being collected here."""
+
+    def __init__(self, lease: Lease, records: list[RecordT]) -> None:
+        self.lease = lease
+        self.records = records
+        self.is_wanted = True
+        """The driver has not cancelled it."""
+        self.on_engines = len(records)
+        """Episodes that are not done with the engines."""
+
+
+class GroupCollector(Generic[RecordT]):
+    """Collects leased groups. Single event loop; any number of groups at once."""
+
+    def __init__(
+        self,
+        *,
+        outbox: Outbox,
+        record: Callable[[int, int, int], RecordT],
+        context: Callable[[RecordT], WorkflowContext],
+        episodes: Episodes,
+        judge: Judge,
+        samples: int,
+        group_filter: NamedFilter | None,
+    ) -> None:
+        """``record``: makes the record of an episode, given its group, lease and sample. ``context``: returns
+        what a workflow may use in that episode. ``samples``: episodes of a group.
+        """
+        self._outbox = outbox
+        self._record = record
+        self._context = context
+        self._episodes = episodes
+        self._judge = judge
+        self._samples = samples
+        self._filter = group_filter
+        self._running: dict[tuple[int, int], tuple[_Running[RecordT], asyncio.Task[None]]] = {}
+        self.tokens_continued = 0
+        """Number of tokens that other processes had generated, and that were continued here."""
+
+    def __len__(self) -> int:
+        """Return the number of groups that have not ended."""
+        return len(self._running)
+
+    def start(self, lease: Lease, chunks: memoryview) -> None:
+        """Start a group. ``chunks``: those of the lease's prior samples."""
+        records = [self._record(lease.group, lease.lease, sample) for sample in range(self._samples)]
+        group = _Running(lease, records)
+        task = asyncio.create_task(self._collect(group, chunks), name=task_name(lease.group))
+        self._running[lease.group, lease.lease] = (group, task)
+        task.add_done_callback(lambda task: self._ended(group, task))
+
+    def cancel(self, group: int, lease: int) -> None:
+        """Give up a group that the driver needs no more."""
+        if (group, lease) in self._running:
+            running, task = self._running[group, lease]
+            running.is_wanted = False
+            task.cancel()
+
+    async def close(self) -> None:
+        """Give up everything."""
+        tasks = [task for _, task in self._running.values()]
+        for key in list(self._running):
+            self.cancel(*key)
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def write_ends(self, older_than_s: float) -> None:
+        """Record completions that have ended while their episodes go on without the engines."""
+        for running, _ in self._running.values():
+            for record in running.records:
+                record.write_ends(older_than_s)
+
+    def _ended(self, group: _Running[RecordT], task: asyncio.Task[None]) -> None:
+        lease = group.lease
+        del self._running[lease.group, lease.lease]
+        if group.on_engines:
+            self._outbox.released(group.on_engines)
+        if not group.is_wanted:
+            return
+        if task.cancelled():
+            self._failed(lease, f"prompt {lease.prompt[0]}: the workflow has cancelled itself")
+        elif isinstance(error := task.exception(), NoEngine | JudgeStartFailed):
+            self._outbox.cannot_go_on(str(error))
+        elif error is not None:
+            self._failed(lease, "".join(traceback.format_exception(error))[-2000:])
+
+    def _released(self, group: _Running[RecordT]) -> None:
+        """The engines are done with an episode of the group."""
+        group.on_engines -= 1
+        self._outbox.released()
+
+    def _failed(self, lease: Lease, reason: str) -> None:
+        self._outbox.ended(lease.group, lease.lease, FAILED, reason)
+
+    # ---- one group
+
+    async def _collect(self, group: _Running[RecordT], chunks: memoryview) -> None:
+        await self._outbox.room()
+        lease = group.lease
+        prompt, prior = as_prompt(lease.prompt), dict(_slices(lease.prior, chunks))
+        try:
+            if self._samples == 1:
+                trajectories = [await self._sample(group, prompt, 0, prior.get(0))]
+            else:
+                trajectories = await self._all(group, prompt, prior)
+            verdict = self._verdict(lease, prompt, trajectories)
+        except EpisodeFailed as error:
+            self._failed(lease, str(error))
+        else:
+            self._outbox.ended(lease.group, lease.lease, verdict)
+
+    async def _all(
+        self, group: _Running[RecordT], prompt: Prompt, prior: dict[int, _Prior]
+    ) -> list[Trajectory]:
+        """Run all episodes of a group side by side. Raises what the first failed episode has raised."""
+        name = task_name(group.lease.group)
+        tasks = [
+            asyncio.create_task(self._sample(group, prompt, number, prior.get(number)), name=name)
+            for number in range(self._samples)
+        ]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            unfinished = [task for task in tasks if not task.done()]
+            for task in unfinished:
+                task.cancel()
+            if unfinished:
+                await asyncio.wait(unfinished)
+
+    def _verdict(self, lease: Lease, prompt: Prompt, trajectories: list[Trajectory]) -> int:
+        if self._filter is None:
+            return TRAIN
+        group = Group(lease.group, prompt, lease.version, tuple(trajectories))
+        return TRAIN if self._filter.keep(group) else FILTERED
+
+    async def _sample(
+        self, group: _Running[RecordT], prompt: Prompt, number: int, prior: _Prior | None
+    ) -> Trajectory:
+        """Return a judged trajectory: generated, continued, only judged, or as it is."""
+        record = group.records[number]
+        try:
+            if prior is not None and prior[0].kind in (ANSWERED, JUDGED):
+                trajectory = decode_trajectory(prior[1], decode_header(prior[0].header))
+            else:
+                trajectory = await self._generated(prompt, record, prior)
+        finally:
+            self._released(group)
+        if trajectory.reward is None:
+            trajectory = await self._judged(prompt, trajectory)
+            record.judged(trajectory)
+        return trajectory
+
+    async def _generated(self, prompt: Prompt, record: RecordT, prior: _Prior | None) -> Trajectory:
+        """Return the trajectory of an episode that runs here. It has been sent to the driver."""
+        if prior is not None:
+            self._continue(record, *prior)
+        trajectory = await self._episodes.run(prompt, self._context(record), record.again)
+        record.answered(trajectory)
+        if trajectory.reward is not None:
+            record.judged(trajectory)
+        return trajectory
+
+    def _continue(self, record: RecordT, prior: PriorSample, chunks: memoryview) -> None:
+        try:
+            self.tokens_continued += record.resume(prior, chunks)
+        except CorruptRecord:  # its bytes are those that were written: a record of another version
+            record.again()
+
+    async def _judged(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
+        try:
+            return trajectory.judged(await self._judge(prompt, trajectory))
+        except JudgingFailed as error:
+            raise EpisodeFailed(f"prompt {prompt.id}: {error}") from error
+
+
+def as_prompt(fields: tuple[int, object, object, dict[str, object]]) -> Prompt:
+    """Return the prompt that a message holds."""
+    id_, prompt, label, metadata = fields
+    return Prompt(id_, cast("str | Messages", prompt), label, metadata)
+
+
+def _slices(prior: list[PriorSample], chunks: memoryview) -> Iterator[tuple[int, _Prior]]:
+    """Yield the number of each prior sample, with its own chunks."""
+    start = 0
+    for sample in prior:
+        end = start + sum(size for size, _ in sample.pieces)
+        yield sample.sample, (sample, chunks[start:end])
+        start = end
+
+
+def task_name(group: int) -> str:
+    """Return the name of the tasks that collect a group, by which the watchdog knows them."""
+    return f"{TASK_NAME}{group}"

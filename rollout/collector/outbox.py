@@ -1,0 +1,144 @@
+"""What a collector has to say, gathered into few frames.
+
+events of all episodes ──► outbox ──(FLUSH_S later)──► one frame ──► driver
+
+Back-pressure: while more than UNSENT_BYTES wait for the connection, ``room`` is closed and no episode starts.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from slipstream.rollout.changes import Changes
+from slipstream.rollout.messages import (
+    ANSWERED,
+    JUDGED,
+    PIECE,
+    Evaluated,
+    Event,
+    FailedAttempt,
+    Status,
+    Up,
+    Verdict,
+)
+from slipstream.rollout.record import PieceHeader, checksum, encode
+from slipstream.rollout.trajectory import TrajectoryHeader
+
+FLUSH_S = 0.002
+"""Longest time that an event waits for others before they are sent in one frame."""
+
+STATUS_EVERY_S = 1.0
+"""Longest time between two messages: the driver knows how busy a collector is when nothing else happens."""
+
+UNSENT_BYTES = 64 * 2**20
+"""Bytes of chunks that may wait for the connection before new episodes have to wait."""
+
+Send = Callable[[Up, Sequence[bytes]], Awaitable[None]]
+"""Sends a message and its chunks. Returns when the connection has room for more."""
+
+
+class Outbox:
+    """Gathers events, and sends them in order. Single event loop.
+
+    ``run`` goes on until it is cancelled, or raises what ``send`` raises: then the connection is gone, and
+    nothing that is left here counts any more.
+    """
+
+    def __init__(self) -> None:
+        self._next = Up()
+        self._payload: list[bytes] = []
+        self._bytes = 0
+        self._answered: dict[tuple[int, int, int], int] = {}
+        """Index in the next message of each trajectory that waits there for its reward."""
+        self._due = asyncio.Event()
+        self._changes = Changes()
+
+    async def room(self) -> None:
+        """Wait until the connection has taken most of what was sent. The connection's end ends the wait."""
+        if self._bytes > UNSENT_BYTES:
+            await self._changes.first(lambda: self._bytes <= UNSENT_BYTES or None)
+
+    async def run(self, send: Send, status: Callable[[], Status]) -> None:
+        """Send by ``send``, every message with the ``status`` of that moment."""
+        while True:
+            try:
+                async with asyncio.timeout(STATUS_EVERY_S):
+                    await self._due.wait()
+                    await asyncio.sleep(FLUSH_S)
+            except TimeoutError:
+                pass
+            self._due.clear()
+            message, payload = self._next, self._payload
+            message.status = status()
+            self._next, self._payload = Up(), []
+            self._answered.clear()
+            await send(message, payload)
+            self._bytes -= sum(map(len, payload))
+            self._changes.notify()
+
+    def flush(self) -> None:
+        """Send the status soon, although nothing else has happened."""
+        self._due.set()
+
+    # ---- events of episodes
+
+    def piece(
+        self, group: int, lease: int, sample: int, base: int, header: PieceHeader, chunk: bytes
+    ) -> None:
+        """A part of an unfinished episode, behind its first ``base`` pieces."""
+        self._add(Event(group, lease, sample, PIECE, _raw(header), base, len(chunk), checksum(chunk)), chunk)
+
+    def answered(
+        self, group: int, lease: int, sample: int, base: int, header: TrajectoryHeader, chunks: bytes
+    ) -> None:
+        """A whole trajectory without its reward: the first ``base`` pieces of its record, and ``chunks``."""
+        self._answered[group, lease, sample] = len(self._next.events)
+        self._add(
+            Event(group, lease, sample, ANSWERED, _raw(header), base, len(chunks), checksum(chunks)), chunks
+        )
+
+    def judged(self, group: int, lease: int, sample: int, header: TrajectoryHeader) -> None:
+        """The reward of a trajectory that was ``answered``."""
+        waiting = self._answered.pop((group, lease, sample), None)
+        if waiting is None:
+            self._add(Event(group, lease, sample, JUDGED, _raw(header)))
+        else:
+            event = self._next.events[waiting]
+            event.kind, event.header = JUDGED, _raw(header)
+
+    def ended(self, group: int, lease: int, verdict: int, note: str = "") -> None:
+        """The end of a group, behind all of its events."""
+        self._next.verdicts.append(Verdict(group, lease, verdict, note))
+        self._due.set()
+
+    # ---- the rest
+
+    def released(self, episodes: int = 1) -> None:
+        """The engines are done with an episode."""
+        self._next.released += episodes
+        self._due.set()
+
+    def attempt_failed(self, prompt: int, attempt: int, error: str) -> None:
+        self._next.failed.append(FailedAttempt(prompt, attempt, error))
+        self._due.set()
+
+    def cannot_go_on(self, reason: str) -> None:
+        """Tell the driver what nothing here can mend."""
+        self._next.fatal = reason
+        self._due.set()
+
+    def evaluated(self, result: Evaluated) -> None:
+        self._next.evaluated.append(result)
+        self._due.set()
+
+    def _add(self, event: Event, chunk: bytes = b"") -> None:
+        self._next.events.append(event)
+        if chunk:
+            self._payload.append(chunk)
+            self._bytes += len(chunk)
+        self._due.set()
+
+
+def _raw(header: PieceHeader | TrajectoryHeader) -> msgspec.Raw:
+    return msgspec.Raw(encode(header))

@@ -1,0 +1,200 @@
+"""One life of a collector: from its plug-ins to the end of its connection.
+
+    tokenizer, workflow, filter, judges ──► connect ──► leases in, events out ──► end of the connection
+
+When the connection ends, nothing that is left here counts any more: the driver has leased it to others, or is
+gone. A further life begins anew, under another name.
+"""
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import cast
+
+import aiohttp
+
+from slipstream.configs.schema import RunConfig, SamplingConfig
+from slipstream.rollout import plugins
+from slipstream.rollout.collector.episodes import Episodes, check
+from slipstream.rollout.collector.evaluation import Evaluations, GreedyGenerator
+from slipstream.rollout.collector.groups import GroupCollector, NamedFilter
+from slipstream.rollout.collector.judging import Judging, WorkflowReward
+from slipstream.rollout.collector.outbox import Outbox
+from slipstream.rollout.collector.recording import JOURNAL_EVERY_S, Recording
+from slipstream.rollout.collector.spec import CollectorSpec
+from slipstream.rollout.collector.time_limit import TimeLimit
+from slipstream.rollout.collector.watchdog import watched
+from slipstream.rollout.control.filters import GroupFilter
+from slipstream.rollout.engine.pool import EnginePool
+from slipstream.rollout.engine.trace import RequestTrace
+from slipstream.rollout.judge.pool import JudgePool
+from slipstream.rollout.messages import DOWN, Down, Status, Up, pack, split
+from slipstream.rollout.workflow import Workflow, WorkflowContext
+from slipstream.rollout.workflow.tokenizer import load_tokenizer
+
+HEARTBEAT_S = 60.0
+"""Seconds after which a silent driver is gone."""
+
+REPORT_TIMEOUT_S = 5.0
+
+LONGEST_FRAME = 2**31
+"""Bytes."""
+
+
+async def collect(
+    spec: CollectorSpec, config: RunConfig, trace: Callable[[RequestTrace], None] | None = None
+) -> None:
+    """Collect for the driver until the connection ends.
+
+    Raises PluginError, JudgeStartFailed and OSError when the collector cannot start.
+    """
+    rollout = config.rollout
+    tokenizer = load_tokenizer(config.model.path)
+    workflow = cast(Workflow, plugins.build(rollout.workflow))
+    group_filter = _filter(config)
+    async with AsyncExitStack() as stack:
+        judges = await stack.enter_async_context(
+            JudgePool(rollout.judging, rollout.reward, spec.logs, spec.name)
+        )
+        limit, outbox = TimeLimit(rollout.episode_timeout_s), Outbox()
+        pool = EnginePool(
+            wait_timeout_s=rollout.engine.start_timeout_s,
+            isolate_versions=config.weights.interrupt == "in_place",
+            report=outbox.flush,
+            on_held=limit.stop,
+            trace=trace,
+        )
+        stack.push_async_callback(pool.close)
+        session = await stack.enter_async_context(aiohttp.ClientSession(spec.url, headers=spec.headers()))
+        socket = await stack.enter_async_context(
+            session.ws_connect(
+                f"/collector/{spec.name}", max_msg_size=LONGEST_FRAME, heartbeat=HEARTBEAT_S, compress=0
+            )
+        )
+
+        checking = partial(check, vocab_size=spec.vocab_size, workflow=rollout.workflow.path)
+        episodes = Episodes(workflow, rollout, checking, limit, outbox)
+        judging = Judging(judges, tokenizer)
+        groups = GroupCollector(
+            outbox=outbox,
+            record=partial(Recording, pool, outbox),
+            context=lambda recording: WorkflowContext(
+                recording, tokenizer, WorkflowReward(judges, limit, recording), rollout.sampling
+            ),
+            episodes=episodes,
+            judge=judging.judge,
+            samples=rollout.n_samples_per_prompt,
+            group_filter=group_filter,
+        )
+        greedy = WorkflowContext(
+            GreedyGenerator(pool), tokenizer, WorkflowReward(judges, limit), _evaluation_sampling(config)
+        )
+        evaluations = Evaluations(outbox, greedy, episodes, judging.judge)
+        stack.push_async_callback(evaluations.close)
+        stack.push_async_callback(groups.close)
+        stack.enter_context(watched(rollout.collector_timeout_s, _reporter(spec)))
+        connection = _Connection(socket, pool, judges, groups, evaluations)
+        await _live(connection, outbox, groups)
+
+
+class _ConnectionEnded(Exception):
+    """The driver is gone, or has given this collector up."""
+
+
+async def _live(connection: "_Connection", outbox: Outbox, groups: GroupCollector[Recording]) -> None:
+    """Take in messages and send others until the connection ends."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(connection.receive(), name="receiving")
+            tasks.create_task(outbox.run(connection.send, connection.status), name="sending")
+            tasks.create_task(_write_ends(groups), name="writing ends")
+    except* (_ConnectionEnded, ConnectionError):
+        """This life of the collector is over."""
+
+
+async def _write_ends(groups: GroupCollector[Recording]) -> None:
+    while True:
+        await asyncio.sleep(JOURNAL_EVERY_S / 2)
+        groups.write_ends(JOURNAL_EVERY_S)
+
+
+class _Connection:
+    """The collector's end of its connection with the driver."""
+
+    def __init__(
+        self,
+        socket: aiohttp.ClientWebSocketResponse,
+        pool: EnginePool,
+        judges: JudgePool,
+        groups: GroupCollector[Recording],
+        evaluations: Evaluations,
+    ) -> None:
+        self._socket = socket
+        self._pool = pool
+        self._judges = judges
+        self._groups = groups
+        self._evaluations = evaluations
+
+    def status(self) -> Status:
+        judges = self._judges.status()
+        return Status(
+            self._pool.status(), len(self._groups), judges.waiting + judges.running, judges.oldest_s
+        )
+
+    async def send(self, message: Up, chunks: Sequence[bytes]) -> None:
+        await self._socket.send_bytes(pack(message, chunks))
+
+    async def receive(self) -> None:
+        """Do what the driver says. Raises _ConnectionEnded."""
+        async for message in self._socket:
+            if message.type is not aiohttp.WSMsgType.BINARY:
+                break
+            self._take(*split(cast(bytes, message.data), DOWN))
+        raise _ConnectionEnded
+
+    def _take(self, message: Down, chunks: memoryview) -> None:
+        if message.routing is not None:
+            self._pool.follow(message.routing)
+        start = 0
+        for lease in message.leases:
+            end = start + sum(size for sample in lease.prior for size, _ in sample.pieces)
+            self._groups.start(lease, chunks[start:end])
+            start = end
+        for group, number in message.cancelled:
+            self._groups.cancel(group, number)
+        for question in message.questions:
+            self._evaluations.start(question)
+        for task in message.withdrawn:
+            self._evaluations.withdraw(task)
+
+
+def _evaluation_sampling(config: RunConfig) -> SamplingConfig:
+    """Return the sampling of evaluations, whose completions may have a length of their own."""
+    sampling = config.rollout.sampling
+    if config.eval is None or config.eval.max_new_tokens is None:
+        return sampling
+    return sampling.model_copy(update={"max_new_tokens": config.eval.max_new_tokens})
+
+
+def _filter(config: RunConfig) -> NamedFilter | None:
+    settings = config.rollout.group_filter
+    if settings is None:
+        return None
+    return NamedFilter(settings.path, cast(GroupFilter, plugins.build(settings)))
+
+
+def _reporter(spec: CollectorSpec) -> Callable[[int | None, str], None]:
+    """Return what tells the driver which group blocks this process."""
+
+    def report(group: int | None, stack: str) -> None:
+        request = urllib.request.Request(
+            f"{spec.url}/collector/{spec.name}/blocked",
+            json.dumps({"group": group, "traceback": stack}).encode(),
+            {"Content-Type": "application/json"} | spec.headers(),
+        )
+        urllib.request.urlopen(request, timeout=REPORT_TIMEOUT_S).close()
+
+    return report

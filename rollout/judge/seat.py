@@ -1,0 +1,278 @@
+"""One place for a judge process: gives it questions, replaces it when it ends, and finds out who ended it.
+
+    questions ──► process ──► reply: a reward, or a failed attempt
+                     │
+                     └─ ends ──► 1 question open: a failed attempt of that one
+                                 more open: nobody is charged. They are asked again in two halves, each
+                                 of them apart; a half that ends the process again is halved
+
+So a question is charged with the end of a process only if it was asked alone.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from slipstream.rollout.judge.errors import Ending, JudgeStartFailed, JudgingFailed
+from slipstream.rollout.judge.process import GRACE_S, JudgeProcess
+from slipstream.rollout.judge.wire import (
+    Blame,
+    JudgeSetup,
+    Reply,
+    Retiring,
+    Scored,
+    Unscored,
+    Withdrawal,
+    framed,
+    framed_question,
+)
+from slipstream.rollout.trajectory import Prompt, Trajectory
+
+
+@dataclass(eq=False, slots=True)
+class OpenQuestion:
+    """A finished episode that waits for its reward."""
+
+    number: int
+    prompt: Prompt
+    response: str
+    trajectory: Trajectory
+    reward: "asyncio.Future[float]"
+    asked_at: float
+    """Time at which the pool was asked; the time of the event loop."""
+    causes: list[str] = field(default_factory=list[str])
+    """Cause of each failed attempt."""
+    seat: "Seat | None" = None
+    """Place whose process has the question now."""
+    sent_at: float = 0.0
+    """Time at which that process was asked."""
+
+
+class Questions(Protocol):
+    """Where a seat gets questions from, and where it brings failed attempts."""
+
+    def next(self) -> OpenQuestion | None:
+        """Return the longest waiting question, and forget it. None: there is none."""
+        ...
+
+    def attempt_failed(self, question: OpenQuestion, cause: str, ask: Callable[[], None] | None) -> None:
+        """Charge a question with an attempt. ``ask`` is to be called for the next one; None: queue it."""
+        ...
+
+
+class Seat:
+    """Keeps one judge process running, and up to ``concurrency`` questions open in it."""
+
+    def __init__(
+        self, setup: JudgeSetup, concurrency: int, attempts: int, delay: Callable[[int], float], log: Path
+    ) -> None:
+        """``delay``: seconds to wait before what has failed a number of times is tried again."""
+        self._setup = setup
+        self._concurrency = concurrency
+        self._attempts = attempts
+        self._delay = delay
+        self._log = log
+        self._loop = asyncio.get_running_loop()
+        self._questions: Questions | None = None
+        self._process: JudgeProcess | None = None
+        self._open: dict[int, OpenQuestion] = {}
+        self._apart: list[list[OpenQuestion]] = []
+        """Questions to be asked apart from all others, each list in one go."""
+        self._is_apart = False
+        self._is_retiring = False
+        self._answered = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self.restarts = 0
+
+    @property
+    def n_open(self) -> int:
+        """Number of questions that the process has."""
+        return len(self._open)
+
+    @property
+    def n_apart(self) -> int:
+        """Number of questions that wait for this seat alone."""
+        return sum(map(len, self._apart))
+
+    async def start(self) -> None:
+        """Start the first process. Raises JudgeStartFailed."""
+        self._process = await self._start_process()
+
+    async def keep(self, questions: Questions) -> None:
+        """Ask questions until the task is cancelled. Raises JudgeStartFailed if no process can be started."""
+        self._questions = questions
+        idle_ends = 0
+        try:
+            while True:
+                self.feed()
+                assert self._process is not None
+                ending = await self._process.ended()
+                self._process = None
+                idle_ends = idle_ends + 1 if self._ended_by_itself() else 0
+                if idle_ends >= self._attempts:
+                    cause = ending.cause("its time")
+                    raise JudgeStartFailed(
+                        f"the reward {self._setup.path} ends its process while it is asked nothing: {cause}"
+                    )
+                self._sort_out(ending)
+                self.restarts += 1
+                self._process = await self._restart(idle_ends)
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """End the process and everything that it has started, in a bounded time."""
+        process, self._process = self._process, None
+        if process is not None:
+            if self._open:
+                process.kill("the judge pool is closed")
+            else:
+                process.close()
+            await process.end()
+
+    def feed(self) -> None:
+        """Give the process as many questions as it may have."""
+        process = self._process
+        if process is None or self._questions is None:
+            return
+        if self._is_retiring:
+            if not self._open:
+                process.close()
+            return
+        if not self._open:
+            self._is_apart = False
+            while self._apart and not self._is_apart:
+                for question in self._apart.pop():
+                    self._is_apart |= self._ask(process, question)
+        capacity = self._concurrency if process.concurrent else 1
+        while not self._is_apart and not self._apart and len(self._open) < capacity:
+            question = self._questions.next()
+            if question is None:
+                break
+            self._ask(process, question)
+
+    def ask_apart(self, question: OpenQuestion) -> None:
+        """Ask a question apart from all others, before those that wait for any seat."""
+        self._apart.append([question])
+        self.feed()
+
+    def withdraw(self, question: OpenQuestion) -> None:
+        """Stop judging a question whose reward is not needed any more. The process answers nevertheless."""
+        if self._process is not None and question.number in self._open:
+            self._process.ask(framed(Withdrawal(question.number)))
+
+    # -- A question
+
+    def _ask(self, process: JudgeProcess, question: OpenQuestion) -> bool:
+        """Send a question. Return whether it was sent: not if nobody waits, or if it cannot be encoded."""
+        if question.reward.done():
+            return False
+        try:
+            frame = framed_question(question.number, question.prompt, question.response, question.trajectory)
+        except Exception as error:  # arrays and metadata are those of user code
+            reason = f"prompt {question.prompt.id} or its trajectory cannot be sent to a process: {error!r}"
+            question.reward.set_exception(JudgingFailed(reason))
+            return False
+        process.ask(frame)
+        question.seat, question.sent_at = self, self._loop.time()
+        self._open[question.number] = question
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._longest(), self._check_time)
+        return True
+
+    def _on_reply(self, reply: Reply) -> None:
+        if isinstance(reply, Retiring):
+            self._is_retiring = True
+        elif isinstance(reply, Scored | Unscored):
+            question = self._open.pop(reply.number, None)
+            if question is None:
+                return
+            question.seat = None
+            if isinstance(reply, Unscored):
+                self._attempt_failed(question, reply)
+            elif not question.reward.done():
+                question.reward.set_result(reply.reward)
+            self._answered += 1
+        self.feed()
+
+    def _attempt_failed(self, question: OpenQuestion, reply: Unscored) -> None:
+        in_company = bool(self._open)
+        if reply.blame is Blame.MEMORY:
+            self._is_retiring = True
+            in_company = in_company or self._answered > 0
+        if question.reward.done():
+            return
+        if in_company and reply.blame is not Blame.QUESTION:
+            self._apart.append([question])
+        else:
+            self._charge(question, reply.reason, None)
+
+    def _charge(self, question: OpenQuestion, cause: str, ask: Callable[[], None] | None) -> None:
+        assert self._questions is not None
+        self._questions.attempt_failed(question, cause, ask)
+
+    # -- Time
+
+    def _longest(self) -> float:
+        """Seconds after which a question is overdue although the process watches its own time.
+
+        A question that overlaps with others may get its time twice, because another one has blocked it.
+        """
+        overlaps = self._process is not None and self._process.concurrent
+        return self._setup.timeout_s * (2 if overlaps else 1) + GRACE_S
+
+    def _check_time(self) -> None:
+        self._timer = None
+        oldest = next(iter(self._open.values()), None)
+        if oldest is None or self._process is None:
+            return
+        left = oldest.sent_at + self._longest() - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._check_time)
+        else:
+            limit = f"{self._setup.timeout_s:g} s (rollout.judging.timeout_s)"
+            self._process.kill(f"it took longer than {limit}, and has disabled the watchdog of its process")
+
+    # -- The process
+
+    async def _start_process(self) -> JudgeProcess:
+        self._is_retiring = False
+        self._answered = 0
+        return await JudgeProcess.start(self._setup, self._log, self._on_reply)
+
+    async def _restart(self, failures: int) -> JudgeProcess:
+        """Start another process, and try again when its start fails."""
+        while True:
+            if failures:
+                await asyncio.sleep(self._delay(failures))
+            try:
+                return await self._start_process()
+            except JudgeStartFailed:
+                failures += 1
+                if failures >= self._attempts:
+                    raise
+
+    def _ended_by_itself(self) -> bool:
+        """Return whether the process has ended without any reason that a question could have."""
+        return not self._open and not self._answered and not self._is_retiring
+
+    def _sort_out(self, ending: Ending) -> None:
+        """Decide what becomes of the questions that were open when the process ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        was_alone = len(self._open) == 1
+        questions = [question for question in self._open.values() if not question.reward.done()]
+        self._open.clear()
+        for question in questions:
+            question.seat = None
+        if was_alone:
+            for question in questions:
+                cause = ending.cause(f"{self._setup.timeout_s:g} s (rollout.judging.timeout_s)")
+                self._charge(question, cause, partial(self.ask_apart, question))
+        elif questions:
+            middle = (len(questions) + 1) // 2
+            self._apart += [half for half in (questions[middle:], questions[:middle]) if half]

@@ -1,0 +1,187 @@
+"""Messages between a judge pool and a judge process, one in each frame: u32 length | msgpack.
+
+    pool ──► process     JudgeSetup first, then JudgeQuestion and Withdrawal
+    process ──► pool     JudgeReady or StartFailure first, then Scored, Unscored and Retiring
+
+Arrays travel as raw little-endian bytes. Nothing is pickled, so that user code cannot make the pool run code.
+"""
+
+import struct
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
+
+LONGEST_REPLY = 1 << 20
+"""Bytes in a frame of a judge process. Replies are shortened far below it: a longer one is garbage."""
+
+_LENGTH = struct.Struct("<I")
+
+
+class JudgeSetup(msgspec.Struct, array_like=True):
+    """Everything that a judge process needs before its first question."""
+
+    path: str
+    """Import path of the reward."""
+    args: dict[str, Any]
+    timeout_s: float
+    start_timeout_s: float
+    memory_mb: int | None
+
+
+class JudgeQuestion(msgspec.Struct, array_like=True, tag="q", gc=False):
+    """A finished episode whose reward is asked for."""
+
+    number: int
+    prompt: tuple[int, Any, Any, dict[str, Any]]
+    """Fields of the ``Prompt``."""
+    response: str
+    tokens: bytes
+    """int32, as are the versions."""
+    loss_mask: bytes
+    logprobs: bytes
+    """float32"""
+    versions: bytes
+    finish: str
+    retractions: int
+    reward: float | None
+    turn_rewards: tuple[tuple[int, float], ...]
+
+    def arguments(self) -> tuple[Prompt, str, Trajectory]:
+        """Return the arguments of ``Reward.score``. The arrays belong to the caller, who may change them."""
+        id_, prompt, label, metadata = self.prompt
+        trajectory = Trajectory(
+            np.frombuffer(self.tokens, "<i4").astype(np.int64),
+            np.frombuffer(self.loss_mask, np.bool_).copy(),
+            np.frombuffer(self.logprobs, "<f4").astype(np.float32),
+            np.frombuffer(self.versions, "<i4").astype(np.int32),
+            Finish(self.finish),
+            self.retractions,
+            self.reward,
+            turn_rewards=self.turn_rewards,
+        )
+        return Prompt(id_, prompt, label, metadata), self.response, trajectory
+
+
+class Withdrawal(msgspec.Struct, array_like=True, tag="w", gc=False):
+    """A question whose reward is not needed any more. It is answered nevertheless."""
+
+    number: int
+
+
+class JudgeReady(msgspec.Struct, array_like=True, tag="r", gc=False):
+    """The reward is constructed, and questions can be asked."""
+
+    pid: int
+    concurrent: bool
+    """``score`` is a coroutine function, so that questions may overlap."""
+
+
+class StartFailure(msgspec.Struct, array_like=True, tag="f", gc=False):
+    """The reward cannot be imported or constructed."""
+
+    reason: str
+
+
+class Scored(msgspec.Struct, array_like=True, tag="s", gc=False):
+    """The reward of an episode, a finite number."""
+
+    number: int
+    reward: float
+
+
+class Blame(StrEnum):
+    """Reason why an attempt failed, as far as it says whether another question can be the cause."""
+
+    QUESTION = "question"
+    """The attempt failed by itself."""
+    MEMORY = "memory"
+    """Memory ran out, which an earlier question or one that overlaps may have used up."""
+    CANCELLED = "cancelled"
+    """The attempt was cancelled by user code, perhaps by that of an overlapping question."""
+
+
+class Unscored(msgspec.Struct, array_like=True, tag="u", gc=False):
+    """A failed attempt at a question."""
+
+    number: int
+    reason: str
+    """For the user, with the traceback."""
+    blame: Blame = Blame.QUESTION
+
+
+class Retiring(msgspec.Struct, array_like=True, tag="e", gc=False):
+    """The process should be replaced as soon as it has answered its open questions."""
+
+    reason: str
+
+
+Request = JudgeQuestion | Withdrawal
+Reply = JudgeReady | StartFailure | Scored | Unscored | Retiring
+
+_encoder = msgspec.msgpack.Encoder()
+SETUP = msgspec.msgpack.Decoder(JudgeSetup)
+REQUEST = msgspec.msgpack.Decoder[Request](Request)
+REPLY = msgspec.msgpack.Decoder[Reply](Reply)
+
+
+def framed(message: JudgeSetup | Request | Reply) -> bytes:
+    """Return the frame of a message. Raises TypeError, OverflowError or UnicodeEncodeError for values that
+    msgpack does not have.
+    """
+    data = _encoder.encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+def framed_question(number: int, prompt: Prompt, response: str, trajectory: Trajectory) -> bytes:
+    """Return the frame of a question. Raises what ``framed`` raises."""
+    return framed(
+        JudgeQuestion(
+            number,
+            (prompt.id, prompt.prompt, prompt.label, prompt.metadata),
+            response,
+            trajectory.tokens_T.astype("<i4").tobytes(),
+            trajectory.loss_mask_T.tobytes(),
+            trajectory.logprobs_T.astype("<f4", copy=False).tobytes(),
+            trajectory.versions_T.astype("<i4", copy=False).tobytes(),
+            trajectory.finish.value,
+            trajectory.retractions,
+            None if trajectory.reward is None else float(trajectory.reward),
+            tuple((int(end), float(reward)) for end, reward in trajectory.turn_rewards),
+        )
+    )
+
+
+class MalformedReply(ValueError):
+    """Bytes that no judge process sends by itself: user code has written into its connection."""
+
+
+class FrameReader:
+    """Splits a stream of bytes into the contents of frames."""
+
+    def __init__(self, longest: int | None = None) -> None:
+        """``longest``: bytes that a frame may have."""
+        self._longest = longest
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the frames that ``data`` completes. Raises MalformedReply for a frame that is too long."""
+        buffer = self._buffer
+        buffer += data
+        frames: list[bytes] = []
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            if self._longest is not None and length > self._longest:
+                raise MalformedReply(f"a frame of {length} bytes, expected at most {self._longest}")
+            end = start + _LENGTH.size + length
+            if len(buffer) < end:
+                break
+            frames.append(bytes(buffer[start + _LENGTH.size : end]))
+            start = end
+        if start:
+            del buffer[:start]
+        return frames

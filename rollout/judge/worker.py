@@ -1,0 +1,114 @@
+"""The inner process of a judge: constructs the reward, and asks it."""
+
+import faulthandler
+import gc
+import inspect
+import os
+import resource
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from slipstream.rollout import plugins
+from slipstream.rollout.judge.asynchronous import answer_at_once
+from slipstream.rollout.judge.limits import Bounds, ForkGuard, MemoryWatch, Watchdog, WorkingDirectory
+from slipstream.rollout.judge.replies import traceback_of
+from slipstream.rollout.judge.synchronous import answer_in_turn
+from slipstream.rollout.judge.wire import SETUP, FrameReader, JudgeReady, JudgeSetup, StartFailure, framed
+
+SCORE_PARAMETERS = ("prompt", "response", "trajectory")
+"""First parameters of a function that is a reward by itself, and not a function that returns one."""
+
+
+Score = Callable[..., Any]
+"""``Reward.score``: a coroutine function or a plain one."""
+
+
+def work(connection: socket.socket, crash: int) -> None:
+    """Answer the questions that come over ``connection`` until it ends.
+
+    ``crash``: descriptor for the tracebacks of a process that is about to die.
+    """
+    faulthandler.enable(crash)
+    forks = ForkGuard(connection, crash)
+    try:
+        setup = _receive_setup(connection)
+        score = setup and _construct(connection, setup, Watchdog(crash), forks)
+        if setup and score:
+            memory = MemoryWatch(setup.memory_mb)
+            bounds = Bounds(setup.timeout_s, Watchdog(crash), memory, forks, WorkingDirectory())
+            _answer(connection, score, bounds)
+    finally:
+        forks.leave_if_forked()
+
+
+def _receive_setup(connection: socket.socket) -> JudgeSetup | None:
+    """Return the first message of the pool. It sends no other before it has an answer. None: it has gone."""
+    reader = FrameReader()
+    while data := connection.recv(1 << 16):
+        for frame in reader.feed(data):
+            return SETUP.decode(frame)
+    return None
+
+
+def _construct(
+    connection: socket.socket, setup: JudgeSetup, watchdog: Watchdog, forks: ForkGuard
+) -> Score | None:
+    """Return the function that judges. Report to the pool and return None when there is none."""
+    _limit_memory(setup.memory_mb)
+    watchdog.arm(setup.start_timeout_s)
+    try:
+        return load_score(setup.path, setup.args)
+    except BaseException as error:  # exits included: whatever user code raises is reported
+        forks.leave_if_forked()
+        connection.sendall(framed(StartFailure(traceback_of(error))))
+        return None
+    finally:
+        watchdog.disarm()
+
+
+def _limit_memory(memory_mb: int | None) -> None:
+    """Make allocations fail beyond a limit: the heap and private mappings count, mapped files do not."""
+    if memory_mb is not None:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = memory_mb << 20 if hard == resource.RLIM_INFINITY else min(memory_mb << 20, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _answer(connection: socket.socket, score: Score, bounds: Bounds) -> None:
+    gc.collect()
+    gc.freeze()  # what the imports made stays: no collection needs to look at it again
+    concurrent = is_concurrent(score)
+    connection.sendall(framed(JudgeReady(os.getpid(), concurrent)))
+    if concurrent:
+        answer_at_once(connection, score, bounds)
+    else:
+        answer_in_turn(connection, score, bounds)
+
+
+def load_score(path: str, args: dict[str, Any]) -> Callable[..., Any]:
+    """Return the function that judges: the method ``score`` of what ``path`` constructs, or the function
+    ``path`` itself, if its first parameters are those of ``Reward.score``.
+    """
+    factory = plugins.resolve(path)
+    if inspect.isfunction(factory) and _parameters(factory) == SCORE_PARAMETERS:
+        return partial(factory, **args) if args else factory
+    reward = plugins.construct(path, args)
+    score = getattr(reward, "score", None)
+    if not callable(score):
+        raise plugins.PluginError(
+            f"{path}: {type(reward).__name__} has no method `score`; expected the class of a reward, "
+            f"or a function {path.rpartition('.')[2]}({', '.join(SCORE_PARAMETERS)})"
+        )
+    return score
+
+
+def is_concurrent(score: Callable[..., Any]) -> bool:
+    """Return whether ``score`` is a coroutine function, so that questions may overlap."""
+    call = getattr(type(score), "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(score) or inspect.iscoroutinefunction(call)
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)[: len(SCORE_PARAMETERS)]

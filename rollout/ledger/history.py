@@ -1,0 +1,150 @@
+"""The course of a run so far, from its ledger: starts, versions, failed steps, checkpoints."""
+
+import sqlite3
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from struct import iter_unpack
+
+from slipstream.rollout.ledger.database import (
+    LEDGER,
+    RESTORE,
+    BrokenSeal,
+    LedgerError,
+    crc_of,
+    explained,
+    open_for_reading,
+    unsealed,
+)
+from slipstream.rollout.ledger.lineage import INITIAL, BrokenTree, line_of
+from slipstream.rollout.ledger.stamp import Stamp, check_log, read_stamp
+from slipstream.rollout.ledger.watermark import Watermark
+
+
+@dataclass(frozen=True)
+class FailedStep:
+    """A training step in which the trainer died or raised."""
+
+    version: int
+    """Version that the step was to make."""
+    reason: str
+    groups: tuple[int, ...]
+    """Ids of the groups of its batch."""
+
+
+@dataclass
+class History:
+    """The course of a run so far."""
+
+    path: Path
+    stamp: Stamp
+    epochs: int
+    """Number of starts."""
+    newest: int
+    """Version published last, or restored by the last start."""
+    parents: dict[int, int]
+    """Parent of every version that was ever begun."""
+    published: set[int]
+    trained: dict[int, int]
+    """Number of groups trained, by version."""
+    line: list[int]
+    """Versions that today's weights descend from, with their own."""
+    failed_steps: list[FailedStep]
+    checkpoints: dict[int, str]
+    """Digest of the record of each committed checkpoint, by version."""
+
+    @property
+    def watermark(self) -> Watermark:
+        trained = self.trained_by(self.newest)
+        return Watermark(self.stamp.run.hex(), self.stamp.sequence, self.stamp.begun, trained)
+
+    def is_on_line(self, version: int) -> bool:
+        """Return whether today's weights are those of ``version`` or descend from them."""
+        return version == INITIAL or version in self.line
+
+    def trained_by(self, version: int) -> int:
+        """Return the number of groups behind the weights of a version. Raises LedgerError."""
+        return sum(self.trained.get(each, 0) for each in self.line_of(version))
+
+    def line_of(self, version: int) -> list[int]:
+        """Return the versions that the weights of ``version`` descend from. Raises LedgerError."""
+        try:
+            return line_of(self.parents, version)
+        except BrokenTree as error:
+            raise LedgerError(f"{self.path}: {error}: {RESTORE}") from error
+
+
+def history_of(folder: Path) -> History:
+    """Read the history of a run that is not running. Raises LedgerError."""
+    path = folder / LEDGER
+    check_log(path)
+    connection = open_for_reading(path)
+    try:
+        return read_history(connection, path)
+    except sqlite3.Error as error:
+        raise explained(path, error) from error
+    finally:
+        connection.close()
+
+
+def read_history(connection: sqlite3.Connection, path: Path) -> History:
+    """Read the history of a run from its open ledger. Raises LedgerError."""
+    versions: Iterable[tuple[int, int, int]] = connection.execute(
+        "SELECT version, parent, published FROM versions ORDER BY version"
+    )
+    parents: dict[int, int] = {}
+    published: set[int] = set()
+    for version, parent, is_published in versions:
+        parents[version] = parent
+        if is_published:
+            published.add(version)
+    trained: list[tuple[int, int]] = connection.execute(
+        "SELECT version, count(*) FROM trainings GROUP BY version"
+    ).fetchall()
+    checkpoints: list[tuple[int, str]] = connection.execute(
+        "SELECT version, digest FROM checkpoints ORDER BY version"
+    ).fetchall()
+    epochs: int
+    (epochs,) = connection.execute("SELECT count(*) FROM epochs").fetchone()
+    history = History(
+        path=path,
+        stamp=read_stamp(connection, path),
+        epochs=epochs,
+        newest=newest_version(connection),
+        parents=parents,
+        published=published,
+        trained=dict(trained),
+        line=[],
+        failed_steps=_failed_steps(connection, path),
+        checkpoints=dict(checkpoints),
+    )
+    history.line = history.line_of(history.newest)
+    return history
+
+
+def newest_version(connection: sqlite3.Connection) -> int:
+    """Return the version that the last epoch has published last, or else the one that it restored."""
+    row: tuple[int] | None = connection.execute(
+        "SELECT max(coalesce(v.version, 0), e.restored) FROM epochs e LEFT JOIN versions v "
+        "ON v.epoch = e.epoch AND v.published = 1 ORDER BY e.epoch DESC, v.version DESC LIMIT 1"
+    ).fetchone()
+    return INITIAL if row is None else row[0]
+
+
+def _failed_steps(connection: sqlite3.Connection, path: Path) -> list[FailedStep]:
+    rows: Iterable[tuple[int, str, bytes | None]] = connection.execute(
+        "SELECT f.version, f.reason, b.groups FROM failures f LEFT JOIN batches b ON b.version = f.version "
+        "ORDER BY f.rowid"
+    )
+    steps: list[FailedStep] = []
+    for version, reason, blob in rows:
+        try:
+            steps.append(FailedStep(version, reason, () if blob is None else batch_groups(version, blob)))
+        except BrokenSeal as error:
+            raise LedgerError(f"{path}: the batch of version {version}: {error}: {RESTORE}") from error
+    return steps
+
+
+def batch_groups(version: int, blob: bytes) -> tuple[int, ...]:
+    """Return the ids of the groups of a batch. Raises BrokenSeal."""
+    return tuple(id_ for (id_,) in iter_unpack("<q", unsealed(blob, crc_of(version))))

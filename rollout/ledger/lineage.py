@@ -1,0 +1,46 @@
+"""The tree of policy versions, from the ledger's rows: which weights descend from which, and how far apart.
+
+Each version but the first, 0, has a parent: the version whose weights its update started from. The *line* of
+a version is the path from 0 to it. A restart leaves the versions behind that are not on the line of the
+version that it restores.
+"""
+
+from collections.abc import Mapping
+
+INITIAL = 0
+"""Version of the initial weights."""
+
+
+class BrokenTree(ValueError):
+    """The parents do not lead to version 0."""
+
+
+def line_of(parents: Mapping[int, int], version: int) -> list[int]:
+    """Return the versions from the first update to ``version``, without version 0. Raises BrokenTree."""
+    line: list[int] = []
+    while version != INITIAL:
+        parent = parents.get(version)
+        if parent is None:
+            raise BrokenTree(f"version {version} was never begun")
+        if parent >= version:
+            raise BrokenTree(f"version {version} has the parent {parent}, which was begun later")
+        line.append(version)
+        version = parent
+    return line[::-1]
+
+
+def distance(parents: Mapping[int, int], one_end: int, other_end: int) -> int:
+    """Return the number of updates on the path between two versions. Raises BrokenTree.
+
+    A parent has a smaller number than its children, so that the larger of two different versions is never an
+    ancestor of the smaller one: it takes the next step up.
+    """
+    updates = 0
+    low, high = sorted((one_end, other_end))
+    while low != high:
+        parent = parents.get(high)
+        if parent is None or parent >= high or low < INITIAL:
+            raise BrokenTree(f"version {high} has no parent that was begun before it")
+        low, high = sorted((low, parent))
+        updates += 1
+    return updates

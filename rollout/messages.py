@@ -1,0 +1,179 @@
+"""What the driver and its collectors say to each other.
+
+    driver ──► collector    Down: groups to collect or to give up, prompts to evaluate, the engines
+    collector ──► driver    Up: what is new of each episode, verdicts on groups, the collector's status
+
+A message travels as one frame over the collector's only connection:
+
+    u32 length of the header | header, msgpack | payload: the chunks of all events or leases, in their order
+
+The end of the connection is the end of the leases: nothing is ever sent twice, and what a collector has not
+sent is lost with it.
+"""
+
+import struct
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from slipstream.rollout.engine.routing import PoolStatus, Routing
+from slipstream.rollout.trajectory import Prompt
+
+PIECE, ANSWERED, JUDGED = range(3)
+"""Kinds of an event: a part of an unfinished episode, a trajectory without its reward, and one with it."""
+
+TRAIN, FILTERED, FAILED = range(3)
+"""Verdicts on a group: it is complete and shall be trained, it is complete and the recipe's filter rejects
+it, or one of its episodes has failed as often as is allowed."""
+
+NOTHING = msgspec.Raw(b"\xc0")
+"""The encoded None."""
+
+
+class Event(msgspec.Struct, array_like=True, gc=False):
+    """Something new of one episode of a leased group."""
+
+    group: int
+    lease: int
+    """Number of the lease. Events of a lease that has ended are void."""
+    sample: int
+    kind: int
+    header: msgspec.Raw = NOTHING
+    """Encoded ``PieceHeader`` of a piece, or ``TrajectoryHeader``."""
+    base: int = 0
+    """Number of pieces of the episode that stand; those from here on are void. The chunk continues them."""
+    size: int = 0
+    """Bytes of the event's chunk in the payload of the frame; 0: none."""
+    crc: int = 0
+
+
+class Verdict(msgspec.Struct, array_like=True, gc=False):
+    """The end of a leased group, behind all of its events."""
+
+    group: int
+    lease: int
+    verdict: int
+    note: str = ""
+    """Reason of a failure."""
+
+
+class FailedAttempt(msgspec.Struct, array_like=True, gc=False):
+    """An attempt at an episode that has failed, for the user."""
+
+    prompt: int
+    attempt: int
+    """From 1."""
+    error: str
+
+
+class Evaluated(msgspec.Struct, array_like=True, gc=False):
+    """The result of one evaluation episode."""
+
+    task: int
+    reward: float | None
+    """None: the episode has failed."""
+    response_length: int
+    note: str
+
+
+class Status(msgspec.Struct, array_like=True, gc=False):
+    """State of a collector."""
+
+    pool: PoolStatus
+    groups: int
+    """Leased groups that have not ended."""
+    judging: int
+    """Questions that wait for a judge or are being judged."""
+    judging_s: float
+    """Age of the oldest of them, in seconds."""
+
+
+class Up(msgspec.Struct, array_like=True, gc=False):
+    """A message of a collector."""
+
+    events: list[Event] = []
+    verdicts: list[Verdict] = []
+    released: int = 0
+    """Number of episodes that the engines are done with since the last message."""
+    failed: list[FailedAttempt] = []
+    evaluated: list[Evaluated] = []
+    status: Status | None = None
+    fatal: str = ""
+    """Reason why the run cannot go on: no engine serves, or no judge can be started."""
+
+
+class PriorSample(msgspec.Struct, array_like=True, gc=False):
+    """What exists already of an episode, from a collector or a driver that is gone."""
+
+    sample: int
+    kind: int
+    """Kind of its last event."""
+    header: msgspec.Raw
+    """Encoded ``TrajectoryHeader``; nothing for an episode in pieces."""
+    pieces: list[tuple[int, msgspec.Raw]]
+    """Bytes of each chunk in the payload, and its ``PieceHeader``, which a whole trajectory does not need."""
+
+
+class Lease(msgspec.Struct, array_like=True, gc=False):
+    """One group to collect. Ends with its verdict, with its cancellation or with the connection."""
+
+    group: int
+    lease: int
+    version: int
+    """Policy version at admission."""
+    prompt: tuple[int, object, object, dict[str, object]]
+    """Fields of the ``Prompt``."""
+    prior: list[PriorSample] = []
+
+
+class Question(msgspec.Struct, array_like=True, gc=False):
+    """One evaluation episode to run greedily."""
+
+    task: int
+    prompt: tuple[int, object, object, dict[str, object]]
+
+
+class Down(msgspec.Struct, array_like=True, gc=False):
+    """A message of the driver."""
+
+    leases: list[Lease] = []
+    cancelled: list[tuple[int, int]] = []
+    """(group, lease) of the groups to give up."""
+    questions: list[Question] = []
+    withdrawn: list[int] = []
+    """Tasks of evaluations that are not needed any more."""
+    routing: Routing | None = None
+
+
+Message = TypeVar("Message", Up, Down)
+
+UP = msgspec.msgpack.Decoder(Up)
+DOWN = msgspec.msgpack.Decoder(Down)
+_encoder = msgspec.msgpack.Encoder()
+_LENGTH = struct.Struct("<I")
+
+
+class MalformedFrame(ValueError):
+    """A frame that no driver and no collector of this version sends."""
+
+
+def pack(message: Up | Down, payload: Sequence[bytes]) -> bytes:
+    """Return the frame of a message and of its chunks."""
+    header = _encoder.encode(message)
+    return b"".join((_LENGTH.pack(len(header)), header, *payload))
+
+
+def split(frame: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> tuple[Message, memoryview]:
+    """Return the message of a frame, and its payload. Raises MalformedFrame."""
+    view = memoryview(frame)
+    try:
+        (length,) = _LENGTH.unpack_from(frame)
+        return decoder.decode(view[4 : 4 + length]), view[4 + length :]
+    except (struct.error, msgspec.MsgspecError) as error:
+        raise MalformedFrame(f"a frame of {len(frame)} bytes: {error}") from error
+
+
+def fields(prompt: Prompt) -> tuple[int, object, object, dict[str, object]]:
+    """Return a prompt as a message holds it."""
+    return prompt.id, prompt.prompt, prompt.label, prompt.metadata

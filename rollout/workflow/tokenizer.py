@@ -1,0 +1,27 @@
+"""The tokenizer of a model folder."""
+
+from pathlib import Path
+from typing import Protocol, cast
+
+from slipstream.rollout.workflow import Tokenizer
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+"""Without any of these files transformers makes up an empty tokenizer."""
+
+
+class HfTokenizer(Tokenizer, Protocol):
+    """An HF tokenizer, with what runs need of it beyond workflows."""
+
+    eos_token_id: int
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def __len__(self) -> int: ...
+
+
+def load_tokenizer(folder: Path) -> HfTokenizer:
+    """Return the tokenizer of a model folder. Raises ValueError, OSError."""
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).exists() for name in _FILES):
+        raise ValueError(f"{folder} has no tokenizer; expected one of {', '.join(_FILES)}")
+    return cast(HfTokenizer, AutoTokenizer.from_pretrained(folder))
