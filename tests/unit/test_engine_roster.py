@@ -379,6 +379,7 @@ def test_a_collector_that_does_not_follow_in_time_is_reported_and_not_waited_for
         alive, silent = Generating(roster, "alive"), Generating(roster, "silent")
         await settle()
         silent.hears = False
+        roster.reported("silent", PoolStatus(roster.number, running=1))
         await asyncio.wait_for(roster.doubt(1), 1)
         assert (alive.lags, silent.lags) == (False, True)
         assert f"silent does not follow routing record {roster.number} within 0.05 s" in caplog.text
