@@ -155,9 +155,8 @@ def _encode_key(value: object) -> str:
     raise NotImplementedError(f"a message cannot hold {type(value).__name__}")
 
 
-def _decode_key(kind: type, value: object) -> Key:
-    assert kind is Key
-    return Key(value)
+def _decode_key(kind: type, value: object) -> object:
+    return Key(value) if kind is Key else value
 
 
 UP = msgspec.msgpack.Decoder(Up)
