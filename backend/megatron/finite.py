@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.backend.batch.skipped import shortened
+from slipstream.backend.megatron.marks import marks_of
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -59,7 +60,7 @@ def gradient_names(parts: Sequence["DistributedDataParallel"]) -> list[str]:
     names: list[str] = []
     for part in parts:
         trained = {name: p for name, p in part.module.named_parameters() if p.requires_grad}
-        names += not_finite_names({name: cast("Tensor", p.main_grad) for name, p in trained.items()})
+        names += not_finite_names({name: marks_of(p).main_grad for name, p in trained.items()})
     return names
 
 

@@ -30,11 +30,7 @@ _BEHAVIOUR_ONLY = (
 METHODS: dict[str, tuple[str, ...]] = {
     "naive": _BEHAVIOUR_ONLY,
     "decoupled": (),
-    "unweighted": (
-        "actor.use_decoupled_loss=false",
-        "actor.correction={}",
-        "rollout.max_head_offpolicyness=0",
-    ),
+    "unweighted": ("actor.use_decoupled_loss=false", "actor.correction={}"),
     "interpolated": ("actor.recompute_logprobs=false", "actor.interpolate_logprobs=true"),
     "decayed_clip": ("actor.objective={type: decayed_clip}",),
     "m2po": ("actor.objective={type: m2po}", *_BEHAVIOUR_ONLY),
@@ -43,11 +39,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "negative": ("actor.correction.negative={delta: 1e-4}",),
     "gspo": ("actor.objective={type: gspo}", "actor.averaging=sequence"),
 }
-"""Overrides of the quickstart's recipe by method. The recipe is decoupled PPO with weights capped at 5.
-
-Nothing in ``unweighted`` bounds pi / mu, so that it is refused for stale data. The study ages data itself and
-does not read the recipe's bound.
-"""
+"""Overrides of the quickstart's recipe by method. The recipe is decoupled PPO with weights capped at 5."""
 
 SAME_WHEN_FRESH = frozenset({"naive", "decoupled", "unweighted", "interpolated", "decayed_clip"})
 """Methods with the same loss at lag 0, where mu is pi_old. They share one run."""
@@ -55,10 +47,18 @@ SAME_WHEN_FRESH = frozenset({"naive", "decoupled", "unweighted", "interpolated",
 
 @cache
 def config_of(method: str, lr: float) -> RunConfig:
-    """Return the quickstart's recipe with the settings of ``method``, checked like any recipe."""
+    """Return the quickstart's recipe with the settings of ``method``, checked like a synchronous recipe.
+
+    The study ages data itself. A recipe with ``unweighted`` and stale data is refused: nothing bounds pi / mu.
+    """
     return load_recipe(
         Path("quickstart"),
-        [*METHODS[method], f"actor.optimizer.lr={lr}", f"rollout.batch_size={BATCH_GROUPS}"],
+        [
+            *METHODS[method],
+            f"actor.optimizer.lr={lr}",
+            f"rollout.batch_size={BATCH_GROUPS}",
+            "rollout.max_head_offpolicyness=0",
+        ],
     )
 
 
