@@ -6,6 +6,7 @@ from pathlib import Path
 from slipstream.backend.checkpoint.errors import CheckpointError, describe
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder, FoundCheckpoint
 from slipstream.backend.checkpoint.manifest import CheckpointRecord
+from slipstream.backend.checkpoint.watermarks import check_watermarks
 from slipstream.backend.driver.inputs import InputError, Inputs
 from slipstream.backend.driver.run_folder import (
     can_resume,
@@ -21,8 +22,9 @@ from slipstream.rollout.collect.restored import RestoredGroups, take_up
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.policies import make_control
 from slipstream.rollout.control.versions import VersionTree
-from slipstream.rollout.ledger.database import LedgerError, open_for_reading
-from slipstream.rollout.ledger.recovery import LEDGER, open_ledger
+from slipstream.rollout.ledger.database import LedgerError
+from slipstream.rollout.ledger.history import history_of
+from slipstream.rollout.ledger.recovery import open_ledger
 from slipstream.rollout.ledger.writer import Ledger
 from slipstream.rollout.prompts import PromptStream
 
@@ -70,13 +72,12 @@ def open_run(config: RunConfig, inputs: Inputs, progress: Progress, resume: bool
 def find_checkpoint(config: RunConfig) -> FoundCheckpoint | None:
     """Return the newest sound checkpoint on the run's present line of versions. Raises CheckpointError."""
     folder = config.run.folder
-    connection = open_for_reading(folder / LEDGER)
-    starts = restarts(connection)
-    connection.close()
+    history = history_of(folder)
     checkpoints = CheckpointFolder(folder / CHECKPOINTS, keep_last=config.checkpoint.keep_last)
+    check_watermarks(history, checkpoints)
 
     def reject(record: CheckpointRecord) -> str | None:
-        if survives(record.version, record.epoch, starts):
+        if history.is_on_line(record.version):
             return None
         return "the run has gone on from an older one since"
 
