@@ -46,7 +46,7 @@ class CheckpointFolder:
     def __init__(self, path: Path, *, keep_last: int, keep_every: int | None = None) -> None:
         if keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}; at least the newest checkpoint must be kept")
-        self._path = path
+        self.path = path
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._unusable: set[Path] = set()
@@ -63,11 +63,11 @@ class CheckpointFolder:
         with explained(f"cannot make {partial}"):
             if final.exists():
                 raise CheckpointError(f"{final} exists: a version number must not be used twice")
-            self._path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
             for leftover in self._leftovers():
                 shutil.rmtree(leftover, ignore_errors=True)
             partial.mkdir()
-            sync_folder(self._path)
+            sync_folder(self.path)
         return partial
 
     def commit(self, record: CheckpointRecord) -> Path:
@@ -78,7 +78,7 @@ class CheckpointFolder:
             for folder in [path for path in partial.rglob("*") if path.is_dir()] + [partial]:
                 sync_folder(folder)
             partial.rename(final)
-            sync_folder(self._path)
+            sync_folder(self.path)
         return final
 
     def discard(self, version: int) -> None:
@@ -89,10 +89,10 @@ class CheckpointFolder:
 
     def all(self) -> list[Path]:
         """Return the committed checkpoints, oldest first, without reading them."""
-        if not self._path.is_dir():
+        if not self.path.is_dir():
             return []
         return sorted(
-            (path for path in self._path.iterdir() if path.is_dir() and _COMMITTED.fullmatch(path.name)),
+            (path for path in self.path.iterdir() if path.is_dir() and _COMMITTED.fullmatch(path.name)),
             key=_version_of,
         )
 
@@ -125,7 +125,7 @@ class CheckpointFolder:
                 return FoundCheckpoint(path, record, tuple(warnings))
         if damaged:
             raise CheckpointError(
-                f"no checkpoint in {self._path} can be used. {'. '.join(warnings)}. "
+                f"no checkpoint in {self.path} can be used. {'. '.join(warnings)}. "
                 "Restore one from a copy, or move the folder away to start over"
             )
         return None
@@ -168,7 +168,7 @@ class CheckpointFolder:
             with explained(f"cannot delete {path}"):
                 removing = path.with_name(path.name + _REMOVING)
                 path.rename(removing)
-                sync_folder(self._path)  # the rename must be on disk before the first file is gone
+                sync_folder(self.path)  # the rename must be on disk before the first file is gone
                 shutil.rmtree(removing)
             self._unusable.discard(path)
         return doomed
@@ -177,15 +177,15 @@ class CheckpointFolder:
         return self._keep_every is not None and read_manifest(path).record.step % self._keep_every == 0
 
     def _final(self, version: int) -> Path:
-        return self._path / f"v{version:08d}"
+        return self.path / f"v{version:08d}"
 
     def _partial(self, version: int) -> Path:
-        return self._path / f"v{version:08d}{_PARTIAL}"
+        return self.path / f"v{version:08d}{_PARTIAL}"
 
     def _leftovers(self) -> list[Path]:
         return [
             path
-            for path in self._path.iterdir()
+            for path in self.path.iterdir()
             if path.suffix in (_PARTIAL, _REMOVING) and _COMMITTED.fullmatch(path.stem)
         ]
 

@@ -1,5 +1,6 @@
 """``checkpoint.json``: which state a checkpoint holds, and the size and checksum of each of its files."""
 
+import hashlib
 import json
 import os
 import zlib
@@ -11,9 +12,10 @@ from typing import TypedDict
 
 from slipstream.backend.checkpoint.disk import checksum, synced_checksum
 from slipstream.backend.checkpoint.errors import CheckpointError, describe
+from slipstream.rollout.ledger.watermark import Watermark
 
 MANIFEST = "checkpoint.json"
-FORMAT = 1
+FORMAT = 2
 READERS = 4
 """Files that are checksummed at once; a single reader does not fill a parallel file system's bandwidth."""
 
@@ -29,7 +31,9 @@ class CheckpointRecord:
     data_position: int
     """Prompts that had been drawn from the prompt set."""
     counts: dict[str, int]
-    """The ledger's watermark and counts."""
+    """Numbers of groups, by state."""
+    ledger: Watermark | None = None
+    """How far the ledger was; None in a run without a ledger."""
 
 
 class ListedFile(TypedDict):
@@ -90,7 +94,14 @@ def read_manifest(folder: Path) -> Manifest:
     if content["format"] != FORMAT:
         raise BadManifest(f"{MANIFEST} has format {content['format']}; this program reads {FORMAT}")
     record = {name: content[name] for name in CheckpointRecord.__dataclass_fields__}
+    if record["ledger"] is not None:
+        record["ledger"] = Watermark(**record["ledger"])
     return Manifest(CheckpointRecord(**record), content["files"])
+
+
+def record_digest(record: CheckpointRecord) -> str:
+    """Return a digest that tells the records of checkpoints apart."""
+    return hashlib.blake2b(json.dumps(asdict(record), sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def problems_of(folder: Path, *, checksums: bool) -> list[str]:

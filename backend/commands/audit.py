@@ -6,16 +6,18 @@ from pathlib import Path
 
 from rich.console import Console
 
+from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
+from slipstream.backend.checkpoint.watermarks import check_watermarks
 from slipstream.backend.monitor.tables import pairs_table
-from slipstream.rollout.control.versions import survives
 from slipstream.rollout.ledger.audit import Audit, audit_ledger
-from slipstream.rollout.ledger.recovery import LEDGER
+from slipstream.rollout.ledger.database import LedgerError
+from slipstream.rollout.ledger.history import history_of
 
 
 def audit_run(folder: Path) -> Audit:
     """Audit the run in ``folder``. Raises LedgerError if it has no ledger, or if the run is running."""
-    audit, line, starts = audit_ledger(folder / LEDGER)
+    audit, line = audit_ledger(folder)
     checkpoints = CheckpointFolder(folder / CHECKPOINTS, keep_last=1)
     usable = 0
     for path in checkpoints.all():
@@ -24,7 +26,7 @@ def audit_run(folder: Path) -> Audit:
             audit.checkpoints[path.name] = f"damaged: {'; '.join(problems)}"
             continue
         record = checkpoints.record(path)
-        if not survives(record.version, record.epoch, starts):
+        if not line.is_ancestor(record.version):
             audit.checkpoints[path.name] = "sound; the run has since continued from an older one"
             continue
         audit.checkpoints[path.name] = "sound"
@@ -43,6 +45,10 @@ def audit_run(folder: Path) -> Audit:
             )
     if audit.checkpoints and not usable:
         audit.discrepancies.append("there are checkpoints, but the run can continue from none of them")
+    try:
+        check_watermarks(history_of(folder), checkpoints)
+    except (LedgerError, CheckpointError) as error:
+        audit.discrepancies.append(str(error))
     return audit
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.checkpoint.folder import CheckpointFolder
-from slipstream.backend.checkpoint.manifest import CheckpointRecord
+from slipstream.backend.checkpoint.manifest import CheckpointRecord, record_digest
 from slipstream.backend.driver.ports import CheckpointedTrainer, CheckpointListener, History, RunPosition
 from slipstream.configs.schema import CheckpointConfig
 
@@ -21,6 +21,12 @@ class NoHistory:
 
     def __init__(self, epoch: int = 0) -> None:
         self.epoch = epoch
+
+    def watermark(self) -> None:
+        """Return None: there is nothing to compare with."""
+
+    def checkpointed(self, version: int, digest: str) -> None:
+        """Do nothing."""
 
     async def flushed(self) -> None:
         """Return at once."""
@@ -92,6 +98,7 @@ class TrainerCheckpoints:
             epoch=self._history.epoch,
             data_position=run.position,
             counts=asdict(run.counts),
+            ledger=self._history.watermark(),
         )
         began = time.monotonic()
         try:
@@ -113,6 +120,7 @@ class TrainerCheckpoints:
             # What the weights have learned must be in the ledger before a resume can start from them.
             await self._history.flushed()
             await asyncio.to_thread(self._folder.commit, record)
+            self._history.checkpointed(record.version, record_digest(record))
             await asyncio.to_thread(self._folder.prune)
         except CheckpointError as error:
             self._failed(record, error)

@@ -15,6 +15,7 @@ from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.collect.listener import CollectionListener
 from slipstream.rollout.control.core import GroupCounts
 from slipstream.rollout.engine.client import EngineAddress
+from slipstream.rollout.ledger.watermark import Watermark
 
 
 class SkippingTrainer(Protocol):
@@ -139,6 +140,14 @@ class History(Protocol):
 
     @property
     def epoch(self) -> int: ...
+    def watermark(self) -> Watermark | None:
+        """Return how far the ledger is. Wait for ``flushed`` before a checkpoint with it is committed."""
+        ...
+
+    def checkpointed(self, version: int, digest: str) -> None:
+        """Note that a checkpoint was committed. ``digest``: of its record."""
+        ...
+
     async def flushed(self) -> None: ...
     def release(self, version: int) -> None:
         """Forget what only a restart from before ``version`` would need."""

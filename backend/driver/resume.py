@@ -6,6 +6,7 @@ from pathlib import Path
 from slipstream.backend.checkpoint.errors import CheckpointError, describe
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder, FoundCheckpoint
 from slipstream.backend.checkpoint.manifest import CheckpointRecord
+from slipstream.backend.checkpoint.watermarks import check_watermarks
 from slipstream.backend.driver.inputs import InputError, Inputs
 from slipstream.backend.driver.run_folder import (
     apply_mode,
@@ -75,6 +76,7 @@ def find_checkpoint(config: RunConfig) -> FoundCheckpoint | None:
     folder = config.run.folder
     history = history_of(folder)
     checkpoints = CheckpointFolder(folder / CHECKPOINTS, keep_last=config.checkpoint.keep_last)
+    check_watermarks(history, checkpoints)
 
     def reject(record: CheckpointRecord) -> str | None:
         if history.is_on_line(record.version):

@@ -18,7 +18,6 @@ from slipstream.rollout.ledger.database import (
 )
 from slipstream.rollout.ledger.lineage import INITIAL, BrokenTree, line_of
 from slipstream.rollout.ledger.stamp import Stamp, check_log, read_stamp
-from slipstream.rollout.ledger.watermark import Watermark
 
 
 @dataclass(frozen=True)
@@ -47,20 +46,22 @@ class History:
     published: set[int]
     trained: dict[int, int]
     """Number of groups trained, by version."""
-    line: list[int]
-    """Versions that today's weights descend from, with their own."""
     failed_steps: list[FailedStep]
     checkpoints: dict[int, str]
     """Digest of the record of each committed checkpoint, by version."""
 
-    @property
-    def watermark(self) -> Watermark:
-        trained = self.trained_by(self.newest)
-        return Watermark(self.stamp.run.hex(), self.stamp.sequence, self.stamp.begun, trained)
+    def __post_init__(self) -> None:
+        self.line = self.line_of(self.newest)
+        """Versions that today's weights descend from, with their own."""
+        self._on_line = frozenset(self.line)
+
+    def knows(self, version: int) -> bool:
+        """Return whether a version was published, or is the initial one."""
+        return version == INITIAL or version in self.published
 
     def is_on_line(self, version: int) -> bool:
         """Return whether today's weights are those of ``version`` or descend from them."""
-        return version == INITIAL or version in self.line
+        return version == INITIAL or version in self._on_line
 
     def trained_by(self, version: int) -> int:
         """Return the number of groups behind the weights of a version. Raises LedgerError."""
@@ -106,7 +107,7 @@ def read_history(connection: sqlite3.Connection, path: Path) -> History:
     ).fetchall()
     epochs: int
     (epochs,) = connection.execute("SELECT count(*) FROM epochs").fetchone()
-    history = History(
+    return History(
         path=path,
         stamp=read_stamp(connection, path),
         epochs=epochs,
@@ -114,12 +115,9 @@ def read_history(connection: sqlite3.Connection, path: Path) -> History:
         parents=parents,
         published=published,
         trained=dict(trained),
-        line=[],
         failed_steps=_failed_steps(connection, path),
         checkpoints=dict(checkpoints),
     )
-    history.line = history.line_of(history.newest)
-    return history
 
 
 def newest_version(connection: sqlite3.Connection) -> int:

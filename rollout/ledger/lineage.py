@@ -29,6 +29,15 @@ def line_of(parents: Mapping[int, int], version: int) -> list[int]:
     return line[::-1]
 
 
+def deepest_line(parents: Mapping[int, int], version: int) -> list[int]:
+    """Return as much of the line of ``version`` as the parents tell, however broken they are."""
+    line: list[int] = []
+    while version != INITIAL and parents.get(version, version) < version:
+        line.append(version)
+        version = parents[version]
+    return line[::-1]
+
+
 def distance(parents: Mapping[int, int], one_end: int, other_end: int) -> int:
     """Return the number of updates on the path between two versions. Raises BrokenTree.
 

@@ -132,7 +132,7 @@ class _Opening:
         """Begin an epoch that goes on from ``restored``."""
         history = self._history
         _check_account(self._connection, self._path, history)
-        if restored != INITIAL and restored not in history.published:
+        if not history.knows(restored):
             raise LedgerError(
                 f"{self._path} knows no published version {restored}, from which the run is to go on: it is "
                 f"older than the checkpoint: {RESTORE}"
@@ -168,7 +168,8 @@ class _Opening:
         first = self.stamp.sequence
         self._notes.append(
             f"{self._path} has lost its transactions {first} to {last}, of which {self._segments.folder} "
-            "tells: the file or its log was damaged or restored from a copy; what they recorded is generated again"
+            "tells: the file or its log was damaged or restored from a copy; what they recorded is generated "
+            "again"
         )
         begun = max(begun for _, begun in markers)
         for version in range(self.stamp.begun + 1, begun + 1):

@@ -1,17 +1,11 @@
-"""Watermarks: a ledger and the checkpoints of its run say of each other how far they are.
-
-A checkpoint without the part of the ledger that led to it cannot be resumed from: versions would be named
-twice, and groups that are in its weights would be trained again. So each checkpoint's record has the
-watermark of the ledger, and the ledger has a row for each committed checkpoint. ``check_watermarks`` compares
-the two before a run goes on.
-"""
+"""How far a ledger is, as a checkpoint records it: ``backend/checkpoint/watermarks.py`` compares the two."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Watermark:
-    """How far a ledger is. Only what is recorded further on can follow on it."""
+    """Numbers that only grow, but for ``trained``."""
 
     run: str
     """UUID of the run."""
