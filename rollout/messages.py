@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
+from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.routing import PoolStatus, Routing
 from slipstream.rollout.trajectory import Prompt
 
@@ -148,9 +149,19 @@ class Down(msgspec.Struct, array_like=True, gc=False):
 
 Message = TypeVar("Message", Up, Down)
 
+def _encode_key(value: object) -> str:
+    if isinstance(value, Key):
+        return str(value)
+    raise NotImplementedError(f"a message cannot hold {type(value).__name__}")
+
+
+def _decode_key(kind: type, value: object) -> object:
+    return Key(value) if kind is Key else value
+
+
 UP = msgspec.msgpack.Decoder(Up)
-DOWN = msgspec.msgpack.Decoder(Down)
-_encoder = msgspec.msgpack.Encoder()
+DOWN = msgspec.msgpack.Decoder(Down, dec_hook=_decode_key)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_key)
 _LENGTH = struct.Struct("<I")
 
 

@@ -4,7 +4,6 @@ listener ──► gate ──► roster ──► trainer, devices ──► we
                └────────┴──────► leases, questions ──► server, collectors
 """
 
-import secrets
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from slipstream.rollout.collect.questions import Questions
 from slipstream.rollout.collect.server import CollectorServer
 from slipstream.rollout.control.concurrency import ConcurrencyController
 from slipstream.rollout.engine.client import EngineClient
+from slipstream.rollout.engine.key import new_key
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.supervisor import Supervisor
 
@@ -117,7 +117,7 @@ def assemble(
         samples=rollout.n_samples_per_prompt,
         resumed=state.groups.continued,
     )
-    key = secrets.token_hex(32)
+    key = new_key()
     evaluation = None
     if config.eval is not None and inputs.held_out:
         evaluation = Evaluation(config.eval, inputs.held_out, questions, listener)

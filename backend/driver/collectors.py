@@ -14,6 +14,7 @@ from slipstream.backend.cluster.configured_ray import ray
 from slipstream.backend.cluster.handles import kill
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collector.spec import CollectorSpec
+from slipstream.rollout.engine.key import Key
 
 
 class CollectorGone(RuntimeError):
@@ -28,7 +29,7 @@ class Collectors:
         config: RunConfig,
         actors: CollectorActors,
         logs: Path,
-        key: str,
+        key: Key,
         vocab_size: int,
         note: Callable[[str], None],
     ) -> None:

@@ -20,6 +20,7 @@ from aiohttp import WSMsgType, web
 from slipstream.rollout.collect.journal import Journal
 from slipstream.rollout.collect.leases import Leases
 from slipstream.rollout.collect.questions import Questions
+from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.routing import Routing
 from slipstream.rollout.messages import UP, Down, Lease, MalformedFrame, Question, pack, split
@@ -103,10 +104,10 @@ class CollectorServer:
     """Serves the collectors of a run. Single event loop."""
 
     def __init__(
-        self, key: str, leases: Leases, questions: Questions, roster: EngineRoster, journal: Journal
+        self, key: Key, leases: Leases, questions: Questions, roster: EngineRoster, journal: Journal
     ) -> None:
         """``key``: secret of the run, which collectors show."""
-        self._authorization = f"Bearer {key}".encode()
+        self._authorization = key.header.encode()
         self._leases = leases
         self._questions = questions
         self._roster = roster

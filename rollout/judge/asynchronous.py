@@ -147,6 +147,7 @@ class _Overlapping(asyncio.Protocol):
             self._schedule_tick()
         self._open[question.number] = question
         question.task = self._loop.create_task(self._judge(question, request))
+        question.task.add_done_callback(partial(self._on_end, question))
 
     async def _judge(self, question: _Open, request: JudgeQuestion) -> None:
         _open_question.set(question)
@@ -158,6 +159,10 @@ class _Overlapping(asyncio.Protocol):
                 return
             reply = unscored(question.number, error)
         self._answer(question, reply)
+
+    def _on_end(self, question: _Open, task: "asyncio.Task[None]") -> None:
+        """Answer a question whose task user code has cancelled before it could begin."""
+        self._answer(question, unscored(question.number, asyncio.CancelledError()))
 
     def _answer(self, question: _Open, reply: Reply) -> None:
         if question.answered:

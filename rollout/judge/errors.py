@@ -6,6 +6,9 @@ import signal
 from dataclasses import dataclass
 
 from slipstream.rollout.judge.replies import shortened
+from slipstream.rollout.judge.wire import CONNECTION_CLOSED
+
+NO_CONNECTION = "it has closed the connection of its judge process"
 
 LONGEST_ERROR = 12_000
 """Characters of an error. Its middle is left out beyond it."""
@@ -58,12 +61,17 @@ class Ending:
         if self.killed_because is not None:
             return self.killed_because
         if self.status is None:
-            return "it killed its judge process from outside"
+            return "it killed the keeper of its judge process"
         if os.WIFSIGNALED(self.status):
             number = os.WTERMSIG(self.status)
             by = "; the kernel kills so when memory runs out" if number == signal.SIGKILL else ""
             return f"it ended its judge process by signal {_signal_name(number)}{by}"
-        return f"it ended its judge process with exit code {os.waitstatus_to_exitcode(self.status)}"
+        code = os.waitstatus_to_exitcode(self.status)
+        return (
+            NO_CONNECTION
+            if code == CONNECTION_CLOSED
+            else f"it ended its judge process with exit code {code}"
+        )
 
 
 def _frames_of_the_user(crash: str) -> str:
@@ -98,7 +106,6 @@ def failed_judging(path: str, prompt: int, causes: list[str]) -> JudgingFailed:
         attempts = f"attempt {number + 1}" if first == number else f"attempts {first + 1} to {number + 1}"
         lines.append(f"{attempts}: {cause.rstrip()}")
         first = number + 1
-    head = (
-        f"the reward {path} has failed for prompt {prompt}, {len(causes)} attempts (rollout.judging.attempts)"
-    )
+    setting = f"rollout.judging.attempts: {len(causes)}"
+    head = f"the reward {path} has failed for prompt {prompt} in every attempt ({setting})"
     return JudgingFailed(shortened("\n".join([head, *lines]), LONGEST_ERROR))

@@ -15,7 +15,7 @@ from typing import cast
 
 import msgspec
 
-from slipstream.rollout.judge.errors import Ending, JudgeStartFailed
+from slipstream.rollout.judge.errors import NO_CONNECTION, Ending, JudgeStartFailed
 from slipstream.rollout.judge.keeper import REPORT
 from slipstream.rollout.judge.output import TAIL
 from slipstream.rollout.judge.wire import (
@@ -164,13 +164,24 @@ class JudgeProcess:
         return await asyncio.shield(self._end)
 
     async def end(self) -> Ending:
-        """Wait for a process that was killed or closed, for a bounded time."""
+        """Wait for a process that was killed or closed, for a bounded time.
+
+        A caller that is cancelled waits nevertheless: it would leave the process behind.
+        """
         if self._end is None:  # it has not been started as a whole
             self._kill_keeper()
             self._drop()
             return Ending(None, killed_because=self._killed_because)
-        done, _ = await asyncio.wait({self._end}, timeout=2 * GRACE_S + 3 * KILL_S)
-        return self._end.result() if done else Ending(None, killed_because="the kernel does not end it")
+        deadline = self._loop.time() + 2 * GRACE_S + 3 * KILL_S
+        cancelled: asyncio.CancelledError | None = None
+        while not self._end.done() and (left := deadline - self._loop.time()) > 0:
+            try:
+                await asyncio.wait({self._end}, timeout=left)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        return self._end.result() if self._end.done() else Ending(None, killed_because="nothing can end it")
 
     async def _wait_for_end(self) -> Ending:
         lost = {self._lifeline.lost, self._connection.lost}
@@ -179,7 +190,7 @@ class JudgeProcess:
             # A keeper reports at once. If it does not, its judge goes on without a connection.
             await asyncio.wait({self._lifeline.lost}, timeout=GRACE_S)
             if not self._lifeline.lost.done():
-                self.kill("it has closed the connection of its judge process")
+                self.kill(NO_CONNECTION)
                 await asyncio.wait({self._lifeline.lost}, timeout=2 * KILL_S)
         if not self._lifeline.report:
             self._kill_keeper()

@@ -49,6 +49,8 @@ class OpenQuestion:
     """Place whose process has the question now."""
     sent_at: float = 0.0
     """Time at which that process was asked."""
+    overlapped: bool = False
+    """Whether that process has had another question open meanwhile."""
 
 
 class Questions(Protocol):
@@ -178,6 +180,9 @@ class Seat:
             return False
         process.ask(frame)
         question.seat, question.sent_at = self, self._loop.time()
+        question.overlapped = bool(self._open)
+        if len(self._open) == 1:  # more of them have overlapped already
+            next(iter(self._open.values())).overlapped = True
         self._open[question.number] = question
         if self._timer is None:
             self._timer = self._loop.call_later(self._longest(), self._check_time)
@@ -199,13 +204,13 @@ class Seat:
         self.feed()
 
     def _attempt_failed(self, question: OpenQuestion, reply: Unscored) -> None:
-        in_company = bool(self._open)
+        may_be_innocent = question.overlapped and reply.blame is not Blame.QUESTION
         if reply.blame is Blame.MEMORY:
             self._is_retiring = True
-            in_company = in_company or self._answered > 0
+            may_be_innocent = may_be_innocent or self._answered > 0
         if question.reward.done():
             return
-        if in_company and reply.blame is not Blame.QUESTION:
+        if may_be_innocent:
             self._apart.append([question])
         else:
             self._charge(question, reply.reason, None)
@@ -234,7 +239,7 @@ class Seat:
             self._timer = self._loop.call_later(left, self._check_time)
         else:
             limit = f"{self._setup.timeout_s:g} s (rollout.judging.timeout_s)"
-            self._process.kill(f"it took longer than {limit}, and has disabled the watchdog of its process")
+            self._process.kill(f"it took longer than {limit}, and the watchdog of its process did not end it")
 
     # -- The process
 

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slipstream.configs.schema import SamplingConfig
-from slipstream.rollout.reward import Reward
 from slipstream.rollout.trajectory import Completion, Messages, Prompt, Trajectory
 from slipstream.rollout.workflow.single_turn import SingleTurn
 
-__all__ = ["Generator", "SingleTurn", "Tokenizer", "Workflow", "WorkflowContext"]
+__all__ = ["Generator", "Judge", "SingleTurn", "Tokenizer", "Workflow", "WorkflowContext"]
 
 
 class Generator(Protocol):
@@ -33,6 +32,20 @@ class Generator(Protocol):
         ...
 
 
+class Judge(Protocol):
+    """Asks the recipe's reward, which runs in a process of its own. A workflow finds it in its context.
+
+    reward = await context.reward.score(prompt, text, trajectory)
+    """
+
+    async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
+        """Return the reward of an episode, a finite number.
+
+        Raises JudgingFailed when every attempt at judging has failed; a workflow must not catch it.
+        """
+        ...
+
+
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that workflows use."""
 
@@ -46,7 +59,7 @@ class WorkflowContext:
 
     generator: Generator
     tokenizer: Tokenizer
-    reward: Reward
+    reward: Judge
     sampling: SamplingConfig
     """``rollout.sampling`` of the recipe, or what an evaluation uses in its place."""
 
