@@ -113,7 +113,7 @@ def assemble(
         gate,
         state.ledger,
         listener,
-        share_of=lambda name: roster.routing_for(name).limit,
+        share_of=roster.share_of,
         samples=rollout.n_samples_per_prompt,
         resumed=state.groups.continued,
     )

@@ -179,6 +179,7 @@ class Recording:
         try:
             await self._engines.generate(input_ids, sampling, completion, grown=grown)
         except asyncio.CancelledError:
+            request.known = len(completion.tokens)
             self._write(request, self._clock())
             raise
         request.known = len(completion.tokens)

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,7 @@ from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.driver import devices
 from slipstream.backend.driver.devices import Colocated
 from slipstream.backend.simulate import clock
-from slipstream.rollout.collect.time_limit import TimeLimit
+from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.engine.client import EngineError
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.routing import PoolStatus
@@ -257,15 +256,8 @@ def test_the_trainers_time_is_not_an_episodes(drain_s: float | None):
 
     async def main():
         found, roster = await started(world_of(), drain_s=drain_s)
-        episodes, stopped = TimeLimit(10), ExitStack()
-
-        def on_held(held: bool) -> None:
-            if held:
-                stopped.enter_context(episodes.stopped())
-            else:
-                stopped.close()
-
-        collector = Collector(roster, on_held=on_held)
+        episodes = TimeLimit(10)
+        collector = Collector(roster, on_held=episodes.stop)
 
         async def episode() -> None:
             with episodes():
