@@ -149,6 +149,7 @@ class Down(msgspec.Struct, array_like=True, gc=False):
 
 Message = TypeVar("Message", Up, Down)
 
+
 def _encode_key(value: object) -> str:
     if isinstance(value, Key):
         return str(value)

@@ -80,7 +80,14 @@ def assemble(
 ) -> Parts:
     """Make every part. The trainer's actors exist afterwards; nothing else is started."""
     rollout = config.rollout
-    gate = AdmissionGate(state.control, state.intake, state.ledger, listener, state.groups.ready)
+    gate = AdmissionGate(
+        state.control,
+        state.intake,
+        state.ledger,
+        listener,
+        ready=state.groups.ready,
+        failures=state.failures,
+    )
     roster = EngineRoster(state.control, limit=rollout.max_concurrent, epoch=state.ledger.epoch)
     ranks = RankGroup(create_ranks(config, placement, logs), timeout_s=config.run.step_timeout_s, logs=logs)
     trainer = RankedTrainer(ranks, step_timeout_s=config.run.step_timeout_s)

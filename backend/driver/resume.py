@@ -39,6 +39,8 @@ class RunState:
     intake: Intake
     checkpoint: FoundCheckpoint | None
     groups: RestoredGroups
+    failures: list[tuple[int, ...]]
+    """Groups of each training step that has ended the trainer, in order."""
     notes: list[str]
     """Messages about the restart, for the user."""
 
@@ -111,8 +113,9 @@ def begin(config: RunConfig, inputs: Inputs, checkpoint: FoundCheckpoint | None)
     notes = [*(checkpoint.warnings if checkpoint else []), *recovered.notes]
     if recovered.epoch:
         notes.append(_resumed(control, groups))
+    failures = [step.groups for step in recovered.suspects]
     positions = [(group.id, group.position) for group in recovered.open]
-    return RunState(ledger, control, Intake(stream, positions), checkpoint, groups, notes)
+    return RunState(ledger, control, Intake(stream, positions), checkpoint, groups, failures, notes)
 
 
 def _resumed(control: RolloutControl, groups: RestoredGroups) -> str:

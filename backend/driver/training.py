@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable, Sequence
 import numpy as np
 
 from slipstream.backend.batch.train_batch import EncodedBatch
+from slipstream.backend.cluster.rank_group import TrainerFailed
+from slipstream.backend.cluster.waits import Timeout
 from slipstream.backend.driver.evaluation import Evaluation
 from slipstream.backend.driver.ports import Checkpoints, ClientT, RunListener
 from slipstream.backend.driver.served_weights import ServedWeights
@@ -55,7 +57,11 @@ async def training_loop(
             waited_s = clock() - began
             await gate.step_begins()
             batch = await encoded(groups, gate, read)
-            advance = await weights.advance(batch, gate.next_version)
+            try:
+                advance = await weights.advance(batch, gate.next_version)
+            except (TrainerFailed, Timeout) as error:
+                await gate.step_failed(str(error))
+                raise
             times = StepTimes(wait_s=waited_s, train_s=advance.train_s, step_s=clock() - began)
             step = TrainedStep(
                 batch.headers, batch.lags or {}, advance.version, advance.metrics, advance.report, times
