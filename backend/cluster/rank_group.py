@@ -7,15 +7,12 @@ from typing import TypeVar
 
 from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.cluster.configured_ray import ray
+from slipstream.backend.cluster.errors import TrainerFailed
 from slipstream.backend.cluster.handles import RankActor, kill
 from slipstream.backend.cluster.waits import within
 from slipstream.rollout.engine.leftovers import ProcessIdentity, segments_of_torch, unlink
 
 T = TypeVar("T")
-
-
-class TrainerFailed(RuntimeError):
-    """A trainer rank raised or is gone. The trainer holds the only copy of the policy, so the run is over."""
 
 
 class RankGroup:

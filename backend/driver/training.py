@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import numpy as np
 
 from slipstream.backend.batch.train_batch import EncodedBatch
-from slipstream.backend.cluster.rank_group import TrainerFailed
+from slipstream.backend.cluster.errors import TrainerFailed
 from slipstream.backend.cluster.waits import Timeout
 from slipstream.backend.driver.evaluation import Evaluation
 from slipstream.backend.driver.ports import Checkpoints, ClientT, RunListener

@@ -17,7 +17,8 @@ from slipstream.backend.checkpoint import manifest as manifests
 from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.checkpoint.folder import CheckpointFolder
 from slipstream.backend.checkpoint.manifest import CheckpointRecord
-from slipstream.backend.cluster.rank_group import RankGroup, TrainerFailed
+from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.driver.trainer import RankedTrainer
 from slipstream.backend.megatron.rectangles import rectangles
 from slipstream.configs.schema.checkpoint import CheckpointConfig
