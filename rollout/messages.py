@@ -85,7 +85,7 @@ class Status(msgspec.Struct, array_like=True, gc=False):
     groups: int
     """Leased groups that have not ended."""
     judging: int
-    """Questions that wait for a judge or are being judged."""
+    """EvaluationTasks that wait for a judge or are being judged."""
     judging_s: float
     """Age of the oldest of them, in seconds."""
 

@@ -42,7 +42,7 @@ class PieceHeader(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """The request's token ids do not continue the record: it begins again with this chunk."""
 
 
-class Chunk(NamedTuple):
+class DecodedChunk(NamedTuple):
     """One decoded chunk. The arrays share the memory of the bytes that they were decoded from."""
 
     context: npt.NDArray[np.int32]
@@ -88,7 +88,7 @@ def encode_chunk(context: Ids, tokens: Ids, logprobs: LogProbs) -> bytes:
     )
 
 
-def decode_chunks(data: bytes | memoryview) -> Iterator[Chunk]:
+def decode_chunks(data: bytes | memoryview) -> Iterator[DecodedChunk]:
     """Yield the chunks of ``data``, which stand one behind the other. Raises CorruptRecord."""
     start = 0
     while start < len(data):
@@ -99,7 +99,7 @@ def decode_chunks(data: bytes | memoryview) -> Iterator[Chunk]:
             logprobs = np.frombuffer(data, "<f4", n_sampled, logprobs_start)
         except (struct.error, ValueError) as error:
             raise CorruptRecord(f"not a chunk at byte {start} of {len(data)}: {error}") from error
-        yield Chunk(ids[:n_context], ids[n_context:], logprobs)
+        yield DecodedChunk(ids[:n_context], ids[n_context:], logprobs)
         start = logprobs_start + logprobs.nbytes
 
 

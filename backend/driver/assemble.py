@@ -28,7 +28,7 @@ from slipstream.bridge.publish.endpoint import PAUSE
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.collect.leases import Leases
-from slipstream.rollout.collect.questions import Questions
+from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.collect.server import CollectorServer
 from slipstream.rollout.control.concurrency import ConcurrencyController
 from slipstream.rollout.engine.client import EngineClient
@@ -115,7 +115,7 @@ def assemble(
         listener,
         last_step=state.control.step,
     )
-    questions = Questions()
+    questions = EvaluationTasks()
     leases = Leases(
         gate,
         state.ledger,

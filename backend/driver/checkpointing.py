@@ -12,7 +12,7 @@ from dataclasses import asdict
 from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.checkpoint.folder import CheckpointFolder
 from slipstream.backend.checkpoint.manifest import CheckpointRecord, record_digest
-from slipstream.backend.driver.ports import CheckpointedTrainer, CheckpointListener, History, RunPosition
+from slipstream.backend.driver.ports import CheckpointedTrainer, CheckpointListener, RunHistory, RunPosition
 from slipstream.configs.schema import CheckpointConfig
 
 
@@ -52,7 +52,7 @@ class TrainerCheckpoints:
         folder: CheckpointFolder,
         trainer: CheckpointedTrainer,
         turn: TrainersTurn,
-        history: History,
+        history: RunHistory,
         listener: CheckpointListener,
         last_step: int = 0,
     ) -> None:

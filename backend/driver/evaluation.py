@@ -6,7 +6,7 @@ import numpy as np
 
 from slipstream.backend.driver.ports import RunListener
 from slipstream.configs.schema.run import EvalConfig
-from slipstream.rollout.collect.questions import Questions
+from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.trajectory import Prompt
 
 
@@ -14,7 +14,7 @@ class Evaluation:
     """Evaluates whatever version the engines serve."""
 
     def __init__(
-        self, settings: EvalConfig, prompts: Sequence[Prompt], questions: Questions, listener: RunListener
+        self, settings: EvalConfig, prompts: Sequence[Prompt], questions: EvaluationTasks, listener: RunListener
     ) -> None:
         self._every = settings.every
         self._prompts = prompts

@@ -135,7 +135,7 @@ class Checkpoints(Protocol):
         ...
 
 
-class History(Protocol):
+class RunHistory(Protocol):
     """The memory of a run besides its checkpoints: its ledger, if it has one."""
 
     @property

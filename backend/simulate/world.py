@@ -33,7 +33,7 @@ from slipstream.rollout.collect.gate import AdmissionGate, StalledRun
 from slipstream.rollout.collect.intake import Intake
 from slipstream.rollout.collect.journal import NoJournal
 from slipstream.rollout.collect.leases import Leases
-from slipstream.rollout.collect.questions import Questions
+from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.collector.episodes import Episodes
 from slipstream.rollout.collector.evaluation import Evaluations
 from slipstream.rollout.collector.groups import GroupCollector, NamedFilter
@@ -112,7 +112,7 @@ class World:
             group_filter=_filter(config),
         )
         greedy = context(NumberedGenerator(pool, 0, greedy=True))
-        questions = Questions()
+        questions = EvaluationTasks()
         questions.joined(NAME, Asked(Evaluations(outbox, greedy, episodes, judge)))
         leases = Leases(
             gate, journal, account, lambda _: rollout.max_concurrent, rollout.n_samples_per_prompt

@@ -199,8 +199,8 @@ class RolloutConfig(Section):
     collector_timeout_s: float = Field(
         default=60,
         gt=0,
-        description="Seconds for which the code of a workflow may compute without awaiting anything. It holds "
-        "up all episodes of its collector meanwhile, which is then ended and started again.",
+        description="Seconds for which the code of a workflow may compute without awaiting anything. It "
+        "holds up all episodes of its collector meanwhile, which is then ended and started again.",
     )
     episode_attempts: int = Field(
         default=3,

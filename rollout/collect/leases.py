@@ -82,7 +82,7 @@ class SampleState:
         """The header of a judged one."""
 
 
-class OpenGroup:
+class LeasedGroup:
     """A group that has a slot and is not complete."""
 
     __slots__ = ("blocks", "collector", "lease", "prompt", "samples", "ticket", "unanswered")
@@ -124,7 +124,7 @@ class Leases:
         listener: CollectionListener,
         share_of: Callable[[str], int],
         samples: int,
-        resumed: Iterable[OpenGroup] = (),
+        resumed: Iterable[LeasedGroup] = (),
     ) -> None:
         """``share_of``: number of requests that a collector may run at one time. ``samples``: episodes of a
         group. ``resumed``: groups from before a restart, which have slots and are leased first.
@@ -229,12 +229,12 @@ class Leases:
         target = self._share_of(name) * (1 + AHEAD)
         return collector.generating == 0 or collector.generating + self._samples <= target
 
-    def _admitted(self, assignment: Assignment) -> OpenGroup:
-        group = OpenGroup(assignment.ticket, assignment.prompt, [None] * self._samples)
+    def _admitted(self, assignment: Assignment) -> LeasedGroup:
+        group = LeasedGroup(assignment.ticket, assignment.prompt, [None] * self._samples)
         self._groups[assignment.ticket.id] = group
         return group
 
-    def _lease(self, group: OpenGroup, name: str, collector: _Collector) -> None:
+    def _lease(self, group: LeasedGroup, name: str, collector: _Collector) -> None:
         id_, prior, chunks = group.ticket.id, [], []
         for number, sample in enumerate(group.samples):
             if sample is not None:
@@ -248,7 +248,7 @@ class Leases:
 
     def _prior(
         self,
-        group: OpenGroup,
+        group: LeasedGroup,
         number: int,
         sample: SampleState,
         prior: list[PriorSample],
@@ -270,11 +270,11 @@ class Leases:
         sizes = [(len(chunk), piece) for chunk, (_, piece) in zip(read, pieces, strict=True)]
         prior.append(PriorSample(number, sample.kind, header, sizes))
 
-    def _cancel(self, group: OpenGroup) -> None:
+    def _cancel(self, group: LeasedGroup) -> None:
         if group.lease:
             self._collectors[group.collector].outgoing.cancel(group.ticket.id, group.lease)
 
-    def _end(self, group: OpenGroup) -> None:
+    def _end(self, group: LeasedGroup) -> None:
         """Forget a group whose lease has ended for good."""
         id_ = group.ticket.id
         del self._groups[id_]
@@ -344,7 +344,7 @@ class Leases:
         self._journal.piece(key, event.base, ref, header)
 
     def _complete(
-        self, group: OpenGroup, sample: SampleState, key: int, event: Event, refs: bytes | None
+        self, group: LeasedGroup, sample: SampleState, key: int, event: Event, refs: bytes | None
     ) -> None:
         """Note a whole trajectory, or the reward of one."""
         was_unanswered, sample.kind = sample.kind == PIECE, event.kind

@@ -19,7 +19,7 @@ from aiohttp import WSMsgType, web
 
 from slipstream.rollout.collect.journal import Journal
 from slipstream.rollout.collect.leases import Leases
-from slipstream.rollout.collect.questions import Questions
+from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.routing import Routing
@@ -104,7 +104,7 @@ class CollectorServer:
     """Serves the collectors of a run. Single event loop."""
 
     def __init__(
-        self, key: Key, leases: Leases, questions: Questions, roster: EngineRoster, journal: Journal
+        self, key: Key, leases: Leases, questions: EvaluationTasks, roster: EngineRoster, journal: Journal
     ) -> None:
         """``key``: secret of the run, which collectors show."""
         self._authorization = key.header.encode()

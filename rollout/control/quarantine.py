@@ -1,7 +1,7 @@
 """Finds the groups that kill the trainer, and keeps them from being trained. Pure.
 
-A batch whose training step ends the trainer is tried once more: the reason may have been another one. When the
-step fails again, the groups of the batch are suspects, and every further batch holds only half of them:
+A batch whose training step ends the trainer is tried once more: the reason may have been another one. When
+the step fails again, the groups of the batch are suspects, and every further batch holds only half of them:
 
     suspects   a b c d      withheld   c d      the step fails        suspects a b
                                                 the step is trained   suspects c d
@@ -9,8 +9,8 @@ step fails again, the groups of the batch are suspects, and every further batch 
                                                 the step is trained   suspect b, which is tried alone
 
 So a culprit among n groups is found after about log2(n) further steps. Every other group is trained: also the
-last suspect, if the steps had failed for another reason. A failed step ends the run; the next start of the run
-learns of all failed steps from the ledger and goes on with the search.
+last suspect, if the steps had failed for another reason. A failed step ends the run; the next start of the
+run learns of all failed steps from the ledger and goes on with the search.
 """
 
 from collections.abc import Collection, Iterable

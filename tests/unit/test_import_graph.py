@@ -38,9 +38,10 @@ FLOORS = {
     "bridge": ({"hf"}, {"model"}, {"families", "shards"}, {"publish"}, {"transport"}),
     "rollout": (
         {"changes", "network", "temporary", "trajectory"},
-        {"control", "plugins", "prompts", "reward"},
+        {"control", "plugins", "prompts", "record", "reward"},
         {"engine", "judge", "ledger", "workflow"},
-        {"collect"},
+        {"messages"},
+        {"collect", "collector"},
     ),
 }
 MOST_ROOMS, MOST_FLOORS, MOST_ARROWS = 14, 8, 40
