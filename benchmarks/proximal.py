@@ -96,15 +96,15 @@ def times(shape: Shape, steps: int, threads: int) -> dict[str, float]:
         _, turns = compare(sides, batches, threads)
     seconds = {name: median_of(taken, "seconds") for name, taken in turns.items()}
     cpu = {name: median_of(taken, "cpu_seconds") for name, taken in turns.items()}
-    found = {f"{name}_s": round(value, 4) for name, value in seconds.items()}
+    figures = {f"{name}_s": round(value, 4) for name, value in seconds.items()}
     for name in ("pass_for_each", "interpolated"):
-        found[f"{name}_time_ratio"] = round(seconds[name] / seconds["recomputed"], 3)
-        found[f"{name}_cpu_ratio"] = round(cpu[name] / cpu["recomputed"], 3)
-    found["largest_difference_of_losses"] = max(
-        abs(one.result.loss - other.result.loss)
-        for one, other in zip(turns["recomputed"], turns["pass_for_each"], strict=True)
+        figures[f"{name}_time_ratio"] = round(seconds[name] / seconds["recomputed"], 3)
+        figures[f"{name}_cpu_ratio"] = round(cpu[name] / cpu["recomputed"], 3)
+    figures["largest_difference_of_losses"] = max(
+        abs(mine.result.loss - theirs.result.loss)
+        for mine, theirs in zip(turns["recomputed"], turns["pass_for_each"], strict=True)
     )
-    return found
+    return figures
 
 
 # ---- error

@@ -17,11 +17,11 @@ class FaultyTrajectory:
     place: int
     """Place in the batch."""
     group: int
-    what: tuple[str, ...]
+    numbers: tuple[str, ...]
     """Names of its numbers that are not finite, inputs first."""
 
     def __str__(self) -> str:
-        return f"trajectory {self.place} of the batch (group {self.group}): {', '.join(self.what)}"
+        return f"trajectory {self.place} of the batch (group {self.group}): {', '.join(self.numbers)}"
 
 
 @dataclass(frozen=True)

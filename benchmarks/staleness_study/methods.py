@@ -49,7 +49,7 @@ SAME_WHEN_FRESH = frozenset({"naive", "decoupled", "unweighted", "interpolated",
 def config_of(method: str, lr: float) -> RunConfig:
     """Return the quickstart's recipe with the settings of ``method``, checked like a synchronous recipe.
 
-    The study ages data itself. A recipe with ``unweighted`` and stale data is refused: nothing bounds pi/mu.
+    The study ages data itself. For stale data ``unweighted`` is refused, because nothing bounds pi / mu.
     """
     return load_recipe(
         Path("quickstart"),

@@ -126,11 +126,11 @@ def trained(models: Path) -> dict[tuple[str, bool], list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_weights_and_the_metrics_are_those_of_a_pass_of_their_own(case: str, trained):
-    for own, separate in zip(trained[case, False], trained[case, True], strict=True):
-        assert own["weights"].keys() == separate["weights"].keys()
+    for rank, separate in zip(trained[case, False], trained[case, True], strict=True):
+        assert rank["weights"].keys() == separate["weights"].keys()
         for name, weight in separate["weights"].items():
-            np.testing.assert_array_equal(own["weights"][name], weight, err_msg=name)
-        for metrics, expected in zip(own["metrics"], separate["metrics"], strict=True):
+            np.testing.assert_array_equal(rank["weights"][name], weight, err_msg=name)
+        for metrics, expected in zip(rank["metrics"], separate["metrics"], strict=True):
             assert metrics == expected
     [metrics] = [rank["metrics"] for rank in trained[case, False] if rank["metrics"][0]]
     if case != "without recomputing":

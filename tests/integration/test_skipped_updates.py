@@ -246,7 +246,7 @@ def test_a_skipped_update_is_counted_and_named_and_leaves_the_metrics_finite(
     assert (update.model, update.minibatch) == ("policy", number + 1)
     [trajectory] = update.trajectories
     assert (trajectory.place, trajectory.group) == (place, place // 2)
-    assert {"behaviour log-prob", "loss"} <= set(trajectory.what)
+    assert {"behaviour log-prob", "loss"} <= set(trajectory.numbers)
     assert f"trajectory {place} of the batch (group {place // 2}): behaviour log-prob" in str(update)
 
 
@@ -278,9 +278,9 @@ def test_an_infinite_reward_costs_the_updates_that_its_group_is_in(case: str, mo
     assert metrics["train/skipped_updates"] == len(numbers)
     assert [update.minibatch - 1 for update in skipped] == numbers
     for update in skipped:
-        what = {trajectory.place: trajectory.what for trajectory in update.trajectories}
-        assert "reward" in what[4]  # the cause, in whichever mini-batch it is
-        assert set(what) <= {4, 5}
+        numbers_of = {trajectory.place: trajectory.numbers for trajectory in update.trajectories}
+        assert "reward" in numbers_of[4]  # the cause, in whichever mini-batch it is
+        assert set(numbers_of) <= {4, 5}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,7 +18,7 @@ from tests.unit.doubles import Policy
 
 
 def skipped(minibatch: int = 1, model: str = "policy") -> SkippedUpdate:
-    faulty = FaultyTrajectory(place=3, group=17, what=("behaviour log-prob", "loss"))
+    faulty = FaultyTrajectory(place=3, group=17, numbers=("behaviour log-prob", "loss"))
     return SkippedUpdate(model, minibatch, (faulty,), ())
 
 

@@ -64,12 +64,12 @@ def config_of(type_: str, decoupled: bool, proximal: str, token, sequence, minib
 @cache
 def recipes() -> list[tuple[str, RunConfig, bool]]:
     """Return every combination of settings: its name, the recipe, and whether the rules accept it."""
-    found = []
+    combinations = []
     for settings in itertools.product(TYPES, (True, False), PROXIMAL, TOKEN, SEQUENCE, (1, 2)):
         config = config_of(*settings)
         accepted = not any(violation for rule in objective.RULES for violation in rule.check(config))
-        found.append((str(settings), config, accepted))
-    return found
+        combinations.append((str(settings), config, accepted))
+    return combinations
 
 
 def accepted() -> Iterator[tuple[str, RunConfig]]:
