@@ -58,7 +58,8 @@ class Ending:
         return how
 
     def _how(self) -> str:
-        if self.killed_because is not None:
+        was_killed = self.status is None or os.WTERMSIG(self.status) == signal.SIGKILL
+        if self.killed_because is not None and was_killed:
             return self.killed_because
         if self.status is None:
             return "it killed the keeper of its judge process"

@@ -150,7 +150,8 @@ class JudgeProcess:
             return
         self._killed_because = reason
         if self._lifeline.transport is not None and not self._lifeline.transport.is_closing():
-            self._lifeline.transport.write_eof()
+            with suppress(OSError):  # the keeper has gone
+                self._lifeline.transport.write_eof()
         self._loop.call_later(KILL_S, self._insist)
 
     def close(self) -> None:
