@@ -88,7 +88,8 @@ class JudgeProcess:
             return_when=asyncio.FIRST_COMPLETED,
         )
         if not self._first_reply.done():
-            self.kill(f"it took longer than {limit}")
+            if not self._end.done():
+                self.kill(f"it took longer than {limit}")
             raise _start_failed(setup, (await self.end()).cause(limit))
         reply = self._first_reply.result()
         if isinstance(reply, StartFailure):
