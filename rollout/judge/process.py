@@ -88,7 +88,8 @@ class JudgeProcess:
             return_when=asyncio.FIRST_COMPLETED,
         )
         if not self._first_reply.done():
-            self.kill(f"it took longer than {limit}")
+            if not self._end.done():
+                self.kill(f"it took longer than {limit}")
             raise _start_failed(setup, (await self.end()).cause(limit))
         reply = self._first_reply.result()
         if isinstance(reply, StartFailure):
@@ -150,7 +151,8 @@ class JudgeProcess:
             return
         self._killed_because = reason
         if self._lifeline.transport is not None and not self._lifeline.transport.is_closing():
-            self._lifeline.transport.write_eof()
+            with suppress(OSError):  # the keeper has gone
+                self._lifeline.transport.write_eof()
         self._loop.call_later(KILL_S, self._insist)
 
     def close(self) -> None:

@@ -21,6 +21,9 @@ LONGEST_REPLY = 1 << 20
 CONNECTION_CLOSED = 199
 """Exit code of a judge process that can neither read questions nor send replies any more."""
 
+QUESTION = "question_"
+"""Begin of the name of the function that asks an overlapping question; its number follows."""
+
 _LENGTH = struct.Struct("<I")
 
 

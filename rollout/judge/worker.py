@@ -30,7 +30,6 @@ from slipstream.rollout.judge.wire import (
 SCORE_PARAMETERS = ("prompt", "response", "trajectory")
 """First parameters of a function that is a reward by itself, and not a function that returns one."""
 
-
 Score = Callable[..., Any]
 """``Reward.score``: a coroutine function or a plain one."""
 

@@ -230,6 +230,14 @@ def leaves_its_directory() -> float:
     return 1.0
 
 
+def leaks_descriptors() -> float:
+    while True:
+        LEAKED.append(os.open("/dev/null", os.O_RDONLY))
+
+
+LEAKED: list[int] = []
+
+
 def leaves_a_temporary_file() -> float:
     Path(os.environ["TMPDIR"], "left_behind").write_bytes(b"x" * 4096)
     return 1.0

@@ -43,7 +43,7 @@ ENDS_ITS_PROCESS = {
     "crashes": r"SIGSEGV(.|\n)*in crashes",
     "aborts": r"SIGABRT(.|\n)*in aborts",
     "kills_itself": "SIGKILL; the kernel kills so when memory runs out",
-    "kills_its_keeper": "killed the keeper of its judge process",
+    "kills_its_keeper": "keeper of its judge process has ended, perhaps killed by the reward",
 }
 """Rewards that end their process, and what their errors say."""
 
@@ -62,6 +62,15 @@ def test_a_question_that_ends_the_process_of_others_harms_only_itself(judging, c
     answers = judging.ask(responses, "Overlapping")
     assert_only_culprits_failed(answers, responses, ENDS_ITS_PROCESS)
     assert judging.status.failed_attempts == 1
+
+
+@pytest.mark.parametrize("culprit", ["blocks_after_a_while", "crashes"])
+def test_a_culprit_that_leaves_a_traceback_is_found_at_once(judging, culprit):
+    responses = [str(number) for number in range(16)]
+    responses[7] = culprit
+    answers = judging.ask(responses, "Overlapping")
+    assert_only_culprits_failed(answers, responses, OVERLAPS | ENDS_ITS_PROCESS)
+    assert (judging.status.failed_attempts, judging.status.restarts) == (1, 2)
 
 
 def test_culprits_are_found_among_many_that_overlap(judging):
@@ -192,6 +201,14 @@ def test_a_reward_that_needs_too_much_memory_is_told_of_the_limit(judging, rewar
     expected = {"allocates_too_much": r"rollout\.judging\.memory_mb(.|\n)*in allocates_too_much"}
     assert_only_culprits_failed(answers, responses, expected)
     assert judging.status.failed_attempts == 1
+
+
+@pytest.mark.parametrize("reward", ["Plain", "Overlapping"])
+def test_a_process_without_file_descriptors_is_replaced(judging, reward):
+    responses = ["1", "leaks_descriptors", "2", "3"]
+    answers = judging.ask(responses, reward, concurrency=1, timeout_s=20)
+    assert_only_culprits_failed(answers, responses, {"leaks_descriptors": "OSError.*Too many open files"})
+    assert (judging.status.failed_attempts, judging.status.restarts) == (1, 1)
 
 
 # -- Rewards that await

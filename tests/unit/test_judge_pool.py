@@ -231,6 +231,19 @@ def test_a_reward_that_cannot_start_is_an_error_at_the_start(judging, reward, ar
     assert f"tests.unit.judge_rewards.{reward}" in str(failed.value)
 
 
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("/no/such/python", "no process can be started: .*No such file"),
+        ("/bin/false", "the keeper of its judge process has ended"),
+    ],
+)
+def test_an_interpreter_that_does_not_work_is_an_error_at_the_start(judging, monkeypatch, program, expected):
+    monkeypatch.setattr(sys, "executable", program)
+    with pytest.raises(JudgeStartFailed, match=expected):
+        judging.ask(["1"])
+
+
 def test_a_module_that_cannot_be_imported_is_named(judging):
     pool = JudgePool(JudgingConfig(), PluginConfig(path="no.such.module.Reward"), judging.logs, "test")
     with pytest.raises(JudgeStartFailed, match=r"no\.such\.module\.Reward: cannot import no\.such\.module"):
