@@ -176,12 +176,14 @@ def create_database(path: Path, run: str, stamp: bytes) -> None:
         draft.unlink(missing_ok=True)
         connection = _connect(draft, "mode=rwc")
         try:
+            connection.execute("BEGIN")
             for statement in TABLES.split(";\n"):
                 connection.execute(statement)
             connection.execute("INSERT INTO stamp VALUES (1, ?)", (stamp,))
             connection.executemany(
                 "INSERT INTO meta VALUES (?, ?)", [("format", FORMAT), ("run", run), ("released", -1)]
             )
+            connection.execute("COMMIT")
             connection.execute("PRAGMA journal_mode=WAL")
         finally:
             connection.close()

@@ -265,6 +265,7 @@ class _Opening:
             contents.eras,
             contents.trained,
             new_segment,
+            segment_bytes,
             guard,
         )
         trained = recovered.counts.trained

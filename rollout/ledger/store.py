@@ -31,10 +31,11 @@ LOG_BYTES = 16 << 20
 GUARD_EVERY_S = 5.0
 
 SPARSE = 8
-"""A segment is sparse when fewer than one in so many of its groups still need it."""
+"""A segment is sparse when at most one in so many of its groups needs it, or when it is so much smaller than
+others."""
 
 SPARSE_SEGMENTS = 4
-"""Number of sparse segments from which what is left of them is copied into one new segment."""
+"""Number of sparse segments from which what is needed of them is copied into one new segment."""
 
 RECENT = 2
 """Newest segments that stay even if no group needs them: rows that point into them may be on their way."""
@@ -61,6 +62,7 @@ class Store:
         eras: Eras,
         trained: Iterable[tuple[int, list[int]]],
         new_segment: Callable[[], int],
+        segment_bytes: int,
         guard: Callable[[], None],
     ) -> None:
         """``trained``: versions on the present line that are not released, with the groups trained on each,
@@ -75,6 +77,9 @@ class Store:
         self._eras = eras
         self._trained = deque(trained)
         self._new_segment = new_segment
+        self._segment_bytes = segment_bytes
+        self._tidied: int | None = None
+        """Newest segment when sparse ones were last looked for."""
         self._guard = guard
         self._guarded_s = time.monotonic()
         self.moved = Moved()
@@ -99,9 +104,11 @@ class Store:
             with self._transaction():
                 self._forget(unneeded)
             self._delete(unneeded)
-        sparse = [s for s in old if 0 < self._holds.groups[s] * SPARSE <= self._holds.ever[s]]
-        if len(sparse) >= SPARSE_SEGMENTS:
-            self._move(sparse)
+        if self._eras.newest != self._tidied:
+            self._tidied = self._eras.newest
+            sparse = [s for s in old if self._holds.groups[s] and self._is_sparse(s)]
+            if len(sparse) >= SPARSE_SEGMENTS:
+                self._move(sparse)
         if _size(self._log) >= LOG_BYTES:
             self._check_guard()
             busy, pages, done = self._connection.execute("PRAGMA wal_checkpoint(RESTART)").fetchone()
@@ -256,6 +263,10 @@ class Store:
                 done += size
 
     # ---- tidying
+
+    def _is_sparse(self, segment: int) -> bool:
+        few_groups = self._holds.groups[segment] * SPARSE <= self._holds.ever[segment]
+        return few_groups or _size(self._segments.path(segment)) * SPARSE <= self._segment_bytes
 
     def _move(self, sparse: list[int]) -> None:
         """Copy what is left in sparse segments into a new one, and delete them.

@@ -2,64 +2,113 @@
 
 import asyncio
 import sqlite3
+from pathlib import Path
+from struct import pack
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from slipstream.rollout.control.core import Expired, Loss, Ticket
+from slipstream.rollout.control.core import Loss, Ticket
+from slipstream.rollout.control.versions import VersionTree
 from slipstream.rollout.ledger.audit import audit_ledger
-from slipstream.rollout.ledger.recovery import open_ledger
-from tests.unit.test_ledger import BATCH, completion, in_ledger, nothing, ready_group
+from slipstream.rollout.ledger.database import crc_of, sealed
+from slipstream.rollout.ledger.recovery import LEDGER, open_ledger
+from slipstream.rollout.ledger.samples import JUDGED, WHOLE, stored
+from slipstream.rollout.ledger.segments import FOLDER
+from slipstream.rollout.ledger.writer import SAMPLES, Ledger, Training
+from slipstream.rollout.record import encode
+from tests.unit.test_ledger import (
+    BATCH,
+    add_piece,
+    in_ledger,
+    judge,
+    nothing,
+    query,
+    ready_group,
+    train,
+    training,
+    trajectory,
+)
 
 
 @pytest.fixture
-def path(tmp_path):
-    """A run with every kind of group and one restart."""
-    path = tmp_path / "ledger.sqlite"
+def folder(tmp_path):
+    """A run with every kind of group and one restart.
 
-    async def first_life(ledger):
+    0 - 1 - 2 - 3       4 was begun and never published
+            |
+            + - 5
+    """
+
+    async def first_life(ledger: Ledger) -> None:
         for version in range(1, 4):
-            group = ready_group(ledger, version - 1, [version - 1], version - 1)
-            ledger.step_begins(version, version)
-            ledger.published(version, [group])
+            ready_group(ledger, version - 1, [version - 1], version - 1)
+            train(ledger, version, version - 1, version - 1, [version - 1])
         ledger.admitted(Ticket(3, 3), 3)
-        ledger.partial(3, 0, 0, (), completion((3, 4)), done=False)
+        add_piece(ledger, 3 * SAMPLES, 0, 3, 4)
         ledger.admitted(Ticket(4, 3), 4)
-        ledger.expired(Expired(4, Loss.REQUEUED, None))
+        ledger.lost(4, Loss.REQUEUED)
         ledger.admitted(Ticket(5, 3, requeued_from=4), 4)
         ledger.admitted(Ticket(6, 3), 5)
         ledger.lost(6, Loss.FILTERED)
-        ledger.step_begins(4, 4)
+        ledger.step_begins(4, 3, [3])
 
-    in_ledger(path, first_life)
+    in_ledger(tmp_path, first_life)
 
-    async def second_life(ledger):
-        group = ready_group(ledger, 7, [5], 5)
-        ledger.step_begins(6, 3)
-        ledger.published(6, [group])
+    async def second_life(ledger: Ledger) -> None:
+        ledger.admitted(Ticket(7, 2), 6)
+        judge(ledger, 7, [3])
+        ledger.ready(7, 2)
+        train(ledger, 5, 2, 7, [3], lag=1)
 
-    in_ledger(path, second_life, restored=2, step=2)
-    return path
+    in_ledger(tmp_path, second_life, restored=2)
+    return tmp_path
 
 
-def test_a_run_as_it_should_be_is_clean(path):
-    audit, _, _ = audit_ledger(path)
-    # The prompts 0 to 5 were drawn by the first seven groups; the fixture's group 7 draws position 7.
-    assert audit.discrepancies == ["prompts were not drawn in order: draw 6 has the position 7"]
-    sqlite3.connect(path).execute("UPDATE groups SET position = 6 WHERE id = 7").connection.commit()
-    audit, lineage, _ = audit_ledger(path)
+def change(folder: Path, *statements: str, values: tuple = ()) -> None:
+    connection = sqlite3.connect(folder / LEDGER)
+    for statement in statements:
+        connection.execute(statement, values)
+    connection.commit()
+    connection.close()
+
+
+def findings(folder: Path) -> list[str]:
+    return audit_ledger(folder)[0].discrepancies
+
+
+def test_a_run_as_it_should_be_is_clean(folder):
+    audit, lineage = audit_ledger(folder)
     assert audit.discrepancies == []
-    assert lineage.versions == [1, 2, 6]
-    assert (audit.steps, audit.steps_lost, audit.starts, audit.max_head_lag) == (3, 1, 2, 0)
+    assert lineage.versions == [1, 2, 5]
+    assert (audit.steps, audit.steps_lost, audit.starts, audit.max_head_lag) == (3, 1, 2, 1)
     assert audit.groups == {"admitted": 2, "expired": 1, "filtered": 1, "ready": 1, "trained": 3}
-    assert [lineage.trained_by(version) for version in (0, 1, 2, 6)] == [0, 1, 2, 3]
+    assert [lineage.trained_by(version) for version in (0, 1, 2, 5)] == [0, 1, 2, 3]
+    assert [version for version in range(6) if lineage.is_ancestor(version)] == [0, 1, 2, 5]
+
+
+def versions_blob(version: int, id_: int, lag: int, tokens: int, *numbers: int) -> str:
+    """A sealed list of versions and tokens, as SQL."""
+    blob = sealed(pack(f"<{len(numbers)}q", *numbers), crc_of(version, id_, lag, tokens, 0))
+    return f"x'{blob.hex()}'"
+
+
+def batch_blob(version: int, *groups: int) -> str:
+    return f"x'{sealed(pack(f'<{len(groups)}q', *groups), crc_of(version)).hex()}'"
+
+
+LAG_3 = f"head_lag = 3, versions = {versions_blob(5, 7, 3, 2, 3, 2)}"
+SOLD = f"tokens = 4, versions = {versions_blob(5, 7, 1, 4, 3, 2)}"
+RENAMED = f"versions = {versions_blob(5, 7, 1, 2, 1, 2)}"
+UNKNOWN = f"versions = {versions_blob(5, 7, 1, 2, 9, 2)}"
 
 
 @pytest.mark.parametrize(
     ("damage", "finding"),
     [
+        # groups
         ("DELETE FROM groups WHERE id = 3", "1 are missing"),
         ("UPDATE groups SET position = 9 WHERE id = 3", "draw 3 has the position 9"),
         ("UPDATE groups SET position = 9 WHERE id = 5", "another prompt than the requeued group"),
@@ -67,42 +116,144 @@ def test_a_run_as_it_should_be_is_clean(path):
         ("UPDATE groups SET state = 'gone' WHERE id = 3", "a state that does not exist: 3"),
         ("UPDATE groups SET loss = 'stale' WHERE id = 3", "a reason for their loss that does not fit"),
         ("UPDATE groups SET state = 'failed' WHERE id = 6", "a reason for their loss that does not fit"),
+        ("UPDATE groups SET loss = 'quarantined' WHERE id = 4", "a reason for their loss that does not fit"),
         ("UPDATE groups SET step = 3 WHERE id = 3", "a training step without being trained"),
-        ("INSERT INTO trainings VALUES (6, 0, 0, 1, 0)", "trained twice by the steps behind the weights: 0"),
+        # trainings
+        (
+            f"INSERT INTO trainings VALUES (5, 0, 2, 1, 0, {versions_blob(5, 0, 2, 1, 0, 1)})",
+            "trained twice by the steps behind the weights: 0",
+        ),
         (
             "DELETE FROM trainings WHERE group_id = 7",
             "count as trained, but by no step behind the weights: 7",
         ),
         ("UPDATE groups SET state = 'ready', step = NULL WHERE id = 0", "not counted as trained: 0"),
-        ("UPDATE steps SET published = 0 WHERE version = 1", "version 1 was not published, but the next"),
-        ("DELETE FROM steps WHERE version = 1", "found version 2 (step 2), expected version 1"),
-        ("UPDATE epochs SET version = 7 WHERE epoch = 1", "begins with version 7, expected 5"),
-        ("UPDATE trainings SET head_lag = 3 WHERE group_id = 7", "beyond the bound that was in force: 7"),
-        ("DELETE FROM trajectories WHERE key = 2 * 65536", "do not have exactly 2 trajectories: 2"),
-        ("UPDATE trajectories SET payload = x'00' WHERE key = 7 * 65536", "cannot be read: 7.0"),
-        ("UPDATE partials SET tokens = 5", "3.0 (4 tokens, not 5)"),
+        (
+            f"UPDATE batches SET groups = {batch_blob(5, 3)} WHERE version = 5",
+            "the groups of their batch: vers",
+        ),
+        ("DELETE FROM batches WHERE version = 5", "did not train the groups of their batch: versions 5"),
+        ("UPDATE batches SET groups = x'00' WHERE version = 5", "the batch of version 5 cannot be read"),
+        ("UPDATE versions SET published = 0 WHERE version = 5", "were trained but not published: 5"),
+        # the tree of versions
+        ("DELETE FROM versions WHERE version = 1", "version 1 is missing"),
+        ("DELETE FROM versions WHERE version = 4", "version 4 is missing"),
+        ("UPDATE versions SET parent = 3 WHERE version = 5", "version 5 has the parent 3, expected 2"),
+        ("UPDATE versions SET parent = 1 WHERE version = 3", "version 3 has the parent 1, expected 2"),
+        ("UPDATE versions SET epoch = 0 WHERE version = 5", "version 5 has the parent 2, expected 3"),
+        ("UPDATE versions SET epoch = 9 WHERE version = 5", "begun in start 9, which is not recorded"),
+        (
+            "UPDATE epochs SET restored = 4 WHERE epoch = 1",
+            "restores version 4, which had not been published",
+        ),
+        ("UPDATE epochs SET restored = 3 WHERE epoch = 1", "version 5 has the parent 2, expected 3"),
+        ("UPDATE epochs SET step = 3 WHERE epoch = 1", "3 training steps are recorded behind version 2"),
+        ("DELETE FROM epochs WHERE epoch = 0", "the starts are numbered 1"),
+        # lags
+        ("UPDATE trainings SET head_lag = 0 WHERE group_id = 7", "group 7 in version 5: a BLOB"),
+        (f"UPDATE trainings SET {LAG_3} WHERE group_id = 7", "head lag 3 is recorded, the tree has 1"),
+        (f"UPDATE trainings SET {SOLD} WHERE group_id = 7", "4 trained tokens are recorded, by version 2"),
+        (
+            f"UPDATE trainings SET {RENAMED} WHERE group_id = 7",
+            "{1: 2} are recorded, its trajectories have {3: 2}",
+        ),
+        (f"UPDATE trainings SET {UNKNOWN} WHERE group_id = 7", "version 9 has no parent"),
+        ("UPDATE epochs SET bound = 0 WHERE epoch = 1", "beyond the bound that was in force: 7"),
+        # what is stored
+        ("DELETE FROM samples WHERE key = 2 * 65536", "do not have exactly 2 trajectories: 2"),
+        ("UPDATE samples SET header = x'00' WHERE key = 7 * 65536", "cannot be read: 7.0 (row"),
+        ("UPDATE samples SET refs = NULL WHERE key = 7 * 65536", "cannot be read: 7.0 (row"),
+        ("UPDATE samples SET key = 6 * 65536 WHERE key = 7 * 65536", "cannot be read: row"),
+        (
+            "UPDATE groups SET tokens = 3 WHERE id = 7",
+            "3 sampled tokens are recorded, its trajectories have 2",
+        ),
+        ("UPDATE stamp SET data = x'00'", "its stamp is damaged"),
     ],
 )
-def test_each_discrepancy_is_found(path, damage, finding):
-    connection = sqlite3.connect(path)
-    connection.execute("UPDATE groups SET position = 6 WHERE id = 7")
-    connection.execute(damage)
-    connection.commit()
-    connection.close()
-    audit, _, _ = audit_ledger(path)
-    assert any(finding in text for text in audit.discrepancies), audit.discrepancies
+def test_each_discrepancy_is_found(folder, damage, finding):
+    change(folder, damage)
+    assert any(finding in text for text in findings(folder)), findings(folder)
 
 
-def test_batches_of_the_wrong_size_are_found(path):
-    connection = sqlite3.connect(path)
-    connection.execute("UPDATE meta SET value = 2 WHERE key = 'batch_size'")
+@pytest.mark.parametrize(
+    ("versions", "finding"),
+    [
+        ([2], "{3: 2} are recorded, its trajectories have {2: 1, 3: 1}"),
+        ([9], "7 (versions 9 were never begun)"),
+        ([3, 3], "1 tokens of context and 1 sampled ones, but its header has 1 and 2"),
+    ],
+)
+def test_a_header_with_other_runs_is_found(folder, versions, finding):
+    """The header is written anew with a right checksum, as a faulty program would."""
+    [(id_, refs)] = query(folder, f"SELECT id, refs FROM samples WHERE key = {7 * SAMPLES}")
+    row = stored(id_, (7 * SAMPLES, JUDGED, WHOLE, refs, encode(trajectory(versions).header)))
+    change(folder, "UPDATE samples SET header = ? WHERE id = ?", values=(row[-1], id_))
+    [text] = findings(folder)
+    assert finding in text
+
+
+def test_a_row_that_was_changed_behind_the_program_is_found(folder):
+    """Statements of SQL keep the checksums of rows right; a flipped bit of the file does not."""
+    connection = sqlite3.connect(folder / LEDGER)
+    connection.execute("PRAGMA writable_schema=ON")
+    connection.execute(
+        "UPDATE sqlite_schema SET sql = replace(sql, 'tokens * 19', 'tokens * 21') WHERE name = 'groups'"
+    )
+    connection.execute("UPDATE sqlite_schema SET sql = replace(sql, '% 16777213 * 19', '% 16777213 * 21')")
     connection.commit()
     connection.close()
-    assert any("3 steps did not train 2 groups" in text for text in audit_ledger(path)[0].discrepancies)
+    change(folder, "UPDATE groups SET tokens = 5 WHERE id = 7")
+    assert any("table groups: wrong checksum of id 7" in text for text in findings(folder))
+
+
+def test_missing_and_damaged_payload_is_found(folder):
+    segments = sorted((folder / FOLDER).iterdir())
+    data = bytearray(segments[-1].read_bytes())
+    data[-1] ^= 1
+    segments[-1].write_bytes(data)
+    assert any("its bytes are damaged" in text for text in findings(folder))
+    segments[-1].unlink()
+    assert any("2 stored trajectories or pieces cannot be read: 7.0" in text for text in findings(folder))
+
+
+def test_batches_of_the_wrong_size_are_found(folder):
+    change(folder, "UPDATE meta SET value = 2 WHERE key = 'batch_size'")
+    assert "5 steps did not train 2 groups: versions 1, 2, 3, 4, 5" in findings(folder)
+
+
+def test_parts_of_a_batch_that_has_failed_may_be_trained_alone(tmp_path):
+    async def act(ledger: Ledger) -> None:
+        for id_ in range(2):
+            ready_group(ledger, id_, [0])
+        ledger.step_begins(1, 0, [0, 1])
+        ledger.step_failed(1, "a rank was killed")
+        train(ledger, 2, 0, 0, [0])
+
+    in_ledger(tmp_path, act, batch_size=2)
+    assert findings(tmp_path) == []
+    change(tmp_path, "DELETE FROM failures")
+    assert findings(tmp_path) == ["1 steps did not train 2 groups: versions 2"]
+
+
+def test_tokens_that_were_too_old_are_accounted_for(tmp_path):
+    """Tokens of version 0 are three updates old in the step from version 3, beyond the bound of 2."""
+
+    async def act(ledger: Ledger) -> None:
+        for version in range(1, 4):
+            ready_group(ledger, version - 1, [version - 1], version - 1)
+            train(ledger, version, version - 1, version - 1, [version - 1])
+        ready_group(ledger, 3, [0, 0, 1], 0)
+        ledger.step_begins(4, 3, [3])
+        ledger.published(4, [Training(3, 2, 2, 4, 6, ((1, 2),))])
+
+    in_ledger(tmp_path, act)
+    audit, _ = audit_ledger(tmp_path)
+    assert (audit.discrepancies, audit.tokens["masked"]) == ([], 4)
 
 
 def test_whatever_a_run_does_its_ledger_is_clean(tmp_path):
-    """Random events, restarts from any version of the line, releases; audited after each life."""
+    """Random events, restarts from any version that was published, releases; audited after each life."""
     run_state_machine_as_test(
         lambda: Life(tmp_path),
         settings=settings(max_examples=30, stateful_step_count=40, deadline=None, database=None),
@@ -110,27 +261,40 @@ def test_whatever_a_run_does_its_ledger_is_clean(tmp_path):
 
 
 class Life(RuleBasedStateMachine):
-    def __init__(self, folder) -> None:
+    """A run whose lags are those of the control core's tree; the audit finds them with its own code."""
+
+    number = 0
+
+    def __init__(self, folder: Path) -> None:
         super().__init__()
-        Life.number = getattr(Life, "number", 0) + 1
-        self.path = folder / f"{Life.number}.sqlite"
-        self.line = {0: 0}
-        self.published: list[int] = []
+        Life.number += 1
+        self.folder = folder / str(Life.number)
+        self.folder.mkdir()
+        self.published = {0}
+        self.kept = {0}
+        """Versions that the run may be restored from: those not behind a release."""
+        self.sampled: dict[int, int] = {}
+        """Version of the tokens of each group that was ever ready."""
         self.runner = asyncio.Runner()
         self.open(0)
 
     def open(self, restored: int) -> None:
-        self.ledger, recovered = open_ledger(self.path, **BATCH, restored=restored, step=self.line[restored])
-        self.version, self.step = recovered.restart.version, recovered.step
-        self.line = {v: step for v, step in self.line.items() if v <= restored} | {self.version: self.step}
-        self.published = [v for v in self.published if v <= restored]
+        self.ledger, recovered = open_ledger(self.folder, **BATCH, restored=restored, segment_bytes=2_000)
+        assert recovered.notes == []
+        self.tree = VersionTree(recovered.versions)
+        assert recovered.step == self.tree.updates(restored)
+        self.version = restored
         self.next = recovered.counts.admitted
         self.position = recovered.position
-        self.ready = []
+        self.ready: dict[int, list[int]] = {}
         self.open_ids = []
-        self.unstarted = [(group.id, group.position) for group in recovered.open]
+        self.unstarted = []
         for group in recovered.open:
-            self.ledger.discarded(group.id, group.tokens)
+            if group.is_ready and group.id % 2:
+                self.ready[group.id] = [self.sampled[group.id]]
+            else:
+                self.ledger.discarded(group.id, 0)
+                self.unstarted.append((group.id, group.position))
         self.wait()
 
     def wait(self) -> None:
@@ -140,85 +304,82 @@ class Life(RuleBasedStateMachine):
     def admit(self):
         if self.unstarted:
             id_, position = self.unstarted.pop(0)
-            self.ledger.admitted(Ticket(id_, self.version), position)
-            self.open_ids.append(id_)
-            return
-        self.ledger.admitted(Ticket(self.next, self.version), self.position)
-        self.open_ids.append(self.next)
-        self.next, self.position = self.next + 1, self.position + 1
+        else:
+            id_, position = self.next, self.position
+            self.next, self.position = self.next + 1, self.position + 1
+        self.ledger.admitted(Ticket(id_, self.version), position)
+        self.open_ids.append(id_)
 
-    @rule(data=st.data(), end=st.sampled_from(["ready", "ready", "partial", *Loss]))
+    @rule(data=st.data(), end=st.sampled_from(["ready", "ready", "piece", *Loss]))
     @precondition(lambda self: self.open_ids)
     def go_on(self, data, end):
         id_ = data.draw(st.sampled_from(self.open_ids))
-        if end == "partial":
-            self.ledger.partial(id_, 0, 0, (), completion((self.version, 3)), done=False)
+        if end == "piece":
+            add_piece(self.ledger, id_ * SAMPLES, 0, self.version, 3)
             return
         if end is Loss.REQUEUED:
             return
         self.open_ids.remove(id_)
         if end == "ready":
-            self.ready.append(self.finish(id_))
+            judge(self.ledger, id_, [self.version])
+            self.ledger.ready(id_, 2)
+            self.ready[id_] = [self.version]
+            self.sampled[id_] = self.version
         else:
             self.ledger.lost(id_, end)
-
-    def finish(self, id_):
-        from slipstream.rollout.trajectory import Group, Prompt
-        from tests.unit.test_ledger import trajectory
-
-        group = Group(id_, Prompt(0, "?"), self.version, (trajectory([self.version]),) * 2)
-        for sample, each in enumerate(group.trajectories):
-            self.ledger.trajectory(id_, sample, each)
-        self.ledger.ready(group)
-        return group
 
     @rule(complete=st.booleans())
     @precondition(lambda self: self.ready)
     def train(self, complete):
-        group = self.ready.pop(0)
-        if self.version - group.admitted_at > BATCH["bound"]:
-            self.ledger.lost(group.id, Loss.STALE)
+        id_, versions = min(self.ready.items())
+        del self.ready[id_]
+        lag = self.tree.distance(versions[0], self.version)
+        if lag > BATCH["bound"]:
+            self.ledger.lost(id_, Loss.STALE)
             return
-        self.step += 1
-        self.ledger.step_begins(self.version + 1, self.step)
+        version = self.tree.begin(self.version)
+        self.ledger.step_begins(version, self.version, [id_])
         if not complete:
-            self.restart(None)
+            self.restart(self.version)
             return
-        self.version += 1
-        self.line[self.version] = self.step
-        self.published.append(self.version)
-        self.ledger.published(self.version, [group])
+        self.ledger.published(version, [training(id_, versions, lag)])
+        self.version = version
+        self.published.add(version)
+        self.kept.add(version)
 
     @rule(data=st.data())
     def release(self, data):
         self.wait()
-        self.ledger.release(data.draw(st.sampled_from(sorted(self.line))))
+        line = [v for v in sorted(self.kept) if self.tree.is_ancestor(v, self.version)]
+        version = data.draw(st.sampled_from(line))
+        self.ledger.release(version)
+        self.kept = {v for v in self.kept if v >= version}
 
     @rule(data=st.data())
     def restart_from_somewhere(self, data):
-        self.restart(data)
+        self.restart(data.draw(st.sampled_from(sorted(self.kept))))
 
-    def restart(self, data):
+    def restart(self, version):
         self.wait()
         self.ledger.close()
         self.audit()
-        versions = sorted(self.line)
-        self.open(versions[-1] if data is None else data.draw(st.sampled_from(versions)))
+        self.open(version)
 
     def audit(self):
-        audit, lineage, _ = audit_ledger(self.path)
+        audit, lineage = audit_ledger(self.folder)
         assert audit.discrepancies == []
-        assert lineage.versions == self.published
+        assert lineage.versions == [
+            v for v in sorted(self.published) if v and self.tree.is_ancestor(v, self.version)
+        ]
 
     def teardown(self):
         self.wait()
         self.ledger.close()
         self.audit()
         self.runner.close()
-        self.path.unlink()
 
 
 def test_an_empty_run_is_clean(tmp_path):
-    in_ledger(tmp_path / "ledger.sqlite", nothing)
-    audit, _, _ = audit_ledger(tmp_path / "ledger.sqlite")
+    in_ledger(tmp_path, nothing)
+    audit, _ = audit_ledger(tmp_path)
     assert (audit.discrepancies, audit.max_head_lag, audit.groups) == ([], None, {})
