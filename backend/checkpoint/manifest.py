@@ -1,7 +1,6 @@
 """``checkpoint.json``: which state a checkpoint holds, and the size and checksum of each of its files."""
 
 import json
-import os
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ from typing import TypedDict
 
 from slipstream.backend.checkpoint.disk import checksum, synced_checksum
 from slipstream.backend.checkpoint.errors import CheckpointError, describe
+from slipstream.rollout.durable import write_durably
 
 MANIFEST = "checkpoint.json"
 FORMAT = 1
@@ -66,12 +66,7 @@ def write_manifest(folder: Path, record: CheckpointRecord) -> None:
         for path, crc32 in zip(files, checksums, strict=True)
     ]
     content: dict[str, object] = {"format": FORMAT, **asdict(record), "files": listed}
-    temporary = folder / f"{MANIFEST}.tmp"
-    with temporary.open("w") as file:
-        json.dump(content | {"crc32": _own_checksum(content)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(folder / MANIFEST)
+    write_durably(folder / MANIFEST, json.dumps(content | {"crc32": _own_checksum(content)}, indent=1))
 
 
 def read_manifest(folder: Path) -> Manifest:

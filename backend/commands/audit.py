@@ -1,20 +1,33 @@
 """``slipstream audit RUN``: recounts the ledger and the checkpoints of a run and compares them."""
 
+import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
+from slipstream.backend.checkpoint.errors import describe
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from slipstream.backend.monitor.tables import pairs_table
 from slipstream.rollout.control.versions import survives
 from slipstream.rollout.ledger.audit import Audit, audit_ledger
+from slipstream.rollout.ledger.database import LedgerError
+from slipstream.rollout.ledger.lease import wait_until_free
 from slipstream.rollout.ledger.recovery import LEDGER
 
 
-def audit_run(folder: Path) -> Audit:
-    """Audit the run in ``folder``. Raises LedgerError if it has no ledger, or if the run is running."""
+def audit_run(folder: Path, say: Callable[[str], None]) -> Audit:
+    """Audit the run in ``folder``. ``say`` tells the user of a wait.
+
+    Raises LedgerError if the folder has no ledger, or if the run is running.
+    """
+    if folder.is_dir():
+        try:
+            asyncio.run(wait_until_free(folder, say=say))
+        except OSError as error:
+            raise LedgerError(f"{folder}: {describe(error)}") from error
     audit, line, starts = audit_ledger(folder / LEDGER)
     checkpoints = CheckpointFolder(folder / CHECKPOINTS, keep_last=1)
     usable = 0

@@ -1,6 +1,5 @@
 """The result of a run: ``summary.json`` for programs, a small table for people."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal, TextIO
 
@@ -11,6 +10,7 @@ from rich.text import Text
 
 from slipstream.backend.monitor.tables import pairs_table
 from slipstream.backend.monitor.units import count, seconds
+from slipstream.rollout.durable import write_durably
 
 SUMMARY_FILE = "summary.json"
 
@@ -74,17 +74,7 @@ class RunSummary(_Strict):
 def write_summary(folder: Path, summary: RunSummary) -> Path:
     """Write ``summary.json`` into `folder`. At any instant a reader finds the old file or the new one."""
     path = folder / SUMMARY_FILE
-    draft = path.with_name(f".{SUMMARY_FILE}.tmp")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(summary.model_dump_json(indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    write_durably(path, summary.model_dump_json(indent=2) + "\n")
     return path
 
 

@@ -32,6 +32,12 @@ class RunSection(Section):
     batch_timeout_s: float = Field(
         default=3600, gt=0, description="Seconds to wait for a batch before the run fails."
     )
+    lease_s: float = Field(
+        default=30,
+        ge=1,
+        description="Seconds without a sign of life after which another machine may take the run folder "
+        "over. A driver that cannot write to the folder for so long stops.",
+    )
 
     @property
     def folder(self) -> Path:

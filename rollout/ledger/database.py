@@ -1,12 +1,15 @@
 """The ledger's file: its tables, how it is opened, and what its errors mean. SQLite in WAL mode.
 
 The writer locks the file exclusively. So a second driver of the same run is refused, and WAL needs no memory
-that processes share, which network file systems do not have.
+that processes share, which network file systems do not have. Where a file cannot be locked at all, SQLite is
+told not to try: then the lease of the run folder (``lease.py``) alone keeps processes apart.
 """
 
 import os
 import sqlite3
 from pathlib import Path
+
+from slipstream.rollout.ledger.locks import fcntl_error
 
 FORMAT = 2
 
@@ -87,7 +90,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
     """Open the file for its only writer, and create it if it does not exist. Raises LedgerError."""
     try:
         new = not path.exists() or path.stat().st_size == 0
-        connection = sqlite3.connect(path, timeout=2, isolation_level=None, check_same_thread=False)
+        connection = _connect(path, "mode=rwc")
         connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         if new:
             # A page holds several trajectories of a few hundred tokens: half the bytes of smaller pages.
@@ -114,12 +117,20 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
     try:
         # SQLite writes even to read a file in WAL mode, unless the file is declared immutable.
         archived = not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-wal").exists()
-        uri = f"{path.absolute().as_uri()}?{'immutable=1' if archived else 'mode=rw'}"
-        connection = sqlite3.connect(uri, uri=True, timeout=2, isolation_level=None)
+        connection = _connect(path, "immutable=1" if archived else "mode=rw")
         connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall()
     except (sqlite3.Error, OSError) as error:
         raise explained(path, error) from error
     check_format(connection, path)
+    return connection
+
+
+def _connect(path: Path, mode: str) -> sqlite3.Connection:
+    without_locks = fcntl_error(path.parent) is not None
+    uri = f"{path.absolute().as_uri()}?{mode}{'&vfs=unix-none' * without_locks}"
+    connection = sqlite3.connect(uri, uri=True, timeout=2, isolation_level=None, check_same_thread=False)
+    if without_locks:
+        connection.execute("PRAGMA locking_mode=EXCLUSIVE")
     return connection
 
 

@@ -4,7 +4,7 @@ import os
 import socket
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -82,12 +82,20 @@ class Recovered:
 
 
 def open_ledger(
-    path: Path, *, batch_size: int, n_samples: int, bound: int, restored: int = 0, step: int = 0
+    path: Path,
+    *,
+    batch_size: int,
+    n_samples: int,
+    bound: int,
+    restored: int = 0,
+    step: int = 0,
+    fence: Callable[[], None] = lambda: None,
 ) -> tuple[Ledger, Recovered]:
     """Open the ledger at ``path`` for a run that starts from version ``restored``; create it if necessary.
 
     ``step`` is the number of training steps behind this version. Trainings of later versions are undone:
-    their groups are ready again. Raises LedgerError.
+    their groups are ready again. ``fence`` is called before each transaction and raises Fenced when another
+    driver has the run (``Lease.check``). Raises LedgerError.
     """
     connection = open_for_writing(path)
     try:
@@ -102,7 +110,7 @@ def open_ledger(
     except (sqlite3.Error, LedgerError) as error:
         connection.close()
         raise error if isinstance(error, LedgerError) else explained(path, error) from error
-    return Ledger(connection, path, restart.epoch, n_samples, with_partials), recovered
+    return Ledger(connection, path, restart.epoch, n_samples, with_partials, fence), recovered
 
 
 def restarts(connection: sqlite3.Connection) -> list[Restart]:

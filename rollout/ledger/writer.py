@@ -6,9 +6,10 @@ more there are. An event is *acknowledged* when a later call of ``flushed`` has 
 """
 
 import asyncio
+import ctypes
 import sqlite3
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -143,14 +144,18 @@ class Ledger:
         epoch: int,
         n_samples: int,
         with_partials: set[int],
+        fence: Callable[[], None],
     ) -> None:
-        """``with_partials``: keys of trajectories of which the ledger already has completions."""
+        """``with_partials``: keys of trajectories of which the ledger already has completions. ``fence``:
+        raises Fenced when this process may no longer write (``Lease.check``).
+        """
         self.path = path
         self.epoch = epoch
         self._samples = "[" + ",".join(map(str, range(n_samples))) + "]"
         self._connection = connection
         self._released = -1
         self._with_partials = with_partials
+        self._fence = fence
         self._next = _Transaction()
         self._loop: asyncio.AbstractEventLoop | None = None
         """Event loop of the events; None until the first event from within a loop."""
@@ -304,13 +309,21 @@ class Ledger:
         while (transaction := self._handed_over.get()) is not None:
             if self._failure is None:
                 try:
+                    self._fence()
                     self._commit(transaction)
+                except LedgerError as error:
+                    self._failure = error
                 except sqlite3.Error as error:
                     self._failure = explained(self.path, error)
             if self._loop is not None:
                 with suppress(RuntimeError):  # the loop is closed: nobody waits
                     self._loop.call_soon_threadsafe(self._committed, transaction)
-        self._connection.close()
+        try:
+            self._fence()
+        except LedgerError:
+            _leave_open(self._connection)
+        else:
+            self._connection.close()
 
     def _commit(self, transaction: _Transaction) -> None:
         self._connection.execute("BEGIN")
@@ -321,6 +334,15 @@ class Ledger:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
+
+
+def _leave_open(connection: sqlite3.Connection) -> None:
+    """Keep the connection open until the process ends.
+
+    SQLite writes when it closes a file: it would copy an outdated write-ahead log over the pages of the
+    driver that has the run now. The reference that is added here is never given back.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
 
 
 def _tokens(trajectories: Iterable[Trajectory]) -> int:

@@ -37,7 +37,7 @@ FLOORS = {
     ),
     "bridge": ({"hf"}, {"model"}, {"families", "shards"}, {"publish"}, {"transport"}),
     "rollout": (
-        {"changes", "network", "trajectory"},
+        {"changes", "durable", "network", "trajectory"},
         {"control", "plugins", "prompts", "reward"},
         {"engine", "ledger", "workflow"},
         {"collect"},
