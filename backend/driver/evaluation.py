@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
-
 from slipstream.backend.driver.ports import RunListener
+from slipstream.backend.monitor.units import mean
 from slipstream.configs.schema import SamplingConfig
 from slipstream.configs.schema.run import EvalConfig
 from slipstream.rollout.collect.episodes import EpisodeFailed, Episodes
@@ -70,6 +69,6 @@ class Evaluation:
             self._listener.note(f"no evaluation of version {version}: {failures.exceptions[0]}")
         else:
             trajectories = [task.result() for task in tasks]
-            rewards = np.array([trajectory.reward for trajectory in trajectories], np.float64)
+            rewards = [trajectory.reward or 0.0 for trajectory in trajectories]  # each episode has one
             lengths = [trajectory.response_length for trajectory in trajectories]
-            self._listener.evaluated(version, float(rewards.mean()), float(np.mean(lengths)))
+            self._listener.evaluated(version, mean(rewards), mean(lengths))

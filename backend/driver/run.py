@@ -26,6 +26,7 @@ from slipstream.backend.monitor.recorder import Recorder
 from slipstream.backend.monitor.summary import RunSummary, write_summary
 from slipstream.backend.monitor.trace import TraceLog
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout.reward import is_accuracy
 
 
 async def run(
@@ -61,7 +62,14 @@ async def _run(
         metrics.log(state.control.version, {"run/recipe": f"```yaml\n{recipe_text(config)}```"})
         progress.phase("starting Ray")
         nodes = stack.enter_context(ray_cluster(config))
-        recorder = Recorder(metrics, progress, trace, started=started, resumed=state.ledger.epoch)
+        recorder = Recorder(
+            metrics,
+            progress,
+            trace,
+            started=started,
+            resumed=state.ledger.epoch,
+            is_accuracy=is_accuracy(inputs.reward),
+        )
         parts = assemble(config, inputs, state, place(nodes, config), folder / LOGS, recorder, trace)
         end: Literal["done", "failed", "stopped"] = "failed"
         try:

@@ -5,14 +5,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from slipstream.backend.monitor.lines import drop_unfinished_line
+
 TRACE = "trace.jsonl"
 """File in the run folder. Its times are seconds of the machine's monotonic clock."""
 
 
 class TraceLog:
-    """Appends events to the trace, and flushes them when the last flush is a second or more ago."""
+    """Appends events to the trace, and flushes them when the last flush is a second or more ago.
+
+    A killed run may leave its last line unfinished; opening the trace again removes that line.
+    """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        drop_unfinished_line(folder / TRACE)
         self._file = (folder / TRACE).open("a", encoding="utf-8")
         self._clock = clock
         self._flushed_s = clock()

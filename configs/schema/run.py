@@ -68,7 +68,7 @@ class DataConfig(Section):
 
 
 class EvalConfig(Section):
-    """Greedy accuracy on held-out prompts before the first step, during the run and after the last step."""
+    """Mean reward of greedy completions of held-out prompts, before, during and after training."""
 
     path: PathSetting = Field(description="Held-out prompts, in the format of `data.path`.")
     every: int = Field(
