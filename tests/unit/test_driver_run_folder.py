@@ -13,12 +13,18 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from slipstream.backend.commands.audit import audit_run
+from slipstream.backend.driver import run_folder
+from slipstream.backend.driver.checkpointing import NoHistory
 from slipstream.backend.driver.inputs import InputError
 from slipstream.backend.driver.resume import RunState, open_run
 from slipstream.backend.driver.run_folder import FIXED, check_same_run, recipe_text
+from slipstream.backend.driver.sft import open_folder
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.durable import write_durably
+from slipstream.rollout.ledger.database import LedgerBusy
 from slipstream.rollout.ledger.driver_file import look
+from slipstream.rollout.ledger.lease import Fenced
 from slipstream.rollout.trajectory import Prompt
 from tests.environment import environment
 
@@ -298,6 +304,59 @@ def test_a_run_that_cannot_be_opened_is_given_back(config: RunConfig):
         live(config, resume=True)
     ledger.write_bytes(content)
     live(config, resume=True)
+
+
+def test_a_run_is_not_audited_while_it_is_open(config: RunConfig, monkeypatch):
+    """Also where SQLite would let it: an audit that closes the ledger would remove the write-ahead log."""
+
+    async def open_for_good() -> RunState:
+        state, _ = await opened(config, False)
+        return state
+
+    state = asyncio.run(open_for_good())
+    opening = []
+    with monkeypatch.context() as patch:
+        patch.setattr("slipstream.backend.commands.audit.audit_ledger", opening.append)
+        with pytest.raises(LedgerBusy, match="another process is running this run"):
+            audit_run(config.run.folder, print)
+    assert opening == []
+    state.ledger.close()
+    state.lease.release()
+    assert audit_run(config.run.folder, print).discrepancies == []
+
+
+def test_a_supervised_run_is_opened_by_one_process_and_given_back(config: RunConfig):
+    async def meet() -> None:
+        lease, checkpoint = await open_folder(config, Silent(), False, False)  # type: ignore[arg-type]
+        assert checkpoint is None
+        for resume in (False, True):
+            with pytest.raises(InputError, match="another process is running this run"):
+                await open_folder(config, Silent(), resume, False)  # type: ignore[arg-type]
+        lease.release()
+        again = Silent()
+        lease, checkpoint = await open_folder(config, again, True, False)  # type: ignore[arg-type]
+        assert checkpoint is None
+        assert again.notes == [f"no checkpoint in {config.run.folder}: the run starts from the beginning"]
+        lease.release()
+
+    asyncio.run(meet())
+    assert len(list(config.run.folder.parent.iterdir())) == 2
+
+
+def test_a_checkpoint_of_a_fenced_run_without_a_ledger_is_not_committed():
+    def fenced() -> None:
+        raise Fenced("fenced")
+
+    with pytest.raises(Fenced):
+        asyncio.run(NoHistory(fence=fenced).flushed())
+    asyncio.run(NoHistory().flushed())
+
+
+def test_a_file_system_without_working_locks_is_named(config: RunConfig, monkeypatch):
+    assert not [note for note in live(config) if "locks" in note]
+    monkeypatch.setattr(run_folder, "lock_problem", lambda folder: "flock: No locks available")
+    [note] = [note for note in live(config, resume=True) if "locks" in note]
+    assert "has no working locks (flock: No locks available)" in note and "run.lease_s" in note
 
 
 @pytest.fixture
