@@ -19,8 +19,10 @@ from slipstream.configs.schema import CheckpointConfig
 class NoHistory:
     """The history of a run without a ledger."""
 
-    def __init__(self, epoch: int = 0) -> None:
+    def __init__(self, epoch: int = 0, fence: Callable[[], None] = lambda: None) -> None:
+        """``fence``: raises when this process may no longer write into the run folder."""
         self.epoch = epoch
+        self._fence = fence
 
     def watermark(self) -> None:
         """Return None: there is nothing to compare with."""
@@ -29,7 +31,8 @@ class NoHistory:
         """Do nothing."""
 
     async def flushed(self) -> None:
-        """Return at once."""
+        """Return at once, if a checkpoint may be committed."""
+        self._fence()
 
     def release(self, version: int) -> None:
         """Do nothing."""

@@ -1,5 +1,6 @@
 """From a run folder to the state that a run starts from: checkpoint, ledger, control core, prompts."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from slipstream.backend.driver.inputs import InputError, Inputs
 from slipstream.backend.driver.run_folder import (
     apply_mode,
     can_resume,
-    check_same_run,
     refuse_without_ledger,
+    resume_folder,
     start_folder,
     write_recipe,
 )
@@ -25,6 +26,7 @@ from slipstream.rollout.control.policies import make_control
 from slipstream.rollout.control.versions import VersionTree
 from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.ledger.history import history_of
+from slipstream.rollout.ledger.lease import Lease
 from slipstream.rollout.ledger.recovery import open_ledger
 from slipstream.rollout.ledger.writer import Ledger
 from slipstream.rollout.prompts import PromptStream
@@ -34,6 +36,7 @@ from slipstream.rollout.prompts import PromptStream
 class RunState:
     """State of a run when its loops start."""
 
+    lease: Lease
     ledger: Ledger
     control: RolloutControl
     intake: Intake
@@ -45,29 +48,37 @@ class RunState:
     """Messages about the restart, for the user."""
 
 
-def open_run(config: RunConfig, inputs: Inputs, progress: Progress, resume: bool) -> tuple[Path, RunState]:
+async def open_run(
+    config: RunConfig, inputs: Inputs, progress: Progress, resume: bool, accept_changes: bool = False
+) -> tuple[Path, RunState]:
     """Return the run folder and where the run stands: at its beginning, or where its last process ended.
 
-    Raises InputError when the folder cannot be used.
+    ``accept_changes``: go on also with inputs whose content has changed. Raises InputError when the folder
+    cannot be used.
     """
     folder = config.run.folder
-    try:
-        if resume and can_resume(folder):
-            check_same_run(config)
-            apply_mode(config)
-            progress.phase("checking the last checkpoint")
-            state = begin(config, inputs, find_checkpoint(config))
-            write_recipe(config)
-        else:
-            if resume:
-                refuse_without_ledger(folder)
-                progress.note(f"nothing to resume in {folder}: the run starts from the beginning")
-            start_folder(config)
-            state = begin(config, inputs, None)
-    except (LedgerError, CheckpointError) as error:
-        raise InputError(str(error)) from error
-    except OSError as error:
-        raise InputError(f"cannot use {folder}: {describe(error)}") from error
+    with ExitStack() as taken:
+        try:
+            if resume and can_resume(folder):
+                lease, known = await resume_folder(config, progress, accept_changes=accept_changes)
+                taken.callback(lease.release)
+                apply_mode(config)
+                progress.phase("checking the last checkpoint")
+                state = begin(config, inputs, find_checkpoint(config), lease)
+                taken.callback(state.ledger.close)
+                write_recipe(config, known)
+            else:
+                if resume:
+                    refuse_without_ledger(folder)
+                    progress.note(f"nothing to resume in {folder}: the run starts from the beginning")
+                lease = await start_folder(config, progress)
+                taken.callback(lease.release)
+                state = begin(config, inputs, None, lease)
+        except (LedgerError, CheckpointError) as error:
+            raise InputError(str(error)) from error
+        except OSError as error:
+            raise InputError(f"cannot use {folder}: {describe(error)}") from error
+        taken.pop_all()
     for note in state.notes:
         progress.note(note)
     return folder, state
@@ -88,7 +99,7 @@ def find_checkpoint(config: RunConfig) -> FoundCheckpoint | None:
     return checkpoints.latest(reject)
 
 
-def begin(config: RunConfig, inputs: Inputs, checkpoint: FoundCheckpoint | None) -> RunState:
+def begin(config: RunConfig, inputs: Inputs, checkpoint: FoundCheckpoint | None, lease: Lease) -> RunState:
     """Open the ledger of the run folder, a new one or the one of a resumed run. Raises LedgerError."""
     rollout = config.rollout
     ledger, recovered = open_ledger(
@@ -97,6 +108,7 @@ def begin(config: RunConfig, inputs: Inputs, checkpoint: FoundCheckpoint | None)
         n_samples=rollout.n_samples_per_prompt,
         bound=rollout.max_head_offpolicyness,
         restored=checkpoint.record.version if checkpoint else 0,
+        guard=lease.check,
     )
     control = make_control(
         rollout,
@@ -115,7 +127,7 @@ def begin(config: RunConfig, inputs: Inputs, checkpoint: FoundCheckpoint | None)
         notes.append(_resumed(control, groups))
     failures = [step.groups for step in recovered.suspects]
     positions = [(group.id, group.position) for group in recovered.open]
-    return RunState(ledger, control, Intake(stream, positions), checkpoint, groups, failures, notes)
+    return RunState(lease, ledger, control, Intake(stream, positions), checkpoint, groups, failures, notes)
 
 
 def _resumed(control: RolloutControl, groups: RestoredGroups) -> str:

@@ -35,27 +35,34 @@ from slipstream.backend.monitor.summary import RunSummary, write_summary
 from slipstream.backend.monitor.trace import TraceLog
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.ledger.writer import Ledger
+from slipstream.rollout.reward import is_accuracy
 
 
-async def run(config: RunConfig, progress: Progress, *, resume: bool = False) -> RunSummary:
+async def run(
+    config: RunConfig, progress: Progress, *, resume: bool = False, accept_changes: bool = False
+) -> RunSummary:
     """Run the recipe to its end. The summary is also written to the run folder.
 
-    ``resume``: go on with the run in that folder, if there is one.
+    ``resume``: go on with the run in that folder, if there is one; with ``accept_changes`` also if the
+    content of its inputs has changed.
 
     Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail;
     engines, trainer and Ray have ended by then.
     """
     stop = Stop(progress)
-    return await stop.run(_run(with_absolute_paths(config), progress, resume, stop))
+    return await stop.run(_run(with_absolute_paths(config), progress, resume, accept_changes, stop))
 
 
-async def _run(config: RunConfig, progress: Progress, resume: bool, stop: Stop) -> RunSummary:
+async def _run(
+    config: RunConfig, progress: Progress, resume: bool, accept_changes: bool, stop: Stop
+) -> RunSummary:
     started = time.monotonic()
     await prepare_inputs(config, progress.phase)
     progress.phase("reading model and prompts")
     inputs = read_inputs(config)
     with permissions(config), ExitStack() as stack:
-        folder, state = open_run(config, inputs, progress, resume)
+        folder, state = await open_run(config, inputs, progress, resume, accept_changes)
+        stack.enter_context(state.lease.held(stop.fail))
         stack.callback(state.ledger.close)
         metrics = MetricsLog(folder)
         stack.callback(metrics.close)
@@ -66,7 +73,14 @@ async def _run(config: RunConfig, progress: Progress, resume: bool, stop: Stop) 
         trajectories = config.rollout.batch_size * config.rollout.n_samples_per_prompt
         largest = batch_bytes(trajectories, inputs.spec.geometry.max_positions)
         nodes = stack.enter_context(ray_cluster(config, batch_bytes=largest, note=progress.note))
-        recorder = Recorder(metrics, progress, trace, started=started, resumed=state.ledger.epoch)
+        recorder = Recorder(
+            metrics,
+            progress,
+            trace,
+            started=started,
+            resumed=state.ledger.epoch,
+            is_accuracy=is_accuracy(inputs.reward),
+        )
         parts = assemble(config, inputs, state, place(nodes, config), folder / LOGS, recorder)
         end: Literal["done", "failed", "stopped"] = "failed"
         try:
@@ -82,6 +96,7 @@ async def _run(config: RunConfig, progress: Progress, resume: bool, stop: Stop) 
             parts.trainer.kill()
             summary = recorder.summary(end, parts.status())
             try:
+                state.lease.check()
                 write_summary(folder, summary)
             except OSError as error:
                 progress.note(f"no summary.json: {describe(error)}")

@@ -26,12 +26,10 @@ from slipstream.backend.driver.run_folder import (
     CHECKPOINT_HF,
     LOGS,
     RECIPE,
-    apply_mode,
     can_resume,
-    check_same_run,
-    locked,
     permissions,
     recipe_text,
+    resume_folder,
     start_folder,
     with_absolute_paths,
     write_recipe,
@@ -47,6 +45,7 @@ from slipstream.configs.schema import RunConfig
 from slipstream.configs.supervised import Supervised
 from slipstream.rollout.control.core import GroupCounts
 from slipstream.rollout.ledger.database import LedgerError
+from slipstream.rollout.ledger.lease import Lease
 from slipstream.rollout.prompts import Example, PromptError, PromptStream, read_examples
 from slipstream.rollout.trajectory import Prompt
 
@@ -73,23 +72,30 @@ METRICS = (
 """Beginnings of the tags that mean something without rollouts."""
 
 
-async def run_supervised(supervised: Supervised, progress: Progress, *, resume: bool = False) -> Path:
-    """Train, and return the folder of the HF checkpoint. ``resume``: go on with the run in the run folder.
+async def run_supervised(
+    supervised: Supervised, progress: Progress, *, resume: bool = False, accept_changes: bool = False
+) -> Path:
+    """Train, and return the folder of the HF checkpoint. ``resume``: go on with the run in the run folder;
+    with ``accept_changes`` also if the content of its inputs has changed.
 
     Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail.
     """
     stop = Stop(progress)
     absolute = replace(supervised, run=with_absolute_paths(supervised.run))
-    return await stop.run(_run(absolute, progress, stop, resume))
+    return await stop.run(_run(absolute, progress, stop, resume, accept_changes))
 
 
-async def _run(supervised: Supervised, progress: Progress, stop: Stop, resume: bool) -> Path:
+async def _run(
+    supervised: Supervised, progress: Progress, stop: Stop, resume: bool, accept_changes: bool
+) -> Path:
     config = supervised.run
     await prepare_inputs(config, progress.phase)
     progress.phase("reading model and examples")
     examples = read_encoded_examples(supervised)
     with permissions(config), ExitStack() as stack:
-        folder, checkpoint = open_folder(config, stack, progress, resume)
+        lease, checkpoint = await open_folder(config, progress, resume, accept_changes)
+        stack.enter_context(lease.held(stop.fail))
+        folder = config.run.folder
         metrics = MetricsLog(folder)
         stack.callback(metrics.close)
         progress.phase("starting Ray")
@@ -114,7 +120,7 @@ async def _run(supervised: Supervised, progress: Progress, stop: Stop, resume: b
             _checkpoint_folder(config),
             trainer,
             nullcontext,
-            NoHistory(epoch=checkpoint.record.epoch + 1 if checkpoint else 0),
+            NoHistory(epoch=checkpoint.record.epoch + 1 if checkpoint else 0, fence=lease.check),
             _ProgressNotes(progress),
             last_step=position.step,
         )
@@ -193,10 +199,10 @@ async def _train(
 # ---- the run folder
 
 
-def open_folder(
-    config: RunConfig, stack: ExitStack, progress: Progress, resume: bool
-) -> tuple[Path, FoundCheckpoint | None]:
-    """Return the run folder, which ``stack`` unlocks again, and the checkpoint to start from.
+async def open_folder(
+    config: RunConfig, progress: Progress, resume: bool, accept_changes: bool
+) -> tuple[Lease, FoundCheckpoint | None]:
+    """Return the lease of the run folder and the checkpoint to start from.
 
     Raises InputError when the folder cannot be used.
     """
@@ -205,27 +211,32 @@ def open_folder(
         if resume and (folder / RECIPE).exists():
             if can_resume(folder):
                 raise InputError(f"{folder} holds a run of `slipstream train`, not of `slipstream sft`")
-            stack.enter_context(locked(folder))
-            check_same_run(config)
-            apply_mode(config)
-            progress.phase("checking the last checkpoint")
-            checkpoint = _checkpoint_folder(config).latest()
-            for warning in checkpoint.warnings if checkpoint else ():
-                progress.note(warning)
+            lease, checkpoint = await _resumed(config, progress, accept_changes)
             if checkpoint is not None:
-                write_recipe(config)
-                return folder, checkpoint
+                return lease, checkpoint
+            lease.release()
             progress.note(f"no checkpoint in {folder}: the run starts from the beginning")
-            stack.close()
         elif resume:
             progress.note(f"nothing to resume in {folder}: the run starts from the beginning")
-        start_folder(config)
-        stack.enter_context(locked(folder))
-        return folder, None
+        return await start_folder(config, progress), None
     except (LedgerError, CheckpointError) as error:
         raise InputError(str(error)) from error
     except OSError as error:
         raise InputError(f"cannot use {folder}: {describe(error)}") from error
+
+
+async def _resumed(
+    config: RunConfig, progress: Progress, accept_changes: bool
+) -> tuple[Lease, FoundCheckpoint | None]:
+    lease, inputs = await resume_folder(config, progress, accept_changes=accept_changes)
+    with lease.released_on_error():
+        progress.phase("checking the last checkpoint")
+        checkpoint = _checkpoint_folder(config).latest()
+        for warning in checkpoint.warnings if checkpoint else ():
+            progress.note(warning)
+        if checkpoint is not None:
+            write_recipe(config, inputs)
+    return lease, checkpoint
 
 
 def _checkpoint_folder(config: RunConfig) -> CheckpointFolder:

@@ -31,10 +31,15 @@ TAGS: dict[str, Tag] = {
         "reward", "Mean reward of the turns in the batch. Only with workflows that reward single turns."
     ),
     # eval
+    "eval/reward": Tag(
+        "reward",
+        "Mean reward of greedy completions of the held-out prompts. Step 0 is the initial policy. During "
+        "training, a newer version may generate some of the tokens.",
+    ),
     "eval/accuracy": Tag(
         "fraction",
-        "Fraction of held-out prompts answered correctly with greedy decoding. Step 0 is the initial policy. "
-        "During training, a newer version may generate some of the tokens.",
+        "`eval/reward` where it is an accuracy: fraction of the held-out prompts that are answered "
+        "correctly. Only with rewards that have `is_accuracy`.",
     ),
     "eval/response_length": Tag("tokens", "Mean response length in the evaluation."),
     # staleness

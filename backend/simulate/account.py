@@ -153,7 +153,7 @@ class Account:
         if len(self.failures) < 3:
             self.failures.append(f"prompt {prompt}, attempt {attempt}: {error}")
 
-    def evaluated(self, version: int, accuracy: float, response_length: float) -> None:
+    def evaluated(self, version: int, reward: float, response_length: float) -> None:
         """Evaluations matter for the time that they take from the engines."""
 
     def checkpoint_taken(self, stall_s: float) -> None:

@@ -48,7 +48,9 @@ class SimulatedRecord(NumberedGenerator):
 class Link:
     """Hands leases to the collector, and its events back: ``leases.Outgoing`` and the sender of an outbox."""
 
-    def __init__(self, groups: GroupCollector[SimulatedRecord], leases: Leases, questions: EvaluationTasks) -> None:
+    def __init__(
+        self, groups: GroupCollector[SimulatedRecord], leases: Leases, questions: EvaluationTasks
+    ) -> None:
         self._groups = groups
         self._leases = leases
         self._questions = questions

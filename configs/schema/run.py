@@ -51,6 +51,13 @@ class RunSection(Section):
         """Permissions that new files and folders of the run do not get."""
         return 0o777 & ~int(self.mode, 8)
 
+    lease_s: float = Field(
+        default=30,
+        ge=1,
+        description="Seconds without a sign of life after which another machine may take the run folder "
+        "over. A driver that cannot write to the folder for so long stops.",
+    )
+
     @property
     def folder(self) -> Path:
         """The run folder."""
@@ -80,7 +87,7 @@ class DataConfig(Section):
 
 
 class EvalConfig(Section):
-    """Greedy accuracy on held-out prompts before the first step, during the run and after the last step."""
+    """Mean reward of greedy completions of held-out prompts, before, during and after training."""
 
     path: PathSetting = Field(description="Held-out prompts, in the format of `data.path`.")
     every: int = Field(

@@ -6,7 +6,7 @@ from typing import Protocol
 from slipstream.rollout.reward.final_answer import FinalAnswer
 from slipstream.rollout.trajectory import Prompt, Trajectory
 
-__all__ = ["FinalAnswer", "Reward"]
+__all__ = ["FinalAnswer", "Reward", "is_accuracy"]
 
 
 class Reward(Protocol):
@@ -23,6 +23,12 @@ class Reward(Protocol):
 
         rollout:
           reward: {path: my_package.rewards.Shortest, args: {limit: 200}}
+
+    Rewards may be any finite numbers, and their mean over held-out prompts is reported as a reward. A class
+    whose rewards are 1 for a correct response and 0 for any other says so; then their mean is also reported
+    as an accuracy, in per cent. Without the attribute it is False:
+
+            is_accuracy = True
 
     It may also name a function with the parameters of ``score``; ``args`` are then passed with every call.
 
@@ -51,3 +57,8 @@ class Reward(Protocol):
         wrong response is no failure: it gets a low reward.
         """
         ...
+
+
+def is_accuracy(reward: Reward) -> bool:
+    """Return whether the mean of the rewards is an accuracy: the class has ``is_accuracy = True``."""
+    return getattr(reward, "is_accuracy", False) is True

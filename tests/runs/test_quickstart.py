@@ -81,8 +81,9 @@ def test_the_quickstart_learns_within_its_staleness_bound_and_exports_what_it_se
     run = folder / RUN
     summary = json.loads((run / "summary.json").read_text())
 
-    assert 0.2 <= summary["accuracy_before"] <= 0.4
-    assert summary["accuracy_after"] >= max(0.8, 2 * summary["accuracy_before"])
+    assert 0.2 <= summary["reward_before"] <= 0.4
+    assert summary["reward_is_accuracy"]
+    assert summary["reward_after"] >= max(0.8, 2 * summary["reward_before"])
     assert 0 < summary["head_lag_max"] <= 4
     assert summary["multi_version_fraction"] > 0
     assert summary["trainer_wait_fraction"] < 0.75
@@ -95,7 +96,7 @@ def test_the_quickstart_learns_within_its_staleness_bound_and_exports_what_it_se
     tokenizer = AutoTokenizer.from_pretrained(exported)
     lines = (folder / "runs/.quickstart-inputs/heldout.jsonl").read_text().splitlines()
     problems = [Problem(**json.loads(line)) for line in lines]
-    assert abs(greedy_accuracy(model, tokenizer, problems) - summary["accuracy_after"]) <= 0.02
+    assert abs(greedy_accuracy(model, tokenizer, problems) - summary["reward_after"]) <= 0.02
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)

@@ -222,6 +222,7 @@ def unfinished(inputs: Path, root: Path) -> Iterator[Unfinished]:
         f"run.steps={STEPS}",
         "rollout.max_head_offpolicyness=0",
         "rollout.workflow=tests.runs.many_turns.ManyTurns",
+        "rollout.reward=tests.runs.many_turns.Signed",
         "actor.turns={}",
         "rollout.engine.stream_interval=2",
         "checkpoint.every=0",
@@ -270,6 +271,17 @@ def test_a_synchronous_run_has_lag_zero_and_leaves_nothing_behind(unfinished: Un
     assert all(record["staleness/head_max"] == 0 for record in records(unfinished.run))
     assert all(record["mismatch/logprob_abs_max"] < 1e-3 for record in records(unfinished.run))
     unfinished.run.assert_nothing_left()
+
+
+def test_a_run_with_rewards_below_zero_ends_well_and_calls_them_rewards(unfinished: Unfinished):
+    result = summary(unfinished.run)
+    assert (result["exit"], result["reward_is_accuracy"]) == ("done", False)
+    assert -3 <= result["reward_after"] < 0
+    assert "accuracy" not in unfinished.run.output()
+    lines = (unfinished.run.folder / "metrics.jsonl").read_text().splitlines()
+    evaluations = [record for record in map(json.loads, lines) if "eval/reward" in record]
+    assert evaluations[-1]["eval/reward"] == result["reward_after"]
+    assert not any("eval/accuracy" in record for record in evaluations)
 
 
 def sampled_runs(trajectory: Trajectory) -> list[list[int]]:

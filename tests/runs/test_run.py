@@ -6,8 +6,11 @@ import signal
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
+from slipstream.rollout.durable import write_durably
+from slipstream.rollout.ledger.driver_file import begin_term, look
 from tests.runs.conftest import LaunchedRun
 
 
@@ -106,6 +109,22 @@ def test_a_lost_trainer_fails_the_run_with_its_name(launch: Launch):
     assert finish(run, 60) == 1
     assert "trainer" in run.output()
     assert summary(run)["exit"] == "failed"
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow  # test_ledger_lease.py has it without engines and trainer
+def test_a_run_that_another_machine_has_taken_over_ends_and_writes_nothing_more(launch: Launch):
+    run = launch("run.steps=1000", "rollout.max_head_offpolicyness=2", "run.lease_s=6")
+    wait_for_step(run, 2)
+    seen = look(run.folder)
+    assert seen.driver is not None and seen.term is not None
+    assert begin_term(run.folder, seen.term + 1)
+    other = msgspec.structs.replace(seen.driver, term=seen.term + 1, owner="other", host="elsewhere")
+    write_durably(run.folder / "driver.json", msgspec.json.encode(other).decode())
+    assert finish(run, 60) == 1
+    assert "fenced: " in run.output() and "on elsewhere has taken the run over" in run.output()
+    assert look(run.folder).driver == other
+    assert not (run.folder / "summary.json").exists()
     run.assert_nothing_left()
 
 

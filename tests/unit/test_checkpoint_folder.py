@@ -79,7 +79,7 @@ def intermediate_states() -> dict[str, Callable[[CheckpointFolder], None]]:
         return partial
 
     def manifest_half_written(folder: CheckpointFolder) -> None:
-        (written(folder) / "checkpoint.json.tmp").write_text('{"format": 1, "ver')
+        (written(folder) / ".checkpoint.json.tmp").write_text('{"format": 1, "ver')
 
     def not_renamed(folder: CheckpointFolder) -> None:
         path = commit(folder, 9)
@@ -138,7 +138,7 @@ def test_every_file_is_on_disk_before_the_rename(folder: CheckpointFolder, monke
     def checking_rename(path: Path, target: Path) -> Path:
         if path.suffix == ".partial":
             names = {Path(name).name for name in synced}
-            assert names >= {"__0_0.distcp", ".metadata", "empty", "checkpoint.json.tmp", path.name}
+            assert names >= {"__0_0.distcp", ".metadata", "empty", ".checkpoint.json.tmp", path.name}
             synced.clear()
         return rename(path, target)
 

@@ -1,7 +1,6 @@
 """From a run folder to where the run goes on: what is used, what is given up, what is refused."""
 
 import asyncio
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,14 +15,11 @@ from slipstream.backend.driver.resume import (
 )
 from slipstream.backend.driver.run_folder import (
     check_same_run,
-    locked,
     recipe_text,
-    refuse_if_running,
     refuse_without_ledger,
 )
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.control.core import Ticket
-from slipstream.rollout.ledger.database import LedgerBusy
 from slipstream.rollout.ledger.recovery import LEDGER, open_ledger
 from slipstream.rollout.ledger.writer import Ledger
 from slipstream.rollout.trajectory import Group, Prompt
@@ -53,8 +49,8 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def start(config: RunConfig, checkpoint=None):
-    inputs = SimpleNamespace(prompts=PROMPTS)
-    return begin(config, inputs, checkpoint)  # type: ignore[arg-type]
+    inputs, lease = SimpleNamespace(prompts=PROMPTS), SimpleNamespace(check=lambda: None)
+    return begin(config, inputs, checkpoint, lease)  # type: ignore[arg-type]
 
 
 async def trained(ledger: Ledger, id_: int, version: int) -> None:
@@ -170,34 +166,8 @@ def test_all_changed_settings_are_named_at_once(config: RunConfig):
     assert all(name in str(error.value) for name in ("run.seed", "batch_size", "n_samples_per_prompt"))
 
 
-def test_a_run_without_its_recipe_cannot_be_resumed(config: RunConfig):
-    (config.run.folder / "recipe.yaml").unlink()
-    with pytest.raises(InputError, match=r"recipe\.yaml"):
-        check_same_run(config)
-
-
 def test_checkpoints_without_a_ledger_are_not_set_aside_unasked(config: RunConfig):
     refuse_without_ledger(config.run.folder)
     checkpoint(config, 1, 1)
     with pytest.raises(InputError, match=r"has checkpoints but no ledger\.sqlite"):
         refuse_without_ledger(config.run.folder)
-
-
-def test_a_running_supervised_run_is_neither_set_aside_nor_taken_over(config: RunConfig):
-    folder = config.run.folder
-    with locked(folder):
-        for attempt in (partial(refuse_if_running, folder), locked(folder).__enter__):
-            with pytest.raises(InputError, match="another process is running this run"):
-                attempt()
-    refuse_if_running(folder)
-
-
-def test_a_running_run_is_not_set_aside(config: RunConfig):
-    refuse_if_running(config.run.folder)
-    ledger = start(config).ledger
-    with pytest.raises(LedgerBusy):
-        refuse_if_running(config.run.folder)
-    ledger.close()
-    refuse_if_running(config.run.folder)
-    (config.run.folder / LEDGER).write_bytes(b"damaged")
-    refuse_if_running(config.run.folder)
