@@ -53,7 +53,7 @@ async def _run(
     inputs = read_inputs(config)
     with ExitStack() as stack:
         folder, state = await open_run(config, inputs, progress, resume, accept_changes)
-        stack.enter_context(state.lease.kept(stop.fail))
+        stack.enter_context(state.lease.held(stop.fail))
         stack.callback(state.ledger.close)
         metrics = MetricsLog(folder)
         stack.callback(metrics.close)

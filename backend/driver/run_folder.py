@@ -88,10 +88,11 @@ async def resume_folder(
 
 
 async def hold_folder(config: RunConfig, progress: Progress) -> Lease:
-    """Take the lease of the run folder, and tell the user where it is the only protection."""
+    """Take the lease of the run folder, and tell the user if it is the only protection."""
     folder = config.run.folder
     lease = await take_lease(folder, lease_s=config.run.lease_s, say=progress.phase)
     with lease.released_on_error():
+        lease.keep()
         if problem := lock_problem(folder):
             progress.note(
                 f"{folder}: the file system has no working locks ({problem}). A second driver is kept away "

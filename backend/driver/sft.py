@@ -83,7 +83,7 @@ async def _run(
     examples = read_encoded_examples(supervised)
     with ExitStack() as stack:
         lease, checkpoint = await open_folder(config, progress, resume, accept_changes)
-        stack.enter_context(lease.kept(stop.fail))
+        stack.enter_context(lease.held(stop.fail))
         folder = config.run.folder
         metrics = MetricsLog(folder)
         stack.callback(metrics.close)

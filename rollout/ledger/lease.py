@@ -188,7 +188,8 @@ def _claim(folder: Path, seen: Sighting) -> int:
 class Lease:
     """The right of this process to drive a run. ``take_lease`` gives it.
 
-        with lease.kept(on_loss):
+        lease.keep()            # it is renewed from now on
+        with lease.held(on_loss):
             lease.check()       # before every write that another driver must not meet
 
     ``check`` may be called from any thread.
@@ -205,6 +206,8 @@ class Lease:
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     """Held during a renewal."""
     _ending: threading.Event = field(default_factory=threading.Event, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _on_loss: Callable[[Fenced], None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         owners_here.add(self._driver.owner)
@@ -233,24 +236,25 @@ class Lease:
         finally:
             self._lock.release()
 
-    @contextmanager
-    def kept(self, on_loss: Callable[[Fenced], None]) -> Generator[None]:
-        """Renew the lease in a thread of its own inside the block, and give it back behind it.
+    def keep(self) -> None:
+        """Renew the lease in a thread of its own, until it is released or lost."""
+        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread.start()
 
-        ``on_loss`` is called once, from that thread, when the lease is lost.
-        """
-        thread = threading.Thread(target=self._keep, args=(on_loss,), name="lease", daemon=True)
-        thread.start()
+    @contextmanager
+    def held(self, on_loss: Callable[[Fenced], None]) -> Generator[None]:
+        """Release the lease behind the block. ``on_loss`` is called when it is lost, from any thread."""
+        self._on_loss = on_loss
+        if self._loss is not None:
+            on_loss(self._loss)
         try:
             yield
         finally:
-            self._ending.set()
-            thread.join(self._driver.lease_s)
             self.release()
 
     @contextmanager
     def released_on_error(self) -> Generator[None]:
-        """Give the lease back when the block raises."""
+        """Release the lease when the block raises."""
         try:
             yield
         except BaseException:
@@ -262,6 +266,9 @@ class Lease:
 
         ``folder``: where the run folder is now, if it was renamed.
         """
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join(self._driver.lease_s)
         self.folder = folder or self.folder
         if self._lock.acquire(timeout=self._driver.lease_s):
             try:
@@ -282,17 +289,21 @@ class Lease:
         # A fenced driver may be in the middle of a write: its draft has another name.
         write_durably(self.folder / DRIVER, content + "\n", draft=self._driver.owner)
 
-    def _keep(self, on_loss: Callable[[Fenced], None]) -> None:
+    def _keep(self) -> None:
         lease_s = self._driver.lease_s
         while not self._ending.wait(lease_s / RENEWALS):
             try:
                 with self._lock:
                     self._renew()
             except Fenced as loss:
-                return on_loss(loss)
+                return self._report(loss)
             except OSError as error:
                 if self._age() > lease_s:
-                    return on_loss(self._lose(self._unrenewed(str(error))))
+                    return self._report(self._lose(self._unrenewed(str(error))))
+
+    def _report(self, loss: Fenced) -> None:
+        if self._on_loss is not None:  # otherwise ``held`` reports it
+            self._on_loss(loss)
 
     def _renew(self) -> None:
         """Raise the counter, in a new term if the old one may have run out. Raises Fenced and OSError."""

@@ -97,6 +97,7 @@ def open_ledger(
     their groups are ready again. ``fence`` is called before each transaction and raises Fenced when another
     driver has the run (``Lease.check``). Raises LedgerError.
     """
+    fence()
     connection = open_for_writing(path)
     try:
         connection.execute("BEGIN IMMEDIATE")

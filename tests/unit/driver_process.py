@@ -37,7 +37,8 @@ async def drive(folder: Path, host: str, lease_s: float, locks: bool) -> None:
         lock=flock if locks else lambda descriptor: None,
     )
     with ExitStack() as stack:
-        stack.enter_context(lease.kept(lambda loss: None))
+        stack.enter_context(lease.held(lambda loss: None))
+        lease.keep()
         ledger, recovered = open_ledger(
             folder / "ledger.sqlite", batch_size=1, n_samples=1, bound=2, fence=lease.check
         )

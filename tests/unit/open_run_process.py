@@ -39,7 +39,7 @@ def main() -> int:
     async def open_and_wait(progress: Progress) -> None:
         with ExitStack() as stack:
             _, state = await open_run(config, inputs, progress, "resume" in options)  # type: ignore[arg-type]
-            stack.enter_context(state.lease.kept(lambda loss: None))
+            stack.enter_context(state.lease.held(lambda loss: None))
             stack.callback(state.ledger.close)
             print(f"opened {state.ledger.epoch}", flush=True)
             sys.stdin.read()

@@ -6,14 +6,18 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import yaml
 
 from slipstream.backend.commands.audit import audit_run
+from slipstream.backend.driver import resume as resume_module
 from slipstream.backend.driver import run_folder
 from slipstream.backend.driver.checkpointing import NoHistory
 from slipstream.backend.driver.inputs import InputError
@@ -27,6 +31,8 @@ from slipstream.rollout.ledger.driver_file import look
 from slipstream.rollout.ledger.lease import Fenced
 from slipstream.rollout.trajectory import Prompt
 from tests.environment import environment
+
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
 
 class Silent:
@@ -304,6 +310,41 @@ def test_a_run_that_cannot_be_opened_is_given_back(config: RunConfig):
         live(config, resume=True)
     ledger.write_bytes(content)
     live(config, resume=True)
+
+
+def test_the_lease_is_renewed_while_the_last_checkpoint_is_checked(config: RunConfig, monkeypatch):
+    """Every byte of it is read, which takes minutes, and the event loop waits."""
+
+    def long_check(config: RunConfig) -> None:
+        deadline = time.monotonic() + 60
+        while (driver := look(config.run.folder).driver) is None or driver.counter < 3:
+            assert time.monotonic() < deadline
+
+    config = config.model_copy(update={"run": config.run.model_copy(update={"lease_s": 1.0})})
+    live(config)
+    monkeypatch.setattr(resume_module, "find_checkpoint", long_check)
+    live(config, resume=True)
+
+
+def test_a_driver_that_was_fenced_before_it_opens_the_ledger_does_not_touch_it(
+    config: RunConfig, monkeypatch
+):
+    def fenced(config: RunConfig) -> None:
+        driver = look(config.run.folder).driver
+        assert driver is not None
+        other = msgspec.structs.replace(driver, term=driver.term + 1, owner="other", host="elsewhere")
+        write_durably(config.run.folder / "driver.json", msgspec.json.encode(other).decode())
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and "lease" in {thread.name for thread in threading.enumerate()}:
+            time.sleep(0.01)
+
+    config = config.model_copy(update={"run": config.run.model_copy(update={"lease_s": 1.0})})
+    live(config)
+    before = (config.run.folder / "ledger.sqlite").read_bytes()
+    monkeypatch.setattr(resume_module, "find_checkpoint", fenced)
+    with pytest.raises(InputError, match=r"fenced: .*on elsewhere has taken the run over"):
+        live(config, resume=True)
+    assert (config.run.folder / "ledger.sqlite").read_bytes() == before
 
 
 def test_a_run_is_not_audited_while_it_is_open(config: RunConfig, monkeypatch):

@@ -24,6 +24,8 @@ from slipstream.rollout.ledger.lease import LEASE_S, Fenced, Lease, take_lease, 
 from slipstream.rollout.ledger.locks import flock, lock_problem
 from tests.environment import environment
 
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+
 HERE, THERE = Machine("here", "boot 1", "pids"), Machine("there", "boot 2", "pids")
 SHORT_S = 0.12
 """A lease that is watched in no time. Where it is used, the clock of the driver stands still."""
@@ -112,7 +114,8 @@ def test_a_silent_driver_of_another_machine_is_watched_for_its_lease_and_taken_o
 
 def test_a_driver_of_another_machine_that_renews_is_not_taken_over(tmp_path):
     lease = take(tmp_path, clock=leases.boot_clock, lease_s=6.0)
-    with lease.kept(lambda loss: None):
+    lease.keep()
+    with lease.held(lambda loss: None):
         with pytest.raises(LedgerBusy, match="another process is running this run"):
             take(tmp_path, THERE)
         lease.check()
@@ -121,7 +124,8 @@ def test_a_driver_of_another_machine_that_renews_is_not_taken_over(tmp_path):
 
 def test_the_lease_is_renewed_while_the_event_loop_is_busy(tmp_path):
     async def busy() -> None:
-        with lease.kept(lambda loss: None):
+        lease.keep()
+        with lease.held(lambda loss: None):
             deadline = time.monotonic() + 30
             while driver_of(tmp_path).counter < 3:  # no await: the loop is blocked
                 assert time.monotonic() < deadline
@@ -301,12 +305,25 @@ def test_the_loss_is_reported_from_the_thread(tmp_path):
     lease = take(tmp_path, clock=leases.boot_clock, lease_s=0.3)
     lost = threading.Event()
     losses: list[Fenced] = []
-    with lease.kept(lambda loss: (losses.append(loss), lost.set())):
+    lease.keep()
+    with lease.held(lambda loss: (losses.append(loss), lost.set())):
         begin_term(tmp_path, 2)
         edit(tmp_path, term=2, owner="another", host="there")
         assert lost.wait(30)
     assert "on there has taken the run over" in str(losses[0])
     assert driver_of(tmp_path).owner == "another"
+
+
+def test_a_loss_before_anybody_listens_is_reported_later(tmp_path):
+    clock = Clock()
+    lease = take(tmp_path, clock=clock)
+    begin_term(tmp_path, 2)
+    clock.now += SHORT_S
+    with pytest.raises(Fenced):
+        lease.check()
+    losses: list[Fenced] = []
+    with lease.held(losses.append):
+        assert len(losses) == 1
 
 
 def test_a_driver_that_cannot_renew_goes_on_for_a_while_and_then_stops(tmp_path, monkeypatch):
@@ -339,7 +356,8 @@ def test_a_thread_that_cannot_renew_reports_it_once_the_lease_has_run_out(tmp_pa
     monkeypatch.setattr(leases, "write_durably", broken)
     lost = threading.Event()
     losses: list[Fenced] = []
-    with lease.kept(lambda loss: (losses.append(loss), lost.set())):
+    lease.keep()
+    with lease.held(lambda loss: (losses.append(loss), lost.set())):
         assert lost.wait(30)
     assert "another process may take the run over" in str(losses[0])
 
