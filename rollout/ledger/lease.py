@@ -207,7 +207,7 @@ class Lease:
     """Held during a renewal."""
     _ending: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
-    _on_loss: Callable[[Fenced], None] = field(default=lambda loss: None, init=False)
+    _on_loss: Callable[[Fenced], None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         owners_here.add(self._driver.owner)
@@ -296,10 +296,14 @@ class Lease:
                 with self._lock:
                     self._renew()
             except Fenced as loss:
-                return self._on_loss(loss)
+                return self._report(loss)
             except OSError as error:
                 if self._age() > lease_s:
-                    return self._on_loss(self._lose(self._unrenewed(str(error))))
+                    return self._report(self._lose(self._unrenewed(str(error))))
+
+    def _report(self, loss: Fenced) -> None:
+        if self._on_loss is not None:  # otherwise ``held`` reports it
+            self._on_loss(loss)
 
     def _renew(self) -> None:
         """Raise the counter, in a new term if the old one may have run out. Raises Fenced and OSError."""

@@ -78,6 +78,7 @@ def open_ledger(
     LedgerError.
     """
     path = folder / LEDGER
+    guard()
     if not path.exists():
         _create(path)
     check_log(path)

@@ -32,6 +32,8 @@ from slipstream.rollout.ledger.lease import Fenced
 from slipstream.rollout.trajectory import Prompt
 from tests.environment import environment
 
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+
 
 class Silent:
     def __init__(self) -> None:
@@ -340,7 +342,7 @@ def test_a_driver_that_was_fenced_before_it_opens_the_ledger_does_not_touch_it(
     live(config)
     before = (config.run.folder / "ledger.sqlite").read_bytes()
     monkeypatch.setattr(resume_module, "find_checkpoint", fenced)
-    with pytest.raises(InputError, match="fenced: .*on elsewhere has taken the run over"):
+    with pytest.raises(InputError, match=r"fenced: .*on elsewhere has taken the run over"):
         live(config, resume=True)
     assert (config.run.folder / "ledger.sqlite").read_bytes() == before
 

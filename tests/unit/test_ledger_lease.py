@@ -24,6 +24,8 @@ from slipstream.rollout.ledger.lease import LEASE_S, Fenced, Lease, take_lease, 
 from slipstream.rollout.ledger.locks import flock, lock_problem
 from tests.environment import environment
 
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+
 HERE, THERE = Machine("here", "boot 1", "pids"), Machine("there", "boot 2", "pids")
 SHORT_S = 0.12
 """A lease that is watched in no time. Where it is used, the clock of the driver stands still."""
