@@ -161,7 +161,7 @@ class EnginePool:
         self._tell_driver()
 
     async def close(self) -> None:
-        """Close the connections to all engines, whose requests end. Cancel calls of ``generate`` before."""
+        """Close the connections to all engines. Cancel the calls of ``generate`` before."""
         for engine in self._engines.values():
             self._close(engine, "the pool is closed")
         self._engines = {}

@@ -4,13 +4,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from slipstream.rollout.control.core import Loss
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.engine.roster import EngineRoster
-from slipstream.rollout.engine.routing import PoolStatus, Routing
+from slipstream.rollout.engine.routing import Routing
+from slipstream.rollout.messages import DOWN, UP, Down, Status, Up, pack, split
 from slipstream.rollout.trajectory import Prompt, Trajectory
 
 
@@ -80,19 +79,21 @@ class Collector:
 
     def _send(self) -> None:
         if self._is_here:
-            data = msgspec.msgpack.encode(self._roster.routing_for(self.name))
-            asyncio.get_running_loop().call_soon(self._arrived, data)
+            frame = pack(Down(routing=self._roster.routing_for(self.name)), ())
+            asyncio.get_running_loop().call_soon(self._arrived, frame)
 
-    def _arrived(self, data: bytes) -> None:
+    def _arrived(self, frame: bytes) -> None:
         if self._is_here and self.hears:
-            record = msgspec.msgpack.decode(data, type=Routing)
+            record = split(frame, DOWN)[0].routing
+            assert record is not None
             self.records.append(record)
             self.pool.follow(record)
 
     def _report(self) -> None:
-        data = msgspec.msgpack.encode(self.pool.status())
-        status = msgspec.msgpack.decode(data, type=PoolStatus)
-        asyncio.get_running_loop().call_soon(self._roster.reported, self.name, status)
+        frame = pack(Up(status=Status(self.pool.status(), groups=0, judging=0, judging_s=0.0)), ())
+        status = split(frame, UP)[0].status
+        assert status is not None
+        asyncio.get_running_loop().call_soon(self._roster.reported, self.name, status.pool)
 
     def _lagging(self, name: str) -> None:
         self.lags = self.lags or name == self.name

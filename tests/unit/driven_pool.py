@@ -11,6 +11,7 @@ from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.engine.routing import Routing, ServingEngine
+from slipstream.rollout.messages import DOWN, Down, pack, split
 from slipstream.rollout.trajectory import Completion, Finish, Span
 
 SAMPLING = SamplingConfig(max_new_tokens=4)
@@ -153,8 +154,10 @@ class Driver:
             engines=tuple(self._serving.values()),
             **changes,
         )
-        self.record = msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=Routing)
-        self.pool.follow(self.record)
+        received = split(pack(Down(routing=record), ()), DOWN)[0].routing
+        assert received is not None
+        self.record = received
+        self.pool.follow(received)
 
     def add(self, engine: FakeEngine) -> None:
         self._lives += 1

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from slipstream.backend.driver.devices import Separate
-from slipstream.backend.driver.served_weights import ServedWeights
+from slipstream.backend.driver.served_weights import Advance, ServedWeights
 from slipstream.backend.driver.verification import Verifier, WeightsMismatch, probe_text
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.weights import VerifyAlways, VerifyEveryN
@@ -188,6 +188,11 @@ class Trainer:
         return EXPECTED
 
 
+async def advance(weights: ServedWeights) -> Advance:
+    """Train a step and publish the next version."""
+    return await weights.advance(None, weights._owner.version + 1)
+
+
 async def serving(world: World, *names: str) -> tuple[ServedWeights, EngineRoster, Trainer]:
     trainer, policy = Trainer(), Policy()
     roster = EngineRoster(policy, limit=4)
@@ -201,7 +206,7 @@ def test_engines_are_in_doubt_from_before_the_update_until_the_verdict():
         world = World()
         weights, roster, _ = await serving(world, "a", "b")
         world.logprobs["b"] = [0.0, 0.0, 0.0]
-        await weights.advance(None)
+        await advance(weights)
         assert [roster.doubted(client) for client in roster.clients] == [1, 1]
         await weights.settled()
         assert [(client.name, roster.doubted(client)) for client in roster.clients] == [("a", None)]
@@ -221,7 +226,7 @@ def test_no_weights_are_published_before_every_collector_holds_back_what_they_sa
         prompt, slow = Collector(roster, "prompt"), Collector(roster, "slow")
         await asyncio.sleep(0)
         slow.hears = False
-        advancing = asyncio.create_task(weights.advance(None))
+        advancing = asyncio.create_task(advance(weights))
         await asyncio.sleep(0.05)
         assert [engine.doubted for engine in prompt.records[-1].engines] == [1]
         assert trainer.published == []
@@ -242,8 +247,8 @@ def test_the_next_version_waits_for_the_verdict_on_the_last_one():
     async def main():
         world = World()
         weights, _, trainer = await serving(world, "a")
-        await weights.advance(None)
-        await weights.advance(None)
+        await advance(weights)
+        await advance(weights)
         assert world.asked == [("a", 1)]
         await weights.settled()
         assert world.asked == [("a", 1), ("a", 2)]
@@ -257,13 +262,13 @@ def test_interrupted_engines_are_published_to_again_once():
         world = World()
         weights, roster, trainer = await serving(world, "a", "b", "c")
         trainer.reports = [{"failed": {"b": "gone"}, "interrupted": {"a": "b", "c": "b"}}]
-        advance = await weights.advance(None)
+        step = await advance(weights)
         assert trainer.published == [(1, ["a", "b", "c"]), (1, ["a", "c"])]
-        assert advance.report.updated == ["a", "c"]
+        assert step.report.updated == ["a", "c"]
         assert [client.name for client in roster.clients] == ["a", "c"]
         trainer.reports = [{"interrupted": {"a": "x"}}, {"interrupted": {"a": "y"}}]
-        advance = await weights.advance(None)
-        assert advance.report.failed == {"a": "y"}
+        step = await advance(weights)
+        assert step.report.failed == {"a": "y"}
         assert [client.name for client in roster.clients] == ["c"]
         await weights.settled()
 
@@ -274,7 +279,7 @@ def test_an_engine_is_admitted_when_it_was_found_to_hold_the_version():
     async def main():
         world = World()
         weights, _, trainer = await serving(world, "a")
-        await weights.advance(None)
+        await advance(weights)
         admitted = []
 
         def admit():
@@ -309,7 +314,7 @@ def test_a_question_that_cannot_be_put_is_a_verdict_too():
         world = World()
         weights, roster, _ = await serving(world, "a")
         world.logprobs["a"] = ZeroDivisionError("a bug")
-        await weights.advance(None)
+        await advance(weights)
         await weights.settled()
         assert roster.clients == []
         assert "a bug" in roster.lost.get_nowait()[1]
@@ -322,7 +327,7 @@ def test_a_verdict_that_is_pending_at_the_end_is_given_up():
         world = World()
         weights, *_ = await serving(world, "a")
         world.logprobs["a"] = "silence"
-        await weights.advance(None)
+        await advance(weights)
         await weights.cancel()
         assert len(asyncio.all_tasks()) == 1
 

@@ -2,12 +2,14 @@
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.engine.client import EngineAddress, EngineError, EngineLost
 from slipstream.rollout.engine.growing import GrowingCompletion
+from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.roster import RECORDS_OF_AN_EPOCH, EngineRoster
 from slipstream.rollout.engine.routing import LostEngine, PoolStatus
 from slipstream.rollout.trajectory import Finish
@@ -200,6 +202,20 @@ def test_collectors_begin_with_different_engines_and_all_have_all_of_them():
             roster.joined(name)
         orders = [[engine.address.name for engine in roster.routing_for(name).engines] for name in ("x", "y")]
         assert orders == [["a", "b", "c", "d"], ["c", "d", "a", "b"]]
+
+    asyncio.run(main())
+
+
+def test_a_collector_is_given_the_keys_of_the_servers_and_shows_them_to_nobody():
+    async def main():
+        client = ControlClient("a")
+        client.address = replace(client.address, key=Key("secret"))
+        collector = Generating(make(client))
+        await settle()
+        (engine,) = collector.records[-1].engines
+        assert engine.address == client.address
+        assert engine.address.key.header == "Bearer secret"
+        assert "secret" not in repr(collector.records[-1])
 
     asyncio.run(main())
 
