@@ -87,7 +87,7 @@ class World:
     async def _run(self) -> Outcome:
         config, model, workload = self._config, model_of(self._config), self._workload
         rollout, interrupt = config.rollout, self._schedule.interrupt
-        account, outbox = Account(), Outbox()
+        account, outbox = Account(), Outbox(flush_s=0)
         control = self._schedule.control(rollout, config.run.steps)
         journal = NoJournal()
         gate = AdmissionGate(control, Intake(SimulatedStream()), journal, account)

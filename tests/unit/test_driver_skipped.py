@@ -13,7 +13,7 @@ from slipstream.backend.driver.skipped import SkippedUpdateLimit, TooManySkipped
 from slipstream.backend.driver.training import training_loop
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.run import RunSection
-from slipstream.rollout.trajectory import Group, Prompt
+from slipstream.rollout.collect.gate import ReadyGroup
 from tests.unit.doubles import Policy
 
 
@@ -85,8 +85,12 @@ class Gate(Policy):
     def step(self) -> int:
         return self.version
 
-    async def batch(self, timeout_s: float) -> list[Group]:
-        return [Group(self.version, Prompt(0, ""), self.version, ())]
+    @property
+    def next_version(self) -> int:
+        return self.version + 1
+
+    async def batch(self, timeout_s: float) -> list[ReadyGroup]:
+        return [ReadyGroup(self.version, ())]
 
     async def step_begins(self) -> None: ...
 
@@ -109,12 +113,16 @@ class Heard:
         self.checkpoints.append(run.step)
 
 
+async def nothing(refs: list[bytes]) -> list[bytes]:
+    return []
+
+
 def run_loop(trainer: Trainer, heard: Heard, **settings: int) -> None:
     async def main() -> None:
         gate = Gate()
         weights = ServedWeights(trainer, Pool(), Separate(), gate)
         run = RunSection(name="test", steps=6, **settings)
-        await training_loop(run, gate, weights, heard, None, heard, lambda: None)
+        await training_loop(run, gate, weights, heard, None, heard, lambda: None, nothing)
 
     asyncio.run(main())
 

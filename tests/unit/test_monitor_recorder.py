@@ -35,6 +35,7 @@ class Fakes:
             requests_limit=6,
             requests_resent=0,
             engine_restarts=0,
+            collector_restarts=0,
         )
         self.recorder = Recorder(
             SimpleNamespace(log=lambda step, values: self.logged.append((step, dict(values)))),
@@ -56,7 +57,10 @@ class Fakes:
         self.set(version=version)
         times = StepTimes(**{"wait_s": 1.0, "train_s": 3.0, "step_s": 8.0} | times)
         metrics = {"train/tokens": tokens, "train/tflop": 0.6, "train/loss": 0.5}
-        self.recorder.step(TrainedStep(groups, version, metrics, report, times), self.status)
+        trajectories = [trajectory.header for group in groups for trajectory in group.trajectories]
+        versions = {version for header in trajectories for version in header.trained_tokens}
+        lags = {trained: version - 1 - trained for trained in versions}
+        self.recorder.step(TrainedStep(trajectories, lags, version, metrics, report, times), self.status)
         assert self.logged[-1][0] == version
         return self.logged[-1][1]
 
@@ -125,6 +129,7 @@ def test_a_step_is_logged_with_the_numbers_of_its_groups():
             "train/step": 5,
             "lost/filtered": 1,
             "lost/failed": 1,
+            "lost/quarantined": 0,
             "lost/stale": 0,
             "lost/requeued": 1,
             "lost/surplus": 0,
@@ -144,6 +149,7 @@ def test_a_step_is_logged_with_the_numbers_of_its_groups():
             "perf/trainer_wait_s": 1.0,
             "perf/trainer_wait_fraction": 0.125,
             "perf/engine_restarts": 3,
+            "perf/collector_restarts": 0,
         }
     )
     assert fakes.shown == [
@@ -176,7 +182,7 @@ def test_generation_speed_is_that_since_the_step_before():
 def test_retractions_and_retries_add_up_over_the_run_and_only_a_few_failures_are_shown():
     fakes = Fakes()
     for attempt in range(1, 6):
-        fakes.recorder.episode_failed(Prompt(7, "?"), attempt, ValueError("no"))
+        fakes.recorder.attempt_failed(7, attempt, "ValueError: no")
     fakes.step(two_groups(), 5)
     logged = fakes.step(two_groups(), 6)
     assert (logged["rollout/retractions"], logged["rollout/episode_retries"]) == (6, 5)
