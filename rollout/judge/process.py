@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -29,6 +28,7 @@ from slipstream.rollout.judge.wire import (
     StartFailure,
     framed,
 )
+from slipstream.rollout.temporary import OwnedFolder
 
 GRACE_S = 2.0
 """Seconds that a process gets to end by itself, or to be ended by its own watchdog, before the pool acts."""
@@ -51,7 +51,7 @@ class JudgeProcess:
         self._lifeline = _Lifeline()
         self._keeper: subprocess.Popen[bytes] | None = None
         self._judge: int | None = None
-        self._scratch: str | None = None
+        self._scratch: OwnedFolder | None = None
         self._outgoing: list[bytes] = []
         self._killed_because: str | None = None
         self._end: asyncio.Task[Ending] | None = None
@@ -98,13 +98,14 @@ class JudgeProcess:
 
     async def _spawn(self) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch = tempfile.mkdtemp(prefix="slipstream-judge-")
+        self._scratch = OwnedFolder(Path(tempfile.gettempdir()), "judge")
         (lifeline, their_lifeline), (connection, their_connection) = socket.socketpair(), socket.socketpair()
         await self._loop.create_unix_connection(lambda: self._lifeline, sock=lifeline)
         await self._loop.create_unix_connection(lambda: self._connection, sock=connection)
         with their_lifeline, their_connection, self._log.open("ab") as errors:
             inherited = their_lifeline.fileno(), their_connection.fileno()
-            args = (*inherited, os.getpid(), self._scratch, str(self._log.absolute()))
+            scratch = str(self._scratch.path)
+            args = (*inherited, os.getpid(), scratch, str(self._log.absolute()))
             # In this thread, because the keeper is told when the thread ends that has started it. In its own
             # session, because Ctrl-C is for the run.
             self._keeper = subprocess.Popen(
@@ -113,7 +114,7 @@ class JudgeProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                env={**os.environ, "TMPDIR": self._scratch},
+                env={**os.environ, "TMPDIR": scratch},
                 start_new_session=True,
             )
 
@@ -231,9 +232,10 @@ class JudgeProcess:
         if self._keeper is not None:
             with suppress(subprocess.TimeoutExpired):
                 self._keeper.wait(GRACE_S)
-        if self._scratch is not None and os.path.isdir(self._scratch):
-            _kill_users_of(self._scratch)
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        if self._scratch is not None:
+            if self._scratch.path.exists():  # its keeper was killed
+                _kill_users_of(str(self._scratch.path))
+            self._scratch.remove()
         for transport in (self._connection.transport, self._lifeline.transport):
             if transport is not None:
                 self._loop.call_soon_threadsafe(transport.abort)

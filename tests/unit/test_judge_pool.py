@@ -10,6 +10,8 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import uvloop
@@ -334,8 +336,8 @@ def wait_for_end(pid: int) -> None:
         os.close(descriptor)
 
 
-def test_everything_ends_when_the_process_of_the_pool_is_killed(judging, tmp_path):
-    pids = tmp_path / "pids"
+def killed_owner(judging: Judging, pids: Path) -> list[int]:
+    """Kill a process with a pool that judges. Return its keeper, its judge and a daemon of the reward."""
     script = f"""
         import asyncio
         from pathlib import Path
@@ -361,9 +363,22 @@ def test_everything_ends_when_the_process_of_the_pool_is_killed(judging, tmp_pat
     finally:
         owner.send_signal(signal.SIGKILL)
         owner.wait()
-    for pid in map(int, pids.read_text().split()):
+    return [int(pid) for pid in pids.read_text().split()]
+
+
+def test_everything_ends_when_the_process_of_the_pool_is_killed(judging, tmp_path):
+    for pid in killed_owner(judging, tmp_path / "pids"):
         wait_for_end(pid)
     judging.assert_nothing_is_left()
+
+
+def test_the_next_pool_removes_the_temporary_files_of_a_keeper_that_was_killed_too(judging, tmp_path):
+    for pid in killed_owner(judging, tmp_path / "pids"):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        wait_for_end(pid)
+    (judging.temporary / "slipstream.judge.orphaned").mkdir()  # the keeper may have had the time for its own
+    assert judging.ask(["1"]) == [1.0]
 
 
 def test_a_pool_outlives_the_thread_that_has_opened_it(judging):
