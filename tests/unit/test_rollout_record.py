@@ -3,6 +3,7 @@
 import struct
 from array import array
 from dataclasses import replace
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -235,7 +236,8 @@ def test_a_header_counts_what_the_arrays_hold(trajectory, stale):
     assert trajectory.sampled_length == header.sampled_length
     kept_T = loss_T & ~np.isin(versions_T, list(stale))
     for each, mask_T in ((header, loss_T), (masked, kept_T)):
-        counted = {int(v): int(n) for v, n in zip(*np.unique(versions_T[mask_T], return_counts=True))}
+        present, counts = np.unique(versions_T[mask_T], return_counts=True)
+        counted = dict(zip(present.tolist(), counts.tolist(), strict=True))
         assert each.trained_tokens == counted
         assert each.response_length == np.count_nonzero(mask_T)
     assert trajectory.response_length == np.count_nonzero(loss_T)
@@ -258,7 +260,7 @@ def test_runs_tile_the_tokens_and_neighbours_differ(trajectory):
         tokens += [(version, loss)] * (end - start)
         start = end
     assert tokens == list(zip(trajectory.versions_T, trajectory.loss_mask_T, strict=True))
-    assert all(a[:2] != b[:2] for a, b in zip(runs, runs[1:], strict=False))
+    assert all(a[:2] != b[:2] for a, b in pairwise(runs))
 
 
 # ---- digests
