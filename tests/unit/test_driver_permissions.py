@@ -1,5 +1,7 @@
 """Who may read and write what a run writes: `run.mode` decides, whatever the user's umask is."""
 
+import asyncio
+import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +12,7 @@ from pydantic import ValidationError
 
 from slipstream.backend.driver.inputs import InputError
 from slipstream.backend.driver.run_folder import apply_mode, permissions, start_folder
+from slipstream.backend.monitor.progress import PlainProgress
 from slipstream.configs.schema import RunConfig
 
 
@@ -52,7 +55,8 @@ def test_a_run_folder_and_all_below_it_have_the_permissions_of_the_recipe(
     recipe = config(tmp_path / "runs", **({"mode": setting} if setting else {}))
     with umask(users):
         with permissions(recipe):
-            folder = start_folder(recipe)
+            asyncio.run(start_folder(recipe, PlainProgress(1, io.StringIO()))).release()
+            folder = recipe.run.folder
             (folder / "checkpoints/v1").mkdir(parents=True)
             (folder / "checkpoints/v1/shard").write_bytes(b"1")
         assert os.umask(users) == users, "the process has its own umask back"
