@@ -55,7 +55,7 @@ def test_a_run_folder_and_all_below_it_have_the_permissions_of_the_recipe(
     recipe = config(tmp_path / "runs", **({"mode": setting} if setting else {}))
     with umask(users):
         with permissions(recipe):
-            asyncio.run(start_folder(recipe, PlainProgress(1, io.StringIO()))).release()
+            asyncio.run(start_folder(recipe, PlainProgress(1, io.StringIO(), clock=lambda: 0.0))).release()
             folder = recipe.run.folder
             (folder / "checkpoints/v1").mkdir(parents=True)
             (folder / "checkpoints/v1/shard").write_bytes(b"1")

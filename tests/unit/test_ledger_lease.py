@@ -18,7 +18,12 @@ import pytest
 
 from slipstream.rollout.ledger import lease as leases
 from slipstream.rollout.ledger import locks
-from slipstream.rollout.ledger.database import LedgerBusy, open_for_reading, open_for_writing
+from slipstream.rollout.ledger.database import (
+    LedgerBusy,
+    create_database,
+    open_for_reading,
+    open_for_writing,
+)
 from slipstream.rollout.ledger.driver_file import Driver, Machine, begin_term, look, make_token, start_of
 from slipstream.rollout.ledger.lease import LEASE_S, Fenced, FolderLease, take_lease, wait_until_free
 from slipstream.rollout.ledger.locks import flock, lock_problem
@@ -398,14 +403,15 @@ def test_a_ledger_is_written_and_read_where_files_cannot_be_locked(tmp_path, mon
 
     monkeypatch.setattr(fcntl, "lockf", refused)
     path = tmp_path / "ledger.sqlite"
+    create_database(path, "run", b"stamp")
     writer = open_for_writing(path)
-    writer.execute("INSERT INTO discards VALUES (1, 2, 3)")
+    writer.execute("INSERT INTO discards (group_id, epoch, tokens) VALUES (1, 2, 3)")
     # Locks that others hold mean nothing: SQLite does not ask for any.
     reader = open_for_reading(path)
     reader.close()
     writer.close()
     connection = open_for_reading(path)
-    assert connection.execute("SELECT * FROM discards").fetchall() == [(1, 2, 3)]
+    assert connection.execute("SELECT group_id, epoch, tokens FROM discards").fetchall() == [(1, 2, 3)]
     assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     connection.close()
 
