@@ -17,11 +17,12 @@ from slipstream.configs.schema import RunConfig
 
 
 def config(root: Path, **run: object) -> RunConfig:
+    inputs = root.parent / "inputs"
     return RunConfig.model_validate(
         {
             "run": {"name": "run", "root": str(root), "steps": 20, **run},
-            "model": {"path": "model"},
-            "data": {"path": "train.jsonl"},
+            "model": {"path": str(inputs / "model")},
+            "data": {"path": str(inputs / "train.jsonl")},
             "rollout": {
                 "max_head_offpolicyness": 2,
                 "batch_size": 1,
@@ -53,6 +54,9 @@ def test_a_run_folder_and_all_below_it_have_the_permissions_of_the_recipe(
     tmp_path: Path, users: int, setting: str | None, folders: str, files: str
 ):
     recipe = config(tmp_path / "runs", **({"mode": setting} if setting else {}))
+    recipe.model.path.mkdir(parents=True)
+    (recipe.model.path / "config.json").write_text("{}")
+    recipe.data.path.write_text('{"prompt": "?"}\n')
     with umask(users):
         with permissions(recipe):
             asyncio.run(start_folder(recipe, PlainProgress(1, io.StringIO(), clock=lambda: 0.0))).release()
