@@ -69,7 +69,7 @@ def test_a_corrupted_bucket_and_an_engine_killed_inside_an_update(launch: Launch
     assert (found["steps"], found["groups"]["failed"], found["engine_restarts"]) == (steps, 0, 3)
     # What the engines said of every trained token is what the trainer computes for the version they name.
     assert largest_mismatch(run) < 1e-3
-    assert audit_run(run.folder).discrepancies == []
+    assert audit_run(run.folder, print).discrepancies == []
     for engine in ("engine-0", "engine-1"):
         assert f"{engine} is started again: it does not hold version" in run.output()
     assert "its log-probs differ from the trainer's" in run.output()
