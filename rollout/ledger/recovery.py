@@ -74,7 +74,7 @@ def open_ledger(
 
     Trainings of versions that are not on the line of ``restored`` are undone: their groups are ready again.
     What is damaged of a group is generated again, and noted. ``guard`` is called by the writer thread before
-    a commit when some seconds have passed since the last call; whatever it raises stops the ledger. Raises
+    each commit, so that it must be cheap; whatever it raises stops the ledger (``FolderLease.check``). Raises
     LedgerError.
     """
     path = folder / LEDGER
