@@ -1,4 +1,4 @@
-"""Short crash sweeps. `make crash-sweep` makes a long one; test_resume.py has a single kill of each kind but an engine's."""
+"""Short crash sweeps. `make crash-sweep` makes a long one; runs of test_resume.py lose processes too."""
 
 from pathlib import Path
 
