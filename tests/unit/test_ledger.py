@@ -565,7 +565,6 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path, seed):
     program = f"""
         async def main():
             ledger, recovered = open_ledger(Path({str(tmp_path)!r}), **BATCH, segment_bytes=5_000)
-            assert recovered.notes == [], recovered.notes
             for id_ in range(sum(group.is_ready for group in recovered.open), 10**6):
                 ready_group(ledger, id_, [0] * 50)
                 ledger.admitted(Ticket(id_ + 1, 0), id_ + 1)
@@ -587,7 +586,7 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path, seed):
         assert ready == list(range(len(ready))), "a prefix of what was given"
         assert len(ready) > int(acknowledged[-1]), "with everything that was acknowledged"
         assert recovered.counts.admitted <= len(ready) + 1
-        assert recovered.notes == []
+        assert all("ends within transaction" in note for note in recovered.notes)
 
 
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync", "COMMIT", "after"])
