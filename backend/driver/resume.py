@@ -127,9 +127,8 @@ def begin(
     notes = [*(checkpoint.warnings if checkpoint else []), *recovered.notes]
     if recovered.epoch:
         notes.append(_resumed(control, groups))
-    failures = [step.groups for step in recovered.suspects]
     positions = [(group.id, group.position) for group in recovered.open]
-    return RunState(lease, ledger, control, Intake(stream, positions), checkpoint, groups, failures, notes)
+    return RunState(lease, ledger, control, Intake(stream, positions), checkpoint, groups, recovered.failures, notes)
 
 
 def _resumed(control: RolloutControl, groups: RestoredGroups) -> str:
