@@ -128,7 +128,9 @@ def begin(
     if recovered.epoch:
         notes.append(_resumed(control, groups))
     positions = [(group.id, group.position) for group in recovered.open]
-    return RunState(lease, ledger, control, Intake(stream, positions), checkpoint, groups, recovered.failures, notes)
+    return RunState(
+        lease, ledger, control, Intake(stream, positions), checkpoint, groups, recovered.failures, notes
+    )
 
 
 def _resumed(control: RolloutControl, groups: RestoredGroups) -> str:
