@@ -57,6 +57,8 @@ until [[ -n ${lock:-} && -d $tmp_dir ]]; do # another job may have taken it for 
 done
 # Nobody moves work away from a node that stops; draining would only spend time that scancel limits.
 export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
+# No port: the autoscaler would tell everybody who asks how busy the cluster is, and on every interface.
+export AUTOSCALER_METRIC_PORT=-1
 # Ports other than the head's are left to the kernel (0): jobs that share a node cannot ask for the same one.
 python "$here/contain.py" --until-stdin-closes -- ray start "${role[@]}" --block --disable-usage-stats \
     --node-ip-address="$address" --num-cpus="$cpus" --num-gpus="$gpus" "${store[@]}" \

@@ -15,6 +15,8 @@ if "RAY_ADDRESS" not in os.environ:
     # By this Ray has a node of its own on loopback, as on a Mac. Told the address 127.0.0.1 alone, Ray
     # replaces it by the machine's and listens on every interface.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    # No port: Ray's autoscaler would tell everybody who asks how busy the cluster is.
+    os.environ["AUTOSCALER_METRIC_PORT"] = "-1"
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # An engine's server cleans up behind itself when its actor is gone (rollout/engine/launch.py); Ray would
 # kill it before it could.

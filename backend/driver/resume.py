@@ -26,7 +26,7 @@ from slipstream.rollout.control.policies import make_control
 from slipstream.rollout.control.versions import VersionTree
 from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.ledger.history import history_of
-from slipstream.rollout.ledger.lease import Lease
+from slipstream.rollout.ledger.lease import FolderLease
 from slipstream.rollout.ledger.recovery import open_ledger
 from slipstream.rollout.ledger.writer import Ledger
 from slipstream.rollout.prompts import PromptStream
@@ -36,7 +36,7 @@ from slipstream.rollout.prompts import PromptStream
 class RunState:
     """State of a run when its loops start."""
 
-    lease: Lease
+    lease: FolderLease
     ledger: Ledger
     control: RolloutControl
     intake: Intake
@@ -99,7 +99,9 @@ def find_checkpoint(config: RunConfig) -> FoundCheckpoint | None:
     return checkpoints.latest(reject)
 
 
-def begin(config: RunConfig, inputs: Inputs, checkpoint: FoundCheckpoint | None, lease: Lease) -> RunState:
+def begin(
+    config: RunConfig, inputs: Inputs, checkpoint: FoundCheckpoint | None, lease: FolderLease
+) -> RunState:
     """Open the ledger of the run folder, a new one or the one of a resumed run. Raises LedgerError."""
     rollout = config.rollout
     ledger, recovered = open_ledger(
@@ -125,9 +127,10 @@ def begin(config: RunConfig, inputs: Inputs, checkpoint: FoundCheckpoint | None,
     notes = [*(checkpoint.warnings if checkpoint else []), *recovered.notes]
     if recovered.epoch:
         notes.append(_resumed(control, groups))
-    failures = [step.groups for step in recovered.suspects]
     positions = [(group.id, group.position) for group in recovered.open]
-    return RunState(lease, ledger, control, Intake(stream, positions), checkpoint, groups, failures, notes)
+    return RunState(
+        lease, ledger, control, Intake(stream, positions), checkpoint, groups, recovered.failures, notes
+    )
 
 
 def _resumed(control: RolloutControl, groups: RestoredGroups) -> str:

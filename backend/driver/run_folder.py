@@ -28,7 +28,7 @@ from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.base import Section
 from slipstream.rollout.durable import write_durably
 from slipstream.rollout.ledger.database import LedgerBusy
-from slipstream.rollout.ledger.lease import Lease, take_lease
+from slipstream.rollout.ledger.lease import FolderLease, take_lease
 from slipstream.rollout.ledger.locks import lock_problem
 from slipstream.rollout.ledger.recovery import LEDGER
 
@@ -54,7 +54,7 @@ def write_recipe(config: RunConfig, inputs: KnownInputs) -> None:
     inputs.write(config.run.folder)
 
 
-async def start_folder(config: RunConfig, progress: Progress) -> Lease:
+async def start_folder(config: RunConfig, progress: Progress) -> FolderLease:
     """Make the run folder, with the recipe in it. The folder of an earlier run is renamed first.
 
     Return the lease of the new folder. Raises LedgerBusy when a process is running that run, and OSError.
@@ -81,7 +81,7 @@ async def start_folder(config: RunConfig, progress: Progress) -> Lease:
 
 async def resume_folder(
     config: RunConfig, progress: Progress, *, accept_changes: bool
-) -> tuple[Lease, KnownInputs]:
+) -> tuple[FolderLease, KnownInputs]:
     """Check that the run in the folder is the recipe's, and take the folder over.
 
     Return its lease and the inputs to go on with. ``accept_changes``: go on also with changed inputs. Raises
@@ -92,7 +92,7 @@ async def resume_folder(
     return await hold_folder(config, progress), inputs
 
 
-async def hold_folder(config: RunConfig, progress: Progress) -> Lease:
+async def hold_folder(config: RunConfig, progress: Progress) -> FolderLease:
     """Take the lease of the run folder, and tell the user if it is the only protection."""
     folder = config.run.folder
     lease = await take_lease(folder, lease_s=config.run.lease_s, say=progress.phase)

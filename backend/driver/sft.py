@@ -45,7 +45,7 @@ from slipstream.configs.schema import RunConfig
 from slipstream.configs.supervised import Supervised
 from slipstream.rollout.control.core import GroupCounts
 from slipstream.rollout.ledger.database import LedgerError
-from slipstream.rollout.ledger.lease import Lease
+from slipstream.rollout.ledger.lease import FolderLease
 from slipstream.rollout.prompts import Example, PromptError, PromptStream, read_examples
 from slipstream.rollout.trajectory import Prompt
 
@@ -201,7 +201,7 @@ async def _train(
 
 async def open_folder(
     config: RunConfig, progress: Progress, resume: bool, accept_changes: bool
-) -> tuple[Lease, FoundCheckpoint | None]:
+) -> tuple[FolderLease, FoundCheckpoint | None]:
     """Return the lease of the run folder and the checkpoint to start from.
 
     Raises InputError when the folder cannot be used.
@@ -227,7 +227,7 @@ async def open_folder(
 
 async def _resumed(
     config: RunConfig, progress: Progress, accept_changes: bool
-) -> tuple[Lease, FoundCheckpoint | None]:
+) -> tuple[FolderLease, FoundCheckpoint | None]:
     lease, inputs = await resume_folder(config, progress, accept_changes=accept_changes)
     with lease.released_on_error():
         progress.phase("checking the last checkpoint")

@@ -19,6 +19,7 @@ import socket
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,9 +90,16 @@ def _add_routes(mount: str, folder: str) -> None:
 
 
 def _use_for_temporary_files(folder: str) -> None:
-    """Set the temporary folder before it is first used. The cache of torch's compiler stays where it is."""
+    """Set the temporary folder before it is first used.
+
+    The cache of torch's compiler stays where torch has it, unless another user has made a folder of that
+    name: what is in the cache is executed.
+    """
     compiled = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+    with suppress(FileExistsError):
+        compiled.mkdir(mode=0o700)
+    if compiled.lstat().st_uid == os.geteuid():
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 

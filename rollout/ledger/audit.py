@@ -24,6 +24,7 @@ from slipstream.rollout.ledger.database import (
     STATES,
     LedgerError,
     damage,
+    exists,
     explained,
     open_for_reading,
 )
@@ -77,7 +78,7 @@ class Audit:
 def audit_ledger(folder: Path) -> tuple[Audit, Lineage]:
     """Check the ledger in a run folder. Raises LedgerError when it cannot be read at all."""
     path = folder / LEDGER
-    if path.exists():
+    if exists(path):
         check_log(path)
     connection = open_for_reading(path)
     try:

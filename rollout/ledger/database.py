@@ -226,12 +226,17 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
     """Open the file of a run that is not running. Raises LedgerError."""
-    if not path.exists():
+    if not exists(path):
         raise LedgerError(f"{path} does not exist: give the folder of a run, which has this file")
+    log = log_of(path)
+    if log.exists():
+        mode = "mode=ro"  # SQLite would write the log back when it closes the file, damaged or not
+    elif os.access(path.parent, os.W_OK):
+        mode = "mode=rw"  # reading a file in WAL mode leaves a log behind if it cannot be removed
+    else:
+        mode = "immutable=1"  # the ledger of an archived run
     try:
-        # SQLite writes even to read a file in WAL mode, unless the file is declared immutable.
-        archived = not os.access(path.parent, os.W_OK) and not log_of(path).exists()
-        connection = _connect(path, "immutable=1" if archived else "mode=rw")
+        connection = _connect(path, mode)
         connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall()
     except (sqlite3.Error, OSError) as error:
         raise explained(path, error) from error
@@ -268,6 +273,22 @@ def sync_folder(path: Path) -> None:
 
 
 # ---- checks
+
+
+def exists(path: Path) -> bool:
+    """Return whether there is a ledger at ``path``. Raises LedgerError when that cannot be seen.
+
+    An empty file is refused, too: SQLite would take it for a new one.
+    """
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise explained(path, error) from error
+    if not size:
+        raise LedgerError(f"{path} is empty: the file is damaged: {RESTORE}")
+    return True
 
 
 def check_format(connection: sqlite3.Connection, path: Path) -> None:

@@ -113,7 +113,7 @@ async def take_lease(
     machine: Machine | None = None,
     lock: LockCall = flock,
     clock: Clock = boot_clock,
-) -> "Lease":
+) -> "FolderLease":
     """Make this process the driver of the run in ``folder``, as soon as no other one is.
 
     Raises LedgerBusy when there is one, and OSError when the folder cannot be used.
@@ -142,7 +142,7 @@ async def take_lease(
             lease_s=lease_s,
             ended=False,
         )
-        lease = Lease(folder, driver, descriptor, clock, began)
+        lease = FolderLease(folder, driver, descriptor, clock, began)
         lease.write()
         lease.check()  # for a process that was stopped since it began the term
     except BaseException:
@@ -185,7 +185,7 @@ def _claim(folder: Path, seen: Sighting) -> int:
 
 
 @dataclass(eq=False)
-class Lease:
+class FolderLease:
     """The right of this process to drive a run. ``take_lease`` gives it.
 
         lease.keep()            # it is renewed from now on

@@ -20,8 +20,10 @@ from slipstream.rollout.ledger.database import (
     LedgerError,
     check_undamaged,
     create_database,
+    exists,
     explained,
     few,
+    log_of,
     open_for_writing,
 )
 from slipstream.rollout.ledger.history import FailedStep, History, read_history
@@ -53,8 +55,9 @@ class Recovered:
     losses: Counter[Loss]
     open: list[OpenGroup]
     """All groups that have not ended, by id."""
-    suspects: list[FailedStep]
-    """Training steps in which the trainer died or raised, and whose groups have not all ended; in order."""
+    failures: list[tuple[int, ...]]
+    """Each training step in which the trainer died or raised, unless a quarantined group was in it: its
+    groups without those that were trained since. In order."""
     notes: list[str]
     """Messages about damage, for the user."""
 
@@ -74,14 +77,14 @@ def open_ledger(
 
     Trainings of versions that are not on the line of ``restored`` are undone: their groups are ready again.
     What is damaged of a group is generated again, and noted. ``guard`` is called by the writer thread before
-    a commit when some seconds have passed since the last call; whatever it raises stops the ledger. Raises
+    each commit, so that it must be cheap; whatever it raises stops the ledger (``FolderLease.check``). Raises
     LedgerError.
     """
     path = folder / LEDGER
     guard()
-    if not path.exists():
+    if not exists(path):
         _create(path)
-    check_log(path)
+    logged = check_log(path)
     connection = open_for_writing(path)
     try:
         check_undamaged(connection, path)
@@ -90,6 +93,7 @@ def open_ledger(
         opening = _Opening(connection, path, stamp, n_samples)
         connection.execute("BEGIN IMMEDIATE")
         opening.begin_epoch(restored, bound)
+        opening.note_lost_transactions(logged)
         settings = {"batch_size": batch_size, "n_samples_per_prompt": n_samples}
         connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", settings.items())
         opening.undo_trainings()
@@ -151,10 +155,12 @@ class _Opening:
                 f"{socket.gethostname()}:{os.getpid()}",
             ),
         )
-        self._take_note_of_lost_transactions()
 
-    def _take_note_of_lost_transactions(self) -> None:
-        """Find out from the segments if the database has lost transactions, and reserve their versions."""
+    def note_lost_transactions(self, logged: int) -> None:
+        """Find out if the database has lost transactions, and take the numbers of their versions.
+
+        ``logged``: number of the last transaction in the log.
+        """
         known = self._known_segments()
         newest = max(known, default=0)
         markers = [
@@ -163,16 +169,22 @@ class _Opening:
             if segment >= newest or segment not in known
             for marker in self._segments.markers(segment)
         ]
-        last = max((sequence for sequence, _ in markers), default=0)
-        if last <= self.stamp.sequence:  # one transaction may have been cut off between payload and rows
+        first = self.stamp.sequence  # that of this one; the first one that may be lost
+        last = max([logged, *(sequence for sequence, _ in markers)])
+        if last == logged == first:
+            self._notes.append(
+                f"{log_of(self._path)} ends within transaction {first}: either the process was killed "
+                "or the disk was full while it was written, or the file is damaged; what it recorded is "
+                "generated again"
+            )
+        if last <= first:  # a transaction may have been cut off between its payload and its rows
             return
-        first = self.stamp.sequence
         self._notes.append(
             f"{self._path} has lost its transactions {first} to {last}, of which {self._segments.folder} "
             "tells: the file or its log was damaged or restored from a copy; what they recorded is generated "
             "again"
         )
-        begun = max(begun for _, begun in markers)
+        begun = max((begun for _, begun in markers), default=0)
         for version in range(self.stamp.begun + 1, begun + 1):
             self._connection.execute(
                 "INSERT INTO versions VALUES (?, ?, ?, 0)", (version, self._restored, self._epoch)
@@ -225,7 +237,6 @@ class _Opening:
         position: int
         (position,) = self._connection.execute("SELECT coalesce(max(position) + 1, 0) FROM groups").fetchone()
         ends = (states.get(end, 0) for end in ("trained", "filtered", "expired", "failed"))
-        open_ids = {group.id for group in contents.open}
         try:
             counted = Counter({Loss(loss): number for loss, number in losses})
         except ValueError as error:
@@ -239,9 +250,21 @@ class _Opening:
             counts=GroupCounts(sum(states.values()), *ends),
             losses=counted,
             open=contents.open,
-            suspects=[step for step in self._history.failed_steps if open_ids.intersection(step.groups)],
+            failures=self._unexplained_failures(),
             notes=self._notes,
         )
+
+    def _unexplained_failures(self) -> list[tuple[int, ...]]:
+        failures: list[tuple[int, ...]] = []
+        for step in self._history.failed_steps:
+            rows: list[tuple[int, str, str | None]] = self._connection.execute(
+                "SELECT id, state, loss FROM groups WHERE id IN (SELECT value FROM json_each(?))",
+                (json.dumps(step.groups),),
+            ).fetchall()
+            left = tuple(id_ for id_, state, _ in rows if state != "trained")
+            if left and not any(loss == Loss.QUARANTINED for _, _, loss in rows):
+                failures.append(left)
+        return failures
 
     def delete_unknown_segments(self) -> None:
         """Delete segments that no row knows: of transactions that were cut off or lost."""

@@ -90,16 +90,17 @@ def read_stamp(connection: sqlite3.Connection, path: Path) -> Stamp:
     return stamp
 
 
-def check_log(path: Path) -> None:
-    """Raise LedgerError unless the write-ahead log beside a ledger belongs to it.
+def check_log(path: Path) -> int:
+    """Return the number of the last transaction in the write-ahead log beside a ledger; 0 if there is none.
 
-    Call it before the ledger is opened: SQLite copies the log into the file when it closes it.
+    The transaction may be incomplete, or damaged. Call this before the ledger is opened: SQLite copies the
+    log into the file when it closes it. Raises LedgerError when the log does not belong to the file.
     """
     log = log_of(path)
     stamps = list(_stamps(log))
     in_file = _stamp_in_file(path) if stamps else None
     if in_file is None:
-        return  # SQLite finds other damage
+        return 0  # SQLite finds other damage
     first, last = stamps[0], stamps[-1]
     if first.run != in_file.run:
         raise LedgerError(f"{log} belongs to another run than {path}: {RESTORE}")
@@ -110,6 +111,7 @@ def check_log(path: Path) -> None:
             "restored from a copy without the other: restore both from the same copy, or start the run anew "
             "under another name"
         )
+    return last.sequence
 
 
 def _stamp_in_file(path: Path) -> Stamp | None:

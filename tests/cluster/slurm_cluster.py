@@ -331,10 +331,10 @@ class SlurmCluster:
         """The (address, program) of every TCP socket on which the node listens, without Slurm's own."""
         sockets = []
         for line in self.run_on(name, "ss", "-ltnpH").splitlines():
-            address = line.split()[3].rpartition(":")[0].strip("[]")
+            address = line.split()[3].rpartition(":")[0].strip("[]").removeprefix("::ffff:")
             program = re.search(r'users:\(\("([^"]*)"', line)
             sockets.append((address, program[1] if program else "?"))
-        return [socket for socket in sockets if socket[1] not in SLURM_DAEMONS]
+        return [socket for socket in sockets if socket[1] not in {*SLURM_DAEMONS, "srun"}]
 
     def logs(self) -> str:
         """The last lines of every daemon's log."""

@@ -114,9 +114,10 @@ def test_a_failed_run_fails_the_job_with_its_own_exit_code(jobs: Jobs) -> None:
 def test_scancel_lets_the_run_save_its_state_while_ray_is_still_up(jobs: Jobs) -> None:
     job = jobs.submit({"linger": True, "leave_behind": True}, nodes=2)
     jobs.cluster.wait_for_output(job, "FACTS", JOB_TIMEOUT_S)
-    assert [folder.stat().st_mode & 0o777 for folder in temporary_folders(job)] == [0o700, 0o700]
+    modes = [folder.stat().st_mode & 0o777 for folder in temporary_folders(job)]
     jobs.cluster.cancel(job)
     result = jobs.finish(job)
+    assert modes == [0o700, 0o700]
     assert result.state == "CANCELLED", result.output
     assert (jobs.folder / "saved").read_text() == "1 signal(s)", result.output
 
@@ -125,10 +126,10 @@ def test_sigterm_to_the_batch_script_as_before_the_time_limit_lets_the_run_decid
     job = jobs.submit({"linger": True, "exit_code": 9}, nodes=1)
     jobs.cluster.wait_for_output(job, "FACTS", JOB_TIMEOUT_S)
     sockets = jobs.cluster.listening("node1")
-    assert "raylet" in {program for _, program in sockets}
-    assert {address for address, _ in sockets} == {"127.0.0.1"}, f"a job of one node needs no more: {sockets}"
     jobs.cluster.cancel(job, "--batch", "--signal=TERM")
     result = jobs.finish(job)
+    assert "raylet" in {program for _, program in sockets}
+    assert {address for address, _ in sockets} == {"127.0.0.1"}, f"a job of one node needs no more: {sockets}"
     assert (result.state, result.exit_code) == ("FAILED", 9), result.output
     assert (jobs.folder / "saved").read_text() == "1 signal(s)", result.output
 

@@ -39,9 +39,7 @@ async def drive(folder: Path, host: str, lease_s: float, locks: bool) -> None:
     with ExitStack() as stack:
         stack.enter_context(lease.held(lambda loss: None))
         lease.keep()
-        ledger, recovered = open_ledger(
-            folder / "ledger.sqlite", batch_size=1, n_samples=1, bound=2, fence=lease.check
-        )
+        ledger, recovered = open_ledger(folder, batch_size=1, n_samples=1, bound=2, guard=lease.check)
         stack.callback(ledger.close)
         say("holding")
         asked = threading.Event()

@@ -57,7 +57,7 @@ def test_the_manifest_lists_every_other_file(folder: CheckpointFolder):
     path = commit(folder, 8)
     manifest = json.loads((path / "checkpoint.json").read_text())
     assert {listed["name"] for listed in manifest["files"]} == {"__0_0.distcp", ".metadata", "empty"}
-    assert manifest["format"] == 1
+    assert manifest["format"] == 2
 
 
 def test_files_in_subfolders_belong_to_the_checkpoint(folder: CheckpointFolder):
@@ -198,7 +198,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(folder: CheckpointFo
 def test_a_checkpoint_of_a_later_format_is_not_read(folder: CheckpointFolder, monkeypatch):
     path = commit(folder, 8)
     monkeypatch.setattr(manifests, "FORMAT", 0)
-    assert folder.verify(path) == ["checkpoint.json has format 1; this program reads 0"]
+    assert folder.verify(path) == ["checkpoint.json has format 2; this program reads 0"]
 
 
 def test_to_start_over_when_all_are_damaged_is_left_to_the_user(folder: CheckpointFolder):

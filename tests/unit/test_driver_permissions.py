@@ -1,5 +1,7 @@
 """Who may read and write what a run writes: `run.mode` decides, whatever the user's umask is."""
 
+import asyncio
+import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,15 +12,17 @@ from pydantic import ValidationError
 
 from slipstream.backend.driver.inputs import InputError
 from slipstream.backend.driver.run_folder import apply_mode, permissions, start_folder
+from slipstream.backend.monitor.progress import PlainProgress
 from slipstream.configs.schema import RunConfig
 
 
 def config(root: Path, **run: object) -> RunConfig:
+    inputs = root.parent / "inputs"
     return RunConfig.model_validate(
         {
             "run": {"name": "run", "root": str(root), "steps": 20, **run},
-            "model": {"path": "model"},
-            "data": {"path": "train.jsonl"},
+            "model": {"path": str(inputs / "model")},
+            "data": {"path": str(inputs / "train.jsonl")},
             "rollout": {
                 "max_head_offpolicyness": 2,
                 "batch_size": 1,
@@ -50,9 +54,13 @@ def test_a_run_folder_and_all_below_it_have_the_permissions_of_the_recipe(
     tmp_path: Path, users: int, setting: str | None, folders: str, files: str
 ):
     recipe = config(tmp_path / "runs", **({"mode": setting} if setting else {}))
+    recipe.model.path.mkdir(parents=True)
+    (recipe.model.path / "config.json").write_text("{}")
+    recipe.data.path.write_text('{"prompt": "?"}\n')
     with umask(users):
         with permissions(recipe):
-            folder = start_folder(recipe)
+            asyncio.run(start_folder(recipe, PlainProgress(1, io.StringIO(), clock=lambda: 0.0))).release()
+            folder = recipe.run.folder
             (folder / "checkpoints/v1").mkdir(parents=True)
             (folder / "checkpoints/v1/shard").write_bytes(b"1")
         assert os.umask(users) == users, "the process has its own umask back"

@@ -75,8 +75,10 @@ class Trainer:
         return PublishReport(version, [])
 
 
-class Pool:
+class Roster:
     clients: tuple[Any, ...] = ()
+
+    def announce(self) -> None: ...
 
 
 @dataclass
@@ -93,6 +95,9 @@ class Gate(Policy):
         return [ReadyGroup(self.version, ())]
 
     async def step_begins(self) -> None: ...
+
+    def lag(self, version: int) -> int:
+        return self.version - version
 
 
 @dataclass
@@ -120,7 +125,7 @@ async def nothing(refs: list[bytes]) -> list[bytes]:
 def run_loop(trainer: Trainer, heard: Heard, **settings: int) -> None:
     async def main() -> None:
         gate = Gate()
-        weights = ServedWeights(trainer, Pool(), Separate(), gate)
+        weights = ServedWeights(trainer, Roster(), Separate(), gate)
         run = RunSection(name="test", steps=6, **settings)
         await training_loop(run, gate, weights, heard, None, heard, lambda: None, nothing)
 

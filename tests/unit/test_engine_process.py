@@ -381,3 +381,29 @@ def test_the_group_ends_with_its_owner_even_by_kill_9(tmp_path):
         wait_until(lambda: not alive(server) and not alive(child))
         wait_until(lambda: not shared_memory(server).exists())
         assert not Path(report(tmp_path)["temporary"]).exists()
+
+
+# ---- the program
+
+
+CACHE = textwrap.dedent(
+    """
+    import os, sys
+    from slipstream.rollout.engine.launch import _use_for_temporary_files
+    os.geteuid = lambda: int(sys.argv[2])
+    _use_for_temporary_files(sys.argv[1])
+    print(os.environ.get("TORCHINDUCTOR_CACHE_DIR"), os.environ["TMPDIR"])
+    """
+)
+
+
+@pytest.mark.parametrize(("stranger", "kept"), [(0, True), (1, False)], ids=["mine", "another user's"])
+def test_compiled_code_is_read_from_a_folder_of_this_user_only(tmp_path, stranger, kept):
+    """The folder has a name that everybody can guess, in a folder where everybody may make one."""
+    variables = environment(TMPDIR=str(tmp_path))
+    variables.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    command = [sys.executable, "-c", CACHE, str(tmp_path / "own"), str(os.geteuid() + stranger)]
+    said = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout.split()
+    [cache] = tmp_path.glob("torchinductor_*")
+    assert said == [str(cache) if kept else "None", str(tmp_path / "own")]
+    assert cache.stat().st_mode & 0o777 == 0o700

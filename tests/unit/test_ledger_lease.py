@@ -18,9 +18,14 @@ import pytest
 
 from slipstream.rollout.ledger import lease as leases
 from slipstream.rollout.ledger import locks
-from slipstream.rollout.ledger.database import LedgerBusy, open_for_reading, open_for_writing
+from slipstream.rollout.ledger.database import (
+    LedgerBusy,
+    create_database,
+    open_for_reading,
+    open_for_writing,
+)
 from slipstream.rollout.ledger.driver_file import Driver, Machine, begin_term, look, make_token, start_of
-from slipstream.rollout.ledger.lease import LEASE_S, Fenced, Lease, take_lease, wait_until_free
+from slipstream.rollout.ledger.lease import LEASE_S, Fenced, FolderLease, take_lease, wait_until_free
 from slipstream.rollout.ledger.locks import flock, lock_problem
 from tests.environment import environment
 
@@ -43,7 +48,7 @@ def no_locks(descriptor: int) -> None:
     """A file system that grants every lock to everybody."""
 
 
-def take(folder: Path, machine: Machine = HERE, clock=None, **more) -> Lease:
+def take(folder: Path, machine: Machine = HERE, clock=None, **more) -> FolderLease:
     arguments = {"lease_s": SHORT_S, "lock": no_locks, "say": lambda text: None} | more
     return asyncio.run(take_lease(folder, machine=machine, clock=clock or Clock(), **arguments))
 
@@ -137,7 +142,7 @@ def test_the_lease_is_renewed_while_the_event_loop_is_busy(tmp_path):
 def test_a_driver_that_ends_while_it_is_watched_makes_room(tmp_path):
     lease = take(tmp_path, lease_s=3.0)
 
-    async def meet() -> Lease:
+    async def meet() -> FolderLease:
         watching = asyncio.create_task(
             take_lease(tmp_path, lease_s=3.0, say=lambda _: None, machine=THERE, lock=no_locks)
         )
@@ -151,7 +156,7 @@ def test_a_driver_that_ends_while_it_is_watched_makes_room(tmp_path):
 def test_of_two_that_take_over_at_once_one_wins(tmp_path):
     take(tmp_path)
 
-    async def race() -> list[Lease | BaseException]:
+    async def race() -> list[FolderLease | BaseException]:
         takers = (
             take_lease(tmp_path, lease_s=SHORT_S, say=lambda _: None, machine=machine, lock=no_locks)
             for machine in (THERE, Machine("elsewhere", "boot 3", "pids"))
@@ -159,7 +164,7 @@ def test_of_two_that_take_over_at_once_one_wins(tmp_path):
         return await asyncio.gather(*takers, return_exceptions=True)
 
     won, lost = sorted(asyncio.run(race()), key=lambda result: isinstance(result, BaseException))
-    assert isinstance(won, Lease) and isinstance(lost, LedgerBusy)
+    assert isinstance(won, FolderLease) and isinstance(lost, LedgerBusy)
     assert driver_of(tmp_path).term == won.term == 2
 
 
@@ -172,7 +177,7 @@ def test_of_two_that_take_a_new_folder_at_once_one_wins(tmp_path, monkeypatch):
             winner.append(pool.submit(take, folder, THERE).result())
         return claim(folder, seen)
 
-    winner: list[Lease] = []
+    winner: list[FolderLease] = []
     monkeypatch.setattr(leases, "_claim", late)
     with pytest.raises(LedgerBusy):
         take(tmp_path)
@@ -398,14 +403,15 @@ def test_a_ledger_is_written_and_read_where_files_cannot_be_locked(tmp_path, mon
 
     monkeypatch.setattr(fcntl, "lockf", refused)
     path = tmp_path / "ledger.sqlite"
+    create_database(path, "run", b"stamp")
     writer = open_for_writing(path)
-    writer.execute("INSERT INTO discards VALUES (1, 2, 3)")
+    writer.execute("INSERT INTO discards (group_id, epoch, tokens) VALUES (1, 2, 3)")
     # Locks that others hold mean nothing: SQLite does not ask for any.
     reader = open_for_reading(path)
     reader.close()
     writer.close()
     connection = open_for_reading(path)
-    assert connection.execute("SELECT * FROM discards").fetchall() == [(1, 2, 3)]
+    assert connection.execute("SELECT group_id, epoch, tokens FROM discards").fetchall() == [(1, 2, 3)]
     assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     connection.close()
 

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +19,13 @@ from slipstream.backend.monitor.recorder import Recorder
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.backend.monitor.summary import RunSummary, print_summary, write_summary
 from slipstream.bridge.publish.report import PublishReport
-from slipstream.configs.schema import SamplingConfig
 from slipstream.configs.schema.run import EvalConfig
+from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.control.core import GroupCounts
 from slipstream.rollout.control.slots import State
+from slipstream.rollout.messages import Evaluated
 from slipstream.rollout.reward import FinalAnswer, Reward, is_accuracy
-from slipstream.rollout.trajectory import Finish, Group, Prompt, Trajectory
-from slipstream.rollout.workflow import WorkflowContext
+from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
 
 PROMPTS = [Prompt(i, f"prompt {i}", label=str(i)) for i in range(4)]
 
@@ -46,14 +47,24 @@ class Huge:
         return -1.5e308
 
 
-class FakeEpisodes:
-    """Answers every prompt with its label in two tokens, and has it judged."""
+class Asked(EvaluationTasks):
+    """Completes every prompt with its label in two tokens, and has it judged."""
 
-    async def run(self, prompt: Prompt, context: WorkflowContext) -> Trajectory:
-        trajectory = Trajectory(
-            np.arange(4), np.arange(4) >= 2, np.zeros(4, np.float32), np.full(4, 0, np.int32), Finish.STOP
-        )
-        return replace(trajectory, reward=await context.reward.score(prompt, f"#{prompt.id}", trajectory))
+    def __init__(self, reward: Reward) -> None:
+        super().__init__()
+        self._reward = reward
+
+    async def ask(self, prompts: Sequence[Prompt]) -> list[Evaluated]:
+        return [Evaluated(prompt.id, await self.reward_of(prompt), 2, "") for prompt in prompts]
+
+    async def reward_of(self, prompt: Prompt) -> float:
+        return float(await self._reward.score(prompt, f"#{prompt.id}", trajectory()))
+
+
+def trajectory() -> Trajectory:
+    return Trajectory(
+        np.arange(4), np.arange(4) >= 2, np.zeros(4, np.float32), np.full(4, 0, np.int32), Finish.STOP
+    )
 
 
 def small_run(folder: Path, reward: Reward) -> tuple[RunSummary, list[str], list[dict]]:
@@ -62,20 +73,18 @@ def small_run(folder: Path, reward: Reward) -> tuple[RunSummary, list[str], list
     progress = PlainProgress(1, stream, clock=lambda: 0.0)
     metrics = MetricsLog(folder)
     recorder = Recorder(metrics, progress, is_accuracy=is_accuracy(reward))
-    context = WorkflowContext(None, None, reward, SamplingConfig())  # type: ignore[arg-type]
-    evaluation = Evaluation(
-        EvalConfig(path=Path("heldout.jsonl")), PROMPTS, SimpleNamespace(), context, FakeEpisodes(), recorder
-    )
-    status = RunStatus(0, 0, GroupCounts(), Counter(), dict.fromkeys(State, 0), 0, 0, 1, 0, 0)
+    asked = Asked(reward)
+    evaluation = Evaluation(EvalConfig(path=Path("heldout.jsonl")), PROMPTS, asked, recorder)
+    status = RunStatus(0, 0, GroupCounts(), Counter(), dict.fromkeys(State, 0), 0, 0, 1, 0, 0, 0)
 
     async def course() -> None:
         await evaluation.run(0)
         recorder.training_begins(status)
-        trajectories = [await FakeEpisodes().run(prompt, context) for prompt in PROMPTS]
-        groups = [Group(i, PROMPTS[i], 0, (trajectory,)) for i, trajectory in enumerate(trajectories)]
+        headers = [trajectory().judged(await asked.reward_of(prompt)).header for prompt in PROMPTS]
         report = PublishReport(1, bytes_sent=1, stall_s=0.1, total_s=0.2)
         trained = {"train/tokens": 8.0, "train/tflop": 1.0}
-        step = TrainedStep(groups, 1, trained, report, StepTimes(wait_s=0.0, train_s=1.0, step_s=1.0))
+        times = StepTimes(wait_s=0.0, train_s=1.0, step_s=1.0)
+        step = TrainedStep(headers, {0: 0}, 1, trained, report, times)
         recorder.step(step, replace(status, version=1, step=1))
         await evaluation.run(1)
 

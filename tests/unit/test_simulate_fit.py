@@ -56,7 +56,7 @@ class Written:
         def stepping(account, trained, status):
             world = self.world
             begin, end = world.trainer.training[-1]
-            tokens = sum(t.prompt_tokens + t.sampled_length for g in trained.groups for t in g.trajectories)
+            tokens = sum(trajectory.length for trajectory in trained.trajectories)
             now = world.trainer.pauses[-1][1]
             written = asdict(trained.times) | {"train_s": end - begin}
             self.write("step", version=trained.version, tokens=tokens, end_s=now, **written)
