@@ -80,7 +80,7 @@ async def collect(
         judging = Judging(judges, tokenizer)
         groups = GroupCollector(
             outbox=outbox,
-            record=partial(Recording, pool, outbox),
+            record=lambda group, lease, sample, attempt: Recording(pool, outbox, group, lease, sample),
             context=lambda recording: WorkflowContext(
                 recording, tokenizer, WorkflowReward(judges, limit, recording), rollout.sampling
             ),

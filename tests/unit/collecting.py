@@ -5,10 +5,12 @@ import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 
 import msgspec
 
+from slipstream.backend.simulate.clock import VirtualLoop
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.engine.routing import PoolStatus
@@ -81,6 +83,24 @@ class PureEngines:
         if len(completion.tokens) > start:
             completion.retag(start, [(self.version, len(completion.tokens) - start)])
         completion.ended()
+
+
+# ---- time
+
+
+class LoopWithContexts(VirtualLoop):
+    """A virtual loop in which every task has a context of its own, as in a real one."""
+
+    def call_soon(self, callback: Callable[..., object], *args: object, context: Context | None = None):
+        return super().call_soon((context or copy_context()).run, callback, *args)
+
+    def create_task(self, coro, *, name=None, context=None):
+        return asyncio.Task(coro, loop=self, name=name, context=context)
+
+
+def run_with_contexts(main):
+    with asyncio.Runner(loop_factory=LoopWithContexts) as runner:
+        return runner.run(main)
 
 
 # ---- the driver's side
