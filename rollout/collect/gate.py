@@ -290,7 +290,7 @@ class AdmissionGate:
     def _lost(self, id_: int, loss: Loss, trajectories: Sequence[TrajectoryHeader], note: str = "") -> None:
         self._journal.lost(id_, loss, _sampled(trajectories), note)
         self._intake.ended(id_)
-        self._listener.lost(loss, trajectories)
+        self._listener.lost(loss, trajectories, note)
         self._notify()
 
     def _notify(self) -> None:
