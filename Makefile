@@ -52,7 +52,7 @@ property-sweep: install
 	$(BIN)/python -m tests.control_sweep --seeds $(or $(SEEDS),20) --examples $(or $(N),2000)
 
 crash-cases: install
-	$(PY) -m tests.crash.cases $(if $(ONLY),--only "$(ONLY)")
+	$(BIN)/python -m tests.crash.cases $(if $(ONLY),--only "$(ONLY)")
 
 crash-sweep: install
 	$(BIN)/python -m tests.crash.sweep --kills $(or $(N),200) --seed $(or $(SEED),1)
