@@ -54,10 +54,11 @@ async def open_run(
     with ExitStack() as taken:
         try:
             if resume and can_resume(folder):
-                lease, known = await resume_folder(config, progress, accept_changes=accept_changes)
+                lease, known, changed = await resume_folder(config, progress, accept_changes=accept_changes)
                 taken.callback(lease.release)
                 progress.phase("checking the last checkpoint")
-                state = begin(config, inputs, find_checkpoint(config), lease)
+                checkpoint = find_checkpoint(config)
+                state = begin(config, inputs, checkpoint, lease, other_prompts="data.path" in changed)
                 taken.callback(state.ledger.close)
                 write_recipe(config, known)
             else:
@@ -93,8 +94,18 @@ def find_checkpoint(config: RunConfig) -> FoundCheckpoint | None:
     return checkpoints.latest(reject)
 
 
-def begin(config: RunConfig, inputs: Inputs, checkpoint: FoundCheckpoint | None, lease: Lease) -> RunState:
-    """Open the ledger of the run folder, a new one or the one of a resumed run. Raises LedgerError."""
+def begin(
+    config: RunConfig,
+    inputs: Inputs,
+    checkpoint: FoundCheckpoint | None,
+    lease: Lease,
+    *,
+    other_prompts: bool = False,
+) -> RunState:
+    """Open the ledger of the run folder, a new one or the one of a resumed run.
+
+    ``other_prompts``: the prompt set has changed, so groups that have begun begin again. Raises LedgerError.
+    """
     rollout = config.rollout
     ledger, recovered = open_ledger(
         config.run.folder / LEDGER,
@@ -119,11 +130,15 @@ def begin(config: RunConfig, inputs: Inputs, checkpoint: FoundCheckpoint | None,
     intake = Intake(stream, recovered.open)
     notes = list(checkpoint.warnings) if checkpoint else []
     if recovered.restart.epoch:
-        notes.append(_take_up(recovered, ledger, control, intake, rollout.n_samples_per_prompt))
+        notes.append(
+            _take_up(recovered, ledger, control, intake, rollout.n_samples_per_prompt, other_prompts)
+        )
     return RunState(lease, ledger, control, intake, checkpoint, notes)
 
 
-def _take_up(recovered: Recovered, ledger: Ledger, control: RolloutControl, intake: Intake, n: int) -> str:
+def _take_up(
+    recovered: Recovered, ledger: Ledger, control: RolloutControl, intake: Intake, n: int, other_prompts: bool
+) -> str:
     """Continue every group that has not ended. Return what became of them, for the user."""
     begun = [(group, oldest) for group in recovered.open if (oldest := group.oldest_version) is not None]
     begun.sort(key=lambda pair: (pair[1], pair[0].id))
@@ -135,7 +150,7 @@ def _take_up(recovered: Recovered, ledger: Ledger, control: RolloutControl, inta
             if control.restore_ready(Group(group.id, intake.prompt(group.id), oldest, trajectories)):
                 ready += 1
                 continue
-        elif (ticket := control.restore_open(group.id, oldest)) is not None:
+        elif not other_prompts and (ticket := control.restore_open(group.id, oldest)) is not None:
             intake.resume(ticket, group)
             continued += 1
             continue
