@@ -96,6 +96,8 @@ class TrainerCheckpoints:
             data_position=run.position,
             counts=asdict(run.counts),
         )
+        # A driver whose run was taken over must not delete what the new one has begun to write.
+        await self._history.flushed()
         began = time.monotonic()
         try:
             path = await asyncio.to_thread(self._folder.begin, record.version)
