@@ -15,6 +15,7 @@ from pathlib import Path
 from slipstream.rollout.control.core import GroupCounts, Loss
 from slipstream.rollout.ledger.contents import Contents, OpenGroup, read_contents
 from slipstream.rollout.ledger.database import (
+    FAILURES,
     LEDGER,
     RESTORE,
     LedgerError,
@@ -101,7 +102,7 @@ def open_ledger(
         connection.execute("COMMIT")
         opening.delete_unknown_segments()
         return opening.ledger(contents, recovered, guard, segment_bytes), recovered
-    except (sqlite3.Error, OSError, LedgerError) as error:
+    except (*FAILURES, LedgerError) as error:
         connection.close()
         raise error if isinstance(error, LedgerError) else explained(path, error) from error
 

@@ -7,7 +7,6 @@ writes make its next transaction, so that each event becomes cheaper the more th
 """
 
 import asyncio
-import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ from queue import SimpleQueue
 from struct import error as struct_error
 
 from slipstream.rollout.control.core import Loss, Ticket
-from slipstream.rollout.ledger.database import LedgerError, explained
+from slipstream.rollout.ledger.database import FAILURES, LedgerError, explained
 from slipstream.rollout.ledger.samples import ANSWERED, GROWING, JUDGED, SAMPLES, WHOLE
 from slipstream.rollout.ledger.segments import Buffer, Part, Segments, checked
 from slipstream.rollout.ledger.store import Store
@@ -311,7 +310,7 @@ class Ledger:
     def _attempt(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except (sqlite3.Error, OSError) as error:
+        except FAILURES as error:
             self._failure = self._failure or explained(self.path, error)
         except Exception as error:
             self._failure = self._failure or error
