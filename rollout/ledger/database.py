@@ -20,6 +20,9 @@ LEDGER = "ledger.sqlite"
 
 FORMAT = 3
 
+PAGE_BYTES = 1024
+"""Size of a page. A commit writes a few pages, however little has changed on each."""
+
 STATES = ("admitted", "ready", "trained", "filtered", "expired", "failed")
 """States of a group. The first two go on, the others are ends."""
 
@@ -180,6 +183,7 @@ def create_database(path: Path, run: str, stamp: bytes) -> None:
         draft.unlink(missing_ok=True)
         connection = _connect(draft, "mode=rwc")
         try:
+            connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
             connection.execute("BEGIN")
             for statement in TABLES.split(";\n"):
                 connection.execute(statement)

@@ -127,9 +127,13 @@ class Ledger:
             for part in transaction.parts:
                 if part.segment == segment and (frame := part.find(offset, size)) is not None:
                     return checked(frame, crc)
-        if self._store.moved:
-            segment, offset = self._store.moved.place(segment, offset)
-        return self._segments.read(segment, offset, size, crc)
+        while True:
+            place = self._store.moved.place(segment, offset)
+            try:
+                return self._segments.read(*place, size, crc)
+            except LedgerError:
+                if self._store.moved.place(segment, offset) == place:
+                    raise  # else the chunk was moved meanwhile
 
     def _part(self, events: Transaction) -> Part:
         """Return the part of the newest segment, and have a new one begun where there is none."""
