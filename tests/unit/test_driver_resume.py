@@ -147,7 +147,7 @@ def test_with_another_prompt_set_no_group_gets_answers_to_two_prompts(config: Ru
     state = start(config, other_prompts=True)
     state.ledger.close()
     assert "1 groups ready, 0 continued, 1 to be generated again" in state.notes[0]
-    assert not state.intake.resumed
+    assert not state.groups.continued
 
 
 def test_what_cannot_be_trained_within_the_bound_is_generated_again(config: RunConfig):
