@@ -110,10 +110,14 @@ def open_ledger(
 
 
 def _create(path: Path) -> None:
-    segments = path.parent / FOLDER
-    if segments.exists() and any(segments.iterdir()):
+    segments = Segments(path.parent / FOLDER, b"")
+    try:
+        has_payload = bool(segments.on_disk())
+    except OSError as error:
+        raise explained(segments.folder, error) from error
+    if has_payload:
         raise LedgerError(
-            f"{path} is missing, but there is {segments} with what the run has generated: restore the file "
+            f"{path} is missing, but there is {segments.folder} with what the run has generated: restore the file "
             "from a copy, or start the run anew under another name"
         )
     run = uuid.uuid4()
