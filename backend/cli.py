@@ -43,6 +43,13 @@ Overrides = Annotated[
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on with the run of this name where its last process ended.")
 ]
+AcceptChangedInputs = Annotated[
+    bool,
+    typer.Option(
+        "--accept-changed-inputs",
+        help="With --resume: go on although the content of a data set or of the model has changed.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for scripts.")]
 Out = Annotated[Path, typer.Argument(help="The folder to make.")]
 Tensor = Annotated[int, typer.Option(help="Tensor-parallel ranks.")]
@@ -73,25 +80,45 @@ def slipstream(
     """Asynchronous RL training of language models: Megatron trains, SGLang generates, nobody waits."""
 
 
+def _check_options(resume: bool, accept_changed_inputs: bool) -> None:
+    if accept_changed_inputs and not resume:
+        raise WrongInput(
+            "--accept-changed-inputs has no meaning without --resume: a new run takes what it gets"
+        )
+
+
 @app.command(rich_help_panel=RUN)
-def train(recipe: Recipe, overrides: Overrides = None, resume: Resume = False) -> None:
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    accept_changed_inputs: AcceptChangedInputs = False,
+) -> None:
     """Run a recipe from its first step to its last."""
     with _reported():
+        _check_options(resume, accept_changed_inputs)
         config = load_recipe(Path(recipe), overrides or [])
         from slipstream.backend.commands.run import train
         from slipstream.backend.monitor.summary import print_summary
 
-        print_summary(train(config, resume=resume), sys.stdout, name=config.run.name)
+        summary = train(config, resume=resume, accept_changed_inputs=accept_changed_inputs)
+        print_summary(summary, sys.stdout, name=config.run.name)
 
 
 @app.command(rich_help_panel=RUN)
-def sft(recipe: Recipe, overrides: Overrides = None, resume: Resume = False) -> None:
+def sft(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    accept_changed_inputs: AcceptChangedInputs = False,
+) -> None:
     """Train a policy on responses, or a reward model on preferences, and write a Hugging Face checkpoint."""
     with _reported():
+        _check_options(resume, accept_changed_inputs)
         supervised = load_supervised(Path(recipe), overrides or [])
         from slipstream.backend.commands.run import sft
 
-        typer.echo(sft(supervised, resume=resume))
+        typer.echo(sft(supervised, resume=resume, accept_changed_inputs=accept_changed_inputs))
 
 
 @app.command(rich_help_panel=LOOK)
@@ -173,7 +200,7 @@ def audit(
         from slipstream.rollout.ledger.database import LedgerError
 
         try:
-            account = auditing.audit_run(run)
+            account = auditing.audit_run(run, lambda text: _errors.print(text, markup=False))
         except LedgerError as error:
             raise WrongInput(str(error)) from None
         if as_json:

@@ -1,10 +1,10 @@
-"""The ledger alone: CPU per trajectory, bytes written per byte of payload, and the time of a resume and an audit.
+"""The ledger alone: CPU per trajectory, bytes written per byte of payload, times of a resume and an audit.
 
     python -m benchmarks.ledger
 
-Trajectories of 512 tokens behind a prompt of 64 come in frames, as collectors send them; a batch has 256 of them,
-and checkpoints release what was trained 20 steps ago. Growing completions come in pieces, a frame per two seconds of
-generation. The ledger is on this folder's disk.
+Trajectories of 512 tokens behind a prompt of 64 come in frames, as collectors send them; a batch has 256 of
+them, and checkpoints release what was trained 20 steps ago. Growing completions come in pieces, a frame per
+two seconds of generation. The ledger is on this folder's disk.
 """
 
 import asyncio

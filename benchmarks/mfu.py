@@ -3,11 +3,11 @@
     python -m benchmarks.mfu                                       # Qwen3-1.7B's shape, for a GPU of 80 GB
     python -m benchmarks.mfu --layers 2 --hidden 256 --vocab 32000 --trajectories 8 --median 100 --budget 512
 
-The step is decoupled PPO in bfloat16 on packed trajectories of log-normal lengths, with recomputed log-probs
-and one optimizer update. *Tokens* are all tokens, prompts included. *MFU* is the arithmetic that the model
-needs (``train/tflop``: matrix products, causal attention, 3 forward passes for forward and backward, 1 for
-the log-probs) over the device's peak; recomputed activations do not count. For a device without a known peak,
-the peak is what a large matrix product reaches.
+The step is decoupled PPO in bfloat16 on packed trajectories of log-normal lengths, with one optimizer update,
+whose forward pass also gives the proximal log-probs. *Tokens* are all tokens, prompts included. *MFU* is the
+arithmetic that the model needs (``train/tflop``: matrix products, causal attention, 3 forward passes for
+forward and backward) over the device's peak; recomputed activations do not count. For a device without a
+known peak, the peak is what a large matrix product reaches.
 """
 
 import json

@@ -1,9 +1,10 @@
-"""Interpolated against recomputed proximal log-probs: the cost of a step, and the error of the estimate.
+"""Ways to proximal log-probs: the cost of a step, and the error of the interpolated ones.
 
-    python -m benchmarks.proximal          # four minutes, 3 GB
+    python -m benchmarks.proximal          # five minutes, 4 GB
 
-Time: the same training step with `actor.recompute_logprobs` and with `actor.interpolate_logprobs`, which take
-turns in separate processes.
+Time: the same training step with `actor.recompute_logprobs`, with a forward pass for the first mini-batch as
+well, which the trainer does without, and with `actor.interpolate_logprobs`. They take turns in separate
+processes.
 
 Error: the quickstart's policy is trained on its own completions, each sampled from a snapshot that is up to
 4 versions old. In every mini-batch the estimate, which lies between behaviour and current log-probs, is
@@ -17,7 +18,7 @@ import tempfile
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from unittest.mock import patch
@@ -28,7 +29,18 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from benchmarks.harness import parser
-from benchmarks.train_step import SHAPES, WARM_UP, Ours, Side, compare, config_of, lone_rank, median_of, work
+from benchmarks.train_step import (
+    SHAPES,
+    WARM_UP,
+    Ours,
+    Shape,
+    Side,
+    compare,
+    config_of,
+    lone_rank,
+    median_of,
+    work,
+)
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
 from slipstream.backend.objective.correction import interpolated_logp
@@ -37,36 +49,62 @@ from slipstream.backend.objective.policy_loss import PolicyLoss
 from slipstream.backend.quickstart import WARM_START_STEPS, task, write_policy
 from slipstream.backend.quickstart.policy import MAX_RESPONSE_TOKENS
 from slipstream.backend.quickstart.tokenizer import EOS, IDS, prompt_text
-from slipstream.configs.schema import ActorConfig
+from slipstream.configs.schema import ActorConfig, RunConfig
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
 
 SAMPLES = 8
 """Completions of each prompt."""
 LAGS = {0: 4, 1: 6, 2: 4, 3: 1, 4: 1}
 """Number of prompts of a step by the lag of their completions: 1.3 on average, as in the quickstart."""
-SETTINGS = {
-    "recomputed": {"recompute_logprobs": True, "interpolate_logprobs": False},
-    "interpolated": {"recompute_logprobs": False, "interpolate_logprobs": True},
-}
 
 
 # ---- time
 
 
-def times(shape: str, steps: int, threads: int) -> dict[str, float]:
-    """Compare the time of a step with each of ``SETTINGS``."""
-    with work(SHAPES[shape], steps + WARM_UP) as (folder, batches):
+class PassForEach(Ours):
+    """The trainer with a forward pass for the proximal log-probs of every mini-batch, also of the first."""
+
+    def __init__(self, config: RunConfig, first: TrainBatch) -> None:
+        super().__init__(config, first)
+        from slipstream.backend.trainer import scoring
+
+        # The process has no other trainer.
+        scoring.first_recomputed = lambda actor: 0
+
+
+RECOMPUTED = {"recompute_logprobs": True, "interpolate_logprobs": False}
+SIDES: dict[str, tuple[type[Ours], dict[str, bool]]] = {
+    "recomputed": (Ours, RECOMPUTED),
+    "pass_for_each": (PassForEach, RECOMPUTED),
+    "interpolated": (Ours, {"recompute_logprobs": False, "interpolate_logprobs": True}),
+}
+TIMED = {
+    **SHAPES,
+    "quickstart, 1 mini-batch": replace(SHAPES["quickstart"], minibatches=1),
+    "middle, 1 mini-batch": replace(SHAPES["middle"], minibatches=1),
+}
+"""The shapes, and the same with a single update per step, which is the default."""
+
+
+def times(shape: Shape, steps: int, threads: int) -> dict[str, float]:
+    """Compare the time of a step with each of ``SIDES``. Ratios are over the recomputed ones."""
+    with work(shape, steps + WARM_UP) as (folder, batches):
         sides: dict[str, Side] = {
-            name: (Ours, config_of(folder, SHAPES[shape].settings | actor))
-            for name, actor in SETTINGS.items()
+            name: (trainer, config_of(folder, shape.settings | actor))
+            for name, (trainer, actor) in SIDES.items()
         }
         _, turns = compare(sides, batches, threads)
-    seconds = {f"{name}_s": round(median_of(taken, "seconds"), 4) for name, taken in turns.items()}
+    seconds = {name: median_of(taken, "seconds") for name, taken in turns.items()}
     cpu = {name: median_of(taken, "cpu_seconds") for name, taken in turns.items()}
-    return seconds | {
-        "time_ratio": round(seconds["interpolated_s"] / seconds["recomputed_s"], 3),
-        "cpu_ratio": round(cpu["interpolated"] / cpu["recomputed"], 3),
-    }
+    figures = {f"{name}_s": round(value, 4) for name, value in seconds.items()}
+    for name in ("pass_for_each", "interpolated"):
+        figures[f"{name}_time_ratio"] = round(seconds[name] / seconds["recomputed"], 3)
+        figures[f"{name}_cpu_ratio"] = round(cpu[name] / cpu["recomputed"], 3)
+    figures["largest_difference_of_losses"] = max(
+        abs(mine.result.loss - theirs.result.loss)
+        for mine, theirs in zip(turns["recomputed"], turns["pass_for_each"], strict=True)
+    )
+    return figures
 
 
 # ---- error
@@ -187,15 +225,16 @@ def main() -> None:
     options.add_argument("--threads", type=int, default=torch.get_num_threads())
     options.add_argument("--lr", type=float, default=2.5e-4, help="the quickstart's")
     options.add_argument("--policy", type=Path, help="the quickstart's, if it exists")
-    options.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES))
+    options.add_argument("--shapes", nargs="*", choices=TIMED, default=list(TIMED))
     arguments = options.parse_args()
-    shapes = {name: times(name, arguments.steps, arguments.threads) for name in arguments.shapes}
+    shapes = {name: times(TIMED[name], arguments.steps, arguments.threads) for name in arguments.shapes}
     columns: Columns[str] = {
         "": str,
         "recomputed s": lambda name: f"{shapes[name]['recomputed_s']:.3f}",
-        "interpolated s": lambda name: f"{shapes[name]['interpolated_s']:.3f}",
-        "ratio": lambda name: f"{shapes[name]['time_ratio']:.2f}",
-        "of CPU": lambda name: f"{shapes[name]['cpu_ratio']:.2f}",
+        "pass for each": lambda name: f"{shapes[name]['pass_for_each_time_ratio']:.2f}",
+        "of CPU": lambda name: f"{shapes[name]['pass_for_each_cpu_ratio']:.2f}",
+        "interpolated": lambda name: f"{shapes[name]['interpolated_time_ratio']:.2f}",
+        "of CPU ": lambda name: f"{shapes[name]['interpolated_cpu_ratio']:.2f}",
     }
     torch.set_num_threads(arguments.threads)
     errors = measure_errors(arguments.steps, arguments.lr, arguments.policy)

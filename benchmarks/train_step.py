@@ -2,8 +2,9 @@
 
     python -m benchmarks.train_step        # two minutes, 3 GB
 
-The step is decoupled PPO as the trainer does it on one rank: packing, recomputed proximal log-probs,
-mini-batches, gradient clipping, Adam, statistics. The plain side pads trajectories of similar length into
+The step is decoupled PPO as the trainer does it on one rank: packing, recomputed proximal log-probs (the
+first mini-batch takes those of its own pass, on both sides), mini-batches, gradient clipping, Adam,
+statistics. The plain side pads trajectories of similar length into
 tensors of the size that is fastest on this machine, or takes them one by one. It uses
 scaled_dot_product_attention, multiplies only tokens that carry loss with the LM head, and has a fused AdamW.
 Both sides train the same model on the same batches, and their losses are compared.
@@ -245,24 +246,29 @@ class Plain:
         trajectories, objective = batch.trajectories, self._objective
         advantage_N = self._advantages(batch)
         proximal: dict[int, Tensor] = {}
+        draw = np.random.default_rng((self._seed, self._steps))
+        minibatches = split_minibatches(len(trajectories), self._actor.minibatches, draw)
+        later = [int(i) for minibatch in minibatches[1:] for i in minibatch]
         with torch.no_grad():
-            for chunk in self._chunks(batch, range(len(trajectories))):
+            for chunk in self._chunks(batch, later):
                 parts = [trajectories[i] for i in chunk]
                 logps = self._logp(parts).split([part.response_length for part in parts])
                 proximal |= dict(zip(chunk, logps, strict=True))
         total, norms = 0.0, []
-        draw = np.random.default_rng((self._seed, self._steps))
-        for minibatch in split_minibatches(len(trajectories), self._actor.minibatches, draw):
+        for minibatch in minibatches:
             tokens = sum(trajectories[i].response_length for i in minibatch)
             for chunk in self._chunks(batch, minibatch.tolist()):
                 parts = [trajectories[i] for i in chunk]
                 counts = torch.tensor([part.response_length for part in parts])
-                old = torch.cat([proximal[i] for i in chunk])
+                logp = self._logp(parts)
+                old = (
+                    torch.cat([proximal[i] for i in chunk]) if proximal.keys() >= {*chunk} else logp.detach()
+                )
                 behaviour = torch.from_numpy(
                     np.concatenate([part.logprobs_T[part.loss_mask_T] for part in parts])
                 )
                 advantage = advantage_N[torch.tensor(chunk)].repeat_interleave(counts)
-                ratio = (self._logp(parts) - old).exp()
+                ratio = (logp - old).exp()
                 clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
                 weight = (old - behaviour).exp().clamp(max=self._actor.correction.weight_cap)
                 loss = -(weight * torch.min(ratio * advantage, clipped * advantage)).sum()

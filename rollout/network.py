@@ -1,9 +1,13 @@
-"""TCP ports for servers that bind theirs only after seconds of starting."""
+"""Addresses, interfaces and TCP ports of this machine."""
 
+import os
 import random
 import socket
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
+
+import psutil
 
 FIRST_PORT = 20_000
 """Smallest port that is drawn. Ray gives the ports from 10,002 to 19,999 to its workers."""
@@ -24,3 +28,25 @@ def free_port(host: str) -> int:
             probe.bind((host, port))
             return probe.getsockname()[1]
     raise OSError(f"no TCP port is free on {host}")
+
+
+def interface_of(address: str) -> str:
+    """Return the network interface that has ``address``, an address of this machine. Raises OSError."""
+    interfaces = psutil.net_if_addrs()
+    for name, addresses in interfaces.items():
+        if any(entry.address.partition("%")[0] == address for entry in addresses):
+            return name
+    raise OSError(f"no network interface of this machine has the address {address}: {', '.join(interfaces)}")
+
+
+def process_group_variables(address: str) -> dict[str, str]:
+    """Return the environment variables that make gloo and NCCL listen on the interface of ``address`` only.
+
+    Without them gloo takes the address of the host name, and NCCL every interface. Between machines, the
+    user's own choice of an interface is kept.
+    """
+    interface = interface_of(address)
+    variables = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    if ip_address(address).is_loopback:
+        return variables
+    return {name: os.environ.get(name, value) for name, value in variables.items()}

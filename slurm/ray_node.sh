@@ -1,11 +1,11 @@
 #!/bin/bash
 # One node's Ray, from start to the last process gone. train.sbatch runs it on every node, as an srun task:
 #
-#     ray_node.sh HEAD_NODE HEAD_ADDRESS PORT TMP_DIR LOG_DIR TIMEOUT_S
+#     ray_node.sh HEAD_NODE HEAD_ADDRESS PORT TMP_ROOT LOG_DIR TIMEOUT_S
 #
 # The node named HEAD_NODE becomes the head, the others join it. Ray runs until stdin ends (see contain.py).
 set -uo pipefail
-head_node=$1 head_address=$2 port=$3 tmp_dir=$4 log_dir=$5 timeout_s=$6
+head_node=$1 head_address=$2 port=$3 tmp_root=$4 log_dir=$5 timeout_s=$6
 here=$(dirname "$0")
 # srun numbers and names tasks by Slurm's node names, which need not be host names.
 node=$SLURMD_NODENAME
@@ -43,20 +43,31 @@ if [[ -n ${SLIPSTREAM_OBJECT_STORE:-} ]]; then
 fi
 echo "$node: Ray at $address with $cpus CPUs and $gpus GPUs"
 
-# /tmp/ray is every user's; made by Ray itself, it would belong to the first one only.
-tmp_root=$(dirname "$tmp_dir")
-[[ -d $tmp_root ]] || { mkdir -p "$tmp_root" && chmod 1777 "$tmp_root"; }
+# Ray opens its folder to every user of the node, so it goes into one that only this user may enter. As in
+# rollout/temporary.py, a folder whose lock is free was left by a job that was killed.
+umask 077
+mkdir -p "$tmp_root"
+for left in "$tmp_root"/slipstream.*; do
+    [[ -d $left && ! -L $left && -O $left ]] && flock --nonblock "$left" rm -rf "$left"
+done
+until [[ -n ${lock:-} && -d $tmp_dir ]]; do # another job may have taken it for a leftover
+    tmp_dir=$(mktemp -d "$tmp_root/slipstream.$SLURM_JOB_ID.XXXXXX") || exit 1
+    exec {lock}<"$tmp_dir"
+    flock "$lock"
+done
 # Nobody moves work away from a node that stops; draining would only spend time that scancel limits.
 export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
+# No port: the autoscaler would tell everybody who asks how busy the cluster is, and on every interface.
+export AUTOSCALER_METRIC_PORT=-1
 # Ports other than the head's are left to the kernel (0): jobs that share a node cannot ask for the same one.
 python "$here/contain.py" --until-stdin-closes -- ray start "${role[@]}" --block --disable-usage-stats \
     --node-ip-address="$address" --num-cpus="$cpus" --num-gpus="$gpus" "${store[@]}" \
-    --resources="{\"slurm_node:$node\": 1}" --temp-dir="$tmp_dir" \
+    --resources="{\"slurm_node:$node\": 1}" --temp-dir="$tmp_dir/r" \
     --min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0
 code=$?
 
 # Node-local disks are out of reach once the job is over: bring Ray's own logs home, and leave nothing.
-for session in "$tmp_dir"/session_2*; do
+for session in "$tmp_dir"/r/session_2*; do
     if [[ -d $session/logs ]]; then
         mkdir -p "$log_dir/ray-$node" && cp -r "$session/logs/." "$log_dir/ray-$node/"
     fi

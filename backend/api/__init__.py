@@ -78,15 +78,16 @@ def check(recipe: "RunConfig") -> None:
     check(recipe)
 
 
-def train(recipe: "RunConfig", *, resume: bool = False) -> "RunSummary":
+def train(recipe: "RunConfig", *, resume: bool = False, accept_changed_inputs: bool = False) -> "RunSummary":
     """Run a recipe from its first step to its last, with progress in the terminal. Return the run's summary.
 
-    ``resume``: go on with the run of this name where its last process ended. Rewards and workflows must be
-    importable in every process of the run: from the working directory or an installed package.
+    ``resume``: go on with the run of this name where its last process ended; with ``accept_changed_inputs``
+    also if the content of a data set or of the model has changed. Rewards and workflows must be importable in
+    every process of the run: from the working directory or an installed package.
 
     Raises ``WrongInput`` before anything is started, and ``Failed`` when the run has failed or was stopped
     (both in ``slipstream.backend.commands.outcome``). Nothing that was started is left running.
     """
     from slipstream.backend.commands.run import train
 
-    return train(recipe, resume=resume)
+    return train(recipe, resume=resume, accept_changed_inputs=accept_changed_inputs)

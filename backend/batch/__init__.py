@@ -4,5 +4,6 @@ train_batch        the batch of a step, and the check of its staleness
 packing            which trajectories go into which micro-batch of which rank
 flops              what a trajectory costs the model: what packing evens out
 micro_batch        trajectories packed into one sequence
+skipped            an optimizer update that was skipped, and why
 context_parallel   how the ranks of a context-parallel group share a micro-batch
 """

@@ -62,7 +62,7 @@ class EncodedBatch:
     def decoded(self) -> TrainBatch:
         """Return the trajectories. Raises CorruptRecord."""
         trajectories: list[Trajectory] = []
-        data, start = memoryview(self.chunks), 0
+        data, start = memoryview(self.chunks.data), 0
         for header, size in zip(self.headers, self.sizes, strict=True):
             trajectories.append(decode_trajectory(data[start : start + size], header))
             start += size

@@ -1,4 +1,4 @@
-"""Checksums of files, and writes that survive a power cut."""
+"""Checksums of files."""
 
 import os
 import zlib
@@ -19,18 +19,9 @@ def checksum(path: Path) -> int:
 
 def synced_checksum(path: Path) -> int:
     """Wait until a file is on disk, and return its CRC-32."""
-    _sync(path, os.O_RDONLY)
-    return checksum(path)
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on disk: without this a power cut may undo a rename."""
-    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    return checksum(path)

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.backend.checkpoint.disk import sync_folder
 from slipstream.backend.checkpoint.errors import CheckpointError, explained
 from slipstream.backend.checkpoint.manifest import (
     BadManifest,
@@ -24,6 +23,7 @@ from slipstream.backend.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from slipstream.rollout.durable import sync_folder
 
 CHECKPOINTS = "checkpoints"
 """Name of the folder of all checkpoints within the run folder."""

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from typing import TypedDict
 
 from slipstream.backend.checkpoint.disk import checksum, synced_checksum
 from slipstream.backend.checkpoint.errors import CheckpointError, describe
+from slipstream.rollout.durable import write_durably
 from slipstream.rollout.ledger.watermark import Watermark
 
 MANIFEST = "checkpoint.json"
@@ -70,12 +70,7 @@ def write_manifest(folder: Path, record: CheckpointRecord) -> None:
         for path, crc32 in zip(files, checksums, strict=True)
     ]
     content: dict[str, object] = {"format": FORMAT, **asdict(record), "files": listed}
-    temporary = folder / f"{MANIFEST}.tmp"
-    with temporary.open("w") as file:
-        json.dump(content | {"crc32": _own_checksum(content)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(folder / MANIFEST)
+    write_durably(folder / MANIFEST, json.dumps(content | {"crc32": _own_checksum(content)}, indent=1))
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -1,6 +1,5 @@
 """Makes the Ray actors of a run: one for each trainer rank, one for each engine's server."""
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict, cast
@@ -87,6 +86,8 @@ class EngineActors:
             .options(**on_node(placement.engines[number], gpus), max_concurrency=CALLS_AT_ONCE)
             .remote(
                 name=name,
+                run=config.run.name,
+                umask=config.run.umask,
                 model_path=str(config.model.path.resolve()),
                 dtype=config.model.dtype,
                 device=placement.device,
@@ -97,20 +98,15 @@ class EngineActors:
                 loopback=config.cluster.type == "local",
                 start_timeout_s=engine.start_timeout_s,
                 shared_gpus=shared_gpus,
-                replica=replica_of(config, name),
+                replica=replica_of(config),
             )
         )
         return cast(EngineServerActor, actor)
 
 
-def replica_of(config: RunConfig, engine: str) -> ReplicaSpec | None:
-    """Return where an engine keeps a copy of the weights, if the transport needs one.
-
-    The next start of the same run finds the same folder, so that what a crash has left does not stay.
-    """
+def replica_of(config: RunConfig) -> ReplicaSpec | None:
+    """Return where an engine keeps a copy of the weights, if the transport needs one."""
     transport = config.weights.transport
     if transport.type != "delta":
         return None
-    run = hashlib.sha256(str(config.run.folder.resolve()).encode()).hexdigest()[:12]
-    folder = transport.memory / f"slipstream-{run}-{engine}"
-    return ReplicaSpec("slipstream.bridge.transport.replica.mount", str(folder))
+    return ReplicaSpec("slipstream.bridge.transport.replica.mount", str(transport.memory))

@@ -1,5 +1,6 @@
 """The Ray actor of one collector. It imports nothing heavy, so that the driver stays light."""
 
+import traceback
 from dataclasses import asdict
 
 from slipstream.backend.cluster.trainer_actor import redirect_output
@@ -24,5 +25,8 @@ class CollectorActor:
 
         try:
             await collect(spec, config, trace_request)
+        except Exception:
+            traceback.print_exc()
+            raise
         finally:
             trace.close()

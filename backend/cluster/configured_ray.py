@@ -10,8 +10,13 @@ import secrets
 
 if "RAY_ADDRESS" not in os.environ:
     # A secret of this run's own. Without one, Ray keeps a token in the user's home folder.
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ["RAY_AUTH_MODE"] = "token"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    # By this Ray has a node of its own on loopback, as on a Mac. Told the address 127.0.0.1 alone, Ray
+    # replaces it by the machine's and listens on every interface.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    # No port: Ray's autoscaler would tell everybody who asks how busy the cluster is.
+    os.environ["AUTOSCALER_METRIC_PORT"] = "-1"
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 # An engine's server cleans up behind itself when its actor is gone (rollout/engine/launch.py); Ray would
 # kill it before it could.

@@ -4,8 +4,8 @@
 
 Every process of a run inherits the environment variable SLIPSTREAM_RUN=MARK. Standard input is a pipe from
 the run; at its end the guard kills whatever still carries the mark, or has a file below FOLDER open (Ray's
-agents wipe their environment when they set their title), and removes FOLDER. After an orderly end there is
-nothing left to kill.
+agents wipe their environment when they set their title), and removes FOLDER and the temporary folders of the
+killed. After an orderly end there is nothing left to kill.
 """
 
 import os
@@ -13,12 +13,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
+from slipstream.backend.cluster.object_store import SHARED_MEMORY
 from slipstream.rollout.engine.leftovers import shared_memory_of, unlink
+from slipstream.rollout.temporary import sweep
 
 VARIABLE = "SLIPSTREAM_RUN"
 SWEEPS = 50
@@ -75,6 +78,8 @@ def main() -> None:
         if not left:
             break
     shutil.rmtree(folder, ignore_errors=True)
+    for parent in {folder.parent, Path(tempfile.gettempdir()), SHARED_MEMORY}:
+        sweep(parent)  # folders of servers and judges whose owners were just killed
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from collections.abc import Awaitable
 from typing import Protocol, TypeVar
 
 from slipstream.backend.cluster.configured_ray import ray
+from slipstream.rollout.engine.leftovers import ProcessIdentity
+from slipstream.rollout.engine.process import ServerAccess
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -20,7 +22,7 @@ class RankActor(Protocol):
     @property
     def meeting_point(self) -> RemoteMethod[tuple[str, int]]: ...
     @property
-    def process(self) -> RemoteMethod[tuple[int, list[str]]]: ...
+    def process(self) -> RemoteMethod[tuple[ProcessIdentity, list[str]]]: ...
     @property
     def connect(self) -> RemoteMethod[None]: ...
     @property
@@ -38,7 +40,7 @@ class EngineServerActor(Protocol):
     """The handle of an ``EngineActor``."""
 
     @property
-    def start(self) -> RemoteMethod[str]: ...
+    def start(self) -> RemoteMethod[ServerAccess]: ...
     @property
     def wait_exit(self) -> RemoteMethod[int]: ...
     @property

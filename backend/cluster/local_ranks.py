@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple, cast
 
-from slipstream.rollout.network import free_port
+from slipstream.rollout.network import free_port, process_group_variables
 
 if TYPE_CHECKING:
     from slipstream.backend.megatron.parallel import RankSpec
@@ -171,6 +171,7 @@ def _main(
     from slipstream.backend.megatron.parallel import RankSpec
 
     torch.set_num_threads(1)
+    os.environ.update(process_group_variables(HOST))
     try:
         out.send(_Returned(function(RankSpec(rank, world_size, HOST, port), *args)))
     except Exception as error:

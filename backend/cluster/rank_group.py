@@ -7,15 +7,12 @@ from typing import TypeVar
 
 from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.cluster.configured_ray import ray
+from slipstream.backend.cluster.errors import TrainerFailed
 from slipstream.backend.cluster.handles import RankActor, kill
 from slipstream.backend.cluster.waits import within
-from slipstream.rollout.engine.leftovers import segments_of_torch, unlink
+from slipstream.rollout.engine.leftovers import ProcessIdentity, segments_of_torch, unlink
 
 T = TypeVar("T")
-
-
-class TrainerFailed(RuntimeError):
-    """A trainer rank raised or is gone. The trainer holds the only copy of the policy, so the run is over."""
 
 
 class RankGroup:
@@ -26,7 +23,7 @@ class RankGroup:
         self._actors = actors
         self._timeout_s = timeout_s
         self._logs = logs
-        self._processes: list[tuple[int, list[str]]] = []
+        self._processes: list[tuple[ProcessIdentity, list[str]]] = []
 
     @property
     def gpus(self) -> list[list[str]]:
@@ -66,11 +63,11 @@ class RankGroup:
                 await asyncio.sleep(every_s)
 
     def kill(self) -> None:
-        """End every rank's process, and remove the shared memory that it leaves on this node."""
+        """End every rank's process, and remove the shared memory that those of this node leave."""
         for actor in self._actors:
             kill(actor)
-        for pid, _ in self._processes:
-            unlink(segments_of_torch(pid))
+        for process, _ in self._processes:
+            unlink(segments_of_torch(process))
 
     async def _answers(
         self, what: str, calls: Sequence[Awaitable[T]], timeout_s: float | None = None

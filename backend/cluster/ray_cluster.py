@@ -3,18 +3,24 @@
 import logging
 import os
 import signal
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from slipstream.backend.cluster.configured_ray import ray
 from slipstream.backend.cluster.guard import guarded
+from slipstream.backend.cluster.object_store import (
+    free_memory,
+    free_shared_memory,
+    object_store,
+    too_small,
+)
 from slipstream.backend.cluster.placement import Node
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout.temporary import OwnedFolder
 
-OBJECT_STORE_BYTES = 128 * 2**20
-"""Room for the batches of a run on one machine. The object store is shared memory, which a laptop lacks."""
+TEMPORARY = Path("/tmp")
+"""Folder of the folder with Ray's sockets, whose paths may have about 100 characters."""
 
 
 class ClusterError(RuntimeError):
@@ -22,24 +28,32 @@ class ClusterError(RuntimeError):
 
 
 @contextmanager
-def ray_cluster(config: RunConfig) -> Iterator[list[Node]]:
-    """Connect to Ray and give its nodes. A cluster started here ends on exit, with all of its files."""
+def ray_cluster(config: RunConfig, *, batch_bytes: int, note: Callable[[str], None]) -> Iterator[list[Node]]:
+    """Connect to Ray and give its nodes. A cluster started here ends on exit, with all of its files.
+
+    ``batch_bytes``: size of the largest batch. ``note``: tells the user something.
+    """
+    _check_address(config)
     on_sigterm = signal.getsignal(signal.SIGTERM)
     with ExitStack() as stack:
         if config.cluster.type == "local":
-            # Ray's sockets live below this folder, and a socket's path may have about 100 characters.
-            folder = Path(tempfile.mkdtemp(prefix="slipstream-ray-", dir="/tmp"))
-            stack.enter_context(guarded(folder))
+            folder = OwnedFolder(TEMPORARY, f"ray-{config.run.name:.8}")
+            stack.callback(folder.remove)
+            stack.enter_context(guarded(folder.path))
         stack.callback(ray.shutdown)
         if config.cluster.type == "local":
-            _start_local(config, folder)
+            _start_local(config, folder.path, batch_bytes, note)
         else:
             _join_job()
         signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts in one that exits without cleaning up
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        if config.cluster.type == "slurm":
+            smallest = min(int(node["Resources"].get("object_store_memory", 0)) for node in alive)
+            if message := too_small(smallest, batch_bytes):
+                note(message)
         yield [
             Node(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get("GPU", 0)))
-            for node in ray.nodes()
-            if node["Alive"]
+            for node in alive
         ]
 
 
@@ -48,25 +62,39 @@ def driver_address(config: RunConfig) -> str:
     return "127.0.0.1" if config.cluster.type == "local" else ray.util.get_node_ip_address()
 
 
-def _start_local(config: RunConfig, folder: Path) -> None:
+def _start_local(config: RunConfig, folder: Path, batch_bytes: int, note: Callable[[str], None]) -> None:
+    store = object_store(batch_bytes, shared_memory=free_shared_memory(), memory=free_memory())
+    if store.note:
+        note(store.note)
     ray.init(
         address="local",
         # Logical CPUs: on a small machine trainer and engines share the cores.
         num_cpus=config.actor.parallel.world_size + config.rollout.engine.count,
-        object_store_memory=OBJECT_STORE_BYTES,
+        object_store_memory=store.size,
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
-        _temp_dir=str(folder),
-        _node_ip_address="127.0.0.1",
+        # Ray lets every user of the machine write to its folder: it is inside of one that nobody else enters.
+        _temp_dir=str(folder / "r"),
+        _plasma_directory=None if store.in_shared_memory else str(folder),
     )
 
 
-def _join_job() -> None:
+def _check_address(config: RunConfig) -> None:
+    """Raise ClusterError if RAY_ADDRESS does not fit the recipe."""
     address = os.environ.get("RAY_ADDRESS")
-    if not address:
+    if config.cluster.type == "slurm" and not address:
         raise ClusterError(
             "cluster.type is slurm, but RAY_ADDRESS is not set: "
             'launch with `sbatch "$(slipstream slurm-script)" RECIPE`'
         )
-    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    if config.cluster.type == "local" and address:
+        # Ray has been imported without the settings that close a local cluster to others (configured_ray).
+        raise ClusterError(
+            f"cluster.type is local, but RAY_ADDRESS is set to {address}: unset it to run on this machine, "
+            "or set cluster.type to slurm to run on that cluster"
+        )
+
+
+def _join_job() -> None:
+    ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False, logging_level=logging.ERROR)

@@ -4,14 +4,15 @@ import os
 from pathlib import Path
 
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.network import free_port
+from slipstream.rollout.engine.leftovers import ProcessIdentity, this_process
+from slipstream.rollout.network import free_port, process_group_variables
 from slipstream.rollout.plugins import resolve
 
 
 def redirect_output(path: Path) -> None:
     """Send this process's standard output and error, those of C libraries included, to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
@@ -21,6 +22,7 @@ class TrainerActor:
     """Holds one rank: an instance of the class that ``rank_class`` names."""
 
     def __init__(self, config: RunConfig, rank: int, device: str, logs: str, rank_class: str) -> None:
+        os.umask(config.run.umask)
         redirect_output(Path(logs) / f"trainer-{rank}.log")
         self._config = config
         self._rank = rank
@@ -29,21 +31,20 @@ class TrainerActor:
 
     def meeting_point(self) -> tuple[str, int]:
         """Return an address and a free port of this node for the trainer's process group."""
-        import ray
-
-        address = "127.0.0.1" if self._config.cluster.type == "local" else ray.util.get_node_ip_address()
+        address = self._address()
         return address, free_port(address)
 
-    def process(self) -> tuple[int, list[str]]:
-        """Return this process's id, and the ids of the GPUs that Ray has given it on this node."""
+    def process(self) -> tuple[ProcessIdentity, list[str]]:
+        """Return this process's identity, and the ids of the GPUs that Ray has given it on this node."""
         import ray
 
-        return os.getpid(), [str(gpu) for gpu in ray.get_gpu_ids()]
+        return this_process(), [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def connect(self, address: str, port: int) -> None:
         """Build the rank. Called on all ranks at once, with rank 0's meeting point."""
         if self._device == "cpu":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
+        os.environ.update(process_group_variables(self._address()))
         from slipstream.backend.megatron.parallel import RankSpec
 
         world_size = self._config.actor.parallel.world_size
@@ -54,3 +55,9 @@ class TrainerActor:
     def call(self, verb: str, *arguments: object) -> object:
         """Call the method ``verb`` of the rank."""
         return getattr(self._instance, verb)(*arguments)
+
+    def _address(self) -> str:
+        """Return the address of this node at which the run's processes reach each other."""
+        import ray
+
+        return "127.0.0.1" if self._config.cluster.type == "local" else ray.util.get_node_ip_address()

@@ -1,22 +1,33 @@
 """``slipstream audit RUN``: recounts the ledger and the checkpoints of a run and compares them."""
 
+import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
-from slipstream.backend.checkpoint.errors import CheckpointError
+from slipstream.backend.checkpoint.errors import CheckpointError, describe
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from slipstream.backend.checkpoint.watermarks import check_watermarks
 from slipstream.backend.monitor.tables import pairs_table
 from slipstream.rollout.ledger.audit import Audit, audit_ledger
 from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.ledger.history import history_of
+from slipstream.rollout.ledger.lease import wait_until_free
 
 
-def audit_run(folder: Path) -> Audit:
-    """Audit the run in ``folder``. Raises LedgerError if it has no ledger, or if the run is running."""
+def audit_run(folder: Path, say: Callable[[str], None]) -> Audit:
+    """Audit the run in ``folder``. ``say`` tells the user of a wait.
+
+    Raises LedgerError if the folder has no ledger, or if the run is running.
+    """
+    if folder.is_dir():
+        try:
+            asyncio.run(wait_until_free(folder, say=say))
+        except OSError as error:
+            raise LedgerError(f"{folder}: {describe(error)}") from error
     audit, line = audit_ledger(folder)
     checkpoints = CheckpointFolder(folder / CHECKPOINTS, keep_last=1)
     usable = 0

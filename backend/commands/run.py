@@ -16,18 +16,19 @@ from slipstream.configs.supervised import Supervised
 T = TypeVar("T")
 
 
-def train(config: RunConfig, *, resume: bool = False) -> RunSummary:
+def train(config: RunConfig, *, resume: bool = False, accept_changed_inputs: bool = False) -> RunSummary:
     """Run a recipe to its end. Raises as ``attended``."""
     from slipstream.backend.driver.run import run
 
-    return attended(config, partial(run, config, resume=resume))
+    return attended(config, partial(run, config, resume=resume, accept_changes=accept_changed_inputs))
 
 
-def sft(supervised: Supervised, *, resume: bool = False) -> Path:
+def sft(supervised: Supervised, *, resume: bool = False, accept_changed_inputs: bool = False) -> Path:
     """Train on examples. Return the folder of the HF checkpoint. Raises as ``attended``."""
     from slipstream.backend.driver.sft import run_supervised
 
-    return attended(supervised.run, partial(run_supervised, supervised, resume=resume))
+    start = partial(run_supervised, supervised, resume=resume, accept_changes=accept_changed_inputs)
+    return attended(supervised.run, start)
 
 
 def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None, T]]) -> T:

@@ -4,7 +4,6 @@ listener ──► gate ──► roster ──► trainer, devices ──► we
                └────────┴──────► leases, questions ──► server, collectors
 """
 
-import secrets
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,10 +28,11 @@ from slipstream.bridge.publish.endpoint import PAUSE
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.collect.leases import Leases
-from slipstream.rollout.collect.questions import Questions
+from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.collect.server import CollectorServer
 from slipstream.rollout.control.concurrency import ConcurrencyController
 from slipstream.rollout.engine.client import EngineClient
+from slipstream.rollout.engine.key import new_key
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.supervisor import Supervisor
 
@@ -80,7 +80,14 @@ def assemble(
 ) -> Parts:
     """Make every part. The trainer's actors exist afterwards; nothing else is started."""
     rollout = config.rollout
-    gate = AdmissionGate(state.control, state.intake, state.ledger, listener, state.groups.ready)
+    gate = AdmissionGate(
+        state.control,
+        state.intake,
+        state.ledger,
+        listener,
+        ready=state.groups.ready,
+        failures=state.failures,
+    )
     roster = EngineRoster(state.control, limit=rollout.max_concurrent, epoch=state.ledger.epoch)
     ranks = RankGroup(create_ranks(config, placement, logs), timeout_s=config.run.step_timeout_s, logs=logs)
     trainer = RankedTrainer(ranks, step_timeout_s=config.run.step_timeout_s)
@@ -108,16 +115,16 @@ def assemble(
         listener,
         last_step=state.control.step,
     )
-    questions = Questions()
+    questions = EvaluationTasks()
     leases = Leases(
         gate,
         state.ledger,
         listener,
-        share_of=lambda name: roster.routing_for(name).limit,
+        share_of=roster.share_of,
         samples=rollout.n_samples_per_prompt,
         resumed=state.groups.continued,
     )
-    key = secrets.token_hex(32)
+    key = new_key()
     evaluation = None
     if config.eval is not None and inputs.held_out:
         evaluation = Evaluation(config.eval, inputs.held_out, questions, listener)

@@ -12,15 +12,17 @@ from dataclasses import asdict
 from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.checkpoint.folder import CheckpointFolder
 from slipstream.backend.checkpoint.manifest import CheckpointRecord, record_digest
-from slipstream.backend.driver.ports import CheckpointedTrainer, CheckpointListener, History, RunPosition
+from slipstream.backend.driver.ports import CheckpointedTrainer, CheckpointListener, RunHistory, RunPosition
 from slipstream.configs.schema import CheckpointConfig
 
 
 class NoHistory:
     """The history of a run without a ledger."""
 
-    def __init__(self, epoch: int = 0) -> None:
+    def __init__(self, epoch: int = 0, fence: Callable[[], None] = lambda: None) -> None:
+        """``fence``: raises when this process may no longer write into the run folder."""
         self.epoch = epoch
+        self._fence = fence
 
     def watermark(self) -> None:
         """Return None: there is nothing to compare with."""
@@ -29,7 +31,8 @@ class NoHistory:
         """Do nothing."""
 
     async def flushed(self) -> None:
-        """Return at once."""
+        """Return at once, if a checkpoint may be committed."""
+        self._fence()
 
     def release(self, version: int) -> None:
         """Do nothing."""
@@ -52,7 +55,7 @@ class TrainerCheckpoints:
         folder: CheckpointFolder,
         trainer: CheckpointedTrainer,
         turn: TrainersTurn,
-        history: History,
+        history: RunHistory,
         listener: CheckpointListener,
         last_step: int = 0,
     ) -> None:
@@ -100,6 +103,8 @@ class TrainerCheckpoints:
             counts=asdict(run.counts),
             ledger=self._history.watermark(),
         )
+        # A driver whose run was taken over must not delete what the new one has begun to write.
+        await self._history.flushed()
         began = time.monotonic()
         try:
             path = await asyncio.to_thread(self._folder.begin, record.version)

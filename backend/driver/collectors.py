@@ -1,6 +1,6 @@
 """The collectors of a run: started, watched, and started again under another name when one is gone.
 
-    start ──► connected: leases (rollout/collect) ──process or connection ends──► start again    (one task each)
+    start ──► connected, gets leases ──process or connection ends──► start again    (one task each)
 
 A collector that is gone holds nobody up: its groups are leased to others at once.
 """
@@ -14,6 +14,7 @@ from slipstream.backend.cluster.configured_ray import ray
 from slipstream.backend.cluster.handles import kill
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collector.spec import CollectorSpec
+from slipstream.rollout.engine.key import Key
 
 
 class CollectorGone(RuntimeError):
@@ -28,7 +29,7 @@ class Collectors:
         config: RunConfig,
         actors: CollectorActors,
         logs: Path,
-        key: str,
+        key: Key,
         vocab_size: int,
         note: Callable[[str], None],
     ) -> None:
@@ -70,7 +71,9 @@ class Collectors:
             return "its connection has ended"
         except ray.exceptions.RayTaskError as error:
             cause = error.cause or error
-            raise CollectorGone(f"{spec.collector}: {cause} (logs: {self._logs})") from error
+            if spec.life == 0:  # most likely the recipe is wrong, and would be so again
+                raise CollectorGone(f"{spec.collector}: {cause} (logs: {self._logs})") from error
+            return f"{type(cause).__name__}: {cause}"
         except ray.exceptions.RayActorError:
             return f"its process has ended (log: {self._logs / spec.collector}.log)"
         finally:

@@ -11,6 +11,7 @@ from slipstream.backend.driver.trainer import RankedTrainer
 from slipstream.bridge.model.geometry import Geometry
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.engine.client import EngineAddress
+from slipstream.rollout.engine.process import ServerAccess
 
 STOP_TIMEOUT_S = 15.0
 START_GRACE_S = 60.0
@@ -71,19 +72,20 @@ class RayEngine:
             if self._actor is None:
                 self._actor = self._create()
             try:
-                url = await self._start(self._actor)
+                access = await self._start(self._actor)
             except ray.exceptions.RayActorError:
                 self._actor = self._create()
-                url = await self._start(self._actor)
+                access = await self._start(self._actor)
         limits = self._limits
         return EngineAddress(
             self.name,
-            url,
+            access.url,
             ranks=limits.ranks,
             vocab_size=limits.vocab_size,
             max_length=limits.max_length,
             timeout_s=limits.request_timeout_s,
             stream_interval=limits.stream_interval,
+            key=access.key,
         )
 
     async def wait_exit(self) -> int:
@@ -105,6 +107,6 @@ class RayEngine:
     def _create(self) -> EngineServerActor:
         return self._actors.create(self._number, self._trainer.gpus)
 
-    async def _start(self, actor: EngineServerActor) -> str:
+    async def _start(self, actor: EngineServerActor) -> ServerAccess:
         started = actor.start.remote(INITIAL_VERSION)
         return await within(self._limits.start_timeout_s, f"starting {self.name}", started)

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from slipstream.backend.driver.ports import RunListener
+from slipstream.backend.monitor.units import mean
 from slipstream.configs.schema.run import EvalConfig
-from slipstream.rollout.collect.questions import Questions
+from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.trajectory import Prompt
 
 
@@ -14,7 +13,11 @@ class Evaluation:
     """Evaluates whatever version the engines serve."""
 
     def __init__(
-        self, settings: EvalConfig, prompts: Sequence[Prompt], questions: Questions, listener: RunListener
+        self,
+        settings: EvalConfig,
+        prompts: Sequence[Prompt],
+        questions: EvaluationTasks,
+        listener: RunListener,
     ) -> None:
         self._every = settings.every
         self._prompts = prompts
@@ -34,4 +37,4 @@ class Evaluation:
             self._listener.note(f"no evaluation of version {version}: {failed.note}")
             return
         lengths = [result.response_length for result in results]
-        self._listener.evaluated(version, float(np.mean(rewards)), float(np.mean(lengths)))
+        self._listener.evaluated(version, mean(rewards), mean(lengths))

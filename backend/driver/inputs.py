@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
@@ -16,25 +16,14 @@ from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.prompts import PromptError, read_prompts
 from slipstream.rollout.reward import Reward
 from slipstream.rollout.trajectory import Prompt
-from slipstream.rollout.workflow import Tokenizer, Workflow
+from slipstream.rollout.workflow import Workflow
+from slipstream.rollout.workflow.tokenizer import HfTokenizer, load_tokenizer
 
 T = TypeVar("T")
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-"""Without any of these files transformers makes up an empty tokenizer."""
 
 
 class InputError(ValueError):
     """The inputs of a run cannot be used; the message lists every reason."""
-
-
-class HfTokenizer(Tokenizer, Protocol):
-    """An HF tokenizer, with what runs need of it beyond workflows."""
-
-    eos_token_id: int
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -107,13 +96,7 @@ def read_tokenizer(config: RunConfig, spec: ModelSpec | None) -> HfTokenizer:
 
     A tokenizer with ids that the model does not have would end the engines.
     """
-    from transformers import AutoTokenizer
-
-    if not any((config.model.path / name).exists() for name in _TOKENIZER_FILES):
-        raise ValueError(
-            f"{config.model.path} has no tokenizer; expected one of {', '.join(_TOKENIZER_FILES)}"
-        )
-    tokenizer = cast(HfTokenizer, AutoTokenizer.from_pretrained(config.model.path))
+    tokenizer = load_tokenizer(config.model.path)
     if spec is not None and len(tokenizer) > spec.geometry.vocab:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens, the model {spec.geometry.vocab} "

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from slipstream.backend.batch.skipped import SkippedUpdate
 from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.backend.monitor.status import RunStatus, TrainedStep
 from slipstream.bridge.publish.report import PublishReport
@@ -17,7 +18,15 @@ from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.ledger.watermark import Watermark
 
 
-class Trainer(Protocol):
+class SkippingTrainer(Protocol):
+    """A trainer that leaves out optimizer updates which are not finite."""
+
+    async def skipped_updates(self) -> Sequence[SkippedUpdate]:
+        """Return the updates that the last step has skipped."""
+        ...
+
+
+class Trainer(SkippingTrainer, Protocol):
     """All trainer ranks as one object. One call at a time: the ranks meet in collectives."""
 
     async def train(self, batch: EncodedBatch) -> Mapping[str, float]:
@@ -126,7 +135,7 @@ class Checkpoints(Protocol):
         ...
 
 
-class History(Protocol):
+class RunHistory(Protocol):
     """The memory of a run besides its checkpoints: its ledger, if it has one."""
 
     @property
@@ -162,6 +171,8 @@ class RunListener(CollectionListener, CheckpointListener, Protocol):
         """A training step was done and its version published."""
         ...
 
-    def evaluated(self, version: int, accuracy: float, response_length: float) -> None:
-        """Held-out prompts were answered greedily. Beside training, some tokens may be of a newer version."""
+    def evaluated(self, version: int, reward: float, response_length: float) -> None:
+        """Held-out prompts were answered greedily, with the mean ``reward``. Beside training, some tokens may
+        be of a newer version.
+        """
         ...

@@ -1,5 +1,6 @@
 """From a run folder to the state that a run starts from: checkpoint, ledger, control core, prompts."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +10,10 @@ from slipstream.backend.checkpoint.manifest import CheckpointRecord
 from slipstream.backend.checkpoint.watermarks import check_watermarks
 from slipstream.backend.driver.inputs import InputError, Inputs
 from slipstream.backend.driver.run_folder import (
+    apply_mode,
     can_resume,
-    check_same_run,
     refuse_without_ledger,
+    resume_folder,
     start_folder,
     write_recipe,
 )
@@ -24,6 +26,7 @@ from slipstream.rollout.control.policies import make_control
 from slipstream.rollout.control.versions import VersionTree
 from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.ledger.history import history_of
+from slipstream.rollout.ledger.lease import FolderLease
 from slipstream.rollout.ledger.recovery import open_ledger
 from slipstream.rollout.ledger.writer import Ledger
 from slipstream.rollout.prompts import PromptStream
@@ -33,37 +36,50 @@ from slipstream.rollout.prompts import PromptStream
 class RunState:
     """State of a run when its loops start."""
 
+    lease: FolderLease
     ledger: Ledger
     control: RolloutControl
     intake: Intake
     checkpoint: FoundCheckpoint | None
     groups: RestoredGroups
+    failures: list[tuple[int, ...]]
+    """Groups of each training step that has ended the trainer, in order."""
     notes: list[str]
     """Messages about the restart, for the user."""
 
 
-def open_run(config: RunConfig, inputs: Inputs, progress: Progress, resume: bool) -> tuple[Path, RunState]:
+async def open_run(
+    config: RunConfig, inputs: Inputs, progress: Progress, resume: bool, accept_changes: bool = False
+) -> tuple[Path, RunState]:
     """Return the run folder and where the run stands: at its beginning, or where its last process ended.
 
-    Raises InputError when the folder cannot be used.
+    ``accept_changes``: go on also with inputs whose content has changed. Raises InputError when the folder
+    cannot be used.
     """
     folder = config.run.folder
-    try:
-        if resume and can_resume(folder):
-            check_same_run(config)
-            progress.phase("checking the last checkpoint")
-            state = begin(config, inputs, find_checkpoint(config))
-            write_recipe(config)
-        else:
-            if resume:
-                refuse_without_ledger(folder)
-                progress.note(f"nothing to resume in {folder}: the run starts from the beginning")
-            start_folder(config)
-            state = begin(config, inputs, None)
-    except (LedgerError, CheckpointError) as error:
-        raise InputError(str(error)) from error
-    except OSError as error:
-        raise InputError(f"cannot use {folder}: {describe(error)}") from error
+    with ExitStack() as taken:
+        try:
+            if resume and can_resume(folder):
+                lease, known, changed = await resume_folder(config, progress, accept_changes=accept_changes)
+                taken.callback(lease.release)
+                apply_mode(config)
+                progress.phase("checking the last checkpoint")
+                checkpoint = find_checkpoint(config)
+                state = begin(config, inputs, checkpoint, lease, other_prompts="data.path" in changed)
+                taken.callback(state.ledger.close)
+                write_recipe(config, known)
+            else:
+                if resume:
+                    refuse_without_ledger(folder)
+                    progress.note(f"nothing to resume in {folder}: the run starts from the beginning")
+                lease = await start_folder(config, progress)
+                taken.callback(lease.release)
+                state = begin(config, inputs, None, lease)
+        except (LedgerError, CheckpointError) as error:
+            raise InputError(str(error)) from error
+        except OSError as error:
+            raise InputError(f"cannot use {folder}: {describe(error)}") from error
+        taken.pop_all()
     for note in state.notes:
         progress.note(note)
     return folder, state
@@ -84,8 +100,18 @@ def find_checkpoint(config: RunConfig) -> FoundCheckpoint | None:
     return checkpoints.latest(reject)
 
 
-def begin(config: RunConfig, inputs: Inputs, checkpoint: FoundCheckpoint | None) -> RunState:
-    """Open the ledger of the run folder, a new one or the one of a resumed run. Raises LedgerError."""
+def begin(
+    config: RunConfig,
+    inputs: Inputs,
+    checkpoint: FoundCheckpoint | None,
+    lease: FolderLease,
+    *,
+    other_prompts: bool = False,
+) -> RunState:
+    """Open the ledger of the run folder, a new one or the one of a resumed run.
+
+    ``other_prompts``: the prompt set has changed, so groups that have begun begin again. Raises LedgerError.
+    """
     rollout = config.rollout
     ledger, recovered = open_ledger(
         config.run.folder,
@@ -93,6 +119,7 @@ def begin(config: RunConfig, inputs: Inputs, checkpoint: FoundCheckpoint | None)
         n_samples=rollout.n_samples_per_prompt,
         bound=rollout.max_head_offpolicyness,
         restored=checkpoint.record.version if checkpoint else 0,
+        guard=lease.check,
     )
     control = make_control(
         rollout,
@@ -105,12 +132,16 @@ def begin(config: RunConfig, inputs: Inputs, checkpoint: FoundCheckpoint | None)
     stream = PromptStream(
         inputs.prompts, shuffle=config.data.shuffle, seed=config.run.seed, position=recovered.position
     )
-    groups = take_up(recovered.open, control, ledger, stream, rollout.n_samples_per_prompt)
+    groups = take_up(
+        recovered.open, control, ledger, stream, rollout.n_samples_per_prompt, other_prompts=other_prompts
+    )
     notes = [*(checkpoint.warnings if checkpoint else []), *recovered.notes]
     if recovered.epoch:
         notes.append(_resumed(control, groups))
     positions = [(group.id, group.position) for group in recovered.open]
-    return RunState(ledger, control, Intake(stream, positions), checkpoint, groups, notes)
+    return RunState(
+        lease, ledger, control, Intake(stream, positions), checkpoint, groups, recovered.failures, notes
+    )
 
 
 def _resumed(control: RolloutControl, groups: RestoredGroups) -> str:

@@ -6,9 +6,11 @@ inputs ──► run folder, ledger ──► Ray ──► assemble ──► s
 import asyncio
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import Literal
 
 from slipstream.backend.checkpoint.errors import describe
+from slipstream.backend.cluster.object_store import batch_bytes
 from slipstream.backend.cluster.placement import place
 from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
 from slipstream.backend.driver.assemble import Parts, assemble
@@ -16,7 +18,13 @@ from slipstream.backend.driver.collection import collection_loop, keep_collectin
 from slipstream.backend.driver.inputs import read_inputs
 from slipstream.backend.driver.prepare import prepare_inputs
 from slipstream.backend.driver.resume import RunState, open_run
-from slipstream.backend.driver.run_folder import CHECKPOINT_HF, LOGS, recipe_text, with_absolute_paths
+from slipstream.backend.driver.run_folder import (
+    CHECKPOINT_HF,
+    LOGS,
+    permissions,
+    recipe_text,
+    with_absolute_paths,
+)
 from slipstream.backend.driver.serving import serving_loop
 from slipstream.backend.driver.stop import Stop, Stopped
 from slipstream.backend.driver.training import training_loop
@@ -26,27 +34,35 @@ from slipstream.backend.monitor.recorder import Recorder
 from slipstream.backend.monitor.summary import RunSummary, write_summary
 from slipstream.backend.monitor.trace import TraceLog
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout.ledger.writer import Ledger
+from slipstream.rollout.reward import is_accuracy
 
 
-async def run(config: RunConfig, progress: Progress, *, resume: bool = False) -> RunSummary:
+async def run(
+    config: RunConfig, progress: Progress, *, resume: bool = False, accept_changes: bool = False
+) -> RunSummary:
     """Run the recipe to its end. The summary is also written to the run folder.
 
-    ``resume``: go on with the run in that folder, if there is one.
+    ``resume``: go on with the run in that folder, if there is one; with ``accept_changes`` also if the
+    content of its inputs has changed.
 
     Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail;
     engines, trainer and Ray have ended by then.
     """
     stop = Stop(progress)
-    return await stop.run(_run(with_absolute_paths(config), progress, resume, stop))
+    return await stop.run(_run(with_absolute_paths(config), progress, resume, accept_changes, stop))
 
 
-async def _run(config: RunConfig, progress: Progress, resume: bool, stop: Stop) -> RunSummary:
+async def _run(
+    config: RunConfig, progress: Progress, resume: bool, accept_changes: bool, stop: Stop
+) -> RunSummary:
     started = time.monotonic()
     await prepare_inputs(config, progress.phase)
     progress.phase("reading model and prompts")
     inputs = read_inputs(config)
-    with ExitStack() as stack:
-        folder, state = open_run(config, inputs, progress, resume)
+    with permissions(config), ExitStack() as stack:
+        folder, state = await open_run(config, inputs, progress, resume, accept_changes)
+        stack.enter_context(state.lease.held(stop.fail))
         stack.callback(state.ledger.close)
         metrics = MetricsLog(folder)
         stack.callback(metrics.close)
@@ -54,8 +70,17 @@ async def _run(config: RunConfig, progress: Progress, resume: bool, stop: Stop) 
         stack.callback(trace.close)
         metrics.log(state.control.version, {"run/recipe": f"```yaml\n{recipe_text(config)}```"})
         progress.phase("starting Ray")
-        nodes = stack.enter_context(ray_cluster(config))
-        recorder = Recorder(metrics, progress, trace, started=started, resumed=state.ledger.epoch)
+        trajectories = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+        largest = batch_bytes(trajectories, inputs.spec.geometry.max_positions)
+        nodes = stack.enter_context(ray_cluster(config, batch_bytes=largest, note=progress.note))
+        recorder = Recorder(
+            metrics,
+            progress,
+            trace,
+            started=started,
+            resumed=state.ledger.epoch,
+            is_accuracy=is_accuracy(inputs.reward),
+        )
         parts = assemble(config, inputs, state, place(nodes, config), folder / LOGS, recorder)
         end: Literal["done", "failed", "stopped"] = "failed"
         try:
@@ -71,6 +96,7 @@ async def _run(config: RunConfig, progress: Progress, resume: bool, stop: Stop) 
             parts.trainer.kill()
             summary = recorder.summary(end, parts.status())
             try:
+                state.lease.check()
                 write_summary(folder, summary)
             except OSError as error:
                 progress.note(f"no summary.json: {describe(error)}")
@@ -101,6 +127,7 @@ async def _course(
             if state.checkpoint is not None:
                 await parts.trainer.restore(state.checkpoint.path)
         await serving.wait()
+        await parts.server.first_collector(config.rollout.engine.start_timeout_s)
         if evaluation is not None and not state.ledger.epoch:
             progress.phase("evaluating the initial policy")
             await evaluation.run(0)
@@ -117,7 +144,7 @@ async def _course(
                 evaluation,
                 recorder,
                 parts.status,
-                state.ledger.read,
+                partial(_read, state.ledger),
             )
         recorder.training_ends()
         collecting.cancel()
@@ -136,3 +163,8 @@ async def _course(
         collectors_task.cancel()
     if stop.asked:
         raise Stopped
+
+
+async def _read(ledger: Ledger, refs: list[bytes]) -> list[bytes]:
+    """Return the chunks of each trajectory. Raises LedgerError."""
+    return await asyncio.to_thread(lambda: [ledger.read(each) for each in refs])

@@ -1,44 +1,45 @@
 """The folder of a run: how it is made, who may use it, and whether it belongs to the recipe.
 
+Only the user may enter it unless `run.mode` says otherwise.
+
 recipe.yaml       the recipe with every default filled in
-lock              locked by the process that runs a run without a ledger
-ledger.sqlite     locked by the process that runs any other
+inputs.json       the data sets and the model, by their content: ``identity.py``
+driver.json       the driver that may write here, with driver.term.N: ``rollout/ledger/lease.py``
+ledger.sqlite     what became of every group, unless the run is one of ``slipstream sft``
 checkpoints/, checkpoint-hf/, logs/, metrics.jsonl, trace.jsonl, summary.json
 """
 
-import fcntl
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import yaml
 
+from slipstream.backend.checkpoint.errors import describe
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
+from slipstream.backend.driver.identity import KnownInputs, current_inputs, inputs_to_go_on_with
 from slipstream.backend.driver.inputs import InputError
+from slipstream.backend.monitor.metrics import METRICS_FILE
+from slipstream.backend.monitor.progress import Progress
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.base import Section
-from slipstream.rollout.ledger.database import LedgerBusy, LedgerError, open_for_reading
+from slipstream.rollout.durable import write_durably
+from slipstream.rollout.ledger.database import LedgerBusy
+from slipstream.rollout.ledger.lease import FolderLease, take_lease
+from slipstream.rollout.ledger.locks import lock_problem
 from slipstream.rollout.ledger.recovery import LEDGER
 
 AnySection = TypeVar("AnySection", bound=Section)
 
 RECIPE = "recipe.yaml"
-LOCK = "lock"
-"""The file stays. What counts is who has it locked, which ends with that process."""
 LOGS = "logs"
 CHECKPOINT_HF = "checkpoint-hf"
 """The trained policy as an HF checkpoint."""
 
-FIXED = (
-    "run.seed",
-    "model.path",
-    "data.path",
-    "data.shuffle",
-    "rollout.batch_size",
-    "rollout.n_samples_per_prompt",
-)
+FIXED = ("run.seed", "data.shuffle", "rollout.batch_size", "rollout.n_samples_per_prompt")
 """Settings that give the ledger its meaning: they cannot change when a run is resumed."""
 
 
@@ -47,24 +48,87 @@ def recipe_text(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def write_recipe(config: RunConfig) -> None:
-    """Write the recipe into the run folder."""
-    (config.run.folder / RECIPE).write_text(recipe_text(config))
+def write_recipe(config: RunConfig, inputs: KnownInputs) -> None:
+    """Write the recipe and the record of its inputs into the run folder."""
+    write_durably(config.run.folder / RECIPE, recipe_text(config))
+    inputs.write(config.run.folder)
 
 
-def start_folder(config: RunConfig) -> Path:
+async def start_folder(config: RunConfig, progress: Progress) -> FolderLease:
     """Make the run folder, with the recipe in it. The folder of an earlier run is renamed first.
 
-    Raises LedgerBusy or InputError when that run is still running.
+    Return the lease of the new folder. Raises LedgerBusy when a process is running that run, and OSError.
     """
     folder = config.run.folder
+    inputs = current_inputs(config)
     if folder.exists():
-        refuse_if_running(folder)
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
-        folder.rename(folder.with_name(f"{folder.name}.{stamp}"))
-    (folder / LOGS).mkdir(parents=True)
-    write_recipe(config)
-    return folder
+        earlier = await take_lease(folder, lease_s=config.run.lease_s, say=progress.phase)
+        earlier.release(folder.rename(folder.with_name(f"{folder.name}.{stamp}")))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        raise LedgerBusy(
+            f"{folder}: another process has just started this run: choose another run.name"
+        ) from None
+    lease = await hold_folder(config, progress)
+    with lease.released_on_error():
+        (folder / LOGS).mkdir()
+        write_recipe(config, inputs)
+    return lease
+
+
+async def resume_folder(
+    config: RunConfig, progress: Progress, *, accept_changes: bool
+) -> tuple[FolderLease, KnownInputs, set[str]]:
+    """Check that the run in the folder is the recipe's, and take the folder over.
+
+    Return its lease, the inputs to go on with, and the settings whose inputs have changed, which is refused
+    unless ``accept_changes``. Raises InputError when the run is another one, LedgerBusy when a process is
+    running it, and OSError.
+    """
+    check_same_run(config)
+    inputs, changed = inputs_to_go_on_with(config, accept_changes=accept_changes, note=progress.note)
+    return await hold_folder(config, progress), inputs, changed
+
+
+async def hold_folder(config: RunConfig, progress: Progress) -> FolderLease:
+    """Take the lease of the run folder, and tell the user if it is the only protection."""
+    folder = config.run.folder
+    lease = await take_lease(folder, lease_s=config.run.lease_s, say=progress.phase)
+    with lease.released_on_error():
+        lease.keep()
+        if problem := lock_problem(folder):
+            progress.note(
+                f"{folder}: the file system has no working locks ({problem}). A second driver is kept away "
+                f"by the lease in driver.json alone, which lasts {config.run.lease_s:.0f} s (run.lease_s)"
+            )
+    return lease
+
+
+@contextmanager
+def permissions(config: RunConfig) -> Iterator[None]:
+    """Let new files and folders of this process have the permissions of `run.mode` while the context lasts.
+
+    The folder of all runs keeps the user's own: runs of others may be in it. Raises InputError.
+    """
+    try:
+        config.run.root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot use {config.run.root}: {describe(error)}") from error
+    before = os.umask(config.run.umask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def apply_mode(config: RunConfig) -> None:
+    """Give the folder of an earlier run the permissions of `run.mode`. Raises OSError if it is another's."""
+    folder, mode = config.run.folder, int(config.run.mode, 8)
+    if folder.stat().st_mode & 0o777 != mode:
+        folder.chmod(mode)
 
 
 def with_absolute_paths(section: AnySection) -> AnySection:
@@ -78,35 +142,9 @@ def with_absolute_paths(section: AnySection) -> AnySection:
     return section.model_copy(update=changed)
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run folder that has no ledger. Raises InputError while another process holds it."""
-    with (folder / LOCK).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(
-                f"{folder}: another process is running this run: wait for its end, or end it"
-            ) from None
-        yield
-
-
 def can_resume(folder: Path) -> bool:
     """Return whether the folder holds a run of ``slipstream train``."""
     return (folder / LEDGER).exists()
-
-
-def refuse_if_running(folder: Path) -> None:
-    """Raise LedgerBusy or InputError when a process is running the run in ``folder``."""
-    if (folder / LOCK).exists():
-        with locked(folder):
-            """No process holds the lock."""
-    try:
-        open_for_reading(folder / LEDGER).close()
-    except LedgerBusy:
-        raise
-    except LedgerError:
-        """There is no ledger, or a damaged one: no process can be running it."""
 
 
 def refuse_without_ledger(folder: Path) -> None:
@@ -120,12 +158,7 @@ def refuse_without_ledger(folder: Path) -> None:
 
 def check_same_run(config: RunConfig) -> None:
     """Raise InputError when a setting of ``FIXED`` differs from the recipe in the run folder."""
-    recipe = config.run.folder / RECIPE
-    try:
-        before: Mapping[str, object] = yaml.safe_load(recipe.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise InputError(f"cannot resume {config.run.folder}: {recipe}: {error}") from None
-    now = config.model_dump(mode="json")
+    before, now = read_recipe(config.run.folder), config.model_dump(mode="json")
     changed = [
         f"{key}: {_setting(now, key)!r}, but the run was started with {_setting(before, key)!r}"
         for key in FIXED
@@ -138,7 +171,34 @@ def check_same_run(config: RunConfig) -> None:
         )
 
 
+def read_recipe(folder: Path) -> Mapping[str, object]:
+    """Return the recipe in a run folder. Raises InputError unless it has every setting of ``FIXED``."""
+    path = folder / RECIPE
+    try:
+        recipe: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise _damaged(path, "it is missing") from None
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        raise _damaged(path, " ".join(str(error).split())) from None
+    if recipe is None:
+        raise _damaged(path, "it is empty")
+    if not isinstance(recipe, dict):
+        raise _damaged(path, f"it holds a {type(recipe).__name__}")
+    settings = cast("dict[str, object]", recipe)
+    if absent := [key for key in FIXED if _setting(settings, key) is None]:
+        raise _damaged(path, f"it lacks {', '.join(absent)}")
+    return settings
+
+
+def _damaged(path: Path, reason: str) -> InputError:
+    return InputError(
+        f"cannot resume {path.parent}: {path} is damaged: {reason}; expected the recipe of the run with "
+        f"every default filled in. Restore it from a copy ({METRICS_FILE} has one under run/recipe), or "
+        "start anew without --resume (the folder is set aside)"
+    )
+
+
 def _setting(recipe: object, key: str) -> object:
     for part in key.split("."):
-        recipe = recipe[part] if isinstance(recipe, dict) else None
+        recipe = recipe.get(part) if isinstance(recipe, dict) else None
     return recipe

@@ -15,9 +15,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic
 
+from slipstream.backend.batch.skipped import SkippedUpdate
 from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.backend.driver.devices import Devices, Turn
 from slipstream.backend.driver.ports import ClientT, ServingEngines, Trainer, VersionOwner
+from slipstream.backend.driver.skipped import skipped_in
 from slipstream.backend.driver.verification import Verifier, WeightsMismatch
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.engine.client import EngineAddress
@@ -29,6 +31,8 @@ class Advance:
 
     version: int
     metrics: Mapping[str, float]
+    skipped: Sequence[SkippedUpdate]
+    """Optimizer updates that the step has skipped."""
     report: PublishReport
     train_s: float
 
@@ -69,6 +73,7 @@ class ServedWeights(Generic[ClientT]):
                 began = time.monotonic()
                 metrics = await self._trainer.train(batch)
                 train_s = time.monotonic() - began
+                skipped = await skipped_in(self._trainer, metrics)
                 await self.settled()
                 verifier = self._verifier if self._verifier and self._verifier.due(version) else None
                 if verifier is not None:
@@ -80,7 +85,7 @@ class ServedWeights(Generic[ClientT]):
             if verifier is not None:
                 verifying = self._verify(verifier, version, expected)
                 self._verdict = asyncio.create_task(verifying, name=f"verdict on version {version}")
-            return Advance(version, metrics, report, train_s)
+            return Advance(version, metrics, skipped, report, train_s)
 
     @asynccontextmanager
     async def trainers_turn(self, *newcomers: EngineAddress) -> AsyncIterator[Turn]:

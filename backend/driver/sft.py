@@ -15,6 +15,7 @@ from slipstream.backend.batch.train_batch import demonstrated
 from slipstream.backend.checkpoint.errors import CheckpointError, describe
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder, FoundCheckpoint
 from slipstream.backend.cluster.actors import create_ranks
+from slipstream.backend.cluster.object_store import batch_bytes
 from slipstream.backend.cluster.placement import place_trainer
 from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.cluster.ray_cluster import ray_cluster
@@ -26,13 +27,14 @@ from slipstream.backend.driver.run_folder import (
     LOGS,
     RECIPE,
     can_resume,
-    check_same_run,
-    locked,
+    permissions,
     recipe_text,
+    resume_folder,
     start_folder,
     with_absolute_paths,
     write_recipe,
 )
+from slipstream.backend.driver.skipped import SkippedUpdateLimit, skipped_in
 from slipstream.backend.driver.stop import Stop, Stopped
 from slipstream.backend.driver.trainer import RankedTrainer
 from slipstream.backend.monitor.metrics import METRICS_FILE, MetricsLog
@@ -43,6 +45,7 @@ from slipstream.configs.schema import RunConfig
 from slipstream.configs.supervised import Supervised
 from slipstream.rollout.control.core import GroupCounts
 from slipstream.rollout.ledger.database import LedgerError
+from slipstream.rollout.ledger.lease import FolderLease
 from slipstream.rollout.prompts import Example, PromptError, PromptStream, read_examples
 from slipstream.rollout.trajectory import Prompt
 
@@ -57,31 +60,48 @@ COLUMNS = {"responses": ("response",), "preferences": ("chosen", "rejected")}
 PROGRESS_LINES = 50
 """Number of progress lines to print."""
 
-METRICS = ("train/loss", "train/preference", "train/grad_norm", "train/lr", "train/tokens", "packing/")
+METRICS = (
+    "train/loss",
+    "train/preference",
+    "train/grad_norm",
+    "train/lr",
+    "train/tokens",
+    "train/skipped",
+    "packing/",
+)
 """Beginnings of the tags that mean something without rollouts."""
 
 
-async def run_supervised(supervised: Supervised, progress: Progress, *, resume: bool = False) -> Path:
-    """Train, and return the folder of the HF checkpoint. ``resume``: go on with the run in the run folder.
+async def run_supervised(
+    supervised: Supervised, progress: Progress, *, resume: bool = False, accept_changes: bool = False
+) -> Path:
+    """Train, and return the folder of the HF checkpoint. ``resume``: go on with the run in the run folder;
+    with ``accept_changes`` also if the content of its inputs has changed.
 
     Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail.
     """
     stop = Stop(progress)
     absolute = replace(supervised, run=with_absolute_paths(supervised.run))
-    return await stop.run(_run(absolute, progress, stop, resume))
+    return await stop.run(_run(absolute, progress, stop, resume, accept_changes))
 
 
-async def _run(supervised: Supervised, progress: Progress, stop: Stop, resume: bool) -> Path:
+async def _run(
+    supervised: Supervised, progress: Progress, stop: Stop, resume: bool, accept_changes: bool
+) -> Path:
     config = supervised.run
     await prepare_inputs(config, progress.phase)
     progress.phase("reading model and examples")
     examples = read_encoded_examples(supervised)
-    with ExitStack() as stack:
-        folder, checkpoint = open_folder(config, stack, progress, resume)
+    with permissions(config), ExitStack() as stack:
+        lease, checkpoint = await open_folder(config, progress, resume, accept_changes)
+        stack.enter_context(lease.held(stop.fail))
+        folder = config.run.folder
         metrics = MetricsLog(folder)
         stack.callback(metrics.close)
         progress.phase("starting Ray")
-        nodes = stack.enter_context(ray_cluster(config))
+        trajectories = config.rollout.batch_size * len(COLUMNS[supervised.learn])
+        largest = batch_bytes(trajectories, examples.longest)
+        nodes = stack.enter_context(ray_cluster(config, batch_bytes=largest, note=progress.note))
         logs, timeout_s = folder / LOGS, config.run.step_timeout_s
         rank_class = RANK_CLASSES[supervised.learn]
         actors = create_ranks(config, place_trainer(nodes, config), logs, rank_class=rank_class)
@@ -100,13 +120,13 @@ async def _run(supervised: Supervised, progress: Progress, stop: Stop, resume: b
             _checkpoint_folder(config),
             trainer,
             nullcontext,
-            NoHistory(epoch=checkpoint.record.epoch + 1 if checkpoint else 0),
+            NoHistory(epoch=checkpoint.record.epoch + 1 if checkpoint else 0, fence=lease.check),
             _ProgressNotes(progress),
             last_step=position.step,
         )
         try:
             with stop.by("stopping behind this step; again to stop at once", position.end):
-                await _train(config, examples, trainer, position, checkpoints, metrics, progress.phase)
+                await _train(config, examples, trainer, position, checkpoints, metrics, progress)
             await checkpoints.last(position)
         finally:
             await checkpoints.cancel()
@@ -157,8 +177,9 @@ async def _train(
     position: Position,
     checkpoints: TrainerCheckpoints,
     metrics: MetricsLog,
-    say: Callable[[str], None],
+    progress: Progress,
 ) -> None:
+    skipped = SkippedUpdateLimit(config.run.max_skipped_updates, progress.note)
     steps, size = config.run.steps, config.rollout.batch_size
     first = position.step
     while position.step < steps and not position.ended:
@@ -169,17 +190,19 @@ async def _train(
         shown = {tag: value for tag, value in trained.items() if tag.startswith(METRICS)}
         metrics.log(position.version, {**shown, "train/step": position.step})
         if position.step in (first + 1, steps) or position.step % -(-steps // PROGRESS_LINES) == 0:
-            say(f"step {position.step}/{steps}, loss {shown['train/loss']:.4f}")
+            loss = f"{shown['train/loss']:.4f}" if "train/loss" in shown else "not finite"
+            progress.phase(f"step {position.step}/{steps}, loss {loss}")
+        skipped.add(position.step, await skipped_in(trainer, trained))
         await checkpoints.step_done(position)
 
 
 # ---- the run folder
 
 
-def open_folder(
-    config: RunConfig, stack: ExitStack, progress: Progress, resume: bool
-) -> tuple[Path, FoundCheckpoint | None]:
-    """Return the run folder, which ``stack`` unlocks again, and the checkpoint to start from.
+async def open_folder(
+    config: RunConfig, progress: Progress, resume: bool, accept_changes: bool
+) -> tuple[FolderLease, FoundCheckpoint | None]:
+    """Return the lease of the run folder and the checkpoint to start from.
 
     Raises InputError when the folder cannot be used.
     """
@@ -188,26 +211,32 @@ def open_folder(
         if resume and (folder / RECIPE).exists():
             if can_resume(folder):
                 raise InputError(f"{folder} holds a run of `slipstream train`, not of `slipstream sft`")
-            stack.enter_context(locked(folder))
-            check_same_run(config)
-            progress.phase("checking the last checkpoint")
-            checkpoint = _checkpoint_folder(config).latest()
-            for warning in checkpoint.warnings if checkpoint else ():
-                progress.note(warning)
+            lease, checkpoint = await _resumed(config, progress, accept_changes)
             if checkpoint is not None:
-                write_recipe(config)
-                return folder, checkpoint
+                return lease, checkpoint
+            lease.release()
             progress.note(f"no checkpoint in {folder}: the run starts from the beginning")
-            stack.close()
         elif resume:
             progress.note(f"nothing to resume in {folder}: the run starts from the beginning")
-        start_folder(config)
-        stack.enter_context(locked(folder))
-        return folder, None
+        return await start_folder(config, progress), None
     except (LedgerError, CheckpointError) as error:
         raise InputError(str(error)) from error
     except OSError as error:
         raise InputError(f"cannot use {folder}: {describe(error)}") from error
+
+
+async def _resumed(
+    config: RunConfig, progress: Progress, accept_changes: bool
+) -> tuple[FolderLease, FoundCheckpoint | None]:
+    lease, inputs, _ = await resume_folder(config, progress, accept_changes=accept_changes)
+    with lease.released_on_error():
+        progress.phase("checking the last checkpoint")
+        checkpoint = _checkpoint_folder(config).latest()
+        for warning in checkpoint.warnings if checkpoint else ():
+            progress.note(warning)
+        if checkpoint is not None:
+            write_recipe(config, inputs)
+    return lease, checkpoint
 
 
 def _checkpoint_folder(config: RunConfig) -> CheckpointFolder:

@@ -24,6 +24,8 @@ class Stop:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._ways: list[tuple[str, Callable[[], object]]] = []
+        self._end: Callable[[Exception], object] | None = None
+        """Ends the work of ``run`` with an error; None while there is none. Callable from any thread."""
         self.asked = False
 
     @contextmanager
@@ -57,13 +59,29 @@ class Stop:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
+    def fail(self, error: Exception) -> None:
+        """Cancel the work of ``run``, which then raises ``error``. May be called from any thread."""
+        if self._end is not None:
+            self._end(error)
+
     async def run(self, work: Coroutine[None, None, T]) -> T:
         """Return the result of ``work``, which a request cancels. Raises Stopped then."""
         task = asyncio.ensure_future(work)
+        loop, errors = asyncio.get_running_loop(), list[Exception]()
+
+        def fail(error: Exception) -> None:
+            errors.append(error)
+            task.cancel()
+
+        self._end = lambda error: loop.call_soon_threadsafe(fail, error)
         with self.on_signals(), self.by("stopping", task.cancel):
             try:
                 return await task
             except asyncio.CancelledError:
+                if errors:
+                    raise errors[0] from None
                 if self.asked:
                     raise Stopped from None
                 raise
+            finally:
+                self._end = None

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from slipstream.backend.batch.skipped import SkippedUpdate
 from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
 from slipstream.backend.cluster.configured_ray import ray
 from slipstream.backend.cluster.rank_group import RankGroup
@@ -42,6 +43,9 @@ class RankedTrainer:
         """Train one supervised step. Return its metrics."""
         step = f"training step {batch.version + 1}"
         return _reported(dict, await self._ranks.call(step, "train", ray.put(batch)))
+
+    async def skipped_updates(self) -> list[SkippedUpdate]:
+        return _reported(list, await self._ranks.call("asking for skipped updates", "skipped_updates"))
 
     async def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
         publishing = f"publishing version {version}"

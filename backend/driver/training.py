@@ -10,17 +10,22 @@ and the writing of checkpoints go on beside the next steps.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
 from slipstream.backend.batch.train_batch import EncodedBatch
+from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.cluster.waits import Timeout
 from slipstream.backend.driver.evaluation import Evaluation
 from slipstream.backend.driver.ports import Checkpoints, ClientT, RunListener
 from slipstream.backend.driver.served_weights import ServedWeights
+from slipstream.backend.driver.skipped import SkippedUpdateLimit
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.configs.schema.run import RunSection
 from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup
+
+Read = Callable[[list[bytes]], Awaitable[list[bytes]]]
 
 
 async def training_loop(
@@ -31,13 +36,15 @@ async def training_loop(
     evaluation: Evaluation | None,
     listener: RunListener,
     status: Callable[[], RunStatus],
-    read: Callable[[bytes], bytes],
+    read: Read,
 ) -> None:
     """Train and publish until ``run.steps`` steps are done or the gate was ended.
 
-    ``read``: returns the chunks that references into the ledger stand for.
+    ``read`` returns the chunks of trajectories, given their references into the ledger.
+    Raises TooManySkippedUpdates when the trainer skips more updates than ``run.max_skipped_updates``.
     """
     clock = asyncio.get_running_loop().time
+    skipped = SkippedUpdateLimit(run.max_skipped_updates, listener.note)
     running: list[asyncio.Task[None]] = []
     async with asyncio.TaskGroup() as evaluations:
         while gate.step < run.steps:
@@ -49,27 +56,27 @@ async def training_loop(
                 return
             waited_s = clock() - began
             await gate.step_begins()
-            batch = await asyncio.to_thread(encoded, groups, gate, read)
-            advance = await weights.advance(batch, gate.next_version)
+            batch = await encoded(groups, gate, read)
+            try:
+                advance = await weights.advance(batch, gate.next_version)
+            except (TrainerFailed, Timeout) as error:
+                await gate.step_failed(str(error))
+                raise
             times = StepTimes(wait_s=waited_s, train_s=advance.train_s, step_s=clock() - began)
             step = TrainedStep(
-                batch.headers, batch.lags, advance.version, advance.metrics, advance.report, times
+                batch.headers, batch.lags or {}, advance.version, advance.metrics, advance.report, times
             )
             listener.step(step, status())
+            skipped.add(gate.step, advance.skipped)
             await checkpoints.step_done(gate)
             if evaluation is not None and evaluation.is_due(gate.step, run.steps):
                 running.append(evaluations.create_task(evaluation.run(advance.version)))
 
 
-def encoded(
-    groups: Sequence[ReadyGroup], gate: AdmissionGate, read: Callable[[bytes], bytes]
-) -> EncodedBatch:
-    """Return the trajectories of ``groups``, in their order, for a step from the present version.
-
-    ``read``: returns the chunks that references stand for.
-    """
+async def encoded(groups: Sequence[ReadyGroup], gate: AdmissionGate, read: Read) -> EncodedBatch:
+    """Return the trajectories of ``groups``, in their order, for a step from the present version."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    chunks = [read(trajectory.refs) for trajectory in trajectories]
+    chunks = await read([trajectory.refs for trajectory in trajectories])
     versions = {version for trajectory in trajectories for version in trajectory.header.trained_tokens}
     return EncodedBatch(
         gate.version,

@@ -24,6 +24,7 @@ What a model computes:
     head                 ... which end in log-probs or in a value
     context              ... that context-parallel ranks exchange
     trained            a model with an optimizer: one update
+    finite             checks that updates, and weights that leave, are finite on all ranks
     frozen             a model without: reference, teacher, average
 
 State:

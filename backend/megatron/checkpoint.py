@@ -13,12 +13,13 @@ from typing import TypedDict, cast
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
 from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.megatron import optimizer_state, random_state
 from slipstream.backend.megatron.checkpoint_writer import BackgroundSave
+from slipstream.backend.megatron.finite import require_finite
 from slipstream.backend.megatron.frozen import FrozenModel
 from slipstream.backend.megatron.random_state import RandomStates
 from slipstream.backend.megatron.trained import Trained
@@ -70,6 +71,7 @@ class RankCheckpoints:
             "critic": CRITIC in trained,
             "actor.kl.reference.type": "average" if average else "checkpoint",
         }
+        self._device = weight.device
         self._layout: dict[str, object] = {**actor.parallel.model_dump(), "device": weight.device.type}
 
     # ---- saving
@@ -77,7 +79,8 @@ class RankCheckpoints:
     def begin(self, folder: Path, *, step: int) -> None:
         """Take a snapshot and start to write it into ``folder``; training may go on when this returns.
 
-        An earlier checkpoint that was begun and not finished is given up.
+        An earlier checkpoint that was begun and not finished is given up. Raises NotFinite on every rank,
+        before anything is written, unless all weights and optimizer states of all ranks are finite.
         """
         about: _About = {
             "step": step,
@@ -87,7 +90,9 @@ class RankCheckpoints:
             "content": self._content,
             "layout": self._layout,
         }
-        state = self._state() | {"random": self._random_states(random_state.capture()), "about": about}
+        state = self._state()
+        self._require_finite(state)
+        state |= {"random": self._random_states(random_state.capture()), "about": about}
         self._running = BackgroundSave.begin(state, folder)
 
     @property
@@ -136,6 +141,10 @@ class RankCheckpoints:
                 "Use the recipe that it was written with, or another run.name"
             )
 
+    def _require_finite(self, state: Mapping[str, object]) -> None:
+        tensors = [_tensors(entry) for entry in state.values()]
+        require_finite("numbers of the checkpoint", tensors, self._device)
+
     @torch.no_grad()
     def _state(self) -> dict[str, object]:
         """Return the tensors of this rank and their places in the whole models."""
@@ -151,3 +160,14 @@ class RankCheckpoints:
 
     def _random_states(self, states: RandomStates | None) -> ShardedObject:
         return ShardedObject("random", states, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def _tensors(entry: object) -> dict[str, Tensor]:
+    """Return this rank's tensors in one entry of the state, by name."""
+    tensors: dict[str, Tensor] = {}
+    for name, value in cast("dict[str, object]", entry).items():
+        leaves = cast("list[object]", value) if isinstance(value, list) else [value]
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, ShardedTensor | ShardedTensorFactory) and leaf.data is not None:
+                tensors[f"{name}, part {number}" if number else name] = leaf.data
+    return tensors

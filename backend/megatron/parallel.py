@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from slipstream.bridge.transport.store import join_store, serve_store
 from slipstream.configs.schema import ParallelConfig
 
 
@@ -40,9 +41,10 @@ def initialize(spec: RankSpec, parallel: ParallelConfig, *, seed: int, timeout_s
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(0)  # Ray shows each rank only its own GPU
+    meet = join_store if spec.rank else serve_store
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        init_method=f"tcp://{spec.address}:{spec.port}",
+        store=meet(spec.address, spec.port, spec.world_size, timeout_s, wait=True),
         rank=spec.rank,
         world_size=spec.world_size,
         timeout=timedelta(seconds=timeout_s),

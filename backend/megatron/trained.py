@@ -1,14 +1,15 @@
 """A model that is being trained, the policy or another one: wrapped in DDP, with an optimizer."""
 
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar, cast
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from slipstream.backend.batch.micro_batch import MicroBatch
-from slipstream.backend.megatron import model, optimizer_state
+from slipstream.backend.megatron import finite, model, optimizer_state
 from slipstream.backend.megatron.packed_model import LossHead, PackedModel
 from slipstream.backend.megatron.resting import Resting
 from slipstream.configs.schema import ActorConfig
@@ -24,7 +25,7 @@ class Update(NamedTuple, Generic[R]):
     grad_norm: float
     """Norm of the gradient over all ranks, before clipping."""
     succeeded: bool
-    """False: the update was skipped, because a gradient was not finite."""
+    """False: no rank has made the update, because a loss or a gradient of some rank is not finite."""
 
 
 class Trained:
@@ -41,13 +42,20 @@ class Trained:
     def update(
         self, packed: PackedModel, microbatches: Sequence[MicroBatch], heads: Sequence[LossHead[R]], lr: float
     ) -> Update[R]:
-        """Make one optimizer update at learning rate ``lr``. ``packed`` must run these parts."""
+        """Make one optimizer update at learning rate ``lr``. ``packed`` must run these parts.
+
+        If a loss or a gradient of any rank is not finite, no rank makes it: weights and optimizer state stay
+        as they are on all of them. Collective over all ranks.
+        """
         for part in self.parts:
             part.zero_grad_buffer()
         self.optimizer.zero_grad()
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
-        results = packed.train(microbatches, heads)
+        losses: list[Tensor] = []
+        results = packed.train(microbatches, [partial(_noted, losses, head) for head in heads])
+        if not finite.update_is_finite(self.parts, losses):
+            return Update(results, float("nan"), False)
         succeeded, grad_norm, _ = cast("tuple[bool, float | Tensor | None, object]", self.optimizer.step())
         return Update(results, float("nan") if grad_norm is None else float(grad_norm), bool(succeeded))
 
@@ -68,24 +76,18 @@ class Trained:
         """
         self.optimizer.zero_grad()
         weights: list[Tensor] = [weight for module in self.modules for weight in module.parameters()]
-        gradients = [
-            buffer.grad_data
-            for part in self.parts
-            for buffer in [*cast("_Buffers", part).buffers, *part.expert_parallel_buffers]
-        ]
         state = optimizer_state.held(self.optimizer)
         if keep_weights:
             shared = {weight.untyped_storage() for weight in weights}
             state = [tensor for tensor in state if tensor.untyped_storage() not in shared]
             weights = []
-        resting.rest(gradients, keep=False)  # the next update begins by zeroing them
+        # The next update begins by zeroing the gradients.
+        resting.rest(finite.gradient_buffers(self.parts), keep=False)
         resting.rest([*weights, *state])
 
 
-class _Buffer(Protocol):
-    grad_data: Tensor
-
-
-class _Buffers(Protocol):
-    buffers: list[_Buffer]
-    """DDP's buffers of gradients, which replace the method of this name of torch's modules."""
+def _noted(losses: list[Tensor], head: LossHead[R], output: Tensor) -> tuple[Tensor, Tensor, R]:
+    """Call ``head``, and add its loss to ``losses``."""
+    loss, count, result = head(output)
+    losses.append(loss.detach())
+    return loss, count, result

@@ -14,13 +14,13 @@ import difflib
 import json
 import math
 import operator
-import os
 import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import SupportsFloat, SupportsIndex
 
+from slipstream.backend.monitor.lines import drop_unfinished_line
 from slipstream.backend.monitor.tags import TAGS
 from slipstream.backend.monitor.tensorboard import EventWriter, HistogramBucket, integer_buckets
 
@@ -40,7 +40,7 @@ class MetricsLog:
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS_FILE
-        _drop_unfinished_line(path)
+        drop_unfinished_line(path)
         self._clock = clock
         self._lines = path.open("a", encoding="utf-8", buffering=1)
         self._now = 0.0
@@ -122,19 +122,3 @@ def _text(value: Value) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{type(value).__name__} is not text")
     return value
-
-
-def _drop_unfinished_line(path: Path) -> None:
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end:
-            start = max(0, end - 65536)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        file.truncate(end)

@@ -16,6 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.backend.monitor import units
 from slipstream.backend.monitor.units import clock_face, count, seconds
 
 FIRST_SILENCE_S = 30.0
@@ -28,6 +29,21 @@ GAP, MIN_BAR, MAX_BAR = 2, 4, 30
 """Columns between the figures of the live line, and the smallest and largest width of its bar."""
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """Result of an evaluation: the mean reward of held-out prompts."""
+
+    reward: float
+    is_accuracy: bool
+
+    @property
+    def name(self) -> str:
+        return "accuracy" if self.is_accuracy else "held-out"
+
+    def __str__(self) -> str:
+        return units.reward(self.reward, is_accuracy=self.is_accuracy)
+
+
 class Progress(Protocol):
     """Tells the user what a run is doing. Its methods must be called from one thread."""
 
@@ -35,12 +51,12 @@ class Progress(Protocol):
         """Announce what begins now, such as ``starting engine 1/1``. The display adds how long it takes."""
 
     def step(
-        self, step: int, *, reward: float, head_lag: int, tokens_per_s: float, accuracy: float | None = None
+        self, step: int, *, reward: float, head_lag: int, tokens_per_s: float, held_out: HeldOut | None = None
     ) -> None:
         """Report a finished training step.
 
         `reward` is the mean over the batch, `head_lag` the largest in versions, `tokens_per_s` counts
-        generated tokens, and `accuracy` is the held-out accuracy (0 to 1) if it was measured at this step.
+        generated tokens, and `held_out` is the evaluation since the last step, if there was one.
         """
 
     def note(self, text: str) -> None:
@@ -100,6 +116,8 @@ class PlainProgress:
         self._timer = StepTimer(total_steps)
         self._start = self._waiting_since = clock()
         self._waiting_for = "starting"
+        self._evaluation: str | None = None
+        """Name of the column of evaluations; None before the first one."""
         self._lines = 0
         self._closed = False
         self._changed = threading.Condition()
@@ -110,21 +128,21 @@ class PlainProgress:
         self._say(text, waiting_for=text)
 
     def step(
-        self, step: int, *, reward: float, head_lag: int, tokens_per_s: float, accuracy: float | None = None
+        self, step: int, *, reward: float, head_lag: int, tokens_per_s: float, held_out: HeldOut | None = None
     ) -> None:
         left_s = self._timer.finish(step, self._clock())
         width = len(str(self._total_steps))
-        line = "  ".join(
-            (
-                f"step {step:{width}d}/{self._total_steps}",
-                f"reward {reward:6.3f}",
-                f"accuracy {'-' if accuracy is None else format(accuracy, '.3f'):>5}",
-                f"lag {head_lag:2d}",
-                f"{count(tokens_per_s):>6} tok/s",
-                f"left {'-' if left_s is None else clock_face(left_s)}",
-            )
-        )
-        self._say(line, waiting_for=f"step {step + 1}")
+        figures = [f"step {step:{width}d}/{self._total_steps}", f"reward {units.reward(reward):>6}"]
+        if held_out is not None:
+            self._evaluation = held_out.name
+        if self._evaluation is not None:
+            figures.append(f"{self._evaluation} {'-' if held_out is None else str(held_out):>6}")
+        figures += [
+            f"lag {head_lag:2d}",
+            f"{count(tokens_per_s):>6} tok/s",
+            f"left {'-' if left_s is None else clock_face(left_s)}",
+        ]
+        self._say("  ".join(figures), waiting_for=f"step {step + 1}")
 
     def note(self, text: str) -> None:
         self._say(f"note: {text}")
@@ -168,7 +186,7 @@ class _Shown:
     reward: float = 0.0
     head_lag: int = 0
     tokens_per_s: float = 0.0
-    accuracy: float | None = None
+    held_out: HeldOut | None = None
     left_s: float | None = None
     phase: str | None = None
     since: float = 0.0
@@ -202,7 +220,7 @@ class LiveProgress:
         self._shown = replace(self._shown, phase=text, since=self._clock())
 
     def step(
-        self, step: int, *, reward: float, head_lag: int, tokens_per_s: float, accuracy: float | None = None
+        self, step: int, *, reward: float, head_lag: int, tokens_per_s: float, held_out: HeldOut | None = None
     ) -> None:
         now = self._clock()
         self._shown = _Shown(
@@ -210,7 +228,7 @@ class LiveProgress:
             reward=reward,
             head_lag=head_lag,
             tokens_per_s=tokens_per_s,
-            accuracy=self._shown.accuracy if accuracy is None else accuracy,
+            held_out=held_out or self._shown.held_out,
             left_s=self._timer.finish(step, now),
             since=now,
         )
@@ -227,9 +245,9 @@ class LiveProgress:
         figures: list[Text] = []
         if shown.step:
             figures.append(Text(f"step {shown.step}/{self._total_steps}", style="bold"))
-            figures.append(Text(f"reward {shown.reward:.3f}", style="green"))
-            if shown.accuracy is not None:
-                figures.append(Text(f"acc {shown.accuracy:.3f}", style="green"))
+            figures.append(Text(f"reward {units.reward(shown.reward)}", style="green"))
+            if shown.held_out is not None:
+                figures.append(Text(f"{shown.held_out.name} {shown.held_out}", style="green"))
             figures.append(Text(f"lag {shown.head_lag}", style="magenta"))
             figures.append(Text(f"{count(shown.tokens_per_s)} tok/s"))
         waited_s = self._clock() - shown.since

@@ -1,5 +1,6 @@
 """Turns what happens in a run into metrics, progress and the summary."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -9,17 +10,19 @@ from typing import Literal
 import numpy as np
 
 from slipstream.backend.monitor.metrics import MetricsLog, Value
-from slipstream.backend.monitor.progress import Progress
+from slipstream.backend.monitor.progress import HeldOut, Progress
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.backend.monitor.summary import GroupTotals, RunSummary
 from slipstream.backend.monitor.trace import TraceLog
+from slipstream.backend.monitor.units import mean
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.core import Loss
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.trajectory import Finish, TrajectoryHeader
 
 SHOWN_FAILURES = 3
-"""Number of failed episodes that the user is shown; metrics count all of them."""
+"""Number of failed attempts, and of failed groups, that the user is shown. Metrics count all of them, and the
+ledger has the reason of every failed group."""
 
 
 @dataclass
@@ -49,9 +52,10 @@ class Recorder:
         clock: Callable[[], float] = time.monotonic,
         started: float | None = None,
         resumed: int = 0,
+        is_accuracy: bool = False,
     ) -> None:
         """``started``: when the run began, by ``clock`` in seconds (now, if not given). ``resumed``: earlier
-        starts of the run.
+        starts of the run. ``is_accuracy``: whether the mean of the run's rewards is one.
         """
         self._metrics = metrics
         self._progress = progress
@@ -59,13 +63,17 @@ class Recorder:
         self._clock = clock
         self._resumed = resumed
         self._totals = _Totals()
-        self._accuracy: dict[int, float] = {}
-        self._shown_accuracy: float | None = None
+        self._is_accuracy = is_accuracy
+        self._held_out: dict[int, float] = {}
+        """Mean reward of the evaluations, by version."""
+        self._unshown: HeldOut | None = None
+        """The latest evaluation, until a step is shown with it."""
         self._started = clock() if started is None else started
         self._training_began: float | None = None
         self._training_ended: float | None = None
         self._last_step = (self._started, 0)
         self._checkpoint_stall: dict[str, float] = {}
+        self._shown_groups = 0
         self._lost: dict[Loss, list[int]] = {loss: [] for loss in Loss}
         """Lengths in tokens of the trajectories lost since the last step."""
 
@@ -78,9 +86,13 @@ class Recorder:
         """Stop the clock of training."""
         self._training_ended = self._clock()
 
-    def evaluated(self, version: int, accuracy: float, response_length: float) -> None:
-        self._accuracy[version] = self._shown_accuracy = accuracy
-        self._metrics.log(version, {"eval/accuracy": accuracy, "eval/response_length": response_length})
+    def evaluated(self, version: int, reward: float, response_length: float) -> None:
+        self._held_out[version] = reward
+        self._unshown = HeldOut(reward, self._is_accuracy)
+        accuracy: dict[str, Value] = {"eval/accuracy": reward} if self._is_accuracy else {}
+        self._metrics.log(
+            version, {"eval/reward": reward, **accuracy, "eval/response_length": response_length}
+        )
 
     def note(self, text: str) -> None:
         self._progress.note(text)
@@ -93,13 +105,17 @@ class Recorder:
     def checkpoint_taken(self, stall_s: float) -> None:
         self._checkpoint_stall = {"perf/checkpoint_stall_s": stall_s}
 
-    def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader]) -> None:
+    def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader], reason: str = "") -> None:
+        if loss is Loss.FAILED and reason:
+            self._shown_groups += 1
+            if self._shown_groups <= SHOWN_FAILURES:
+                self._progress.note(f"a group has failed: {reason}")
         self._lost[loss] += [trajectory.sampled_length for trajectory in trajectories]
 
     def step(self, step: TrainedStep, status: RunStatus) -> None:
         version, metrics, report, times = step.version, step.metrics, step.report, step.times
         trajectories = step.trajectories
-        rewards = np.array([t.reward for t in trajectories], np.float64)
+        rewards = [t.reward or 0.0 for t in trajectories]
         now, generated = self._clock(), status.tokens_generated
         then, before = self._last_step
         self._last_step = (now, generated)
@@ -108,7 +124,8 @@ class Recorder:
         totals = self._totals
         totals.steps += 1
         totals.wait_s += times.wait_s
-        totals.tokens_trained += int(metrics["train/tokens"])
+        if math.isfinite(metrics["train/tokens"]):
+            totals.tokens_trained += int(metrics["train/tokens"])
         totals.stalls_s.append(report.stall_s)
         totals.retractions += sum(t.retractions for t in trajectories)
         totals.tokens_masked += sum(t.sampled_length - t.response_length for t in trajectories)
@@ -137,12 +154,12 @@ class Recorder:
             self._trace.write("publish", end_s=now, **asdict(report))
         self._progress.step(
             status.step,
-            reward=float(rewards.mean()),
+            reward=mean(rewards),
             head_lag=head_lag,
             tokens_per_s=tokens_per_s,
-            accuracy=self._shown_accuracy,
+            held_out=self._unshown,
         )
-        self._shown_accuracy = None
+        self._unshown = None
 
     def _staleness(
         self, trajectories: Sequence[TrajectoryHeader], lag_of: Mapping[int, int]
@@ -185,8 +202,9 @@ class Recorder:
             steps=totals.steps,
             wall_s=now - self._started,
             training_s=training_s,
-            accuracy_before=self._accuracy.get(0),
-            accuracy_after=self._accuracy.get(version) if version else None,
+            reward_before=self._held_out.get(0),
+            reward_after=self._held_out.get(version) if version else None,
+            reward_is_accuracy=self._is_accuracy,
             head_lag_max=totals.head_lag_max if trained else None,
             head_lag_mean=totals.head_lag_sum / totals.trajectories if trained else None,
             multi_version_fraction=totals.multi_version / totals.trajectories if trained else None,
@@ -201,11 +219,12 @@ class Recorder:
         )
 
 
-def _reward_metrics(rewards: np.ndarray, trajectories: Sequence[TrajectoryHeader]) -> dict[str, Value]:
-    metrics: dict[str, Value] = {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+def _reward_metrics(rewards: Sequence[float], trajectories: Sequence[TrajectoryHeader]) -> dict[str, Value]:
+    with np.errstate(over="ignore"):
+        metrics: dict[str, Value] = {"reward/mean": mean(rewards), "reward/std": float(np.std(rewards))}
     turns = [reward for trajectory in trajectories for _, reward in trajectory.turn_rewards]
     if turns:
-        metrics["reward/turn_mean"] = float(np.mean(turns))
+        metrics["reward/turn_mean"] = mean(turns)
     return metrics
 
 
@@ -237,6 +256,7 @@ def _status_metrics(status: RunStatus) -> dict[str, Value]:
         "rollout/requests_resent": status.requests_resent,
         "train/step": status.step,
         "perf/engine_restarts": status.engine_restarts,
+        "perf/collector_restarts": status.collector_restarts,
         **{f"lost/{loss}": status.losses[loss] for loss in Loss},
     }
 
@@ -247,12 +267,12 @@ def _performance_metrics(
     return {
         "perf/step_s": times.step_s,
         "perf/train_s": times.train_s,
-        "perf/train_tokens_per_s": metrics["train/tokens"] / times.train_s,
-        "perf/train_tflops": metrics["train/tflop"] / times.train_s,
+        "perf/train_tokens_per_s": metrics["train/tokens"] / max(times.train_s, 1e-9),
+        "perf/train_tflops": metrics["train/tflop"] / max(times.train_s, 1e-9),
         "perf/weight_update_s": report.total_s,
         "perf/weight_update_stall_s": report.stall_s,
         "perf/weight_bytes": report.bytes_sent,
         "perf/weight_gb_per_s": report.bytes_sent / max(report.total_s, 1e-9) / 1e9,
         "perf/trainer_wait_s": times.wait_s,
-        "perf/trainer_wait_fraction": times.wait_s / times.step_s,
+        "perf/trainer_wait_fraction": times.wait_s / max(times.step_s, 1e-9),
     }

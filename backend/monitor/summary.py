@@ -1,20 +1,28 @@
 """The result of a run: ``summary.json`` for programs, a small table for people."""
 
-import os
+import math
 from pathlib import Path
 from typing import Annotated, Literal, TextIO
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt
 from rich.box import ROUNDED
 from rich.console import Console
 from rich.text import Text
 
 from slipstream.backend.monitor.tables import pairs_table
-from slipstream.backend.monitor.units import count, seconds
+from slipstream.backend.monitor.units import count, reward, seconds
+from slipstream.rollout.durable import write_durably
 
 SUMMARY_FILE = "summary.json"
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
+
+def _finite(value: object) -> object:
+    """Return None for a number that is not finite: JSON has none, and a summary is written in any case."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Measured = Annotated[float | None, BeforeValidator(_finite)]
+"""A number that was computed from what a run did. Any value is valid."""
 
 EXIT_STYLES = {"done": "green", "stopped": "yellow", "failed": "red"}
 
@@ -44,13 +52,12 @@ class RunSummary(_Strict):
     training_s: NonNegativeFloat = Field(
         description="Seconds from the first admission to the end of the last step."
     )
-    accuracy_before: Fraction | None = Field(description="Held-out accuracy of the initial policy.")
-    accuracy_after: Fraction | None = Field(description="Held-out accuracy of the last policy.")
-    head_lag_max: NonNegativeInt | None = Field(description="Largest head lag trained, in versions.")
-    head_lag_mean: NonNegativeFloat | None = Field(
-        description="Mean head lag of trained trajectories, in versions."
-    )
-    multi_version_fraction: Fraction | None = Field(
+    reward_before: Measured = Field(description="Mean held-out reward of the initial policy.")
+    reward_after: Measured = Field(description="Mean held-out reward of the last policy.")
+    reward_is_accuracy: bool = Field(description="Whether the mean of the rewards is an accuracy.")
+    head_lag_max: int | None = Field(description="Largest head lag trained, in versions.")
+    head_lag_mean: Measured = Field(description="Mean head lag of trained trajectories, in versions.")
+    multi_version_fraction: Measured = Field(
         description="Share of trained trajectories with tokens of more than one version."
     )
     tokens_generated: NonNegativeInt = Field(
@@ -61,30 +68,16 @@ class RunSummary(_Strict):
     resumed: NonNegativeInt = Field(
         description="Restarts before this process. All fields but groups and versions are about this process."
     )
-    stall_s_mean: NonNegativeFloat | None = Field(
-        description="Mean seconds for which generation stood still per version."
-    )
+    stall_s_mean: Measured = Field(description="Mean seconds for which generation stood still per version.")
     engine_restarts: NonNegativeInt = Field(description="Number of engines that were restarted.")
-    trainer_wait_fraction: Fraction | None = Field(
-        description="Share of training_s spent waiting for batches."
-    )
+    trainer_wait_fraction: Measured = Field(description="Share of training_s spent waiting for batches.")
     groups: GroupTotals
 
 
 def write_summary(folder: Path, summary: RunSummary) -> Path:
     """Write ``summary.json`` into `folder`. At any instant a reader finds the old file or the new one."""
     path = folder / SUMMARY_FILE
-    draft = path.with_name(f".{SUMMARY_FILE}.tmp")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(summary.model_dump_json(indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    write_durably(path, summary.model_dump_json(indent=2) + "\n")
     return path
 
 
@@ -98,7 +91,7 @@ def print_summary(summary: RunSummary, stream: TextIO, *, name: str) -> None:
         print("\n".join(lines), file=stream, flush=True)
         return
     values = {
-        label: Text(value.replace("->", "→"), style="bold" if label == "accuracy" else "")
+        label: Text(value.replace("->", "→"), style="bold" if label in ("accuracy", "reward") else "")
         for label, value in rows.items()
     }
     heading = Text(title, style=f"bold {EXIT_STYLES[summary.exit]}")
@@ -108,11 +101,15 @@ def print_summary(summary: RunSummary, stream: TextIO, *, name: str) -> None:
 def summary_rows(summary: RunSummary) -> dict[str, str]:
     """Return labels and values in ASCII, without the labels that have no value."""
     rows: dict[str, str] = {}
-    before, after = summary.accuracy_before, summary.accuracy_after
-    if before is not None and after is not None:
-        rows["accuracy"] = f"{before:.1%} -> {after:.1%}  ({100 * (after - before):+.1f} points)"
-    elif before is not None:
-        rows["accuracy"] = f"{before:.1%} before training"
+    before, after, is_accuracy = summary.reward_before, summary.reward_after, summary.reward_is_accuracy
+    if before is not None:
+        shown = reward(before, is_accuracy=is_accuracy)
+        if after is None:
+            shown += " before training"
+        else:
+            change = f"{100 * (after - before):+.1f} points" if is_accuracy else f"{after - before:+.4g}"
+            shown += f" -> {reward(after, is_accuracy=is_accuracy)}  ({change})"
+        rows["accuracy" if is_accuracy else "reward"] = shown
     time = f"{seconds(summary.wall_s)} in all, {seconds(summary.training_s)} of training"
     if summary.steps:
         time += f", {seconds(summary.training_s / summary.steps)} per step"

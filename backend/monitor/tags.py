@@ -31,10 +31,15 @@ TAGS: dict[str, Tag] = {
         "reward", "Mean reward of the turns in the batch. Only with workflows that reward single turns."
     ),
     # eval
+    "eval/reward": Tag(
+        "reward",
+        "Mean reward of greedy completions of the held-out prompts. Step 0 is the initial policy. During "
+        "training, a newer version may generate some of the tokens.",
+    ),
     "eval/accuracy": Tag(
         "fraction",
-        "Fraction of held-out prompts answered correctly with greedy decoding. Step 0 is the initial policy. "
-        "During training, a newer version may generate some of the tokens.",
+        "`eval/reward` where it is an accuracy: fraction of the held-out prompts that are answered "
+        "correctly. Only with rewards that have `is_accuracy`.",
     ),
     "eval/response_length": Tag("tokens", "Mean response length in the evaluation."),
     # staleness
@@ -105,6 +110,10 @@ TAGS: dict[str, Tag] = {
         "groups, whole run",
         "Number of groups that were lost because all attempts at one of their episodes failed.",
     ),
+    "lost/quarantined": Tag(
+        "groups, whole run",
+        "Number of groups that were given up because training steps with them ended the trainer.",
+    ),
     "lost/stale": Tag(
         "groups, whole run",
         "Number of groups that were given up as too old: with `on_stale: drop`, or because none of their "
@@ -131,6 +140,11 @@ TAGS: dict[str, Tag] = {
     "lost/failed_lengths": Tag(
         "trajectories per length",
         "Response lengths of the finished trajectories of the groups that failed since the previous step.",
+        "histogram",
+    ),
+    "lost/quarantined_lengths": Tag(
+        "trajectories per length",
+        "Response lengths of the groups that were quarantined since the previous step.",
         "histogram",
     ),
     "lost/stale_lengths": Tag(
@@ -170,12 +184,12 @@ TAGS: dict[str, Tag] = {
         "Token mean of r - 1 - log r, an estimate of the KL divergence between the two policies of the "
         "ratio r.",
     ),
-    "train/behaviour_weight_mean": Tag(
+    "train/importance_weight_mean": Tag(
         "1",
         "Token mean of the importance weight before caps and masks: proximal / behaviour, or current / "
         "behaviour without a proximal policy. Close to 1 in a healthy run.",
     ),
-    "train/behaviour_weight_capped_fraction": Tag(
+    "train/importance_weight_capped_fraction": Tag(
         "fraction", "Fraction of the tokens that carry loss whose importance weight is above its cap."
     ),
     "train/masked_token_fraction": Tag(
@@ -218,7 +232,9 @@ TAGS: dict[str, Tag] = {
     ),
     "train/skipped_updates": Tag(
         "updates",
-        "Number of optimizer updates of this step that were skipped because a gradient was not finite.",
+        "Number of the policy's optimizer updates in this step that no rank has made, because a loss or a "
+        "gradient is not finite. Their tokens are in no other metric of the trainer. "
+        "`run.max_skipped_updates` bounds the total.",
     ),
     "train/zero_advantage_fraction": Tag(
         "fraction",
@@ -242,6 +258,11 @@ TAGS: dict[str, Tag] = {
         "1", "Global gradient norm of the critic before clipping, mean over the updates of the step."
     ),
     "critic/lr": Tag("1", "Learning rate of the critic in this step."),
+    "critic/skipped_updates": Tag(
+        "updates",
+        "Number of the critic's optimizer updates in this step that no rank has made, because a loss or a "
+        "gradient is not finite.",
+    ),
     # packing
     "packing/fill": Tag(
         "fraction",
@@ -287,6 +308,9 @@ TAGS: dict[str, Tag] = {
     "perf/weight_gb_per_s": Tag("GB/s", "`perf/weight_bytes` / `perf/weight_update_s` / 10^9."),
     "perf/trainer_wait_s": Tag("s", "Time for which the trainer waited for its batch in this step."),
     "perf/trainer_wait_fraction": Tag("fraction", "`perf/trainer_wait_s` / `perf/step_s`."),
+    "perf/collector_restarts": Tag(
+        "collectors, this process", "Number of times that a collector was lost and started again."
+    ),
     "perf/engine_restarts": Tag(
         "engines, this process", "Number of times that an engine was lost and started again."
     ),

@@ -1,6 +1,6 @@
 """Writes the trace of a run: one JSON object per event. ``slipstream simulate --fit`` reads it.
 
-The driver writes about steps and publications, each collector about its requests, each into a file of its own.
+The driver writes about steps and publications, a collector about its requests, each into its own file.
 """
 
 import json
@@ -8,17 +8,23 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from slipstream.backend.monitor.lines import drop_unfinished_line
+
 TRACES = "trace*.jsonl"
 """Files in the run folder. Their times are seconds of the machine's monotonic clock."""
 
 
 class TraceLog:
-    """Appends events to the trace, and flushes them when the last flush is a second or more ago."""
+    """Appends events to the trace, and flushes them when the last flush is a second or more ago.
+
+    A killed run may leave its last line unfinished; opening the trace again removes that line.
+    """
 
     def __init__(self, folder: Path, writer: str = "", clock: Callable[[], float] = time.monotonic) -> None:
         """``writer``: name of the process, unless it is the driver."""
-        name = f"trace-{writer}.jsonl" if writer else "trace.jsonl"
-        self._file = (folder / name).open("a", encoding="utf-8")
+        path = folder / (f"trace-{writer}.jsonl" if writer else "trace.jsonl")
+        drop_unfinished_line(path)
+        self._file = path.open("a", encoding="utf-8")
         self._clock = clock
         self._flushed_s = clock()
 

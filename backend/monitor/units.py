@@ -1,4 +1,11 @@
-"""Formats numbers for people who read them on a terminal."""
+"""Means of numbers, and formats for people who read them on a terminal."""
+
+from collections.abc import Sequence
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean of numbers, which is finite if they are: their sum may be too large for a float."""
+    return sum(value / len(values) for value in values)
 
 
 def seconds(value: float) -> str:
@@ -17,6 +24,13 @@ def clock_face(value: float) -> str:
     minutes, second = divmod(round(value), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def reward(value: float, *, is_accuracy: bool = False) -> str:
+    """Format a reward: ``0.531``, ``-1.000``, ``1.23e+06``, or ``53.1%`` for an accuracy that can be one."""
+    if is_accuracy and 0 <= value <= 1:
+        return f"{value:.1%}"
+    return f"{value:.3f}" if abs(value) < 1e4 else f"{value:.3g}"
 
 
 def count(value: float) -> str:

@@ -75,14 +75,13 @@ def token_statistics(
 class StepStatistics:
     """Collects the statistics of a training step's micro-batches and updates."""
 
+    lr: float
+    """Learning rate of the step."""
     _totals: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     _grad_norms: list[float] = field(default_factory=list[float])
-    _failed_updates: int = 0
-    _lr: float = 0.0
+    _skipped: int = 0
 
-    def add_update(
-        self, results: Sequence[dict[str, Tensor]], *, grad_norm: float, lr: float, succeeded: bool
-    ) -> None:
+    def add_update(self, results: Sequence[dict[str, Tensor]], grad_norm: float) -> None:
         """Add one optimizer update; ``results``: the token statistics of its micro-batches."""
         for result in results:
             for name, value in result.items():
@@ -94,11 +93,19 @@ class StepStatistics:
                         torch.maximum(known, value) if name.startswith("max/") else known + value
                     )
         self._grad_norms.append(grad_norm)
-        self._lr = lr
-        self._failed_updates += not succeeded
+
+    def add_skipped(self) -> None:
+        """Count an update that no rank has made. Its tokens are in no metric: they may not be finite."""
+        self._skipped += 1
 
     def reduced(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """Return the metrics of the step over all data-parallel ranks. Collective over ``group``."""
+        """Return the metrics of the step over all data-parallel ranks. Collective over ``group``.
+
+        Without a single update, these are the learning rate and the number of skipped updates alone.
+        """
+        metrics = {"train/lr": self.lr, "train/skipped_updates": float(self._skipped)}
+        if not self._grad_norms:
+            return metrics
         names = sorted(self._totals)
         for operation, chosen in (
             (dist.ReduceOp.SUM, [n for n in names if not n.startswith("max/")]),
@@ -108,22 +115,20 @@ class StepStatistics:
             typed_dist.all_reduce(values, operation, group)
             self._totals.update(zip(chosen, values, strict=True))
         total = {name: value.item() for name, value in self._totals.items()}
-        return self._metrics(total)
+        return metrics | self._metrics(total)
 
     def _metrics(self, total: dict[str, float]) -> dict[str, float]:
         tokens = max(total["tokens"], 1.0)
         metrics = {
             "train/loss": total["loss"] / tokens,
             "train/grad_norm": sum(self._grad_norms) / len(self._grad_norms),
-            "train/lr": self._lr,
             "train/clip_fraction": total["clipped"] / tokens,
             "train/approx_kl": total["approx_kl"] / tokens,
             "train/entropy": total["entropy"] / tokens,
             "train/zero_advantage_fraction": total["zero_advantage"] / tokens,
             "train/ratio_max": total["max/ratio"],
-            "train/behaviour_weight_mean": total["weight"] / tokens,
+            "train/importance_weight_mean": total["weight"] / tokens,
             "train/ess": total["weight"] ** 2 / max(total["weight_squared"] * tokens, 1e-300),
-            "train/skipped_updates": float(self._failed_updates),
         }
         for name, dropped in total.items():
             if name.startswith("masked/"):
@@ -132,7 +137,7 @@ class StepStatistics:
             if name in total:
                 metrics[f"train/{name}"] = total[name] / tokens
         if "capped" in total:
-            metrics["train/behaviour_weight_capped_fraction"] = total["capped"] / tokens
+            metrics["train/importance_weight_capped_fraction"] = total["capped"] / tokens
         if total.get("fresh"):
             metrics |= {
                 "mismatch/logprob_abs_mean": total["fresh_gap"] / total["fresh"],

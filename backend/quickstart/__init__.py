@@ -85,7 +85,7 @@ def write_policy(path: Path, seed: int, *, steps: int, say: Callable[[str], None
     trained = Qwen3ForCausalLM.from_pretrained(path)
     accuracy = policies.greedy_accuracy(trained, tokenizer, held_out)
     seconds = time.monotonic() - started
-    say(f"  greedy accuracy on {len(held_out)} held-out prompts: {accuracy:.3f} ({seconds:.0f} s)")
+    say(f"  greedy accuracy on {len(held_out)} held-out prompts: {accuracy:.1%} ({seconds:.0f} s)")
 
 
 def _room_beside(path: Path) -> TemporaryDirectory[str]:

@@ -144,7 +144,7 @@ class Account:
         self.wait_s += step.times.wait_s
         self.publish_s += step.report.total_s
 
-    def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader]) -> None:
+    def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader], reason: str = "") -> None:
         """Groups are counted by the control core."""
         self.tokens_lost[loss] += sum(trajectory.sampled_length for trajectory in trajectories)
 
@@ -153,7 +153,7 @@ class Account:
         if len(self.failures) < 3:
             self.failures.append(f"prompt {prompt}, attempt {attempt}: {error}")
 
-    def evaluated(self, version: int, accuracy: float, response_length: float) -> None:
+    def evaluated(self, version: int, reward: float, response_length: float) -> None:
         """Evaluations matter for the time that they take from the engines."""
 
     def checkpoint_taken(self, stall_s: float) -> None:

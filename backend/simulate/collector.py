@@ -5,10 +5,10 @@ leases ──► GroupCollector ──► outbox ──► leases      with head
 
 from collections.abc import Sequence
 
-from slipstream.backend.simulate.pool import SimulatedPool
 from slipstream.backend.simulate.episodes import NumberedGenerator
+from slipstream.backend.simulate.pool import SimulatedPool
 from slipstream.rollout.collect.leases import Leases
-from slipstream.rollout.collect.questions import Questions
+from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.collector.evaluation import Evaluations
 from slipstream.rollout.collector.groups import GroupCollector
 from slipstream.rollout.collector.outbox import Outbox
@@ -48,7 +48,9 @@ class SimulatedRecord(NumberedGenerator):
 class Link:
     """Hands leases to the collector, and its events back: ``leases.Outgoing`` and the sender of an outbox."""
 
-    def __init__(self, groups: GroupCollector[SimulatedRecord], leases: Leases, questions: Questions) -> None:
+    def __init__(
+        self, groups: GroupCollector[SimulatedRecord], leases: Leases, questions: EvaluationTasks
+    ) -> None:
         self._groups = groups
         self._leases = leases
         self._questions = questions

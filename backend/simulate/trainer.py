@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
+from slipstream.backend.batch.skipped import SkippedUpdate
 from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.backend.driver.devices import Turn
 from slipstream.backend.simulate.engine import Engine
@@ -45,6 +46,10 @@ class SimulatedTrainer:
         self._slow_down(1.0)
         self.training.append((began, loop.time()))
         return {"train/tokens": float(sum(header.response_length for header in batch.headers))}
+
+    async def skipped_updates(self) -> Sequence[SkippedUpdate]:
+        """Return no update: simulated training skips none."""
+        return ()
 
     async def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
         model, mode = self._model.transfer, self._interrupt

@@ -4,21 +4,16 @@ Everything about the n-th sample of a prompt depends only on the seed, the promp
 schedules get the same work.
 """
 
-import asyncio
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from slipstream.backend.simulate.trajectory import (
     Sample,
-    SimulatedCompletion,
-    SimulatedTrajectory,
 )
 from slipstream.configs.schema.simulate import LengthModel, SimulateConfig
-from slipstream.rollout.trajectory import Messages, Prompt, Trajectory
-from slipstream.rollout.workflow import WorkflowContext
+from slipstream.rollout.trajectory import Prompt
 
 BLOCK = 1024
 """Number of positions that are drawn together."""

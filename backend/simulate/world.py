@@ -33,7 +33,7 @@ from slipstream.rollout.collect.gate import AdmissionGate, StalledRun
 from slipstream.rollout.collect.intake import Intake
 from slipstream.rollout.collect.journal import NoJournal
 from slipstream.rollout.collect.leases import Leases
-from slipstream.rollout.collect.questions import Questions
+from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.collector.episodes import Episodes
 from slipstream.rollout.collector.evaluation import Evaluations
 from slipstream.rollout.collector.groups import GroupCollector, NamedFilter
@@ -87,7 +87,7 @@ class World:
     async def _run(self) -> Outcome:
         config, model, workload = self._config, model_of(self._config), self._workload
         rollout, interrupt = config.rollout, self._schedule.interrupt
-        account, outbox = Account(), Outbox()
+        account, outbox = Account(), Outbox(flush_s=0)
         control = self._schedule.control(rollout, config.run.steps)
         journal = NoJournal()
         gate = AdmissionGate(control, Intake(SimulatedStream()), journal, account)
@@ -112,7 +112,7 @@ class World:
             group_filter=_filter(config),
         )
         greedy = context(NumberedGenerator(pool, 0, greedy=True))
-        questions = Questions()
+        questions = EvaluationTasks()
         questions.joined(NAME, Asked(Evaluations(outbox, greedy, episodes, judge)))
         leases = Leases(
             gate, journal, account, lambda _: rollout.max_concurrent, rollout.n_samples_per_prompt
@@ -147,7 +147,7 @@ class World:
             ]
             try:
                 await training_loop(
-                    config.run, gate, weights, _NoCheckpoints(), evaluation, account, status, journal.read
+                    config.run, gate, weights, _NoCheckpoints(), evaluation, account, status, _read
                 )
             except* StalledRun:
                 self._waiting = clock.waiting(asyncio.get_running_loop())
@@ -156,6 +156,11 @@ class World:
             for task in beside:
                 task.cancel()
         return outcome
+
+
+async def _read(refs: list[bytes]) -> list[bytes]:
+    """Return nothing for each trajectory: it has no tokens."""
+    return [b""] * len(refs)
 
 
 def _filter(config: RunConfig) -> NamedFilter | None:

@@ -8,6 +8,7 @@ rewards              ... rewards of trajectories and turns, and penalties for le
 targets              ... advantages and returns
 policy_update        ... optimizer updates of the policy
 critic               ... optimizer updates of the critic
+skipping             ... updates that no rank makes, and what is at fault
 learning_rate        ... the learning rate of a step
 publishing           ... weights to the engines
 reward_model       the rank that trains a reward model

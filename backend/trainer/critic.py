@@ -14,6 +14,7 @@ from slipstream.backend.megatron.trained import Trained
 from slipstream.backend.objective.value import value_loss
 from slipstream.backend.trainer.learning_rate import learning_rate
 from slipstream.backend.trainer.prepared import PreparedMicroBatch
+from slipstream.backend.trainer.skipping import Faults, SkippedUpdates, add_faults
 from slipstream.bridge.model.spec import ModelSpec, value_spec
 from slipstream.configs.schema import ActorConfig, CriticConfig
 
@@ -45,14 +46,23 @@ class Critic:
         """Return values [M] of every micro-batch; None except on the last pipeline stage."""
         return self._model.values(microbatches)
 
-    def update(self, minibatches: Sequence[Sequence[PreparedMicroBatch]], step: int) -> "CriticStatistics":
-        """Make one optimizer update for each mini-batch, on the mean of ``value_loss`` over its tokens."""
+    def update(
+        self, minibatches: Sequence[Sequence[PreparedMicroBatch]], step: int, skipped: SkippedUpdates
+    ) -> "CriticStatistics":
+        """Make one optimizer update for each mini-batch, on the mean of ``value_loss`` over its tokens.
+
+        Updates that are not finite are left out, and added to ``skipped``.
+        """
         lr = self._learning_rate(step)
         statistics = CriticStatistics(lr)
-        for minibatch in minibatches:
+        for number, minibatch in enumerate(minibatches):
             heads = [partial(self._loss, item) for item in minibatch]
             update = self.trained.update(self._model, [item.micro for item in minibatch], heads, lr)
-            statistics.add_update(update.results, update.grad_norm)
+            if update.succeeded:
+                statistics.add_update(update.results, update.grad_norm)
+            else:
+                statistics.add_skipped()
+                skipped.add("critic", number, self.trained, _faults(minibatch))
         self.trained.gather()
         return statistics
 
@@ -80,12 +90,26 @@ class Critic:
         return loss_M.sum(), self._model.count(item.micro), sums
 
 
+def _faults(minibatch: Sequence[PreparedMicroBatch]) -> Faults:
+    """Return the trajectories of this rank with numbers that are not finite."""
+    faults: Faults = {}
+    for item in minibatch:
+        targets = item.targets
+        inputs = {
+            "value": item.scores.value_M,
+            "return": targets.return_M if targets is not None else None,
+        }
+        add_faults(faults, item.micro.trajectory_M, inputs)
+    return faults
+
+
 class CriticStatistics:
     """Collects the statistics of a training step's updates of the critic."""
 
     def __init__(self, lr: float) -> None:
         self._sums: Tensor | None = None
         self._grad_norms: list[float] = []
+        self._skipped = 0
         self._lr = lr
 
     def add_update(self, results: Sequence[Tensor], grad_norm: float) -> None:
@@ -94,14 +118,20 @@ class CriticStatistics:
             self._sums = sums if self._sums is None else self._sums + sums
         self._grad_norms.append(grad_norm)
 
+    def add_skipped(self) -> None:
+        """Count an update that no rank has made."""
+        self._skipped += 1
+
     def reduced(self, group: dist.ProcessGroup) -> dict[str, float]:
         """Return the metrics of the step. Collective over ``group``, the last stage's data-parallel ranks."""
-        assert self._sums is not None
+        metrics = {"critic/lr": self._lr, "critic/skipped_updates": float(self._skipped)}
+        if self._sums is None:
+            return metrics
         dist.all_reduce(self._sums, group=group)
         tokens, loss, clipped, value, returns, square, error = self._sums.tolist()
         tokens = max(tokens, 1.0)
         variance = square / tokens - (returns / tokens) ** 2
-        return {
+        return metrics | {
             "critic/loss": loss / tokens,
             "critic/clip_fraction": clipped / tokens,
             "critic/value_mean": value / tokens,
@@ -109,5 +139,4 @@ class CriticStatistics:
             # 1: the values explain all of the returns' variance; 0: none. Undefined for equal returns.
             "critic/explained_variance": 1 - error / tokens / variance if variance > 1e-12 else float("nan"),
             "critic/grad_norm": sum(self._grad_norms) / len(self._grad_norms),
-            "critic/lr": self._lr,
         }

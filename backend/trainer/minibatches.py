@@ -1,14 +1,14 @@
-"""A batch as this rank's micro-batches, grouped by optimizer update."""
+"""A batch as this rank's micro-batches, grouped by optimizer update, and which are scored beforehand."""
 
 import numpy as np
 
 from slipstream.backend.batch.flops import forward_flops
 from slipstream.backend.batch.micro_batch import MicroBatch, assemble
-from slipstream.backend.batch.packing import balance, schedule
+from slipstream.backend.batch.packing import balance, schedule, split_minibatches
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.objective.averaging import token_shares
 from slipstream.bridge.model.geometry import Geometry
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import ActorConfig, RunConfig
 
 
 def microbatches_of(
@@ -32,7 +32,7 @@ def microbatches_of(
         ranks=actor.parallel.data,
         multiple=actor.parallel.microbatch_multiple,
         budget=budget - budget % multiple,
-        rng=np.random.default_rng((config.run.seed, step)),
+        rng=_draw(config, step),
     )
     # Means are over the mini-batch on all ranks, not over the part that one of them holds.
     share_N = np.zeros(len(tokens_N), np.float32)
@@ -46,3 +46,29 @@ def microbatches_of(
     microbatches = [[assembled(pack) for pack in minibatch[rank]] for minibatch in plan]
     quality = balance(plan, length_N, cost_N, budget)
     return microbatches, {"packing/fill": quality.fill, "packing/imbalance": quality.imbalance}
+
+
+def first_recomputed(actor: ActorConfig) -> int:
+    """Return the number of the first mini-batch with a forward pass for its proximal log-probs.
+
+    All later ones have one too; ``actor.minibatches``: none has. The training pass of mini-batch 0 gives
+    these log-probs itself: no update comes before it, and there is no dropout. It comes too late only where
+    advantages depend on them.
+    """
+    if not actor.recompute_logprobs:
+        return actor.minibatches
+    in_advantages = actor.teacher is not None or (actor.kl is not None and actor.kl.where == "reward")
+    return 0 if in_advantages else 1
+
+
+def is_recomputed(config: RunConfig, trajectories: int, step: int) -> np.ndarray:
+    """Return which trajectories of a batch have a forward pass for their proximal log-probs, bool [N]."""
+    drawn = split_minibatches(trajectories, config.actor.minibatches, _draw(config, step))
+    is_recomputed_N = np.ones(trajectories, np.bool_)
+    for places in drawn[: first_recomputed(config.actor)]:
+        is_recomputed_N[places] = False
+    return is_recomputed_N
+
+
+def _draw(config: RunConfig, step: int) -> np.random.Generator:
+    return np.random.default_rng((config.run.seed, step))

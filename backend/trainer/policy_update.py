@@ -1,6 +1,7 @@
 """The optimizer updates of the policy: from a micro-batch's hidden states to its loss and statistics."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from slipstream.backend.objective.correction import interpolated_logp
 from slipstream.backend.objective.losses import Tokens, token_losses
 from slipstream.backend.objective.statistics import StepStatistics, token_statistics
 from slipstream.backend.trainer.prepared import PreparedMicroBatch
+from slipstream.backend.trainer.skipping import Faults, SkippedUpdates, add_faults
 from slipstream.configs.schema import ActorConfig
 
 if TYPE_CHECKING:  # Megatron can only be imported once the rank has joined its groups
@@ -18,29 +20,55 @@ if TYPE_CHECKING:  # Megatron can only be imported once the rank has joined its 
     from slipstream.backend.megatron.trained import Trained
 
 
+@dataclass(frozen=True)
+class MicroBatchResult:
+    """Results of a micro-batch's loss, without gradient."""
+
+    statistics: dict[str, Tensor]
+    logp_M: Tensor
+    loss_M: Tensor
+
+
 def update_policy(
     trained: "Trained",
     policy: "LanguageModel",
     minibatches: Sequence[Sequence[PreparedMicroBatch]],
     actor: ActorConfig,
+    skipped: SkippedUpdates,
     *,
     temperature: float,
     lr: float,
 ) -> StepStatistics:
-    """Make one optimizer update for each mini-batch, and return the statistics of all of them."""
-    statistics = StepStatistics()
-    for minibatch in minibatches:
-        heads = [partial(_loss, policy, actor, temperature, item) for item in minibatch]
+    """Make one optimizer update for each mini-batch, and return the statistics of all of them.
+
+    Updates that are not finite are left out, and added to ``skipped``.
+    """
+    statistics = StepStatistics(lr)
+    for number, minibatch in enumerate(minibatches):
+        loss = partial(_loss, policy, actor, temperature, number == 0)
+        heads = [partial(loss, item) for item in minibatch]
         update = trained.update(policy, [item.micro for item in minibatch], heads, lr)
-        statistics.add_update(update.results, grad_norm=update.grad_norm, lr=lr, succeeded=update.succeeded)
+        if update.succeeded:
+            statistics.add_update([result.statistics for result in update.results], update.grad_norm)
+        else:
+            statistics.add_skipped()
+            skipped.add("policy", number, trained, _faults(minibatch, update.results))
     trained.gather()
     return statistics
 
 
 def _loss(
-    policy: "LanguageModel", actor: ActorConfig, temperature: float, item: PreparedMicroBatch, hidden: Tensor
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the sum of token losses, the number of tokens, and the statistics of a micro-batch."""
+    policy: "LanguageModel",
+    actor: ActorConfig,
+    temperature: float,
+    is_first: bool,
+    item: PreparedMicroBatch,
+    hidden: Tensor,
+) -> tuple[Tensor, Tensor, MicroBatchResult]:
+    """Return the sum of token losses, the number of tokens, and further results of a micro-batch.
+
+    ``is_first``: no update of the step comes before.
+    """
     micro, scores, targets = item.micro, item.scores, item.targets
     assert targets is not None  # only the last stage, which has targets, computes a loss
     logp_M, entropy_M = policy.logprob_and_entropy(
@@ -50,6 +78,9 @@ def _loss(
     proximal_M = scores.proximal_M
     if actor.interpolate_logprobs:
         proximal_M = interpolated_logp(logp_M, behaviour_M, lag_M)
+    elif actor.recompute_logprobs and proximal_M is None:
+        assert is_first  # the weights are still those that the step starts from
+        proximal_M = logp_M.detach()
     tokens = Tokens(
         logp_M=logp_M,
         behaviour_logp_M=behaviour_M,
@@ -78,4 +109,26 @@ def _loss(
         recomputed=actor.recompute_logprobs,
         weight_cap=actor.correction.weight_cap if actor.use_decoupled_loss else None,
     )
-    return total, policy.count(micro), measured
+    return total, policy.count(micro), MicroBatchResult(measured, logp_M.detach(), loss.loss_T.detach())
+
+
+def _faults(minibatch: Sequence[PreparedMicroBatch], results: Sequence[MicroBatchResult]) -> Faults:
+    """Return the trajectories of this rank with numbers that are not finite.
+
+    ``results`` is empty except on the last pipeline stage, whose ranks know everything.
+    """
+    faults: Faults = {}
+    for item in minibatch:
+        scores, targets = item.scores, item.targets
+        inputs = {
+            "behaviour log-prob": item.micro.behaviour_logp_M,
+            "proximal log-prob": scores.proximal_M,
+            "reference log-prob": scores.reference_M,
+            "teacher log-prob": scores.teacher_M,
+            "value": scores.value_M,
+            "advantage": targets.advantage_M if targets is not None else None,
+        }
+        add_faults(faults, item.micro.trajectory_M, inputs)
+    for item, result in zip(minibatch, results, strict=False):
+        add_faults(faults, item.micro.trajectory_M, {"log-prob": result.logp_M, "loss": result.loss_M})
+    return faults

@@ -16,7 +16,8 @@ class Scores:
     """
 
     proximal_M: Tensor | None
-    """Log-probs under the policy that the step starts from."""
+    """Log-probs under the policy that the step starts from. Also None where the training pass gives them: in
+    the first mini-batch, unless advantages depend on them."""
     reference_M: Tensor | None
     teacher_M: Tensor | None
     value_M: Tensor | None

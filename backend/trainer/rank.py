@@ -2,13 +2,15 @@
 
 TrainBatch        the trajectories of one step
     |             packed into micro-batches, this rank's of every mini-batch      minibatches
-    |             forward passes: proximal, reference and teacher log-probs,
-    |             the critic's values                                             scoring
+    |             forward passes: proximal log-probs (not of the first
+    |             mini-batch, whose update gives them), reference and teacher
+    |             log-probs, the critic's values                                  scoring
 Scores
     |             rewards, penalties and scores become advantages and returns     targets
 Targets
     |             one optimizer update of the policy per mini-batch               policy_update
     |             one optimizer update of the critic per mini-batch               critic
+    |             updates that are not finite: left out on all ranks, and named   skipping
     |             the average reference takes in the new policy                   scoring
 metrics
 """
@@ -25,15 +27,18 @@ import torch.distributed as dist
 
 from slipstream.backend.batch.flops import forward_flops
 from slipstream.backend.batch.micro_batch import MicroBatch, assemble
+from slipstream.backend.batch.skipped import SkippedUpdate
 from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch, check_staleness
 from slipstream.backend.megatron.export_plan import export_plan
+from slipstream.backend.megatron.finite import require_finite
 from slipstream.backend.megatron.parallel import RankSpec, initialize
 from slipstream.backend.trainer.checkpointed_rank import CheckpointedRank
 from slipstream.backend.trainer.learning_rate import learning_rate
-from slipstream.backend.trainer.minibatches import microbatches_of
+from slipstream.backend.trainer.minibatches import is_recomputed, microbatches_of
 from slipstream.backend.trainer.policy_update import update_policy
 from slipstream.backend.trainer.prepared import PreparedMicroBatch, Scores, Targets, prepared
 from slipstream.backend.trainer.publishing import make_publisher, publish_to
+from slipstream.backend.trainer.skipping import SkippedUpdates
 from slipstream.backend.trainer.targets import find_targets
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.bucket import FlatBucket
@@ -65,6 +70,8 @@ class TrainerRank(CheckpointedRank):
 
         self._groups = groups.groups
         self._reports = groups.reports()
+        self._skipped = SkippedUpdates(self._reports)
+        self._require_finite = partial(require_finite, device=self._device)
         self._spec = model_spec(config.model.path)
         dtype = getattr(torch, config.model.dtype)
         actor = config.actor
@@ -109,9 +116,10 @@ class TrainerRank(CheckpointedRank):
         would be trained on.
         """
         check_staleness(batch, self._config.rollout.max_head_offpolicyness)
+        self._skipped.begin(batch)
         minibatches, metrics = self.microbatches(batch)
         microbatches = list(chain.from_iterable(minibatches))
-        scores = self._scorers.score(self._policy, microbatches)
+        scores = self._scorers.score(self._policy, minibatches)
         targets = self._targets(batch, microbatches, scores)
         inputs = prepared(minibatches, scores, targets)
         metrics |= self._work_of(batch)
@@ -120,6 +128,10 @@ class TrainerRank(CheckpointedRank):
         self._scorers.follow(self._parameters)
         self.step += 1
         return metrics if self._reports else None
+
+    def skipped_updates(self) -> list[SkippedUpdate] | None:
+        """Return the updates that the last step has skipped, on the reporting rank, None elsewhere."""
+        return self._skipped.reported()
 
     def microbatches(self, batch: TrainBatch) -> tuple[list[list[MicroBatch]], dict[str, float]]:
         """Return this rank's micro-batches in its present step, as ``microbatches_of`` does."""
@@ -136,8 +148,9 @@ class TrainerRank(CheckpointedRank):
     def _work_of(self, batch: TrainBatch) -> dict[str, float]:
         """Return how much a step computes and trains, on all ranks together."""
         length_N = np.array([len(trajectory.tokens_T) for trajectory in batch.trajectories])
-        passes = 3 + self._config.actor.recompute_logprobs  # a backward pass counts as two forward passes
-        flops = passes * float(forward_flops(self._spec.geometry, length_N).sum())
+        # A backward pass counts as two forward passes.
+        passes_N = 3 + is_recomputed(self._config, len(length_N), self.step)
+        flops = float(passes_N @ forward_flops(self._spec.geometry, length_N))
         tokens = float(sum(trajectory.response_length for trajectory in batch.trajectories))
         return {"train/tflop": flops / 1e12, "train/tokens": tokens}
 
@@ -151,6 +164,7 @@ class TrainerRank(CheckpointedRank):
             self._policy,
             inputs,
             self._config.actor,
+            self._skipped,
             temperature=self._config.rollout.sampling.temperature,
             lr=self._learning_rate(self.step),
         )
@@ -163,7 +177,7 @@ class TrainerRank(CheckpointedRank):
         critic = self._scorers.critic
         if critic is None:
             return {}
-        statistics = critic.update(inputs, self.step)
+        statistics = critic.update(inputs, self.step, self._skipped)
         if not self._groups.is_pipeline_last_stage():
             return {}
         return statistics.reduced(self._groups.get_data_parallel_group())
@@ -201,7 +215,11 @@ class TrainerRank(CheckpointedRank):
     # ---- the weights' way out
 
     def publish(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport | None:
-        """Send the weights to ``engines`` as ``version``. Return the report on the sender, None elsewhere."""
+        """Send the weights to ``engines`` as ``version``. Return the report on the sender, None elsewhere.
+
+        Raises NotFinite on every rank, before anything is sent, unless all weights are finite.
+        """
+        self._require_finite("the weights of the policy", self._parameters)
         buckets = self._export()
         if dist.get_rank() != SENDER:
             for _ in buckets:  # iterating sends this rank's parts
@@ -213,7 +231,8 @@ class TrainerRank(CheckpointedRank):
         return asyncio.run(publish_to(self._publisher, version, engines, buckets))
 
     def export_hf(self, folder: Path) -> None:
-        """Write the present weights as an HF checkpoint directory."""
+        """Write the present weights as an HF checkpoint directory. Raises NotFinite as ``publish`` does."""
+        self._require_finite("the weights of the policy", self._parameters)
         write_hf(self._export(), self._spec.path, folder)
 
     def _export(self) -> Iterator[FlatBucket | None]:

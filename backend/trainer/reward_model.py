@@ -15,13 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.backend.batch.micro_batch import MicroBatch
+from slipstream.backend.batch.skipped import SkippedUpdate
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.export_plan import export_plan
+from slipstream.backend.megatron.finite import require_finite
 from slipstream.backend.megatron.parallel import RankSpec, initialize
 from slipstream.backend.objective.value import preference_loss
 from slipstream.backend.trainer.checkpointed_rank import CheckpointedRank
 from slipstream.backend.trainer.learning_rate import learning_rate
 from slipstream.backend.trainer.minibatches import microbatches_of
+from slipstream.backend.trainer.skipping import Faults, SkippedUpdates, add_faults
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.files import write_hf
 from slipstream.bridge.model.spec import value_spec
@@ -47,6 +50,8 @@ class RewardModelRank(CheckpointedRank):
 
         self._groups = groups.groups
         self._reports = groups.reports()
+        self._skipped = SkippedUpdates(self._reports)
+        self._require_finite = partial(require_finite, device=device)
         self._spec = value_spec(model_spec(config.model.path))
         dtype = getattr(torch, config.model.dtype)
         parts = model.build_model(self._spec, actor, dtype, device, seed=config.run.seed)
@@ -64,29 +69,45 @@ class RewardModelRank(CheckpointedRank):
         )
 
     def train(self, batch: TrainBatch) -> dict[str, float] | None:
-        """Make one optimizer update. Return its metrics on the reporting rank, None elsewhere."""
+        """Make one optimizer update. Return its metrics on the reporting rank, None elsewhere.
+
+        An update that is not finite is left out on all ranks, and counted.
+        """
+        self._skipped.begin(batch)
         rank = self._groups.get_data_parallel_rank()
         [microbatches], metrics = microbatches_of(
             self._config, self._spec.geometry, batch, self.step, rank=rank
         )
         values = self._model.evaluate(microbatches, self._values_of)
         gradient_N: Tensor | None = None
+        of_pairs: dict[str, float] = {}
         if self._groups.is_pipeline_last_stage():
             gradient_N, of_pairs = self._gradient(batch, microbatches, values)
-            metrics |= of_pairs
         optimizer = self._config.actor.optimizer
         lr = learning_rate(optimizer, self.step, run_steps=self._config.run.steps)
         heads = [partial(self._loss, micro, gradient_N) for micro in microbatches]
         update = self._trained.update(self._model, microbatches, heads, lr)
         self._trained.gather()
-        metrics["train/grad_norm"] = update.grad_norm
+        if update.succeeded:
+            metrics |= of_pairs | {"train/grad_norm": update.grad_norm}
+        else:
+            self._skipped.add("reward model", 0, self._trained, _faults(microbatches, values))
+        metrics["train/skipped_updates"] = float(not update.succeeded)
         metrics["train/lr"] = lr
         metrics["train/tokens"] = float(sum(len(trajectory.tokens_T) for trajectory in batch.trajectories))
         self.step += 1
         return metrics if self._reports else None
 
+    def skipped_updates(self) -> list[SkippedUpdate] | None:
+        """Return the updates that the last step has skipped, on the reporting rank, None elsewhere."""
+        return self._skipped.reported()
+
     def export_hf(self, folder: Path) -> None:
-        """Write the model as an HF checkpoint for sequence classification with one label."""
+        """Write the model as an HF checkpoint for sequence classification with one label.
+
+        Raises NotFinite on every rank, before anything is written, unless all weights are finite.
+        """
+        self._require_finite("the weights of the reward model", self._parameters)
         buckets = export(self._plan, self._parameters, dist.get_rank())
         if write_hf(buckets, self._spec.path, folder):
             file = folder / "config.json"
@@ -126,6 +147,14 @@ class RewardModelRank(CheckpointedRank):
         count = torch.tensor(len(value), dtype=torch.int, device=value.device)
         # Megatron divides by the completions of all ranks; the gradient is of the mean over pairs already.
         return total * len(gradient_N), count, None
+
+
+def _faults(microbatches: Sequence[MicroBatch], values: Sequence[Tensor | None]) -> Faults:
+    """Return the trajectories of this rank whose values are not finite."""
+    faults: Faults = {}
+    for micro, value in zip(microbatches, values, strict=True):
+        add_faults(faults, _ends(micro)[1], {"value": value})
+    return faults
 
 
 def _ends(micro: MicroBatch) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,7 @@
 """Scores of a batch by the policy and the models besides it, before it is trained on."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from slipstream.backend.batch.micro_batch import MicroBatch
 from slipstream.backend.megatron.frozen import FrozenModel
 from slipstream.backend.megatron.packed_model import LanguageModel
 from slipstream.backend.trainer.critic import Critic
+from slipstream.backend.trainer.minibatches import first_recomputed
 from slipstream.backend.trainer.prepared import Scores
 from slipstream.bridge.families import model_spec
 from slipstream.configs.schema import AverageReference, RunConfig
@@ -39,18 +41,30 @@ class Scorers:
         """The reference that follows the policy, which is part of the trainer's state."""
         return self._reference if self._decay is not None else None
 
-    def score(self, policy: LanguageModel, microbatches: Sequence[MicroBatch]) -> list[Scores]:
+    def score(self, policy: LanguageModel, minibatches: Sequence[Sequence[MicroBatch]]) -> list[Scores]:
         """Return the scores of each micro-batch, which are empty except on the last pipeline stage."""
         temperature = self._config.rollout.sampling.temperature
+        microbatches = list(chain.from_iterable(minibatches))
         nothing: list[Tensor | None] = [None] * len(microbatches)
 
-        def log_probs(model: LanguageModel | FrozenModel | None) -> list[Tensor | None]:
+        def log_probs(model: FrozenModel | None) -> list[Tensor | None]:
             return model.log_probs(microbatches, temperature) if model is not None else nothing
 
-        proximal = log_probs(policy if self._config.actor.recompute_logprobs else None)
+        proximal = self._proximal(policy, minibatches)
         values = self.critic.values(microbatches) if self.critic is not None else nothing
         by_model = (proximal, log_probs(self._reference), log_probs(self._teacher), values)
         return [Scores(*scores) for scores in zip(*by_model, strict=True)]
+
+    def _proximal(
+        self, policy: LanguageModel, minibatches: Sequence[Sequence[MicroBatch]]
+    ) -> list[Tensor | None]:
+        """Return the proximal log-probs of each micro-batch; None where none are computed beforehand."""
+        first = first_recomputed(self._config.actor)
+        given: list[Tensor | None] = [None] * sum(map(len, minibatches[:first]))
+        recomputed = list(chain.from_iterable(minibatches[first:]))
+        if not recomputed:
+            return given
+        return given + policy.log_probs(recomputed, self._config.rollout.sampling.temperature)
 
     def follow(self, policy: Sequence[Mapping[str, Tensor]]) -> None:
         """Let the average, if there is one, take in the policy's shards after a step."""

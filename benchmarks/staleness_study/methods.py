@@ -47,10 +47,18 @@ SAME_WHEN_FRESH = frozenset({"naive", "decoupled", "unweighted", "interpolated",
 
 @cache
 def config_of(method: str, lr: float) -> RunConfig:
-    """Return the quickstart's recipe with the settings of ``method``, checked like any recipe."""
+    """Return the quickstart's recipe with the settings of ``method``, checked like a synchronous recipe.
+
+    The study ages data itself. For stale data ``unweighted`` is refused, because nothing bounds pi / mu.
+    """
     return load_recipe(
         Path("quickstart"),
-        [*METHODS[method], f"actor.optimizer.lr={lr}", f"rollout.batch_size={BATCH_GROUPS}"],
+        [
+            *METHODS[method],
+            f"actor.optimizer.lr={lr}",
+            f"rollout.batch_size={BATCH_GROUPS}",
+            "rollout.max_head_offpolicyness=0",
+        ],
     )
 
 

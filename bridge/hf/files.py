@@ -1,6 +1,7 @@
 """Read single tensors from an HF checkpoint directory, and write a whole one bucket by bucket."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -65,8 +66,8 @@ def write_hf(buckets: Iterator[FlatBucket | None], source: Path, folder: Path) -
     """Write exported buckets as an HF checkpoint directory, with the config and tokenizer of ``source``.
 
     Each bucket becomes one safetensors file. The directory is made under a temporary name and renamed when
-    it is complete. A rank that is not the sender gets no buckets and writes nothing; it iterates so that its
-    shards are sent. Returns the bytes of the tensors; 0 on such a rank.
+    it is complete and on disk. A rank that is not the sender gets no buckets and writes nothing; it iterates
+    so that its shards are sent. Returns the bytes of the tensors; 0 on such a rank.
     """
     partial = folder.with_name(f".{folder.name}.partial")
     dtype = None
@@ -91,12 +92,24 @@ def write_hf(buckets: Iterator[FlatBucket | None], source: Path, folder: Path) -
     (partial / INDEX).write_text(json.dumps(index, indent=2))
     for pattern in _SIDE_FILES:
         for file in source.glob(pattern):
-            shutil.copy(file, partial)
+            shutil.copyfile(file, partial / file.name)  # with the permissions of new files, not its own
     _state_dtype(partial / "config.json", dtype)
+    for path in (*partial.iterdir(), partial):
+        _sync(path)
     if folder.exists():
         shutil.rmtree(folder)
     partial.rename(folder)
+    _sync(folder.parent)
     return total
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _state_dtype(config: Path, dtype: torch.dtype) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.bridge.hf.bucket import FlatBucket
-from slipstream.bridge.shards.plan import SENDER, ExportPlan, Part
+from slipstream.bridge.shards.plan import SENDER, ExportPlan, TensorPart
 
 Parameters = Sequence[Mapping[str, Tensor]]
 """Shards of one rank by name, for each of its model chunks."""
@@ -61,7 +61,7 @@ def export(
         yield FlatBucket(bucket.hf_names, bucket.hf_shapes, flat, last)
 
 
-def _send(parts: Sequence[Part], parameters: Parameters, group: dist.ProcessGroup | None) -> None:
+def _send(parts: Sequence[TensorPart], parameters: Parameters, group: dist.ProcessGroup | None) -> None:
     """Send this rank's parts of one round."""
     messages: list[Tensor] = []
     small: list[Tensor] = []
@@ -76,7 +76,7 @@ def _send(parts: Sequence[Part], parameters: Parameters, group: dist.ProcessGrou
 
 
 def _receive(
-    parts: Sequence[Part],
+    parts: Sequence[TensorPart],
     parameters: Parameters,
     flat: Tensor,
     staging: Tensor,
@@ -147,7 +147,7 @@ def _start(operations: list[dist.P2POp]) -> list[dist.Work]:
     return dist.batch_isend_irecv(operations) if operations else []
 
 
-def _wait(operations: list[dist.P2POp], works: list[dist.Work], parts: Sequence[Part]) -> None:
+def _wait(operations: list[dist.P2POp], works: list[dist.Work], parts: Sequence[TensorPart]) -> None:
     """Wait for each transfer, at most as long as the process group's time-out."""
     for number, work in enumerate(works):
         try:

@@ -84,7 +84,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """The piece of one HF tensor that one rank holds, and its destination."""
 
     entry: Entry
@@ -113,7 +113,7 @@ class ExportPlan:
     bucket_numel: int
     """Largest number of elements of a bucket, unless a single parameter has more."""
 
-    def parts(self, bucket: Bucket) -> Iterator[Part]:
+    def parts(self, bucket: Bucket) -> Iterator[TensorPart]:
         """Yield the parts in the order in which both sides process them."""
         offset = 0
         for entry in bucket.entries:
@@ -121,12 +121,12 @@ class ExportPlan:
             offsets = list(accumulate(map(prod, shapes), initial=offset))
             for owner, pieces in self._owners(entry):
                 for piece in pieces:
-                    yield Part(entry, owner, piece, shapes[piece.hf], offsets[piece.hf])
+                    yield TensorPart(entry, owner, piece, shapes[piece.hf], offsets[piece.hf])
             offset = offsets[-1]
 
-    def rounds(self, bucket: Bucket) -> Iterator[list[Part]]:
+    def rounds(self, bucket: Bucket) -> Iterator[list[TensorPart]]:
         """Yield the parts in groups whose staged parts fit into the staging memory."""
-        parts: list[Part] = []
+        parts: list[TensorPart] = []
         staged = 0
         for part in self.parts(bucket):
             if part.owner != SENDER and not part.in_place:

@@ -7,6 +7,7 @@
     delta        sends what changed to the engines' replicas  every engine reads its replica
 
 Each type is a module with a ``publish.publisher.Transport``. ``distributed`` builds on ``engine_group`` (the
-members) and ``rendezvous`` (the process group). ``delta`` builds on ``patches`` (the format of what changed)
-and ``replica`` (the copy of the weights beside an engine, which runs in the engine's server).
+members), ``rendezvous`` (the process group) and ``store`` (where it meets). ``delta`` builds on ``patches``
+(the format of what changed) and ``replica`` (the copy of the weights beside an engine, which runs in the
+engine's server).
 """

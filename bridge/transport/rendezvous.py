@@ -22,12 +22,14 @@ from torch.distributed.distributed_c10d import (
     _world,  # pyright: ignore[reportPrivateUsage]
 )
 
+from slipstream.bridge.transport.store import join_store, serve_store
+
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
 
 class Rendezvous:
-    """The meeting point of one group: a store on a free port of ``address``.
+    """The meeting point of one group: a store on a free port of ``address``, and of no other address.
 
     It must outlive the group. Closing it makes every process that still waits in it fail at once, on any
     machine. This is how a group is called off when a member will never join.
@@ -36,20 +38,17 @@ class Rendezvous:
     def __init__(self, address: str, world_size: int, timeout_s: float) -> None:
         self.address = address
         self.world_size = world_size
-        self._timeout = timedelta(seconds=timeout_s)
-        self._server: TCPStore | None = self._store(0, is_master=True)
+        self._timeout_s = timeout_s
+        self._server: TCPStore | None = serve_store(address, 0, world_size, timeout_s, wait=False)
         self.port: int = self._server.port
 
     def connect(self) -> TCPStore:
         """Return a connection to the store. It does not keep the store open, and fails when it closes."""
-        return self._store(self.port, is_master=False)
+        return join_store(self.address, self.port, self.world_size, self._timeout_s, wait=False)
 
     def close(self) -> None:
         """Close the store, by dropping the last reference to it."""
         self._server = None
-
-    def _store(self, port: int, *, is_master: bool) -> TCPStore:
-        return TCPStore(self.address, port, self.world_size, is_master, self._timeout, wait_for_workers=False)
 
 
 class BroadcastFailed(RuntimeError):

@@ -85,6 +85,15 @@ SGLANG_OWNED: Mapping[str, str] = {
         "host port nccl_port dist_init_addr nnodes node_rank base_gpu_id gpu_id_step",
         "Slipstream places the engines and chooses their addresses",
     ),
+    **_all(
+        "api_key admin_api_key",
+        "every start of an engine draws a key of its own, which Slipstream's clients send",
+    ),
+    **_all(
+        "tokenizer_worker_num grpc_port grpc_mode smg_grpc_mode smg_http_sidecar_port sidecar use_ray "
+        "encoder_only",
+        "the engine would answer requests that its key does not protect",
+    ),
     "weight_version": "Slipstream sets this field whenever it publishes a policy version",
     "skip_server_warmup": "Slipstream sets this field, and waits until the engine is healthy instead",
 }

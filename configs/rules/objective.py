@@ -57,20 +57,68 @@ def corrected_once(config: RunConfig) -> Iterator[Violation]:
 
 
 def stale_data_is_bounded(config: RunConfig) -> Iterator[Violation]:
-    actor, correction = config.actor, config.actor.correction
-    if config.rollout.max_head_offpolicyness == 0 or actor.objective.bounded:
+    """Stale data needs a bound on pi / mu. A bound on what one training step changes is not enough.
+
+    A ratio to the proximal policy is exactly 1 at the first update of a step. With ``actor.minibatches: 1``
+    that is the only update, and a clip of this ratio never acts.
+    """
+    if config.rollout.max_head_offpolicyness == 0 or config.actor.objective.against_behaviour:
         return
-    weight_is_capped = actor.use_decoupled_loss and correction.weight_cap is not None
-    token_is_masked = correction.token is not None and correction.token.type == "mask"
-    if not (weight_is_capped or token_is_masked or correction.sequence is not None):
+    if config.actor.use_decoupled_loss:
+        yield from _importance_weight_is_bounded(config)
+    else:
+        yield from _ratio_is_bounded(config)
+
+
+def _importance_weight_is_bounded(config: RunConfig) -> Iterator[Violation]:
+    """The decoupled loss of every token is multiplied by pi_old / mu."""
+    token = config.actor.correction.token
+    if token is not None and token.type == "raw":
+        yield Violation(
+            "actor.correction.token",
+            token.type,
+            f"{_stale(config)}, and nothing bounds the importance weight proximal / behaviour of a token, so "
+            "that a few tokens can decide an update: actor.objective bounds only the ratio current / "
+            "proximal, and actor.correction.sequence only whole sequences; set this to type cap (of any "
+            "actor.correction.token.cap) or mask, or rollout.max_head_offpolicyness to 0",
+        )
+
+
+def _ratio_is_bounded(config: RunConfig) -> Iterator[Violation]:
+    """Without the decoupled loss, the ratio is pi / pi_old if pi_old is recomputed, else pi / mu."""
+    actor, objective = config.actor, config.actor.objective
+    token, sequence = actor.correction.token, actor.correction.sequence
+    if sequence is not None or (token is not None and token.type == "mask"):
+        return
+    if not objective.bounded:
         yield Violation(
             "actor.objective.type",
-            actor.objective.type,
-            f"tokens may be {config.rollout.max_head_offpolicyness} versions old "
-            "(rollout.max_head_offpolicyness), and nothing bounds their effect; choose an objective with a "
-            "trust region such as ppo, or set actor.use_decoupled_loss to true with actor.correction.token "
-            "of type cap or mask, or set actor.correction.sequence, or rollout.max_head_offpolicyness to 0",
+            objective.type,
+            f"{_stale(config)}, and nothing bounds their effect; choose an objective with a trust region, "
+            "such as ppo, or set actor.use_decoupled_loss to true with actor.correction.token of type cap or "
+            "mask, or set actor.correction.sequence, or rollout.max_head_offpolicyness to 0",
         )
+    elif actor.recompute_logprobs:
+        decoupled = "actor.use_decoupled_loss to true, or " if objective.decouples else ""
+        yield Violation(
+            "actor.recompute_logprobs",
+            True,
+            f"{_stale(config)}, and nothing compares the policy with the one that sampled them: the ratio of "
+            f"actor.objective.type: {objective.type} is taken to the recomputed log-probs, so that it is "
+            "exactly 1 at the first update of a training step, where its bound cannot act; with "
+            f"actor.minibatches: {actor.minibatches} that is {_updates(actor.minibatches)}; set {decoupled}"
+            "this to false for a ratio to the behaviour policy, or actor.correction.token to type mask, or "
+            "actor.correction.sequence, or rollout.max_head_offpolicyness to 0",
+        )
+
+
+def _stale(config: RunConfig) -> str:
+    bound = config.rollout.max_head_offpolicyness
+    return f"tokens may be {bound} versions old (rollout.max_head_offpolicyness)"
+
+
+def _updates(minibatches: int) -> str:
+    return "the only one" if minibatches == 1 else f"one of {minibatches}"
 
 
 def token_correction_has_a_weight(config: RunConfig) -> Iterator[Violation]:
@@ -184,6 +232,8 @@ RULES = (
             "actor.objective",
             "actor.correction",
             "actor.use_decoupled_loss",
+            "actor.recompute_logprobs",
+            "actor.minibatches",
             "rollout.max_head_offpolicyness",
         ),
     ),

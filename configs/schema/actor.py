@@ -158,12 +158,13 @@ class ActorConfig(TrainedConfig):
     recompute_logprobs: bool = Field(
         default=True,
         description="Compute the proximal log-probs of a batch with the weights that the training step "
-        "starts from.",
+        "starts from. The first mini-batch needs no forward pass for it: its own training pass gives them.",
     )
     interpolate_logprobs: bool = Field(
         default=False,
         description="Estimate the proximal log-probs instead of computing them, by interpolating between "
-        "behaviour and current log-probs according to lag (A-3PO). Saves a forward pass.",
+        "behaviour and current log-probs according to lag (A-3PO). Saves the forward pass that "
+        "`recompute_logprobs` makes for every mini-batch but the first.",
     )
     advantage: Advantage = Field(
         default="grpo",

@@ -176,7 +176,7 @@ class TokenMask(Section):
 
 
 class TokenRaw(Section):
-    """The importance weight is neither capped nor masked."""
+    """The importance weight is neither capped nor masked. Only for synchronous runs."""
 
     type: Literal["raw"] = "raw"
 

@@ -97,8 +97,9 @@ class JudgingConfig(Section):
     memory_mb: int | None = Field(
         default=4096,
         ge=256,
-        description="Largest heap of a judge process, in MB: beyond it, allocations raise MemoryError. A "
-        "process that still holds three quarters of it between two trajectories is replaced. null: no limit.",
+        description="Largest heap of a judge process, and of each process that it starts, in MB: beyond it, "
+        "allocations raise MemoryError. A process that still holds three quarters of it between two "
+        "trajectories is replaced. null: no limit.",
     )
     start_timeout_s: float = Field(
         default=300,
@@ -198,8 +199,8 @@ class RolloutConfig(Section):
     collector_timeout_s: float = Field(
         default=60,
         gt=0,
-        description="Seconds for which the code of a workflow may compute without awaiting anything. It holds "
-        "up all episodes of its collector meanwhile, which is then ended and started again.",
+        description="Seconds for which the code of a workflow may compute without awaiting anything. It "
+        "holds up all episodes of its collector meanwhile, which is then ended and started again.",
     )
     episode_attempts: int = Field(
         default=3,
@@ -221,7 +222,7 @@ class RolloutConfig(Section):
     )
     reward: Plugin = Field(
         description="Import path of a class with the method `score` of `slipstream.rollout.reward.Reward`, "
-        "which returns the reward of an episode."
+        "which returns the reward of an episode, or of a function with its parameters."
     )
     judging: JudgingConfig = Field(
         default=JudgingConfig(), description="The processes in which the reward runs."

@@ -32,6 +32,31 @@ class RunSection(Section):
     batch_timeout_s: float = Field(
         default=3600, gt=0, description="Seconds to wait for a batch before the run fails."
     )
+    max_skipped_updates: int = Field(
+        default=10,
+        ge=0,
+        description="Number of optimizer updates that one process of the run may skip because a loss or a "
+        "gradient is not finite. One more ends the run.",
+    )
+
+    mode: str = Field(
+        default="0700",
+        pattern=r"^0?7[0-7][0145]$",
+        description="Permissions of the run folder, in octal and in quotes. No file of the run has more. "
+        '`"0750"` lets your group read them. Nobody but your group can be allowed to write.',
+    )
+
+    @property
+    def umask(self) -> int:
+        """Permissions that new files and folders of the run do not get."""
+        return 0o777 & ~int(self.mode, 8)
+
+    lease_s: float = Field(
+        default=30,
+        ge=1,
+        description="Seconds without a sign of life after which another machine may take the run folder "
+        "over. A driver that cannot write to the folder for so long stops.",
+    )
 
     @property
     def folder(self) -> Path:
@@ -62,7 +87,7 @@ class DataConfig(Section):
 
 
 class EvalConfig(Section):
-    """Greedy accuracy on held-out prompts before the first step, during the run and after the last step."""
+    """Mean reward of greedy completions of held-out prompts, before, during and after training."""
 
     path: PathSetting = Field(description="Held-out prompts, in the format of `data.path`.")
     every: int = Field(

@@ -15,6 +15,7 @@ from slipstream.rollout.collect.intake import Assignment, Intake
 from slipstream.rollout.collect.journal import Journal
 from slipstream.rollout.collect.listener import CollectionListener
 from slipstream.rollout.control.core import GroupCounts, Loss, RolloutControl
+from slipstream.rollout.control.quarantine import Quarantine
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.ledger.transaction import Training
 from slipstream.rollout.trajectory import TrajectoryHeader
@@ -67,8 +68,11 @@ class AdmissionGate:
         journal: Journal,
         listener: CollectionListener,
         ready: Iterable[ReadyGroup] = (),
+        failures: Iterable[Sequence[int]] = (),
     ) -> None:
-        """``ready``: groups from before a restart that are ready in ``core`` already."""
+        """``ready``: groups from before a restart that are ready in ``core`` already. ``failures``:
+        as ``Quarantine`` needs them.
+        """
         self._core = core
         self._intake = intake
         self._journal = journal
@@ -76,6 +80,7 @@ class AdmissionGate:
         self._changes = Changes()
         self._ready = {group.id: group for group in ready}
         self._batch = _Batch()
+        self._quarantine = Quarantine(failures)
         self._given_up: list[int] = []
         self._is_ended = False
         self._failures_in_a_row = 0
@@ -202,6 +207,13 @@ class AdmissionGate:
         self._journal.step_begins(version, self._core.version, [group.id for group in self._batch.groups])
         await self._journal.flushed()
 
+    async def step_failed(self, reason: str) -> None:
+        """Write down that the trainer has ended in the step under way."""
+        ids = [group.id for group in self._batch.groups]
+        self._quarantine.failed(ids)
+        self._journal.step_failed(self.next_version, reason)
+        await self._journal.flushed()
+
     @property
     def next_version(self) -> int:
         """Version that the step under way makes."""
@@ -215,6 +227,7 @@ class AdmissionGate:
         self._journal.published(version, trainings)
         for group in self._batch.groups:
             self._intake.ended(group.id)
+        self._quarantine.trained([group.id for group in self._batch.groups])
         self._batch = _Batch()
         self._settle_expired()
         self._notify()
@@ -226,12 +239,32 @@ class AdmissionGate:
             raise StalledRun(
                 f"{self._failures_in_a_row} groups in a row have failed; the last one: {self._last_failure}"
             )
+        self._take_measures()
         batch = self._core.take_batch()
         if self._settle_expired():
             self._notify()
         if batch is None:
             return None
         return [_masked(self._ready.pop(taken.id), taken.stale) for taken in batch]
+
+    def _take_measures(self) -> None:
+        """Keep groups that are believed to kill the trainer out of the next batch, or out of all."""
+        if not self._quarantine.suspects:
+            return
+        for id_ in self._quarantine.suspects:
+            if id_ not in self._ready:  # it has expired, or begins anew: there is nothing to search for
+                self._quarantine.given_up(id_)
+        measures = self._quarantine.measures()
+        for id_ in measures.quarantined:
+            self._core.quarantine(id_)
+            group = self._ready.pop(id_)
+            note = "training steps with this group have ended the trainer"
+            self._lost(id_, Loss.QUARANTINED, group.headers, note)
+            self._listener.note(f"group {id_} is quarantined: {note}")
+            self._quarantine.given_up(id_)
+        self._core.withhold(measures.withheld)
+        if measures.withheld:
+            self._notify()  # they hold no slot now
 
     def _training(self, group: ReadyGroup) -> Training:
         """Return the account of a group that is trained by a step from the present version."""
@@ -259,7 +292,7 @@ class AdmissionGate:
     def _lost(self, id_: int, loss: Loss, trajectories: Sequence[TrajectoryHeader], note: str = "") -> None:
         self._journal.lost(id_, loss, _sampled(trajectories), note)
         self._intake.ended(id_)
-        self._listener.lost(loss, trajectories)
+        self._listener.lost(loss, trajectories, note)
         self._notify()
 
     def _notify(self) -> None:

@@ -2,13 +2,13 @@
 
     slot free ──► lease ──► collector ──► events ──► ledger ──on disk──► gate: ready
                     ▲                        └─ verdict: filtered, failed ──► gate: slot free
-                    └── a collector that is gone: its groups are leased to others first, with all that is recorded
+                    └── a collector is gone: its groups go to others first, with all that is recorded
 
-A group keeps its slot and its version when it changes hands. Only events of its present lease count: what a lost
-collector still sends is void. A group is ready when all of its trajectories are on disk.
+A group keeps its slot and its version when it changes hands. Only events of its present lease count: what a
+lost collector still sends is void. A group is ready when all of its trajectories are on disk.
 
-Leases run ahead of the engines: a collector holds more episodes than its engines may run at one time, so that no
-place on an engine waits for a round trip. That, and the number of slots, is the back-pressure.
+Leases run ahead of the engines: a collector holds more episodes than its engines may run at one time, so that
+no place on an engine waits for a round trip. That, and the number of slots, is the back-pressure.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from slipstream.rollout.collect.journal import Journal
 from slipstream.rollout.collect.listener import CollectionListener
 from slipstream.rollout.control.core import Ticket
 from slipstream.rollout.ledger.database import LedgerError
-from slipstream.rollout.ledger.database import SAMPLES
+from slipstream.rollout.ledger.samples import SAMPLES
 from slipstream.rollout.messages import (
     ANSWERED,
     FILTERED,
@@ -82,7 +82,7 @@ class SampleState:
         """The header of a judged one."""
 
 
-class OpenGroup:
+class LeasedGroup:
     """A group that has a slot and is not complete."""
 
     __slots__ = ("blocks", "collector", "lease", "prompt", "samples", "ticket", "unanswered")
@@ -124,7 +124,7 @@ class Leases:
         listener: CollectionListener,
         share_of: Callable[[str], int],
         samples: int,
-        resumed: Iterable[OpenGroup] = (),
+        resumed: Iterable[LeasedGroup] = (),
     ) -> None:
         """``share_of``: number of requests that a collector may run at one time. ``samples``: episodes of a
         group. ``resumed``: groups from before a restart, which have slots and are leased first.
@@ -166,7 +166,10 @@ class Leases:
         self.grant()
 
     def blocked(self, name: str, id_: int, traceback: str) -> None:
-        """Note that the workflow of a group stands in the way of all others of its collector, which will end."""
+        """Note that the workflow of a group stands in the way of all others of its collector.
+
+        The collector will end by itself.
+        """
         group = self._groups.get(id_)
         if group is None or group.collector != name:
             return
@@ -226,12 +229,12 @@ class Leases:
         target = self._share_of(name) * (1 + AHEAD)
         return collector.generating == 0 or collector.generating + self._samples <= target
 
-    def _admitted(self, assignment: Assignment) -> OpenGroup:
-        group = OpenGroup(assignment.ticket, assignment.prompt, [None] * self._samples)
+    def _admitted(self, assignment: Assignment) -> LeasedGroup:
+        group = LeasedGroup(assignment.ticket, assignment.prompt, [None] * self._samples)
         self._groups[assignment.ticket.id] = group
         return group
 
-    def _lease(self, group: OpenGroup, name: str, collector: _Collector) -> None:
+    def _lease(self, group: LeasedGroup, name: str, collector: _Collector) -> None:
         id_, prior, chunks = group.ticket.id, [], []
         for number, sample in enumerate(group.samples):
             if sample is not None:
@@ -245,7 +248,7 @@ class Leases:
 
     def _prior(
         self,
-        group: OpenGroup,
+        group: LeasedGroup,
         number: int,
         sample: SampleState,
         prior: list[PriorSample],
@@ -267,11 +270,11 @@ class Leases:
         sizes = [(len(chunk), piece) for chunk, (_, piece) in zip(read, pieces, strict=True)]
         prior.append(PriorSample(number, sample.kind, header, sizes))
 
-    def _cancel(self, group: OpenGroup) -> None:
+    def _cancel(self, group: LeasedGroup) -> None:
         if group.lease:
             self._collectors[group.collector].outgoing.cancel(group.ticket.id, group.lease)
 
-    def _end(self, group: OpenGroup) -> None:
+    def _end(self, group: LeasedGroup) -> None:
         """Forget a group whose lease has ended for good."""
         id_ = group.ticket.id
         del self._groups[id_]
@@ -341,7 +344,7 @@ class Leases:
         self._journal.piece(key, event.base, ref, header)
 
     def _complete(
-        self, group: OpenGroup, sample: SampleState, key: int, event: Event, refs: bytes | None
+        self, group: LeasedGroup, sample: SampleState, key: int, event: Event, refs: bytes | None
     ) -> None:
         """Note a whole trajectory, or the reward of one."""
         was_unanswered, sample.kind = sample.kind == PIECE, event.kind
@@ -365,8 +368,12 @@ class Leases:
         self._end(group)
         if verdict.verdict == TRAIN:
             self._journal.ready(verdict.group, sum(header.sampled_length for header in headers))
-            stored = [StoredTrajectory(sample.trajectory, sample.refs) for sample in group.samples]
-            ready.append(ReadyGroup(verdict.group, tuple(stored)))
+            stored = tuple(
+                StoredTrajectory(sample.trajectory, sample.refs)
+                for sample in group.samples
+                if sample is not None and sample.trajectory is not None
+            )
+            ready.append(ReadyGroup(verdict.group, stored))
         elif verdict.verdict == FILTERED:
             self._gate.filtered(verdict.group, headers)
         else:

@@ -29,7 +29,7 @@ class _Open:
         """Collector that works on the question; empty: none does."""
 
 
-class Questions:
+class EvaluationTasks:
     """All evaluation episodes that have not ended. Single event loop."""
 
     def __init__(self) -> None:

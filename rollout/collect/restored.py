@@ -11,7 +11,7 @@ from typing import Protocol
 
 from slipstream.rollout.collect.gate import ReadyGroup, StoredTrajectory
 from slipstream.rollout.collect.intake import PromptSource
-from slipstream.rollout.collect.leases import OpenGroup, SampleState
+from slipstream.rollout.collect.leases import LeasedGroup, SampleState
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.ledger import recovery
 from slipstream.rollout.messages import ANSWERED, JUDGED
@@ -33,7 +33,7 @@ class RestoredGroups:
     """The groups that hold slots again."""
 
     ready: list[ReadyGroup] = field(default_factory=list[ReadyGroup])
-    continued: list[OpenGroup] = field(default_factory=list[OpenGroup])
+    continued: list[LeasedGroup] = field(default_factory=list[LeasedGroup])
     restarted: int = 0
     """Number of groups that are generated again."""
 
@@ -54,9 +54,12 @@ def take_up(
     ledger: Discarding,
     prompts: PromptSource,
     samples: int,
+    *,
+    other_prompts: bool = False,
 ) -> RestoredGroups:
     """Give slots to groups from before a restart, those with the oldest tokens first. Nothing else was
-    admitted to ``control``. ``samples``: episodes of a group. Raises CorruptRecord.
+    admitted to ``control``. ``samples``: episodes of a group. ``other_prompts``: the prompt set has
+    changed, so that groups which are not complete begin again. Raises CorruptRecord.
     """
     restored = RestoredGroups()
     begun: list[_Found] = []
@@ -73,9 +76,9 @@ def take_up(
             if control.restore_ready(id_, found.versions):
                 restored.ready.append(_ready(found))
                 continue
-        elif (ticket := control.restore_open(id_, found.versions)) is not None:
+        elif not other_prompts and (ticket := control.restore_open(id_, found.versions)) is not None:
             prompt = prompts.at(found.group.position)
-            restored.continued.append(OpenGroup(ticket, prompt, found.samples))
+            restored.continued.append(LeasedGroup(ticket, prompt, found.samples))
             control.generating(id_)
             continue
         ledger.discarded(id_, found.tokens)

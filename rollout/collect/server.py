@@ -3,8 +3,8 @@
     GET  /collector/NAME            frames of ``messages`` in both directions, as long as the collector lives
     POST /collector/NAME/blocked    a collector's last words: which group's workflow stands in the way
 
-Every request carries the run's key. Messages to a collector are gathered until its connection takes them. From
-a collector nothing more is read while too many bytes wait for the disk, so that TCP slows it down.
+Every request carries the run's key. Messages to a collector are gathered until its connection takes them.
+From a collector nothing more is read while too many bytes wait for the disk, so that TCP slows it down.
 """
 
 import asyncio
@@ -19,7 +19,8 @@ from aiohttp import WSMsgType, web
 
 from slipstream.rollout.collect.journal import Journal
 from slipstream.rollout.collect.leases import Leases
-from slipstream.rollout.collect.questions import Questions
+from slipstream.rollout.collect.questions import EvaluationTasks
+from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.routing import Routing
 from slipstream.rollout.messages import UP, Down, Lease, MalformedFrame, Question, pack, split
@@ -30,8 +31,8 @@ BACKLOG_BYTES = 256 * 2**20
 """Payload that may wait for the disk before nothing more is read from collectors."""
 
 HEARTBEAT_S = 60.0
-"""Seconds after which a silent connection has ended. A process that dies closes its connection at once; this is
-for nodes and networks that die, and must not take a busy collector for a dead one."""
+"""Seconds after which a silent connection has ended. A process that dies closes its connection at once; this
+is for nodes and networks that die, and must not take a busy collector for a dead one."""
 
 LONGEST_FRAME = 2**31
 """Bytes."""
@@ -103,15 +104,16 @@ class CollectorServer:
     """Serves the collectors of a run. Single event loop."""
 
     def __init__(
-        self, key: str, leases: Leases, questions: Questions, roster: EngineRoster, journal: Journal
+        self, key: Key, leases: Leases, questions: EvaluationTasks, roster: EngineRoster, journal: Journal
     ) -> None:
         """``key``: secret of the run, which collectors show."""
-        self._authorization = f"Bearer {key}".encode()
+        self._authorization = key.header.encode()
         self._leases = leases
         self._questions = questions
         self._roster = roster
         self._journal = journal
         self._connections: dict[str, Connection] = {}
+        self._has_joined = asyncio.Event()
         self._failure: asyncio.Future[None] | None = None
         roster.subscribe(self._routing_changed, self._give_up)
 
@@ -130,6 +132,17 @@ class CollectorServer:
             yield f"http://{host}:{port}"
         finally:
             await runner.cleanup()
+
+    async def first_collector(self, timeout_s: float) -> None:
+        """Wait until a collector has connected. Raises CollectionFailed after ``timeout_s``."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._has_joined.wait()
+        except TimeoutError:
+            raise CollectionFailed(
+                f"no collector has connected within {timeout_s:.0f} s (rollout.engine.start_timeout_s); "
+                "logs/collector-*.log says how far they are"
+            ) from None
 
     async def failed(self) -> None:
         """Wait until handling a message has failed for a reason that is not the collector's. Raises that."""
@@ -167,6 +180,7 @@ class CollectorServer:
             connection.routing_changed()
             self._leases.joined(name, connection)
             self._questions.joined(name, connection)
+            self._has_joined.set()
             await self._receive(name, socket)
         except MalformedFrame as error:
             log.warning("%s is given up: %s", name, error)

@@ -1,7 +1,7 @@
 """Judging as a collector's episodes see it.
 
-    trajectory without a reward ──► text of its last completion ──► judges ──► reward       (a stage of its own)
-    workflow asks for a reward  ──────────────────────────────────► judges ──► reward       (inside the episode)
+    trajectory without a reward ──► text of its last completion ──► judges ──► reward    (a stage of its own)
+    workflow asks for a reward  ──────────────────────────────────► judges ──► reward    (inside the episode)
 
 Judging has attempts and time limits of its own: it never costs a completion, nor the time of an episode.
 """

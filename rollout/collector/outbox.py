@@ -45,7 +45,9 @@ class Outbox:
     nothing that is left here counts any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, flush_s: float = FLUSH_S) -> None:
+        """``flush_s``: longest time that an event waits for others."""
+        self._flush_s = flush_s
         self._next = Up()
         self._payload: list[bytes] = []
         self._bytes = 0
@@ -65,7 +67,7 @@ class Outbox:
             try:
                 async with asyncio.timeout(STATUS_EVERY_S):
                     await self._due.wait()
-                    await asyncio.sleep(FLUSH_S)
+                    await asyncio.sleep(self._flush_s)
             except TimeoutError:
                 pass
             self._due.clear()

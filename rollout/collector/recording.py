@@ -4,8 +4,8 @@
              ──returns───► trajectory       ──► the rest of the record, and a header
 
 A workflow that runs again, in another process, sends the same requests in the same order. A request that was
-complete before is answered from the record, a partial one is continued. When a request differs from the recorded
-one (a tool gave another output), nothing that was recorded from there on is used.
+complete before is answered from the record, a partial one is continued. When a request differs from the
+recorded one (a tool gave another output), nothing that was recorded from there on is used.
 
 As long as every request continues the token ids of the request before and its completion, the record *is* the
 beginning of the trajectory, and every token is sent once. Where a workflow does otherwise (branches, rewrites
@@ -179,6 +179,7 @@ class Recording:
         try:
             await self._engines.generate(input_ids, sampling, completion, grown=grown)
         except asyncio.CancelledError:
+            request.known = len(completion.tokens)
             self._write(request, self._clock())
             raise
         request.known = len(completion.tokens)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.rollout.engine.key import Key
+
 
 @dataclass(frozen=True)
 class CollectorSpec:
@@ -14,7 +16,7 @@ class CollectorSpec:
     """Number of this life, from 0."""
     url: str
     """Where the driver listens."""
-    key: str
+    key: Key
     """Secret of the run."""
     vocab_size: int
     """Number of token ids of the model."""
@@ -25,8 +27,5 @@ class CollectorSpec:
         """Name of this life."""
         return f"{self.collector}.{self.life}"
 
-    def __repr__(self) -> str:
-        return f"CollectorSpec({self.name!r}, {self.url!r})"
-
     def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.key}"}
+        return {"Authorization": self.key.header}

@@ -1,11 +1,12 @@
 """The Ray actor that owns one SGLang server."""
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from slipstream.rollout.engine.process import ReplicaSpec, ServerProcess, ServerSpec
+from slipstream.rollout.engine.process import ReplicaSpec, ServerAccess, ServerProcess, ServerSpec
 from slipstream.rollout.network import free_port
 
 
@@ -16,6 +17,8 @@ class EngineActor:
         self,
         *,
         name: str,
+        run: str,
+        umask: int,
         model_path: str,
         dtype: str,
         device: str,
@@ -30,6 +33,7 @@ class EngineActor:
     ) -> None:
         import ray
 
+        os.umask(umask)
         self._name = name
         self._host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
         self._log_path = Path(log_folder) / f"{name}.log"
@@ -46,13 +50,14 @@ class EngineActor:
             args=args,
             shared_gpus=tuple(shared_gpus),
             replica=replica,
+            label=f"{name}-{run:.20}",
         )
         self._server: ServerProcess | None = None
 
-    async def start(self, version: int) -> str:
+    async def start(self, version: int) -> ServerAccess:
         """Start the server, or start it again, from ``model_path``, whose weights are of ``version``.
 
-        Return its URL once it is healthy. Raises EngineStartError.
+        Return its address and key once it is healthy. Raises EngineStartError.
         """
         await self.stop()
         spec = replace(self._spec, port=free_port(self._host), version=version)
@@ -62,7 +67,7 @@ class EngineActor:
         except BaseException:
             await self.stop()
             raise
-        return self._server.url
+        return self._server.access
 
     async def wait_exit(self) -> int:
         """Wait until the server has ended for any reason, and return its exit code."""

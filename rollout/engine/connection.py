@@ -12,6 +12,8 @@ from typing import Self, cast
 
 import aiohttp
 
+from slipstream.rollout.engine.key import NO_KEY, Key
+
 
 class EngineError(RuntimeError):
     """The server refused a request or sent a malformed reply. The message holds the server's own words."""
@@ -37,6 +39,8 @@ class EngineAddress:
     or while it is paused for an update, so that those times have to fit in."""
     stream_interval: int = 64
     """Tokens between two chunks of a completion."""
+    key: Key = NO_KEY
+    """Secret without which the server refuses every request."""
 
 
 class EngineConnection:
@@ -49,6 +53,7 @@ class EngineConnection:
         self._streams: set[aiohttp.ClientResponse] = set()
         self._session = aiohttp.ClientSession(
             base_url=address.url,
+            headers={"Authorization": address.key.header} if address.key else None,
             timeout=aiohttp.ClientTimeout(total=address.timeout_s),
             # The idle server may just be closing a connection that was kept; a POST on it would look like
             # the loss of the engine.
@@ -79,7 +84,9 @@ class EngineConnection:
         self._check_open(path)
         data, fields = (body, None) if isinstance(body, bytes) else (None, body)
         try:
-            async with self._session.request(method, path, data=data, json=fields) as response:
+            async with self._session.request(
+                method, path, data=data, json=fields, allow_redirects=False
+            ) as response:
                 text = await response.text()
         except TimeoutError as error:
             raise EngineLost(f"{self.name} {path}: no reply within {self.address.timeout_s:.0f} s") from error
@@ -107,7 +114,7 @@ class EngineConnection:
         """
         timeout_s = self.address.timeout_s
         silence = aiohttp.ClientTimeout(sock_connect=timeout_s, sock_read=timeout_s)
-        async with self._session.post(path, json=body, timeout=silence) as response:
+        async with self._session.post(path, json=body, timeout=silence, allow_redirects=False) as response:
             if response.status != 200:
                 raise self._refusal(path, response.status, await response.text())
             self._streams.add(response)

@@ -6,26 +6,80 @@
 adds routes for a copy of the weights to the server (``mount``), and the folder of that copy (``folder``).
 ``temporary`` is an empty folder for temporary files, which is removed at the end.
 
-Standard input is a pipe from the owner. It closes when the owner ends, by kill -9 too, and then the whole
-process group, with the scheduler and detokenizer in it, is killed at once.
+Standard input is a pipe from the owner. Its first line is the key that every request must carry. It closes
+when the owner ends, by kill -9 too, and then the whole process group, with the scheduler and detokenizer in
+it, is killed at once.
 """
 
 import getpass
 import importlib
 import json
 import os
+import socket
 import sys
 import tempfile
 import threading
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from slipstream.rollout.engine.key import Key, KeyRequired
 from slipstream.rollout.engine.leftovers import kill_group
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+STORE_TIMEOUT = timedelta(minutes=30)
+"""Torch's own patience with the other ranks of a process group."""
+
+
+def _read_key() -> Key:
+    """Read the first line of standard input, and not a byte more."""
+    line = bytearray()
+    while (byte := os.read(0, 1)) not in (b"", b"\n"):
+        line += byte
+    return Key(line.decode())
 
 
 def _die_with_owner(leftovers: list[Path]) -> None:
     while os.read(0, 1):
         """Nothing is ever sent: read returns at the end of the file."""
     kill_group(os.getpgid(0), leftovers)
+
+
+def _require_key(key: Key) -> None:
+    """Enclose the whole server, with everything that SGLang adds to it later."""
+    from sglang.srt.entrypoints.http_server import app
+
+    build = app.build_middleware_stack
+    app.build_middleware_stack = lambda: KeyRequired(build(), key)
+
+
+def _open_store() -> "TCPStore":
+    """Open the store in which the server's processes find each other, on loopback: they share a node.
+
+    Left to itself, SGLang opens one on every interface of the machine. The store lives as long as the object
+    that is returned.
+    """
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    address, port = listener.getsockname()
+    os.environ |= {
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        timeout=STORE_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _add_routes(mount: str, folder: str) -> None:
@@ -36,9 +90,16 @@ def _add_routes(mount: str, folder: str) -> None:
 
 
 def _use_for_temporary_files(folder: str) -> None:
-    """Set the temporary folder before it is first used. The cache of torch's compiler stays where it is."""
+    """Set the temporary folder before it is first used.
+
+    The cache of torch's compiler stays where torch has it, unless another user has made a folder of that
+    name: what is in the cache is executed.
+    """
     compiled = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+    with suppress(FileExistsError):
+        compiled.mkdir(mode=0o700)
+    if compiled.lstat().st_uid == os.geteuid():
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
@@ -47,6 +108,7 @@ def main() -> None:
     replica = settings["replica"]
     leftovers = [Path(settings["temporary"]), *([Path(replica["folder"])] if replica else [])]
     _use_for_temporary_files(settings["temporary"])
+    key = _read_key()
     threading.Thread(target=_die_with_owner, args=(leftovers,), name="die-with-owner", daemon=True).start()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
@@ -54,10 +116,14 @@ def main() -> None:
 
     if replica:
         _add_routes(**replica)
+    _require_key(key)
+    store = _open_store()
     try:
-        run_server(ServerArgs(**settings["server"]))
+        # SGLang needs the key as well, because it calls some of its own routes.
+        run_server(ServerArgs(**settings["server"], **{"api_key": key}))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+        del store
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import shutil
 import signal
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -39,9 +40,52 @@ def shared_memory_of(processes: Iterable[int]) -> set[Path]:
     return mapped
 
 
-def segments_of_torch(process: int) -> set[Path]:
-    """Return the files in /dev/shm that torch.multiprocessing has made in a process, found by their names."""
-    return set(_SHARED_MEMORY.glob(f"torch_{process}_*"))
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """Tells a process from every other one, on any machine and at any time: ids are used again."""
+
+    machine: str
+    """Boot of the kernel and namespace in which ``pid`` is counted."""
+    pid: int
+    started: int
+    """Start of the process, in clock ticks since the boot."""
+
+
+def this_process() -> ProcessIdentity:
+    """Return the identity of the calling process."""
+    started = _start_of(os.getpid())
+    assert started is not None
+    return ProcessIdentity(_machine(), os.getpid(), started)
+
+
+def segments_of_torch(process: ProcessIdentity) -> set[Path]:
+    """Return the files in /dev/shm that torch.multiprocessing has made in a process of this machine.
+
+    They are known by the process's id in their names. There are none when the process is of another machine,
+    or when another one has its id now. There, torch's own manager removes them, two seconds after the end of
+    the process.
+    """
+    if process.machine != _machine() or _start_of(process.pid) not in (None, process.started):
+        return set()
+    files: set[Path] = set()
+    for path in _SHARED_MEMORY.glob(f"torch_{process.pid}_*"):
+        with suppress(FileNotFoundError):
+            if path.stat().st_uid == os.geteuid():
+                files.add(path)
+    return files
+
+
+def _machine() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _start_of(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since the boot; None if there is no such process."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
 
 
 def unlink(segments: Iterable[Path]) -> None:

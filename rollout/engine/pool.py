@@ -152,8 +152,7 @@ class EnginePool:
         self._engines = {serving.address.name: self._engine(serving) for serving in routing.engines}
         for engine in before.values():
             if self._engines.get(engine.name) is not engine:
-                engine.lost = engine.lost or "the driver has given it up"
-                self._close(engine)
+                self._close(engine, "the driver has given it up")
         if routing.held != self.held:
             self.held = routing.held
             if self._on_held is not None:
@@ -162,9 +161,9 @@ class EnginePool:
         self._tell_driver()
 
     async def close(self) -> None:
-        """Close the connections to all engines. Every running request raises EngineLost or waits."""
+        """Close the connections to all engines. Cancel the calls of ``generate`` before."""
         for engine in self._engines.values():
-            self._close(engine)
+            self._close(engine, "the pool is closed")
         self._engines = {}
         await asyncio.gather(*self._closing, return_exceptions=True)
 
@@ -298,7 +297,8 @@ class EnginePool:
             self._changes.notify()
             self._tell_driver()
 
-    def _close(self, engine: _Engine) -> None:
+    def _close(self, engine: _Engine, reason: str) -> None:
+        engine.lost = engine.lost or reason
         closing = asyncio.get_running_loop().create_task(engine.client.close(), name=f"closing {engine.name}")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)

@@ -6,18 +6,23 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.request
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from slipstream.rollout.engine import cpu
-from slipstream.rollout.engine.leftovers import kill_group, members, shared_memory_of, unlink
+from slipstream.rollout.engine.key import Key, new_key
+from slipstream.rollout.engine.leftovers import kill_group, members, shared_memory_of
+from slipstream.rollout.network import process_group_variables
+from slipstream.rollout.temporary import OwnedFolder
 
 
 class EngineStartError(RuntimeError):
@@ -43,6 +48,8 @@ class ServerSpec:
     shared_gpus: tuple[str, ...] = ()
     """GPUs of the server, if it takes turns on them with the trainer. Empty: those of its parent process."""
     replica: "ReplicaSpec | None" = None
+    label: str = "engine"
+    """Part of the names of the server's temporary folders, for who finds one."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +58,16 @@ class ReplicaSpec:
 
     mount: str
     """Import path of the function that adds these routes."""
-    folder: str
-    """Folder of the copy. It belongs to this server: it is emptied at the start and removed at the end."""
+    memory: str
+    """Folder in which the server's own folder for the copy is made. That one goes when the server ends."""
+
+
+@dataclass(frozen=True)
+class ServerAccess:
+    """What a client needs to send a running server requests."""
+
+    url: str
+    key: Key
 
 
 def server_args(spec: ServerSpec) -> dict[str, object]:
@@ -78,6 +93,12 @@ def server_args(spec: ServerSpec) -> dict[str, object]:
 LAUNCHER = (sys.executable, "-m", "slipstream.rollout.engine.launch")
 """Command of the server's program, which takes one further argument: JSON."""
 
+TEMPORARY = Path("/tmp")
+"""Folder of SGLang's sockets, which it never removes. A socket's path has at most about 100 characters."""
+
+KEYLESS = ("SGLANG_GRPC_PORT", "SGLANG_RUST_SERVER")
+"""Environment variables with which SGLang would serve requests that its key does not protect."""
+
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opens URLs without the http_proxy of the environment, which does not reach servers of this cluster."""
 
@@ -86,34 +107,30 @@ class ServerProcess:
     """Owns a server's process group. Call ``stop`` on every exit path; ``launch.py`` covers a dead owner."""
 
     def __init__(self, spec: ServerSpec, log_path: Path, launcher: Sequence[str] = LAUNCHER) -> None:
-        self.url = f"http://{spec.host}:{spec.port}"
+        # A key for each start: what a client sends to a server that is gone may reach whoever got its port.
+        self.access = ServerAccess(f"http://{spec.host}:{spec.port}", new_key())
+        self._address = (spec.host, spec.port)
         self._log_path = log_path
-        self._leftovers: set[Path] = {Path(spec.replica.folder)} if spec.replica else set()
-        unlink(self._leftovers)
-        # SGLang never removes its sockets. The folder is in /tmp because a socket's path has at most about
-        # 100 characters.
-        temporary = tempfile.mkdtemp(prefix="slipstream-engine-", dir="/tmp")
-        self._leftovers.add(Path(temporary))
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        environment = dict(os.environ, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-        environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # else a paused engine looks dead
-        if spec.shared_gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.shared_gpus)
-        if spec.device == "cpu":
-            environment |= cpu.environment(spec.tensor_parallel)
-        replica = asdict(spec.replica) if spec.replica else None
+        temporary = OwnedFolder(TEMPORARY, spec.label)
+        self._folders = [temporary]
+        replica = None
+        if spec.replica:
+            self._folders.append(OwnedFolder(Path(spec.replica.memory), spec.label))
+            replica = {"mount": spec.replica.mount, "folder": str(self._folders[-1].path)}
+        self._shared_memory: set[Path] = set()
+        arguments = {"server": server_args(spec), "replica": replica, "temporary": str(temporary.path)}
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [
-                    *launcher,
-                    json.dumps({"server": server_args(spec), "replica": replica, "temporary": temporary}),
-                ],
+                [*launcher, json.dumps(arguments)],
+                bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=_environment(spec),
                 start_new_session=True,
             )
+        self._send_key()
 
         # Not in the event loop's executor, whose threads are joined when the loop ends.
         self._exit: Future[int] = Future()
@@ -129,9 +146,8 @@ class ServerProcess:
         exited = asyncio.ensure_future(self.wait_exit())
         try:
             while time.monotonic() < deadline:
-                # If the server has ended, the reply came from another server that has taken the port.
-                if await asyncio.to_thread(self._is_healthy) and not exited.done():
-                    self._leftovers |= shared_memory_of(members(self._process.pid))
+                if await asyncio.to_thread(self._is_healthy):
+                    self._shared_memory |= shared_memory_of(members(self._process.pid))
                     return
                 # SGLang does not announce that it is ready, so it is asked; its exit is an event.
                 done, _ = await asyncio.wait({exited}, timeout=0.25)
@@ -154,19 +170,54 @@ class ServerProcess:
 
         SGLang's own handling of SIGTERM takes seconds and ends in SIGKILL as well.
         """
-        kill_group(self._process.pid, self._leftovers)
+        kill_group(self._process.pid, self._shared_memory)
         self._process.wait()
+        for folder in self._folders:
+            folder.remove()
         if self._process.stdin is not None:
             self._process.stdin.close()
 
+    def _send_key(self) -> None:
+        """Give the server its key by its standard input. Other users can read a command line."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended already, which is noticed elsewhere
+            self._process.stdin.write(f"{self.access.key}\n".encode())
+
     def _is_healthy(self) -> bool:
+        # Whoever else has taken the port must not see the key.
+        if not self._listens():
+            return False
+        request = urllib.request.Request(
+            f"{self.access.url}/health", headers={"Authorization": self.access.key.header}
+        )
         try:
-            with _DIRECTLY.open(f"{self.url}/health", timeout=5) as response:
+            with _DIRECTLY.open(request, timeout=5) as response:
                 return response.status == 200
         except (OSError, http.client.HTTPException):
             return False
+
+    def _listens(self) -> bool:
+        """Return whether it is a process of this server that listens on the server's port."""
+        for pid in members(self._process.pid):
+            with suppress(psutil.Error):  # processes come and go
+                for connection in psutil.Process(pid).net_connections("tcp"):
+                    if connection.status == psutil.CONN_LISTEN and connection.laddr == self._address:
+                        return True
+        return False
 
     def _tail(self, lines: int = 25) -> str:
         with self._log_path.open(errors="replace") as log:
             tail = "".join(deque(log, lines))
         return f"; the end of {self._log_path}:\n{tail}"
+
+
+def _environment(spec: ServerSpec) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if name not in KEYLESS}
+    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # else a paused engine looks dead
+    environment |= process_group_variables(spec.host) | {"SGLANG_HOST_IP": spec.host}
+    if spec.shared_gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.shared_gpus)
+    if spec.device == "cpu":
+        environment |= cpu.environment(spec.tensor_parallel)
+    return environment

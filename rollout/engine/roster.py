@@ -208,21 +208,30 @@ class EngineRoster:
                 self.condemn(client, lost.reason)
         self._changes.notify()
 
+    @property
+    def number(self) -> int:
+        """Number of the present record."""
+        return self._number
+
+    def share_of(self, name: str) -> int:
+        """Return the number of requests that one collector runs at one time."""
+        names = list(self._collectors)
+        return max(1, self._limit // len(names) + (names.index(name) < self._limit % len(names)))
+
     def routing_for(self, name: str) -> Routing:
         """Return the present record for one collector."""
-        names = list(self._collectors)
-        place = names.index(name)
         engines = [
             ServingEngine(client.address, serving.life, serving.doubted)
             for client, serving in self._engines.items()
         ]
         # Collectors with little to do would else all prefer the same engines.
-        first = place * len(engines) // len(names)
+        names = list(self._collectors)
+        first = names.index(name) * len(engines) // len(names)
         return Routing(
             number=self._number,
             version=self.version,
             held=self._held,
-            limit=max(1, self._limit // len(names) + (place < self._limit % len(names))),
+            limit=self.share_of(name),
             engines=(*engines[first:], *engines[:first]),
         )
 

@@ -8,16 +8,18 @@ import asyncio
 import selectors
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType
 from typing import Any, cast
 
 from slipstream.rollout.judge.limits import Bounds
 from slipstream.rollout.judge.replies import scored, unscored, waiting_at
 from slipstream.rollout.judge.wire import (
+    QUESTION,
     REQUEST,
     FrameReader,
     JudgeQuestion,
@@ -43,14 +45,13 @@ def answer_at_once(connection: socket.socket, score: Callable[..., Any], bounds:
     loop.set_default_executor(_Threads())
     bounds.forks.in_fork = partial(_disable, loop, selector)
     judge = _Overlapping(score, bounds, loop)
-    connected = loop.create_task(loop.create_unix_connection(lambda: judge, sock=connection))
+    loop.run_until_complete(loop.create_unix_connection(lambda: judge, sock=connection))
     while not judge.ended:
         try:
             loop.run_forever()
         except (SystemExit, KeyboardInterrupt):
             """Raised in a task that user code has started, whose result it is as well. Here it is noise."""
         bounds.forks.leave_if_forked()
-    del connected
 
 
 def _disable(loop: asyncio.AbstractEventLoop, selector: selectors.EpollSelector) -> None:
@@ -60,6 +61,14 @@ def _disable(loop: asyncio.AbstractEventLoop, selector: selectors.EpollSelector)
     """
     getattr(loop, "_ready", deque[object]()).clear()
     selector.close()
+
+
+def _named(function: FunctionType, name: str) -> Callable[..., Coroutine[Any, Any, None]]:
+    """Return a copy of a coroutine function under another name.
+
+    The traceback of a process that dies, which no Python code can write any more, then names the question.
+    """
+    return FunctionType(function.__code__.replace(co_name=name), function.__globals__)
 
 
 _open_question: ContextVar["_Open | None"] = ContextVar("_open_question", default=None)
@@ -146,7 +155,9 @@ class _Overlapping(asyncio.Protocol):
             self._bounds.watchdog.arm(self._bounds.timeout_s)
             self._schedule_tick()
         self._open[question.number] = question
-        question.task = self._loop.create_task(self._judge(question, request))
+        judge = _named(_Overlapping._judge, f"{QUESTION}{question.number}")
+        question.task = self._loop.create_task(judge(self, question, request))
+        question.task.add_done_callback(partial(self._on_end, question))
 
     async def _judge(self, question: _Open, request: JudgeQuestion) -> None:
         _open_question.set(question)
@@ -158,6 +169,10 @@ class _Overlapping(asyncio.Protocol):
                 return
             reply = unscored(question.number, error)
         self._answer(question, reply)
+
+    def _on_end(self, question: _Open, task: "asyncio.Task[None]") -> None:
+        """Answer a question whose task user code has cancelled before it could begin."""
+        self._answer(question, unscored(question.number, asyncio.CancelledError()))
 
     def _answer(self, question: _Open, reply: Reply) -> None:
         if question.answered:

@@ -6,13 +6,17 @@ import signal
 from dataclasses import dataclass
 
 from slipstream.rollout.judge.replies import shortened
+from slipstream.rollout.judge.wire import CONNECTION_CLOSED, QUESTION
+
+NO_CONNECTION = "it has closed the connection of its judge process"
 
 LONGEST_ERROR = 12_000
 """Characters of an error. Its middle is left out beyond it."""
 
 _LONGEST_TEXT = 4000
 _ADDRESS = re.compile(r"hread 0x[0-9a-f]+ ")
-_HERE = "/slipstream/rollout/judge/"
+_SUSPECT = re.compile(rf"in {QUESTION}(\d+)$", re.MULTILINE)
+_HERE = f'File "{os.path.dirname(__file__)}{os.sep}'
 
 
 class JudgingFailed(RuntimeError):
@@ -45,6 +49,12 @@ class Ending:
         """Whether the process was ended because it took too long."""
         return self.crash.startswith("Timeout (")
 
+    @property
+    def suspect(self) -> int | None:
+        """Number of the overlapping question whose code ran when the process died; None: it is not known."""
+        numbers = set(_SUSPECT.findall(self.crash))
+        return int(numbers.pop()) if len(numbers) == 1 else None
+
     def cause(self, limit: str) -> str:
         """Return why the process ended. ``limit``: what its watchdog stands for."""
         how = f"it took longer than {limit}" if self.by_watchdog else self._how()
@@ -55,15 +65,19 @@ class Ending:
         return how
 
     def _how(self) -> str:
-        if self.killed_because is not None:
+        was_killed = self.status is None or os.WTERMSIG(self.status) == signal.SIGKILL
+        if self.killed_because is not None and was_killed:
             return self.killed_because
         if self.status is None:
-            return "it killed its judge process from outside"
+            return "the keeper of its judge process has ended, perhaps killed by the reward"
         if os.WIFSIGNALED(self.status):
             number = os.WTERMSIG(self.status)
             by = "; the kernel kills so when memory runs out" if number == signal.SIGKILL else ""
             return f"it ended its judge process by signal {_signal_name(number)}{by}"
-        return f"it ended its judge process with exit code {os.waitstatus_to_exitcode(self.status)}"
+        code = os.waitstatus_to_exitcode(self.status)
+        if code == CONNECTION_CLOSED:
+            return NO_CONNECTION
+        return f"it ended its judge process with exit code {code}"
 
 
 def _frames_of_the_user(crash: str) -> str:
@@ -98,7 +112,6 @@ def failed_judging(path: str, prompt: int, causes: list[str]) -> JudgingFailed:
         attempts = f"attempt {number + 1}" if first == number else f"attempts {first + 1} to {number + 1}"
         lines.append(f"{attempts}: {cause.rstrip()}")
         first = number + 1
-    head = (
-        f"the reward {path} has failed for prompt {prompt}, {len(causes)} attempts (rollout.judging.attempts)"
-    )
+    setting = f"rollout.judging.attempts: {len(causes)}"
+    head = f"the reward {path} has failed for prompt {prompt} in every attempt ({setting})"
     return JudgingFailed(shortened("\n".join([head, *lines]), LONGEST_ERROR))

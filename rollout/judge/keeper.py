@@ -42,6 +42,9 @@ _MOST_READ = 1 << 16
 _MOST_READS = 64
 """Reads of what is left in the pipes behind the end. One that is still written to is not read for ever."""
 
+_LONGEST_CRASH = 1 << 20
+"""Bytes of tracebacks that are read. Python stops at a hundred threads by itself."""
+
 _OOM_SCORE = "500"
 """When the machine runs out of memory, the kernel should choose a judge and not its pool."""
 
@@ -159,6 +162,8 @@ class _Watch:
     def report(self, status: int) -> None:
         """Send the judge's end to the pool. The lifeline holds the report, so that this does not wait."""
         crash, tail = self._crash_text, self._log.tail
+        if len(crash) > TAIL:  # its first line says what has happened, and the main thread comes last
+            crash = b"%b\n...\n%b" % (crash[: TAIL // 8], crash[-TAIL // 2 :])
         with suppress(OSError):
             self._lifeline.send(
                 REPORT.pack(status, len(crash), len(tail)) + crash + tail, socket.MSG_DONTWAIT
@@ -171,7 +176,7 @@ class _Watch:
             if fd == self._output:
                 self._log.write(self._read(fd))
             elif fd == self._crash:
-                self._crash_text = (self._crash_text + self._read(fd))[:TAIL]
+                self._crash_text = (self._crash_text + self._read(fd))[:_LONGEST_CRASH]
             elif fd == self._wakeup:
                 os.read(fd, _MOST_READ)
                 self._reap()

@@ -49,15 +49,16 @@ class MemoryWatch:
 
     def verdict(self) -> str | None:
         """Return why the process should be replaced; None: it may go on."""
-        if self._most is None or self._used() <= self._most:
-            return None
-        gc.collect()
-        with suppress(AttributeError):  # only glibc has it
-            self._libc.malloc_trim(0)
-        used = self._used()
-        if used <= self._most:
-            return None
-        return f"it holds {used >> 20} MB between questions"
+        try:
+            if self._most is None or self._used() <= self._most:
+                return None
+            gc.collect()
+            with suppress(AttributeError):  # only glibc has it
+                self._libc.malloc_trim(0)
+            used = self._used()
+        except OSError as error:  # user code leaks file descriptors
+            return f"it cannot open files any more: {error}"
+        return None if used <= self._most else f"it holds {used >> 20} MB between questions"
 
     @staticmethod
     def _used() -> int:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +14,7 @@ from typing import cast
 
 import msgspec
 
-from slipstream.rollout.judge.errors import Ending, JudgeStartFailed
+from slipstream.rollout.judge.errors import NO_CONNECTION, Ending, JudgeStartFailed
 from slipstream.rollout.judge.keeper import REPORT
 from slipstream.rollout.judge.output import TAIL
 from slipstream.rollout.judge.wire import (
@@ -29,6 +28,7 @@ from slipstream.rollout.judge.wire import (
     StartFailure,
     framed,
 )
+from slipstream.rollout.temporary import OwnedFolder
 
 GRACE_S = 2.0
 """Seconds that a process gets to end by itself, or to be ended by its own watchdog, before the pool acts."""
@@ -51,7 +51,7 @@ class JudgeProcess:
         self._lifeline = _Lifeline()
         self._keeper: subprocess.Popen[bytes] | None = None
         self._judge: int | None = None
-        self._scratch: str | None = None
+        self._scratch: OwnedFolder | None = None
         self._outgoing: list[bytes] = []
         self._killed_because: str | None = None
         self._end: asyncio.Task[Ending] | None = None
@@ -88,7 +88,8 @@ class JudgeProcess:
             return_when=asyncio.FIRST_COMPLETED,
         )
         if not self._first_reply.done():
-            self.kill(f"it took longer than {limit}")
+            if not self._end.done():
+                self.kill(f"it took longer than {limit}")
             raise _start_failed(setup, (await self.end()).cause(limit))
         reply = self._first_reply.result()
         if isinstance(reply, StartFailure):
@@ -97,13 +98,14 @@ class JudgeProcess:
 
     async def _spawn(self) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch = tempfile.mkdtemp(prefix="slipstream-judge-")
+        self._scratch = OwnedFolder(Path(tempfile.gettempdir()), "judge")
         (lifeline, their_lifeline), (connection, their_connection) = socket.socketpair(), socket.socketpair()
         await self._loop.create_unix_connection(lambda: self._lifeline, sock=lifeline)
         await self._loop.create_unix_connection(lambda: self._connection, sock=connection)
         with their_lifeline, their_connection, self._log.open("ab") as errors:
             inherited = their_lifeline.fileno(), their_connection.fileno()
-            args = (*inherited, os.getpid(), self._scratch, str(self._log.absolute()))
+            scratch = str(self._scratch.path)
+            args = (*inherited, os.getpid(), scratch, str(self._log.absolute()))
             # In this thread, because the keeper is told when the thread ends that has started it. In its own
             # session, because Ctrl-C is for the run.
             self._keeper = subprocess.Popen(
@@ -112,7 +114,7 @@ class JudgeProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                env={**os.environ, "TMPDIR": self._scratch},
+                env={**os.environ, "TMPDIR": scratch},
                 start_new_session=True,
             )
 
@@ -150,7 +152,8 @@ class JudgeProcess:
             return
         self._killed_because = reason
         if self._lifeline.transport is not None and not self._lifeline.transport.is_closing():
-            self._lifeline.transport.write_eof()
+            with suppress(OSError):  # the keeper has gone
+                self._lifeline.transport.write_eof()
         self._loop.call_later(KILL_S, self._insist)
 
     def close(self) -> None:
@@ -164,13 +167,24 @@ class JudgeProcess:
         return await asyncio.shield(self._end)
 
     async def end(self) -> Ending:
-        """Wait for a process that was killed or closed, for a bounded time."""
+        """Wait for a process that was killed or closed, for a bounded time.
+
+        A caller that is cancelled waits nevertheless: it would leave the process behind.
+        """
         if self._end is None:  # it has not been started as a whole
             self._kill_keeper()
             self._drop()
             return Ending(None, killed_because=self._killed_because)
-        done, _ = await asyncio.wait({self._end}, timeout=2 * GRACE_S + 3 * KILL_S)
-        return self._end.result() if done else Ending(None, killed_because="the kernel does not end it")
+        deadline = self._loop.time() + 2 * GRACE_S + 3 * KILL_S
+        cancelled: asyncio.CancelledError | None = None
+        while not self._end.done() and (left := deadline - self._loop.time()) > 0:
+            try:
+                await asyncio.wait({self._end}, timeout=left)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        return self._end.result() if self._end.done() else Ending(None, killed_because="nothing can end it")
 
     async def _wait_for_end(self) -> Ending:
         lost = {self._lifeline.lost, self._connection.lost}
@@ -179,7 +193,7 @@ class JudgeProcess:
             # A keeper reports at once. If it does not, its judge goes on without a connection.
             await asyncio.wait({self._lifeline.lost}, timeout=GRACE_S)
             if not self._lifeline.lost.done():
-                self.kill("it has closed the connection of its judge process")
+                self.kill(NO_CONNECTION)
                 await asyncio.wait({self._lifeline.lost}, timeout=2 * KILL_S)
         if not self._lifeline.report:
             self._kill_keeper()
@@ -218,9 +232,10 @@ class JudgeProcess:
         if self._keeper is not None:
             with suppress(subprocess.TimeoutExpired):
                 self._keeper.wait(GRACE_S)
-        if self._scratch is not None and os.path.isdir(self._scratch):
-            _kill_users_of(self._scratch)
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        if self._scratch is not None:
+            if self._scratch.path.exists():  # its keeper was killed
+                _kill_users_of(str(self._scratch.path))
+            self._scratch.remove()
         for transport in (self._connection.transport, self._lifeline.transport):
             if transport is not None:
                 self._loop.call_soon_threadsafe(transport.abort)

@@ -3,14 +3,15 @@
     questions ──► process ──► reply: a reward, or a failed attempt
                      │
                      └─ ends ──► 1 question open: a failed attempt of that one
-                                 more open: nobody is charged. They are asked again in two halves, each
-                                 of them apart; a half that ends the process again is halved
+                                 more open: nobody is charged. They are asked again in two parts, each
+                                 of them apart, and a part that ends the process again is parted again.
+                                 If the process has said whose code ran, that question is one part
 
 So a question is charged with the end of a process only if it was asked alone.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -49,9 +50,11 @@ class OpenQuestion:
     """Place whose process has the question now."""
     sent_at: float = 0.0
     """Time at which that process was asked."""
+    overlapped: bool = False
+    """Whether that process has had another question open meanwhile."""
 
 
-class Questions(Protocol):
+class QuestionSource(Protocol):
     """Where a seat gets questions from, and where it brings failed attempts."""
 
     def next(self) -> OpenQuestion | None:
@@ -76,7 +79,7 @@ class Seat:
         self._delay = delay
         self._log = log
         self._loop = asyncio.get_running_loop()
-        self._questions: Questions | None = None
+        self._questions: QuestionSource | None = None
         self._process: JudgeProcess | None = None
         self._open: dict[int, OpenQuestion] = {}
         self._apart: list[list[OpenQuestion]] = []
@@ -92,16 +95,11 @@ class Seat:
         """Number of questions that the process has."""
         return len(self._open)
 
-    @property
-    def n_apart(self) -> int:
-        """Number of questions that wait for this seat alone."""
-        return sum(map(len, self._apart))
-
     async def start(self) -> None:
         """Start the first process. Raises JudgeStartFailed."""
         self._process = await self._start_process()
 
-    async def keep(self, questions: Questions) -> None:
+    async def keep(self, questions: QuestionSource) -> None:
         """Ask questions until the task is cancelled. Raises JudgeStartFailed if no process can be started."""
         self._questions = questions
         idle_ends = 0
@@ -178,6 +176,9 @@ class Seat:
             return False
         process.ask(frame)
         question.seat, question.sent_at = self, self._loop.time()
+        question.overlapped = bool(self._open)
+        if len(self._open) == 1:  # more of them have overlapped already
+            next(iter(self._open.values())).overlapped = True
         self._open[question.number] = question
         if self._timer is None:
             self._timer = self._loop.call_later(self._longest(), self._check_time)
@@ -199,13 +200,13 @@ class Seat:
         self.feed()
 
     def _attempt_failed(self, question: OpenQuestion, reply: Unscored) -> None:
-        in_company = bool(self._open)
+        may_be_innocent = question.overlapped and reply.blame is not Blame.QUESTION
         if reply.blame is Blame.MEMORY:
             self._is_retiring = True
-            in_company = in_company or self._answered > 0
+            may_be_innocent = may_be_innocent or self._answered > 0
         if question.reward.done():
             return
-        if in_company and reply.blame is not Blame.QUESTION:
+        if may_be_innocent:
             self._apart.append([question])
         else:
             self._charge(question, reply.reason, None)
@@ -234,7 +235,7 @@ class Seat:
             self._timer = self._loop.call_later(left, self._check_time)
         else:
             limit = f"{self._setup.timeout_s:g} s (rollout.judging.timeout_s)"
-            self._process.kill(f"it took longer than {limit}, and has disabled the watchdog of its process")
+            self._process.kill(f"it took longer than {limit}, and the watchdog of its process did not end it")
 
     # -- The process
 
@@ -273,6 +274,17 @@ class Seat:
             for question in questions:
                 cause = ending.cause(f"{self._setup.timeout_s:g} s (rollout.judging.timeout_s)")
                 self._charge(question, cause, partial(self.ask_apart, question))
-        elif questions:
-            middle = (len(questions) + 1) // 2
-            self._apart += [half for half in (questions[middle:], questions[:middle]) if half]
+        else:
+            self._apart += filter(None, _parted(questions, ending.suspect))
+
+
+def _parted(questions: list[OpenQuestion], suspect: int | None) -> Iterator[list[OpenQuestion]]:
+    """Part questions, one of which has ended their process. The part to be asked first comes last."""
+    suspects = [question for question in questions if question.number == suspect]
+    if suspects:
+        yield suspects
+        yield [question for question in questions if question.number != suspect]
+    else:
+        middle = (len(questions) + 1) // 2
+        yield questions[middle:]
+        yield questions[:middle]

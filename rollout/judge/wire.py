@@ -18,6 +18,12 @@ from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
 LONGEST_REPLY = 1 << 20
 """Bytes in a frame of a judge process. Replies are shortened far below it: a longer one is garbage."""
 
+CONNECTION_CLOSED = 199
+"""Exit code of a judge process that can neither read questions nor send replies any more."""
+
+QUESTION = "question_"
+"""Begin of the name of the function that asks an overlapping question; its number follows."""
+
 _LENGTH = struct.Struct("<I")
 
 

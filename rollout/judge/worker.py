@@ -6,7 +6,9 @@ import inspect
 import os
 import resource
 import socket
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,11 +17,18 @@ from slipstream.rollout.judge.asynchronous import answer_at_once
 from slipstream.rollout.judge.limits import Bounds, ForkGuard, MemoryWatch, Watchdog, WorkingDirectory
 from slipstream.rollout.judge.replies import traceback_of
 from slipstream.rollout.judge.synchronous import answer_in_turn
-from slipstream.rollout.judge.wire import SETUP, FrameReader, JudgeReady, JudgeSetup, StartFailure, framed
+from slipstream.rollout.judge.wire import (
+    CONNECTION_CLOSED,
+    SETUP,
+    FrameReader,
+    JudgeReady,
+    JudgeSetup,
+    StartFailure,
+    framed,
+)
 
 SCORE_PARAMETERS = ("prompt", "response", "trajectory")
 """First parameters of a function that is a reward by itself, and not a function that returns one."""
-
 
 Score = Callable[..., Any]
 """``Reward.score``: a coroutine function or a plain one."""
@@ -39,6 +48,10 @@ def work(connection: socket.socket, crash: int) -> None:
             memory = MemoryWatch(setup.memory_mb)
             bounds = Bounds(setup.timeout_s, Watchdog(crash), memory, forks, WorkingDirectory())
             _answer(connection, score, bounds)
+    except OSError:  # user code has closed descriptors that are not its own
+        with suppress(OSError):
+            traceback.print_exc()
+        os._exit(CONNECTION_CLOSED)
     finally:
         forks.leave_if_forked()
 
@@ -62,10 +75,17 @@ def _construct(
         return load_score(setup.path, setup.args)
     except BaseException as error:  # exits included: whatever user code raises is reported
         forks.leave_if_forked()
-        connection.sendall(framed(StartFailure(traceback_of(error))))
+        connection.sendall(framed(StartFailure(_reason(error))))
         return None
     finally:
         watchdog.disarm()
+
+
+def _reason(error: BaseException) -> str:
+    """Return the traceback of user code, or what a PluginError says if it is about the recipe alone."""
+    if not isinstance(error, plugins.PluginError):
+        return traceback_of(error)
+    return f"{error}\n{traceback_of(error.__cause__)}" if error.__cause__ else str(error)
 
 
 def _limit_memory(memory_mb: int | None) -> None:

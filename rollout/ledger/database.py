@@ -1,7 +1,8 @@
 """The ledger's database: its tables, how it is opened, and what its errors mean. SQLite in WAL mode.
 
 The writer locks the file exclusively. So a second driver of the same run is refused, and WAL needs no memory
-that processes share, which network file systems do not have.
+that processes share, which network file systems do not have. Where a file cannot be locked at all, SQLite is
+told not to try: then the lease of the run folder (``lease.py``) alone keeps processes apart.
 
 SQLite notices damage to the structure of its file, but not to the values in it. So each row carries a
 checksum: either SQLite computes the column ``checksum`` from the numbers of the row whenever these change, or
@@ -15,6 +16,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from slipstream.rollout.ledger.locks import fcntl_error
 
 LEDGER = "ledger.sqlite"
 """Name of the ledger's file in the run folder."""
@@ -268,8 +271,12 @@ def log_of(path: Path) -> Path:
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
-    uri = f"{path.absolute().as_uri()}?{mode}"
-    return sqlite3.connect(uri, uri=True, timeout=2, isolation_level=None, check_same_thread=False)
+    without_locks = fcntl_error(path.parent) is not None
+    uri = f"{path.absolute().as_uri()}?{mode}{'&vfs=unix-none' * without_locks}"
+    connection = sqlite3.connect(uri, uri=True, timeout=2, isolation_level=None, check_same_thread=False)
+    if without_locks:
+        connection.execute("PRAGMA locking_mode=EXCLUSIVE")
+    return connection
 
 
 def sync_folder(path: Path) -> None:

@@ -58,8 +58,9 @@ class Recovered:
     losses: Counter[Loss]
     open: list[OpenGroup]
     """All groups that have not ended, by id."""
-    suspects: list[FailedStep]
-    """Training steps in which the trainer died or raised, and whose groups have not all ended; in order."""
+    failures: list[tuple[int, ...]]
+    """Each training step in which the trainer died or raised, unless a quarantined group was in it: its
+    groups without those that were trained since. In order."""
     notes: list[str]
     """Messages about damage, for the user."""
 
@@ -79,10 +80,11 @@ def open_ledger(
 
     Trainings of versions that are not on the line of ``restored`` are undone: their groups are ready again.
     What is damaged of a group is generated again, and noted. ``guard`` is called by the writer thread before
-    a commit when some seconds have passed since the last call; whatever it raises stops the ledger. Raises
+    each commit, so that it must be cheap; whatever it raises stops the ledger (``FolderLease.check``). Raises
     LedgerError.
     """
     path = folder / LEDGER
+    guard()
     if not exists(path):
         _create(path)
     log = checked_log(path)
@@ -247,7 +249,6 @@ class _Opening:
         position: int
         (position,) = self._connection.execute("SELECT coalesce(max(position) + 1, 0) FROM groups").fetchone()
         ends = (states.get(end, 0) for end in ("trained", "filtered", "expired", "failed"))
-        open_ids = {group.id for group in contents.open}
         try:
             counted = Counter({Loss(loss): number for loss, number in losses})
         except ValueError as error:
@@ -261,9 +262,21 @@ class _Opening:
             counts=GroupCounts(sum(states.values()), *ends),
             losses=counted,
             open=contents.open,
-            suspects=[step for step in self._history.failed_steps if open_ids.intersection(step.groups)],
+            failures=self._unexplained_failures(),
             notes=self._notes,
         )
+
+    def _unexplained_failures(self) -> list[tuple[int, ...]]:
+        failures: list[tuple[int, ...]] = []
+        for step in self._history.failed_steps:
+            rows: list[tuple[int, str, str | None]] = self._connection.execute(
+                "SELECT id, state, loss FROM groups WHERE id IN (SELECT value FROM json_each(?))",
+                (json.dumps(step.groups),),
+            ).fetchall()
+            left = tuple(id_ for id_, state, _ in rows if state != "trained")
+            if left and not any(loss == Loss.QUARANTINED for _, _, loss in rows):
+                failures.append(left)
+        return failures
 
     def delete_unknown_segments(self) -> None:
         """Delete segments that no row knows: of transactions that were cut off or lost."""

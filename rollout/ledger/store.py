@@ -7,7 +7,6 @@ frames ──► segment, on disk ──► rows, stamp ──► COMMIT ──�
 import ctypes
 import os
 import sqlite3
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,8 +26,6 @@ from slipstream.rollout.record import REF
 
 LOG_BYTES = 16 << 20
 """Size of SQLite's log from which it is written back into the file."""
-
-GUARD_EVERY_S = 5.0
 
 SPARSE = 8
 """A segment is sparse when at most one in so many of its groups needs it, or when it is so much smaller than
@@ -81,12 +78,11 @@ class Store:
         self._tidied: int | None = None
         """Newest segment when sparse ones were last looked for."""
         self._guard = guard
-        self._guarded_s = time.monotonic()
         self.moved = Moved()
 
     def commit(self, events: Transaction) -> None:
         """Write a transaction. When this returns, it survives a power cut."""
-        self._check_guard()
+        self._guard()
         begun = max([self._stamp.begun, *(version for version, _, _ in events.steps)])
         for part in events.parts:
             self._segments.write(part, events.sequence, begun)
@@ -98,7 +94,7 @@ class Store:
 
     def tidy(self) -> None:
         """Delete segments that no group needs, and write SQLite's log back when it is long."""
-        self._check_guard()
+        self._guard()
         recent = self._eras.recent(RECENT)
         old = [segment for segment in self._holds.ever if segment not in recent]
         if unneeded := [segment for segment in old if not self._holds.groups[segment]]:
@@ -124,12 +120,6 @@ class Store:
             _leave_open(self._connection)
             raise
         self._connection.close()
-
-    def _check_guard(self) -> None:
-        now = time.monotonic()
-        if now - self._guarded_s > GUARD_EVERY_S:
-            self._guard()
-            self._guarded_s = now
 
     @contextmanager
     def _transaction(self, sequence: int | None = None) -> Generator[None]:

@@ -6,7 +6,7 @@ from typing import Protocol
 from slipstream.rollout.reward.final_answer import FinalAnswer
 from slipstream.rollout.trajectory import Prompt, Trajectory
 
-__all__ = ["FinalAnswer", "Reward"]
+__all__ = ["FinalAnswer", "Reward", "is_accuracy"]
 
 
 class Reward(Protocol):
@@ -16,7 +16,7 @@ class Reward(Protocol):
             def __init__(self, limit: int) -> None:
                 self._limit = limit
 
-            async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
+            def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
                 return float(trajectory.response_length <= self._limit)
 
     A recipe names the class and gives its arguments:
@@ -24,17 +24,41 @@ class Reward(Protocol):
         rollout:
           reward: {path: my_package.rewards.Shortest, args: {limit: 200}}
 
-    One instance judges all episodes of a run, those of evaluations included, on the event loop of the
-    driver: long computations belong in a thread or another process (``asyncio.to_thread``, HTTP requests).
+    Rewards may be any finite numbers, and their mean over held-out prompts is reported as a reward. A class
+    whose rewards are 1 for a correct response and 0 for any other says so; then their mean is also reported
+    as an accuracy, in per cent. Without the attribute it is False:
+
+            is_accuracy = True
+
+    It may also name a function with the parameters of ``score``; ``args`` are then passed with every call.
+
+    Rewards run in judge processes (``rollout.judging``), never in the driver. Each process imports the
+    module, constructs one instance, and judges episodes of training and of evaluations with it. If ``score``
+    is a plain ``def``, a process judges one episode at a time: write it so if it computes. If it is ``async
+    def``, a process judges many at a time on one event loop: write it so if it waits, as for a server.
+
+    A reward may block, print, start processes or crash; none of it delays the run or another episode. A
+    process is replaced when it crashes, takes too long or holds too much memory, and the processes that it
+    has started and its temporary files are removed with it. So keep nothing in ``self`` that must outlive it.
+    Output goes to ``logs/judge-*.log`` in the run folder, and is cut off where it is too much.
+
+    ``prompt`` and ``trajectory`` are copies. Columns of a prompt set arrive as plain data: dates as text.
     """
 
-    def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> Awaitable[float]:
+    def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float | Awaitable[float]:
         """Return the reward of one finished episode: any finite number.
 
         ``response`` is the text of the trajectory's last completion, decoded without special tokens.
 
-        Raise an exception only when the episode cannot be judged, for example because a judge is down. The
-        episode is then run again, up to ``rollout.episode_attempts`` times, and counted as ``failed``. A
+        Raise an exception only when the episode cannot be judged, for example because a server is down. Then
+        only the judging is tried again, up to ``rollout.judging.attempts`` times, before the group is counted
+        as ``failed``; the episode is not run again. Everything but a finite number is such a failed attempt:
+        None, NaN, an exit, a cancellation, a crash, and more than ``rollout.judging.timeout_s`` seconds. A
         wrong response is no failure: it gets a low reward.
         """
         ...
+
+
+def is_accuracy(reward: Reward) -> bool:
+    """Return whether the mean of the rewards is an accuracy: the class has ``is_accuracy = True``."""
+    return getattr(reward, "is_accuracy", False) is True

@@ -9,6 +9,8 @@ class FinalAnswer:
     White space around the label is ignored on both sides.
     """
 
+    is_accuracy = True
+
     def __init__(self, marker: str = "#") -> None:
         if not marker:
             raise ValueError("marker must not be empty")

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slipstream.configs.schema import SamplingConfig
-from slipstream.rollout.reward import Reward
 from slipstream.rollout.trajectory import Completion, Messages, Prompt, Trajectory
 from slipstream.rollout.workflow.single_turn import SingleTurn
 
-__all__ = ["Generator", "SingleTurn", "Tokenizer", "Workflow", "WorkflowContext"]
+__all__ = ["Generator", "Judge", "SingleTurn", "Tokenizer", "Workflow", "WorkflowContext"]
 
 
 class Generator(Protocol):
@@ -33,6 +32,20 @@ class Generator(Protocol):
         ...
 
 
+class Judge(Protocol):
+    """Asks the recipe's reward, which runs in a process of its own. A workflow finds it in its context.
+
+    reward = await context.reward.score(prompt, text, trajectory)
+    """
+
+    async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
+        """Return the reward of an episode, a finite number.
+
+        Raises JudgingFailed when every attempt at judging has failed; a workflow must not catch it.
+        """
+        ...
+
+
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that workflows use."""
 
@@ -46,7 +59,7 @@ class WorkflowContext:
 
     generator: Generator
     tokenizer: Tokenizer
-    reward: Reward
+    reward: Judge
     sampling: SamplingConfig
     """``rollout.sampling`` of the recipe, or what an evaluation uses in its place."""
 
@@ -65,23 +78,26 @@ class Workflow(Protocol):
                 builder.add_context(HINT_IDS)
                 last = await context.generator.generate(builder.tokens, context.sampling)
                 builder.add_completion(last)
-                trajectory = builder.build()
-                text = context.tokenizer.decode(last.tokens, skip_special_tokens=True)
-                return replace(trajectory, reward=await context.reward.score(prompt, text, trajectory))
+                return builder.build()
 
     A recipe names the class, and gives its arguments as ``args``:
 
         rollout:
           workflow: {path: my_package.workflows.WithHint}
 
-    One instance runs all episodes of a run, many of them at one time, on the event loop of the driver: keep
-    no state of an episode in ``self``, and never block. After a restart of the run an unfinished episode is
-    run again from its beginning; completions that it asks for again with the same input are not generated
+    One instance in each collector process runs many episodes at one time on one event loop: keep no state of
+    an episode in ``self``, and never block. A workflow that computes for ``rollout.collector_timeout_s``
+    without awaiting anything ends its process. When a process ends, an unfinished episode is run again from
+    its beginning in another one; completions that it asks for again with the same input are not generated
     again.
     """
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> Trajectory:
-        """Run one episode and return its trajectory, with ``reward`` set to a finite number.
+        """Run one episode and return its trajectory.
+
+        A trajectory without a reward is judged by the recipe's reward, which is asked with the text of the
+        last completion. A workflow that knows better sets ``reward`` to a finite number itself; it may also
+        ask ``context.reward``, whose time does not count towards the time limit of the episode.
 
         Raise an exception when the episode fails for a reason outside the policy. It is run again, up to
         ``rollout.episode_attempts`` times, and then its group is counted as ``failed``. An episode that

@@ -4,7 +4,7 @@
 set -euo pipefail
 
 declare -A package_of=(
-    [slurmctld]=slurmctld [slurmd]=slurmd [sbatch]=slurm-client [munged]=munge [ip]=iproute2
+    [slurmctld]=slurmctld [slurmd]=slurmd [sbatch]=slurm-client [munged]=munge [ip]=iproute2 [ss]=iproute2
     [unshare]=util-linux [nsenter]=util-linux
 )
 # The daemons live in sbin, which a user's PATH often leaves out.

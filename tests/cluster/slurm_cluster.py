@@ -2,7 +2,7 @@
 
     host
      └─ machine room: own net, pid, mount, uts, ipc namespaces; munged, slurmctld, a bridge 10.77.0.254
-         ├─ node1: the same five namespaces again; slurmd; eth0 10.77.0.11; own /dev/shm and /tmp/ray
+         ├─ node1: the same five namespaces again; slurmd; eth0 10.77.0.11; own /dev/shm
          └─ node2: ...                                        10.77.0.12
 
 Everything else of the file system is shared, so the repository and the virtual environment have the same
@@ -41,6 +41,7 @@ NEEDED_COMMANDS = (
     "scontrol",
     "munged",
     "ip",
+    "ss",
     "unshare",
     "nsenter",
     "setpriv",
@@ -83,7 +84,6 @@ exec sleep infinity
 NODE_SCRIPT = """
 mount -t proc proc /proc
 mount -t tmpfs -o size={shm_bytes},mode=1777 tmpfs /dev/shm
-mount --bind {base}/nodes/{name}/ray /tmp/ray
 mount --bind {base}/hosts /etc/hosts
 mount --bind {base}/resolv.conf /etc/resolv.conf
 hostname {name}
@@ -222,7 +222,6 @@ class SlurmCluster:
 
     def start_node(self, name: str) -> None:
         """Boot a node, for the first time or after `kill_node`."""
-        (self._base / "nodes" / name / "ray").mkdir(parents=True, exist_ok=True)
         (self._base / "spool" / name).mkdir(parents=True, exist_ok=True)
         (self._base / "run" / f"{name}.pidns").unlink(missing_ok=True)
         network = f"""
@@ -328,6 +327,15 @@ class SlurmCluster:
         first = self._first_pid(name)
         return [p for p in self._node_processes(name) if p.pid != first and p.name not in SLURM_DAEMONS]
 
+    def listening(self, name: str) -> list[tuple[str, str]]:
+        """The (address, program) of every TCP socket on which the node listens, without Slurm's own."""
+        sockets = []
+        for line in self.run_on(name, "ss", "-ltnpH").splitlines():
+            address = line.split()[3].rpartition(":")[0].strip("[]").removeprefix("::ffff:")
+            program = re.search(r'users:\(\("([^"]*)"', line)
+            sockets.append((address, program[1] if program else "?"))
+        return [socket for socket in sockets if socket[1] not in {*SLURM_DAEMONS, "srun"}]
+
     def logs(self) -> str:
         """The last lines of every daemon's log."""
         parts = [f"---- {path.name} ----\n{_tail(path)}" for path in sorted((self._base / "log").glob("*"))]
@@ -338,10 +346,9 @@ class SlurmCluster:
     def _write_files(self) -> None:
         base = self._base
         base.chmod(0o755)
-        for folder in ("run", "log", "state", "spool", "nodes", "dev"):
+        for folder in ("run", "log", "state", "spool", "dev"):
             (base / folder).mkdir()
         Path("/run/netns").mkdir(parents=True, exist_ok=True)
-        Path("/tmp/ray").mkdir(mode=0o1777, exist_ok=True)
         key = base / "munge.key"
         key.touch(mode=0o400)
         key.write_bytes(os.urandom(64))

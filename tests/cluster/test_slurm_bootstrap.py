@@ -1,7 +1,11 @@
 """slurm/train.sbatch on a real Slurm of two fake nodes, with a real Ray and a stand-in for `slipstream`."""
 
+import fcntl
 import json
+import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -58,9 +62,13 @@ class Jobs:
         for node in self.cluster.node_ips:
             left = self.cluster.processes(node)
             assert not left, f"left on {node}:\n{tree(left)}\n{result.output}"
-            folders = self.cluster.run_on(node, "find", "/tmp/ray", "-mindepth", "1", "-maxdepth", "1")
-            assert not folders, f"left on {node}: {folders}"
+        assert not temporary_folders(job)
         return result
+
+
+def temporary_folders(job: int) -> list[Path]:
+    """Ray's folders of a job. All nodes have them in the same /tmp here."""
+    return list(Path("/tmp").glob(f"slipstream.{job}.*"))
 
 
 @pytest.fixture
@@ -75,6 +83,10 @@ def facts(output: str) -> dict[str, object]:
 
 
 def test_a_completed_run_had_an_actor_on_every_node_and_leaves_nothing_running(jobs: Jobs) -> None:
+    # As a job that was killed has left it, and as one that runs on another node holds it.
+    left, used = (Path(tempfile.mkdtemp(prefix="slipstream.0.", dir="/tmp")) for _ in "12")
+    lock = os.open(used, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     job = jobs.submit({"leave_behind": True}, "a.b=1 2", "c=[3]", nodes=2)
     result = jobs.finish(job)
     assert (result.state, result.exit_code) == ("COMPLETED", 0), result.output
@@ -86,6 +98,10 @@ def test_a_completed_run_had_an_actor_on_every_node_and_leaves_nothing_running(j
     assert actors == jobs.cluster.node_ips
     for node in jobs.cluster.node_ips:  # node-local logs were brought home
         assert (jobs.folder / "node logs" / f"ray-{node}" / "raylet.out").exists()
+    assert not left.exists()
+    assert used.exists()
+    os.close(lock)
+    used.rmdir()
 
 
 def test_a_failed_run_fails_the_job_with_its_own_exit_code(jobs: Jobs) -> None:
@@ -98,8 +114,10 @@ def test_a_failed_run_fails_the_job_with_its_own_exit_code(jobs: Jobs) -> None:
 def test_scancel_lets_the_run_save_its_state_while_ray_is_still_up(jobs: Jobs) -> None:
     job = jobs.submit({"linger": True, "leave_behind": True}, nodes=2)
     jobs.cluster.wait_for_output(job, "FACTS", JOB_TIMEOUT_S)
+    modes = [folder.stat().st_mode & 0o777 for folder in temporary_folders(job)]
     jobs.cluster.cancel(job)
     result = jobs.finish(job)
+    assert modes == [0o700, 0o700]
     assert result.state == "CANCELLED", result.output
     assert (jobs.folder / "saved").read_text() == "1 signal(s)", result.output
 
@@ -107,8 +125,11 @@ def test_scancel_lets_the_run_save_its_state_while_ray_is_still_up(jobs: Jobs) -
 def test_sigterm_to_the_batch_script_as_before_the_time_limit_lets_the_run_decide(jobs: Jobs) -> None:
     job = jobs.submit({"linger": True, "exit_code": 9}, nodes=1)
     jobs.cluster.wait_for_output(job, "FACTS", JOB_TIMEOUT_S)
+    sockets = jobs.cluster.listening("node1")
     jobs.cluster.cancel(job, "--batch", "--signal=TERM")
     result = jobs.finish(job)
+    assert "raylet" in {program for _, program in sockets}
+    assert {address for address, _ in sockets} == {"127.0.0.1"}, f"a job of one node needs no more: {sockets}"
     assert (result.state, result.exit_code) == ("FAILED", 9), result.output
     assert (jobs.folder / "saved").read_text() == "1 signal(s)", result.output
 
@@ -121,6 +142,8 @@ def test_nothing_survives_the_sigkill_of_the_batch_script(jobs: Jobs) -> None:
     assert (result.state, result.signal) == ("FAILED", 9), result.output
     # Here Slurm does not know of the driver's own session; it is gone an instant after the job.
     jobs.cluster.wait_until("node1 to be empty", lambda: not jobs.cluster.processes("node1"), timeout_s=5)
+    for folder in temporary_folders(job):
+        shutil.rmtree(folder)
 
 
 def test_a_node_that_does_not_join_is_named_and_the_run_never_starts(jobs: Jobs) -> None:

@@ -91,9 +91,13 @@ class RunProcess:
 
     def shared_memory(self) -> set[str]:
         """Return what is in the run's own /dev/shm; where it has none, what is new in the machine's."""
-        if self._private:
-            return set(os.listdir(f"/proc/{self._nursery.pid}/root/dev/shm"))
-        return set(os.listdir("/dev/shm")) - self._shared_memory_before
+        names = set(os.listdir(self.shared_memory_folder))
+        return names if self._private else names - self._shared_memory_before
+
+    @property
+    def shared_memory_folder(self) -> Path:
+        """Its /dev/shm, as other processes find it."""
+        return Path(f"/proc/{self._nursery.pid}/root/dev/shm" if self._private else "/dev/shm")
 
     def end(self) -> None:
         """Kill the run and everything that is left of it."""
@@ -120,6 +124,15 @@ class LaunchedRun:
         for pid in self.descendants():
             with suppress(OSError):
                 if text in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "):
+                    pids.append(pid)
+        return pids
+
+    def judges(self) -> list[int]:
+        """Return the judges, which are forks of their keepers and share their command lines."""
+        pids = []
+        for pid in self.descendants():
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text() == "judge\n":
                     pids.append(pid)
         return pids
 

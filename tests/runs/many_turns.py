@@ -1,4 +1,4 @@
-"""A workflow of many short answers, so that a kill finds every episode in the middle."""
+"""A workflow of many short answers, so that a kill finds every episode in the middle, and a reward for it."""
 
 from dataclasses import replace
 
@@ -20,3 +20,10 @@ class ManyTurns:
             builder.add_context(builder.tokens[:1])
         trajectory = builder.build()
         return replace(trajectory, reward=await context.reward.score(prompt, "", trajectory))
+
+
+class Signed:
+    """Rewards of which hardly any mean lies between 0 and 1."""
+
+    async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
+        return -3.0 if int(trajectory.tokens_T.sum()) % 2 else 1.0

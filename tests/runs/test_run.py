@@ -5,9 +5,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import msgspec
 import pytest
 
+from slipstream.rollout.durable import write_durably
+from slipstream.rollout.ledger.driver_file import begin_term, look
 from tests.runs.conftest import LaunchedRun
 
 
@@ -109,13 +113,32 @@ def test_a_lost_trainer_fails_the_run_with_its_name(launch: Launch):
     run.assert_nothing_left()
 
 
+@pytest.mark.slow  # test_ledger_lease.py has it without engines and trainer
+def test_a_run_that_another_machine_has_taken_over_ends_and_writes_nothing_more(launch: Launch):
+    run = launch("run.steps=1000", "rollout.max_head_offpolicyness=2", "run.lease_s=6")
+    wait_for_step(run, 2)
+    seen = look(run.folder)
+    assert seen.driver is not None and seen.term is not None
+    assert begin_term(run.folder, seen.term + 1)
+    other = msgspec.structs.replace(seen.driver, term=seen.term + 1, owner="other", host="elsewhere")
+    write_durably(run.folder / "driver.json", msgspec.json.encode(other).decode())
+    assert finish(run, 60) == 1
+    assert "fenced: " in run.output() and "on elsewhere has taken the run over" in run.output()
+    assert look(run.folder).driver == other
+    assert not (run.folder / "summary.json").exists()
+    run.assert_nothing_left()
+
+
 @pytest.mark.slow  # test_resume.py kills a driver too
 def test_a_killed_driver_takes_everything_with_it(launch: Launch):
-    run = launch("run.steps=1000", "rollout.max_head_offpolicyness=2")
+    name = f"k{os.getpid()}"
+    run = launch("run.steps=1000", "rollout.max_head_offpolicyness=2", name=name)
     wait_for_step(run, 1)
+    assert len(list(Path("/tmp").glob(f"slipstream.*{name}.*"))) == 2, "Ray's folder and the engine's"
     run.process.kill()
     run.process.wait()
     deadline = time.monotonic() + 30
     while run.descendants() and time.monotonic() < deadline:
         time.sleep(0.2)
     run.assert_nothing_left()
+    assert not list(Path("/tmp").glob(f"slipstream.*{name}.*"))

@@ -272,3 +272,33 @@ def test_what_is_wrong_is_told_at_once(recipe, tmp_path: Path):
     assert done.returncode == 2
     assert "example 1: `response` must be a text" in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def spoil(model: Path) -> None:
+    """Write a NaN into one weight of a checkpoint."""
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+
+
+def test_a_run_ends_when_too_many_updates_are_not_finite(recipe, tmp_path: Path):
+    file = recipe()
+    spoil(tmp_path / "model")
+    done = slipstream_sft(file, "run.max_skipped_updates=1")
+    assert done.returncode == 1
+    assert "step 1: the update of the policy for mini-batch 1 was skipped" in done.stderr
+    assert "trajectory 0 of the batch (group 0): log-prob, loss" in done.stderr
+    assert "2 optimizer updates were skipped" in done.stderr
+    records = [json.loads(line) for line in (tmp_path / "runs/sft/metrics.jsonl").read_text().splitlines()]
+    assert [record.get("train/skipped_updates") for record in records if "train/lr" in record] == [1, 1]
+    assert "was skipped" in (tmp_path / "runs/sft/logs/trainer-0.log").read_text()
+
+
+def test_weights_that_are_not_finite_reach_no_checkpoint(recipe, tmp_path: Path):
+    file = recipe(checkpoint={"every": 1})
+    spoil(tmp_path / "model")
+    done = slipstream_sft(file)
+    assert done.returncode == 1
+    assert "starting a checkpoint failed: numbers of the checkpoint are not finite" in done.stderr
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in done.stderr
+    assert not [path for path in (tmp_path / "runs/sft/checkpoints").rglob("*") if path.is_file()]

@@ -1,6 +1,7 @@
 """HF checkpoints: loading refuses files that do not fit, and an export equals the checkpoint it came from."""
 
 import json
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -288,6 +289,26 @@ def test_the_written_config_states_the_dtype_of_the_written_weights(tmp_path, sp
     source, folder = source_folder(tmp_path, **{spelling: "float32"}), tmp_path / "out"
     write_hf(iter([small_bucket(torch.bfloat16)]), source, folder)
     assert json.loads((folder / "config.json").read_text()) == {"model_type": "qwen3", spelling: "bfloat16"}
+
+
+def test_an_export_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    source, folder = source_folder(tmp_path), tmp_path / "out"
+    fsync, rename, synced = os.fsync, Path.rename, set[str]()
+
+    def recording_fsync(descriptor: int) -> None:
+        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def checking_rename(path: Path, target: Path) -> Path:
+        assert synced >= {file.name for file in path.iterdir()} | {path.name}
+        synced.clear()
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", recording_fsync)
+    monkeypatch.setattr(Path, "rename", checking_rename)
+    write_hf(iter([small_bucket()]), source, folder)
+    assert synced == {tmp_path.name}
+    assert (folder / "config.json").exists()
 
 
 def test_a_rank_that_is_not_the_sender_writes_nothing(tmp_path):

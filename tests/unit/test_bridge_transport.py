@@ -8,6 +8,7 @@ import sys
 import time
 from datetime import timedelta
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -210,6 +211,18 @@ def test_weights_reach_an_engine_although_another_engine_refuses_to_join():
     assert len(joins) == 2
     assert joins[0] is not None
     assert joins[1] is None
+
+
+def test_a_rendezvous_listens_on_its_own_address_and_no_other():
+    rendezvous = Rendezvous("127.0.0.1", 2, 30)
+    listening = [
+        connection.laddr.ip
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == rendezvous.port
+    ]
+    assert listening == ["127.0.0.1"]
+    rendezvous.connect().set("key", "value")
+    assert rendezvous.connect().get("key") == b"value"
 
 
 def test_a_sender_that_waits_for_its_peers_gives_up_when_the_rendezvous_is_closed():

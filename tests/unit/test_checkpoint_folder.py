@@ -17,7 +17,8 @@ from slipstream.backend.checkpoint import manifest as manifests
 from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.checkpoint.folder import CheckpointFolder
 from slipstream.backend.checkpoint.manifest import CheckpointRecord
-from slipstream.backend.cluster.rank_group import RankGroup, TrainerFailed
+from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.driver.trainer import RankedTrainer
 from slipstream.backend.megatron.rectangles import rectangles
 from slipstream.configs.schema.checkpoint import CheckpointConfig
@@ -56,7 +57,7 @@ def test_the_manifest_lists_every_other_file(folder: CheckpointFolder):
     path = commit(folder, 8)
     manifest = json.loads((path / "checkpoint.json").read_text())
     assert {listed["name"] for listed in manifest["files"]} == {"__0_0.distcp", ".metadata", "empty"}
-    assert manifest["format"] == manifests.FORMAT
+    assert manifest["format"] == 2
 
 
 def test_files_in_subfolders_belong_to_the_checkpoint(folder: CheckpointFolder):
@@ -78,7 +79,7 @@ def intermediate_states() -> dict[str, Callable[[CheckpointFolder], None]]:
         return partial
 
     def manifest_half_written(folder: CheckpointFolder) -> None:
-        (written(folder) / "checkpoint.json.tmp").write_text('{"format": 1, "ver')
+        (written(folder) / ".checkpoint.json.tmp").write_text('{"format": 1, "ver')
 
     def not_renamed(folder: CheckpointFolder) -> None:
         path = commit(folder, 9)
@@ -137,7 +138,7 @@ def test_every_file_is_on_disk_before_the_rename(folder: CheckpointFolder, monke
     def checking_rename(path: Path, target: Path) -> Path:
         if path.suffix == ".partial":
             names = {Path(name).name for name in synced}
-            assert names >= {"__0_0.distcp", ".metadata", "empty", "checkpoint.json.tmp", path.name}
+            assert names >= {"__0_0.distcp", ".metadata", "empty", ".checkpoint.json.tmp", path.name}
             synced.clear()
         return rename(path, target)
 

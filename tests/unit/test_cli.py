@@ -77,6 +77,13 @@ def test_an_override_that_is_wrong_is_exit_code_2(recipe, tmp_path):
     assert "run.steps" in ended.stderr
 
 
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_changed_inputs_are_accepted_of_a_resumed_run_only(command, recipe, tmp_path):
+    ended = slipstream(command, recipe(), "--accept-changed-inputs", pythonpath=tmp_path)
+    assert ended.returncode == 2
+    assert "--accept-changed-inputs has no meaning without --resume" in ended.stderr
+
+
 def test_a_recipe_with_nothing_wrong_is_exit_code_0(recipe, tmp_path):
     ended = slipstream("check", recipe(), "run.steps=12", pythonpath=tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")

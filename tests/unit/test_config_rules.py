@@ -75,8 +75,49 @@ def violations(file, *overrides: str) -> dict[str, str]:
         (["actor.objective={type: sapo}"], "actor.use_decoupled_loss", "its own gate"),
         *(
             ([f"actor.objective={{type: {type_}}}", "actor.use_decoupled_loss=false"], None, "")
-            for type_ in ("m2po", "dppo", "aipo", "sapo", "cispo", "gspo")
+            for type_ in ("m2po", "dppo", "aipo")
         ),
+        *(
+            (
+                [f"actor.objective={{type: {type_}}}", "actor.use_decoupled_loss=false", *more],
+                "actor.recompute_logprobs",
+                part,
+            )
+            for type_ in ("ppo", "dual_clip", "decayed_clip", "gspo", "cispo", "sapo")
+            for more, part in (
+                ([], "with actor.minibatches: 1 that is the only one"),
+                (["actor.minibatches=2"], "with actor.minibatches: 2 that is one of 2"),
+            )
+        ),
+        *(
+            (
+                [f"actor.objective={{type: {type_}}}", "actor.use_decoupled_loss=false", way_out],
+                None,
+                "",
+            )
+            for type_ in ("ppo", "cispo", "sapo")
+            for way_out in (
+                "actor.recompute_logprobs=false",
+                "actor.correction.token={type: mask}",
+                "actor.correction.sequence={type: geometric}",
+                "rollout.max_head_offpolicyness=0",
+            )
+        ),
+        (
+            ["actor.objective={type: sapo}", "actor.use_decoupled_loss=false"],
+            "actor.recompute_logprobs",
+            "that is the only one; set this to false for a ratio to the behaviour policy",
+        ),
+        *(
+            (
+                ["actor.correction.token={type: raw}", *more],
+                "actor.correction.token",
+                "nothing bounds the importance weight",
+            )
+            for more in ([], ["actor.minibatches=2"], ["actor.correction.sequence={type: geometric}"])
+        ),
+        (["actor.correction.token={type: raw}", "rollout.max_head_offpolicyness=0"], None, ""),
+        (["actor.correction.token={type: cap, cap: 100}"], None, ""),
         *(
             ([f"actor.objective={{type: {type_}}}"], None, "")
             for type_ in ("dual_clip", "decayed_clip", "gspo", "cispo", "reinforce")
@@ -88,7 +129,7 @@ def violations(file, *overrides: str) -> dict[str, str]:
         ),
         (
             ["actor.objective={type: reinforce}", "actor.correction.token={type: raw}"],
-            "actor.objective.type",
+            "actor.correction.token",
             "rollout.max_head_offpolicyness to 0",
         ),
         (
@@ -110,7 +151,11 @@ def violations(file, *overrides: str) -> dict[str, str]:
         ),
         *(
             (
-                ["actor.use_decoupled_loss=false", f"actor.correction.token={{type: {type_}}}"],
+                [
+                    "actor.use_decoupled_loss=false",
+                    "actor.recompute_logprobs=false",
+                    f"actor.correction.token={{type: {type_}}}",
+                ],
                 "actor.correction.token",
                 "only the decoupled loss has",
             )

@@ -15,7 +15,6 @@ LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 TO_COME = {
     "bridge/families/NAME.py",
     "rollout/gateway",
-    "rollout/judge",
     "rollout/environment",
     "rollout/compat/slime",
 }

@@ -11,8 +11,11 @@ from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.driver import devices
 from slipstream.backend.driver.devices import Colocated
 from slipstream.backend.simulate import clock
-from slipstream.rollout.collect.time_limit import TimeLimit
+from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.engine.client import EngineError
+from slipstream.rollout.engine.roster import EngineRoster
+from slipstream.rollout.engine.routing import PoolStatus
+from tests.unit.doubles import Collector, Policy
 
 ALL, WEIGHTS = {"weights", "kv_cache", "cuda_graph"}, {"weights"}
 
@@ -92,25 +95,26 @@ class Trainer:
         self.world.note("trainer wakes")
 
 
-class Pool:
-    def __init__(self, *clients: Engine) -> None:
-        self.clients = list(clients)
-        self.condemned: dict[str, str] = {}
+class Roster(EngineRoster):
+    """Remembers which engines were condemned."""
 
-    async def condemn(self, client: Engine, reason: str) -> None:
+    def __init__(self, *clients: Any) -> None:
+        super().__init__(Policy(), limit=8)
+        self.condemned: dict[str, str] = {}
+        for client in clients:
+            self.add(client)
+
+    def condemn(self, client: Any, reason: str) -> None:
         client.lost = True
         if client in self.clients:
-            self.clients.remove(client)
             self.condemned[client.name] = reason
+        super().condemn(client, reason)
 
 
-def colocated(world: World, *clients: Engine, episodes: TimeLimit | None = None) -> tuple[Colocated, Pool]:
-    pool: Any = Pool(*clients)
+def colocated(world: World, drain_s: float | None = None) -> tuple[Colocated, Roster]:
+    roster = Roster()
     trainer: Any = Trainer(world)
-    found = Colocated(
-        trainer, pool, pause="retract", drain_s=None, timeout_s=5, episodes=episodes or TimeLimit(10)
-    )
-    return found, pool
+    return Colocated(trainer, roster, pause="retract", drain_s=drain_s, timeout_s=5), roster
 
 
 def world_of(*names: str, **fails: str) -> World:
@@ -119,16 +123,17 @@ def world_of(*names: str, **fails: str) -> World:
     return world
 
 
-async def started(world: World, *clients: Engine, **more: Any) -> tuple[Colocated, Pool]:
+async def started(world: World, *clients: Engine, drain_s: float | None = None) -> tuple[Colocated, Roster]:
     """The trainer has been there once."""
-    found, pool = colocated(world, **more)
+    found, roster = colocated(world, drain_s)
     engines, world.engines = world.engines, {}
     async with found.training():
         """It is built."""
     world.engines = engines
-    pool.clients = list(clients)
+    for client in clients:
+        roster.add(client)
     world.did.clear()
-    return found, pool
+    return found, roster
 
 
 def run(main: Callable[[], Any]) -> Any:
@@ -177,23 +182,23 @@ def test_a_turn_may_end_without_a_new_version():
 def test_an_engine_that_fails_a_step_is_given_up_and_the_others_go_on(step: str):
     async def main():
         world = world_of("a", "b", b=step)
-        found, pool = await started(world, *world.engines.values())
+        found, roster = await started(world, *world.engines.values())
         async with found.training(), found.publishing():
             """Sends."""
-        assert list(pool.condemned) == ["b"]
-        assert "no" in pool.condemned["b"]
+        assert list(roster.condemned) == ["b"]
+        assert "no" in roster.condemned["b"]
         assert world.did[-1] == "a goes on"
         assert not world.engines["a"].paused
 
     run(main)
 
 
-def test_an_engine_that_the_pool_has_lost_meanwhile_stays_as_it_is():
+def test_an_engine_that_was_lost_meanwhile_stays_as_it_is():
     async def main():
         world = world_of("a", "b")
-        found, pool = await started(world, *world.engines.values())
+        found, roster = await started(world, *world.engines.values())
         async with found.training(), found.publishing():
-            await pool.condemn(world.engines["b"], "part of the weights")
+            roster.condemn(world.engines["b"], "part of the weights")
         assert world.engines["b"].paused
         assert world.engines["b"].has == WEIGHTS
 
@@ -245,10 +250,14 @@ def test_engines_start_while_the_trainer_rests_and_the_trainer_waits_for_those_t
     run(main)
 
 
-def test_the_trainers_time_is_not_an_episodes():
+@pytest.mark.parametrize("drain_s", [None, 2.0], ids=["interrupted", "drained"])
+def test_the_trainers_time_is_not_an_episodes(drain_s: float | None):
+    """Requests are held during a turn, and collectors stop the clocks of their episodes meanwhile."""
+
     async def main():
-        world, episodes = world_of(), TimeLimit(10)
-        found, _ = await started(world, episodes=episodes)
+        found, roster = await started(world_of(), drain_s=drain_s)
+        episodes = TimeLimit(10)
+        collector = Collector(roster, on_held=episodes.stop)
 
         async def episode() -> None:
             with episodes():
@@ -258,6 +267,33 @@ def test_the_trainers_time_is_not_an_episodes():
         await asyncio.sleep(1)
         async with found.training():
             await asyncio.sleep(10)
+            assert collector.pool.held
         await running
+        assert not collector.pool.held
+
+    run(main)
+
+
+def test_a_turn_that_drains_begins_when_no_collector_runs_a_request():
+    async def main():
+        world = world_of("a")
+        found, roster = await started(world, world.engines["a"], drain_s=60)
+        roster.joined("busy")
+        roster.joined("idle")
+
+        async def follow(name: str, running: int) -> None:
+            await asyncio.sleep(1)
+            roster.reported(name, PoolStatus(number=roster.number, running=running))
+
+        async def end() -> None:
+            await asyncio.sleep(8)
+            roster.reported("busy", PoolStatus(number=roster.number, running=0))
+
+        tasks = [asyncio.create_task(task) for task in (follow("busy", 3), follow("idle", 0), end())]
+        began = asyncio.get_running_loop().time()
+        async with found.training():
+            assert world.did[0] == "a pauses (retract)"
+            assert asyncio.get_running_loop().time() - began == pytest.approx(8 + 2)
+        await asyncio.gather(*tasks)
 
     run(main)

@@ -1,14 +1,13 @@
 """From a run folder to where the run goes on: what is used, what is given up, what is refused."""
 
 import asyncio
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
-from slipstream.backend.checkpoint.manifest import CheckpointRecord
+from slipstream.backend.checkpoint.manifest import CheckpointRecord, record_digest
 from slipstream.backend.driver.inputs import InputError
 from slipstream.backend.driver.resume import (
     begin,
@@ -16,18 +15,24 @@ from slipstream.backend.driver.resume import (
 )
 from slipstream.backend.driver.run_folder import (
     check_same_run,
-    locked,
     recipe_text,
-    refuse_if_running,
     refuse_without_ledger,
 )
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.control.core import Ticket
-from slipstream.rollout.ledger.database import LedgerBusy
-from slipstream.rollout.ledger.recovery import LEDGER, open_ledger
-from slipstream.rollout.ledger.writer import Ledger
-from slipstream.rollout.trajectory import Group, Prompt
-from tests.unit.test_ledger import completion, trajectory
+from slipstream.rollout.ledger.recovery import open_ledger
+from slipstream.rollout.ledger.transaction import Training
+from slipstream.rollout.ledger.writer import SAMPLES, Ledger
+from slipstream.rollout.record import (
+    REF,
+    PieceHeader,
+    checksum,
+    decode_chunks,
+    decode_piece,
+    encode,
+    encode_chunk,
+)
+from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
 
 PROMPTS = [Prompt(i, f"prompt {i}") for i in range(20)]
 
@@ -52,26 +57,41 @@ def config(tmp_path: Path) -> RunConfig:
     return config
 
 
-def start(config: RunConfig, checkpoint=None):
-    inputs = SimpleNamespace(prompts=PROMPTS)
-    return begin(config, inputs, checkpoint)  # type: ignore[arg-type]
+def start(config: RunConfig, checkpoint=None, other_prompts: bool = False):
+    inputs, lease = SimpleNamespace(prompts=PROMPTS), SimpleNamespace(check=lambda: None)
+    return begin(config, inputs, checkpoint, lease, other_prompts=other_prompts)  # type: ignore[arg-type]
+
+
+def stored(ledger: Ledger, context: tuple[int, ...], tokens: tuple[int, ...]) -> bytes:
+    """Append a chunk, and return the reference to it."""
+    chunk = encode_chunk(context, tokens, [-0.5] * len(tokens))
+    return REF.pack(*ledger.append(chunk), len(chunk), checksum(chunk))
+
+
+def ready(ledger: Ledger, id_: int, version: int) -> None:
+    """Group ``id_`` is admitted, generated and judged at ``version``."""
+    ledger.admitted(Ticket(id_, version), id_)
+    header = TrajectoryHeader(((UNSAMPLED, False, 1), (version, True, 3)), Finish.STOP, 0, 1.0)
+    ledger.judged(id_ * SAMPLES, stored(ledger, (1,), (2, 3)), encode(header))
+    ledger.ready(id_, 2)
 
 
 async def trained(ledger: Ledger, id_: int, version: int) -> None:
     """Group ``id_``, of the version before, is what ``version`` was trained on."""
-    group = Group(id_, PROMPTS[id_], version - 1, (trajectory([version - 1]),))
-    ledger.admitted(Ticket(id_, version - 1), id_)
-    ledger.trajectory(id_, 0, group.trajectories[0])
-    ledger.ready(group)
-    ledger.step_begins(version, version)
-    ledger.published(version, [group])
+    ready(ledger, id_, version - 1)
+    ledger.step_begins(version, version - 1, [id_])
+    ledger.published(version, [Training(id_, 0, 2, 0, 2, ((version - 1, 2),))])
     await ledger.flushed()
 
 
-def checkpoint(config: RunConfig, version: int, step: int, epoch: int = 0) -> None:
+def checkpoint(config: RunConfig, version: int, step: int, ledger: Ledger | None = None) -> None:
     folder = CheckpointFolder(config.run.folder / CHECKPOINTS, keep_last=9)
     (folder.begin(version) / "weights").write_bytes(b"1")
-    folder.commit(CheckpointRecord(version, step, epoch, step, {"trained": step}))
+    watermark = ledger.watermark() if ledger is not None else None
+    record = CheckpointRecord(version, step, 0, step, {"trained": step}, watermark)
+    folder.commit(record)
+    if ledger is not None:
+        ledger.checkpointed(version, record_digest(record))
 
 
 def test_a_run_goes_on_from_its_checkpoint_with_what_the_ledger_kept(config: RunConfig):
@@ -79,10 +99,11 @@ def test_a_run_goes_on_from_its_checkpoint_with_what_the_ledger_kept(config: Run
 
     async def first_life() -> None:
         await trained(ledger, 0, 1)
-        checkpoint(config, 1, 1)
+        checkpoint(config, 1, 1, ledger)
         await trained(ledger, 1, 2)
         ledger.admitted(Ticket(2, 2), 2)
-        ledger.partial(2, 0, 0, (), completion((2, 3)), done=False)
+        piece = PieceHeader(0, b"digest", ((2, 2),))
+        ledger.piece(2 * SAMPLES, 0, stored(ledger, (1,), (2, 3)), encode(piece))
         ledger.admitted(Ticket(3, 2), 3)
         await ledger.flushed()
 
@@ -90,19 +111,43 @@ def test_a_run_goes_on_from_its_checkpoint_with_what_the_ledger_kept(config: Run
     ledger.close()
     state = start(config, find_checkpoint(config))
     try:
-        assert (state.control.version, state.control.step) == (3, 1)
+        # A version keeps its name, and the next one has a number that was never begun.
+        assert (state.control.version, state.control.step) == (1, 1)
+        assert state.control.versions.next == 3
         assert state.notes == [
-            "resumed from version 1 (step 1), served as version 3: "
-            "1 groups ready, 1 continued, 1 to be generated again"
+            "resumed from version 1 (step 1): 1 groups ready, 1 continued, 1 to be generated again"
         ]
         assert state.control.ready == 1  # what was trained into version 2, to be trained again
-        [resumed] = state.intake.resumed
-        assert (resumed.ticket.id, resumed.prompt) == (2, PROMPTS[2])
-        # Version 2 was one step from version 1, which is version 3 now.
-        assert resumed.prior.partials[0][0].completion.spans[0].version == 2
+        assert [group.id for group in state.groups.ready] == [1]
+        [continued] = state.groups.continued
+        # Version 2 is a child of version 1: its tokens lag by one update.
+        assert (continued.ticket.id, continued.ticket.version, continued.prompt) == (2, 2, PROMPTS[2])
+        assert state.control.lag(2) == 1
+        [(ref, header)] = continued.samples[0].pieces
+        assert decode_piece(header).spans == ((2, 2),)
+        assert [chunk.tokens.tolist() for chunk in decode_chunks(state.ledger.read(ref))] == [[2, 3]]
         assert state.intake.position == 4
     finally:
         state.ledger.close()
+
+
+def test_with_another_prompt_set_no_group_gets_answers_to_two_prompts(config: RunConfig):
+    """A group that is ready is whole; one that has begun would go on with the prompt now at its position."""
+    ledger = start(config).ledger
+
+    async def first_life() -> None:
+        ready(ledger, 0, 0)
+        ledger.admitted(Ticket(1, 0), 1)
+        piece = PieceHeader(0, b"digest", ((0, 3),))
+        ledger.piece(SAMPLES, 0, stored(ledger, (1,), (2, 3, 4)), encode(piece))
+        await ledger.flushed()
+
+    asyncio.run(first_life())
+    ledger.close()
+    state = start(config, other_prompts=True)
+    state.ledger.close()
+    assert "1 groups ready, 0 continued, 1 to be generated again" in state.notes[0]
+    assert not state.groups.continued
 
 
 def test_what_cannot_be_trained_within_the_bound_is_generated_again(config: RunConfig):
@@ -110,10 +155,7 @@ def test_what_cannot_be_trained_within_the_bound_is_generated_again(config: RunC
 
     async def first_life() -> None:
         for id_ in range(3):
-            group = Group(id_, PROMPTS[id_], 0, (trajectory([0]),))
-            ledger.admitted(Ticket(id_, 0), id_)
-            ledger.trajectory(id_, 0, group.trajectories[0])
-            ledger.ready(group)
+            ready(ledger, id_, 0)
         await ledger.flushed()
 
     asyncio.run(first_life())
@@ -127,24 +169,43 @@ def test_what_cannot_be_trained_within_the_bound_is_generated_again(config: RunC
 def test_a_checkpoint_of_a_line_that_was_left_is_passed_over(config: RunConfig):
     ledger = start(config).ledger
 
-    async def life(ledger: Ledger, ids: range, first: int) -> None:
-        for id_, version in zip(ids, range(first, first + len(ids)), strict=True):
-            await trained(ledger, id_, version)
+    async def life() -> None:
+        for version in (1, 2, 3):
+            await trained(ledger, version - 1, version)
+            if version != 2:
+                checkpoint(config, version, version, ledger)
+        await ledger.flushed()
 
-    asyncio.run(life(ledger, range(0, 3), 1))
+    asyncio.run(life())
     ledger.close()
-    checkpoint(config, 1, 1)
-    checkpoint(config, 3, 3)
     # Version 3 is damaged, so the second life goes on from version 1 and leaves 2 and 3 behind.
-    ledger, _ = open_ledger(
-        config.run.folder / LEDGER, batch_size=1, n_samples=1, bound=2, restored=1, step=1
-    )
+    ledger, _ = open_ledger(config.run.folder, batch_size=1, n_samples=1, bound=2, restored=1)
     ledger.close()
     found = find_checkpoint(config)
     assert found.record.version == 1
     assert found.warnings == (
         "checkpoint v00000003 is passed over: the run has gone on from an older one since",
     )
+
+
+def test_two_restarts_from_one_checkpoint_do_not_change_the_distance_of_a_token(config: RunConfig):
+    """Its lag is counted along the tree of versions, whatever the versions are called."""
+    ledger = start(config).ledger
+
+    async def first_life() -> None:
+        await trained(ledger, 0, 1)
+        checkpoint(config, 1, 1, ledger)
+        await trained(ledger, 1, 2)
+        ready(ledger, 2, 2)
+        await ledger.flushed()
+
+    asyncio.run(first_life())
+    ledger.close()
+    for _ in range(3):
+        state = start(config, find_checkpoint(config))
+        assert (state.control.version, state.control.lag(2)) == (1, 1)
+        assert sorted(group.id for group in state.groups.ready) == [1, 2]
+        state.ledger.close()
 
 
 @pytest.mark.parametrize(
@@ -170,34 +231,8 @@ def test_all_changed_settings_are_named_at_once(config: RunConfig):
     assert all(name in str(error.value) for name in ("run.seed", "batch_size", "n_samples_per_prompt"))
 
 
-def test_a_run_without_its_recipe_cannot_be_resumed(config: RunConfig):
-    (config.run.folder / "recipe.yaml").unlink()
-    with pytest.raises(InputError, match=r"recipe\.yaml"):
-        check_same_run(config)
-
-
 def test_checkpoints_without_a_ledger_are_not_set_aside_unasked(config: RunConfig):
     refuse_without_ledger(config.run.folder)
     checkpoint(config, 1, 1)
     with pytest.raises(InputError, match=r"has checkpoints but no ledger\.sqlite"):
         refuse_without_ledger(config.run.folder)
-
-
-def test_a_running_supervised_run_is_neither_set_aside_nor_taken_over(config: RunConfig):
-    folder = config.run.folder
-    with locked(folder):
-        for attempt in (partial(refuse_if_running, folder), locked(folder).__enter__):
-            with pytest.raises(InputError, match="another process is running this run"):
-                attempt()
-    refuse_if_running(folder)
-
-
-def test_a_running_run_is_not_set_aside(config: RunConfig):
-    refuse_if_running(config.run.folder)
-    ledger = start(config).ledger
-    with pytest.raises(LedgerBusy):
-        refuse_if_running(config.run.folder)
-    ledger.close()
-    refuse_if_running(config.run.folder)
-    (config.run.folder / LEDGER).write_bytes(b"damaged")
-    refuse_if_running(config.run.folder)

@@ -3,6 +3,9 @@
 import asyncio
 import os
 import signal
+import threading
+
+import pytest
 
 from slipstream.backend.driver.stop import Stop
 
@@ -55,3 +58,24 @@ def test_signals_ask_only_inside():
     asyncio.run(main())
     assert asked.asked
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_work_that_must_not_go_on_ends_with_the_error_that_another_thread_has_found():
+    asked, _ = stop()
+    steps = []
+
+    async def work() -> None:
+        threading.Thread(target=asked.fail, args=(RuntimeError("fenced"),)).start()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            steps.append("cleaned up")
+
+    async def main() -> None:
+        await asked.run(work())
+
+    with pytest.raises(RuntimeError, match="fenced"):
+        asyncio.run(main())
+    assert steps == ["cleaned up"]
+    assert not asked.asked
+    asked.fail(RuntimeError("too late"))

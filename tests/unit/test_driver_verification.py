@@ -6,15 +6,15 @@ import math
 import pytest
 
 from slipstream.backend.driver.devices import Separate
-from slipstream.backend.driver.served_weights import ServedWeights
+from slipstream.backend.driver.served_weights import Advance, ServedWeights
 from slipstream.backend.driver.verification import Verifier, WeightsMismatch, probe_text
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.weights import VerifyAlways, VerifyEveryN
 from slipstream.rollout.engine.client import EngineAddress, EngineError, EngineLost
 from slipstream.rollout.engine.completion import Aborted
-from slipstream.rollout.engine.pool import EnginePool
+from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.trajectory import Prompt
-from tests.unit.doubles import Policy
+from tests.unit.doubles import Collector, Policy
 
 EXPECTED = [-1.0, -2.0, -3.0]
 
@@ -188,27 +188,57 @@ class Trainer:
         return EXPECTED
 
 
-async def serving(world: World, *names: str) -> tuple[ServedWeights, EnginePool, Trainer]:
+async def advance(weights: ServedWeights) -> Advance:
+    """Train a step and publish the next version."""
+    return await weights.advance(None, weights._owner.version + 1)
+
+
+async def serving(world: World, *names: str) -> tuple[ServedWeights, EngineRoster, Trainer]:
     trainer, policy = Trainer(), Policy()
-    pool = EnginePool(policy, max_concurrent=4, wait_timeout_s=5, isolate_versions=False)
+    roster = EngineRoster(policy, limit=4)
     for name in names:
-        await pool.add(world.connect(engine(name)))
-    return ServedWeights(trainer, pool, Separate(), policy, verifier=world.verifier()), pool, trainer
+        roster.add(world.connect(engine(name)))
+    return ServedWeights(trainer, roster, Separate(), policy, verifier=world.verifier()), roster, trainer
 
 
 def test_engines_are_in_doubt_from_before_the_update_until_the_verdict():
     async def main():
         world = World()
-        weights, pool, _ = await serving(world, "a", "b")
+        weights, roster, _ = await serving(world, "a", "b")
         world.logprobs["b"] = [0.0, 0.0, 0.0]
-        await weights.advance(None)
-        assert {client.name: version for client, version in pool._doubted.items()} == {"a": 1, "b": 1}
+        await advance(weights)
+        assert [roster.doubted(client) for client in roster.clients] == [1, 1]
         await weights.settled()
-        assert [client.name for client in pool.clients] == ["a"]
-        assert [client.name for client in pool._doubted] == ["b"]
-        client, reason = pool.lost.get_nowait()
+        assert [(client.name, roster.doubted(client)) for client in roster.clients] == [("a", None)]
+        client, reason = roster.lost.get_nowait()
         assert client.name == "b"
         assert "does not hold version 1" in reason
+
+    asyncio.run(main())
+
+
+def test_no_weights_are_published_before_every_collector_holds_back_what_they_sample():
+    """Else a slow collector would write down tokens of weights that nobody has verified."""
+
+    async def main():
+        world = World()
+        weights, roster, trainer = await serving(world, "a")
+        prompt, slow = Collector(roster, "prompt"), Collector(roster, "slow")
+        await asyncio.sleep(0)
+        slow.hears = False
+        advancing = asyncio.create_task(advance(weights))
+        await asyncio.sleep(0.05)
+        assert [engine.doubted for engine in prompt.records[-1].engines] == [1]
+        assert trainer.published == []
+        slow.hear()
+        await advancing
+        assert [version for version, _ in trainer.published] == [1]
+        await weights.settled()
+        await asyncio.sleep(0.01)
+        for collector in (prompt, slow):
+            assert collector.pool.version == 1
+            assert [engine.doubted for engine in collector.records[-1].engines] == [None]
+            await collector.pool.close()
 
     asyncio.run(main())
 
@@ -217,8 +247,8 @@ def test_the_next_version_waits_for_the_verdict_on_the_last_one():
     async def main():
         world = World()
         weights, _, trainer = await serving(world, "a")
-        await weights.advance(None)
-        await weights.advance(None)
+        await advance(weights)
+        await advance(weights)
         assert world.asked == [("a", 1)]
         await weights.settled()
         assert world.asked == [("a", 1), ("a", 2)]
@@ -230,16 +260,16 @@ def test_the_next_version_waits_for_the_verdict_on_the_last_one():
 def test_interrupted_engines_are_published_to_again_once():
     async def main():
         world = World()
-        weights, pool, trainer = await serving(world, "a", "b", "c")
+        weights, roster, trainer = await serving(world, "a", "b", "c")
         trainer.reports = [{"failed": {"b": "gone"}, "interrupted": {"a": "b", "c": "b"}}]
-        advance = await weights.advance(None)
+        step = await advance(weights)
         assert trainer.published == [(1, ["a", "b", "c"]), (1, ["a", "c"])]
-        assert advance.report.updated == ["a", "c"]
-        assert [client.name for client in pool.clients] == ["a", "c"]
+        assert step.report.updated == ["a", "c"]
+        assert [client.name for client in roster.clients] == ["a", "c"]
         trainer.reports = [{"interrupted": {"a": "x"}}, {"interrupted": {"a": "y"}}]
-        advance = await weights.advance(None)
-        assert advance.report.failed == {"a": "y"}
-        assert [client.name for client in pool.clients] == ["c"]
+        step = await advance(weights)
+        assert step.report.failed == {"a": "y"}
+        assert [client.name for client in roster.clients] == ["c"]
         await weights.settled()
 
     asyncio.run(main())
@@ -249,10 +279,10 @@ def test_an_engine_is_admitted_when_it_was_found_to_hold_the_version():
     async def main():
         world = World()
         weights, _, trainer = await serving(world, "a")
-        await weights.advance(None)
+        await advance(weights)
         admitted = []
 
-        async def admit():
+        def admit():
             admitted.append(1)
 
         assert await weights.bring_up_to_date(engine("late"), admit) is None
@@ -282,12 +312,12 @@ def test_a_question_that_cannot_be_put_is_a_verdict_too():
 
     async def main():
         world = World()
-        weights, pool, _ = await serving(world, "a")
+        weights, roster, _ = await serving(world, "a")
         world.logprobs["a"] = ZeroDivisionError("a bug")
-        await weights.advance(None)
+        await advance(weights)
         await weights.settled()
-        assert pool.clients == []
-        assert "a bug" in pool.lost.get_nowait()[1]
+        assert roster.clients == []
+        assert "a bug" in roster.lost.get_nowait()[1]
 
     asyncio.run(main())
 
@@ -297,7 +327,7 @@ def test_a_verdict_that_is_pending_at_the_end_is_given_up():
         world = World()
         weights, *_ = await serving(world, "a")
         world.logprobs["a"] = "silence"
-        await weights.advance(None)
+        await advance(weights)
         await weights.cancel()
         assert len(asyncio.all_tasks()) == 1
 

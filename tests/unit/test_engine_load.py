@@ -1,4 +1,4 @@
-"""Following the load: all engines at once, failures are no observations, the decision reaches the pool."""
+"""Following the load: all engines at once, failures are no observations, the decision reaches the roster."""
 
 import asyncio
 
@@ -6,7 +6,8 @@ from slipstream.rollout.control.concurrency import ConcurrencyController, Engine
 from slipstream.rollout.engine import load
 from slipstream.rollout.engine.client import EngineError, EngineLost
 from slipstream.rollout.engine.load import follow_load, sample
-from slipstream.rollout.engine.pool import EnginePool
+from slipstream.rollout.engine.roster import EngineRoster
+from slipstream.rollout.engine.routing import PoolStatus
 from tests.unit.doubles import Policy
 
 FULL = EngineLoad(running=10, waiting=0, kv_use=0.99)
@@ -49,16 +50,16 @@ def running(n: int, taken_s: float = 0.0) -> EngineLoad:
     return EngineLoad(n, 0, 0.5, taken_s=taken_s)
 
 
-def pool_of(*engines: FakeEngine) -> EnginePool:
-    pool = EnginePool(Policy(), max_concurrent=100, wait_timeout_s=5, isolate_versions=False)
+def roster_of(*engines: FakeEngine) -> EngineRoster:
+    roster = EngineRoster(Policy(), limit=100)
     for engine in engines:
-        asyncio.get_running_loop().create_task(pool.add(engine))
-    return pool
+        roster.add(engine)
+    return roster
 
 
-async def followed(pool: EnginePool, controller: ConcurrencyController, until) -> None:
+async def followed(roster: EngineRoster, controller: ConcurrencyController, until) -> None:
     await asyncio.sleep(0)
-    following = asyncio.create_task(follow_load(pool, controller, every_s=0.01))
+    following = asyncio.create_task(follow_load(roster, controller, every_s=0.01))
     async with asyncio.timeout(3):
         while not until():
             assert not following.done()
@@ -81,13 +82,13 @@ def test_engines_that_fail_or_are_late_are_left_out(monkeypatch):
     assert asyncio.run(sample([])) == {}
 
 
-def test_what_the_controller_decides_becomes_the_limit_of_the_pool():
+def test_what_the_controller_decides_becomes_the_limit_of_the_roster():
     async def main():
         engine = FakeEngine("a", *(running(n, taken_s=n) for n in range(20)))
-        pool, controller = pool_of(engine), Controller()
-        await followed(pool, controller, lambda: len(controller.observed) == 3)
+        roster, controller = roster_of(engine), Controller()
+        await followed(roster, controller, lambda: len(controller.observed) == 3)
         assert controller.observed == [([0], 0), ([1], 0), ([2], 0)]
-        assert pool.limit == controller.limit == 97
+        assert roster.limit == controller.limit == 97
 
     asyncio.run(main())
 
@@ -99,7 +100,7 @@ def test_a_sample_that_repeats_the_last_one_is_no_observation():
             FakeEngine("b", running(5, 1.0)),
         )
         controller = Controller()
-        await followed(pool_of(*engines), controller, lambda: len(controller.observed) == 4)
+        await followed(roster_of(*engines), controller, lambda: len(controller.observed) == 4)
         assert controller.observed == [([1, 5], 0), ([], 0), ([2], 0), ([], 0)]
 
     asyncio.run(main())
@@ -109,9 +110,9 @@ def test_a_failed_sample_changes_nothing_and_the_next_one_counts():
     async def main():
         engine = FakeEngine("a", EngineLost("gone"), EngineError("no"), running(3, 1.0))
         controller = ConcurrencyController(maximum=100)
-        pool = pool_of(engine)
-        await followed(pool, controller, lambda: engine.asked > 4)
-        assert pool.limit == 100
+        roster = roster_of(engine)
+        await followed(roster, controller, lambda: engine.asked > 4)
+        assert roster.limit == 100
 
     asyncio.run(main())
 
@@ -119,23 +120,24 @@ def test_a_failed_sample_changes_nothing_and_the_next_one_counts():
 def test_a_new_version_tells_the_controller_of_the_disturbance():
     async def main():
         engine = FakeEngine("a", running(1))
-        pool, controller = pool_of(engine), Controller()
+        roster, controller = roster_of(engine), Controller()
 
         def until() -> bool:
-            pool._policy.version = 1 if len(controller.observed) >= 2 else 0
+            roster._policy.version = 1 if len(controller.observed) >= 2 else 0
             return len(controller.observed) >= 5
 
-        await followed(pool, controller, until)
+        await followed(roster, controller, until)
         assert controller.observed.count("disturbed") == 1
 
     asyncio.run(main())
 
 
-def test_full_memory_lowers_the_limit_of_the_pool():
+def test_full_memory_lowers_the_limit_of_the_roster():
     async def main():
-        pool, controller = pool_of(FakeEngine("a", FULL)), ConcurrencyController(maximum=100)
-        pool._requests.inside = 100
-        await followed(pool, controller, lambda: pool.limit < 100)
-        assert pool.limit == 80
+        roster, controller = roster_of(FakeEngine("a", FULL)), ConcurrencyController(maximum=100)
+        roster.joined("collector")
+        roster.reported("collector", PoolStatus(in_use=100))
+        await followed(roster, controller, lambda: roster.limit < 100)
+        assert roster.limit == 80
 
     asyncio.run(main())

@@ -32,17 +32,23 @@ STAND_IN = textwrap.dedent(
     """
     import http.server, json, mmap, os, signal, subprocess, sys, threading
 
+    from slipstream.rollout.engine.launch import _read_key
+
     mode, settings = sys.argv[1], json.loads(sys.argv[-1])
     arguments = settings["server"]
     if mode == "dies":
         print("a line before", flush=True)
         sys.exit("there is no such model")
+    key = _read_key()
     if mode == "launched":
         from slipstream.rollout.engine.launch import _die_with_owner
         from pathlib import Path
         leftovers = [Path(settings["temporary"])]
         leftovers += [Path(settings["replica"]["folder"])] if settings["replica"] else []
         threading.Thread(target=_die_with_owner, args=(leftovers,), daemon=True).start()
+    if mode == "slow":
+        import time
+        time.sleep(300)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen(["sleep", "300"])
     with open(f"/dev/shm/slipstream-test-{os.getpid()}", "w+b") as file:
@@ -54,7 +60,8 @@ STAND_IN = textwrap.dedent(
 
     class Health(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(503 if mode == "unhealthy" else 200)
+            allowed = self.headers["Authorization"] == f"Bearer {key}"
+            self.send_response(401 if not allowed else 503 if mode == "unhealthy" else 200)
             self.end_headers()
         def log_message(self, *args):
             pass
@@ -81,6 +88,7 @@ def spec(**changes) -> ServerSpec:
 @contextmanager
 def started(folder: Path, mode: str = "healthy", **changes):
     """A stand-in server, which is ended in any case."""
+    folder.mkdir(exist_ok=True)
     program = folder / "stand_in.py"
     program.write_text(STAND_IN)
     server = ServerProcess(
@@ -188,15 +196,16 @@ def test_a_server_is_started_with_its_arguments_and_found_healthy(tmp_path, monk
         assert environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
         assert environment["HF_HUB_OFFLINE"] == "1"
         assert ("SGLANG_USE_CPU_ENGINE" in environment) == (device == "cpu")
-        assert server.url == f"http://127.0.0.1:{reported['arguments']['port']}"
+        assert server.access.url == f"http://127.0.0.1:{reported['arguments']['port']}"
 
 
-async def healthy_then_stop(server: ServerProcess) -> None:
+async def healthy_then_stop(server: ServerProcess, *, stop: bool = True) -> None:
     """The thread that waits for the exit belongs to the event loop: it has to end with it."""
     try:
         await server.wait_healthy(10)
     finally:
-        await asyncio.to_thread(server.stop)
+        if stop:
+            await asyncio.to_thread(server.stop)
 
 
 def test_a_server_that_exits_while_starting_is_an_error_with_the_end_of_its_log(tmp_path):
@@ -220,8 +229,10 @@ def test_a_server_that_does_not_become_healthy_is_an_error_that_names_the_time(t
 
 
 def test_the_reply_of_another_server_on_its_port_does_not_make_a_dead_server_healthy(tmp_path):
+    seen = []
+
     async def reply(reader, writer):
-        await reader.readline()
+        seen.append(await reader.readline())
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
         writer.close()
 
@@ -235,6 +246,51 @@ def test_the_reply_of_another_server_on_its_port_does_not_make_a_dead_server_hea
                     await server.wait_healthy(5)
 
     asyncio.run(main())
+    assert not seen, "it could have asked for the key"
+
+
+def test_whoever_else_listens_on_the_port_of_a_starting_server_does_not_see_its_key(tmp_path):
+    seen = []
+
+    async def reply(reader, writer):
+        seen.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async def main():
+        other = await asyncio.start_server(reply, "127.0.0.1", 0)
+        port = other.sockets[0].getsockname()[1]
+        with started(tmp_path, "slow", port=port) as server:
+            async with other:
+                with pytest.raises(EngineStartError, match="not healthy"):
+                    await server.wait_healthy(1)
+
+    asyncio.run(main())
+    assert not seen
+
+
+def test_each_start_has_a_key_of_its_own_which_no_other_user_can_read(tmp_path):
+    keys = set()
+    for number in range(2):
+        with started(tmp_path / str(number)) as server:
+            asyncio.run(healthy_then_stop(server, stop=False))
+            key = server.access.key
+            keys.add(key)
+            assert key.encode() not in Path(f"/proc/{server.pid}/cmdline").read_bytes()
+            assert key.encode() not in Path(f"/proc/{server.pid}/environ").read_bytes()
+            assert key not in (tmp_path / str(number) / "logs/engine-0.log").read_text()
+    assert len(keys) == 2
+
+
+def test_the_servers_sockets_stay_on_its_interface_whatever_the_environment_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.setenv("SGLANG_GRPC_PORT", "12345")
+    with started(tmp_path) as server:
+        asyncio.run(healthy_then_stop(server))
+        environment = report(tmp_path)["environment"]
+    assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
+    assert environment["SGLANG_HOST_IP"] == "127.0.0.1"
+    assert "SGLANG_GRPC_PORT" not in environment, "its listener asks for no key"
 
 
 def test_the_exit_of_a_server_is_noticed(tmp_path):
@@ -325,3 +381,29 @@ def test_the_group_ends_with_its_owner_even_by_kill_9(tmp_path):
         wait_until(lambda: not alive(server) and not alive(child))
         wait_until(lambda: not shared_memory(server).exists())
         assert not Path(report(tmp_path)["temporary"]).exists()
+
+
+# ---- the program
+
+
+CACHE = textwrap.dedent(
+    """
+    import os, sys
+    from slipstream.rollout.engine.launch import _use_for_temporary_files
+    os.geteuid = lambda: int(sys.argv[2])
+    _use_for_temporary_files(sys.argv[1])
+    print(os.environ.get("TORCHINDUCTOR_CACHE_DIR"), os.environ["TMPDIR"])
+    """
+)
+
+
+@pytest.mark.parametrize(("stranger", "kept"), [(0, True), (1, False)], ids=["mine", "another user's"])
+def test_compiled_code_is_read_from_a_folder_of_this_user_only(tmp_path, stranger, kept):
+    """The folder has a name that everybody can guess, in a folder where everybody may make one."""
+    variables = environment(TMPDIR=str(tmp_path))
+    variables.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    command = [sys.executable, "-c", CACHE, str(tmp_path / "own"), str(os.geteuid() + stranger)]
+    said = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout.split()
+    [cache] = tmp_path.glob("torchinductor_*")
+    assert said == [str(cache) if kept else "None", str(tmp_path / "own")]
+    assert cache.stat().st_mode & 0o777 == 0o700

@@ -7,9 +7,10 @@ import pytest
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.engine.client import EngineAddress, EngineLost
-from slipstream.rollout.engine.pool import EnginePool
+from slipstream.rollout.engine.growing import GrowingCompletion
+from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.supervisor import EngineGone, Supervisor
-from tests.unit.doubles import Policy
+from tests.unit.doubles import Collector, Policy
 
 
 class FakeHandle:
@@ -43,18 +44,21 @@ class FakeHandle:
 
 
 class World:
-    """A supervisor over fake handles, with a pool and a sync that the test controls."""
+    """A supervisor over fake handles, with a roster, a collector and a sync that the test controls."""
 
     def __init__(self, n: int, restarts: int) -> None:
         self.handles = [FakeHandle(f"engine-{i}") for i in range(n)]
-        self.pool = EnginePool(Policy(), max_concurrent=8, wait_timeout_s=5, isolate_versions=False)
+        self.roster = EngineRoster(Policy(), limit=8)
+        self.pool = Collector(self.roster).pool
         self.notes: list[str] = []
         self.synced: list[str] = []
         self.refusals: list[str | Exception | None] = []
         self.may_sync = asyncio.Event()
         self.may_sync.set()
         self.serving = asyncio.Event()
-        self.supervisor = Supervisor(self.handles, self.pool, self, restarts=restarts, note=self.notes.append)
+        self.supervisor = Supervisor(
+            self.handles, self.roster, self, restarts=restarts, note=self.notes.append
+        )
 
     async def bring_up_to_date(self, address, admit):
         await self.may_sync.wait()
@@ -63,8 +67,12 @@ class World:
         if isinstance(refused, Exception):
             raise refused
         if refused is None:
-            await admit()
+            admit()
         return refused
+
+    async def generate(self) -> None:
+        """Send a request to whatever engine serves."""
+        await self.pool.generate([1], SamplingConfig(max_new_tokens=1), GrowingCompletion())
 
     @property
     def handle(self) -> FakeHandle:
@@ -72,8 +80,8 @@ class World:
 
     @property
     def urls(self) -> list[str]:
-        """Where the engines of the pool are: the port of a fake server is the number of its start."""
-        return [client.address.url for client in self.pool.clients]
+        """Where the engines of the roster are: the port of a fake server is the number of its start."""
+        return [client.address.url for client in self.roster.clients]
 
 
 async def until(condition, timeout_s: float = 3.0) -> None:
@@ -125,7 +133,7 @@ def test_all_engines_serve_before_the_run_begins():
     asyncio.run(main())
 
 
-def test_an_engine_is_in_the_pool_only_after_it_is_synced():
+def test_an_engine_is_in_the_roster_only_after_it_is_synced():
     async def main():
         async with supervised() as world:
             world.may_sync.clear()
@@ -157,7 +165,7 @@ def test_a_server_that_exits_is_started_again_and_synced_anew():
     asyncio.run(main())
 
 
-def test_a_condemned_engine_leaves_the_pool_and_is_started_again():
+def test_a_condemned_engine_leaves_the_roster_and_is_started_again():
     async def main():
         async with supervised(n=2) as world:
             await world.serving.wait()
@@ -199,7 +207,7 @@ def test_an_engine_whose_request_is_lost_is_started_again():
     async def main():
         async with supervised() as world:
             await world.serving.wait()
-            request = asyncio.create_task(world.pool.generate([1], SamplingConfig(max_new_tokens=1)))
+            request = asyncio.create_task(world.generate())
             await until(lambda: world.handle.starts == 2)  # nothing listens there
             assert world.notes == ["engine-0 is started again: it does not answer"]
             request.cancel()
@@ -216,15 +224,15 @@ def test_a_late_loss_of_the_old_server_does_not_condemn_the_new_one():
     async def main():
         async with supervised(restarts=1) as world:
             await world.serving.wait()
-            (old,) = world.pool.clients
+            (old,) = world.roster.clients
             world.handle.may_start.clear()
             world.handle.exit(1)
             await until(lambda: world.handle.starts == 2)
-            world.pool.lost.put_nowait((old, "it does not answer"))
+            world.roster.lost.put_nowait((old, "it does not answer"))
             await settle()
             world.handle.may_start.set()
             await until(lambda: world.urls)
-            world.pool.lost.put_nowait((old, "it does not answer"))
+            world.roster.lost.put_nowait((old, "it does not answer"))
             await asyncio.sleep(0.6)  # a verdict takes up to half a second to act
             assert world.handle.starts == 2
             assert world.urls == ["http://127.0.0.1:2"]
@@ -268,8 +276,7 @@ def test_running_requests_of_a_condemned_engine_are_ended_and_cost_it_one_restar
 
             world.handle.start = start
             await world.serving.wait()
-            sampling = SamplingConfig(max_new_tokens=1)
-            requests = [asyncio.create_task(world.pool.generate([1], sampling)) for _ in range(5)]
+            requests = [asyncio.create_task(world.generate()) for _ in range(5)]
             await asyncio.sleep(0.05)
             world.supervisor.condemn("engine-0", "it missed version 3")
             await until(lambda: world.handle.starts == 2)
@@ -294,9 +301,9 @@ def test_an_engine_that_is_lost_as_soon_as_it_is_admitted_is_noticed():
             async def lost_at_once(address, admit):
                 refused = await sync(address, admit)
                 if world.handle.starts == 1:
-                    (client,) = world.pool.clients
-                    await world.pool.remove(client)
-                    world.pool.lost.put_nowait((client, "it does not answer"))
+                    (client,) = world.roster.clients
+                    world.roster.remove(client)
+                    world.roster.lost.put_nowait((client, "it does not answer"))
                     await settle()
                 return refused
 
@@ -307,13 +314,13 @@ def test_an_engine_that_is_lost_as_soon_as_it_is_admitted_is_noticed():
     asyncio.run(main())
 
 
-def test_an_engine_that_lost_a_request_is_in_the_pool_once_after_its_restart():
+def test_an_engine_that_lost_a_request_is_in_the_roster_once_after_its_restart():
     async def main():
         async with supervised() as world:
             await world.serving.wait()
-            (client,) = world.pool.clients
-            await world.pool.remove(client)
-            world.pool.lost.put_nowait((client, "it does not answer"))
+            (client,) = world.roster.clients
+            world.roster.remove(client)
+            world.roster.lost.put_nowait((client, "it does not answer"))
             world.handle.exit(1)
             await until(lambda: world.urls == ["http://127.0.0.1:2"])
             await asyncio.sleep(0.6)
@@ -408,11 +415,11 @@ def test_a_restart_that_fails_is_tried_again_within_the_budget():
     asyncio.run(main())
 
 
-def test_when_one_engine_ends_the_run_the_others_leave_the_pool():
+def test_when_one_engine_ends_the_run_the_others_leave_the_roster():
     async def main():
         async with supervised(n=2, restarts=0) as world:
             await world.serving.wait()
-            clients = world.pool.clients
+            clients = world.roster.clients
             world.handles[0].exit(1)
             assert isinstance(await failure(world), EngineGone)
             assert world.urls == []
@@ -424,7 +431,7 @@ def test_when_one_engine_ends_the_run_the_others_leave_the_pool():
 
 
 @pytest.mark.parametrize("phase", ["starting", "syncing", "serving", "condemned"])
-def test_a_cancelled_supervisor_ends_and_empties_the_pool(phase):
+def test_a_cancelled_supervisor_ends_and_empties_the_roster(phase):
     async def main():
         async with supervised(n=2) as world:
             if phase == "starting":

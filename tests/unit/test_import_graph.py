@@ -37,10 +37,11 @@ FLOORS = {
     ),
     "bridge": ({"hf"}, {"model"}, {"families", "shards"}, {"publish"}, {"transport"}),
     "rollout": (
-        {"changes", "network", "trajectory"},
-        {"control", "plugins", "prompts", "reward"},
+        {"changes", "durable", "network", "temporary", "trajectory"},
+        {"control", "plugins", "prompts", "record", "reward"},
         {"engine", "judge", "ledger", "workflow"},
-        {"collect"},
+        {"messages"},
+        {"collect", "collector"},
     ),
 }
 MOST_ROOMS, MOST_FLOORS, MOST_ARROWS = 14, 8, 40

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from slipstream.rollout.control.core import GroupCounts, Loss, Ticket
 from slipstream.rollout.ledger.database import LedgerBusy, LedgerError, open_for_reading
-from slipstream.rollout.ledger.history import FailedStep
 from slipstream.rollout.ledger.recovery import LEDGER, Recovered, open_ledger
 from slipstream.rollout.ledger.samples import OpenSample
 from slipstream.rollout.ledger.segments import FOLDER
@@ -395,7 +394,7 @@ def test_failed_steps_are_remembered_until_their_groups_have_ended(tmp_path):
 
     in_ledger(tmp_path, act, batch_size=2)
     recovered = in_ledger(tmp_path, nothing, batch_size=2)
-    assert recovered.suspects == [FailedStep(1, "rank 3: CUDA error: an illegal memory access", (0, 1))]
+    assert recovered.failures == [(0, 1)], "the other one is explained by the quarantined group"
     assert recovered.losses == {Loss.QUARANTINED: 1}
     assert recovered.counts.failed == 1
 
@@ -495,7 +494,7 @@ def test_callbacks_come_once_everything_before_them_is_on_disk(tmp_path):
     assert order == [100, ("first", 0), ("second", 0), ("third", 0)]
 
 
-def test_the_guard_stops_the_ledger_before_it_writes(tmp_path, monkeypatch):
+def test_the_guard_stops_the_ledger_before_it_writes(tmp_path):
     class Fenced(LedgerError):
         """Another driver has the run."""
 
@@ -505,7 +504,6 @@ def test_the_guard_stops_the_ledger_before_it_writes(tmp_path, monkeypatch):
         if is_fenced:
             raise Fenced("another driver has the run")
 
-    monkeypatch.setattr("slipstream.rollout.ledger.store.GUARD_EVERY_S", -1.0)
     heard: list[str] = []
     ledger, _ = open_ledger(tmp_path, **BATCH, guard=guard)
 
@@ -527,18 +525,6 @@ def test_the_guard_stops_the_ledger_before_it_writes(tmp_path, monkeypatch):
     # The connection stays open: SQLite would write when it closes the file.
     copy = shutil.copytree(tmp_path, tmp_path / "copy")
     assert [group.id for group in in_ledger(copy, nothing).open] == [0]
-
-
-def test_the_guard_is_not_called_more_often_than_necessary(tmp_path):
-    calls: list[int] = []
-
-    async def act(ledger: Ledger) -> None:
-        for id_ in range(5):
-            ledger.admitted(Ticket(id_, 0), id_)
-            await ledger.flushed()
-
-    in_ledger(tmp_path, act, guard=lambda: calls.append(1))
-    assert len(calls) == 1, "when it is closed"
 
 
 def test_a_closed_ledger_refuses_further_events(tmp_path):

@@ -1,11 +1,12 @@
 import io
 import re
 import threading
+from collections.abc import Mapping
 
 import pytest
 from rich.console import Console
 
-from slipstream.backend.monitor.progress import LiveProgress, PlainProgress, StepTimer, open_progress
+from slipstream.backend.monitor.progress import HeldOut, LiveProgress, PlainProgress, StepTimer, open_progress
 from slipstream.backend.monitor.units import clock_face, count, seconds
 
 
@@ -24,39 +25,60 @@ class Clock:
         return self.now
 
 
-def a_short_run(progress, clock: Clock) -> None:
+def a_short_run(progress, clock: Clock, evaluations: Mapping[int, HeldOut]) -> None:
     progress.phase("preparing policy")
     clock.now += 12
     progress.phase("starting engine 1/1")
     clock.now += 30
-    progress.note("accuracy 0.412 before training")
+    progress.note("something else")
     for step in (1, 2, 10):
         clock.now += 5
         progress.step(
-            step, reward=step / 10, head_lag=step, tokens_per_s=8_123.0, accuracy=0.5 if step == 2 else None
+            step, reward=step / 10, head_lag=step, tokens_per_s=8_123.0, held_out=evaluations.get(step)
         )
     progress.close()
+
+
+EVALUATIONS = {1: HeldOut(0.3167, True), 10: HeldOut(1.0, True)}
 
 
 def test_output_that_is_no_terminal_gets_plain_lines():
     stream, clock = io.StringIO(), Clock()
     progress = open_progress(10, stream=stream, clock=clock)
     assert isinstance(progress, PlainProgress)
-    a_short_run(progress, clock)
+    a_short_run(progress, clock, EVALUATIONS)
     assert stream.getvalue().splitlines() == [
         "    0:00  preparing policy",
         "    0:12  starting engine 1/1",
-        "    0:42  note: accuracy 0.412 before training",
-        "    0:47  step  1/10  reward  0.100  accuracy     -  lag  1    8.1k tok/s  left -",
-        "    0:52  step  2/10  reward  0.200  accuracy 0.500  lag  2    8.1k tok/s  left 0:40",
-        "    0:57  step 10/10  reward  1.000  accuracy     -  lag 10    8.1k tok/s  left 0:00",
+        "    0:42  note: something else",
+        "    0:47  step  1/10  reward  0.100  accuracy  31.7%  lag  1    8.1k tok/s  left -",
+        "    0:52  step  2/10  reward  0.200  accuracy      -  lag  2    8.1k tok/s  left 0:40",
+        "    0:57  step 10/10  reward  1.000  accuracy 100.0%  lag 10    8.1k tok/s  left 0:00",
     ]
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "columns"),
+    [
+        ({}, ["", "", ""]),
+        ({2: HeldOut(-0.25, False)}, ["", "held-out -0.250  ", "held-out      -  "]),
+        (
+            {1: HeldOut(7.5, False), 2: HeldOut(-123456.0, False)},
+            ["held-out  7.500  ", "held-out -1.23e+05  ", "held-out      -  "],
+        ),
+    ],
+)
+def test_evaluations_have_a_column_from_the_first_one_on(evaluations, columns):
+    stream, clock = io.StringIO(), Clock()
+    a_short_run(open_progress(10, stream=stream, clock=clock), clock, evaluations)
+    lines = [line for line in stream.getvalue().splitlines() if "reward" in line]
+    assert [re.search(r"reward +\S+  (.*?)lag", line)[1] for line in lines] == columns  # type: ignore[index]
 
 
 def test_plain_lines_have_no_ansi_even_when_colour_is_forced(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     stream, clock = io.StringIO(), Clock()
-    a_short_run(open_progress(10, stream=stream, clock=clock), clock)
+    a_short_run(open_progress(10, stream=stream, clock=clock), clock, EVALUATIONS)
     assert "\x1b" not in stream.getvalue()
     assert "\r" not in stream.getvalue()
 
@@ -100,11 +122,11 @@ def test_a_terminal_gets_one_live_line_whose_last_state_stays(monkeypatch):
     stream, clock = Terminal(), Clock()
     progress = open_progress(10, stream=stream, clock=clock)
     assert isinstance(progress, LiveProgress)
-    a_short_run(progress, clock)
+    a_short_run(progress, clock, EVALUATIONS)
     written = stream.getvalue()
-    assert "accuracy 0.412 before training" in written
+    assert "something else" in written
     last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written).rstrip().splitlines()[-1]
-    for figure in ("step 10/10", "reward 1.000", "acc 0.500", "lag 10", "8.1k tok/s"):
+    for figure in ("step 10/10", "reward 1.000", "accuracy 100.0%", "lag 10", "8.1k tok/s"):
         assert figure in last
 
 
@@ -114,7 +136,7 @@ def test_the_live_line_is_one_line_and_keeps_step_and_time_left(monkeypatch, wid
     progress = LiveProgress(100, Terminal(), clock)
     for step in (1, 2):
         clock.now += 60
-        progress.step(step, reward=0.5, head_lag=3, tokens_per_s=12_345, accuracy=0.5)
+        progress.step(step, reward=0.5, head_lag=3, tokens_per_s=12_345, held_out=HeldOut(0.5, True))
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
     console.print(progress)
     progress.close()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from slipstream.backend.monitor.progress import HeldOut
 from slipstream.backend.monitor.recorder import Recorder
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.bridge.publish.report import PublishReport
@@ -18,7 +19,7 @@ from slipstream.rollout.trajectory import UNSAMPLED, Finish, Group, Prompt, Traj
 class Fakes:
     """A recorder and everything that it reads or writes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_accuracy: bool = False) -> None:
         self.now = 0.0
         self.logged: list[tuple[int, dict]] = []
         self.shown: list[dict] = []
@@ -34,6 +35,7 @@ class Fakes:
             requests_limit=6,
             requests_resent=0,
             engine_restarts=0,
+            collector_restarts=0,
         )
         self.recorder = Recorder(
             SimpleNamespace(log=lambda step, values: self.logged.append((step, dict(values)))),
@@ -42,6 +44,7 @@ class Fakes:
                 note=self.notes.append,
             ),
             clock=lambda: self.now,
+            is_accuracy=is_accuracy,
         )
 
     def set(self, **changes) -> None:
@@ -54,7 +57,10 @@ class Fakes:
         self.set(version=version)
         times = StepTimes(**{"wait_s": 1.0, "train_s": 3.0, "step_s": 8.0} | times)
         metrics = {"train/tokens": tokens, "train/tflop": 0.6, "train/loss": 0.5}
-        self.recorder.step(TrainedStep(groups, version, metrics, report, times), self.status)
+        trajectories = [trajectory.header for group in groups for trajectory in group.trajectories]
+        versions = {version for header in trajectories for version in header.trained_tokens}
+        lags = {trained: version - 1 - trained for trained in versions}
+        self.recorder.step(TrainedStep(trajectories, lags, version, metrics, report, times), self.status)
         assert self.logged[-1][0] == version
         return self.logged[-1][1]
 
@@ -123,6 +129,7 @@ def test_a_step_is_logged_with_the_numbers_of_its_groups():
             "train/step": 5,
             "lost/filtered": 1,
             "lost/failed": 1,
+            "lost/quarantined": 0,
             "lost/stale": 0,
             "lost/requeued": 1,
             "lost/surplus": 0,
@@ -142,17 +149,18 @@ def test_a_step_is_logged_with_the_numbers_of_its_groups():
             "perf/trainer_wait_s": 1.0,
             "perf/trainer_wait_fraction": 0.125,
             "perf/engine_restarts": 3,
+            "perf/collector_restarts": 0,
         }
     )
     assert fakes.shown == [
-        {"version": 5, "reward": 0.25, "head_lag": 2, "tokens_per_s": 50.0, "accuracy": None}
+        {"version": 5, "reward": 0.25, "head_lag": 2, "tokens_per_s": 50.0, "held_out": None}
     ]
 
 
 def test_every_logged_tag_is_declared():
     from slipstream.backend.monitor.tags import TAGS
 
-    fakes = Fakes()
+    fakes = Fakes(is_accuracy=True)
     fakes.step(two_groups(), 5)
     fakes.recorder.evaluated(5, 0.5, 10.0)
     assert {name for _, values in fakes.logged for name in values} <= TAGS.keys()
@@ -174,7 +182,7 @@ def test_generation_speed_is_that_since_the_step_before():
 def test_retractions_and_retries_add_up_over_the_run_and_only_a_few_failures_are_shown():
     fakes = Fakes()
     for attempt in range(1, 6):
-        fakes.recorder.episode_failed(Prompt(7, "?"), attempt, ValueError("no"))
+        fakes.recorder.attempt_failed(7, attempt, "ValueError: no")
     fakes.step(two_groups(), 5)
     logged = fakes.step(two_groups(), 6)
     assert (logged["rollout/retractions"], logged["rollout/episode_retries"]) == (6, 5)
@@ -183,11 +191,37 @@ def test_retractions_and_retries_add_up_over_the_run_and_only_a_few_failures_are
 
 def test_an_evaluation_is_logged_at_its_version_and_shown_with_the_next_step_only():
     fakes = Fakes()
-    fakes.recorder.evaluated(4, 0.75, 12.0)
-    assert fakes.logged == [(4, {"eval/accuracy": 0.75, "eval/response_length": 12.0})]
+    fakes.recorder.evaluated(4, -7.5, 12.0)
+    assert fakes.logged == [(4, {"eval/reward": -7.5, "eval/response_length": 12.0})]
     fakes.step(two_groups(), 5)
     fakes.step(two_groups(), 6)
-    assert [shown["accuracy"] for shown in fakes.shown] == [0.75, None]
+    assert [shown["held_out"] for shown in fakes.shown] == [HeldOut(-7.5, False), None]
+
+
+def test_an_evaluation_is_an_accuracy_where_the_reward_is_one():
+    fakes = Fakes(is_accuracy=True)
+    fakes.recorder.evaluated(0, 0.75, 12.0)
+    assert fakes.logged == [(0, {"eval/reward": 0.75, "eval/accuracy": 0.75, "eval/response_length": 12.0})]
+    fakes.step(two_groups(), 5)
+    assert fakes.shown[0]["held_out"] == HeldOut(0.75, True)
+    summary = fakes.recorder.summary("stopped", fakes.status)
+    assert (summary.reward_before, summary.reward_is_accuracy) == (0.75, True)
+
+
+@pytest.mark.parametrize("reward", [1e308, -1e308, 5e-324])
+def test_rewards_of_any_finite_size_have_a_finite_mean(reward):
+    fakes = Fakes()
+    logged = fakes.step([group(0, *(trajectory([4], reward) for _ in range(8)))], 5)
+    assert logged["reward/mean"] == pytest.approx(reward)
+
+
+def test_metrics_that_are_not_finite_end_neither_a_step_nor_the_summary():
+    fakes = Fakes()
+    fakes.recorder.training_begins(fakes.status)
+    fakes.step(two_groups(), 5, tokens=float("nan"), train_s=0.0, step_s=0.0)
+    fakes.recorder.evaluated(5, float("inf"), 5.0)
+    summary = fakes.recorder.summary("done", fakes.status)
+    assert (summary.tokens_trained, summary.reward_after) == (0, None)
 
 
 def test_the_summary_adds_the_run_up():
@@ -214,8 +248,9 @@ def test_the_summary_adds_the_run_up():
             "steps": 2,
             "wall_s": 45.0,
             "training_s": 20.0,
-            "accuracy_before": 0.1,
-            "accuracy_after": 0.9,
+            "reward_before": 0.1,
+            "reward_after": 0.9,
+            "reward_is_accuracy": False,
             "head_lag_max": 2,
             "head_lag_mean": 3 / 6,
             "multi_version_fraction": 2 / 6,
@@ -237,7 +272,7 @@ def test_a_run_that_never_trained_has_no_training_in_its_summary():
     assert (summary.exit, summary.steps, summary.wall_s, summary.training_s) == ("failed", 0, 12.0, 0.0)
     assert summary.tokens_generated == 0
     assert summary.head_lag_max is summary.stall_s_mean is summary.trainer_wait_fraction is None
-    assert summary.accuracy_before is summary.accuracy_after is None
+    assert summary.reward_before is summary.reward_after is None
 
 
 def test_an_interrupted_run_does_not_call_an_earlier_version_its_last_policy():
@@ -246,9 +281,9 @@ def test_an_interrupted_run_does_not_call_an_earlier_version_its_last_policy():
     fakes.recorder.training_begins(fakes.status)
     fakes.step(two_groups(), 5)
     fakes.recorder.evaluated(5, 0.4, 5.0)
-    assert fakes.recorder.summary("stopped", fakes.status).accuracy_after == 0.4
+    assert fakes.recorder.summary("stopped", fakes.status).reward_after == 0.4
     fakes.step([group(2, trajectory([5], 1.0))], 6)
-    assert fakes.recorder.summary("stopped", fakes.status).accuracy_after is None
+    assert fakes.recorder.summary("stopped", fakes.status).reward_after is None
 
 
 def test_training_time_goes_on_until_it_has_ended_even_if_that_is_at_time_zero():

@@ -6,15 +6,22 @@ import os
 import pytest
 from pydantic import ValidationError
 
-from slipstream.backend.monitor.summary import GroupTotals, RunSummary, print_summary, write_summary
+from slipstream.backend.monitor.summary import (
+    GroupTotals,
+    RunSummary,
+    print_summary,
+    summary_rows,
+    write_summary,
+)
 
 FIELDS = {
     "exit": "done",
     "steps": 100,
     "wall_s": 185.0,
     "training_s": 160.0,
-    "accuracy_before": 0.412,
-    "accuracy_after": 0.873,
+    "reward_before": 0.412,
+    "reward_after": 0.873,
+    "reward_is_accuracy": True,
     "head_lag_max": 4,
     "head_lag_mean": 1.83,
     "multi_version_fraction": 0.37,
@@ -31,7 +38,7 @@ EARLY_FAILURE = FIELDS | {
     "exit": "failed",
     "steps": 0,
     "training_s": 0.0,
-    "accuracy_after": None,
+    "reward_after": None,
     "head_lag_max": None,
     "head_lag_mean": None,
     "multi_version_fraction": None,
@@ -94,11 +101,56 @@ def test_a_failed_write_leaves_the_old_summary(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "change",
-    [{"exit": "ok"}, {"accuracy_after": 87.3}, {"head_lag_mean": math.nan}, {"steps": -1}, {"surprise": 1}],
+    [
+        {"exit": "ok"},
+        {"reward_after": "87.3 %"},
+        {"reward_is_accuracy": "yes!"},
+        {"steps": -1},
+        {"surprise": 1},
+    ],
 )
 def test_what_a_summary_cannot_mean_is_refused(change):
     with pytest.raises(ValidationError, match=next(iter(change))):
         RunSummary(**FIELDS | change)
+
+
+MEASURED = (
+    "reward_before",
+    "reward_after",
+    "head_lag_mean",
+    "multi_version_fraction",
+    "stall_s_mean",
+    "trainer_wait_fraction",
+)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1e308, -1.0, 0.0, 87.3, 1e308])
+def test_no_measured_value_keeps_a_summary_from_being_written_and_printed(tmp_path, value):
+    summary = RunSummary(**FIELDS | dict.fromkeys(MEASURED, value))
+    written = json.loads(write_summary(tmp_path, summary).read_text())
+    assert [written[name] for name in MEASURED] == [value if math.isfinite(value) else None] * len(MEASURED)
+    assert RunSummary(**written) == summary
+    for stream in (io.StringIO(), Terminal()):
+        print_summary(summary, stream, name="run")
+        if not math.isfinite(value):
+            assert "nan" not in stream.getvalue() and "inf" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "row"),
+    [
+        (-0.8125, 0.4, "-0.812 -> 0.400  (+1.212)"),
+        (2.5, 7.75, "2.500 -> 7.750  (+5.25)"),
+        (-123456.0, -1e6, "-1.23e+05 -> -1e+06  (-8.765e+05)"),
+        (0.25, None, "0.250 before training"),
+        (None, 3.0, None),
+    ],
+)
+def test_a_reward_that_is_no_accuracy_is_called_a_reward(before, after, row):
+    values = {"reward_before": before, "reward_after": after, "reward_is_accuracy": False}
+    rows = summary_rows(RunSummary(**FIELDS | values))
+    assert "accuracy" not in rows
+    assert rows.get("reward") == row
 
 
 def test_plain_summary_is_ascii_and_complete():

@@ -145,5 +145,5 @@ def test_every_kind_of_objective_trains_and_reports_only_metrics_that_are_docume
     by_type = {actor["objective"]["type"]: reported for actor, reported in zip(ACTORS, metrics, strict=True)}
     assert {"train/masked_sequence_fraction", "train/masked_negative_fraction"} <= set(by_type["cispo"])
     assert "mismatch/tokens" not in by_type["dppo"]
-    assert by_type["dppo"]["train/behaviour_weight_mean"] > 0
-    assert "train/behaviour_weight_capped_fraction" not in by_type["m2po"]
+    assert by_type["dppo"]["train/importance_weight_mean"] > 0
+    assert "train/importance_weight_capped_fraction" not in by_type["m2po"]

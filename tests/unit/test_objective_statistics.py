@@ -78,8 +78,8 @@ def expected_metrics(parts: list[dict[str, torch.Tensor]], cap: float = 1.5) -> 
         "train/entropy": x["entropy"].mean(),
         "train/zero_advantage_fraction": (x["advantage"] == 0).mean(),
         "train/ratio_max": ratio.max(),
-        "train/behaviour_weight_mean": weight.mean(),
-        "train/behaviour_weight_capped_fraction": (weight > cap).mean(),
+        "train/importance_weight_mean": weight.mean(),
+        "train/importance_weight_capped_fraction": (weight > cap).mean(),
         "train/ess": weight.sum() ** 2 / (len(weight) * (weight**2).sum()),
         "mismatch/logprob_abs_mean": gap[fresh].mean(),
         "mismatch/logprob_abs_max": gap[fresh].max(),
@@ -94,26 +94,29 @@ def on_two_ranks(rank):
     dist.init_process_group(
         "gloo", init_method=f"tcp://{rank.address}:{rank.port}", rank=rank.rank, world_size=2
     )
-    statistics = StepStatistics()
+    statistics, without_updates = StepStatistics(0.5), StepStatistics(0.25)
     for seed in ((1, 2), (3, 4))[rank.rank]:
-        statistics.add_update([measured(seed)], grad_norm=1.0 + seed, lr=0.5, succeeded=seed != 2)
-    return statistics.reduced(dist.group.WORLD)
+        statistics.add_update([measured(seed)], grad_norm=1.0 + seed)
+        statistics.add_skipped()
+        without_updates.add_skipped()
+    return statistics.reduced(dist.group.WORLD), without_updates.reduced(dist.group.WORLD)
 
 
 def test_the_metrics_of_a_step_are_those_of_all_its_tokens_on_all_ranks():
     expected = expected_metrics([measured_inputs(seed) for seed in (1, 2, 3, 4)])
-    for rank, actual in enumerate(run_ranks(2, on_two_ranks)):
+    for rank, (actual, without_updates) in enumerate(run_ranks(2, on_two_ranks)):
         of_rank = {
             "train/grad_norm": (2.5, 4.5)[rank],
             "train/lr": 0.5,
-            "train/skipped_updates": (1.0, 0.0)[rank],
+            "train/skipped_updates": 2.0,
         }
         assert actual == pytest.approx({**expected, **of_rank}, rel=1e-5)
+        assert without_updates == {"train/lr": 0.25, "train/skipped_updates": 2.0}
 
 
 def metrics_of(*results: dict[str, torch.Tensor]) -> dict[str, float]:
-    statistics = StepStatistics()
-    statistics.add_update(list(results), grad_norm=1.0, lr=0.1, succeeded=True)
+    statistics = StepStatistics(0.1)
+    statistics.add_update(list(results), grad_norm=1.0)
     return statistics._metrics({name: value.item() for name, value in statistics._totals.items()})
 
 
@@ -148,9 +151,9 @@ def test_without_proximal_log_probs_the_weights_are_current_over_behaviour():
     x = {name: value for name, value in measured_inputs(0).items() if name != "proximal"}
     actual = metrics_of(statistics_of(x, None, use_decoupled_loss=False, recompute_logprobs=False))
     weight = np.exp((x["logp"] - x["behaviour"]).double().numpy())
-    assert actual["train/behaviour_weight_mean"] == pytest.approx(weight.mean(), rel=1e-5)
+    assert actual["train/importance_weight_mean"] == pytest.approx(weight.mean(), rel=1e-5)
     assert actual["train/ess"] == pytest.approx(weight.sum() ** 2 / (40 * (weight**2).sum()), rel=1e-5)
-    assert "train/behaviour_weight_capped_fraction" not in actual
+    assert "train/importance_weight_capped_fraction" not in actual
     assert not any(name.startswith(("mismatch/", "staleness/")) for name in actual)
 
 

@@ -1,9 +1,11 @@
-"""Ports for servers: free now, and out of reach of the kernel."""
+"""Ports for servers: free now, and out of reach of the kernel. Interfaces, found by their addresses."""
 
 import socket
 from pathlib import Path
 
-from slipstream.rollout.network import free_port
+import pytest
+
+from slipstream.rollout.network import free_port, interface_of, process_group_variables
 
 
 def test_a_free_port_can_be_bound():
@@ -14,3 +16,25 @@ def test_a_free_port_can_be_bound():
 def test_a_free_port_is_none_that_the_kernel_gives_away():
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert all(free_port("127.0.0.1") < lowest for _ in range(20))
+
+
+def test_an_interface_is_found_by_its_address():
+    assert interface_of("127.0.0.1") == "lo"
+
+
+def test_an_address_of_another_machine_is_an_error_that_names_the_interfaces():
+    with pytest.raises(OSError, match=r"198\.51\.100\.7: .*lo"):
+        interface_of("198.51.100.7")
+
+
+def test_process_groups_of_one_machine_stay_on_loopback_whatever_the_environment_says(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert process_group_variables("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+
+
+def test_between_machines_the_users_choice_of_an_interface_counts(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    monkeypatch.setattr("slipstream.rollout.network.interface_of", lambda address: "eth0")
+    variables = process_group_variables("10.77.0.11")
+    assert variables == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0"}

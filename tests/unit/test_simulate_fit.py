@@ -56,7 +56,7 @@ class Written:
         def stepping(account, trained, status):
             world = self.world
             begin, end = world.trainer.training[-1]
-            tokens = sum(t.prompt_tokens + t.sampled_length for g in trained.groups for t in g.trajectories)
+            tokens = sum(trajectory.length for trajectory in trained.trajectories)
             now = world.trainer.pauses[-1][1]
             written = asdict(trained.times) | {"train_s": end - begin}
             self.write("step", version=trained.version, tokens=tokens, end_s=now, **written)
@@ -179,7 +179,7 @@ def test_only_the_last_life_of_a_run_is_looked_at(monkeypatch, tmp_path):
 
 
 def test_everything_wrong_with_a_trace_is_told_at_once(tmp_path):
-    with pytest.raises(RecipeError, match=r"cannot read .*trace.jsonl: No such file"):
+    with pytest.raises(RecipeError, match=r"no file trace\*.jsonl in this folder"):
         read_trace(tmp_path)
     (tmp_path / "trace.jsonl").write_text(
         '{"kind": "step", "version": 1}\nnot json\n{"kind": "unknown"}\n{"kind": "request"}\n{"half": '

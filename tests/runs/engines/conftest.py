@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 from transformers import AutoTokenizer
@@ -67,14 +66,13 @@ def serve(
         free_port("127.0.0.1"),
         version=0,
         seed=0,
-        replica=ReplicaSpec("slipstream.bridge.transport.replica.mount", f"/dev/shm/{uuid4().hex}")
-        if replica
-        else None,
+        replica=ReplicaSpec("slipstream.bridge.transport.replica.mount", "/dev/shm") if replica else None,
     )
     process = ServerProcess(spec, log)
     try:
         asyncio.run(process.wait_healthy(120))
-        yield Server(EngineAddress(name, process.url, ranks, VOCAB, 256, 60, stream_interval=8), process)
+        url, key = process.access.url, process.access.key
+        yield Server(EngineAddress(name, url, ranks, VOCAB, 256, 60, stream_interval=8, key=key), process)
     finally:
         process.stop()
 

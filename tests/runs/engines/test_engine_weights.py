@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
@@ -14,13 +14,15 @@ from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import RunConfig, SamplingConfig
 from slipstream.rollout.control.concurrency import EngineLoad
 from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineError, EngineLost, Silent
+from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.pool import EnginePool
+from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.trajectory import Completion, Finish
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import reference_logprobs, reference_model
 from tests.ranks import run_ranks
 from tests.runs.engines.conftest import VOCAB, Server, serve, version_of
-from tests.unit.doubles import Policy
+from tests.unit.doubles import Collector, Policy
 
 ONE_TOKEN = SamplingConfig(max_new_tokens=1)
 
@@ -52,11 +54,36 @@ async def running_requests(client: EngineClient, count: int) -> EngineLoad:
     return load
 
 
-async def pool_of(*clients: EngineClient) -> EnginePool:
-    pool = EnginePool(Policy(), max_concurrent=8, wait_timeout_s=60, isolate_versions=False)
-    for client in clients:
-        await pool.add(client)
-    return pool
+class Serving:
+    """Engines that serve one collector, which uses the same clients as the driver."""
+
+    def __init__(self, *clients: EngineClient) -> None:
+        self._clients: dict[str, EngineClient] = {}
+        self.roster = EngineRoster(Policy(), limit=8)
+        collector = Collector(
+            self.roster, connect=lambda address: self._clients[address.name], wait_timeout_s=60
+        )
+        self.pool: EnginePool = collector.pool
+        for client in clients:
+            self.add(client)
+
+    def add(self, client: EngineClient) -> None:
+        self._clients[client.name] = client
+        self.roster.add(client)
+
+    async def generate(
+        self, ids: list[int], max_new_tokens: int, grown: Callable[[int], None] | None = None
+    ) -> Completion:
+        """``grown`` is called with the number of tokens so far."""
+        completion = GrowingCompletion()
+
+        def tell() -> None:
+            if grown is not None:
+                grown(len(completion.tokens))
+
+        sampling = SamplingConfig(max_new_tokens=max_new_tokens)
+        await self.pool.generate(ids, sampling, completion, grown=tell)
+        return completion.completion()
 
 
 class Spare:
@@ -117,7 +144,9 @@ def test_sampled_logprobs_are_those_of_the_distribution_at_the_temperature(
     model = reference_model(checkpoint)
     sampling = SamplingConfig(temperature=0.7, max_new_tokens=24)
     for ids in probes:
-        [completion] = server.ask(lambda client, ids=ids: client.generate(ids, sampling, version=0))
+        growing = GrowingCompletion()
+        server.ask(lambda client, ids=ids, to=growing: client.generate(ids, sampling, to, version=0))
+        completion = growing.completion()
         whole = [*ids, *completion.tokens]
         expected = reference_logprobs(model, whole, 0.7)[len(ids) - 1 :].detach().numpy()
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
@@ -171,8 +200,8 @@ def test_an_update_reaches_running_requests_which_go_on(
 
     async def generate_through_an_update() -> tuple[EnginePool, Completion, object]:
         async with slowed(server.address) as client:
-            pool = await pool_of(client)
-            running = asyncio.create_task(pool.generate(ids, SamplingConfig(max_new_tokens=150)))
+            serving = Serving(client)
+            running = asyncio.create_task(serving.generate(ids, 150))
             [report] = await asyncio.to_thread(
                 run_ranks,
                 1,
@@ -182,7 +211,7 @@ def test_an_update_reaches_running_requests_which_go_on(
                 exported,
             )
             await client._post("/slow_down", {"forward_sleep_time": None})
-            return pool, await running, report
+            return serving.pool, await running, report
 
     pool, completion, report = asyncio.run(generate_through_an_update())
     assert report.failed == {}
@@ -203,16 +232,15 @@ def test_draining_lets_running_requests_end_under_the_old_version_and_new_ones_w
 ):
     async def generate_around_an_update() -> tuple[Completion, Completion, object]:
         async with slowed(server.address, 0.03) as client:
-            pool = await pool_of(client)
-            sampling = SamplingConfig(max_new_tokens=60)
-            old = asyncio.create_task(pool.generate([5, 6, 7], sampling))
+            serving = Serving(client)
+            old = asyncio.create_task(serving.generate([5, 6, 7], 60))
             await asyncio.sleep(0.3)
             entered = asyncio.get_running_loop().time()
-            async with pool.drained(timeout_s=60):
+            async with serving.roster.drained(timeout_s=60):
                 assert old.done()
                 assert asyncio.get_running_loop().time() - entered > 1
                 await client._post("/slow_down", {"forward_sleep_time": None})
-                new = asyncio.create_task(pool.generate([8, 9], sampling))
+                new = asyncio.create_task(serving.generate([8, 9], 60))
                 [report] = await asyncio.to_thread(
                     run_ranks,
                     1,
@@ -234,23 +262,22 @@ def test_silence_gives_up_the_request_and_what_it_was_given_is_continued(server:
     """A pause that outlasts the time-out: the engine is well, and the answer is whole in the end."""
     ids = [5, 6, 7]
 
-    async def generate_through_a_pause() -> tuple[EnginePool, Completion]:
+    async def generate_through_a_pause() -> tuple[EngineRoster, Completion]:
         async with slowed(replace(server.address, timeout_s=1.5), 0.02) as client:
-            pool = await pool_of(client)
+            serving = Serving(client)
             arrived = asyncio.Event()
-            sampling = SamplingConfig(max_new_tokens=60)
-            running = asyncio.create_task(pool.generate(ids, sampling, progress=lambda _: arrived.set()))
+            running = asyncio.create_task(serving.generate(ids, 60, lambda _: arrived.set()))
             await arrived.wait()
             await client.pause("retract")
             await asyncio.sleep(2.2)
-            assert pool.requests_resent == 1
+            assert serving.pool.requests_resent == 1
             await client.resume()
             completion = await running
             await running_requests(client, 0)  # what was given up has ended
-            return pool, completion
+            return serving.roster, completion
 
-    pool, completion = asyncio.run(generate_through_a_pause())
-    assert pool.lost.empty()
+    roster, completion = asyncio.run(generate_through_a_pause())
+    assert roster.lost.empty()
     assert len(completion.tokens) == 60
     assert_logprobs_are_those_of_their_version(ids, completion, {0: checkpoint})
 
@@ -258,8 +285,9 @@ def test_silence_gives_up_the_request_and_what_it_was_given_is_continued(server:
 def test_a_request_that_ends_by_silence_names_the_engine_that_is_well(server: Server):
     async def ask() -> None:
         async with slowed(replace(server.address, timeout_s=0.5), 1.5) as client:
+            sampling = SamplingConfig(max_new_tokens=9)
             with pytest.raises(Silent, match="engine /generate: nothing came for 0 s"):
-                await client.generate([1], SamplingConfig(max_new_tokens=9), version=0)
+                await client.generate([1], sampling, GrowingCompletion(), version=0)
 
     asyncio.run(ask())
 
@@ -268,7 +296,10 @@ def test_the_load_of_a_server_shows_its_running_requests(server: Server):
     async def watch() -> None:
         async with slowed(server.address, 0.02) as client:
             sampling = SamplingConfig(max_new_tokens=200)
-            running = [asyncio.create_task(client.generate([i, 7], sampling, version=0)) for i in range(4)]
+            running = [
+                asyncio.create_task(client.generate([i, 7], sampling, GrowingCompletion(), version=0))
+                for i in range(4)
+            ]
             load = await running_requests(client, 4)
             assert 0 < load.kv_use < 0.2
             for task in running:
@@ -309,7 +340,7 @@ def test_published_weights_are_bit_for_bit_those_of_the_exported_checkpoint(
 
 def test_token_ids_outside_the_vocabulary_never_reach_the_server(server: Server):
     with pytest.raises(ValueError, match="outside the vocabulary"):
-        server.ask(lambda client: client.generate([1, VOCAB], ONE_TOKEN, version=0))
+        server.ask(lambda client: client.generate([1, VOCAB], ONE_TOKEN, GrowingCompletion(), version=0))
     assert server.ask(lambda client: client.healthy()) == [True]
 
 
@@ -333,21 +364,20 @@ def test_what_a_killed_engine_has_generated_is_continued_by_another_one(
     ids = [5, 6, 7]
 
     async def generate_through_a_loss(doomed: Server) -> tuple[EnginePool, Completion]:
-        async with slowed(doomed.address, 0.05) as dying, Endless(server.address) as client:
-            pool = await pool_of(dying)
+        address = replace(doomed.address, name="doomed")
+        async with slowed(address, 0.05) as dying, Endless(server.address) as client:
+            serving = Serving(dying)
             arrived = asyncio.Event()
 
-            def progress(so_far: Completion) -> None:
-                if len(so_far.tokens) > 20:
+            def grown(tokens: int) -> None:
+                if tokens > 20:
                     arrived.set()
 
-            running = asyncio.create_task(
-                pool.generate(ids, SamplingConfig(max_new_tokens=60), progress=progress)
-            )
+            running = asyncio.create_task(serving.generate(ids, 60, grown))
             await arrived.wait()
             doomed.process.stop()
-            await pool.add(client)
-            return pool, await running
+            serving.add(client)
+            return serving.pool, await running
 
     pool, completion = asyncio.run(generate_through_a_loss(spare.with_weights_of(checkpoint)))
     assert pool.tokens_continued > 20

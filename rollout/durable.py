@@ -1,0 +1,28 @@
+"""Files that are whole at any instant, also after a power cut."""
+
+import os
+from pathlib import Path
+
+
+def write_durably(path: Path, content: str, *, draft: str = "tmp") -> None:
+    """Replace the file at ``path``. At any instant a reader finds the old file or the new one.
+
+    The content is written into a hidden file beside it, which ends in ``draft``, and renamed when it is on
+    disk. Writers that may meet need different ``draft``s. Raises OSError; the old file is intact then.
+    """
+    beside = path.with_name(f".{path.name}.{draft}")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on disk: without this a power cut may undo a rename."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

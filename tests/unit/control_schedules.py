@@ -1,0 +1,547 @@
+"""Random schedules of the control core, checked against an account of updates of their own.
+
+A schedule is any order of events that engines, workflows, the trainer and restarts can produce. The account
+shares no code with ``rollout.control.versions``. In it, each update has a number, and each policy is the set
+of the updates that have made it. The lag between two policies is the number of updates in one set only.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from slipstream.rollout.control.admission import AdmissionPolicy, Slots, VolumeGate
+from slipstream.rollout.control.consumption import ConsumptionPolicy, Fifo, OnStale, ReadyFirst, Windowed
+from slipstream.rollout.control.core import Expired, GroupCounts, Loss, RolloutControl, Taken, Ticket
+from slipstream.rollout.control.slots import State
+from slipstream.rollout.control.versions import VersionTree
+
+POLICIES: dict[str, Callable[[], ConsumptionPolicy]] = {
+    "fifo": Fifo,
+    "windowed 0": lambda: Windowed(0.0),
+    "windowed 1/4": lambda: Windowed(0.25),
+    "windowed 1/2": lambda: Windowed(0.5),
+    "mask": lambda: ReadyFirst(OnStale.MASK),
+    "requeue": lambda: ReadyFirst(OnStale.REQUEUE),
+    "drop": lambda: ReadyFirst(OnStale.DROP),
+}
+ADMISSIONS: dict[str, Callable[[], AdmissionPolicy]] = {"slots": Slots, "volume": VolumeGate}
+
+MOST_RESTARTS = 4
+STEPS_TO_GO_ON = 4
+"""Training steps that every run can still do after its schedule."""
+
+
+class Updates:
+    """The account: which updates have made each policy."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._made_by = {0: frozenset[int]()}
+
+    def new_policy(self, version: int, started_from: int) -> int:
+        """Note that one more update makes ``version``, and return the number of the update."""
+        assert version not in self._made_by, f"version {version} was begun twice"
+        assert version > max(self._made_by), f"version {version} does not count up"
+        update = next(self._numbers)
+        self._made_by[version] = self._made_by[started_from] | {update}
+        return update
+
+    def behind(self, version: int) -> frozenset[int]:
+        return self._made_by[version]
+
+    def between(self, a: int, b: int) -> int:
+        return len(self._made_by[a] ^ self._made_by[b])
+
+    def versions(self) -> list[int]:
+        return list(self._made_by)
+
+
+@dataclass
+class Episodes:
+    """A group, as the ledger knows it: it outlives the core that has admitted it."""
+
+    id: int
+    ticket: Ticket
+    samples: list[list[int]]
+    """Versions of the tokens of each trajectory; neighbours of the same version count as one token."""
+    without_loss: int = 0
+    """Number of trajectories, from the first one on, whose tokens carry no loss."""
+    order: int = 0
+    """Admission order in this life of the run."""
+    was_fresh: bool = True
+    """True if the last tokens that carry loss were of the newest version when the group became ready."""
+    trained_by: list[int] = field(default_factory=list[int])
+    """Every update that has trained the group, on whichever branch."""
+    loss: Loss | None = None
+
+    @property
+    def sampled(self) -> set[int]:
+        return {version for sample in self.samples for version in sample}
+
+    @property
+    def carrying_loss(self) -> set[int]:
+        return {version for sample in self.samples[self.without_loss :] for version in sample}
+
+
+class Schedule(RuleBasedStateMachine):
+    """Any order of events. A straggler is a group that no rule happens to finish for long."""
+
+    policy: str | None = None
+    """Name in POLICIES; None: drawn."""
+    admission: str | None = None
+    """Name in ADMISSIONS; None: drawn."""
+    totals: ClassVar[Counter[str]] = Counter()
+    """Numbers of events in all schedules of this process."""
+
+    @initialize(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
+        self.policy = self.policy or data.draw(st.sampled_from([*POLICIES, "mask"]), "policy")
+        gates = ["slots", "slots", "volume"]
+        self.admission = self.admission or data.draw(st.sampled_from(gates), "admission")
+        self.batch_size = data.draw(st.integers(1, 4), "batch size")
+        self.eta = data.draw(st.one_of(st.integers(0, 2), st.integers(0, 4), st.integers(0, 16)), "eta")
+        self.n = data.draw(st.sampled_from([1, 8]), "samples")
+        self.over_sampling = data.draw(st.sampled_from([1.0, 1.0, 1.5, 2.0]), "over-sampling")
+        if self.admission == "volume":
+            self.over_sampling = 1.0
+        self.last_step = data.draw(st.sampled_from([None, None, None, 8]), "last step")
+        self.trainer_may_die = data.draw(st.booleans(), "the trainer may die")
+        self.updates = Updates()
+        self.published = {0}
+        self.groups: dict[int, Episodes] = {}
+        self.unstarted: set[int] = set()
+        self.begin_life(version=0, parents={})
+        self.parents: dict[int, int] = {}
+        self.restarts = 0
+        self.totals["examples"] += 1
+
+    def begin_life(self, version: int, parents: dict[int, int]) -> None:
+        ended = Counter(group.loss.end for group in self.groups.values() if group.loss is not None)
+        trained = sum(self.is_trained(group, version) for group in self.groups.values())
+        counts = GroupCounts(
+            len(self.groups), trained, *(ended[end] for end in (State.FILTERED, State.EXPIRED, State.FAILED))
+        )
+        assert self.policy is not None and self.admission is not None
+        self.core = RolloutControl(
+            self.batch_size,
+            self.eta,
+            ADMISSIONS[self.admission](),
+            POLICIES[self.policy](),
+            self.over_sampling,
+            VersionTree(parents),
+            version,
+            self.last_step,
+            counts,
+            accepted=len(self.updates.behind(version)) * self.batch_size,
+        )
+        self.version = version
+        self.generating: dict[int, Episodes] = {}
+        self.ready: dict[int, Episodes] = {}
+        self.training: list[Episodes] = []
+        self.withheld: set[int] = set()
+        self.made: tuple[int, int] | None = None
+        """Version and number of the update in progress."""
+        self.is_exposed = False
+        """True while some engines have the version in the making already."""
+        self.is_disturbed = False
+        """True once groups may expire without over-sampling: some were withheld, or tokens left the line."""
+        self.orders = count()
+
+    # ---- lags by the account
+
+    def lag(self, version: int) -> int:
+        return self.updates.between(version, self.version)
+
+    def largest_lag(self, versions: Iterable[int]) -> int:
+        return max(map(self.lag, versions), default=0)
+
+    def is_trained(self, group: Episodes, version: int) -> bool:
+        return not self.updates.behind(version).isdisjoint(group.trained_by)
+
+    def is_masked(self) -> bool:
+        return self.core.consumption.on_stale is OnStale.MASK
+
+    # ---- generation
+
+    @rule(most=st.sampled_from([1, 2, 8, 100]))
+    @precondition(lambda self: self.core.may_admit())
+    def admit(self, most: int) -> None:
+        while most and self.core.may_admit():
+            most -= 1
+            ticket = self.core.admit()
+            assert ticket.version == self.version
+            if ticket.requeued_from is not None:
+                assert self.groups[ticket.requeued_from].loss is Loss.REQUEUED
+                earlier = [group.ticket.requeued_from for group in self.groups.values()]
+                assert ticket.requeued_from not in earlier, "a prompt was requeued twice"
+            if ticket.id in self.unstarted:
+                self.unstarted.remove(ticket.id)
+                group = self.groups[ticket.id]
+                group.ticket = ticket
+            else:
+                assert not self.unstarted, "groups from before the restart come first"
+                assert ticket.id == len(self.groups), "numbers of groups count up"
+                group = self.groups[ticket.id] = Episodes(ticket.id, ticket, [[] for _ in range(self.n)])
+            group.order = next(self.orders)
+            self.generating[ticket.id] = group
+            self.core.generating(ticket.id)
+
+    def sample(self, group: Episodes, dice: random.Random) -> None:
+        """Let some trajectories of the group grow, each on an engine with its own version."""
+        served = [self.version] if self.made is None or not self.is_exposed else [self.version, self.made[0]]
+        for tokens in group.samples:
+            if not tokens or dice.random() < 0.5:
+                version = dice.choice(served)
+                if tokens[-1:] != [version]:
+                    tokens.append(version)
+
+    @rule(seed=st.integers(0, 1000))
+    @precondition(lambda self: self.generating)
+    def running_groups_sample(self, seed: int) -> None:
+        dice = random.Random(seed)
+        for group in self.generating.values():
+            self.sample(group, dice)
+
+    @rule(seed=st.integers(0, 1000), kept=st.sampled_from([0.0, 0.1, 0.5, 0.9]))
+    @precondition(lambda self: self.generating)
+    def groups_finish(self, seed: int, kept: float) -> None:
+        """Finish all groups, or all but the stragglers."""
+        dice = random.Random(seed)
+        for group in list(self.generating.values()):
+            if dice.random() >= kept:
+                self.finish(group, dice)
+
+    def finish(self, group: Episodes, dice: random.Random) -> None:
+        self.sample(group, dice)
+        if dice.random() < 0.1:
+            group.without_loss = dice.randint(0, self.n)
+        newest = {self.version} if self.made is None else {self.version, self.made[0]}
+        group.was_fresh = not group.carrying_loss.isdisjoint(newest)
+        self.core.judging(group.id)
+        self.core.finished(group.id, group.carrying_loss)
+        del self.generating[group.id]
+        self.ready[group.id] = group
+        self.note_expired()
+
+    @rule(data=st.data(), end=st.sampled_from(["filtered", "failed"]))
+    @precondition(lambda self: self.generating)
+    def a_group_is_lost(self, data: st.DataObject, end: str) -> None:
+        id_ = data.draw(st.sampled_from(sorted(self.generating)))
+        getattr(self.core, end)(id_)
+        self.generating.pop(id_).loss = Loss(end)
+
+    # ---- training
+
+    def in_order(self, groups: Iterable[Episodes]) -> list[Episodes]:
+        return sorted((g for g in groups if g.id not in self.withheld), key=lambda group: group.order)
+
+    @rule()
+    @precondition(lambda self: not self.training and self.core.step != self.last_step)
+    def the_trainer_asks_for_a_batch(self) -> None:
+        due = self.in_order([*self.generating.values(), *self.ready.values()])[: self.batch_size]
+        batch = self.core.take_batch()
+        self.note_expired()
+        ready = self.in_order(self.ready.values())
+        if self.core.consumption.on_stale is None:
+            is_complete = len(due) == self.batch_size and all(group.id in self.ready for group in due)
+            assert batch is not None or not is_complete, "the oldest groups are ready: nobody waits for more"
+        else:
+            assert (batch is not None) == (len(ready) >= self.batch_size), "any ready groups will do"
+        if batch is None:
+            return
+        taken = [self.groups[t.id] for t in batch]
+        assert taken == ready[: self.batch_size], "the oldest ready groups, oldest first"
+        if isinstance(self.core.consumption, Fifo):
+            assert taken == due, "admission order"
+        for group, part in zip(taken, batch, strict=True):
+            self.check_taken(group, part)
+            del self.ready[group.id]
+        self.training = taken
+        self.totals["batches"] += 1
+
+    def check_taken(self, group: Episodes, taken: Taken) -> None:
+        assert group.loss is None and not self.is_trained(group, self.version), "trained twice"
+        versions = group.carrying_loss
+        assert taken.stale <= versions
+        beyond = {version for version in versions if self.lag(version) > self.eta}
+        assert beyond <= taken.stale, f"trained beyond the bound: {beyond - taken.stale}"
+        assert taken.stale <= beyond, f"fresh tokens are masked: {taken.stale - beyond}"
+        assert not taken.stale or self.is_masked()
+        assert versions > taken.stale or not versions, "nothing is left of the group"
+        self.totals["groups trained"] += 1
+        self.totals["groups trained in part"] += bool(taken.stale)
+        self.totals["groups trained with tokens of another branch"] += any(
+            not self.updates.behind(version) <= self.updates.behind(self.version) for version in versions
+        )
+
+    def note_expired(self) -> None:
+        for expired in self.core.take_expired():
+            group = self.groups[expired.id]
+            self.check_expired(group, expired)
+            group.loss = expired.loss
+            self.ready.pop(expired.id, None)
+            self.generating.pop(expired.id, None)
+            self.withheld.discard(expired.id)
+
+    def check_expired(self, group: Episodes, expired: Expired) -> None:
+        """Nothing is given up unless it has to be."""
+        assert group.loss is None, "a group ends once"
+        on_stale, versions = self.core.consumption.on_stale, group.carrying_loss
+        if on_stale is None:
+            assert self.largest_lag({group.ticket.version, *versions}) > self.eta
+            assert self.over_sampling > 1 or self.is_disturbed, "given up without need"
+            losses = {Loss.STALE, Loss.SURPLUS} if self.over_sampling > 1 else {Loss.STALE}
+            assert expired.loss in losses
+        else:
+            assert group.id in self.ready
+            assert self.largest_lag(versions) > self.eta
+            assert expired.loss is Loss.REQUEUED or expired.loss is Loss.STALE
+            assert expired.loss is Loss.STALE or on_stale is OnStale.REQUEUE
+        if self.is_masked():
+            assert all(self.lag(version) > self.eta for version in versions)
+            is_promised = group.was_fresh and self.over_sampling == 1 and not self.is_disturbed
+            assert not is_promised, "masking takes all of a group"
+
+    @rule()
+    @precondition(lambda self: self.training and self.made is None)
+    def the_step_begins(self) -> None:
+        version = self.core.begin_step()
+        self.made = version, self.updates.new_policy(version, self.version)
+        self.parents[version] = self.version
+
+    @rule()
+    @precondition(lambda self: self.made is not None and not self.is_exposed)
+    def some_engines_take_the_new_version(self) -> None:
+        self.is_exposed = True
+
+    @rule()
+    @precondition(lambda self: self.made is not None)
+    def the_new_version_is_published(self) -> None:
+        assert self.made is not None
+        version, update = self.made
+        self.core.published(version)
+        self.version = version
+        self.published.add(version)
+        for group in self.training:
+            group.trained_by.append(update)
+        self.training, self.made, self.is_exposed = [], None, False
+        self.note_expired()
+        self.check_lags()
+
+    def check_lags(self) -> None:
+        assert self.core.step == len(self.updates.behind(self.version))
+        for version in self.updates.versions():
+            assert self.core.lag(version) == self.lag(version)
+
+    @rule(
+        seed=st.integers(0, 1000),
+        kept=st.sampled_from([0.0, 0.1, 0.5]),
+        end=st.sampled_from(["published", "published", "published", "given back"]),
+    )
+    @precondition(lambda self: not self.training and self.core.step != self.last_step)
+    def a_whole_step(self, seed: int, kept: float, end: str) -> None:
+        """Do what mostly happens, so that a schedule gets far."""
+        if self.core.may_admit():
+            self.admit(100)
+        self.groups_finish(seed, kept)
+        self.the_trainer_asks_for_a_batch()
+        if self.training:
+            self.the_step_begins()
+            self.some_engines_take_the_new_version()
+            self.running_groups_sample(seed)
+            if end == "published" or not self.trainer_may_die:
+                self.the_new_version_is_published()
+            else:
+                self.groups_finish(seed + 1, kept)
+                self.the_batch_is_given_back()
+
+    @rule()
+    @precondition(lambda self: self.core.step == self.last_step)
+    def nothing_is_left_to_do(self) -> None:
+        assert not self.core.may_admit()
+
+    # ---- a trainer that dies
+
+    @rule()
+    @precondition(lambda self: self.training and self.trainer_may_die)
+    def the_batch_is_given_back(self) -> None:
+        self.core.give_back()
+        self.note_given_back()
+        self.note_expired()
+
+    def note_given_back(self) -> None:
+        if self.is_exposed:
+            # Tokens of the lost version, also those that are still to be finished, lie off the line.
+            self.is_disturbed = True
+        self.ready.update((group.id, group) for group in self.training)
+        self.training, self.made, self.is_exposed = [], None, False
+        self.totals["batches given back"] += 1
+
+    @rule(data=st.data())
+    @precondition(lambda self: (self.training or self.ready) and self.trainer_may_die)
+    def a_group_is_quarantined(self, data: st.DataObject) -> None:
+        if data.draw(st.integers(0, 3), "rarely"):
+            return
+        id_ = data.draw(st.sampled_from(sorted([*self.ready, *(group.id for group in self.training)])))
+        self.core.quarantine(id_)
+        if self.training:
+            self.note_given_back()
+        self.ready.pop(id_).loss = Loss.QUARANTINED
+        self.withheld.discard(id_)
+        self.note_expired()
+        self.totals["groups quarantined"] += 1
+
+    @rule(seed=st.integers(0, 1000), share=st.sampled_from([0.1, 0.5, 1.0]))
+    @precondition(lambda self: self.ready and self.trainer_may_die)
+    def ready_groups_are_withheld(self, seed: int, share: float) -> None:
+        dice = random.Random(seed)
+        if dice.random() < 0.3:
+            self.withhold({id_ for id_ in sorted(self.ready) if dice.random() < share})
+
+    @rule()
+    @precondition(lambda self: self.withheld)
+    def no_group_is_withheld_any_longer(self) -> None:
+        self.withhold(())
+
+    def withhold(self, ids: Collection[int]) -> None:
+        gone = [group.id for group in self.groups.values() if group.loss is not None][-3:]
+        self.core.withhold([*ids, *gone])
+        self.withheld = set(ids)
+        self.is_disturbed = self.is_disturbed or bool(ids)
+        self.totals["groups withheld"] += len(ids)
+        self.note_expired()
+
+    # ---- restarts
+
+    @rule(data=st.data(), seed=st.integers(0, 1000))
+    @precondition(lambda self: self.restarts < MOST_RESTARTS and len(self.groups) > 0)
+    def the_run_is_killed_and_resumed(self, data: st.DataObject, seed: int) -> None:
+        """Go on from any checkpoint on the line of the present weights; recent tokens may be lost."""
+        line = self.updates.behind(self.version)
+        checkpoints = [version for version in self.published if self.updates.behind(version) <= line]
+        restored = data.draw(st.sampled_from(sorted(checkpoints, reverse=True)), "checkpoint")
+        dice = random.Random(seed)
+        was_generating = set(self.generating) | self.unstarted
+        self.restarts += 1
+        self.totals["restarts"] += 1
+        self.begin_life(restored, self.parents)
+        left = [g for g in self.groups.values() if g.loss is None and not self.is_trained(g, restored)]
+        begun: list[tuple[Episodes, set[int]]] = []
+        fresh: list[Episodes] = []
+        for group in left:
+            is_ready = group.id not in was_generating
+            if not is_ready:
+                self.lose_tokens(group, dice)
+            if is_ready or group.sampled:
+                begun.append((group, group.carrying_loss if is_ready else group.sampled))
+            else:
+                fresh.append(group)
+        for group, versions in sorted(begun, key=lambda pair: (-self.largest_lag(pair[1]), pair[0].id)):
+            if not self.restore(group, versions, is_ready=group.id not in was_generating):
+                fresh.append(group)
+        for group in sorted(fresh, key=lambda group: group.id):
+            group.samples = [[] for _ in range(self.n)]
+            group.without_loss = 0
+            self.core.restore_unstarted(group.id)
+        self.unstarted = {group.id for group in fresh}
+        self.check_lags()
+
+    def lose_tokens(self, group: Episodes, dice: random.Random) -> None:
+        """Lose the last tokens of a group, which were not on disk yet."""
+        fate = dice.choice(["all", "nothing", "nothing", "some"])
+        for tokens in group.samples:
+            if fate == "all" or (fate == "some" and dice.random() < 0.5):
+                del tokens[0 if fate == "all" else -1 :]
+
+    def restore(self, group: Episodes, versions: set[int], *, is_ready: bool) -> bool:
+        """Restore a group, and check that it is refused only if it would not be trained in time."""
+        lag = self.largest_lag(versions)
+        if self.is_masked():
+            lag = min(map(self.lag, versions), default=0) if is_ready else 0
+        has_room = self.core.held < self.batch_size * (self.eta - lag + 1)
+        group.order = next(self.orders)
+        if is_ready:
+            assert self.core.restore_ready(group.id, versions) == has_room
+            if has_room:
+                oldest = max(versions, key=self.lag, default=self.version)
+                group.ticket = Ticket(group.id, oldest)
+                group.was_fresh = True  # as fresh as the steps until it is trained ask for
+                self.ready[group.id] = group
+        else:
+            ticket = self.core.restore_open(group.id, versions)
+            assert (ticket is not None) == has_room
+            if ticket is not None:
+                assert self.lag(ticket.version) == self.largest_lag(versions)
+                group.ticket = ticket
+                self.generating[group.id] = group
+        self.totals["groups restored"] += has_room
+        return has_room
+
+    # ---- what holds at every moment
+
+    @invariant()
+    def every_group_is_accounted_for(self) -> None:
+        counts, states = self.core.counts, self.core.states
+        ended = Counter(group.loss.end for group in self.groups.values() if group.loss is not None)
+        trained = {group.id for group in self.groups.values() if self.is_trained(group, self.version)}
+        assert counts.admitted == len(self.groups)
+        assert counts.trained == len(trained) == self.core.step * self.batch_size
+        assert (counts.filtered, counts.expired, counts.failed) == (
+            ended[State.FILTERED],
+            ended[State.EXPIRED],
+            ended[State.FAILED],
+        )
+        alive = {*self.generating, *self.ready, *(group.id for group in self.training), *self.unstarted}
+        assert len(alive) == counts.in_flight
+        assert not alive & trained
+        assert alive | trained == {group.id for group in self.groups.values() if group.loss is None}
+        assert self.core.ready == len(self.ready)
+        assert states[State.TRAINING] == len(self.training)
+        assert self.core.open == len(self.generating)
+        assert self.core.held == len(alive) - len(self.unstarted) - len(self.withheld)
+        assert self.core.accepted == len(trained) + len(self.training) + len(self.ready) - len(self.withheld)
+
+    @invariant()
+    def somebody_can_always_go_on(self) -> None:
+        """Unless a group is being generated or trained, a group can start or a batch is due."""
+        if not self.generating and not self.training and self.core.step != self.last_step:
+            assert self.core.may_admit() or len(self.ready) - len(self.withheld) >= self.batch_size
+
+    def is_consistent(self) -> bool:
+        """Return False after an event that was cut short by a violation."""
+        try:
+            self.every_group_is_accounted_for()
+        except AssertionError:
+            return False
+        return True
+
+    def teardown(self) -> None:
+        """Liveness: whatever has happened, the run can do some more steps, or end."""
+        if not hasattr(self, "core") or not self.is_consistent():
+            return
+        goal = self.core.step + STEPS_TO_GO_ON
+        goal = goal if self.last_step is None else min(goal, self.last_step)
+        dice = random.Random(0)
+        self.withhold(())
+        for _ in range(60):
+            if self.training:
+                if self.made is None:
+                    self.the_step_begins()
+                self.the_new_version_is_published()
+            self.every_group_is_accounted_for()
+            if self.core.step == goal:
+                break
+            if self.core.may_admit():
+                self.admit(100)
+            for group in list(self.generating.values()):
+                self.finish(group, dice)
+            self.the_trainer_asks_for_a_batch()
+        assert self.core.step == goal, "the run has come to a stop"
+        if goal == self.last_step:
+            assert not self.core.may_admit()

@@ -1,0 +1,21 @@
+"""The bound, the account of every group and progress, over random schedules with restarts."""
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.unit.control_schedules import POLICIES, Schedule
+
+SETTINGS = settings(max_examples=80, stateful_step_count=40, deadline=None, database=None)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bound_order_account_and_liveness_hold_in_every_schedule(policy):
+    machine = type("Schedule", (Schedule,), {"policy": policy, "admission": "slots"})
+    run_state_machine_as_test(machine, settings=SETTINGS)
+
+
+@pytest.mark.parametrize("policy", ["fifo", "windowed 0", "mask"])
+def test_they_hold_behind_the_volume_gate_as_well(policy):
+    machine = type("Schedule", (Schedule,), {"policy": policy, "admission": "volume"})
+    run_state_machine_as_test(machine, settings=SETTINGS)

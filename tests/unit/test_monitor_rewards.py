@@ -1,0 +1,138 @@
+"""Rewards of any size, from the evaluation of held-out prompts to the terminal and the files of a run."""
+
+import asyncio
+import io
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from slipstream.backend.driver.evaluation import Evaluation
+from slipstream.backend.monitor.metrics import METRICS_FILE, MetricsLog
+from slipstream.backend.monitor.progress import PlainProgress
+from slipstream.backend.monitor.recorder import Recorder
+from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
+from slipstream.backend.monitor.summary import RunSummary, print_summary, write_summary
+from slipstream.bridge.publish.report import PublishReport
+from slipstream.configs.schema.run import EvalConfig
+from slipstream.rollout.collect.questions import EvaluationTasks
+from slipstream.rollout.control.core import GroupCounts
+from slipstream.rollout.control.slots import State
+from slipstream.rollout.messages import Evaluated
+from slipstream.rollout.reward import FinalAnswer, Reward, is_accuracy
+from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
+
+PROMPTS = [Prompt(i, f"prompt {i}", label=str(i)) for i in range(4)]
+
+
+class PlusMinus:
+    async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
+        return 1.0 if prompt.id == 0 else -1.0
+
+
+class OutOfTen:
+    is_accuracy = False
+
+    async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
+        return 2.5 * prompt.id + 2.5
+
+
+class Huge:
+    async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
+        return -1.5e308
+
+
+class Asked(EvaluationTasks):
+    """Completes every prompt with its label in two tokens, and has it judged."""
+
+    def __init__(self, reward: Reward) -> None:
+        super().__init__()
+        self._reward = reward
+
+    async def ask(self, prompts: Sequence[Prompt]) -> list[Evaluated]:
+        return [Evaluated(prompt.id, await self.reward_of(prompt), 2, "") for prompt in prompts]
+
+    async def reward_of(self, prompt: Prompt) -> float:
+        return float(await self._reward.score(prompt, f"#{prompt.id}", trajectory()))
+
+
+def trajectory() -> Trajectory:
+    return Trajectory(
+        np.arange(4), np.arange(4) >= 2, np.zeros(4, np.float32), np.full(4, 0, np.int32), Finish.STOP
+    )
+
+
+def small_run(folder: Path, reward: Reward) -> tuple[RunSummary, list[str], list[dict]]:
+    """Evaluate, train a step, evaluate. Return the summary, what is printed, and the metrics."""
+    stream = io.StringIO()
+    progress = PlainProgress(1, stream, clock=lambda: 0.0)
+    metrics = MetricsLog(folder)
+    recorder = Recorder(metrics, progress, is_accuracy=is_accuracy(reward))
+    asked = Asked(reward)
+    evaluation = Evaluation(EvalConfig(path=Path("heldout.jsonl")), PROMPTS, asked, recorder)
+    status = RunStatus(0, 0, GroupCounts(), Counter(), dict.fromkeys(State, 0), 0, 0, 1, 0, 0, 0)
+
+    async def course() -> None:
+        await evaluation.run(0)
+        recorder.training_begins(status)
+        headers = [trajectory().judged(await asked.reward_of(prompt)).header for prompt in PROMPTS]
+        report = PublishReport(1, bytes_sent=1, stall_s=0.1, total_s=0.2)
+        trained = {"train/tokens": 8.0, "train/tflop": 1.0}
+        times = StepTimes(wait_s=0.0, train_s=1.0, step_s=1.0)
+        step = TrainedStep(headers, {0: 0}, 1, trained, report, times)
+        recorder.step(step, replace(status, version=1, step=1))
+        await evaluation.run(1)
+
+    asyncio.run(course())
+    summary = recorder.summary("done", replace(status, version=1, step=1))
+    write_summary(folder, summary)
+    print_summary(summary, stream, name="run")
+    progress.close()
+    metrics.close()
+    assert RunSummary.model_validate_json((folder / "summary.json").read_text()) == summary
+    records = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
+    return summary, stream.getvalue().splitlines(), records
+
+
+@pytest.mark.parametrize(
+    ("reward", "mean", "step", "row"),
+    [
+        (PlusMinus(), -0.5, "reward -0.500  held-out -0.500", "  reward      -0.500 -> -0.500  (+0)"),
+        (OutOfTen(), 6.25, "reward  6.250  held-out  6.250", "  reward      6.250 -> 6.250  (+0)"),
+        (
+            Huge(),
+            -1.5e308,
+            "reward -1.5e+308  held-out -1.5e+308",
+            "  reward      -1.5e+308 -> -1.5e+308  (+0)",
+        ),
+        (
+            FinalAnswer(),
+            1.0,
+            "reward  1.000  accuracy 100.0%",
+            "  accuracy    100.0% -> 100.0%  (+0.0 points)",
+        ),
+    ],
+)
+def test_a_run_ends_with_a_summary_whatever_its_rewards_are(tmp_path: Path, reward, mean, step, row):
+    summary, lines, records = small_run(tmp_path, reward)
+    assert summary.reward_before == summary.reward_after == pytest.approx(mean)
+    accuracy = isinstance(reward, FinalAnswer)
+    assert summary.reward_is_accuracy == accuracy
+    assert [line for line in lines if step in line]
+    assert row in lines
+    assert any("accuracy" in line for line in lines) == accuracy
+    evaluations = [record for record in records if "eval/response_length" in record]
+    assert [record["eval/reward"] for record in evaluations] == pytest.approx([mean, mean])
+    assert [record.get("eval/accuracy") for record in evaluations] == [1.0 if accuracy else None] * 2
+    [trained] = [record for record in records if "reward/mean" in record]
+    assert trained["reward/mean"] == pytest.approx(mean)
+
+
+def test_a_reward_is_an_accuracy_only_if_its_class_says_so():
+    assert is_accuracy(FinalAnswer())
+    assert not any(map(is_accuracy, (PlusMinus(), OutOfTen(), SimpleNamespace(is_accuracy="yes"))))  # type: ignore
