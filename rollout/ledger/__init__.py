@@ -5,7 +5,8 @@ transaction  the events of one commit
 store        the writer thread: commits, and tidies up
 segments     the files of payload
 database     the file of everything else: tables, checksums, errors
-stamp        how far the database is, and whether SQLite's log belongs to it
+stamp        how far the database is
+log          whether SQLite's log belongs to the database
 samples      what the rows say of each sample
 holds        which groups need which segments
 moves        copies out of segments of which little is needed

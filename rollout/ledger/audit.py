@@ -29,8 +29,9 @@ from slipstream.rollout.ledger.database import (
     open_for_reading,
 )
 from slipstream.rollout.ledger.lineage import INITIAL, deepest_line
+from slipstream.rollout.ledger.log import checked_log
 from slipstream.rollout.ledger.records import Records
-from slipstream.rollout.ledger.stamp import check_log, read_stamp
+from slipstream.rollout.ledger.stamp import read_stamp
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def audit_ledger(folder: Path) -> tuple[Audit, Lineage]:
     """Check the ledger in a run folder. Raises LedgerError when it cannot be read at all."""
     path = folder / LEDGER
     if exists(path):
-        check_log(path)
+        checked_log(path)
     connection = open_for_reading(path)
     try:
         connection.execute("BEGIN")

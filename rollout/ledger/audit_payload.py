@@ -54,8 +54,7 @@ def payload_is_whole(records: Records) -> Iterator[str]:
 class _Stored:
     def __init__(self, records: Records) -> None:
         self._records = records
-        run = records.connection.execute("SELECT value FROM meta WHERE key = 'run'").fetchone()[0]
-        self._segments = Segments(records.folder / FOLDER, bytes.fromhex(str(run)))
+        self._segments = Segments(records.folder / FOLDER, records.stamp.run)
         self._samples = records.meta("n_samples_per_prompt")
         self._versions = {INITIAL, *records.parents}
         self._bounds = {epoch.number: epoch.bound for epoch in records.epochs}
@@ -65,7 +64,8 @@ class _Stored:
         self.mislabelled: list[str] = []
         rows: Iterable[tuple[int, str, int | None, int | None, int]] = records.connection.execute(
             "SELECT id, state, step, tokens, since FROM groups WHERE state IN ('admitted', 'ready') "
-            "OR state = 'trained' AND step > (SELECT value FROM meta WHERE key = 'released')"
+            "OR state = 'trained' AND step > ?",
+            (records.stamp.released,),
         )
         self.groups = {row[0]: _Group(*row) for row in rows}
 

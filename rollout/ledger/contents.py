@@ -60,12 +60,16 @@ class Contents:
     eras: Eras = field(default_factory=lambda: Eras(()))
 
 
-def read_contents(connection: sqlite3.Connection, path: Path, segments: Segments, n_samples: int) -> Contents:
+def read_contents(
+    connection: sqlite3.Connection, path: Path, segments: Segments, n_samples: int, released: int
+) -> Contents:
     """Read everything that the run may go on with. What is damaged is left out, and noted.
 
-    Every byte is checked that the run goes on with. Raises LedgerError when a file cannot be read.
+    Damaged rows that no open group needs are deleted, so that they are noted once. Every byte is checked that
+    the run goes on with. ``released``: version up to which trained trajectories are needed no more.
+    Raises LedgerError when a file cannot be read.
     """
-    reader = _Reader(connection, path, segments)
+    reader = _Reader(connection, path, segments, released)
     reader.read_groups()
     reader.read_segments()
     reader.read_rows()
@@ -75,7 +79,8 @@ def read_contents(connection: sqlite3.Connection, path: Path, segments: Segments
 
 
 class _Reader:
-    def __init__(self, connection: sqlite3.Connection, path: Path, segments: Segments) -> None:
+    def __init__(self, connection: sqlite3.Connection, path: Path, segments: Segments, released: int) -> None:
+        self._released = released
         self._connection = connection
         self._path = path
         self._segments = segments
@@ -96,8 +101,8 @@ class _Reader:
             self._since[id_] = since
         self.contents.open = list(self._groups.values())
         trained: Iterable[tuple[int, int, int]] = self._connection.execute(
-            "SELECT step, id, since FROM groups WHERE state = 'trained' "
-            "AND step > (SELECT value FROM meta WHERE key = 'released') ORDER BY step, id"
+            "SELECT step, id, since FROM groups WHERE state = 'trained' AND step > ? ORDER BY step, id",
+            (self._released,),
         )
         for step, group in groupby(trained, key=lambda row: row[0]):
             ids: list[int] = []
@@ -137,6 +142,7 @@ class _Reader:
             self.contents.voids.append((key, VOID, 0, None, b""))
             self._give_up(key, f"{self._path}: table samples: {problem}")
         if unneeded:
+            self._connection.executemany("DELETE FROM samples WHERE id = ?", [(id_,) for id_ in unneeded])
             self.contents.notes.append(
                 f"{self._path}: table samples: damaged rows of groups that seem to need them no more: "
                 f"{few(unneeded)}"

@@ -10,6 +10,7 @@ a BLOB of the row is ``sealed``.
 """
 
 import os
+import re
 import sqlite3
 import zlib
 from collections.abc import Iterator, Sequence
@@ -73,12 +74,12 @@ def _column(table: str) -> str:
 
 
 TABLES = f"""
-CREATE TABLE stamp (                -- one row: stamp.py. The first table, so that its page is known
+CREATE TABLE stamp (                -- one row: stamp.py. The first table: log.py knows its page
     id INTEGER PRIMARY KEY CHECK (id = 1),
     data BLOB NOT NULL
 ) STRICT;
 CREATE TABLE meta (
-    key TEXT PRIMARY KEY,           -- format, run (a UUID), batch_size, n_samples_per_prompt, released
+    key TEXT PRIMARY KEY,           -- format, run (a UUID), batch_size, n_samples_per_prompt
     value ANY NOT NULL
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE epochs (               -- one row per start of the run
@@ -173,6 +174,15 @@ class LedgerBusy(LedgerError):
 RESTORE = "restore the run folder from a copy, or start the run anew under another name"
 
 
+def _statements() -> list[str]:
+    return [statement for statement in TABLES.split(";\n") if statement.strip()]
+
+
+def _bare(sql: str) -> str:
+    """Return a statement without comments and line breaks."""
+    return " ".join(re.sub(r"--[^\n]*", "", sql).split())
+
+
 # ---- opening
 
 
@@ -188,12 +198,10 @@ def create_database(path: Path, run: str, stamp: bytes) -> None:
         try:
             connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
             connection.execute("BEGIN")
-            for statement in TABLES.split(";\n"):
+            for statement in _statements():
                 connection.execute(statement)
             connection.execute("INSERT INTO stamp VALUES (1, ?)", (stamp,))
-            connection.executemany(
-                "INSERT INTO meta VALUES (?, ?)", [("format", FORMAT), ("run", run), ("released", -1)]
-            )
+            connection.executemany("INSERT INTO meta VALUES (?, ?)", [("format", FORMAT), ("run", run)])
             connection.execute("COMMIT")
             connection.execute("PRAGMA journal_mode=WAL")
         finally:
@@ -314,6 +322,12 @@ def check_format(connection: sqlite3.Connection, path: Path) -> None:
 
 def damage(connection: sqlite3.Connection) -> Iterator[str]:
     """Yield what is wrong with the file itself: its structure, and rows that do not fit their checksum."""
+    schema: list[tuple[str]] = connection.execute(
+        "SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL"
+    ).fetchall()
+    if sorted(_bare(sql) for (sql,) in schema) != sorted(map(_bare, _statements())):
+        yield "its tables are not those of a ledger"
+        return
     problems: list[str] = [row[0] for row in connection.execute("PRAGMA integrity_check(5)")]
     if problems != ["ok"]:
         yield "; ".join(problems)
@@ -332,9 +346,14 @@ def check_undamaged(connection: sqlite3.Connection, path: Path) -> None:
         raise LedgerError(f"{path}: {problem}: the file is damaged: {RESTORE}")
 
 
+_DAMAGE = ("malformed", "not a database", "decode", "no such table", "no such column")
+"""Words of errors that mean that a file is damaged."""
+
+
 def explained(path: Path, error: Exception) -> LedgerError:
     """Return a failure of SQLite or of the disk as an error that tells the user what to do."""
     text = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+    text = " ".join(text.split())
     if "locked" in text:
         return LedgerBusy(
             f"{path}: {text}: another process is running this run or reading the file: "
@@ -348,7 +367,7 @@ def explained(path: Path, error: Exception) -> LedgerError:
         advice = "the file system is mounted read-only: remount it, or put run.root elsewhere"
     elif "disk I/O" in text or "too large" in text or "Input/output" in text:
         advice = "the disk failed (full, or a limit on file sizes): make room, then go on with --resume"
-    elif "malformed" in text or "not a database" in text or isinstance(error, UnicodeDecodeError):
+    elif any(word in text for word in _DAMAGE):
         advice = f"the file is damaged: {RESTORE}"
     else:
         advice = "all events that were acknowledged before are still in it"

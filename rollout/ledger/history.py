@@ -18,7 +18,8 @@ from slipstream.rollout.ledger.database import (
     unsealed,
 )
 from slipstream.rollout.ledger.lineage import INITIAL, BrokenTree, line_of
-from slipstream.rollout.ledger.stamp import Stamp, check_log, read_stamp
+from slipstream.rollout.ledger.log import checked_log
+from slipstream.rollout.ledger.stamp import Stamp, read_stamp
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class History:
 def history_of(folder: Path) -> History:
     """Read the history of a run that is not running. Raises LedgerError."""
     path = folder / LEDGER
-    check_log(path)
+    checked_log(path)
     connection = open_for_reading(path)
     try:
         return read_history(connection, path)

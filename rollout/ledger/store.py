@@ -233,7 +233,7 @@ class Store:
             self._release(events.released)
 
     def _release(self, version: int) -> None:
-        self._connection.execute("UPDATE meta SET value = max(value, ?) WHERE key = 'released'", (version,))
+        self._stamp = replace(self._stamp, released=max(self._stamp.released, version))
         while self._trained and self._trained[0][0] <= version:
             for id_ in self._trained.popleft()[1]:
                 self._end(id_)
