@@ -263,6 +263,8 @@ class AdmissionGate:
             self._listener.note(f"group {id_} is quarantined: {note}")
             self._quarantine.given_up(id_)
         self._core.withhold(measures.withheld)
+        if measures.withheld:
+            self._notify()  # they hold no slot now
 
     def _training(self, group: ReadyGroup) -> Training:
         """Return the account of a group that is trained by a step from the present version."""

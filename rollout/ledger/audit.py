@@ -7,7 +7,6 @@ audit_training  versions, batches, trainings, lags
 audit_payload   trajectories and pieces, in rows and segments
 """
 
-import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from slipstream.rollout.ledger.audit_training import (
     versions_follow_each_other,
 )
 from slipstream.rollout.ledger.database import (
+    FAILURES,
     LEDGER,
     STATES,
     LedgerError,
@@ -88,7 +88,7 @@ def audit_ledger(folder: Path) -> tuple[Audit, Lineage]:
         for check in CHECKS:
             audit.discrepancies += check(records)
         return audit, Lineage(records.line, records.trained, records.parents)
-    except sqlite3.Error as error:
+    except FAILURES as error:
         raise explained(path, error) from error
     finally:
         connection.close()

@@ -13,7 +13,7 @@ from slipstream.rollout.ledger.audit_training import tokens_by_version
 from slipstream.rollout.ledger.database import BrokenSeal, LedgerError, few
 from slipstream.rollout.ledger.lineage import INITIAL, BrokenTree, distance
 from slipstream.rollout.ledger.records import Records
-from slipstream.rollout.ledger.samples import JUDGED, NAMES, SAMPLES, OpenSample, StoredRow, fold, is_intact
+from slipstream.rollout.ledger.samples import JUDGED, NAMES, SAMPLES, Fold, OpenSample, StoredRow, is_intact
 from slipstream.rollout.ledger.segments import FOLDER, Segments
 from slipstream.rollout.record import REF, CorruptRecord, decode_header, decode_piece
 from slipstream.rollout.trajectory import UNSAMPLED, TrajectoryHeader
@@ -71,7 +71,7 @@ class _Stored:
 
     def read_rows(self) -> None:
         rows: Iterable[StoredRow] = self._records.connection.execute("SELECT * FROM samples ORDER BY id")
-        wrong: dict[int, str] = {}
+        fold = Fold()
         for row in rows:
             id_, key = row[0], row[1]
             group = self.groups.get(key // SAMPLES)
@@ -79,13 +79,11 @@ class _Stored:
                 if not is_intact(row):
                     self.broken.append(f"row {id_}")
                 continue
-            sample = group.samples.setdefault(key % SAMPLES, OpenSample())
-            problem = fold(sample, row)
-            if problem:
-                wrong[key] = problem
-            elif not sample.is_empty:
-                wrong.pop(key, None)
-        self.broken += [f"{_name(key)} ({problem})" for key, problem in wrong.items()]
+            fold.add(row)
+        for key, sample in fold.samples.items():
+            if not sample.is_empty:
+                self.groups[key // SAMPLES].samples[key % SAMPLES] = sample
+        self.broken += [f"{_name(key)} ({problem})" for key, problem in fold.wrong.items()]
 
     def check(self, group: _Group) -> None:
         """Check one group: each of its samples, and what they are together."""

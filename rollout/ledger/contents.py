@@ -10,15 +10,14 @@ from pathlib import Path
 from slipstream.rollout.ledger.database import few
 from slipstream.rollout.ledger.holds import Eras, Holds
 from slipstream.rollout.ledger.samples import (
-    ANSWERED,
     JUDGED,
     NAMES,
     SAMPLES,
     VOID,
+    Fold,
     OpenSample,
     SampleRow,
     StoredRow,
-    fold,
     is_intact,
 )
 from slipstream.rollout.ledger.segments import Segments
@@ -119,29 +118,22 @@ class _Reader:
 
     def read_rows(self) -> None:
         """Make samples of the rows."""
-        wrong: dict[int, str] = {}
-        """What is wrong with a sample, by key."""
+        fold = Fold()
         unneeded: list[int] = []
         """Damaged rows of groups that need them no more."""
         rows: Iterable[StoredRow] = self._connection.execute("SELECT * FROM samples ORDER BY id")
         for row in rows:
-            id_, key, state, base, refs, _ = row
-            id_of_group, number = divmod(key, SAMPLES)
-            group = self._groups.get(id_of_group)
-            if id_ < self._since.get(id_of_group, id_ + 1):
-                group = None
-            else:
-                self._hold(id_of_group, id_, refs)
-            if group is None:
-                if not is_intact(row):
-                    unneeded.append(id_)
-                continue
-            problem = fold(group.samples.setdefault(number, OpenSample()), row)
-            if problem:
-                wrong[key] = problem
-            elif base == 0 or (refs is not None and state in (ANSWERED, JUDGED)):
-                wrong.pop(key, None)
-        for key, problem in wrong.items():
+            id_, group, refs = row[0], row[1] // SAMPLES, row[4]
+            is_needed = id_ >= self._since.get(group, id_ + 1)
+            if is_needed:
+                self._hold(group, id_, refs)
+            if is_needed and group in self._groups:
+                fold.add(row)
+            elif not is_intact(row):
+                unneeded.append(id_)
+        for key, sample in fold.samples.items():
+            self._groups[key // SAMPLES].samples[key % SAMPLES] = sample
+        for key, problem in fold.wrong.items():
             self.contents.voids.append((key, VOID, 0, None, b""))
             self._give_up(key, f"{self._path}: table samples: {problem}")
         if unneeded:

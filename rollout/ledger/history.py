@@ -7,6 +7,7 @@ from pathlib import Path
 from struct import iter_unpack
 
 from slipstream.rollout.ledger.database import (
+    FAILURES,
     LEDGER,
     RESTORE,
     BrokenSeal,
@@ -82,7 +83,7 @@ def history_of(folder: Path) -> History:
     connection = open_for_reading(path)
     try:
         return read_history(connection, path)
-    except sqlite3.Error as error:
+    except FAILURES as error:
         raise explained(path, error) from error
     finally:
         connection.close()

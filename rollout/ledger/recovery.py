@@ -15,6 +15,7 @@ from pathlib import Path
 from slipstream.rollout.control.core import GroupCounts, Loss
 from slipstream.rollout.ledger.contents import Contents, OpenGroup, read_contents
 from slipstream.rollout.ledger.database import (
+    FAILURES,
     LEDGER,
     RESTORE,
     LedgerError,
@@ -28,7 +29,7 @@ from slipstream.rollout.ledger.database import (
 )
 from slipstream.rollout.ledger.history import FailedStep, History, read_history
 from slipstream.rollout.ledger.lineage import INITIAL
-from slipstream.rollout.ledger.samples import OpenSample, stored
+from slipstream.rollout.ledger.samples import SAMPLES, OpenSample, stored
 from slipstream.rollout.ledger.segments import FOLDER, SEGMENT_BYTES, Segments
 from slipstream.rollout.ledger.stamp import Stamp, check_log, read_stamp
 from slipstream.rollout.ledger.store import Store
@@ -103,7 +104,7 @@ def open_ledger(
         connection.execute("COMMIT")
         opening.delete_unknown_segments()
         return opening.ledger(contents, recovered, guard, segment_bytes), recovered
-    except (sqlite3.Error, OSError, LedgerError) as error:
+    except (*FAILURES, LedgerError) as error:
         connection.close()
         raise error if isinstance(error, LedgerError) else explained(path, error) from error
 
@@ -220,6 +221,10 @@ class _Opening:
         rows = [stored(id_, row) for id_, row in enumerate(contents.voids, first)]
         self._connection.executemany("INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?)", rows)
         self.stamp = replace(self.stamp, rows=first + len(rows))
+        newest = contents.eras.newest
+        for key, *_ in contents.voids:
+            if newest is not None:
+                contents.holds.need(key // SAMPLES, newest)
         self._connection.executemany(
             "INSERT INTO discards VALUES (?, ?, ?)",
             [(id_, self._epoch, tokens) for id_, tokens in contents.given_up.items()],
@@ -306,9 +311,6 @@ class _Opening:
 
 def _check_account(connection: sqlite3.Connection, path: Path, history: History) -> None:
     """Raise LedgerError unless groups, trainings and versions were recorded up to the same time."""
-    last: int | None
-    number: int
-    number, last = connection.execute("SELECT count(*), max(id) FROM groups").fetchone()
     trained: int
     with_training: int
     trained, with_training = connection.execute(
@@ -316,13 +318,8 @@ def _check_account(connection: sqlite3.Connection, path: Path, history: History)
         "ON t.version = g.step AND t.group_id = g.id WHERE g.state = 'trained'"
     ).fetchone()
     behind = sum(history.trained.get(version, 0) for version in history.line)
-    problems: list[str] = []
-    if last is not None and last != number - 1:
-        problems.append(f"it has {number} groups, but the last one has the id {last}")
     if not trained == with_training == behind:
-        problems.append(
-            f"{trained} groups count as trained, {with_training} of them with a training, and {behind} are "
-            "behind the weights"
+        raise LedgerError(
+            f"{path} is damaged: {trained} groups count as trained, {with_training} of them with a training, "
+            f"and {behind} are behind the weights: {RESTORE}"
         )
-    if problems:
-        raise LedgerError(f"{path} is damaged: {few(problems)}: {RESTORE}")

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.rollout.ledger.database import RESTORE, LedgerError, log_of, open_without_log
+from slipstream.rollout.ledger.database import FAILURES, RESTORE, LedgerError, log_of, open_without_log
 
 _STAMP = struct.Struct("<16s7Q")
 _CRC = struct.Struct("<I")
@@ -121,7 +121,7 @@ def _stamp_in_file(path: Path) -> Stamp | None:
             row: tuple[bytes] | None = connection.execute("SELECT data FROM stamp").fetchone()
         finally:
             connection.close()
-    except sqlite3.Error:
+    except FAILURES:
         return None
     return decode_stamp(row[0]) if row is not None else None
 

@@ -18,7 +18,7 @@ import pytest
 from slipstream.rollout.control.core import Loss, Ticket
 from slipstream.rollout.ledger import store
 from slipstream.rollout.ledger.audit import audit_ledger
-from slipstream.rollout.ledger.database import LedgerError, open_without_log
+from slipstream.rollout.ledger.database import PAGE_BYTES, LedgerError, open_without_log
 from slipstream.rollout.ledger.history import history_of
 from slipstream.rollout.ledger.recovery import LEDGER, Recovered, open_ledger
 from slipstream.rollout.ledger.samples import JUDGED, WHOLE, stored
@@ -225,7 +225,7 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
         file.write(bytes([byte ^ 1 << bit]))
 
 
-@pytest.mark.parametrize("size", [0, 10, 4096, 3 * 4096, -4096, -1])
+@pytest.mark.parametrize("size", [0, 10, PAGE_BYTES, 9 * PAGE_BYTES, -PAGE_BYTES, -1])
 def test_a_truncated_file_is_refused(closed, truth, size):
     cut(closed / LEDGER, size)
     assert check_outcome(closed, truth) or size == -1, "the last byte may be of a page that is not used"
@@ -237,12 +237,12 @@ def test_a_zeroed_file_is_refused(closed, truth):
 
 
 def test_no_zeroed_page_goes_unnoticed(copies, tmp_path, truth):
-    pages = (copies.closed / LEDGER).stat().st_size // 4096
+    pages = (copies.closed / LEDGER).stat().st_size // PAGE_BYTES
     noticed = 0
     for page in range(pages):
         folder = tmp_path / str(page)
         shutil.copytree(copies.closed, folder)
-        zero(folder / LEDGER, page * 4096, 4096)
+        zero(folder / LEDGER, page * PAGE_BYTES, PAGE_BYTES)
         noticed += bool(check_outcome(folder, truth))
     assert noticed == pages
 
@@ -321,7 +321,7 @@ def test_a_lost_log_is_noted_and_its_versions_are_never_used_again(folder, truth
     assert max(history_of(folder).parents) == 4, "version 4 was begun by a lost transaction"
 
 
-@pytest.mark.parametrize("size", [0, 20, 5_000, -10, -4_200])
+@pytest.mark.parametrize("size", [0, 20, 5_000, -10, -PAGE_BYTES - 100])
 def test_a_truncated_log_is_noted(folder, truth, size):
     cut(folder / LOG, size)
     text = check_outcome(folder, truth)
