@@ -1,273 +1,226 @@
-"""Admission -> ready -> trained: trajectories per second, and the wait of a free slot.
+"""Collection at speed: what a trajectory costs the driver and its collectors, and how long free places wait.
 
     python -m benchmarks.control
 
-Each group is one trajectory of 512 tokens, and a batch has 256 of them, as in AReaL's measurement of its own
-class, which keeps everything in memory. Engines and trainer are stand-ins that take no time (or 100 ms per
-episode), so that only the control plane is measured: one event loop, with the ledger on this folder's disk.
+Loops, ledger, connections and collector processes are those of a run. A group goes from its slot over a
+lease, a workflow, the ledger on this folder's disk and a batch of 256 trajectories to the publication of a
+version. Engines only sleep, and nobody trains. A trajectory has 512 sampled tokens behind a prompt of 64.
 """
 
 import asyncio
 import json
-import resource
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import uvloop
 
+from benchmarks.collection import Load, Run, Usage, own_usage, running
+from benchmarks.ledger import restart
+from benchmarks.sleeping_engine import LONGEST, PROMPT_TOKENS, EngineTask
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
-from slipstream.rollout.collect.gate import AdmissionGate
-from slipstream.rollout.collect.intake import Assignment, Intake
-from slipstream.rollout.collect.journal import Journal, NoJournal
-from slipstream.rollout.collect.running import RunningGroups
-from slipstream.rollout.control.core import Loss, RolloutControl
-from slipstream.rollout.ledger.recovery import open_ledger
-from slipstream.rollout.ledger.writer import Ledger
-from slipstream.rollout.prompts import PromptStream
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
 
 T = TypeVar("T")
+Measure = Callable[[Load, Path], Coroutine[Any, Any, T]]
+"""Measures a load, with the ledger in a folder."""
 
-BATCH = 256
-TOKENS = 512
-PROMPT_TOKENS = 64
-PEER_PER_S = 23_600
-"""AReaL's WorkflowExecutor in memory, batch 256, bound 4, 1,024 concurrent, on this kind of machine."""
-PEER_EPISODES_PER_S = 2_314
-"""AReaL's WorkflowExecutor with episodes of 100 ms."""
-
-
-def bound_for(in_flight: int) -> int:
-    """Return the bound that admits ``in_flight`` groups."""
-    return in_flight // BATCH - 1
-
-
-_rng = np.random.default_rng(0)
-_MASK_T = np.arange(PROMPT_TOKENS + TOKENS) >= PROMPT_TOKENS
-_TOKENS_T = _rng.integers(0, 150_000, len(_MASK_T))
-_LOGPROBS_T = _rng.random(len(_MASK_T), np.float32)
-
-
-@lru_cache(maxsize=64)
-def versions(version: int) -> np.ndarray:
-    return np.where(_MASK_T, np.int32(version), np.int32(UNSAMPLED))
-
-
-def trajectory(version: int) -> Trajectory:
-    """Return 512 sampled tokens behind a prompt. Trajectories share arrays, which engines would make."""
-    return Trajectory(_TOKENS_T, _MASK_T, _LOGPROBS_T, versions(version), Finish.STOP, reward=1.0)
-
-
-def core_per_s(total: int = 100_000) -> float:
-    """Measure the state machine alone, with groups that are ready at once."""
-    core = RolloutControl(BATCH, 4)
-    prompt = Prompt(0, "?")
-    trajectories = (trajectory(0),)
-    began = time.perf_counter()
-    while core.counts.trained < total:
-        while core.may_admit():
-            ticket = core.admit()
-            core.generating(ticket.id)
-            core.judging(ticket.id)
-            core.finished(Group(ticket.id, prompt, ticket.version, trajectories))
-        while core.take_batch() is not None:
-            core.published(core.version + 1)
-    return core.counts.trained / (time.perf_counter() - began)
+CONCURRENT = {"1k": 1024, "8k": 8192, "32k": 32_768}
+LOADS = {
+    "1k": "1,024 at a time, 1 collector",
+    "1k_two": "1,024 at a time, 2 collectors",
+    "8k": "8,192 at a time, 1 collector",
+    "8k_two": "8,192 at a time, 2 collectors",
+    "32k": "32,768 at a time, 1 collector",
+    "32k_two": "32,768 at a time, 2 collectors",
+    "n8": "1,024 at a time, groups of 8",
+    "judged": "1,024 at a time, a judge process",
+    "long": "32,768 tokens each, 64 at a time",
+}
+TRAJECTORIES = 20_000
+"""Trajectories that a load is measured with."""
+UNSATURATED = 512
+"""Requests of a second each at one time, at which every process is idle most of the time."""
+UNSATURATED_STEPS = 16
+SIDE_BY_SIDE = 64
+"""Long completions that grow at one time."""
+SPEED_UP = 20
+"""Long completions are streamed at so many times the speed of a real engine, and recorded as much more often:
+the driver hears as much of them as of so many times as many at the speed of an engine."""
+TOKENS_PER_S = 64
+"""Speed of one request to a real engine."""
+CHUNK_HEADER = 8
 
 
-@dataclass
-class Measured:
-    """Throughput and costs of the control plane."""
+@dataclass(frozen=True)
+class Costs:
+    """What a load has cost, per trajectory."""
 
-    what: str
     per_s: float
-    p99_admission_ms: float
-    cpu_us: float
-    """CPU time per trajectory, all threads."""
-    peer_per_s: int | None = None
-    """Trajectories per second of AReaL's executor, in memory."""
+    driver_us: float
+    """CPU of the driver."""
+    loop_us: float
+    """CPU of the driver's event loop."""
+    collector_us: float
+    """CPU of the collector processes."""
+    write_ratio: float
+    """Bytes that driver and collectors have written to files, per byte of payload."""
 
 
-TABLE: Columns[Measured] = {
-    "what": lambda row: row.what,
-    "trajectories/s": lambda row: f"{row.per_s:,.0f}",
-    "p99 wait of a free slot": lambda row: f"{row.p99_admission_ms:.2f} ms",
-    "CPU per trajectory": lambda row: f"{row.cpu_us:.0f} us",
-    "peer, in memory": lambda row: f"{row.peer_per_s:,}" if row.peer_per_s else "",
+TABLE: Columns[tuple[str, Costs]] = {
+    "load": lambda row: row[0],
+    "trajectories/s": lambda row: f"{row[1].per_s:,.0f}",
+    "CPU of the driver": lambda row: f"{row[1].driver_us:,.0f} us",
+    "of its event loop": lambda row: f"{row[1].loop_us:,.0f} us",
+    "of the collectors": lambda row: f"{row[1].collector_us:,.0f} us",
+    "bytes written / payload": lambda row: f"{row[1].write_ratio:.2f}",
 }
 
 
-class Silent:
-    """Hears of lost work and does nothing."""
+class Meter:
+    """Measures what a run uses between two moments."""
 
-    def lost(self, loss: Loss, trajectories: Sequence[Trajectory]) -> None: ...
-    def episode_failed(self, prompt: Prompt, attempt: int, error: Exception) -> None: ...
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._began = self._now()
+
+    def _now(self) -> tuple[float, float, list[Usage]]:
+        usages = [own_usage(), *(collector.usage() for collector in self._run.collectors)]
+        return time.perf_counter(), time.thread_time(), usages
+
+    def costs(self, number: int) -> Costs:
+        """Return what each of ``number`` trajectories has cost since the meter was made."""
+        (began, loop_began, before), (ended, loop_ended, after) = self._began, self._now()
+        cpu_s = [end.cpu_s - begin.cpu_s for begin, end in zip(before, after, strict=True)]
+        written = sum(end.written - begin.written for begin, end in zip(before, after, strict=True))
+        tokens = self._run.load.engine.tokens
+        payload = CHUNK_HEADER + 4 * (PROMPT_TOKENS + tokens) + 4 * tokens
+        return Costs(
+            per_s=number / (ended - began),
+            driver_us=cpu_s[0] / number * 1e6,
+            loop_us=(loop_ended - loop_began) / number * 1e6,
+            collector_us=sum(cpu_s[1:]) / number * 1e6,
+            write_ratio=written / (number * payload),
+        )
 
 
-class Run:
-    """Collects and trains as the loops of a run do, with nothing to generate or to train."""
+def measured(measure: Measure[T], load: Load) -> T:
+    """Return what ``measure`` gives for a load, with the ledger in a new folder here."""
+    with (
+        tempfile.TemporaryDirectory(dir=".") as folder,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        return runner.run(measure(load, Path(folder)))
 
-    def __init__(self, gate: AdmissionGate, journal: Journal, concurrent: int, episode_s: float) -> None:
-        self.gate = gate
-        self.journal = journal
-        self.limit = asyncio.Semaphore(concurrent)
-        self.episode_s = episode_s
-        self.free_since = 0.0
-        self.waits: list[float] = []
 
-    async def collect(self) -> None:
-        async with asyncio.TaskGroup() as groups:
-            while True:
-                await self.limit.acquire()
-                asked = time.perf_counter()
-                assignment = await self.gate.slot()
-                # A slot that became free during the wait has been free since then.
-                self.waits.append(time.perf_counter() - max(asked, self.free_since))
-                groups.create_task(self.episode(assignment))
-
-    async def episode(self, assignment: Assignment) -> None:
-        ticket = assignment.ticket
-        self.gate.generating(ticket)
-        if self.episode_s:
-            await asyncio.sleep(self.episode_s)
-        sampled = trajectory(ticket.version)
-        self.limit.release()
-        self.journal.trajectory(ticket.id, 0, sampled)
-        await self.gate.finished(Group(ticket.id, assignment.prompt, ticket.version, (sampled,)))
-
-    async def train(self, steps: int) -> None:
+async def steady(load: Load, folder: Path) -> Costs:
+    """Measure the costs of a trajectory while every place on the engines is in use."""
+    steps = TRAJECTORIES // load.batch
+    async with running(load, folder) as run:
+        await run.warm_up()
+        meter = Meter(run)
         for _ in range(steps):
-            await self.gate.batch(60)
-            await self.gate.step_begins()
-            self.gate.published(self.gate.version + 1)
-            self.free_since = time.perf_counter()
-
-    def during(self, script: Callable[[], Awaitable[T]]) -> T:
-        """Run ``script`` while groups are collected, on the event loop of ``slipstream train``."""
-
-        async def main() -> T:
-            collecting = asyncio.create_task(self.collect())
-            result = await script()
-            collecting.cancel()
-            await asyncio.wait({collecting})
-            return result
-
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(main())
+            await run.step()
+        await run.ledger.flushed()
+        return meter.costs(steps * load.batch)
 
 
-@contextmanager
-def opened_ledger(bound: int) -> Iterator[Ledger]:
-    """A new ledger on the disk of this folder."""
-    with tempfile.TemporaryDirectory(dir=".") as folder:
-        ledger, _ = open_ledger(Path(folder) / "ledger.sqlite", batch_size=BATCH, n_samples=1, bound=bound)
-        try:
-            yield ledger
-        finally:
-            ledger.close()
+async def growing(load: Load, folder: Path) -> Costs:
+    """Measure the costs of long completions from their leases to their batch, which is one."""
+    async with running(load, folder) as run:
+        meter = Meter(run)
+        await run.step()
+        await run.ledger.flushed()
+        return meter.costs(load.batch)
 
 
-def make_run(journal: Journal, bound: int, concurrent: int, episode_s: float = 0.0) -> Run:
-    intake = Intake(PromptStream([Prompt(i, "?") for i in range(1000)], shuffle=True, seed=0))
-    gate = AdmissionGate(RolloutControl(BATCH, bound), intake, journal, Silent(), RunningGroups())
-    return Run(gate, journal, concurrent, episode_s)
+async def free_place_ms(load: Load, folder: Path) -> float:
+    """Return the 99th percentile of the time for which a place on an engine stays free.
+
+    ``load`` has more slots than places, so that prompts wait at any time.
+    """
+    async with running(load, folder) as run:
+        await run.warm_up()
+        for _ in range(UNSATURATED_STEPS):
+            await run.step()
+    waits = [wait for report in run.reports for wait in report.waits[len(report.waits) // 4 :]]
+    return float(np.quantile(waits, 0.99)) * 1e3
 
 
-def measure(what: str, run: Run, steps: int, peer_per_s: int | None = None) -> Measured:
-    """Train ``steps`` batches."""
+async def free_slot_ms(load: Load, folder: Path) -> float:
+    """Return the 99th percentile of the time from the end of a slot to the begin of the next one's request.
 
-    async def script() -> Measured:
-        await run.train(2)  # warm
-        run.waits.clear()
-        cpu, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-        await run.train(steps)
-        await run.journal.flushed()
-        seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
-        cpu_s = after.ru_utime + after.ru_stime - cpu.ru_utime - cpu.ru_stime
-        trained = steps * BATCH
-        p99_s = float(np.quantile(run.waits, 0.99))
-        return Measured(what, trained / seconds, p99_s * 1e3, cpu_s / trained * 1e6, peer_per_s)
-
-    return run.during(script)
-
-
-def durable(
-    what: str,
-    in_flight: int,
-    steps: int,
-    *,
-    concurrent: int | None = None,
-    episode_s: float = 0.0,
-    peer_per_s: int | None = None,
-) -> Measured:
-    """Train ``steps`` batches with a ledger, and at most ``in_flight`` admitted groups at a time."""
-    bound = bound_for(in_flight)
-    with opened_ledger(bound) as ledger:
-        return measure(what, make_run(ledger, bound, concurrent or in_flight, episode_s), steps, peer_per_s)
+    ``load`` has more places than slots, so that prompts wait for slots. A batch frees its slots all at once.
+    """
+    async with running(load, folder) as run:
+        await run.warm_up()
+        for _ in range(UNSATURATED_STEPS):
+            await run.step()
+        await asyncio.sleep(0.5)  # the last slots are taken
+    assert load.slots is not None
+    begun = sorted(begun for report in run.reports for begun in report.begun)[load.slots :]
+    n = min(len(begun), len(run.freed))
+    waits = np.array(begun[:n]) - np.array(run.freed[:n])
+    return float(np.quantile(waits[n // 4 :], 0.99)) * 1e3
 
 
-def flatness(total: int = 100_000) -> dict[int, float]:
-    """Return microseconds per trajectory by the number of trajectories in the ledger, while it grows."""
-    with opened_ledger(bound=3) as ledger:
-        run = make_run(ledger, 3, 1024)
+def steady_costs() -> dict[str, Costs]:
+    """Return the costs of all loads that keep every place in use, by the names of their figures."""
+    rows: dict[str, Costs] = {}
+    for name, concurrent in CONCURRENT.items():
+        rows[name] = measured(steady, Load(concurrent))
+        rows[f"{name}_two"] = measured(steady, Load(concurrent, collectors=2))
+    rows["n8"] = measured(steady, Load(1024, samples=8))
+    rows["judged"] = measured(steady, Load(1024, judged=True))
+    return rows
 
-        async def script() -> dict[int, float]:
-            points: dict[int, float] = {}
-            steps = 0
-            for target in (1_000, 11_000, 45_000, 55_000, 90_000, total):
-                before, began = steps, time.perf_counter()
-                while steps * BATCH < target:
-                    await run.train(1)
-                    steps += 1
-                    if steps % 40 == 0:
-                        ledger.release(run.gate.version - 20)  # as checkpoints do
-                points[steps * BATCH] = (time.perf_counter() - began) / (steps - before) / BATCH * 1e6
-            return points
 
-        return run.during(script)
+def long_completion() -> Costs:
+    """Return the costs of a completion of 32,768 tokens among others."""
+    engine = EngineTask(LONGEST, LONGEST / TOKENS_PER_S / SPEED_UP, streams=True)
+    n = SIDE_BY_SIDE
+    return measured(growing, Load(n, engine=engine, slots=n, batch=n, clock_rate=SPEED_UP))
+
+
+def waits_ms() -> dict[str, float]:
+    """Return the waits of free places and of free slots, by the names of their figures."""
+    engine = EngineTask(tokens=512, seconds=1.0, spread=0.5)
+    places = Load(UNSATURATED, engine=engine)
+    slots = Load(4 * UNSATURATED, engine=engine, slots=2 * UNSATURATED)
+    return {
+        "p99_place_ms": measured(free_place_ms, places),
+        "p99_freed_slot_ms": measured(free_slot_ms, slots),
+    }
 
 
 def main() -> None:
-    core = core_per_s()
-    thousand = durable("loops and ledger, 1,024 in flight", 1024, 60)
-    ten_thousand = durable("loops and ledger, 10,240 in flight", 10_240, 60)
-    in_memory = make_run(NoJournal(), bound_for(1024), 1024)
-    memory = measure("loops in memory, 1,024 in flight", in_memory, 100, PEER_PER_S)
-    episodes = durable(
-        "loops and ledger, 1,024 episodes of 100 ms",
-        2048,
-        120,
-        concurrent=1024,
-        episode_s=0.1,
-        peer_per_s=PEER_EPISODES_PER_S,
-    )
-    grown = flatness()
-    alone = Measured("core alone", core, 0.0, 1e6 / core)
-    console = table_console()
-    console.print(rows_table("control", [alone, memory, thousand, ten_thousand, episodes], TABLE))
-    growth = ", ".join(f"{n:,}: {us:.0f} us" for n, us in grown.items())
-    console.print(f"time per trajectory as the ledger grows: {growth}")
-    figures = list(grown.values())
+    steady_rows, long, waits, large = steady_costs(), long_completion(), waits_ms(), restart()
+    rows = {LOADS[name]: costs for name, costs in (steady_rows | {"long": long}).items()}
+    table_console().print(rows_table("collection", rows.items(), TABLE))
     document = {
-        "trajectories_per_s": round(min(thousand.per_s, ten_thousand.per_s)),
-        "p99_admission_ms": round(max(thousand.p99_admission_ms, ten_thousand.p99_admission_ms), 3),
-        "core_per_s": round(core),
-        "memory_per_s": round(memory.per_s),
-        "per_s_1k_in_flight": round(thousand.per_s),
-        "per_s_10k_in_flight": round(ten_thousand.per_s),
-        "episodes_100ms_per_s": round(episodes.per_s),
-        "episodes_100ms_p99_admission_ms": round(episodes.p99_admission_ms, 3),
-        "us_per_trajectory_by_ledger_size": {str(n): round(us, 1) for n, us in grown.items()},
-        "growth_ratio": round(figures[-1] / figures[1], 3),
+        "driver_us": steady_rows["1k"].driver_us,
+        "driver_us_n8": steady_rows["n8"].driver_us,
+        **{f"rate_{name}": costs.per_s for name, costs in steady_rows.items()},
+        "p99_slot_ms": max(waits.values()),
+        "write_ratio": steady_rows["1k"].write_ratio,
+        "long_answer_ms": long.driver_us / 1e3,
+        "audit_s": large.audit_s,
+        "resume_s": large.resume_s,
+        **waits,
+        "collector_us": steady_rows["1k"].collector_us,
+        "loads": {name: asdict(costs) for name, costs in (steady_rows | {"long": long}).items()},
     }
-    print(json.dumps(document))
+    print(json.dumps(rounded(document)))
+
+
+def rounded(value: object) -> object:
+    """Return the value with four significant digits in each of its numbers."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in cast("dict[str, object]", value).items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

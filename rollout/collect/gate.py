@@ -263,6 +263,8 @@ class AdmissionGate:
             self._listener.note(f"group {id_} is quarantined: {note}")
             self._quarantine.given_up(id_)
         self._core.withhold(measures.withheld)
+        if measures.withheld:
+            self._notify()  # they hold no slot now
 
     def _training(self, group: ReadyGroup) -> Training:
         """Return the account of a group that is trained by a step from the present version."""
@@ -290,7 +292,7 @@ class AdmissionGate:
     def _lost(self, id_: int, loss: Loss, trajectories: Sequence[TrajectoryHeader], note: str = "") -> None:
         self._journal.lost(id_, loss, _sampled(trajectories), note)
         self._intake.ended(id_)
-        self._listener.lost(loss, trajectories)
+        self._listener.lost(loss, trajectories, note)
         self._notify()
 
     def _notify(self) -> None:

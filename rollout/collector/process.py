@@ -8,11 +8,13 @@ gone. A further life begins anew, under another name.
 
 import asyncio
 import json
+import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 import aiohttp
 
@@ -21,18 +23,20 @@ from slipstream.rollout import plugins
 from slipstream.rollout.collector.episodes import Episodes, check
 from slipstream.rollout.collector.evaluation import Evaluations, GreedyGenerator
 from slipstream.rollout.collector.groups import GroupCollector, NamedFilter
-from slipstream.rollout.collector.judging import Judging, WorkflowReward
+from slipstream.rollout.collector.judging import Judges, Judging, WorkflowReward
 from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.collector.recording import JOURNAL_EVERY_S, Recording
 from slipstream.rollout.collector.spec import CollectorSpec
 from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.collector.watchdog import watched
 from slipstream.rollout.control.filters import GroupFilter
-from slipstream.rollout.engine.pool import EnginePool
+from slipstream.rollout.engine.client import EngineClient
+from slipstream.rollout.engine.connection import EngineAddress
+from slipstream.rollout.engine.pool import EnginePool, GeneratingClient
 from slipstream.rollout.engine.trace import RequestTrace
-from slipstream.rollout.judge.pool import JudgePool
+from slipstream.rollout.judge.pool import JudgePool, JudgeStatus
 from slipstream.rollout.messages import DOWN, Down, Status, Up, pack, split
-from slipstream.rollout.workflow import Workflow, WorkflowContext
+from slipstream.rollout.workflow import Tokenizer, Workflow, WorkflowContext
 from slipstream.rollout.workflow.tokenizer import load_tokenizer
 
 HEARTBEAT_S = 60.0
@@ -44,6 +48,25 @@ LONGEST_FRAME = 2**31
 """Bytes."""
 
 
+class WatchedJudges(Judges, Protocol):
+    """Judges that tell how busy they are: ``rollout.judge.pool.JudgePool``."""
+
+    def status(self) -> JudgeStatus: ...
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Everything that a collector uses besides the recipe."""
+
+    tokenizer: Tokenizer
+    judges: WatchedJudges
+    connect: Callable[[EngineAddress], GeneratingClient] = EngineClient
+    """Makes the client of an engine."""
+    clock: Callable[[], float] = time.monotonic
+    """Says in seconds when the record of an episode is due."""
+    trace: Callable[[RequestTrace], None] | None = None
+
+
 async def collect(
     spec: CollectorSpec, config: RunConfig, trace: Callable[[RequestTrace], None] | None = None
 ) -> None:
@@ -53,20 +76,25 @@ async def collect(
     """
     rollout = config.rollout
     tokenizer = load_tokenizer(config.model.path)
+    async with JudgePool(rollout.judging, rollout.reward, spec.logs, spec.name) as judges:
+        await collect_in(Surroundings(tokenizer, judges, trace=trace), spec, config)
+
+
+async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: RunConfig) -> None:
+    """Collect in given surroundings until the connection ends."""
+    rollout, tokenizer, judges = config.rollout, surroundings.tokenizer, surroundings.judges
     workflow = cast(Workflow, plugins.build(rollout.workflow))
     group_filter = _filter(config)
+    limit, outbox = TimeLimit(rollout.episode_timeout_s), Outbox()
+    pool = EnginePool(
+        wait_timeout_s=rollout.engine.start_timeout_s,
+        isolate_versions=config.weights.interrupt == "in_place",
+        connect=surroundings.connect,
+        report=outbox.flush,
+        on_held=limit.stop,
+        trace=surroundings.trace,
+    )
     async with AsyncExitStack() as stack:
-        judges = await stack.enter_async_context(
-            JudgePool(rollout.judging, rollout.reward, spec.logs, spec.name)
-        )
-        limit, outbox = TimeLimit(rollout.episode_timeout_s), Outbox()
-        pool = EnginePool(
-            wait_timeout_s=rollout.engine.start_timeout_s,
-            isolate_versions=config.weights.interrupt == "in_place",
-            report=outbox.flush,
-            on_held=limit.stop,
-            trace=trace,
-        )
         stack.push_async_callback(pool.close)
         session = await stack.enter_async_context(aiohttp.ClientSession(spec.url, headers=spec.headers()))
         socket = await stack.enter_async_context(
@@ -80,7 +108,9 @@ async def collect(
         judging = Judging(judges, tokenizer)
         groups = GroupCollector(
             outbox=outbox,
-            record=lambda group, lease, sample, attempt: Recording(pool, outbox, group, lease, sample),
+            record=lambda group, lease, sample, attempt: Recording(
+                pool, outbox, group, lease, sample, surroundings.clock
+            ),
             context=lambda recording: WorkflowContext(
                 recording, tokenizer, WorkflowReward(judges, limit, recording), rollout.sampling
             ),
@@ -128,7 +158,7 @@ class _Connection:
         self,
         socket: aiohttp.ClientWebSocketResponse,
         pool: EnginePool,
-        judges: JudgePool,
+        judges: WatchedJudges,
         groups: GroupCollector[Recording],
         evaluations: Evaluations,
     ) -> None:

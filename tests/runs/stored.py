@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.rollout.ledger.database import LEDGER, LedgerError, open_for_reading
-from slipstream.rollout.ledger.samples import OpenSample, StoredRow, fold
+from slipstream.rollout.ledger.samples import SAMPLES, Fold, StoredRow
 from slipstream.rollout.ledger.segments import FOLDER, Segments
 from slipstream.rollout.record import REF, decode_chunks, decode_header, decode_piece, decode_trajectory
 from slipstream.rollout.trajectory import Finish, Trajectory
@@ -54,17 +54,19 @@ def _read(folder: Path) -> Stored:
     try:
         (run,) = ledger.execute("SELECT value FROM meta WHERE key = 'run'").fetchone()
         rows: list[StoredRow] = ledger.execute(
-            "SELECT samples.* FROM samples JOIN groups ON groups.id = key >> 16 "
-            "WHERE samples.id >= since ORDER BY samples.id"
+            "SELECT samples.* FROM samples JOIN groups ON groups.id = key / ? "
+            "WHERE samples.id >= since ORDER BY samples.id",
+            (SAMPLES,),
         ).fetchall()
     finally:
         ledger.close()
-    samples: dict[int, OpenSample] = {}
+    fold = Fold()
     for row in rows:
-        if problem := fold(samples.setdefault(row[1], OpenSample()), row):
-            raise LedgerError(problem)
+        fold.add(row)
+    if fold.wrong:
+        raise LedgerError(f"{fold.wrong}")
     segments, result = Segments(folder / FOLDER, bytes.fromhex(run)), Stored()
-    for key, sample in samples.items():
+    for key, sample in fold.samples.items():
         if sample.header is not None:
             data = b"".join(segments.read(*ref) for ref in REF.iter_unpack(sample.refs))
             result.trajectories[key] = decode_trajectory(data, decode_header(sample.header))

@@ -18,7 +18,7 @@ import pytest
 from slipstream.rollout.control.core import Loss, Ticket
 from slipstream.rollout.ledger import store
 from slipstream.rollout.ledger.audit import audit_ledger
-from slipstream.rollout.ledger.database import LedgerError, open_without_log
+from slipstream.rollout.ledger.database import FAILURES, PAGE_BYTES, LedgerError, open_without_log
 from slipstream.rollout.ledger.history import history_of
 from slipstream.rollout.ledger.recovery import LEDGER, Recovered, open_ledger
 from slipstream.rollout.ledger.samples import JUDGED, WHOLE, stored
@@ -95,10 +95,10 @@ async def written_back(ledger: Ledger) -> None:
     """Have SQLite's log written back into the file, and a new log begun."""
     before, store.LOG_BYTES = store.LOG_BYTES, 0
     for _ in range(2):  # the writer thread tidies up after a commit, before the next one
-        ledger.release(-1)
+        ledger.release(0)
         await ledger.flushed()
     store.LOG_BYTES = before
-    ledger.release(-1)
+    ledger.release(0)
     await ledger.flushed()
 
 
@@ -142,6 +142,7 @@ def check_outcome(folder: Path, truth: tuple[Recovered, Truth], *words: str) -> 
     ``words``: what the error or the notes must say.
     """
     before, whole = truth
+    copy = shutil.copytree(folder, folder.with_name(f"{folder.name}-audited"))
     try:
         recovered, present = state_of(folder)
     except LedgerError as error:
@@ -163,12 +164,16 @@ def check_outcome(folder: Path, truth: tuple[Recovered, Truth], *words: str) -> 
         _, samples = present.get(id_, (False, {}))
         for number, (_, chunks) in samples.items():
             assert whole[id_][1][number][1].startswith(chunks), "what is left is what was there"
-    assert_goes_on(folder, recovered)
+    assert_goes_on(folder, recovered, copy)
     return text
 
 
-def assert_goes_on(folder: Path, recovered: Recovered) -> None:
-    """The run goes on with what is left: nothing is noted a second time, and the audit is clean."""
+def assert_goes_on(folder: Path, recovered: Recovered, copy: Path) -> None:
+    """The run goes on with what is left: nothing is noted a second time, and the audit is clean.
+
+    It may find damage to the records of trainings, which opening does not need, if it found that before in
+    ``copy``.
+    """
     number = recovered.counts.admitted
 
     async def go_on(ledger: Ledger) -> None:
@@ -181,7 +186,10 @@ def assert_goes_on(folder: Path, recovered: Recovered) -> None:
     assert again.notes == []
     assert [group.id for group in again.open] == [group.id for group in recovered.open]
     assert state_of(folder)[1][number][0]
-    assert audit_ledger(folder)[0].discrepancies == []
+    discrepancies = audit_ledger(folder)[0].discrepancies
+    if discrepancies:
+        assert set(discrepancies) <= set(audit_ledger(copy)[0].discrepancies)
+        assert all("trainings" in text or "batch" in text for text in discrepancies), discrepancies
 
 
 @pytest.fixture
@@ -225,7 +233,7 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
         file.write(bytes([byte ^ 1 << bit]))
 
 
-@pytest.mark.parametrize("size", [0, 10, 4096, 3 * 4096, -4096, -1])
+@pytest.mark.parametrize("size", [0, 10, PAGE_BYTES, 9 * PAGE_BYTES, -PAGE_BYTES, -1])
 def test_a_truncated_file_is_refused(closed, truth, size):
     cut(closed / LEDGER, size)
     assert check_outcome(closed, truth) or size == -1, "the last byte may be of a page that is not used"
@@ -237,12 +245,12 @@ def test_a_zeroed_file_is_refused(closed, truth):
 
 
 def test_no_zeroed_page_goes_unnoticed(copies, tmp_path, truth):
-    pages = (copies.closed / LEDGER).stat().st_size // 4096
+    pages = (copies.closed / LEDGER).stat().st_size // PAGE_BYTES
     noticed = 0
     for page in range(pages):
         folder = tmp_path / str(page)
         shutil.copytree(copies.closed, folder)
-        zero(folder / LEDGER, page * 4096, 4096)
+        zero(folder / LEDGER, page * PAGE_BYTES, PAGE_BYTES)
         noticed += bool(check_outcome(folder, truth))
     assert noticed == pages
 
@@ -258,15 +266,14 @@ def test_flipped_bits_of_the_database_are_noticed_or_change_nothing(copies, tmp_
         shutil.copytree(copies.closed, folder)
         offset, bit = rng.randrange(size), rng.randrange(8)
         flip(folder / LEDGER, offset, bit)
-        damaged = folder.with_name(f"{number}-audited")
-        shutil.copytree(folder, damaged)
         try:
             changed = dump(folder) != original
-        except (sqlite3.Error, OverflowError, UnicodeDecodeError):
+        except FAILURES:
             changed = True
         text = check_outcome(folder, truth)
         if changed and not text:
-            assert audit_ledger(damaged)[0].discrepancies, f"bit {bit} of byte {offset}"
+            copy = folder.with_name(f"{number}-audited")
+            assert audit_ledger(copy)[0].discrepancies, f"bit {bit} of byte {offset}"
 
 
 COSMETIC = {"epochs": ("began", "process"), "groups": ("note",), "failures": ("reason",)}
@@ -321,7 +328,7 @@ def test_a_lost_log_is_noted_and_its_versions_are_never_used_again(folder, truth
     assert max(history_of(folder).parents) == 4, "version 4 was begun by a lost transaction"
 
 
-@pytest.mark.parametrize("size", [0, 20, 5_000, -10, -4_200])
+@pytest.mark.parametrize("size", [0, 20, 5_000, -10, -PAGE_BYTES - 100])
 def test_a_truncated_log_is_noted(folder, truth, size):
     cut(folder / LOG, size)
     text = check_outcome(folder, truth)
