@@ -1,6 +1,8 @@
 # make quickstart   sets everything up and trains a small policy on this machine
 # make test         sets everything up and runs the tests
 # make test-fast    the unit tests only: no engine, no Ray, no Slurm; under three minutes
+# make property-sweep SEEDS=20 N=2000   random schedules of the control core, N for each seed (some minutes)
+# make crash-cases                every known harm to a run once: kills, stops, damage (more than an hour); ONLY="damage"
 # make crash-sweep N=200 SEED=1   kills runs N times, audits and resumes each (about half a minute per kill)
 # make test-slow    tests of minutes each: engines that do not answer for one, further kills and layouts
 # make test-other-megatron   the trainer's parity and optimizer tests on Megatron-Core 0.19.2, which Python 3.11 does not get
@@ -16,7 +18,7 @@ ENVIRONMENT := configs/environment
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: quickstart test test-others test-runs test-fast test-slow test-other-megatron crash-sweep staleness-study lint format install clean constraints
+.PHONY: quickstart test test-others test-runs test-fast test-slow test-other-megatron property-sweep crash-cases crash-sweep staleness-study lint format install clean constraints
 .DELETE_ON_ERROR:
 
 quickstart: install
@@ -45,6 +47,12 @@ test-other-megatron: install
 	PYTHONPATH=$(CURDIR)/$(OTHER_MEGATRON) $(BIN)/python -m pytest tests/integration/test_bridge_logits.py \
 	  tests/integration/test_megatron_parity.py tests/integration/test_optimizer.py \
 	  tests/integration/test_transformer_engine.py
+
+property-sweep: install
+	$(BIN)/python -m tests.control_sweep --seeds $(or $(SEEDS),20) --examples $(or $(N),2000)
+
+crash-cases: install
+	$(BIN)/python -m tests.crash.cases $(if $(ONLY),--only "$(ONLY)")
 
 crash-sweep: install
 	$(BIN)/python -m tests.crash.sweep --kills $(or $(N),200) --seed $(or $(SEED),1)

@@ -23,9 +23,8 @@ from benchmarks.harness import parser
 from slipstream.backend.checkpoint.folder import CheckpointFolder
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
 from slipstream.rollout.ledger.audit import audit_ledger
-from slipstream.rollout.ledger.database import open_for_reading
-from slipstream.rollout.ledger.recovery import LEDGER
-from slipstream.rollout.ledger.writer import SAMPLES
+from slipstream.rollout.ledger.database import LEDGER, open_for_reading
+from slipstream.rollout.ledger.samples import SAMPLES, VOID
 
 SAMPLES_PER_GROUP = 8
 STEP_TIMEOUT_S = 300
@@ -118,9 +117,9 @@ def recover(run: Run, delay_s: float) -> Recovery:
 def look(folder: Path) -> tuple[int, int]:
     """Return an upper bound on the tokens in memory only, and the tokens that are lost without a ledger."""
     with tempfile.TemporaryDirectory() as scratch:
-        for file in folder.glob("ledger.sqlite*"):
+        for file in folder.glob(f"{LEDGER}*"):
             shutil.copy(file, scratch)
-        ledger = open_for_reading(Path(scratch) / "ledger.sqlite")
+        ledger = open_for_reading(Path(scratch) / LEDGER)
         checkpoint = CheckpointFolder(folder / "checkpoints", keep_last=1).latest()
         version = checkpoint.record.version if checkpoint else 0
         mean, since = ledger.execute(
@@ -130,8 +129,9 @@ def look(folder: Path) -> tuple[int, int]:
         ).fetchone()
         (begun,) = ledger.execute("SELECT count(*) FROM groups WHERE state = 'admitted'").fetchone()
         (written,) = ledger.execute(
-            f"SELECT count(*) FROM (SELECT key FROM trajectories UNION SELECT key FROM partials) "
-            f"JOIN groups ON groups.id = key / {SAMPLES} WHERE groups.state = 'admitted'"
+            "SELECT count(DISTINCT key) FROM samples JOIN groups ON groups.id = key / ? "
+            "WHERE groups.state = 'admitted' AND samples.id >= since AND samples.state != ?",
+            (SAMPLES, VOID),
         ).fetchone()
         ledger.close()
     return (
@@ -152,7 +152,7 @@ def main() -> None:
             recoveries = [recover(run, rng.uniform(0, 1)) for _ in range(arguments.kills)]
         finally:
             run.end()
-        audit, _, _ = audit_ledger(run.folder / LEDGER)
+        audit, _, _ = audit_ledger(run.folder)
         ledger = open_for_reading(run.folder / LEDGER)
         discarded = dict(ledger.execute("SELECT epoch, sum(tokens) FROM discards GROUP BY epoch"))
         ledger.close()

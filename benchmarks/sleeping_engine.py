@@ -1,6 +1,6 @@
 """A collector process whose engines only take time, for ``benchmarks.control``.
 
-It runs everything that a collector of a run does, with workflow, records, engine pool and connection. Only
+It runs all that a collector of a run does, with workflow, records, engine pool and connection. Only
 the client of the engines, the tokenizer and, as a rule, the judges are stand-ins. The task is one line of
 JSON on standard input, whose end ends the process. Then the process reports on standard output.
 """

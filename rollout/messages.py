@@ -13,12 +13,13 @@ sent is lost with it.
 
 import struct
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.routing import PoolStatus, Routing
+from slipstream.rollout.record import UNREADABLE
 from slipstream.rollout.trajectory import Prompt
 
 PIECE, ANSWERED, JUDGED = range(3)
@@ -27,6 +28,10 @@ PIECE, ANSWERED, JUDGED = range(3)
 TRAIN, FILTERED, FAILED = range(3)
 """Verdicts on a group: it is complete and shall be trained, it is complete and the recipe's filter rejects
 it, or one of its episodes has failed as often as is allowed."""
+
+Kind = Annotated[int, msgspec.Meta(ge=PIECE, le=JUDGED)]
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+U32 = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 NOTHING = msgspec.Raw(b"\xc0")
 """The encoded None."""
@@ -38,15 +43,15 @@ class Event(msgspec.Struct, array_like=True, gc=False):
     group: int
     lease: int
     """Number of the lease. Events of a lease that has ended are void."""
-    sample: int
-    kind: int
+    sample: Natural
+    kind: Kind
     header: msgspec.Raw = NOTHING
     """Encoded ``PieceHeader`` of a piece, or ``TrajectoryHeader``."""
-    base: int = 0
+    base: Natural = 0
     """Number of pieces of the episode that stand; those from here on are void. The chunk continues them."""
-    size: int = 0
+    size: U32 = 0
     """Bytes of the event's chunk in the payload of the frame; 0: none."""
-    crc: int = 0
+    crc: U32 = 0
 
 
 class Verdict(msgspec.Struct, array_like=True, gc=False):
@@ -54,7 +59,7 @@ class Verdict(msgspec.Struct, array_like=True, gc=False):
 
     group: int
     lease: int
-    verdict: int
+    verdict: Annotated[int, msgspec.Meta(ge=TRAIN, le=FAILED)]
     note: str = ""
     """Reason of a failure."""
 
@@ -85,7 +90,7 @@ class Status(msgspec.Struct, array_like=True, gc=False):
     groups: int
     """Leased groups that have not ended."""
     judging: int
-    """EvaluationTasks that wait for a judge or are being judged."""
+    """Questions that wait for a judge or are being judged."""
     judging_s: float
     """Age of the oldest of them, in seconds."""
 
@@ -95,7 +100,7 @@ class Up(msgspec.Struct, array_like=True, gc=False):
 
     events: list[Event] = []
     verdicts: list[Verdict] = []
-    released: int = 0
+    released: Natural = 0
     """Number of episodes that the engines are done with since the last message."""
     failed: list[FailedAttempt] = []
     evaluated: list[Evaluated] = []
@@ -107,12 +112,12 @@ class Up(msgspec.Struct, array_like=True, gc=False):
 class PriorSample(msgspec.Struct, array_like=True, gc=False):
     """What exists already of an episode, from a collector or a driver that is gone."""
 
-    sample: int
-    kind: int
+    sample: Natural
+    kind: Kind
     """Kind of its last event."""
     header: msgspec.Raw
     """Encoded ``TrajectoryHeader``; nothing for an episode in pieces."""
-    pieces: list[tuple[int, msgspec.Raw]]
+    pieces: list[tuple[U32, msgspec.Raw]]
     """Bytes of each chunk in the payload, and its ``PieceHeader``, which a whole trajectory does not need."""
 
 
@@ -181,9 +186,26 @@ def split(frame: bytes, decoder: msgspec.msgpack.Decoder[Message]) -> tuple[Mess
     view = memoryview(frame)
     try:
         (length,) = _LENGTH.unpack_from(frame)
-        return decoder.decode(view[4 : 4 + length]), view[4 + length :]
-    except (struct.error, msgspec.MsgspecError) as error:
+        end = _LENGTH.size + length
+        if end > len(frame):
+            raise MalformedFrame(f"a frame of {len(frame)} bytes, whose header ends at byte {end}")
+        return decoder.decode(view[_LENGTH.size : end]), view[end:]
+    except (struct.error, *UNREADABLE) as error:
         raise MalformedFrame(f"a frame of {len(frame)} bytes: {error}") from error
+
+
+LONGEST_NOTE = 4000
+"""Characters of a text about an error. The middle of a longer one is left out."""
+
+
+def as_note(text: str) -> str:
+    """Return a text of user code as a message may hold it: of bounded length, and without lone surrogates,
+    which UTF-8 does not have.
+    """
+    if len(text) > LONGEST_NOTE:
+        head = LONGEST_NOTE // 2
+        text = f"{text[:head]}\n[... {len(text) - 2 * head} characters left out ...]\n{text[-head:]}"
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def fields(prompt: Prompt) -> tuple[int, object, object, dict[str, object]]:

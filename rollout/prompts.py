@@ -8,6 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
+import msgspec
+
 from slipstream.rollout.trajectory import Messages, Prompt
 
 
@@ -86,6 +88,10 @@ def read_prompts(path: Path) -> list[Prompt]:
             raise PromptError(
                 f"{path}, line {number}: `prompt` must be a text or a list of chat messages with a `role`"
             )
+        try:
+            msgspec.msgpack.encode(columns)  # as messages to other processes hold them
+        except (TypeError, OverflowError, UnicodeEncodeError) as error:
+            raise PromptError(f"{path}, line {number}: {error}; write such a value as a text") from None
         metadata = {name: value for name, value in columns.items() if name not in ("prompt", "label")}
         prompts.append(Prompt(len(prompts), prompt, columns.get("label"), metadata))
     if not prompts:

@@ -63,6 +63,9 @@ class Ref(NamedTuple):
     """CRC-32 of the bytes, from whoever encoded them."""
 
 
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Errors of a msgspec decoder that is given bytes which nobody has encoded."""
+
 HEADER = msgspec.msgpack.Decoder(TrajectoryHeader)
 PIECE = msgspec.msgpack.Decoder(PieceHeader)
 encode = msgspec.msgpack.Encoder().encode
@@ -142,8 +145,9 @@ def decode_trajectory(data: bytes | memoryview, header: TrajectoryHeader) -> Tra
         logprobs += (np.zeros(len(chunk.context), np.float32), chunk.logprobs)
     tokens_T = np.concatenate(tokens).astype(np.int64) if tokens else np.zeros(0, np.int64)
     logprobs_T = np.concatenate(logprobs).astype(np.float32) if logprobs else np.zeros(0, np.float32)
-    lengths = np.diff([end for _, _, end in header.runs], prepend=0).astype(np.int64)
-    if (lengths <= 0).any() or len(tokens_T) != lengths.sum():
+    ends = [end for _, _, end in header.runs]
+    lengths = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    if any(length <= 0 for length in lengths) or len(tokens_T) != sum(lengths):
         raise CorruptRecord(f"{len(tokens_T)} tokens, and runs {header.runs}")
     if any(trained and version == UNSAMPLED for version, trained, _ in header.runs):
         raise CorruptRecord("a token that carries loss has no version")
@@ -158,7 +162,7 @@ def decode_trajectory(data: bytes | memoryview, header: TrajectoryHeader) -> Tra
             header.reward,
             header.turn_rewards,
         )
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise CorruptRecord(str(error)) from error
 
 
@@ -166,7 +170,7 @@ def decode_header(data: bytes | memoryview) -> TrajectoryHeader:
     """Return a trajectory's header. Raises CorruptRecord."""
     try:
         return HEADER.decode(data)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise CorruptRecord(f"not the header of a trajectory: {error}") from error
 
 
@@ -174,7 +178,7 @@ def decode_piece(data: bytes | memoryview) -> PieceHeader:
     """Return the header of a piece. Raises CorruptRecord."""
     try:
         return PIECE.decode(data)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise CorruptRecord(f"not the header of a piece: {error}") from error
 
 

@@ -228,7 +228,11 @@ class Trajectory:
     def header(self) -> TrajectoryHeader:
         """Everything but the tokens and their log-probs."""
         return TrajectoryHeader(
-            self._runs(), self.finish, self.retractions, self.reward, tuple(self.turn_rewards)
+            self._runs(),
+            self.finish,
+            self.retractions,
+            self.reward,
+            tuple((int(end), float(reward)) for end, reward in self.turn_rewards),
         )
 
     def _runs(self) -> tuple[Run, ...]:

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
+from slipstream.backend.cluster.object_store import SHARED_MEMORY
 from slipstream.rollout.engine.leftovers import shared_memory_of, unlink
 from slipstream.rollout.temporary import sweep
 
@@ -77,8 +78,8 @@ def main() -> None:
         if not left:
             break
     shutil.rmtree(folder, ignore_errors=True)
-    for parent in {folder.parent, Path(tempfile.gettempdir())}:
-        sweep(parent)
+    for parent in {folder.parent, Path(tempfile.gettempdir()), SHARED_MEMORY}:
+        sweep(parent)  # folders of servers and judges whose owners were just killed
 
 
 if __name__ == "__main__":

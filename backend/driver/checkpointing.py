@@ -103,6 +103,8 @@ class TrainerCheckpoints:
             counts=asdict(run.counts),
             ledger=self._history.watermark(),
         )
+        # A driver whose run was taken over must not delete what the new one has begun to write.
+        await self._history.flushed()
         began = time.monotonic()
         try:
             path = await asyncio.to_thread(self._folder.begin, record.version)

@@ -71,7 +71,9 @@ class Collectors:
             return "its connection has ended"
         except ray.exceptions.RayTaskError as error:
             cause = error.cause or error
-            raise CollectorGone(f"{spec.collector}: {cause} (logs: {self._logs})") from error
+            if spec.life == 0:  # most likely the recipe is wrong, and would be so again
+                raise CollectorGone(f"{spec.collector}: {cause} (logs: {self._logs})") from error
+            return f"{type(cause).__name__}: {cause}"
         except ray.exceptions.RayActorError:
             return f"its process has ended (log: {self._logs / spec.collector}.log)"
         finally:

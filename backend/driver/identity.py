@@ -107,12 +107,12 @@ def current_inputs(config: RunConfig) -> KnownInputs:
 
 def inputs_to_go_on_with(
     config: RunConfig, *, accept_changes: bool, note: Callable[[str], None]
-) -> KnownInputs:
+) -> tuple[KnownInputs, set[str]]:
     """Compare the inputs of the recipe with those that the run in its folder has used.
 
-    Return the record for ``inputs.json``. An input that the run has not had before, such as the prompts of a
-    first evaluation, is no change. ``note`` tells the user of accepted changes. Raises InputError when an
-    input has changed, unless ``accept_changes``, and OSError.
+    Return the record for ``inputs.json``, and the settings whose inputs have changed. An input that the run
+    has not had before, such as the prompts of a first evaluation, is no change. ``note`` tells the user of
+    accepted changes. Raises InputError when an input has changed, unless ``accept_changes``, and OSError.
     """
     record, damage = _read(config.run.folder / INPUTS)
     now = current_inputs(config).inputs
@@ -137,7 +137,8 @@ def inputs_to_go_on_with(
         AcceptedChange(time=time, setting=setting, before=before, after=now[setting])
         for setting, before in (changed | unknown).items()
     ]
-    return KnownInputs(inputs=record.inputs | now, accepted=record.accepted + accepted)
+    known = KnownInputs(inputs=record.inputs | now, accepted=record.accepted + accepted)
+    return known, {change.setting for change in accepted}
 
 
 def _read(path: Path) -> tuple[KnownInputs, str | None]:

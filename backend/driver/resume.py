@@ -60,11 +60,12 @@ async def open_run(
     with ExitStack() as taken:
         try:
             if resume and can_resume(folder):
-                lease, known = await resume_folder(config, progress, accept_changes=accept_changes)
+                lease, known, changed = await resume_folder(config, progress, accept_changes=accept_changes)
                 taken.callback(lease.release)
                 apply_mode(config)
                 progress.phase("checking the last checkpoint")
-                state = begin(config, inputs, find_checkpoint(config), lease)
+                checkpoint = find_checkpoint(config)
+                state = begin(config, inputs, checkpoint, lease, other_prompts="data.path" in changed)
                 taken.callback(state.ledger.close)
                 write_recipe(config, known)
             else:
@@ -100,9 +101,17 @@ def find_checkpoint(config: RunConfig) -> FoundCheckpoint | None:
 
 
 def begin(
-    config: RunConfig, inputs: Inputs, checkpoint: FoundCheckpoint | None, lease: FolderLease
+    config: RunConfig,
+    inputs: Inputs,
+    checkpoint: FoundCheckpoint | None,
+    lease: FolderLease,
+    *,
+    other_prompts: bool = False,
 ) -> RunState:
-    """Open the ledger of the run folder, a new one or the one of a resumed run. Raises LedgerError."""
+    """Open the ledger of the run folder, a new one or the one of a resumed run.
+
+    ``other_prompts``: the prompt set has changed, so groups that have begun begin again. Raises LedgerError.
+    """
     rollout = config.rollout
     ledger, recovered = open_ledger(
         config.run.folder,
@@ -123,13 +132,16 @@ def begin(
     stream = PromptStream(
         inputs.prompts, shuffle=config.data.shuffle, seed=config.run.seed, position=recovered.position
     )
-    groups = take_up(recovered.open, control, ledger, stream, rollout.n_samples_per_prompt)
+    groups = take_up(
+        recovered.open, control, ledger, stream, rollout.n_samples_per_prompt, other_prompts=other_prompts
+    )
     notes = [*(checkpoint.warnings if checkpoint else []), *recovered.notes]
     if recovered.epoch:
         notes.append(_resumed(control, groups))
-    failures = [step.groups for step in recovered.suspects]
     positions = [(group.id, group.position) for group in recovered.open]
-    return RunState(lease, ledger, control, Intake(stream, positions), checkpoint, groups, failures, notes)
+    return RunState(
+        lease, ledger, control, Intake(stream, positions), checkpoint, groups, recovered.failures, notes
+    )
 
 
 def _resumed(control: RolloutControl, groups: RestoredGroups) -> str:

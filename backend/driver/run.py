@@ -127,6 +127,7 @@ async def _course(
             if state.checkpoint is not None:
                 await parts.trainer.restore(state.checkpoint.path)
         await serving.wait()
+        await parts.server.first_collector(config.rollout.engine.start_timeout_s)
         if evaluation is not None and not state.ledger.epoch:
             progress.phase("evaluating the initial policy")
             await evaluation.run(0)

@@ -81,15 +81,16 @@ async def start_folder(config: RunConfig, progress: Progress) -> FolderLease:
 
 async def resume_folder(
     config: RunConfig, progress: Progress, *, accept_changes: bool
-) -> tuple[FolderLease, KnownInputs]:
+) -> tuple[FolderLease, KnownInputs, set[str]]:
     """Check that the run in the folder is the recipe's, and take the folder over.
 
-    Return its lease and the inputs to go on with. ``accept_changes``: go on also with changed inputs. Raises
-    InputError when the run is another one, LedgerBusy when a process is running it, and OSError.
+    Return its lease, the inputs to go on with, and the settings whose inputs have changed, which is refused
+    unless ``accept_changes``. Raises InputError when the run is another one, LedgerBusy when a process is
+    running it, and OSError.
     """
     check_same_run(config)
-    inputs = inputs_to_go_on_with(config, accept_changes=accept_changes, note=progress.note)
-    return await hold_folder(config, progress), inputs
+    inputs, changed = inputs_to_go_on_with(config, accept_changes=accept_changes, note=progress.note)
+    return await hold_folder(config, progress), inputs, changed
 
 
 async def hold_folder(config: RunConfig, progress: Progress) -> FolderLease:

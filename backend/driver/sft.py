@@ -228,7 +228,7 @@ async def open_folder(
 async def _resumed(
     config: RunConfig, progress: Progress, accept_changes: bool
 ) -> tuple[FolderLease, FoundCheckpoint | None]:
-    lease, inputs = await resume_folder(config, progress, accept_changes=accept_changes)
+    lease, inputs, _ = await resume_folder(config, progress, accept_changes=accept_changes)
     with lease.released_on_error():
         progress.phase("checking the last checkpoint")
         checkpoint = _checkpoint_folder(config).latest()

@@ -21,7 +21,8 @@ from slipstream.rollout.control.slots import State
 from slipstream.rollout.trajectory import Finish, TrajectoryHeader
 
 SHOWN_FAILURES = 3
-"""Number of failed episodes that the user is shown; metrics count all of them."""
+"""Number of failed attempts, and of failed groups, that the user is shown. Metrics count all of them, and the
+ledger has the reason of every failed group."""
 
 
 @dataclass
@@ -72,6 +73,7 @@ class Recorder:
         self._training_ended: float | None = None
         self._last_step = (self._started, 0)
         self._checkpoint_stall: dict[str, float] = {}
+        self._shown_groups = 0
         self._lost: dict[Loss, list[int]] = {loss: [] for loss in Loss}
         """Lengths in tokens of the trajectories lost since the last step."""
 
@@ -103,7 +105,11 @@ class Recorder:
     def checkpoint_taken(self, stall_s: float) -> None:
         self._checkpoint_stall = {"perf/checkpoint_stall_s": stall_s}
 
-    def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader]) -> None:
+    def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader], reason: str = "") -> None:
+        if loss is Loss.FAILED and reason:
+            self._shown_groups += 1
+            if self._shown_groups <= SHOWN_FAILURES:
+                self._progress.note(f"a group has failed: {reason}")
         self._lost[loss] += [trajectory.sampled_length for trajectory in trajectories]
 
     def step(self, step: TrainedStep, status: RunStatus) -> None:

@@ -144,7 +144,7 @@ class Account:
         self.wait_s += step.times.wait_s
         self.publish_s += step.report.total_s
 
-    def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader]) -> None:
+    def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader], reason: str = "") -> None:
         """Groups are counted by the control core."""
         self.tokens_lost[loss] += sum(trajectory.sampled_length for trajectory in trajectories)
 

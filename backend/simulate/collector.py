@@ -23,13 +23,12 @@ NAME = "simulated"
 class SimulatedRecord(NumberedGenerator):
     """One episode's way to the engines. There is no token to record."""
 
-    def __init__(self, pool: SimulatedPool, outbox: Outbox, group: int, lease: int, sample: int) -> None:
-        super().__init__(pool, sample)
+    def __init__(
+        self, pool: SimulatedPool, outbox: Outbox, group: int, lease: int, sample: int, attempt: int
+    ) -> None:
+        super().__init__(pool, sample, attempt)
         self._outbox = outbox
         self._key = (group, lease, sample)
-
-    def again(self) -> None:
-        """Do nothing: another attempt asks for the same completion."""
 
     def resume(self, prior: PriorSample, chunks: memoryview) -> int:
         """Raise: a simulated run has no other collectors."""
@@ -37,6 +36,12 @@ class SimulatedRecord(NumberedGenerator):
 
     def write_ends(self, older_than_s: float = 0.0) -> None:
         """Do nothing."""
+
+    def accept(self, trajectory: Trajectory) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing: no simulated workflow leaves a request behind."""
 
     def answered(self, trajectory: Trajectory) -> None:
         self._outbox.answered(*self._key, 0, trajectory.header, b"")

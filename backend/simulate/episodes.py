@@ -30,12 +30,12 @@ class EpisodeLost(RuntimeError):
 class NumberedGenerator:
     """The engines as one sample of a group sees them."""
 
-    def __init__(self, pool: SimulatedPool, sample: int, *, greedy: bool = False) -> None:
+    def __init__(self, pool: SimulatedPool, sample: int, attempt: int = 0, *, greedy: bool = False) -> None:
+        """``attempt``: number of the attempt at the episode, from 0."""
         self._pool = pool
         self._greedy = greedy
         self.sample = sample
-        self.attempts = 0
-        """Number of attempts at the episode that have got a completion."""
+        self.attempt = attempt
 
     async def generate(self, input_ids: Sequence[int], sampling: SamplingConfig) -> SimulatedCompletion:
         return await self._pool.generate(input_ids, sampling, greedy=self._greedy)
@@ -61,10 +61,8 @@ class SimulatedWorkflow:
         number = generator.sample
         completion = await generator.generate((prompt.id, number), context.sampling)
         assert isinstance(completion, SimulatedCompletion)
-        if self._workload.failure_rate:
-            attempt, generator.attempts = generator.attempts, generator.attempts + 1
-            if self._workload.fails(prompt.id, number, attempt):
-                raise EpisodeLost(f"attempt {attempt + 1} at sample {number}")
+        if self._workload.failure_rate and self._workload.fails(prompt.id, number, generator.attempt):
+            raise EpisodeLost(f"attempt {generator.attempt + 1} at sample {number}")
         return SimulatedTrajectory(completion.sample, completion.version_spans, completion.retractions)
 
 

@@ -101,7 +101,9 @@ class World:
             WorkflowContext, tokenizer=SimulatedTokenizer(), reward=NoReward(), sampling=rollout.sampling
         )
         limit = TimeLimit(rollout.episode_timeout_s)
-        episodes = Episodes(SimulatedWorkflow(workload), rollout, lambda trajectory: None, limit, outbox)
+        episodes = Episodes(
+            SimulatedWorkflow(workload), rollout, lambda trajectory: trajectory, limit, outbox
+        )
         groups = GroupCollector(
             outbox=outbox,
             record=partial(SimulatedRecord, pool, outbox),

@@ -70,8 +70,8 @@ class AdmissionGate:
         ready: Iterable[ReadyGroup] = (),
         failures: Iterable[Sequence[int]] = (),
     ) -> None:
-        """``ready``: groups from before a restart that are ready in ``core`` already. ``failures``: groups of
-        each training step of the run that has ended the trainer, in order.
+        """``ready``: groups from before a restart that are ready in ``core`` already. ``failures``:
+        as ``Quarantine`` needs them.
         """
         self._core = core
         self._intake = intake
@@ -227,7 +227,7 @@ class AdmissionGate:
         self._journal.published(version, trainings)
         for group in self._batch.groups:
             self._intake.ended(group.id)
-        self._quarantine.ended([group.id for group in self._batch.groups])
+        self._quarantine.trained([group.id for group in self._batch.groups])
         self._batch = _Batch()
         self._settle_expired()
         self._notify()
@@ -251,7 +251,9 @@ class AdmissionGate:
         """Keep groups that are believed to kill the trainer out of the next batch, or out of all."""
         if not self._quarantine.suspects:
             return
-        self._quarantine.ended([id_ for id_ in self._quarantine.suspects if id_ not in self._ready])
+        for id_ in self._quarantine.suspects:
+            if id_ not in self._ready:  # it has expired, or begins anew: there is nothing to search for
+                self._quarantine.given_up(id_)
         measures = self._quarantine.measures()
         for id_ in measures.quarantined:
             self._core.quarantine(id_)
@@ -259,8 +261,10 @@ class AdmissionGate:
             note = "training steps with this group have ended the trainer"
             self._lost(id_, Loss.QUARANTINED, group.headers, note)
             self._listener.note(f"group {id_} is quarantined: {note}")
-            self._quarantine.ended([id_])
+            self._quarantine.given_up(id_)
         self._core.withhold(measures.withheld)
+        if measures.withheld:
+            self._notify()  # they hold no slot now
 
     def _training(self, group: ReadyGroup) -> Training:
         """Return the account of a group that is trained by a step from the present version."""
@@ -288,7 +292,7 @@ class AdmissionGate:
     def _lost(self, id_: int, loss: Loss, trajectories: Sequence[TrajectoryHeader], note: str = "") -> None:
         self._journal.lost(id_, loss, _sampled(trajectories), note)
         self._intake.ended(id_)
-        self._listener.lost(loss, trajectories)
+        self._listener.lost(loss, trajectories, note)
         self._notify()
 
     def _notify(self) -> None:

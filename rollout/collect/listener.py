@@ -10,8 +10,11 @@ from slipstream.rollout.trajectory import TrajectoryHeader
 class CollectionListener(Protocol):
     """Hears of work that was lost. Its methods return at once and never raise."""
 
-    def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader]) -> None:
-        """A group has ended untrained; ``trajectories`` are the finished ones of it."""
+    def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader], reason: str = "") -> None:
+        """A group has ended untrained; ``trajectories`` are the finished ones of it.
+
+        ``reason``: what has failed, with the traceback where there is one.
+        """
         ...
 
     def attempt_failed(self, prompt: int, attempt: int, error: str) -> None:

@@ -54,9 +54,12 @@ def take_up(
     ledger: Discarding,
     prompts: PromptSource,
     samples: int,
+    *,
+    other_prompts: bool = False,
 ) -> RestoredGroups:
     """Give slots to groups from before a restart, those with the oldest tokens first. Nothing else was
-    admitted to ``control``. ``samples``: episodes of a group. Raises CorruptRecord.
+    admitted to ``control``. ``samples``: episodes of a group. ``other_prompts``: the prompt set has
+    changed, so that groups which are not complete begin again. Raises CorruptRecord.
     """
     restored = RestoredGroups()
     begun: list[_Found] = []
@@ -73,7 +76,7 @@ def take_up(
             if control.restore_ready(id_, found.versions):
                 restored.ready.append(_ready(found))
                 continue
-        elif (ticket := control.restore_open(id_, found.versions)) is not None:
+        elif not other_prompts and (ticket := control.restore_open(id_, found.versions)) is not None:
             prompt = prompts.at(found.group.position)
             restored.continued.append(LeasedGroup(ticket, prompt, found.samples))
             control.generating(id_)

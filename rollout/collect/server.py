@@ -113,6 +113,7 @@ class CollectorServer:
         self._roster = roster
         self._journal = journal
         self._connections: dict[str, Connection] = {}
+        self._has_joined = asyncio.Event()
         self._failure: asyncio.Future[None] | None = None
         roster.subscribe(self._routing_changed, self._give_up)
 
@@ -131,6 +132,17 @@ class CollectorServer:
             yield f"http://{host}:{port}"
         finally:
             await runner.cleanup()
+
+    async def first_collector(self, timeout_s: float) -> None:
+        """Wait until a collector has connected. Raises CollectionFailed after ``timeout_s``."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._has_joined.wait()
+        except TimeoutError:
+            raise CollectionFailed(
+                f"no collector has connected within {timeout_s:.0f} s (rollout.engine.start_timeout_s); "
+                "logs/collector-*.log says how far they are"
+            ) from None
 
     async def failed(self) -> None:
         """Wait until handling a message has failed for a reason that is not the collector's. Raises that."""
@@ -168,6 +180,7 @@ class CollectorServer:
             connection.routing_changed()
             self._leases.joined(name, connection)
             self._questions.joined(name, connection)
+            self._has_joined.set()
             await self._receive(name, socket)
         except MalformedFrame as error:
             log.warning("%s is given up: %s", name, error)

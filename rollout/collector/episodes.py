@@ -1,29 +1,52 @@
 """One episode: the user's workflow, with a time limit and several attempts.
 
-Only a cancellation that this process asked for ends an episode quietly. Whatever else a workflow lets out,
-CancelledError and SystemExit included, is a failed attempt, never a neutral score.
+Only an episode that this process has given up ends quietly. Whatever else a workflow lets out, CancelledError
+and SystemExit included, is a failed attempt, never a neutral score.
 """
 
 import asyncio
-import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
-from slipstream.rollout.trajectory import UNSAMPLED, Prompt, Trajectory
+from slipstream.rollout.judge.replies import NoNumber, number_of
+from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
 from slipstream.rollout.workflow import Workflow, WorkflowContext
 
 LARGEST_LOGPROB = 1e-3
 """A log-prob above 0 by more than rounding is no log-prob."""
 
+KINDS = {"tokens_T": "iu", "loss_mask_T": "b", "logprobs_T": "f", "versions_T": "iu"}
+"""Kinds of the elements of a trajectory's arrays, as numpy calls them."""
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
+
 
 class EpisodeFailed(RuntimeError):
     """An episode has failed as often as ``rollout.episode_attempts`` allows, or cannot be judged."""
+
+
+class EpisodeHost(Protocol):
+    """What the attempts at one episode need of whoever runs it."""
+
+    @property
+    def is_given_up(self) -> bool:
+        """This process needs the episode no more."""
+        ...
+
+    def begin(self, attempt: int) -> WorkflowContext:
+        """Begin an attempt, from 0. Return what the workflow may use in it."""
+        ...
+
+    def accept(self, trajectory: Trajectory) -> None:
+        """Raise ValueError for a trajectory that the completions of the attempt contradict."""
+        ...
 
 
 class AttemptListener(Protocol):
@@ -39,71 +62,122 @@ class Episodes:
         self,
         workflow: Workflow,
         rollout: RolloutConfig,
-        check: Callable[[Trajectory], None],
+        check: Callable[[Trajectory], Trajectory],
         limit: TimeLimit,
         listener: AttemptListener,
     ) -> None:
-        """``check`` raises ValueError for a trajectory that must not be trained."""
+        """``check`` returns a trajectory as it is to be trained, or raises ValueError."""
         self._workflow = workflow
         self._attempts = rollout.episode_attempts
         self._check = check
         self._limit = limit
         self._listener = listener
 
-    async def run(
-        self, prompt: Prompt, context: WorkflowContext, again: Callable[[], None] | None = None
-    ) -> Trajectory:
-        """Return a trajectory, with a reward or without. ``again`` is called before each further attempt.
+    async def run(self, prompt: Prompt, host: EpisodeHost) -> Trajectory:
+        """Return a trajectory, with a reward or without.
 
-        Raises EpisodeFailed after the last attempt; NoEngine and JudgeStartFailed, which no attempt can mend.
+        Raises EpisodeFailed after the last attempt; NoEngine and JudgeStartFailed, which no attempt can mend;
+        and CancelledError when the host has given the episode up.
         """
         failure = ""
-        for attempt in range(1, self._attempts + 1):
-            if attempt > 1 and again is not None:
-                again()
+        for attempt in range(self._attempts):
+            context = host.begin(attempt)
             try:
                 with self._limit():
                     trajectory = await self._workflow.run(prompt, context)
-                self._check(trajectory)
-                return trajectory
-            except (NoEngine, JudgeStartFailed):
+                trajectory = self._check(trajectory)
+                host.accept(trajectory)
+            except GeneratorExit:  # the event loop is gone
                 raise
-            except JudgingFailed as error:  # judging has attempts of its own
-                raise EpisodeFailed(f"prompt {prompt.id}: {error}") from error
             except BaseException as error:  # user code: whatever it raises, the attempt has failed
-                if _is_cancelled(error):
-                    raise
-                failure = f"{type(error).__name__}: {error}"
-                self._listener.attempt_failed(prompt.id, attempt, failure)
+                failure = self._failure(prompt, host, error)
+                self._listener.attempt_failed(prompt.id, attempt + 1, failure)
+            else:
+                if host.is_given_up:  # the workflow has not let the cancellation out
+                    raise asyncio.CancelledError
+                return trajectory
         raise EpisodeFailed(f"prompt {prompt.id}: {failure}")
 
+    def _failure(self, prompt: Prompt, host: EpisodeHost, error: BaseException) -> str:
+        """Return why an attempt has failed. Raises what is no failure of the attempt."""
+        if host.is_given_up:
+            raise asyncio.CancelledError from error
+        if (fatal := _within(error, NoEngine) or _within(error, JudgeStartFailed)) is not None:
+            raise fatal
+        if (judging := _within(error, JudgingFailed)) is not None:  # judging has attempts of its own
+            raise EpisodeFailed(f"prompt {prompt.id}: {judging}") from error
+        task = asyncio.current_task()
+        while task is not None and task.cancelling():  # by the workflow itself
+            task.uncancel()
+        return describe(error)
 
-def _is_cancelled(error: BaseException) -> bool:
-    """Return whether the running task has been cancelled by someone else than its own code."""
-    task = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+def describe(error: BaseException) -> str:
+    """Return kind and message of an error of user code."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException as second:
+        return f"{type(error).__name__}, which cannot be shown: {type(second).__name__}"
 
 
-def check(trajectory: object, *, vocab_size: int, workflow: str) -> None:
-    """Raise ValueError for a trajectory that must not be trained. ``workflow``: import path, for messages."""
+def _within(error: BaseException, kind: type[ErrorT]) -> ErrorT | None:
+    """Return the error itself, or the first one of that kind in a group of errors."""
+    if isinstance(error, kind):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            if (inner := _within(each, kind)) is not None:
+                return inner
+    return None
+
+
+def check(trajectory: object, *, vocab_size: int, workflow: str) -> Trajectory:
+    """Return the trajectory, with its reward as a plain float.
+
+    Raises ValueError for a trajectory that must not be trained. ``workflow``: import path, for messages.
+    """
     if not isinstance(trajectory, Trajectory):
         raise ValueError(f"{workflow} returned {type(trajectory).__name__}, expected a slipstream.Trajectory")
-    reward = trajectory.reward
-    if reward is not None and not math.isfinite(reward):
-        raise ValueError(f"{workflow} gave the reward {reward}, expected a finite number or None")
-    tokens_T, logprobs_T = trajectory.tokens_T, trajectory.logprobs_T
-    sampled_T = trajectory.versions_T != UNSAMPLED
-    lengths = {len(tokens_T), len(logprobs_T), len(sampled_T), len(trajectory.loss_mask_T)}
+    _check_types(trajectory, workflow)
+    _check_values(trajectory, vocab_size, workflow)
+    if trajectory.reward is None or (type(trajectory.reward) is float and np.isfinite(trajectory.reward)):
+        return trajectory
+    try:
+        return trajectory.judged(number_of(trajectory.reward))
+    except NoNumber as error:
+        raise ValueError(f"{workflow} gave no reward: {error}") from error
+
+
+def _check_types(trajectory: Trajectory, workflow: str) -> None:
+    lengths: set[int] = set()
+    for name, kinds in KINDS.items():
+        array: npt.NDArray[np.generic] | object = getattr(trajectory, name)
+        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in kinds:
+            kind = f"{array.ndim}-dimensional {array.dtype}" if isinstance(array, np.ndarray) else type(array)
+            raise ValueError(f"{workflow}: {name} is {kind}; its documentation says what it must be")
+        lengths.add(len(array))
     if len(lengths) != 1:
         raise ValueError(f"{workflow}: the arrays of the trajectory have the lengths {sorted(lengths)}")
-    if len(tokens_T) and not (tokens_T.min() >= 0 and tokens_T.max() < vocab_size):
+    if not isinstance(trajectory.finish, Finish) or type(trajectory.retractions) is not int:
+        raise ValueError(
+            f"{workflow}: finish is {trajectory.finish!r} and retractions is {trajectory.retractions!r}, "
+            "expected a slipstream Finish and an integer"
+        )
+
+
+def _check_values(trajectory: Trajectory, vocab_size: int, workflow: str) -> None:
+    tokens_T, sampled_T = trajectory.tokens_T, trajectory.versions_T != UNSAMPLED
+    if not sampled_T.any():
+        raise ValueError(f"{workflow}: {len(tokens_T)} tokens, none of them sampled by the policy")
+    if not (tokens_T.min() >= 0 and tokens_T.max() < vocab_size):
         wrong = tokens_T[(tokens_T < 0) | (tokens_T >= vocab_size)]
         raise ValueError(
             f"{workflow}: token ids {wrong[:5].tolist()} are outside the vocabulary of {vocab_size}"
         )
     if (trajectory.loss_mask_T & ~sampled_T).any():
         raise ValueError(f"{workflow}: tokens carry loss that no policy sampled")
-    sampled_logprobs = logprobs_T[sampled_T]
-    if not (np.isfinite(sampled_logprobs) & (sampled_logprobs <= LARGEST_LOGPROB)).all():
-        wrong = sampled_logprobs[~(sampled_logprobs <= LARGEST_LOGPROB) | ~np.isfinite(sampled_logprobs)]
-        raise ValueError(f"{workflow}: log-probs {wrong[:5].tolist()}, expected finite numbers of at most 0")
+    logprobs = trajectory.logprobs_T[sampled_T]
+    is_logprob = np.isfinite(logprobs) & (logprobs <= LARGEST_LOGPROB)
+    if not is_logprob.all():
+        wrong = logprobs[~is_logprob][:5].tolist()
+        raise ValueError(f"{workflow}: log-probs {wrong}, expected finite numbers of at most 0")

@@ -1,17 +1,19 @@
 """Evaluation episodes: greedy completions of held-out prompts. Nothing of them is recorded or trained."""
 
 import asyncio
+import traceback
 from collections.abc import Sequence
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.collector.episodes import EpisodeFailed, Episodes
-from slipstream.rollout.collector.groups import Judge, as_prompt
+from slipstream.rollout.collector.groups import Judge, as_prompt, wait_for_end
 from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.collector.recording import GrowingGenerator
 from slipstream.rollout.engine.growing import GrowingCompletion
-from slipstream.rollout.judge.errors import JudgingFailed
-from slipstream.rollout.messages import Evaluated, Question
-from slipstream.rollout.trajectory import Completion
+from slipstream.rollout.engine.pool import NoEngine
+from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
+from slipstream.rollout.messages import Question
+from slipstream.rollout.trajectory import Completion, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
 
 
@@ -27,6 +29,20 @@ class GreedyGenerator:
         return completion.completion()
 
 
+class _EvaluationEpisode:
+    """One evaluation episode, as ``EpisodeHost``."""
+
+    def __init__(self, context: WorkflowContext) -> None:
+        self._context = context
+        self.is_given_up = False
+
+    def begin(self, attempt: int) -> WorkflowContext:
+        return self._context
+
+    def accept(self, trajectory: Trajectory) -> None:
+        """Accept everything: it is not trained."""
+
+
 class Evaluations:
     """Runs the evaluation episodes that the driver asks for. Single event loop."""
 
@@ -36,34 +52,52 @@ class Evaluations:
         self._context = context
         self._episodes = episodes
         self._judge = judge
-        self._running: dict[int, asyncio.Task[None]] = {}
+        self._running: dict[int, tuple[_EvaluationEpisode, asyncio.Task[None]]] = {}
 
     def start(self, question: Question) -> None:
-        task = self._running[question.task] = asyncio.create_task(self._run(question))
-        task.add_done_callback(lambda _: self._running.pop(question.task))
+        episode = _EvaluationEpisode(self._context)
+        task = asyncio.create_task(self._run(question, episode), name=f"evaluation {question.task}")
+        self._running[question.task] = episode, task
+        task.add_done_callback(lambda task: self._ended(question, episode, task))
 
-    def withdraw(self, task: int) -> None:
+    def withdraw(self, number: int) -> None:
         """Give up an evaluation episode."""
-        if task in self._running:
-            self._running[task].cancel()
+        if number in self._running:
+            episode, task = self._running[number]
+            episode.is_given_up = True
+            task.cancel()
 
     async def close(self) -> None:
-        """Give up everything."""
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        """Give up everything. Returns after a bounded time."""
+        tasks = [task for _, task in self._running.values()]
+        for number in list(self._running):
+            self.withdraw(number)
+        await wait_for_end(tasks)
 
-    async def _run(self, question: Question) -> None:
+    async def _run(self, question: Question, episode: _EvaluationEpisode) -> None:
         prompt = as_prompt(question.prompt)
         try:
-            trajectory = await self._episodes.run(prompt, self._context)
+            trajectory = await self._episodes.run(prompt, episode)
             reward = trajectory.reward
             if reward is None:
                 reward = await self._judge(prompt, trajectory)
         except (EpisodeFailed, JudgingFailed) as error:
-            result = Evaluated(question.task, None, 0, str(error))
+            self._failed(question, str(error))
         else:
-            result = Evaluated(question.task, reward, trajectory.header.response_length, "")
-        self._outbox.evaluated(result)
+            self._outbox.evaluated(question.task, reward, trajectory.header.response_length)
+
+    def _ended(self, question: Question, episode: _EvaluationEpisode, task: asyncio.Task[None]) -> None:
+        """See to it that the driver hears of every question that it has not withdrawn."""
+        del self._running[question.task]
+        error = None if task.cancelled() else task.exception()
+        if episode.is_given_up:
+            return
+        if task.cancelled():
+            self._failed(question, f"prompt {question.prompt[0]}: the workflow has cancelled itself")
+        elif isinstance(error, NoEngine | JudgeStartFailed):
+            self._outbox.cannot_go_on(str(error))
+        elif error is not None:
+            self._failed(question, "".join(traceback.format_exception(error)))
+
+    def _failed(self, question: Question, note: str) -> None:
+        self._outbox.evaluated(question.task, None, 0, note)

@@ -10,33 +10,49 @@ completion. A group in which one episode has failed is lost: its other episodes 
 """
 
 import asyncio
+import logging
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar, cast
 
-from slipstream.rollout.collector.episodes import EpisodeFailed, Episodes
+from slipstream.rollout.collector.episodes import EpisodeFailed, Episodes, describe
 from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
-from slipstream.rollout.messages import ANSWERED, FAILED, FILTERED, JUDGED, TRAIN, Lease, PriorSample
+from slipstream.rollout.messages import (
+    ANSWERED,
+    FAILED,
+    FILTERED,
+    JUDGED,
+    TRAIN,
+    Lease,
+    PriorSample,
+)
 from slipstream.rollout.record import CorruptRecord, decode_header, decode_trajectory
 from slipstream.rollout.trajectory import Group, Messages, Prompt, Trajectory
 from slipstream.rollout.workflow import Generator, WorkflowContext
 
+log = logging.getLogger(__name__)
+
 TASK_NAME = "group "
+
+CLOSE_TIMEOUT_S = 10.0
+"""Seconds for tasks of user code to end when they are cancelled."""
 
 _Prior = tuple[PriorSample, memoryview]
 """What exists of an episode, and its chunks."""
 
 
 class EpisodeRecord(Generator, Protocol):
-    """One episode's way to the engines, and its record: ``recording.Recording``."""
+    """One attempt's way to the engines, and its record: ``recording.Recording``."""
 
-    def again(self) -> None: ...
     def resume(self, prior: PriorSample, chunks: memoryview) -> int: ...
     def write_ends(self, older_than_s: float = 0.0) -> None: ...
+    def accept(self, trajectory: Trajectory) -> None: ...
+    def close(self) -> None: ...
     def answered(self, trajectory: Trajectory) -> None: ...
     def judged(self, trajectory: Trajectory) -> None: ...
 
@@ -59,20 +75,56 @@ class NamedFilter:
         try:
             return bool(self.filter.keep(group))
         except BaseException as error:  # user code
-            reason = f"prompt {group.prompt.id}: {self.path}: {type(error).__name__}: {error}"
-            raise EpisodeFailed(reason) from error
+            raise EpisodeFailed(f"prompt {group.prompt.id}: {self.path}: {describe(error)}") from error
 
 
 class _Running(Generic[RecordT]):
     """A group that is being collected here."""
 
-    def __init__(self, lease: Lease, records: list[RecordT]) -> None:
+    def __init__(self, lease: Lease, samples: int) -> None:
         self.lease = lease
-        self.records = records
+        self.episodes: list[_Episode[RecordT]] = []
         self.is_wanted = True
         """The driver has not cancelled it."""
-        self.on_engines = len(records)
+        self.is_over = False
+        """Its episodes are not needed any more."""
+        self.on_engines = samples
         """Episodes that are not done with the engines."""
+
+
+class _Episode(Generic[RecordT]):
+    """One episode of a group, as ``EpisodeHost``. Each attempt has a record of its own."""
+
+    __slots__ = ("_context", "_group", "_make", "record")
+
+    def __init__(
+        self,
+        group: _Running[RecordT],
+        make: Callable[[int], RecordT],
+        context: Callable[[RecordT], WorkflowContext],
+    ) -> None:
+        """``make``: makes the record of an attempt."""
+        self._group = group
+        self._make = make
+        self._context = context
+        self.record = make(0)
+
+    @property
+    def is_given_up(self) -> bool:
+        return self._group.is_over
+
+    def begin(self, attempt: int) -> WorkflowContext:
+        if attempt:
+            self.renew(attempt)
+        return self._context(self.record)
+
+    def renew(self, attempt: int) -> None:
+        """Give up what is recorded."""
+        self.record.close()
+        self.record = self._make(attempt)
+
+    def accept(self, trajectory: Trajectory) -> None:
+        self.record.accept(trajectory)
 
 
 class GroupCollector(Generic[RecordT]):
@@ -82,15 +134,16 @@ class GroupCollector(Generic[RecordT]):
         self,
         *,
         outbox: Outbox,
-        record: Callable[[int, int, int], RecordT],
+        record: Callable[[int, int, int, int], RecordT],
         context: Callable[[RecordT], WorkflowContext],
         episodes: Episodes,
         judge: Judge,
         samples: int,
         group_filter: NamedFilter | None,
     ) -> None:
-        """``record``: makes the record of an episode, given its group, lease and sample. ``context``: returns
-        what a workflow may use in that episode. ``samples``: episodes of a group.
+        """``record``: makes the record of an attempt at an episode, given its group, lease and sample, and
+        the number of the attempt. ``context``: returns what a workflow may use in that attempt. ``samples``:
+        episodes of a group.
         """
         self._outbox = outbox
         self._record = record
@@ -100,8 +153,6 @@ class GroupCollector(Generic[RecordT]):
         self._samples = samples
         self._filter = group_filter
         self._running: dict[tuple[int, int], tuple[_Running[RecordT], asyncio.Task[None]]] = {}
-        self.tokens_continued = 0
-        """Number of tokens that other processes had generated, and that were continued here."""
 
     def __len__(self) -> int:
         """Return the number of groups that have not ended."""
@@ -109,8 +160,10 @@ class GroupCollector(Generic[RecordT]):
 
     def start(self, lease: Lease, chunks: memoryview) -> None:
         """Start a group. ``chunks``: those of the lease's prior samples."""
-        records = [self._record(lease.group, lease.lease, sample) for sample in range(self._samples)]
-        group = _Running(lease, records)
+        group = _Running[RecordT](lease, self._samples)
+        for sample in range(self._samples):
+            make = partial(self._record, lease.group, lease.lease, sample)
+            group.episodes.append(_Episode(group, make, self._context))
         task = asyncio.create_task(self._collect(group, chunks), name=task_name(lease.group))
         self._running[lease.group, lease.lease] = (group, task)
         task.add_done_callback(lambda task: self._ended(group, task))
@@ -119,28 +172,28 @@ class GroupCollector(Generic[RecordT]):
         """Give up a group that the driver needs no more."""
         if (group, lease) in self._running:
             running, task = self._running[group, lease]
-            running.is_wanted = False
+            running.is_wanted, running.is_over = False, True
             task.cancel()
 
     async def close(self) -> None:
-        """Give up everything."""
+        """Give up everything. Returns after CLOSE_TIMEOUT_S at the latest."""
         tasks = [task for _, task in self._running.values()]
         for key in list(self._running):
             self.cancel(*key)
-        if tasks:
-            await asyncio.wait(tasks)
+        await wait_for_end(tasks)
 
     def write_ends(self, older_than_s: float) -> None:
         """Record completions that have ended while their episodes go on without the engines."""
         for running, _ in self._running.values():
-            for record in running.records:
-                record.write_ends(older_than_s)
+            for episode in running.episodes:
+                episode.record.write_ends(older_than_s)
 
     def _ended(self, group: _Running[RecordT], task: asyncio.Task[None]) -> None:
         lease = group.lease
         del self._running[lease.group, lease.lease]
         if group.on_engines:
             self._outbox.released(group.on_engines)
+            group.on_engines = 0
         if not group.is_wanted:
             return
         if task.cancelled():
@@ -148,12 +201,13 @@ class GroupCollector(Generic[RecordT]):
         elif isinstance(error := task.exception(), NoEngine | JudgeStartFailed):
             self._outbox.cannot_go_on(str(error))
         elif error is not None:
-            self._failed(lease, "".join(traceback.format_exception(error))[-2000:])
+            self._failed(lease, "".join(traceback.format_exception(error)))
 
     def _released(self, group: _Running[RecordT]) -> None:
         """The engines are done with an episode of the group."""
-        group.on_engines -= 1
-        self._outbox.released()
+        if group.on_engines:  # else the group has ended without this episode
+            group.on_engines -= 1
+            self._outbox.released()
 
     def _failed(self, lease: Lease, reason: str) -> None:
         self._outbox.ended(lease.group, lease.lease, FAILED, reason)
@@ -186,12 +240,14 @@ class GroupCollector(Generic[RecordT]):
         ]
         try:
             return list(await asyncio.gather(*tasks))
+        except EpisodeFailed:
+            group.is_over = True
+            for episode in group.episodes:
+                episode.record.close()  # nothing of a failed group is needed
+            raise
         finally:
-            unfinished = [task for task in tasks if not task.done()]
-            for task in unfinished:
-                task.cancel()
-            if unfinished:
-                await asyncio.wait(unfinished)
+            group.is_over = True
+            await _cancelled([task for task in tasks if not task.done()])
 
     def _verdict(self, lease: Lease, prompt: Prompt, trajectories: list[Trajectory]) -> int:
         if self._filter is None:
@@ -203,34 +259,39 @@ class GroupCollector(Generic[RecordT]):
         self, group: _Running[RecordT], prompt: Prompt, number: int, prior: _Prior | None
     ) -> Trajectory:
         """Return a judged trajectory: generated, continued, only judged, or as it is."""
-        record = group.records[number]
+        episode = group.episodes[number]
         try:
             if prior is not None and prior[0].kind in (ANSWERED, JUDGED):
                 trajectory = decode_trajectory(prior[1], decode_header(prior[0].header))
             else:
-                trajectory = await self._generated(prompt, record, prior)
+                trajectory = await self._generated(prompt, episode, prior)
         finally:
+            episode.record.close()
             self._released(group)
         if trajectory.reward is None:
             trajectory = await self._judged(prompt, trajectory)
-            record.judged(trajectory)
+            episode.record.judged(trajectory)
         return trajectory
 
-    async def _generated(self, prompt: Prompt, record: RecordT, prior: _Prior | None) -> Trajectory:
+    async def _generated(
+        self, prompt: Prompt, episode: _Episode[RecordT], prior: _Prior | None
+    ) -> Trajectory:
         """Return the trajectory of an episode that runs here. It has been sent to the driver."""
         if prior is not None:
-            self._continue(record, *prior)
-        trajectory = await self._episodes.run(prompt, self._context(record), record.again)
+            self._continue(episode, *prior)
+        trajectory = await self._episodes.run(prompt, episode)
+        record = episode.record
+        record.close()  # what the workflow has left behind must not follow on the trajectory
         record.answered(trajectory)
         if trajectory.reward is not None:
             record.judged(trajectory)
         return trajectory
 
-    def _continue(self, record: RecordT, prior: PriorSample, chunks: memoryview) -> None:
+    def _continue(self, episode: _Episode[RecordT], prior: PriorSample, chunks: memoryview) -> None:
         try:
-            self.tokens_continued += record.resume(prior, chunks)
+            episode.record.resume(prior, chunks)
         except CorruptRecord:  # its bytes are those that were written: a record of another version
-            record.again()
+            episode.renew(0)
 
     async def _judged(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
         try:
@@ -252,6 +313,31 @@ def _slices(prior: list[PriorSample], chunks: memoryview) -> Iterator[tuple[int,
         end = start + sum(size for size, _ in sample.pieces)
         yield sample.sample, (sample, chunks[start:end])
         start = end
+
+
+async def wait_for_end(tasks: Collection[asyncio.Task[None]]) -> None:
+    """Wait for tasks of user code that were cancelled, for CLOSE_TIMEOUT_S at the longest."""
+    if tasks:
+        _, left = await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
+        if left:
+            names = ", ".join(task.get_name() for task in list(left)[:5])
+            log.warning(
+                "%d tasks do not end within %g s of their cancellation: %s", len(left), CLOSE_TIMEOUT_S, names
+            )
+
+
+async def _cancelled(tasks: Collection[asyncio.Task[Trajectory]]) -> None:
+    """Cancel tasks, and wait for their ends, even if the waiting task is cancelled itself."""
+    for task in tasks:
+        task.cancel()
+    cancelled: asyncio.CancelledError | None = None
+    while left := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(left)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 def task_name(group: int) -> str:

@@ -21,6 +21,7 @@ from slipstream.rollout.messages import (
     Status,
     Up,
     Verdict,
+    as_note,
 )
 from slipstream.rollout.record import PieceHeader, checksum, encode
 from slipstream.rollout.trajectory import TrajectoryHeader
@@ -33,6 +34,11 @@ STATUS_EVERY_S = 1.0
 
 UNSENT_BYTES = 64 * 2**20
 """Bytes of chunks that may wait for the connection before new episodes have to wait."""
+
+FRAME_BYTES = 16 * 2**20
+"""Bytes of chunks from which no more are put into one frame. A connection that stands still for long would
+else be followed by a frame that is longer than any frame may be.
+"""
 
 Send = Callable[[Up, Sequence[bytes]], Awaitable[None]]
 """Sends a message and its chunks. Returns when the connection has room for more."""
@@ -48,9 +54,13 @@ class Outbox:
     def __init__(self, flush_s: float = FLUSH_S) -> None:
         """``flush_s``: longest time that an event waits for others."""
         self._flush_s = flush_s
+        self._full: list[tuple[Up, list[bytes]]] = []
+        """Messages, with their chunks, to which nothing more is added."""
         self._next = Up()
         self._payload: list[bytes] = []
+        self._payload_bytes = 0
         self._bytes = 0
+        """Bytes of all chunks that are not sent."""
         self._answered: dict[tuple[int, int, int], int] = {}
         """Index in the next message of each trajectory that waits there for its reward."""
         self._due = asyncio.Event()
@@ -71,13 +81,12 @@ class Outbox:
             except TimeoutError:
                 pass
             self._due.clear()
-            message, payload = self._next, self._payload
-            message.status = status()
-            self._next, self._payload = Up(), []
-            self._answered.clear()
-            await send(message, payload)
-            self._bytes -= sum(map(len, payload))
-            self._changes.notify()
+            self._begin_message()
+            for message, payload in self._taken():
+                message.status = status()
+                await send(message, payload)
+                self._bytes -= sum(map(len, payload))
+                self._changes.notify()
 
     def flush(self) -> None:
         """Send the status soon, although nothing else has happened."""
@@ -111,7 +120,7 @@ class Outbox:
 
     def ended(self, group: int, lease: int, verdict: int, note: str = "") -> None:
         """The end of a group, behind all of its events."""
-        self._next.verdicts.append(Verdict(group, lease, verdict, note))
+        self._next.verdicts.append(Verdict(group, lease, verdict, as_note(note)))
         self._due.set()
 
     # ---- the rest
@@ -122,24 +131,37 @@ class Outbox:
         self._due.set()
 
     def attempt_failed(self, prompt: int, attempt: int, error: str) -> None:
-        self._next.failed.append(FailedAttempt(prompt, attempt, error))
+        self._next.failed.append(FailedAttempt(prompt, attempt, as_note(error)))
         self._due.set()
 
     def cannot_go_on(self, reason: str) -> None:
         """Tell the driver what nothing here can mend."""
-        self._next.fatal = reason
+        self._next.fatal = as_note(reason)
         self._due.set()
 
-    def evaluated(self, result: Evaluated) -> None:
-        self._next.evaluated.append(result)
+    def evaluated(self, task: int, reward: float | None, response_length: int, note: str = "") -> None:
+        """The result of an evaluation episode. ``reward``: None if it has failed, which ``note`` is about."""
+        self._next.evaluated.append(Evaluated(task, reward, response_length, as_note(note)))
         self._due.set()
 
     def _add(self, event: Event, chunk: bytes = b"") -> None:
         self._next.events.append(event)
         if chunk:
             self._payload.append(chunk)
+            self._payload_bytes += len(chunk)
             self._bytes += len(chunk)
+            if self._payload_bytes >= FRAME_BYTES:
+                self._begin_message()
         self._due.set()
+
+    def _begin_message(self) -> None:
+        self._full.append((self._next, self._payload))
+        self._next, self._payload, self._payload_bytes = Up(), [], 0
+        self._answered.clear()
+
+    def _taken(self) -> list[tuple[Up, list[bytes]]]:
+        full, self._full = self._full, []
+        return full
 
 
 def _raw(header: PieceHeader | TrajectoryHeader) -> msgspec.Raw:

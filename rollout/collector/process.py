@@ -108,7 +108,9 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
         judging = Judging(judges, tokenizer)
         groups = GroupCollector(
             outbox=outbox,
-            record=partial(Recording, pool, outbox, clock=surroundings.clock),
+            record=lambda group, lease, sample, attempt: Recording(
+                pool, outbox, group, lease, sample, surroundings.clock
+            ),
             context=lambda recording: WorkflowContext(
                 recording, tokenizer, WorkflowReward(judges, limit, recording), rollout.sampling
             ),

@@ -9,14 +9,22 @@ recorded one (a tool gave another output), nothing that was recorded from there 
 
 As long as every request continues the token ids of the request before and its completion, the record *is* the
 beginning of the trajectory, and every token is sent once. Where a workflow does otherwise (branches, rewrites
-its context), the record begins again, and the trajectory is sent as a whole.
+its context, asks for several completions at a time), the record begins again with the request that does, and
+the trajectory is sent as a whole.
+
+    piece           0      1          2                       3
+    chunk           P a    a a        P b b                   b
+    request         0      0          1, starts over          1
+
+Requests that run side by side have their pieces one behind the other, too. Each piece says which request it
+belongs to, so that a completion is the sampled tokens of its request's pieces.
 """
 
 import asyncio
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -34,7 +42,7 @@ from slipstream.rollout.record import (
     encode_chunk,
     encode_trajectory,
 )
-from slipstream.rollout.trajectory import Completion, Finish, Trajectory
+from slipstream.rollout.trajectory import UNSAMPLED, Completion, Finish, Trajectory
 
 JOURNAL_EVERY_S = 2.0
 """Longest time that tokens which an engine has handed out are kept in this process only."""
@@ -57,22 +65,12 @@ class GrowingGenerator(Protocol):
 class _Request:
     """One request of the episode: how much of its completion the record holds."""
 
-    __slots__ = (
-        "call",
-        "completion",
-        "digest",
-        "has_begun",
-        "input_ids",
-        "known",
-        "recorded",
-        "runs",
-        "written_s",
-    )
+    __slots__ = ("call", "completion", "digest", "input_ids", "known", "recorded", "runs", "written_s")
 
     def __init__(
         self,
         call: int,
-        input_ids: Sequence[int],
+        input_ids: "array[int]",
         input_digest: bytes,
         completion: GrowingCompletion,
         now: float,
@@ -84,26 +82,39 @@ class _Request:
         self.recorded = self.known = len(completion.tokens)
         """Tokens that the record holds, and tokens that the engines have vouched for."""
         self.runs = len(completion.runs)
-        self.has_begun = self.recorded > 0
-        """The record holds the request's token ids."""
         self.written_s = now
 
 
+class _Piece(NamedTuple):
+    call: int
+    tokens: int
+    """Number of its sampled tokens."""
+    end: int
+    """Number of token ids of the record behind it."""
+
+
 class Recording:
-    """The generator of one episode, and its record. Single event loop."""
+    """The generator of one attempt at an episode, and its record. Single event loop.
+
+    A further attempt has a ``Recording`` of its own, whose first piece takes the place of all before.
+    """
 
     __slots__ = (
+        "_begin",
         "_calls",
         "_clock",
         "_ended",
         "_engines",
         "_ids",
+        "_is_closed",
+        "_is_cut",
         "_key",
         "_logprobs",
         "_outbox",
         "_pieces",
-        "_started_over",
+        "_running",
         "_stored",
+        "_versions",
     )
 
     def __init__(
@@ -119,22 +130,25 @@ class Recording:
         self._outbox = outbox
         self._key = (group, lease, sample)
         self._clock = clock
-        self.again()
-
-    def again(self) -> None:
-        """Begin another attempt at the episode: nothing of the record counts any more."""
         self._calls = 0
         self._ids: array[int] = array("i")
-        """Token ids of the record."""
+        """Token ids of the record, since it began the last time."""
         self._logprobs: array[float] = array("f")
         """Their log-probs, 0 for context."""
-        self._pieces: list[tuple[int, int]] = []
-        """Call of each piece, and the number of token ids of the record behind it."""
-        self._started_over = False
+        self._pieces: list[_Piece] = []
+        self._begin = 0
+        """Number of the piece with which the record began the last time."""
+        self._is_cut = False
+        """The record was cut off before that piece, so that ``_ids`` are not known."""
         self._stored: dict[int, tuple[bytes, GrowingCompletion]] = {}
-        """Completions by call, with the digests of their requests."""
+        """Completions of an earlier run by call, with the digests of their requests."""
+        self._running: dict[asyncio.Task[object], _Request] = {}
+        """Requests that the engines work on, by the tasks that wait for them."""
         self._ended: list[_Request] = []
         """Requests that have ended, but whose ends are not in the record."""
+        self._versions: set[int] = set()
+        """Policy versions of all tokens that the workflow has got."""
+        self._is_closed = False
 
     def resume(self, prior: PriorSample, chunks: memoryview) -> int:
         """Take up the pieces of an earlier run of the episode. Return the number of sampled tokens in them.
@@ -142,49 +156,74 @@ class Recording:
         Raises CorruptRecord.
         """
         headers = [decode_piece(header) for _, header in prior.pieces]
-        for header, chunk in zip(headers, decode_chunks(chunks), strict=True):
+        decoded = list(decode_chunks(chunks))
+        if len(headers) != len(decoded):
+            raise CorruptRecord(f"{len(decoded)} chunks for {len(headers)} pieces")
+        for header, chunk in zip(headers, decoded, strict=True):
             tokens, logprobs = chunk.tokens.tolist(), chunk.logprobs.tolist()
+            lengths = [length for _, length in header.spans]
+            if sum(lengths) != len(tokens) or any(length <= 0 for length in lengths):
+                raise CorruptRecord(f"version spans {header.spans} for {len(tokens)} tokens")
             self._extend(header, chunk.context.tolist(), tokens, logprobs)
             _, completion = self._stored.setdefault(header.call, (header.input_digest, GrowingCompletion()))
             start = 0
             for version, length in header.spans:
                 completion.add(version, tokens[start : start + length], logprobs[start : start + length])
                 start += length
-            if start != len(tokens):
-                raise CorruptRecord(f"spans of {start} tokens for {len(tokens)} tokens")
             completion.finish, completion.retractions = header.finish, header.retractions
         return sum(len(completion.tokens) for _, completion in self._stored.values())
+
+    def close(self) -> None:
+        """End the attempt, with all requests that its workflow has left behind: nobody waits for them.
+
+        Only ``answered`` and ``judged`` are to be called behind it.
+        """
+        self._is_closed = True
+        self._ended.clear()
+        for task in self._running:
+            task.cancel()
 
     # ---- Generator
 
     async def generate(self, input_ids: Sequence[int], sampling: SamplingConfig) -> Completion:
         """Return the completion of ``input_ids``, as ``rollout.workflow.Generator`` describes."""
+        if self._is_closed:
+            raise RuntimeError("the attempt at the episode has ended: its generator takes no more requests")
+        task = asyncio.current_task()
+        assert task is not None
+        ids = array("i", input_ids)  # a copy: the workflow may go on with its own list
         call, self._calls = self._calls, self._calls + 1
-        input_digest = digest(input_ids)
-        stored_digest, stored = self._stored.get(call, (input_digest, None))
+        input_digest = digest(ids)
+        stored_digest, stored = self._stored.pop(call, (input_digest, None))
         if stored_digest != input_digest:
             self._forget(call)
             stored = None
         if stored is not None and stored.finish is not Finish.PARTIAL:
-            return stored.completion()
+            return self._given(stored)
         self.write_ends()
         completion = GrowingCompletion() if stored is None else stored
-        request = _Request(call, input_ids, input_digest, completion, self._clock())
+        request = _Request(call, ids, input_digest, completion, self._clock())
 
         def grown() -> None:
             now, request.known = self._clock(), len(completion.tokens)
             if now - request.written_s >= JOURNAL_EVERY_S or len(completion.runs) > request.runs > 0:
                 self._write(request, now)
 
+        self._running[task] = request
         try:
-            await self._engines.generate(input_ids, sampling, completion, grown=grown)
+            await self._engines.generate(ids, sampling, completion, grown=grown)
         except asyncio.CancelledError:
             request.known = len(completion.tokens)
             self._write(request, self._clock())
             raise
+        finally:
+            del self._running[task]
         request.known = len(completion.tokens)
-        self._stored[call] = (input_digest, completion)
         self._ended.append(request)
+        return self._given(completion)
+
+    def _given(self, completion: GrowingCompletion) -> Completion:
+        self._versions.update(version for version, _ in completion.runs)
         return completion.completion()
 
     def write_ends(self, older_than_s: float = 0.0) -> None:
@@ -195,6 +234,15 @@ class Recording:
 
     # ---- the record
 
+    def accept(self, trajectory: Trajectory) -> None:
+        """Raise ValueError for a trajectory with tokens of policy versions that no completion has had."""
+        versions = {version for version, _, _ in trajectory.header.runs} - {UNSAMPLED}
+        if unknown := versions - self._versions:
+            raise ValueError(
+                f"the trajectory has tokens of the policy versions {sorted(unknown)[:5]}, but the "
+                f"completions are of {sorted(self._versions)}: take them from `Completion.versions()`"
+            )
+
     def answered(self, trajectory: Trajectory) -> None:
         """Send the whole trajectory without its reward, but for what the record holds of it already."""
         start = self._common(trajectory)
@@ -204,16 +252,15 @@ class Recording:
             msgspec.structs.replace(trajectory.header, reward=None),
             encode_trajectory(trajectory, start),
         )
-        self._ended.clear()
 
     def judged(self, trajectory: Trajectory) -> None:
         """Send the reward of the trajectory that was ``answered``."""
         self._outbox.judged(*self._key, trajectory.header)
 
     def _common(self, trajectory: Trajectory) -> int:
-        """Return the number of tokens of the record if the trajectory begins with them, else 0."""
+        """Return the number of tokens of the record if it is the beginning of the trajectory, else 0."""
         n = len(self._ids)
-        if not n or n > len(trajectory.tokens_T):
+        if self._begin or not 0 < n <= len(trajectory.tokens_T):
             return 0
         same_ids = np.array_equal(np.frombuffer(self._ids, np.int32), trajectory.tokens_T[:n])
         same = same_ids and np.array_equal(
@@ -224,50 +271,68 @@ class Recording:
     def _write(self, request: _Request, now: float) -> None:
         """Send what is new of a completion as the next piece."""
         completion, start, end = request.completion, request.recorded, request.known
-        if start == end and completion.finish is Finish.PARTIAL:
+        is_whole = end == len(completion.tokens)
+        finish = completion.finish if is_whole else Finish.PARTIAL
+        if self._is_closed or (start == end and finish is Finish.PARTIAL):
             return
-        context, starts_over = ((), False) if request.has_begun else self._context(request.input_ids)
+        context, starts_over = self._context(request)
         tokens, logprobs = completion.tokens[start:end], completion.logprobs[start:end]
         header = PieceHeader(
             request.call,
             request.digest,
             _spans(completion, start, end),
-            completion.finish,
+            finish,
             completion.retractions,
             starts_over,
         )
         base = len(self._pieces)
         self._extend(header, context, tokens, logprobs)
         self._outbox.piece(*self._key, base, header, encode_chunk(context, tokens, logprobs))
-        request.has_begun, request.recorded = True, end
-        request.written_s, request.runs = now, len(completion.runs)
+        request.recorded, request.written_s, request.runs = end, now, len(completion.runs)
 
-    def _context(self, input_ids: Sequence[int]) -> tuple[Sequence[int], bool]:
+    def _context(self, request: _Request) -> tuple[Sequence[int], bool]:
         """Return what the request adds to the record, and whether the record starts over with it."""
+        if request.recorded:
+            return (), False
         n = len(self._ids)
-        if array("i", input_ids[:n]) == self._ids:
-            return input_ids[n:], False
-        return input_ids, True
+        if not self._is_cut and request.input_ids[:n] == self._ids:
+            return request.input_ids[n:], False
+        return request.input_ids, True
 
     def _extend(
         self, header: PieceHeader, context: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float]
     ) -> None:
         if header.starts_over:
-            self._ids, self._logprobs, self._started_over = array("i"), array("f"), True
+            self._ids, self._logprobs = array("i"), array("f")
+            self._begin, self._is_cut = len(self._pieces), False
         self._ids.extend(context)
         self._ids.extend(tokens)
         self._logprobs.extend([0.0] * len(context))
         self._logprobs.extend(logprobs)
-        self._pieces.append((header.call, len(self._ids)))
+        self._pieces.append(_Piece(header.call, len(tokens), len(self._ids)))
 
     def _forget(self, call: int) -> None:
-        """Give up what is stored of request ``call`` and of all later requests."""
+        """Give up what is recorded of request ``call`` and of all later requests.
+
+        The record is cut off where that begins. Requests side by side may lose pieces with it, which are
+        written again.
+        """
         self._stored = {number: kept for number, kept in self._stored.items() if number < call}
-        first = next((i for i, (number, _) in enumerate(self._pieces) if number >= call), len(self._pieces))
-        if self._started_over:  # the ids of the earlier pieces are not in memory
-            first = 0
-        del self._pieces[first:]
-        n = self._pieces[-1][1] if self._pieces else 0
+        first = next((i for i, piece in enumerate(self._pieces) if piece.call >= call), len(self._pieces))
+        if first < len(self._pieces):
+            del self._pieces[first:]
+            self._cut_ids()
+        for request in (*self._running.values(), *self._ended):
+            request.recorded = sum(piece.tokens for piece in self._pieces if piece.call == request.call)
+
+    def _cut_ids(self) -> None:
+        """Keep the token ids of the pieces that are left, or note that they are not known."""
+        left = len(self._pieces)
+        if not left:
+            self._begin, self._is_cut = 0, False
+        elif left <= self._begin:
+            self._is_cut = True
+        n = 0 if self._is_cut or not left else self._pieces[-1].end
         del self._ids[n:], self._logprobs[n:]
 
 

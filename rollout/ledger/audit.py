@@ -7,7 +7,6 @@ audit_training  versions, batches, trainings, lags
 audit_payload   trajectories and pieces, in rows and segments
 """
 
-import sqlite3
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,16 +19,19 @@ from slipstream.rollout.ledger.audit_training import (
     versions_follow_each_other,
 )
 from slipstream.rollout.ledger.database import (
+    FAILURES,
     LEDGER,
     STATES,
     LedgerError,
     damage,
+    exists,
     explained,
     open_for_reading,
 )
 from slipstream.rollout.ledger.lineage import INITIAL, deepest_line
+from slipstream.rollout.ledger.log import checked_log
 from slipstream.rollout.ledger.records import Records
-from slipstream.rollout.ledger.stamp import check_log, read_stamp
+from slipstream.rollout.ledger.stamp import read_stamp
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ class Audit:
 def audit_ledger(folder: Path) -> tuple[Audit, Lineage]:
     """Check the ledger in a run folder. Raises LedgerError when it cannot be read at all."""
     path = folder / LEDGER
-    if path.exists():
-        check_log(path)
+    if exists(path):
+        checked_log(path)
     connection = open_for_reading(path)
     try:
         connection.execute("BEGIN")
@@ -87,7 +89,7 @@ def audit_ledger(folder: Path) -> tuple[Audit, Lineage]:
         for check in CHECKS:
             audit.discrepancies += check(records)
         return audit, Lineage(records.line, records.trained, records.parents)
-    except sqlite3.Error as error:
+    except FAILURES as error:
         raise explained(path, error) from error
     finally:
         connection.close()

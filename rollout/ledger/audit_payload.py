@@ -13,7 +13,7 @@ from slipstream.rollout.ledger.audit_training import tokens_by_version
 from slipstream.rollout.ledger.database import BrokenSeal, LedgerError, few
 from slipstream.rollout.ledger.lineage import INITIAL, BrokenTree, distance
 from slipstream.rollout.ledger.records import Records
-from slipstream.rollout.ledger.samples import JUDGED, NAMES, SAMPLES, OpenSample, StoredRow, fold, is_intact
+from slipstream.rollout.ledger.samples import JUDGED, NAMES, SAMPLES, Fold, OpenSample, StoredRow, is_intact
 from slipstream.rollout.ledger.segments import FOLDER, Segments
 from slipstream.rollout.record import REF, CorruptRecord, decode_header, decode_piece
 from slipstream.rollout.trajectory import UNSAMPLED, TrajectoryHeader
@@ -54,8 +54,7 @@ def payload_is_whole(records: Records) -> Iterator[str]:
 class _Stored:
     def __init__(self, records: Records) -> None:
         self._records = records
-        run = records.connection.execute("SELECT value FROM meta WHERE key = 'run'").fetchone()[0]
-        self._segments = Segments(records.folder / FOLDER, bytes.fromhex(str(run)))
+        self._segments = Segments(records.folder / FOLDER, records.stamp.run)
         self._samples = records.meta("n_samples_per_prompt")
         self._versions = {INITIAL, *records.parents}
         self._bounds = {epoch.number: epoch.bound for epoch in records.epochs}
@@ -65,13 +64,14 @@ class _Stored:
         self.mislabelled: list[str] = []
         rows: Iterable[tuple[int, str, int | None, int | None, int]] = records.connection.execute(
             "SELECT id, state, step, tokens, since FROM groups WHERE state IN ('admitted', 'ready') "
-            "OR state = 'trained' AND step > (SELECT value FROM meta WHERE key = 'released')"
+            "OR state = 'trained' AND step > ?",
+            (records.stamp.released,),
         )
         self.groups = {row[0]: _Group(*row) for row in rows}
 
     def read_rows(self) -> None:
         rows: Iterable[StoredRow] = self._records.connection.execute("SELECT * FROM samples ORDER BY id")
-        wrong: dict[int, str] = {}
+        fold = Fold()
         for row in rows:
             id_, key = row[0], row[1]
             group = self.groups.get(key // SAMPLES)
@@ -79,13 +79,11 @@ class _Stored:
                 if not is_intact(row):
                     self.broken.append(f"row {id_}")
                 continue
-            sample = group.samples.setdefault(key % SAMPLES, OpenSample())
-            problem = fold(sample, row)
-            if problem:
-                wrong[key] = problem
-            elif not sample.is_empty:
-                wrong.pop(key, None)
-        self.broken += [f"{_name(key)} ({problem})" for key, problem in wrong.items()]
+            fold.add(row)
+        for key, sample in fold.samples.items():
+            if not sample.is_empty:
+                self.groups[key // SAMPLES].samples[key % SAMPLES] = sample
+        self.broken += [f"{_name(key)} ({problem})" for key, problem in fold.wrong.items()]
 
     def check(self, group: _Group) -> None:
         """Check one group: each of its samples, and what they are together."""

@@ -10,15 +10,14 @@ from pathlib import Path
 from slipstream.rollout.ledger.database import few
 from slipstream.rollout.ledger.holds import Eras, Holds
 from slipstream.rollout.ledger.samples import (
-    ANSWERED,
     JUDGED,
     NAMES,
     SAMPLES,
     VOID,
+    Fold,
     OpenSample,
     SampleRow,
     StoredRow,
-    fold,
     is_intact,
 )
 from slipstream.rollout.ledger.segments import Segments
@@ -61,12 +60,16 @@ class Contents:
     eras: Eras = field(default_factory=lambda: Eras(()))
 
 
-def read_contents(connection: sqlite3.Connection, path: Path, segments: Segments, n_samples: int) -> Contents:
+def read_contents(
+    connection: sqlite3.Connection, path: Path, segments: Segments, n_samples: int, released: int
+) -> Contents:
     """Read everything that the run may go on with. What is damaged is left out, and noted.
 
-    Every byte is checked that the run goes on with. Raises LedgerError when a file cannot be read.
+    Damaged rows that no open group needs are deleted, so that they are noted once. Every byte is checked that
+    the run goes on with. ``released``: version up to which trained trajectories are needed no more.
+    Raises LedgerError when a file cannot be read.
     """
-    reader = _Reader(connection, path, segments)
+    reader = _Reader(connection, path, segments, released)
     reader.read_groups()
     reader.read_segments()
     reader.read_rows()
@@ -76,7 +79,8 @@ def read_contents(connection: sqlite3.Connection, path: Path, segments: Segments
 
 
 class _Reader:
-    def __init__(self, connection: sqlite3.Connection, path: Path, segments: Segments) -> None:
+    def __init__(self, connection: sqlite3.Connection, path: Path, segments: Segments, released: int) -> None:
+        self._released = released
         self._connection = connection
         self._path = path
         self._segments = segments
@@ -97,8 +101,8 @@ class _Reader:
             self._since[id_] = since
         self.contents.open = list(self._groups.values())
         trained: Iterable[tuple[int, int, int]] = self._connection.execute(
-            "SELECT step, id, since FROM groups WHERE state = 'trained' "
-            "AND step > (SELECT value FROM meta WHERE key = 'released') ORDER BY step, id"
+            "SELECT step, id, since FROM groups WHERE state = 'trained' AND step > ? ORDER BY step, id",
+            (self._released,),
         )
         for step, group in groupby(trained, key=lambda row: row[0]):
             ids: list[int] = []
@@ -119,32 +123,26 @@ class _Reader:
 
     def read_rows(self) -> None:
         """Make samples of the rows."""
-        wrong: dict[int, str] = {}
-        """What is wrong with a sample, by key."""
+        fold = Fold()
         unneeded: list[int] = []
         """Damaged rows of groups that need them no more."""
         rows: Iterable[StoredRow] = self._connection.execute("SELECT * FROM samples ORDER BY id")
         for row in rows:
-            id_, key, state, base, refs, _ = row
-            id_of_group, number = divmod(key, SAMPLES)
-            group = self._groups.get(id_of_group)
-            if id_ < self._since.get(id_of_group, id_ + 1):
-                group = None
-            else:
-                self._hold(id_of_group, id_, refs)
-            if group is None:
-                if not is_intact(row):
-                    unneeded.append(id_)
-                continue
-            problem = fold(group.samples.setdefault(number, OpenSample()), row)
-            if problem:
-                wrong[key] = problem
-            elif base == 0 or (refs is not None and state in (ANSWERED, JUDGED)):
-                wrong.pop(key, None)
-        for key, problem in wrong.items():
+            id_, group, refs = row[0], row[1] // SAMPLES, row[4]
+            is_needed = id_ >= self._since.get(group, id_ + 1)
+            if is_needed:
+                self._hold(group, id_, refs)
+            if is_needed and group in self._groups:
+                fold.add(row)
+            elif not is_intact(row):
+                unneeded.append(id_)
+        for key, sample in fold.samples.items():
+            self._groups[key // SAMPLES].samples[key % SAMPLES] = sample
+        for key, problem in fold.wrong.items():
             self.contents.voids.append((key, VOID, 0, None, b""))
             self._give_up(key, f"{self._path}: table samples: {problem}")
         if unneeded:
+            self._connection.executemany("DELETE FROM samples WHERE id = ?", [(id_,) for id_ in unneeded])
             self.contents.notes.append(
                 f"{self._path}: table samples: damaged rows of groups that seem to need them no more: "
                 f"{few(unneeded)}"

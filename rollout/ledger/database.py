@@ -10,6 +10,7 @@ a BLOB of the row is ``sealed``.
 """
 
 import os
+import re
 import sqlite3
 import zlib
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,9 @@ LEDGER = "ledger.sqlite"
 """Name of the ledger's file in the run folder."""
 
 FORMAT = 3
+
+PAGE_BYTES = 1024
+"""Size of a page. A commit writes a few pages, however little has changed on each."""
 
 STATES = ("admitted", "ready", "trained", "filtered", "expired", "failed")
 """States of a group. The first two go on, the others are ends."""
@@ -70,14 +74,14 @@ def _column(table: str) -> str:
 
 
 TABLES = f"""
-CREATE TABLE stamp (                -- one row: log.py. The first table, so that its page is known
+CREATE TABLE stamp (                -- one row: stamp.py. The first table: log.py knows its page
     id INTEGER PRIMARY KEY CHECK (id = 1),
     data BLOB NOT NULL
-);
+) STRICT;
 CREATE TABLE meta (
-    key TEXT PRIMARY KEY,           -- format, run (a UUID), batch_size, n_samples_per_prompt, released
-    value NOT NULL
-) WITHOUT ROWID;
+    key TEXT PRIMARY KEY,           -- format, run (a UUID), batch_size, n_samples_per_prompt
+    value ANY NOT NULL
+) STRICT, WITHOUT ROWID;
 CREATE TABLE epochs (               -- one row per start of the run
     epoch INTEGER PRIMARY KEY,
     restored INTEGER NOT NULL,      -- version whose weights the epoch began with
@@ -86,24 +90,24 @@ CREATE TABLE epochs (               -- one row per start of the run
     began TEXT NOT NULL,
     process TEXT NOT NULL,          -- host:pid
     {_column("epochs")}
-);
+) STRICT;
 CREATE TABLE versions (             -- one row per version that was begun, whose number is taken for good
     version INTEGER PRIMARY KEY,
     parent INTEGER NOT NULL,        -- version whose weights its update starts from
     epoch INTEGER NOT NULL,
     published INTEGER NOT NULL,     -- 0 while it is unknown which engines have the version
     {_column("versions")}
-);
+) STRICT;
 CREATE TABLE batches (              -- the batch of each version that was begun by a training step
     version INTEGER PRIMARY KEY,
     groups BLOB NOT NULL            -- sealed: ids of the groups, packed as i8
-);
+) STRICT;
 CREATE TABLE failures (             -- training steps in which the trainer died or raised
     version INTEGER NOT NULL,
     epoch INTEGER NOT NULL,
     reason TEXT NOT NULL,
     {_column("failures")}
-);
+) STRICT;
 CREATE TABLE groups (               -- one row per group
     id INTEGER PRIMARY KEY,
     position INTEGER NOT NULL,      -- of its prompt in the endless order of the prompt set
@@ -117,7 +121,7 @@ CREATE TABLE groups (               -- one row per group
     since INTEGER NOT NULL,         -- rows of samples below this one are void: the group has started again
     note TEXT,                      -- what went wrong with a group that has failed
     {_column("groups")}
-);
+) STRICT;
 CREATE TABLE samples (              -- what was generated, in order of arrival: samples.py
     id INTEGER PRIMARY KEY,         -- counts up over the whole life of the run
     key INTEGER NOT NULL,           -- group id * 2^16 + sample
@@ -125,12 +129,12 @@ CREATE TABLE samples (              -- what was generated, in order of arrival: 
     base INTEGER NOT NULL,          -- number of the piece; pieces from it on are void. -1: of no piece
     refs BLOB,                      -- record.REF of each chunk. NULL: as before
     header BLOB NOT NULL            -- sealed, together with the other columns
-);
+) STRICT;
 CREATE TABLE segments (             -- the files of payload that are needed: segments.py
     segment INTEGER PRIMARY KEY,
     first_row INTEGER,              -- rows of samples from this one on were written while it was the newest
     {_column("segments")}
-);
+) STRICT;
 CREATE TABLE trainings (            -- every training of every group, also if a restart has undone it
     version INTEGER NOT NULL,       -- that was trained
     group_id INTEGER NOT NULL,
@@ -139,20 +143,24 @@ CREATE TABLE trainings (            -- every training of every group, also if a 
     masked INTEGER NOT NULL,        -- sampled tokens that were too old to carry loss
     versions BLOB NOT NULL,         -- sealed: versions and numbers of tokens that carried loss, as i8
     PRIMARY KEY (version, group_id)
-) WITHOUT ROWID;
+) STRICT, WITHOUT ROWID;
 CREATE TABLE discards (             -- tokens that a restart gave up of groups that start again
     group_id INTEGER NOT NULL,
     epoch INTEGER NOT NULL,
     tokens INTEGER NOT NULL,
     {_column("discards")}
-);
+) STRICT;
 CREATE TABLE checkpoints (          -- one row per committed checkpoint: watermark.py
     version INTEGER PRIMARY KEY,
     epoch INTEGER NOT NULL,
     digest TEXT NOT NULL,           -- of the checkpoint's record
     {_column("checkpoints")}
-);
+) STRICT;
 """
+
+
+FAILURES = (sqlite3.Error, OSError, UnicodeDecodeError)
+"""What SQLite and the disk raise. A damaged file may contain, or name in an error, text that is none."""
 
 
 class LedgerError(RuntimeError):
@@ -164,6 +172,15 @@ class LedgerBusy(LedgerError):
 
 
 RESTORE = "restore the run folder from a copy, or start the run anew under another name"
+
+
+def _statements() -> list[str]:
+    return [statement for statement in TABLES.split(";\n") if statement.strip()]
+
+
+def _bare(sql: str) -> str:
+    """Return a statement without comments and line breaks."""
+    return " ".join(re.sub(r"--[^\n]*", "", sql).split())
 
 
 # ---- opening
@@ -179,19 +196,18 @@ def create_database(path: Path, run: str, stamp: bytes) -> None:
         draft.unlink(missing_ok=True)
         connection = _connect(draft, "mode=rwc")
         try:
+            connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
             connection.execute("BEGIN")
-            for statement in TABLES.split(";\n"):
+            for statement in _statements():
                 connection.execute(statement)
             connection.execute("INSERT INTO stamp VALUES (1, ?)", (stamp,))
-            connection.executemany(
-                "INSERT INTO meta VALUES (?, ?)", [("format", FORMAT), ("run", run), ("released", -1)]
-            )
+            connection.executemany("INSERT INTO meta VALUES (?, ?)", [("format", FORMAT), ("run", run)])
             connection.execute("COMMIT")
             connection.execute("PRAGMA journal_mode=WAL")
         finally:
             connection.close()
         _give_name(draft, path)
-    except (sqlite3.Error, OSError) as error:
+    except FAILURES as error:
         raise explained(path, error) from error
 
 
@@ -218,7 +234,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA secure_delete=OFF")
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("COMMIT")
-    except (sqlite3.Error, OSError) as error:
+    except FAILURES as error:
         raise explained(path, error) from error
     check_format(connection, path)
     return connection
@@ -226,14 +242,19 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
     """Open the file of a run that is not running. Raises LedgerError."""
-    if not path.exists():
+    if not exists(path):
         raise LedgerError(f"{path} does not exist: give the folder of a run, which has this file")
+    log = log_of(path)
+    if log.exists():
+        mode = "mode=ro"  # SQLite would write the log back when it closes the file, damaged or not
+    elif os.access(path.parent, os.W_OK):
+        mode = "mode=rw"  # reading a file in WAL mode leaves a log behind if it cannot be removed
+    else:
+        mode = "immutable=1"  # the ledger of an archived run
     try:
-        # SQLite writes even to read a file in WAL mode, unless the file is declared immutable.
-        archived = not os.access(path.parent, os.W_OK) and not log_of(path).exists()
-        connection = _connect(path, "immutable=1" if archived else "mode=rw")
+        connection = _connect(path, mode)
         connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall()
-    except (sqlite3.Error, OSError) as error:
+    except FAILURES as error:
         raise explained(path, error) from error
     check_format(connection, path)
     return connection
@@ -270,11 +291,27 @@ def sync_folder(path: Path) -> None:
 # ---- checks
 
 
+def exists(path: Path) -> bool:
+    """Return whether there is a ledger at ``path``. Raises LedgerError when that cannot be seen.
+
+    An empty file is refused, too: SQLite would take it for a new one.
+    """
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise explained(path, error) from error
+    if not size:
+        raise LedgerError(f"{path} is empty: the file is damaged: {RESTORE}")
+    return True
+
+
 def check_format(connection: sqlite3.Connection, path: Path) -> None:
     """Raise LedgerError unless the file is a ledger in the present format."""
     try:
         row: tuple[int] | None = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
-    except sqlite3.Error as error:
+    except FAILURES as error:
         raise explained(path, error) from error
     if row is None or row[0] != FORMAT:
         present = "none" if row is None else row[0]
@@ -285,6 +322,12 @@ def check_format(connection: sqlite3.Connection, path: Path) -> None:
 
 def damage(connection: sqlite3.Connection) -> Iterator[str]:
     """Yield what is wrong with the file itself: its structure, and rows that do not fit their checksum."""
+    schema: list[tuple[str]] = connection.execute(
+        "SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL"
+    ).fetchall()
+    if sorted(_bare(sql) for (sql,) in schema) != sorted(map(_bare, _statements())):
+        yield "its tables are not those of a ledger"
+        return
     problems: list[str] = [row[0] for row in connection.execute("PRAGMA integrity_check(5)")]
     if problems != ["ok"]:
         yield "; ".join(problems)
@@ -303,9 +346,14 @@ def check_undamaged(connection: sqlite3.Connection, path: Path) -> None:
         raise LedgerError(f"{path}: {problem}: the file is damaged: {RESTORE}")
 
 
+_DAMAGE = ("malformed", "not a database", "decode", "no such table", "no such column")
+"""Words of errors that mean that a file is damaged."""
+
+
 def explained(path: Path, error: Exception) -> LedgerError:
     """Return a failure of SQLite or of the disk as an error that tells the user what to do."""
     text = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+    text = " ".join(text.split())
     if "locked" in text:
         return LedgerBusy(
             f"{path}: {text}: another process is running this run or reading the file: "
@@ -319,7 +367,7 @@ def explained(path: Path, error: Exception) -> LedgerError:
         advice = "the file system is mounted read-only: remount it, or put run.root elsewhere"
     elif "disk I/O" in text or "too large" in text or "Input/output" in text:
         advice = "the disk failed (full, or a limit on file sizes): make room, then go on with --resume"
-    elif "malformed" in text or "not a database" in text:
+    elif any(word in text for word in _DAMAGE):
         advice = f"the file is damaged: {RESTORE}"
     else:
         advice = "all events that were acknowledged before are still in it"

@@ -7,6 +7,7 @@ from pathlib import Path
 from struct import iter_unpack
 
 from slipstream.rollout.ledger.database import (
+    FAILURES,
     LEDGER,
     RESTORE,
     BrokenSeal,
@@ -17,7 +18,8 @@ from slipstream.rollout.ledger.database import (
     unsealed,
 )
 from slipstream.rollout.ledger.lineage import INITIAL, BrokenTree, line_of
-from slipstream.rollout.ledger.stamp import Stamp, check_log, read_stamp
+from slipstream.rollout.ledger.log import checked_log
+from slipstream.rollout.ledger.stamp import Stamp, read_stamp
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,11 @@ class History:
 def history_of(folder: Path) -> History:
     """Read the history of a run that is not running. Raises LedgerError."""
     path = folder / LEDGER
-    check_log(path)
+    checked_log(path)
     connection = open_for_reading(path)
     try:
         return read_history(connection, path)
-    except sqlite3.Error as error:
+    except FAILURES as error:
         raise explained(path, error) from error
     finally:
         connection.close()

@@ -5,7 +5,8 @@ import sqlite3
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from slipstream.rollout.ledger.samples import SAMPLES, OpenSample, SampleRow, StoredRow, fold
+from slipstream.rollout.ledger.database import LedgerError, few
+from slipstream.rollout.ledger.samples import SAMPLES, Fold, SampleRow, StoredRow
 from slipstream.rollout.ledger.segments import Part, Segments
 from slipstream.rollout.record import REF
 
@@ -70,13 +71,19 @@ def gather(
 ) -> Gathered:
     """Copy the chunks of ``groups`` in the ``leaving`` segments into ``part``, which is not written yet.
 
-    A damaged chunk is copied as it is: whoever reads it finds the damage.
+    A damaged chunk is copied as it is: whoever reads it finds the damage. Raises LedgerError when a row is
+    damaged.
     """
-    samples: dict[int, OpenSample] = {}
+    fold = Fold()
     for row in rows_of(connection, groups):
-        fold(samples.setdefault(row[1], OpenSample()), row)
+        fold.add(row)
+    if fold.wrong:
+        raise LedgerError(
+            f"table samples: {few(list(fold.wrong.values()))}: go on with `slipstream train RECIPE "
+            "--resume`, which generates again what is damaged"
+        )
     gathered = Gathered()
-    for key, sample in samples.items():
+    for key, sample in fold.samples.items():
         places = gathered.places.setdefault(key // SAMPLES, {})
         for state_row in sample.rows(key):
             _, state, base, refs, header = state_row

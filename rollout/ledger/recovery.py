@@ -15,20 +15,25 @@ from pathlib import Path
 from slipstream.rollout.control.core import GroupCounts, Loss
 from slipstream.rollout.ledger.contents import Contents, OpenGroup, read_contents
 from slipstream.rollout.ledger.database import (
+    FAILURES,
     LEDGER,
     RESTORE,
     LedgerError,
     check_undamaged,
     create_database,
+    exists,
     explained,
     few,
+    log_of,
+    open_for_reading,
     open_for_writing,
 )
 from slipstream.rollout.ledger.history import FailedStep, History, read_history
 from slipstream.rollout.ledger.lineage import INITIAL
-from slipstream.rollout.ledger.samples import OpenSample, stored
+from slipstream.rollout.ledger.log import Log, checked_log
+from slipstream.rollout.ledger.samples import SAMPLES, OpenSample, stored
 from slipstream.rollout.ledger.segments import FOLDER, SEGMENT_BYTES, Segments
-from slipstream.rollout.ledger.stamp import Stamp, check_log, read_stamp
+from slipstream.rollout.ledger.stamp import Stamp
 from slipstream.rollout.ledger.store import Store
 from slipstream.rollout.ledger.watermark import Watermark
 from slipstream.rollout.ledger.writer import Ledger
@@ -53,8 +58,9 @@ class Recovered:
     losses: Counter[Loss]
     open: list[OpenGroup]
     """All groups that have not ended, by id."""
-    suspects: list[FailedStep]
-    """Training steps in which the trainer died or raised, and whose groups have not all ended; in order."""
+    failures: list[tuple[int, ...]]
+    """Each training step in which the trainer died or raised, unless a quarantined group was in it: its
+    groups without those that were trained since. In order."""
     notes: list[str]
     """Messages about damage, for the user."""
 
@@ -79,17 +85,18 @@ def open_ledger(
     """
     path = folder / LEDGER
     guard()
-    if not path.exists():
+    if not exists(path):
         _create(path)
-    check_log(path)
+    log = checked_log(path)
+    _check(path, restored)
     connection = open_for_writing(path)
     try:
-        check_undamaged(connection, path)
-        stamp = read_stamp(connection, path)
+        applied: int = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1]
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        opening = _Opening(connection, path, stamp, n_samples)
+        opening = _Opening(connection, path, n_samples)
         connection.execute("BEGIN IMMEDIATE")
         opening.begin_epoch(restored, bound)
+        opening.note_lost_transactions(log, applied)
         settings = {"batch_size": batch_size, "n_samples_per_prompt": n_samples}
         connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", settings.items())
         opening.undo_trainings()
@@ -99,16 +106,20 @@ def open_ledger(
         connection.execute("COMMIT")
         opening.delete_unknown_segments()
         return opening.ledger(contents, recovered, guard, segment_bytes), recovered
-    except (sqlite3.Error, OSError, LedgerError) as error:
+    except (*FAILURES, LedgerError) as error:
         connection.close()
         raise error if isinstance(error, LedgerError) else explained(path, error) from error
 
 
 def _create(path: Path) -> None:
-    segments = path.parent / FOLDER
-    if segments.exists() and any(segments.iterdir()):
+    segments = Segments(path.parent / FOLDER, b"")
+    try:
+        has_payload = bool(segments.on_disk())
+    except OSError as error:
+        raise explained(segments.folder, error) from error
+    if has_payload:
         raise LedgerError(
-            f"{path} is missing, but there is {segments} with what the run has generated: restore the file "
+            f"{path} is missing, but there is {segments.folder} with what the run has generated: restore the file "
             "from a copy, or start the run anew under another name"
         )
     run = uuid.uuid4()
@@ -118,11 +129,12 @@ def _create(path: Path) -> None:
 class _Opening:
     """One start of the run. The methods are called in their order, within one transaction."""
 
-    def __init__(self, connection: sqlite3.Connection, path: Path, stamp: Stamp, n_samples: int) -> None:
+    def __init__(self, connection: sqlite3.Connection, path: Path, n_samples: int) -> None:
         self._connection = connection
         self._path = path
         self._n_samples = n_samples
         self._history = read_history(connection, path)
+        stamp = self._history.stamp
         self._segments = Segments(path.parent / FOLDER, stamp.run)
         self._notes: list[str] = []
         self._line: list[int] = []
@@ -131,14 +143,7 @@ class _Opening:
 
     def begin_epoch(self, restored: int, bound: int) -> None:
         """Begin an epoch that goes on from ``restored``."""
-        history = self._history
-        _check_account(self._connection, self._path, history)
-        if not history.knows(restored):
-            raise LedgerError(
-                f"{self._path} knows no published version {restored}, from which the run is to go on: it is "
-                f"older than the checkpoint: {RESTORE}"
-            )
-        self._line = history.line_of(restored)
+        self._line = self._history.line_of(restored)
         self._restored = restored
         self._connection.execute(
             "INSERT INTO epochs VALUES (?, ?, ?, ?, ?, ?)",
@@ -151,10 +156,12 @@ class _Opening:
                 f"{socket.gethostname()}:{os.getpid()}",
             ),
         )
-        self._take_note_of_lost_transactions()
 
-    def _take_note_of_lost_transactions(self) -> None:
-        """Find out from the segments if the database has lost transactions, and reserve their versions."""
+    def note_lost_transactions(self, log: Log, applied: int) -> None:
+        """Find out if the database has lost transactions, and take the numbers of their versions.
+
+        ``applied``: number of frames of the log that SQLite has used.
+        """
         known = self._known_segments()
         newest = max(known, default=0)
         markers = [
@@ -163,16 +170,22 @@ class _Opening:
             if segment >= newest or segment not in known
             for marker in self._segments.markers(segment)
         ]
-        last = max((sequence for sequence, _ in markers), default=0)
-        if last <= self.stamp.sequence:  # one transaction may have been cut off between payload and rows
+        first = self.stamp.sequence  # that of this one; the first one that may be lost
+        last = max([log.last, *(sequence for sequence, _ in markers)])
+        if last <= first:  # a transaction may have been cut off between its payload and its rows
+            if applied < log.frames:
+                self._notes.append(
+                    f"{log_of(self._path)} ends within transaction {first}: either the process was killed "
+                    "or the disk was full while it was written, or the file is damaged; what it recorded is "
+                    "generated again"
+                )
             return
-        first = self.stamp.sequence
         self._notes.append(
             f"{self._path} has lost its transactions {first} to {last}, of which {self._segments.folder} "
             "tells: the file or its log was damaged or restored from a copy; what they recorded is generated "
             "again"
         )
-        begun = max(begun for _, begun in markers)
+        begun = max((begun for _, begun in markers), default=0)
         for version in range(self.stamp.begun + 1, begun + 1):
             self._connection.execute(
                 "INSERT INTO versions VALUES (?, ?, ?, 0)", (version, self._restored, self._epoch)
@@ -184,8 +197,13 @@ class _Opening:
         """Make groups ready again that were trained off the line. Those that were released start again."""
         line = json.dumps(self._line)
         undone = "state = 'trained' AND step NOT IN (SELECT value FROM json_each(:line))"
-        released = f"{undone} AND step <= (SELECT value FROM meta WHERE key = 'released')"
-        values = {"line": line, "epoch": self._epoch, "rows": self.stamp.rows}
+        released = f"{undone} AND step <= :released"
+        values = {
+            "line": line,
+            "epoch": self._epoch,
+            "rows": self.stamp.rows,
+            "released": self.stamp.released,
+        }
         self._connection.execute(
             f"INSERT INTO discards SELECT id, :epoch, tokens FROM groups WHERE {released}", values
         )
@@ -198,7 +216,9 @@ class _Opening:
 
     def read(self) -> Contents:
         """Read what exists of the groups that go on. Give up what is damaged."""
-        contents = read_contents(self._connection, self._path, self._segments, self._n_samples)
+        contents = read_contents(
+            self._connection, self._path, self._segments, self._n_samples, self.stamp.released
+        )
         self._notes += contents.notes
         for problem, ids in contents.damage.items():
             self._notes.append(
@@ -208,6 +228,10 @@ class _Opening:
         rows = [stored(id_, row) for id_, row in enumerate(contents.voids, first)]
         self._connection.executemany("INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?)", rows)
         self.stamp = replace(self.stamp, rows=first + len(rows))
+        newest = contents.eras.newest
+        for key, *_ in contents.voids:
+            if newest is not None:
+                contents.holds.need(key // SAMPLES, newest)
         self._connection.executemany(
             "INSERT INTO discards VALUES (?, ?, ?)",
             [(id_, self._epoch, tokens) for id_, tokens in contents.given_up.items()],
@@ -225,7 +249,6 @@ class _Opening:
         position: int
         (position,) = self._connection.execute("SELECT coalesce(max(position) + 1, 0) FROM groups").fetchone()
         ends = (states.get(end, 0) for end in ("trained", "filtered", "expired", "failed"))
-        open_ids = {group.id for group in contents.open}
         try:
             counted = Counter({Loss(loss): number for loss, number in losses})
         except ValueError as error:
@@ -239,9 +262,21 @@ class _Opening:
             counts=GroupCounts(sum(states.values()), *ends),
             losses=counted,
             open=contents.open,
-            suspects=[step for step in self._history.failed_steps if open_ids.intersection(step.groups)],
+            failures=self._unexplained_failures(),
             notes=self._notes,
         )
+
+    def _unexplained_failures(self) -> list[tuple[int, ...]]:
+        failures: list[tuple[int, ...]] = []
+        for step in self._history.failed_steps:
+            rows: list[tuple[int, str, str | None]] = self._connection.execute(
+                "SELECT id, state, loss FROM groups WHERE id IN (SELECT value FROM json_each(?))",
+                (json.dumps(step.groups),),
+            ).fetchall()
+            left = tuple(id_ for id_, state, _ in rows if state != "trained")
+            if left and not any(loss == Loss.QUARANTINED for _, _, loss in rows):
+                failures.append(left)
+        return failures
 
     def delete_unknown_segments(self) -> None:
         """Delete segments that no row knows: of transactions that were cut off or lost."""
@@ -281,11 +316,27 @@ class _Opening:
         return self._connection.execute(query).fetchall()
 
 
+def _check(path: Path, restored: int) -> None:
+    """Raise LedgerError unless a run can go on from ``restored``. Changes nothing, not even the log."""
+    connection = open_for_reading(path)
+    try:
+        check_undamaged(connection, path)
+        history = read_history(connection, path)
+        _check_account(connection, path, history)
+        if not history.knows(restored):
+            raise LedgerError(
+                f"{path} knows no published version {restored}, from which the run is to go on: it is older "
+                f"than the checkpoint: {RESTORE}"
+            )
+        history.line_of(restored)
+    except FAILURES as error:
+        raise explained(path, error) from error
+    finally:
+        connection.close()
+
+
 def _check_account(connection: sqlite3.Connection, path: Path, history: History) -> None:
     """Raise LedgerError unless groups, trainings and versions were recorded up to the same time."""
-    last: int | None
-    number: int
-    number, last = connection.execute("SELECT count(*), max(id) FROM groups").fetchone()
     trained: int
     with_training: int
     trained, with_training = connection.execute(
@@ -293,13 +344,8 @@ def _check_account(connection: sqlite3.Connection, path: Path, history: History)
         "ON t.version = g.step AND t.group_id = g.id WHERE g.state = 'trained'"
     ).fetchone()
     behind = sum(history.trained.get(version, 0) for version in history.line)
-    problems: list[str] = []
-    if last is not None and last != number - 1:
-        problems.append(f"it has {number} groups, but the last one has the id {last}")
     if not trained == with_training == behind:
-        problems.append(
-            f"{trained} groups count as trained, {with_training} of them with a training, and {behind} are "
-            "behind the weights"
+        raise LedgerError(
+            f"{path} is damaged: {trained} groups count as trained, {with_training} of them with a training, "
+            f"and {behind} are behind the weights: {RESTORE}"
         )
-    if problems:
-        raise LedgerError(f"{path} is damaged: {few(problems)}: {RESTORE}")

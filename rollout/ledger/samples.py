@@ -109,7 +109,32 @@ def is_intact(row: StoredRow) -> bool:
     return True
 
 
-def fold(sample: OpenSample, row: StoredRow) -> str | None:
+class Fold:
+    """Samples, made of their rows in the order of arrival."""
+
+    def __init__(self) -> None:
+        self.samples: dict[int, OpenSample] = {}
+        """By key."""
+        self.wrong: dict[int, str] = {}
+        """What is wrong with the rows of a sample, by key. Nothing is left of the sample then.
+
+        A sample that was made anew later is not wrong: its earlier rows may be gone in part, with their
+        segments.
+        """
+
+    def add(self, row: StoredRow) -> None:
+        """Take in the next row."""
+        _, key, state, base, refs, _ = row
+        sample = self.samples.get(key)
+        if sample is None:
+            sample = self.samples[key] = OpenSample()
+        if problem := _fold(sample, row):
+            self.wrong[key] = problem
+        elif self.wrong and (base == 0 or (refs is not None and state in (ANSWERED, JUDGED))):
+            self.wrong.pop(key, None)
+
+
+def _fold(sample: OpenSample, row: StoredRow) -> str | None:
     """Take in the next row of a sample. Return what is wrong with the row, if anything.
 
     A damaged row is left out, and all that was there before it is forgotten: it may have been void.

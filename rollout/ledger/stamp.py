@@ -1,30 +1,19 @@
 """The stamp of a ledger: how much its database has recorded, renewed by each transaction.
 
-A damaged database may look sound: SQLite applies any write-ahead log of the right name, also one from another
-time, and then mixes pages of two times. So the database says how far it is, once in the file itself and once
-in the log, and the two must fit together:
-
-    ledger.sqlite        complete up to transaction 700, at least
-    ledger.sqlite-wal    goes on from a file that is complete up to transaction ``base``, and ends with 912
-
-They fit if base <= 700 <= 912. The rows that the stamp counts must be there, too.
+The rows that the stamp counts must be there, and SQLite's log must go on from there: ``log.py``.
 """
 
 import sqlite3
 import struct
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.rollout.ledger.database import RESTORE, LedgerError, log_of, open_without_log
+from slipstream.rollout.ledger.database import RESTORE, LedgerError
 
-_STAMP = struct.Struct("<16s7Q")
+_STAMP = struct.Struct("<16s8Q")
 _CRC = struct.Struct("<I")
 SIZE = _STAMP.size + _CRC.size
-
-PAGE = 2
-"""Page of the database that holds the table of the stamp: the first table gets the first free page."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +36,8 @@ class Stamp:
     """Rows of ``trainings``."""
     batches: int = 0
     """Rows of ``batches``."""
+    released: int = 0
+    """Version up to which trained trajectories are needed no more."""
 
     def encode(self) -> bytes:
         data = _STAMP.pack(
@@ -58,6 +49,7 @@ class Stamp:
             self.rows,
             self.trainings,
             self.batches,
+            self.released,
         )
         return data + _CRC.pack(zlib.crc32(data))
 
@@ -75,6 +67,9 @@ def read_stamp(connection: sqlite3.Connection, path: Path) -> Stamp:
     stamp = decode_stamp(row[0]) if row is not None else None
     if stamp is None:
         raise LedgerError(f"{path}: its stamp is damaged: {RESTORE}")
+    run: tuple[str] | None = connection.execute("SELECT value FROM meta WHERE key = 'run'").fetchone()
+    if run is None or run[0] != stamp.run.hex():
+        raise LedgerError(f"{path} names two different runs: the file is damaged: {RESTORE}")
     for what, recorded, query in (
         ("groups", stamp.groups, "SELECT count(*) FROM groups"),
         ("the largest version", stamp.begun, "SELECT max(version) FROM versions"),
@@ -88,74 +83,3 @@ def read_stamp(connection: sqlite3.Connection, path: Path) -> Stamp:
                 f"different times, because it or its log was damaged or restored without the other: {RESTORE}"
             )
     return stamp
-
-
-def check_log(path: Path) -> None:
-    """Raise LedgerError unless the write-ahead log beside a ledger belongs to it.
-
-    Call it before the ledger is opened: SQLite copies the log into the file when it closes it.
-    """
-    log = log_of(path)
-    stamps = list(_stamps(log))
-    in_file = _stamp_in_file(path) if stamps else None
-    if in_file is None:
-        return  # SQLite finds other damage
-    first, last = stamps[0], stamps[-1]
-    if first.run != in_file.run:
-        raise LedgerError(f"{log} belongs to another run than {path}: {RESTORE}")
-    if not first.base <= in_file.sequence <= last.sequence:
-        raise LedgerError(
-            f"{log} is from another time than {path}: it goes on from transaction {first.base} and ends with "
-            f"{last.sequence}, but the file is as of transaction {in_file.sequence}. One of them was "
-            "restored from a copy without the other: restore both from the same copy, or start the run anew "
-            "under another name"
-        )
-
-
-def _stamp_in_file(path: Path) -> Stamp | None:
-    try:
-        connection = open_without_log(path)
-        try:
-            row: tuple[bytes] | None = connection.execute("SELECT data FROM stamp").fetchone()
-        finally:
-            connection.close()
-    except sqlite3.Error:
-        return None
-    return decode_stamp(row[0]) if row is not None else None
-
-
-# ---- the format of SQLite's write-ahead log: https://www.sqlite.org/fileformat2.html#walformat
-
-_LOG_HEADER = struct.Struct(">8I")
-_FRAME_HEADER = struct.Struct(">6I")
-_LEAF_OF_TABLE = 0x0D
-
-
-def _stamps(log: Path) -> Iterator[Stamp]:
-    """Yield the stamps in a write-ahead log, in order, without those of an earlier use of the file."""
-    try:
-        file = log.open("rb")
-    except OSError:
-        return
-    with file:
-        header = file.read(_LOG_HEADER.size)
-        if len(header) < _LOG_HEADER.size:
-            return
-        _, _, page_size, _, *salts, _, _ = _LOG_HEADER.unpack(header)
-        while len(frame := file.read(_FRAME_HEADER.size)) == _FRAME_HEADER.size:
-            number, _, *frame_salts, _, _ = _FRAME_HEADER.unpack(frame)
-            if frame_salts != salts:
-                return
-            if number != PAGE:
-                file.seek(page_size, 1)
-            elif (stamp := _stamp_on_page(file.read(page_size))) is not None:
-                yield stamp
-
-
-def _stamp_on_page(page: bytes) -> Stamp | None:
-    """Return the stamp on a page of the B-tree that holds one row, with a BLOB at the row's end."""
-    if len(page) < 10 or page[0] != _LEAF_OF_TABLE or int.from_bytes(page[3:5], "big") != 1:
-        return None
-    start = int.from_bytes(page[8:10], "big")
-    end = start + 2 + page[start] if start < len(page) else 0  # one byte each for the row's length and its id
-    return decode_stamp(page[max(end - SIZE, 0) : end])

@@ -94,6 +94,7 @@ class Store:
 
     def tidy(self) -> None:
         """Delete segments that no group needs, and write SQLite's log back when it is long."""
+        self._guard()
         recent = self._eras.recent(RECENT)
         old = [segment for segment in self._holds.ever if segment not in recent]
         if unneeded := [segment for segment in old if not self._holds.groups[segment]]:
@@ -106,7 +107,6 @@ class Store:
             if len(sparse) >= SPARSE_SEGMENTS:
                 self._move(sparse)
         if _size(self._log) >= LOG_BYTES:
-            self._guard()
             busy, pages, done = self._connection.execute("PRAGMA wal_checkpoint(RESTART)").fetchone()
             if not busy and pages == done:
                 self._stamp = replace(self._stamp, base=self._stamp.sequence)
@@ -149,10 +149,11 @@ class Store:
             "(?, ?, ?, ?, ?, 'admitted', 0)",
             events.groups,
         )
+        new = 0
         for row in events.groups:
+            new += row[0] not in self._holds.segments
             self._holds.begin(row[0])
-        newest = max(row[0] for row in events.groups)
-        self._stamp = replace(self._stamp, groups=max(self._stamp.groups, newest + 1))
+        self._stamp = replace(self._stamp, groups=self._stamp.groups + new)
 
     def _write_samples(self, events: Transaction) -> None:
         first = self._stamp.rows
@@ -232,7 +233,7 @@ class Store:
             self._release(events.released)
 
     def _release(self, version: int) -> None:
-        self._connection.execute("UPDATE meta SET value = max(value, ?) WHERE key = 'released'", (version,))
+        self._stamp = replace(self._stamp, released=max(self._stamp.released, version))
         while self._trained and self._trained[0][0] <= version:
             for id_ in self._trained.popleft()[1]:
                 self._end(id_)

@@ -7,7 +7,6 @@ writes make its next transaction, so that each event becomes cheaper the more th
 """
 
 import asyncio
-import sqlite3
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ from queue import SimpleQueue
 from struct import error as struct_error
 
 from slipstream.rollout.control.core import Loss, Ticket
-from slipstream.rollout.ledger.database import LedgerError, explained
+from slipstream.rollout.ledger.database import FAILURES, LedgerError, explained
 from slipstream.rollout.ledger.samples import ANSWERED, GROWING, JUDGED, SAMPLES, WHOLE
 from slipstream.rollout.ledger.segments import Buffer, Part, Segments, checked
 from slipstream.rollout.ledger.store import Store
@@ -128,9 +127,13 @@ class Ledger:
             for part in transaction.parts:
                 if part.segment == segment and (frame := part.find(offset, size)) is not None:
                     return checked(frame, crc)
-        if self._store.moved:
-            segment, offset = self._store.moved.place(segment, offset)
-        return self._segments.read(segment, offset, size, crc)
+        while True:
+            place = self._store.moved.place(segment, offset)
+            try:
+                return self._segments.read(*place, size, crc)
+            except LedgerError:
+                if self._store.moved.place(segment, offset) == place:
+                    raise  # else the chunk was moved meanwhile
 
     def _part(self, events: Transaction) -> Part:
         """Return the part of the newest segment, and have a new one begun where there is none."""
@@ -311,7 +314,7 @@ class Ledger:
     def _attempt(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except (sqlite3.Error, OSError) as error:
+        except FAILURES as error:
             self._failure = self._failure or explained(self.path, error)
         except Exception as error:
             self._failure = self._failure or error

@@ -78,23 +78,26 @@ class Workflow(Protocol):
                 builder.add_context(HINT_IDS)
                 last = await context.generator.generate(builder.tokens, context.sampling)
                 builder.add_completion(last)
-                trajectory = builder.build()
-                text = context.tokenizer.decode(last.tokens, skip_special_tokens=True)
-                return replace(trajectory, reward=await context.reward.score(prompt, text, trajectory))
+                return builder.build()
 
     A recipe names the class, and gives its arguments as ``args``:
 
         rollout:
           workflow: {path: my_package.workflows.WithHint}
 
-    One instance runs all episodes of a run, many of them at one time, on the event loop of the driver: keep
-    no state of an episode in ``self``, and never block. After a restart of the run an unfinished episode is
-    run again from its beginning; completions that it asks for again with the same input are not generated
+    One instance in each collector process runs many episodes at one time on one event loop: keep no state of
+    an episode in ``self``, and never block. A workflow that computes for ``rollout.collector_timeout_s``
+    without awaiting anything ends its process. When a process ends, an unfinished episode is run again from
+    its beginning in another one; completions that it asks for again with the same input are not generated
     again.
     """
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> Trajectory:
-        """Run one episode and return its trajectory, with ``reward`` set to a finite number.
+        """Run one episode and return its trajectory.
+
+        A trajectory without a reward is judged by the recipe's reward, which is asked with the text of the
+        last completion. A workflow that knows better sets ``reward`` to a finite number itself; it may also
+        ask ``context.reward``, whose time does not count towards the time limit of the episode.
 
         Raise an exception when the episode fails for a reason outside the policy. It is run again, up to
         ``rollout.episode_attempts`` times, and then its group is counted as ``failed``. An episode that

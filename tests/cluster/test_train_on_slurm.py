@@ -46,19 +46,23 @@ def test_sbatch_trains_the_quickstart_policy_across_two_nodes(slurm_cluster: Slu
         output=tmp_path / "out.log",
     )
     slurm_cluster.wait_for_output(job, "step 1/3", 240)
-    # ray::TrainerActor and the SGLang server: each where it belongs, and nowhere else.
+    # Each where it belongs, and nowhere else.
     where = {
         part: [
             node
             for node in slurm_cluster.node_ips
             if any(part in process.command for process in slurm_cluster.processes(node))
         ]
-        for part in ("ray::TrainerActor", "sglang::scheduler")
+        for part in ("ray::TrainerActor", "ray::CollectorActor", "sglang::scheduler")
     }
     sockets = {node: slurm_cluster.listening(node) for node in slurm_cluster.node_ips}
     result = slurm_cluster.wait(job, 240)
     assert (result.state, result.exit_code) == ("COMPLETED", 0), result.output
-    assert where == {"ray::TrainerActor": ["node1"], "sglang::scheduler": ["node2"]}, result.output
+    assert where == {
+        "ray::TrainerActor": ["node1"],
+        "ray::CollectorActor": ["node1", "node2"],
+        "sglang::scheduler": ["node2"],
+    }, result.output
     for node in slurm_cluster.node_ips:
         left = slurm_cluster.processes(node)
         assert not left, f"left on {node}:\n{tree(left)}\n{result.output}"
@@ -69,10 +73,11 @@ def test_sbatch_trains_the_quickstart_policy_across_two_nodes(slurm_cluster: Slu
             program for where, program in sockets[node] if where not in (address, "127.0.0.1")
         )
         # Ray's services, which ask for the job's token: two of the raylet, one of each other process.
-        rays = {"gcs_server", "raylet", "slipstream", "ray::IDLE", "ray::TrainerAct", "ray::EngineActo"}
-        assert set(everywhere) <= rays, sockets[node]
+        actors = {"ray::TrainerAct", "ray::EngineActo", "ray::CollectorA"}
+        assert set(everywhere) <= {"gcs_server", "raylet", "slipstream", "ray::IDLE", *actors}, sockets[node]
         assert everywhere["raylet"] == 2
         assert everywhere["ray::TrainerAct"] + everywhere["ray::EngineActo"] == 1
+        assert everywhere["ray::CollectorA"] == 1
     summary = json.loads((tmp_path / "runs/quickstart/summary.json").read_text())
     assert (summary["exit"], summary["steps"], summary["versions"]) == ("done", 3, 3)
     assert (tmp_path / "runs/quickstart/checkpoint-hf/config.json").exists()

@@ -1,11 +1,12 @@
-"""kill -9 of driver, trainer or engine at seeded instants of real runs; after each, audit and resume.
+"""kill -9 of any process of real runs at seeded instants; after each, audit and resume.
 
     python -m tests.crash.sweep --kills 200 --seed 1
     python -m tests.crash.sweep --kills 1 --seed 1 --first 57      only that one again
 
 One run after the other is started, killed, audited and resumed until it is done. The instants are seeded,
-and some are aimed: at a weight update, at a checkpoint being written, at its commit. Prints a line per kill
-and, as the last line, one JSON object. Exit code 1 if an audit was not clean or a run could not finish.
+and some are aimed: at a weight update, at a checkpoint being written, at its commit. A run goes on by itself
+without an engine, a collector or a judge. Prints a line per kill and, as the last line, one JSON object.
+Exit code 1 if an audit was not clean or a run could not go on or finish.
 """
 
 import argparse
@@ -27,6 +28,8 @@ from slipstream.backend.quickstart import prepare
 from tests.runs.conftest import LaunchedRun, run_command, start_run
 
 STEPS = 40
+BOUND = 2
+"""Largest head lag. BOUND + 1 batches may be ready already when something is killed."""
 START_TIMEOUT_S = 180
 """From a start to the first training step on a busy machine."""
 END_TIMEOUT_S = 300
@@ -34,7 +37,9 @@ END_TIMEOUT_S = 300
 QUIET_TIMEOUT_S = 60
 """From the driver's end to that of the last process of the run."""
 
-VICTIMS = {"driver": 4, "trainer": 3, "engine": 3}
+VICTIMS = {"driver": 4, "trainer": 3, "engine": 3, "collector": 3, "judge": 2}
+REPLACED = ("engine", "collector", "judge")
+"""Victims that a run replaces while it goes on."""
 MOMENTS = {"any time": 3, "start": 4, "weight update": 2, "checkpoint": 2, "commit": 2}
 
 
@@ -100,7 +105,7 @@ class Sweep:
             self.folder,
             f"run-{self.run_number}",
             f"run.steps={self.steps}",
-            "rollout.max_head_offpolicyness=2",
+            f"rollout.max_head_offpolicyness={BOUND}",
             "checkpoint.every=2",
             *self.overrides,
             resume=True,
@@ -109,36 +114,40 @@ class Sweep:
 
     def until_killed(self, life: LaunchedRun, kill: Kill) -> LaunchedRun:
         """Strike once; the next life."""
-        while not self.strike(life, kill):
+        while (victim := self.strike(life, kill)) is None:
             self.settle(life, None)
             life = self.start()
-        self.hits[f"{kill.victim}, {kill.moment}"] += 1
-        if kill.victim == "engine":
-            # The run lives on and replaces the engine; then it is stopped, to be audited.
-            with suppress(Ended):
-                self.wait(life, self.steps_logged(life) + 1, START_TIMEOUT_S)
-                life.process.send_signal(signal.SIGINT)
+        self.hits[f"{victim}, {kill.moment}"] += 1
+        if victim in REPLACED:
+            self.go_on(life, kill)
         self.settle(life, kill)
         return self.start()
 
-    def strike(self, life: LaunchedRun, kill: Kill) -> bool:
-        """Wait for the moment and kill; False if the run was done before."""
+    def strike(self, life: LaunchedRun, kill: Kill) -> str | None:
+        """Wait for the moment and kill; return what was killed, or None if the run was done before."""
         try:
             self.await_moment(life, kill)
-            pids = {
-                "driver": lambda: [life.process.pid],
-                "trainer": lambda: life.pids_of("ray::TrainerActor"),
-                "engine": lambda: life.pids_of("slipstream.rollout.engine.launch"),
-            }[kill.victim]()
-            if not pids:  # not yet there at this moment of a start
-                pids = [life.process.pid]
-            self.say(f"kill {kill.number}: {kill.victim}, {kill.moment} + {kill.delay_s:.2f} s")
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            return True
         except Ended:
-            return False
+            return None
+        victim, pids = kill.victim, processes(life, kill.victim)
+        if not pids:  # not yet there at this moment of a start
+            victim, pids = "driver", processes(life, "driver")
+        self.say(f"kill {kill.number}: {victim}, {kill.moment} + {kill.delay_s:.2f} s")
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return victim
+
+    def go_on(self, life: LaunchedRun, kill: Kill) -> None:
+        """Wait until the run has replaced what was killed; then stop it, to be audited."""
+        try:
+            self.wait(life, self.steps_logged(life) + BOUND + 2, START_TIMEOUT_S)
+        except Ended:
+            # A run whose engine or judge is lost while it starts may also end, and is resumed.
+            if kill.moment != "start" and life.process.wait():
+                raise SweepFailed(f"after {kill} {life.folder} has not gone on:\n{life.output()}") from None
+        else:
+            life.process.send_signal(signal.SIGINT)
 
     def await_moment(self, life: LaunchedRun, kill: Kill) -> None:
         if kill.moment != "start":
@@ -213,6 +222,23 @@ class Sweep:
 
 class Ended(Exception):
     """The life has ended by itself."""
+
+
+def processes(life: LaunchedRun, victim: str) -> list[int]:
+    """Return the processes that are killed for a victim."""
+    match victim:
+        case "driver":
+            return [life.process.pid]
+        case "trainer":
+            return life.pids_of("ray::TrainerActor")
+        case "engine":
+            return life.pids_of("slipstream.rollout.engine.launch")
+        case "collector":
+            return life.pids_of("ray::CollectorActor")
+        case "judge":
+            return life.judges()
+        case _:
+            raise ValueError(victim)
 
 
 def _there(folder: Path, pattern: str) -> bool:

@@ -127,6 +127,15 @@ class LaunchedRun:
                     pids.append(pid)
         return pids
 
+    def judges(self) -> list[int]:
+        """Return the judges, which are forks of their keepers and share their command lines."""
+        pids = []
+        for pid in self.descendants():
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text() == "judge\n":
+                    pids.append(pid)
+        return pids
+
     def end(self) -> None:
         """Kill whatever is left of the run."""
         self.process.end()

@@ -24,7 +24,7 @@ def listening(pids: Iterable[int]) -> list[str]:
 
 def beyond_loopback(sockets: Iterable[str]) -> list[str]:
     """Return those of ``sockets`` that other machines may reach."""
-    return [one for one in sockets if not _is_loopback(one.split()[0].rpartition(":")[0])]
+    return [entry for entry in sockets if not _is_loopback(entry.split()[0].rpartition(":")[0])]
 
 
 def _is_loopback(address: str) -> bool:
@@ -39,7 +39,7 @@ def unix_sockets(pids: Iterable[int]) -> set[Path]:
     for pid in pids:
         with suppress(psutil.Error):
             connections = psutil.Process(pid).net_connections("unix")
-            paths |= {Path(one.laddr) for one in connections if str(one.laddr).startswith("/")}
+            paths |= {Path(entry.laddr) for entry in connections if str(entry.laddr).startswith("/")}
     return {path for path in paths if path.exists()}
 
 

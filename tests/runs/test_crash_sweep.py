@@ -1,4 +1,4 @@
-"""Short crash sweeps. `make crash-sweep` makes a long one; test_resume.py has a single kill."""
+"""Short crash sweeps. `make crash-sweep` makes a long one; runs of test_resume.py lose processes too."""
 
 from pathlib import Path
 
@@ -9,6 +9,8 @@ from tests.crash.sweep import Kill, Sweep
 KILLS = {
     "a trainer that commits": Kill(0, "trainer", "commit", 0.0),
     "an engine in a weight update": Kill(1, "engine", "weight update", 0.01),
+    "a collector in a weight update": Kill(2, "collector", "weight update", 0.01),
+    "a judge": Kill(3, "judge", "any time", 1.0),
 }
 
 

@@ -103,7 +103,14 @@ def test_the_quickstart_learns_within_its_staleness_bound_and_exports_what_it_se
 def test_every_socket_of_a_run_on_one_machine_is_on_loopback_or_in_a_private_folder(quickstart):
     _, seen = quickstart
     programs = " ".join(seen.sockets)
-    for program in ("gcs_server", "raylet", "ray::Trainer", "ray::Engine", "sglang::schedul"):
+    for program in (
+        "gcs_server",
+        "raylet",
+        "ray::Trainer",
+        "ray::Collector",
+        "ray::Engine",
+        "sglang::schedul",
+    ):
         assert program in programs
     assert len(seen.sockets) > 20
     assert beyond_loopback(seen.sockets) == []

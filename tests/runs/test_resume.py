@@ -1,33 +1,28 @@
 """Runs that were killed, resumed as a user resumes them: real Megatron, SGLang and Ray.
 
 Most tests read one run, which takes seconds to start: its trainer is killed while it commits a checkpoint, it
-is resumed, its driver is killed, and it is resumed again and finishes.
+is resumed, its driver is killed, it is resumed again, its collector is killed, and it finishes.
 """
 
 import json
 import os
-import shutil
+import re
 import signal
-import sqlite3
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from slipstream.rollout.ledger.database import LedgerError, open_for_reading
-from slipstream.rollout.ledger.records import decode_completion, decode_trajectory
 from slipstream.rollout.trajectory import Trajectory
 from tests.crash.sweep import Kill, Sweep
 from tests.runs.conftest import LaunchedRun, run_command, start_run
 from tests.runs.many_turns import TURNS
+from tests.runs.stored import Answer, stored
 from tests.runs.test_run import records, summary
 
 BATCH_SIZE, SAMPLES = 4, 16
@@ -172,7 +167,7 @@ def test_a_resume_with_another_seed_is_refused_and_changes_nothing(audited: dict
     assert audit(root / NAME) == audited
 
 
-def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes(
+def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes_without_its_collector(
     audited: dict, inputs: Path, root: Path
 ):
     folder = root / NAME
@@ -184,35 +179,48 @@ def test_a_killed_run_is_resumed_from_the_newest_sound_checkpoint_and_finishes(
     shard.write_bytes(content)
 
     # Fewer steps than were asked for first: what was begun for later ones is left over.
-    steps = before["steps"] + 4
+    steps = before["steps"] + 6
+    logged = len(records_in(folder))
     run = start_run(inputs, root, NAME, *SETTINGS, f"run.steps={steps}", resume=True)
     try:
+        wait_for("a step", lambda: len(records_in(folder)) > logged, run)
+        [collector] = run.pids_of("ray::CollectorActor")
+        os.kill(collector, signal.SIGKILL)
         assert run.process.wait(240) == 0, run.output()
+        run.assert_nothing_left()
     finally:
         run.end()
+    assert "collector-0 is started again: its process has ended" in run.output()
     assert f"checkpoint {newest.name} is damaged: {shard.name} has a wrong checksum" in run.output()
-    assert f"resumed from version {int(older.name[1:])}" in run.output()
+    resumed = re.search(rf"resumed from version {int(older.name[1:])} \(step (\d+)\)", run.output())
+    assert resumed, run.output()
     found = audit(folder)
     assert found["clean"], found
     assert found["groups"]["trained"] == steps * BATCH_SIZE
     assert (found["starts"], found["steps"]) == (3, steps)
-    assert found["steps_lost"] >= before["steps"] - int(older.name[1:])
+    assert found["steps_lost"] >= before["steps"] - int(resumed[1]) > 0
     result = summary(run)
     assert (result["exit"], result["resumed"]) == ("done", 2)
-    versions = [
-        json.loads(line)["step"]
-        for line in (folder / "metrics.jsonl").read_text().splitlines()
-        if '"reward/mean"' in line
-    ]
+    versions = [record["step"] for record in records_in(folder)]
     assert versions == sorted(set(versions)), "a version number was used twice"
+
+
+def records_in(folder: Path) -> list[dict]:
+    """Return what was logged of each training step of a run, over all of its lives."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if '"reward/mean"' in line and line.endswith("\n")]
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A synchronous run that was killed before its first training step, and resumed."""
+    """A synchronous run that was killed before its first training step, and resumed.
+
+    In its second life its judge is killed.
+    """
 
     run: LaunchedRun
-    answers: dict[tuple[int, int], Any]
+    answers: dict[tuple[int, int], Answer]
     """By episode and call: the answers, whole or in part, that were stored when it was killed."""
 
 
@@ -230,28 +238,53 @@ def unfinished(inputs: Path, root: Path) -> Iterator[Unfinished]:
     folder = root / "unfinished"
     run = start_run(inputs, root, folder.name, *settings)
     try:
-        wait_for(
-            "answers", lambda: len(stored(folder, "partials", "call", decode_completion)) > 2 * SAMPLES, run
-        )
+        wait_for("answers", lambda: len(stored(folder).answers) > 2 * SAMPLES, run)
+        cut_off(run, lambda: bool(stored(folder).partial))
         kill(run)
-        answers = stored(folder, "partials", "call", decode_completion)
-        assert not stored(folder, "trajectories", "0", decode_trajectory)
+        before = stored(folder)
+        assert before.partial and not before.trajectories
         run = start_run(inputs, root, folder.name, *settings, resume=True)
+        wait_for("a step", lambda: len(records_in(folder)) > 0, run)
+        killed = run.judges()
+        assert killed
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        wait_for("another judge", lambda: set(run.judges()) - set(killed), run)
         assert run.process.wait(240) == 0, run.output()
-        yield Unfinished(run, answers)
+        yield Unfinished(run, before.answers)
     finally:
         run.end()
 
 
+def cut_off(run: LaunchedRun, is_stored: Callable[[], bool]) -> None:
+    """Stop the engine in the middle of answers whose beginnings are stored.
+
+    A collector stores what there is of an answer when it grows again after two seconds.
+    """
+    engine = run.pids_of("sglang::scheduler")
+    assert engine
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for number, seconds in ((signal.SIGSTOP, 2.2), (signal.SIGCONT, 0.02), (signal.SIGSTOP, 1.0)):
+            for pid in engine:
+                os.kill(pid, number)
+            time.sleep(seconds)
+        if is_stored():
+            return
+        for pid in engine:
+            os.kill(pid, signal.SIGCONT)
+    pytest.fail(f"the beginning of no answer was stored:\n{run.output()}")
+
+
 def test_unfinished_episodes_are_gone_on_with_after_a_restart(unfinished: Unfinished):
-    """Nothing is asked twice of an engine, and a part of an answer is continued."""
+    """Nothing is asked twice of an engine, a part of an answer is continued, a lost judge costs no answer."""
     folder = unfinished.run.folder
     assert f"0 groups ready, {BATCH_SIZE} continued, 0 to be generated again" in unfinished.run.output()
-    trajectories = stored(folder, "trajectories", "0", decode_trajectory)
+    trajectories = stored(folder).trajectories
     assert len(trajectories) == STEPS * SAMPLES
     for (key, call), answer in unfinished.answers.items():
-        turns = sampled_runs(trajectories[key, 0])
-        assert len(turns) == len(trajectories[key, 0].turn_rewards) == TURNS
+        turns = sampled_runs(trajectories[key])
+        assert len(turns) == len(trajectories[key].turn_rewards) == TURNS
         assert tuple(turns[call][: len(answer.tokens)]) == answer.tokens
     generated = summary(unfinished.run)["tokens_generated"]
     saved = sum(len(answer.tokens) for answer in unfinished.answers.values())
@@ -263,8 +296,7 @@ def test_unfinished_episodes_are_gone_on_with_after_a_restart(unfinished: Unfini
 def test_a_synchronous_run_has_lag_zero_and_leaves_nothing_behind(unfinished: Unfinished):
     result = summary(unfinished.run)
     assert result["exit"] == "done"
-    # A resume serves the weights that it starts from as a version of their own.
-    assert (result["steps"], result["versions"], result["head_lag_max"]) == (STEPS, STEPS + 1, 0)
+    assert (result["steps"], result["versions"], result["head_lag_max"]) == (STEPS, STEPS, 0)
     assert result["multi_version_fraction"] == 0
     assert result["groups"]["trained"] == result["groups"]["admitted"] == STEPS * BATCH_SIZE
     assert len(records(unfinished.run)) == STEPS
@@ -289,15 +321,3 @@ def sampled_runs(trajectory: Trajectory) -> list[list[int]]:
     starts = np.flatnonzero(np.diff(trajectory.loss_mask_T.astype(int), prepend=0) == 1)
     ends = np.flatnonzero(np.diff(trajectory.loss_mask_T.astype(int), append=0) == -1) + 1
     return [trajectory.tokens_T[start:end].tolist() for start, end in zip(starts, ends, strict=True)]
-
-
-def stored(folder: Path, table: str, call: str, decode: Callable[[bytes], Any]) -> dict[tuple[int, int], Any]:
-    """What a kill at this moment would leave in a table, by key and call; nothing while it cannot be read."""
-    with tempfile.TemporaryDirectory() as scratch:
-        for file in folder.glob("ledger.sqlite*"):
-            shutil.copy(file, scratch)
-        with suppress(LedgerError, sqlite3.Error):
-            connection = open_for_reading(Path(scratch) / "ledger.sqlite")
-            rows = connection.execute(f"SELECT key, {call}, payload FROM {table}")
-            return {(key, number): decode(payload) for key, number, payload in rows}
-    return {}

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -130,11 +131,14 @@ def test_a_run_that_another_machine_has_taken_over_ends_and_writes_nothing_more(
 
 @pytest.mark.slow  # test_resume.py kills a driver too
 def test_a_killed_driver_takes_everything_with_it(launch: Launch):
-    run = launch("run.steps=1000", "rollout.max_head_offpolicyness=2")
+    name = f"k{os.getpid()}"
+    run = launch("run.steps=1000", "rollout.max_head_offpolicyness=2", name=name)
     wait_for_step(run, 1)
+    assert len(list(Path("/tmp").glob(f"slipstream.*{name}.*"))) == 2, "Ray's folder and the engine's"
     run.process.kill()
     run.process.wait()
     deadline = time.monotonic() + 30
     while run.descendants() and time.monotonic() < deadline:
         time.sleep(0.2)
     run.assert_nothing_left()
+    assert not list(Path("/tmp").glob(f"slipstream.*{name}.*"))

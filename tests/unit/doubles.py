@@ -10,7 +10,7 @@ from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.routing import Routing
 from slipstream.rollout.messages import DOWN, UP, Down, Status, Up, pack, split
-from slipstream.rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.trajectory import TrajectoryHeader
 
 
 @dataclass
@@ -28,14 +28,14 @@ class Policy:
 class Listener:
     """Remembers what collection reports."""
 
-    losses: list[tuple[Loss, tuple[Trajectory, ...]]] = field(default_factory=list)
+    losses: list[tuple[Loss, tuple[TrajectoryHeader, ...]]] = field(default_factory=list)
     failures: list[tuple[int, int, str]] = field(default_factory=list)
 
-    def lost(self, loss: Loss, trajectories: Sequence[Trajectory]) -> None:
+    def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader], reason: str = "") -> None:
         self.losses.append((loss, tuple(trajectories)))
 
-    def episode_failed(self, prompt: Prompt, attempt: int, error: Exception) -> None:
-        self.failures.append((prompt.id, attempt, str(error)))
+    def attempt_failed(self, prompt: int, attempt: int, error: str) -> None:
+        self.failures.append((prompt, attempt, error))
 
 
 class Collector:

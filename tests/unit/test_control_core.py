@@ -336,20 +336,29 @@ def test_a_batch_that_is_given_back_is_taken_again_in_its_old_order():
 
 
 @pytest.mark.parametrize("policy", [Fifo(), Windowed(0.0)])
-def test_tokens_of_a_version_that_was_given_back_lie_on_a_branch(policy):
+@pytest.mark.parametrize("is_withheld", [False, True])
+@pytest.mark.parametrize("end", ["given back", "quarantined"])
+@pytest.mark.parametrize("bound", [0, 1])
+def test_tokens_of_a_version_that_was_given_back_lie_on_a_branch(policy, is_withheld, end, bound):
     """Their lag at the step that makes up for it is 1: with bound 0 they cannot be trained."""
-    for bound, taken in [(0, None), (1, [Taken(1)])]:
-        core = RolloutControl(1, bound, consumption=policy, over_sampling=2)
-        batch, other = core.admit(), core.admit()
-        finish(core, batch)
-        core.take_batch()
-        lost = core.begin_step()
-        core.finished(other.id, {0, lost})
+    core = RolloutControl(1, bound, consumption=policy, over_sampling=2)
+    batch, other = core.admit(), core.admit()
+    finish(core, batch)
+    core.take_batch()
+    lost = core.begin_step()
+    core.finished(other.id, {0, lost})
+    if is_withheld:
+        core.withhold({other.id})
+    if end == "given back":
         core.give_back()
-        core.quarantine(batch.id)
-        assert core.lag(lost) == 1
-        assert core.take_batch() == taken
-        assert core.take_expired() == ([] if bound else [Expired(other.id, Loss.SURPLUS)])
+    core.quarantine(batch.id)
+    assert core.lag(lost) == 1
+    if bound == 0:
+        assert core.take_expired() == [Expired(other.id, Loss.STALE if is_withheld else Loss.SURPLUS)]
+        return
+    assert core.take_expired() == []
+    core.withhold(())
+    assert core.take_batch() == [Taken(other.id)]
 
 
 def test_tokens_of_the_version_in_the_making_are_fresh_once_it_is_published():

@@ -57,9 +57,9 @@ def config(tmp_path: Path) -> RunConfig:
     return config
 
 
-def start(config: RunConfig, checkpoint=None):
+def start(config: RunConfig, checkpoint=None, other_prompts: bool = False):
     inputs, lease = SimpleNamespace(prompts=PROMPTS), SimpleNamespace(check=lambda: None)
-    return begin(config, inputs, checkpoint, lease)  # type: ignore[arg-type]
+    return begin(config, inputs, checkpoint, lease, other_prompts=other_prompts)  # type: ignore[arg-type]
 
 
 def stored(ledger: Ledger, context: tuple[int, ...], tokens: tuple[int, ...]) -> bytes:
@@ -129,6 +129,25 @@ def test_a_run_goes_on_from_its_checkpoint_with_what_the_ledger_kept(config: Run
         assert state.intake.position == 4
     finally:
         state.ledger.close()
+
+
+def test_with_another_prompt_set_no_group_gets_answers_to_two_prompts(config: RunConfig):
+    """A group that is ready is whole; one that has begun would go on with the prompt now at its position."""
+    ledger = start(config).ledger
+
+    async def first_life() -> None:
+        ready(ledger, 0, 0)
+        ledger.admitted(Ticket(1, 0), 1)
+        piece = PieceHeader(0, b"digest", ((0, 3),))
+        ledger.piece(SAMPLES, 0, stored(ledger, (1,), (2, 3, 4)), encode(piece))
+        await ledger.flushed()
+
+    asyncio.run(first_life())
+    ledger.close()
+    state = start(config, other_prompts=True)
+    state.ledger.close()
+    assert "1 groups ready, 0 continued, 1 to be generated again" in state.notes[0]
+    assert not state.groups.continued
 
 
 def test_what_cannot_be_trained_within_the_bound_is_generated_again(config: RunConfig):

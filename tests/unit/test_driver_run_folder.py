@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,15 +17,17 @@ import msgspec
 import pytest
 import yaml
 
+from slipstream.backend.checkpoint.folder import CheckpointFolder
 from slipstream.backend.commands.audit import audit_run
 from slipstream.backend.driver import resume as resume_module
 from slipstream.backend.driver import run_folder
-from slipstream.backend.driver.checkpointing import NoHistory
+from slipstream.backend.driver.checkpointing import NoHistory, TrainerCheckpoints
 from slipstream.backend.driver.inputs import InputError
 from slipstream.backend.driver.resume import RunState, open_run
 from slipstream.backend.driver.run_folder import FIXED, check_same_run, recipe_text
 from slipstream.backend.driver.sft import open_folder
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import CheckpointConfig, RunConfig
+from slipstream.rollout.control.core import GroupCounts
 from slipstream.rollout.durable import write_durably
 from slipstream.rollout.ledger.database import LedgerBusy
 from slipstream.rollout.ledger.driver_file import look
@@ -384,13 +387,39 @@ def test_a_supervised_run_is_opened_by_one_process_and_given_back(config: RunCon
     assert len(list(config.run.folder.parent.iterdir())) == 2
 
 
-def test_a_checkpoint_of_a_fenced_run_without_a_ledger_is_not_committed():
-    def fenced() -> None:
-        raise Fenced("fenced")
+@pytest.mark.parametrize("fenced_at", ["the beginning", "the commit"])
+def test_a_fenced_driver_neither_deletes_nor_commits_a_checkpoint(tmp_path: Path, fenced_at: str):
+    """The beginning of a checkpoint deletes what an earlier process has left unfinished."""
+    calls = iter([fenced_at == "the beginning", True])
 
+    def fence() -> None:
+        if next(calls):
+            raise Fenced("fenced")
+
+    class Trainer:
+        async def begin_checkpoint(self, folder: Path) -> None:
+            (folder / "weights").write_text("of the fenced driver")
+
+        async def checkpoint_written(self) -> None:
+            """Nothing is left to write."""
+
+        async def finish_checkpoint(self) -> None:
+            """Nothing is left to do."""
+
+    other = CheckpointFolder(tmp_path, keep_last=1).begin(4)
+    checkpoints = TrainerCheckpoints(
+        CheckpointConfig(every=1),
+        CheckpointFolder(tmp_path, keep_last=1),
+        Trainer(),
+        nullcontext,
+        NoHistory(fence=fence),
+        SimpleNamespace(checkpoint_taken=lambda stall_s: None, note=print),
+    )
+    position = SimpleNamespace(version=3, step=3, position=3, counts=GroupCounts())
     with pytest.raises(Fenced):
-        asyncio.run(NoHistory(fence=fenced).flushed())
-    asyncio.run(NoHistory().flushed())
+        asyncio.run(checkpoints.last(position))  # type: ignore[arg-type]
+    assert CheckpointFolder(tmp_path, keep_last=1).all() == []
+    assert other.exists() == (fenced_at == "the beginning")
 
 
 def test_a_file_system_without_working_locks_is_named(config: RunConfig, monkeypatch):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -18,7 +19,6 @@ from hypothesis import strategies as st
 
 from slipstream.rollout.control.core import GroupCounts, Loss, Ticket
 from slipstream.rollout.ledger.database import LedgerBusy, LedgerError, open_for_reading
-from slipstream.rollout.ledger.history import FailedStep
 from slipstream.rollout.ledger.recovery import LEDGER, Recovered, open_ledger
 from slipstream.rollout.ledger.samples import OpenSample
 from slipstream.rollout.ledger.segments import FOLDER
@@ -394,7 +394,7 @@ def test_failed_steps_are_remembered_until_their_groups_have_ended(tmp_path):
 
     in_ledger(tmp_path, act, batch_size=2)
     recovered = in_ledger(tmp_path, nothing, batch_size=2)
-    assert recovered.suspects == [FailedStep(1, "rank 3: CUDA error: an illegal memory access", (0, 1))]
+    assert recovered.failures == [(0, 1)], "the other one is explained by the quarantined group"
     assert recovered.losses == {Loss.QUARANTINED: 1}
     assert recovered.counts.failed == 1
 
@@ -498,11 +498,10 @@ def test_the_guard_stops_the_ledger_before_it_writes(tmp_path):
     class Fenced(LedgerError):
         """Another driver has the run."""
 
-    calls: list[int] = []
+    is_fenced: list[bool] = []
 
     def guard() -> None:
-        calls.append(len(calls))
-        if len(calls) > 2:  # once as it is opened
+        if is_fenced:
             raise Fenced("another driver has the run")
 
     heard: list[str] = []
@@ -512,6 +511,7 @@ def test_the_guard_stops_the_ledger_before_it_writes(tmp_path):
         ledger.admitted(Ticket(0, 0), 0)
         await ledger.flushed()
         ledger.admitted(Ticket(1, 0), 1)
+        is_fenced.append(True)
         ledger.when_durable(lambda: heard.append("durable"))
         with pytest.raises(Fenced):
             await ledger.flushed()
@@ -522,7 +522,9 @@ def test_the_guard_stops_the_ledger_before_it_writes(tmp_path):
     with pytest.raises(Fenced):
         ledger.close()
     assert heard == []
-    assert calls[:3] == [0, 1, 2]
+    # The connection stays open: SQLite would write when it closes the file.
+    copy = shutil.copytree(tmp_path, tmp_path / "copy")
+    assert [group.id for group in in_ledger(copy, nothing).open] == [0]
 
 
 def test_a_closed_ledger_refuses_further_events(tmp_path):
@@ -565,7 +567,6 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path, seed):
     program = f"""
         async def main():
             ledger, recovered = open_ledger(Path({str(tmp_path)!r}), **BATCH, segment_bytes=5_000)
-            assert recovered.notes == [], recovered.notes
             for id_ in range(sum(group.is_ready for group in recovered.open), 10**6):
                 ready_group(ledger, id_, [0] * 50)
                 ledger.admitted(Ticket(id_ + 1, 0), id_ + 1)
@@ -587,7 +588,7 @@ def test_what_was_acknowledged_survives_kill_9(tmp_path, seed):
         assert ready == list(range(len(ready))), "a prefix of what was given"
         assert len(ready) > int(acknowledged[-1]), "with everything that was acknowledged"
         assert recovered.counts.admitted <= len(ready) + 1
-        assert recovered.notes == []
+        assert all("ends within transaction" in note for note in recovered.notes)
 
 
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync", "COMMIT", "after"])
@@ -657,25 +658,43 @@ def open_and_close(folder: Path, **state) -> tuple[Recovered, list[bytes]]:
 
 
 def test_a_growing_completion_is_written_once(tmp_path):
-    """A completion of 32,768 tokens whose chunks are flushed every 256 tokens, beside 7 others.
+    """A completion of 32,768 tokens that is flushed every 256 tokens.
 
     It used to be written whole every two seconds: 33.8 MB for 0.26 MB.
     """
     chunk = encode_chunk((), range(256), [-0.5] * 256)
 
     async def act(ledger: Ledger) -> None:
-        for id_ in range(8):
-            ledger.admitted(Ticket(id_, 0), id_)
+        ledger.admitted(Ticket(0, 0), 0)
         await ledger.flushed()
         before = written_bytes()
         for number in range(128):
-            for id_, ref in enumerate(appended(ledger, *[chunk] * 8)):
-                ledger.piece(id_ * SAMPLES, number, ref, piece_header((0, 256)))
+            [ref] = appended(ledger, chunk)
+            ledger.piece(0, number, ref, piece_header((0, 256)))
             await ledger.flushed()
-        assert written_bytes() - before <= 3 * 8 * 128 * len(chunk)
+        assert written_bytes() - before <= 3 * 128 * len(chunk)
 
     in_ledger(tmp_path, act)
-    assert [len(group.samples[0].pieces) for group in in_ledger(tmp_path, nothing).open] == [128] * 8
+    [group] = in_ledger(tmp_path, nothing).open
+    assert len(group.samples[0].pieces) == 128
+
+
+def test_many_trajectories_are_written_with_few_bytes_about_them(tmp_path):
+    """Everything but the trajectories themselves takes less than a tenth of their bytes."""
+    each = trajectory([0] * 512)
+    chunk, header = encode_trajectory(each), encode(each.header)
+
+    async def act(ledger: Ledger) -> None:
+        before = written_bytes()
+        for first in range(0, 2048, 64):
+            for id_, ref in enumerate(appended(ledger, *[chunk] * 64), first):
+                ledger.admitted(Ticket(id_, 0), id_)
+                ledger.judged(id_ * SAMPLES, ref, header)
+                ledger.ready(id_, 512)
+            await ledger.flushed()
+        assert written_bytes() - before <= 1.1 * 2048 * len(chunk)
+
+    in_ledger(tmp_path, act, n_samples=1)
 
 
 def written_bytes() -> int:

@@ -40,6 +40,8 @@ def test_parquet_is_read_like_jsonl(tmp_path):
         (b'{"prompt": null}', "must be a text or a list of chat messages"),
         (b'{"prompt": ["2+2"]}', "chat messages with a `role`"),
         (b'{"prompt": [{"content": "2+2"}]}', "chat messages with a `role`"),
+        (b'{"prompt": "?", "label": 1000000000000000000000}', r"can't serialize ints .* as a text"),
+        (b'{"prompt": "?", "extra": ["\\ud83d"]}', "surrogates not allowed.* as a text"),
     ],
 )
 def test_a_bad_line_is_named_with_file_and_number(tmp_path, line, message):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.configs.schema import SamplingConfig
+from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.key import Key, new_key
 from slipstream.rollout.engine.leftovers import members
 from tests.runs.engines.conftest import Server, version_of
@@ -58,9 +59,10 @@ def test_every_route_refuses_a_request_without_the_key_which_has_no_effect(
     assert {"/slipstream/replica", "/slipstream/replica/begin", "/v1/chat/completions"} <= asked
     statuses = {(method, path): status(server, method, path, key) for method, path in routes + BEYOND}
     assert {route: code for route, code in statuses.items() if code != 401} == {}
-    [version, completion] = server.ask(
+    completion, sampling = GrowingCompletion(), SamplingConfig(max_new_tokens=4)
+    [version, _] = server.ask(
         version_of,
-        lambda client: client.generate([1, 2, 3], SamplingConfig(max_new_tokens=4), version=0),
+        lambda client: client.generate([1, 2, 3], sampling, completion, version=0),
     )
     assert version == 0
     assert 1 <= len(completion.tokens) <= 4, "it was not paused"

@@ -1,13 +1,15 @@
 """A time limit that many tasks share does what ``asyncio.timeout`` does for each of them."""
 
 import asyncio
+from collections.abc import Awaitable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
-from slipstream.rollout.collect.time_limit import TimeLimit
+from slipstream.rollout.collector.time_limit import TimeLimit
+from tests.unit.collecting import run_with_contexts as run
 
 
 def now() -> float:
@@ -127,8 +129,10 @@ def test_time_that_is_stopped_counts_for_nobody(tasks, stops):
         async def stopping():
             for after, takes in stops:
                 await asyncio.sleep(after + 0.25)
-                with limit.stopped():
-                    await asyncio.sleep(takes)
+                limit.stop(True)
+                limit.stop(True)
+                await asyncio.sleep(takes)
+                limit.stop(False)
 
         async with asyncio.TaskGroup() as group:
             group.create_task(stopping())
@@ -156,3 +160,135 @@ def test_time_that_is_stopped_counts_for_nobody(tasks, stops):
         if start + takes != end:
             expected = ("done", start + takes) if start + takes < end else ("not done within 10 s", end)
             assert (said, at) == pytest.approx(expected)
+
+
+def test_stopping_nothing_and_letting_go_on_what_was_not_stopped_do_nothing():
+    async def main():
+        limit = TimeLimit(10)
+        limit.stop(False)
+        limit.stop(True)
+        await asyncio.sleep(5)
+        limit.stop(False)
+        return await limited(limit, 0, 100)
+
+    assert clock.run(main()) == ("not done within 10 s", 15)
+
+
+# ---- time that is spent on judging
+
+
+async def within(limit: TimeLimit, work: Awaitable[None]) -> tuple[str, float]:
+    """Do some work of this task within the limit. Return how it has ended, and when."""
+    try:
+        with limit():
+            await work
+    except TimeoutError:
+        return "late", now()
+    return "done", now()
+
+
+async def judged(limit: TimeLimit, takes_s: float) -> None:
+    with limit.suspended():
+        await asyncio.sleep(takes_s)
+
+
+def test_the_clock_of_a_task_stands_still_while_it_is_suspended_and_begins_anew_behind_that():
+    async def work(limit: TimeLimit) -> None:
+        for _ in range(2):
+            await asyncio.sleep(9)
+            await judged(limit, 100)
+        assert now() == 218
+        await asyncio.sleep(100)
+
+    async def main():
+        limit = TimeLimit(10)
+        return await within(limit, work(limit))
+
+    assert run(main()) == ("late", 228)
+
+
+def test_suspending_one_task_does_not_hold_up_the_others():
+    async def work(limit: TimeLimit) -> None:
+        await judged(limit, 50)
+        await asyncio.sleep(100)
+
+    async def main():
+        limit = TimeLimit(10)
+        others = (limited(limit, start, 100) for start in (1, 30))
+        return await asyncio.gather(within(limit, work(limit)), *others)
+
+    first, second, third = run(main())
+    assert first == ("late", 60)
+    assert (second, third) == (("not done within 10 s", 11), ("not done within 10 s", 40))
+
+
+def test_tasks_that_an_episode_has_started_suspend_it_and_the_last_one_lets_it_go_on():
+    async def work(limit: TimeLimit) -> None:
+        await asyncio.gather(judged(limit, 30), judged(limit, 50))
+        await asyncio.sleep(100)
+
+    async def main():
+        limit = TimeLimit(10)
+        return await within(limit, work(limit))
+
+    assert run(main()) == ("late", 60)
+
+
+def test_a_task_that_outlasts_its_episode_brings_no_clock_back():
+    async def main():
+        limit = TimeLimit(10)
+        with limit():
+            left = asyncio.create_task(judged(limit, 30))
+            await asyncio.sleep(1)
+        await left
+        assert not limit._entered
+        await asyncio.sleep(100)
+
+    run(main())
+
+
+def test_suspending_outside_of_any_limit_does_nothing():
+    async def main():
+        limit = TimeLimit(10)
+        with limit.suspended():
+            await asyncio.sleep(100)
+        return now()
+
+    assert run(main()) == 100
+
+
+def test_a_task_that_is_cancelled_while_it_is_suspended_leaves_nothing_behind():
+    async def suspended(limit: TimeLimit) -> None:
+        with limit(), limit.suspended():
+            await asyncio.sleep(100)
+
+    async def main():
+        limit = TimeLimit(10)
+        task = asyncio.create_task(suspended(limit))
+        await asyncio.sleep(1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not limit._entered
+        await asyncio.sleep(100)
+
+    run(main())
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30)), max_size=5), st.integers(0, 30))
+def test_only_time_behind_the_last_suspension_counts(parts, rest):
+    """``parts``: seconds of work, each followed by seconds of judging."""
+
+    async def work(limit: TimeLimit) -> None:
+        for work_s, judging_s in parts:
+            await asyncio.sleep(work_s)
+            await judged(limit, judging_s)
+        await asyncio.sleep(rest)
+
+    async def main():
+        limit = TimeLimit(10)
+        return await within(limit, work(limit))
+
+    began = sum(map(sum, parts))
+    if rest != 10:
+        assert run(main()) == (("done", began + rest) if rest < 10 else ("late", began + 10))

@@ -1,0 +1,106 @@
+"""Judging as episodes see it: what the reward is asked about, and whose time it takes."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.rollout.collector.judging import Judging, WorkflowReward, last_response
+from slipstream.rollout.collector.time_limit import TimeLimit
+from slipstream.rollout.judge.errors import JudgingFailed
+from slipstream.rollout.judge.pool import Judgement
+from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
+from tests.unit.collecting import run_with_contexts as run
+
+PROMPT = Prompt(7, "what?")
+
+
+class Numbers:
+    """A tokenizer whose text names the token ids."""
+
+    def apply_chat_template(self, conversation, **kwargs):
+        raise AssertionError
+
+    def decode(self, token_ids, **kwargs):
+        assert kwargs == {"skip_special_tokens": True}
+        return ",".join(map(str, token_ids))
+
+
+def trajectory(versions: list[int], mask: list[bool] | None = None) -> Trajectory:
+    versions_T = np.array(versions, np.int32)
+    mask_T = versions_T != UNSAMPLED if mask is None else np.array(mask)
+    return Trajectory(np.arange(len(versions)), mask_T, np.zeros(len(versions)), versions_T, Finish.STOP)
+
+
+@given(st.lists(st.sampled_from([UNSAMPLED, 0, 1]), max_size=12), st.integers(0, 2**12))
+def test_the_response_is_the_last_completion_whatever_its_versions_and_loss(versions, bits):
+    """One completion may hold tokens of several versions, some of which carry no loss any more."""
+    mask = [version != UNSAMPLED and bool(bits >> i & 1) for i, version in enumerate(versions)]
+    end = max((i + 1 for i, version in enumerate(versions) if version != UNSAMPLED), default=0)
+    start = max((i + 1 for i in range(end) if versions[i] == UNSAMPLED), default=0)
+    expected = ",".join(map(str, range(start, end)))
+    assert last_response(Numbers(), trajectory(versions, mask)) == expected
+
+
+@dataclass
+class Judges:
+    """A judge pool that takes 50 seconds for a question."""
+
+    error: Exception | None = None
+    asked: list[tuple[Prompt, str, Trajectory]] = field(default_factory=list)
+
+    async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> Judgement:
+        self.asked.append((prompt, response, trajectory))
+        await asyncio.sleep(50)
+        if self.error is not None:
+            raise self.error
+        return Judgement(0.5)
+
+
+def test_a_trajectory_is_judged_by_the_text_of_its_last_completion():
+    judges, whole = Judges(), trajectory([UNSAMPLED, 0, UNSAMPLED, 1, 1])
+    assert run(Judging(judges, Numbers()).judge(PROMPT, whole)) == 0.5
+    [(prompt, response, judged)] = judges.asked
+    assert (prompt, response) == (PROMPT, "3,4")
+    assert judged is whole
+
+
+class Record:
+    def __init__(self) -> None:
+        self.writes: list[float] = []
+
+    def write_ends(self, older_than_s: float = 0.0) -> None:
+        self.writes.append(older_than_s)
+
+
+def test_what_a_workflow_has_got_is_recorded_before_it_asks_for_a_reward():
+    """Its completions have ended: a judge that ends the process must not cost any of them."""
+    judges, record = Judges(), Record()
+    reward = WorkflowReward(judges, TimeLimit(10), record)  # type: ignore[arg-type]
+
+    async def main() -> float:
+        asking = asyncio.create_task(reward.score(PROMPT, "text", trajectory([0])))
+        await asyncio.sleep(1)
+        assert record.writes == [0.0]
+        return await asking
+
+    assert run(main()) == 0.5
+    assert judges.asked[0][1] == "text"
+
+
+@pytest.mark.parametrize("error", [None, JudgingFailed("in every attempt")])
+def test_the_time_of_judging_is_not_that_of_the_episode(error):
+    async def main() -> None:
+        limit = TimeLimit(20)
+        reward = WorkflowReward(Judges(error), limit)
+        with limit():
+            for _ in range(2):
+                try:
+                    assert await reward.score(PROMPT, "text", trajectory([0])) == 0.5
+                except JudgingFailed:
+                    assert error is not None
+
+    run(main())
