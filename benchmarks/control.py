@@ -41,7 +41,7 @@ LOADS = {
     "long": "32,768 tokens each, 64 at a time",
 }
 TRAJECTORIES = 20_000
-"""Trajectories that a load is measured with."""
+"""Least number of trajectories that a load is measured with."""
 UNSATURATED = 512
 """Requests of a second each at one time, at which every process is idle most of the time."""
 UNSATURATED_STEPS = 16
@@ -118,7 +118,7 @@ def measured(measure: Measure[T], load: Load) -> T:
 
 async def steady(load: Load, folder: Path) -> Costs:
     """Measure the costs of a trajectory while every place on the engines is in use."""
-    steps = TRAJECTORIES // load.batch
+    steps = max(TRAJECTORIES, load.concurrent) // load.batch
     async with running(load, folder) as run:
         await run.warm_up()
         meter = Meter(run)
