@@ -8,7 +8,9 @@ A message travels as one frame over the collector's only connection:
     u32 length of the header | header, msgpack | payload: the chunks of all events or leases, in their order
 
 The end of the connection is the end of the leases: nothing is ever sent twice, and what a collector has not
-sent is lost with it.
+sent is lost with it. Each side says something every few seconds, so that the other one notices when a node or
+a network is gone; the end of a process closes the connection at once. (Pings of the WebSocket would not do:
+they are not read while a side reads nothing, which is how the driver slows collectors down.)
 """
 
 import struct
@@ -28,6 +30,20 @@ PIECE, ANSWERED, JUDGED = range(3)
 TRAIN, FILTERED, FAILED = range(3)
 """Verdicts on a group: it is complete and shall be trained, it is complete and the recipe's filter rejects
 it, or one of its episodes has failed as often as is allowed."""
+
+SILENCE_S = 120.0
+"""Seconds after which a connection has ended on which nothing was heard. A side whose event loop is busy for
+seconds must not be taken for dead."""
+
+KEEPALIVE_S = 10.0
+"""Longest time between two messages of the driver."""
+
+FRAME_BYTES = 16 * 2**20
+"""Bytes of chunks from which no more are put into one frame. A connection that stands still for long would
+else be followed by a frame that is longer than any frame may be."""
+
+LONGEST_FRAME = 2**31
+"""Bytes."""
 
 Kind = Annotated[int, msgspec.Meta(ge=PIECE, le=JUDGED)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -87,8 +103,6 @@ class Status(msgspec.Struct, array_like=True, gc=False):
     """State of a collector."""
 
     pool: PoolStatus
-    groups: int
-    """Leased groups that have not ended."""
     judging: int
     """Questions that wait for a judge or are being judged."""
     judging_s: float
@@ -152,6 +166,14 @@ class Down(msgspec.Struct, array_like=True, gc=False):
     routing: Routing | None = None
 
 
+class BlockedReport(msgspec.Struct):
+    """The last words of a collector that stands still, as JSON, over a request of their own."""
+
+    group: int | None
+    """Group whose workflow stands in the way; None: not known."""
+    traceback: str
+
+
 Message = TypeVar("Message", Up, Down)
 
 
@@ -167,6 +189,7 @@ def _decode_key(kind: type, value: object) -> object:
 
 UP = msgspec.msgpack.Decoder(Up)
 DOWN = msgspec.msgpack.Decoder(Down, dec_hook=_decode_key)
+BLOCKED = msgspec.json.Decoder(BlockedReport)
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_key)
 _LENGTH = struct.Struct("<I")
 

@@ -33,8 +33,9 @@ from slipstream.rollout.collect.server import CollectorServer
 from slipstream.rollout.control.concurrency import ConcurrencyController
 from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.key import new_key
-from slipstream.rollout.engine.roster import EngineRoster
+from slipstream.rollout.engine.roster import FOLLOW_TIMEOUT_S, EngineRoster
 from slipstream.rollout.engine.supervisor import Supervisor
+from slipstream.rollout.messages import SILENCE_S
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,14 @@ def assemble(
         ready=state.groups.ready,
         failures=state.failures,
     )
-    roster = EngineRoster(state.control, limit=rollout.max_concurrent, epoch=state.ledger.epoch)
+    # A workflow may hold up its collector for so long, which is ended by itself behind that.
+    patience_s = 1.5 * rollout.collector_timeout_s
+    roster = EngineRoster(
+        state.control,
+        limit=rollout.max_concurrent,
+        epoch=state.ledger.epoch,
+        follow_timeout_s=max(FOLLOW_TIMEOUT_S, patience_s),
+    )
     ranks = RankGroup(create_ranks(config, placement, logs), timeout_s=config.run.step_timeout_s, logs=logs)
     trainer = RankedTrainer(ranks, step_timeout_s=config.run.step_timeout_s)
     devices = _devices(config, trainer, roster)
@@ -137,7 +145,9 @@ def assemble(
         supervisor=supervisor,
         controller=ConcurrencyController(maximum=rollout.max_concurrent) if adapts else None,
         leases=leases,
-        server=CollectorServer(key, leases, questions, roster, state.ledger),
+        server=CollectorServer(
+            key, leases, questions, roster, state.ledger, silence_s=max(SILENCE_S, patience_s)
+        ),
         collectors=Collectors(
             config, CollectorActors(placement), logs, key, inputs.spec.geometry.vocab, listener.note
         ),

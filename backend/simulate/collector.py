@@ -72,7 +72,7 @@ class Link:
             self._questions.answered(NAME, result)
 
     def status(self) -> Status:
-        return Status(PoolStatus(), len(self._groups), 0, 0.0)
+        return Status(PoolStatus(), 0, 0.0)
 
 
 class Asked:

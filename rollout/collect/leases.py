@@ -15,7 +15,6 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -28,15 +27,16 @@ from slipstream.rollout.collect.intake import Assignment
 from slipstream.rollout.collect.journal import Journal
 from slipstream.rollout.collect.listener import CollectionListener
 from slipstream.rollout.control.core import Ticket
+from slipstream.rollout.control.errors import UnknownVersion
 from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.ledger.samples import SAMPLES
 from slipstream.rollout.messages import (
     ANSWERED,
+    FAILED,
     FILTERED,
     JUDGED,
     NOTHING,
     PIECE,
-    TRAIN,
     Event,
     Lease,
     MalformedFrame,
@@ -54,8 +54,8 @@ AHEAD = 1 / 4
 BLOCKS = 2
 """Number of collectors that a group may stop before it is given up: its workflow blocks for good."""
 
-
-CLOSE_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 15.0
+"""Seconds for collectors to send what they have. They give user code CLOSE_TIMEOUT_S of ``groups`` to end."""
 
 
 class Outgoing(Protocol):
@@ -110,8 +110,6 @@ class _Collector:
     generating: int = 0
     """Episodes leased and not yet done with the engines."""
     groups: set[int] = field(default_factory=set[int])
-    episodes: int = 0
-    """Groups that have not ended there, by its own account."""
 
 
 class Leases:
@@ -158,18 +156,24 @@ class Leases:
 
     def left(self, name: str) -> None:
         """Lease the groups of a collector that is gone to others."""
-        collector = self._collectors.pop(name)
+        collector = self._collectors.pop(name, None)
+        if collector is None:
+            return
         for id_ in sorted(collector.groups):
             group = self._groups[id_]
             group.lease, group.collector = 0, ""
             self._waiting.append(group)
+        self._changes.notify()
         self.grant()
 
-    def blocked(self, name: str, id_: int, traceback: str) -> None:
+    def blocked(self, name: str, id_: int | None, traceback: str) -> None:
         """Note that the workflow of a group stands in the way of all others of its collector.
 
-        The collector will end by itself.
+        The collector will end by itself. ``id_``: None if it cannot tell the group.
         """
+        if id_ is None:
+            self._listener.note(f"collector {name} stood still, for an unknown reason:\n{traceback}")
+            return
         group = self._groups.get(id_)
         if group is None or group.collector != name:
             return
@@ -177,8 +181,7 @@ class Leases:
         reason = f"its workflow blocked collector {name}, so that no other episode went on:\n{traceback}"
         self._listener.attempt_failed(group.prompt.id, group.blocks, reason)
         if group.blocks >= BLOCKS:
-            self._end(group)
-            self._gate.failed(id_, reason, group.headers)
+            self._fail(group, reason)
 
     # ---- leases
 
@@ -190,24 +193,31 @@ class Leases:
     async def close(self) -> None:
         """Give out no further lease, and stop the work that is under way: the run ends.
 
-        Returns when the collectors have sent what they have, or after CLOSE_TIMEOUT_S.
+        Returns when the collectors have sent what they have of it, or after CLOSE_TIMEOUT_S.
         """
         self._is_open = False
         for group in self._groups.values():
             self._cancel(group)
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._changes.first(lambda: None if self._busy() else True)
+        except TimeoutError:
+            names = ", ".join(self._busy())
+            self._listener.note(
+                f"{names}: episodes go on {CLOSE_TIMEOUT_S:.0f} s after they were cancelled, and are given up"
+            )
 
     def _busy(self) -> list[str]:
-        return [name for name, collector in self._collectors.items() if collector.episodes]
+        return [name for name, collector in self._collectors.items() if collector.generating]
 
-    def grant(self) -> None:
-        """Lease groups as long as there are slots, or groups without a collector, and room for them."""
+    def grant(self, name: str | None = None) -> None:
+        """Lease groups as long as there are slots, or groups without a collector, and room for them.
+
+        ``name``: the only collector that has got room since the last call.
+        """
+        names = self._collectors if name is None else (name,)
         room = [
-            (name, collector)
-            for name, collector in self._collectors.items()
-            if self._has_room(name, collector)
+            (name, collector) for name in names if self._has_room(name, collector := self._collectors[name])
         ]
         turn = 0
         while self._is_open and room and (self._waiting or self._gate.may_admit()):
@@ -265,6 +275,7 @@ class Leases:
         except LedgerError as error:
             self._listener.note(f"group {group.ticket.id}, sample {number} is generated again: {error}")
             group.samples[number] = None
+            group.unanswered += sample.kind != PIECE
             return
         chunks += read
         sizes = [(len(chunk), piece) for chunk, (_, piece) in zip(read, pieces, strict=True)]
@@ -288,29 +299,36 @@ class Leases:
 
     def received(self, name: str, message: Up, payload: memoryview) -> None:
         """Take in a message of a collector. Raises MalformedFrame."""
+        if sum(event.size for event in message.events) != len(payload):
+            raise MalformedFrame(f"{len(payload)} bytes of chunks are not those of the frame's events")
         collector = self._collectors[name]
-        if payload:
-            segment, offset = self._journal.append(payload)
-            for event in message.events:
-                ref = REF.pack(segment, offset, event.size, event.crc) if event.size else b""
-                offset += event.size
-                self._happened(event, ref)
-        else:
-            for event in message.events:
-                self._happened(event, b"")
-        ready: list[ReadyGroup] = []
-        for verdict in message.verdicts:
-            self._decided(verdict, ready)
-        if ready:
-            self._journal.when_durable(partial(self._gate.finished, ready))
+        try:
+            self._take_events(message.events, payload)
+            self._take_verdicts(message.verdicts)
+        except msgspec.MsgspecError as error:
+            raise MalformedFrame(str(error)) from error
         for failed in message.failed:
             self._listener.attempt_failed(failed.prompt, failed.attempt, failed.error)
-        if message.status is not None:
-            collector.episodes = message.status.groups
-            self._changes.notify()
         if message.released:
             collector.generating -= message.released
-            self.grant()
+            self._changes.notify()
+            self.grant(name)
+
+    def _take_events(self, events: Sequence[Event], payload: memoryview) -> None:
+        segment, offset = self._journal.append(payload) if payload else (0, 0)
+        for event in events:
+            ref = REF.pack(segment, offset, event.size, event.crc) if event.size else b""
+            offset += event.size
+            self._happened(event, ref)
+
+    def _take_verdicts(self, verdicts: Sequence[Verdict]) -> None:
+        ready: list[ReadyGroup] = []
+        try:
+            for verdict in verdicts:
+                self._decided(verdict, ready)
+        finally:
+            if ready:
+                self._journal.when_durable(partial(self._gate.finished, ready))
 
     def _happened(self, event: Event, ref: bytes) -> None:
         group = self._groups.get(event.group)
@@ -350,6 +368,10 @@ class Leases:
         was_unanswered, sample.kind = sample.kind == PIECE, event.kind
         if event.kind == JUDGED:
             sample.trajectory = HEADER.decode(sample.header)
+            if sample.trajectory.reward is None:
+                raise MalformedFrame(
+                    f"sample {event.sample} of group {event.group} is judged without a reward"
+                )
             self._journal.judged(key, refs, sample.header)
         else:
             self._journal.answered(key, sample.refs, sample.header)
@@ -363,18 +385,39 @@ class Leases:
         if group is None or group.lease != verdict.lease:
             return
         headers = group.headers
-        if verdict.verdict in (TRAIN, FILTERED) and len(headers) != self._samples:
+        if verdict.verdict == FAILED:
+            self._fail(group, verdict.note)
+            return
+        if len(headers) != self._samples:
             raise MalformedFrame(f"group {verdict.group} has {len(headers)} of {self._samples} trajectories")
+        if (unknown := self._unknown_version(headers)) is not None:
+            self._fail(group, f"prompt {group.prompt.id}: {unknown}")
+            return
         self._end(group)
-        if verdict.verdict == TRAIN:
-            self._journal.ready(verdict.group, sum(header.sampled_length for header in headers))
-            stored = tuple(
-                StoredTrajectory(sample.trajectory, sample.refs)
-                for sample in group.samples
-                if sample is not None and sample.trajectory is not None
-            )
-            ready.append(ReadyGroup(verdict.group, stored))
-        elif verdict.verdict == FILTERED:
+        if not self._gate.is_open(verdict.group):
+            return  # it has expired, and is about to be given up
+        if verdict.verdict == FILTERED:
             self._gate.filtered(verdict.group, headers)
-        else:
-            self._gate.failed(verdict.group, verdict.note, headers)
+            return
+        self._journal.ready(verdict.group, sum(header.sampled_length for header in headers))
+        stored = tuple(
+            StoredTrajectory(sample.trajectory, sample.refs)
+            for sample in group.samples
+            if sample is not None and sample.trajectory is not None
+        )
+        ready.append(ReadyGroup(verdict.group, stored))
+
+    def _unknown_version(self, headers: Iterable[TrajectoryHeader]) -> UnknownVersion | None:
+        """Return what is wrong with the policy versions of trained tokens. Their lags could not be found."""
+        try:
+            for version in {version for header in headers for version in header.trained_tokens}:
+                self._gate.lag(version)
+        except UnknownVersion as error:
+            return error
+        return None
+
+    def _fail(self, group: LeasedGroup, reason: str) -> None:
+        """Give up a group that cannot be collected."""
+        self._end(group)
+        if self._gate.is_open(group.ticket.id):
+            self._gate.failed(group.ticket.id, reason, group.headers)

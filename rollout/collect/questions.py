@@ -62,7 +62,7 @@ class EvaluationTasks:
 
     def left(self, name: str) -> None:
         """Ask others what a collector that is gone has not answered."""
-        del self._collectors[name]
+        self._collectors.pop(name, None)
         for each in self._open.values():
             if each.collector == name:
                 each.collector = ""
@@ -73,7 +73,8 @@ class EvaluationTasks:
         each = self._open.get(result.task)
         if each is not None and each.collector == name:
             del self._open[result.task]
-            each.result.set_result(result)
+            if not each.result.done():  # the caller has been cancelled, but has not run yet
+                each.result.set_result(result)
 
     def _distribute(self) -> None:
         names = list(self._collectors)

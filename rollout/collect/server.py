@@ -5,6 +5,10 @@
 
 Every request carries the run's key. Messages to a collector are gathered until its connection takes them.
 From a collector nothing more is read while too many bytes wait for the disk, so that TCP slows it down.
+
+A collector that does not do what it should (frames that cannot be read, routing records that it does not
+follow, silence) is given up: its work goes to others, and it begins anew under another name. What is wrong
+for every collector ends the run (``failed``).
 """
 
 import asyncio
@@ -23,22 +27,32 @@ from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.routing import Routing
-from slipstream.rollout.messages import UP, Down, Lease, MalformedFrame, Question, pack, split
+from slipstream.rollout.messages import (
+    BLOCKED,
+    FRAME_BYTES,
+    KEEPALIVE_S,
+    LONGEST_FRAME,
+    SILENCE_S,
+    UP,
+    Down,
+    Lease,
+    MalformedFrame,
+    Question,
+    Up,
+    pack,
+    split,
+)
 
 log = logging.getLogger(__name__)
 
 BACKLOG_BYTES = 256 * 2**20
 """Payload that may wait for the disk before nothing more is read from collectors."""
 
-HEARTBEAT_S = 60.0
-"""Seconds after which a silent connection has ended. A process that dies closes its connection at once; this
-is for nodes and networks that die, and must not take a busy collector for a dead one."""
-
-LONGEST_FRAME = 2**31
-"""Bytes."""
-
 LONGEST_REPORT = 2**20
 """Bytes of the report of a blocked collector."""
+
+CLOSE_S = 3.0
+"""Seconds for the goodbye on a connection."""
 
 SHUTDOWN_S = 5.0
 
@@ -50,17 +64,28 @@ class CollectionFailed(RuntimeError):
 class Connection:
     """The way to one collector: gathers messages, and sends them in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, now: float) -> None:
+        self.name = name
+        self.heard_s = now
+        """When something was heard for the last time."""
+        self.is_held = False
+        """Nothing is read from the collector at the moment."""
+        self._full: list[tuple[Down, list[bytes]]] = []
+        """Messages, with their chunks, to which nothing more is added."""
         self._next = Down()
         self._payload: list[bytes] = []
+        self._payload_bytes = 0
         self._has_routing = False
         """A new routing record is to be sent."""
         self._due = asyncio.Event()
-        self._is_given_up = False
+        self._given_up = asyncio.Event()
 
     def lease(self, lease: Lease, chunks: Sequence[bytes]) -> None:
         self._next.leases.append(lease)
         self._payload += chunks
+        self._payload_bytes += sum(map(len, chunks))
+        if self._payload_bytes >= FRAME_BYTES:
+            self._begin_message()
         self._due.set()
 
     def cancel(self, group: int, lease: int) -> None:
@@ -82,40 +107,63 @@ class Connection:
 
     def give_up(self) -> None:
         """End the connection soon."""
-        self._is_given_up = True
-        self._due.set()
+        self._given_up.set()
 
-    async def run(self, socket: web.WebSocketResponse, routing: Callable[[], Routing]) -> None:
-        """Send until the connection ends, or is given up. ``routing`` gives the present record."""
+    async def lost(self, silence_s: float) -> None:
+        """Wait until the connection is given up, or nothing was heard for ``silence_s`` seconds."""
+        clock = asyncio.get_running_loop().time
+        while (left := silence_s if self.is_held else self.heard_s + silence_s - clock()) > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._given_up.wait()
+                    return
+        log.warning("%s is given up: nothing was heard of it for %g s", self.name, silence_s)
+
+    async def send_all(self, socket: web.WebSocketResponse, routing: Callable[[], Routing]) -> None:
+        """Send until cancelled, something every KEEPALIVE_S. ``routing`` gives the present record."""
         while True:
-            await self._due.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(KEEPALIVE_S):
+                    await self._due.wait()
             self._due.clear()
-            if self._is_given_up:
-                await socket.close()
-                return
-            message, payload = self._next, self._payload
-            self._next, self._payload = Down(), []
-            if self._has_routing:
-                message.routing, self._has_routing = routing(), False
-            await socket.send_bytes(pack(message, payload))
+            self._begin_message()
+            full, self._full = self._full, []
+            for message, payload in full:
+                if self._has_routing:
+                    message.routing, self._has_routing = routing(), False
+                await socket.send_bytes(pack(message, payload))
+
+    def _begin_message(self) -> None:
+        self._full.append((self._next, self._payload))
+        self._next, self._payload, self._payload_bytes = Down(), [], 0
 
 
 class CollectorServer:
     """Serves the collectors of a run. Single event loop."""
 
     def __init__(
-        self, key: Key, leases: Leases, questions: EvaluationTasks, roster: EngineRoster, journal: Journal
+        self,
+        key: Key,
+        leases: Leases,
+        questions: EvaluationTasks,
+        roster: EngineRoster,
+        journal: Journal,
+        silence_s: float = SILENCE_S,
     ) -> None:
-        """``key``: secret of the run, which collectors show."""
+        """``key``: secret of the run, which collectors show. ``silence_s``: time after which a collector is
+        given up of which nothing is heard.
+        """
         self._authorization = key.header.encode()
         self._leases = leases
         self._questions = questions
         self._roster = roster
         self._journal = journal
+        self._silence_s = silence_s
         self._connections: dict[str, Connection] = {}
         self._has_joined = asyncio.Event()
-        self._failure: asyncio.Future[None] | None = None
-        roster.subscribe(self._routing_changed, self._give_up)
+        self._failure: Exception | None = None
+        self._has_failed = asyncio.Event()
+        roster.subscribe(self._routing_changed, self._lags)
 
     @asynccontextmanager
     async def serving(self, host: str) -> AsyncIterator[str]:
@@ -131,6 +179,8 @@ class CollectorServer:
             port = cast("tuple[str, int]", runner.addresses[0])[1]
             yield f"http://{host}:{port}"
         finally:
+            for connection in list(self._connections.values()):
+                self._give_up(connection)
             await runner.cleanup()
 
     async def first_collector(self, timeout_s: float) -> None:
@@ -145,83 +195,130 @@ class CollectorServer:
             ) from None
 
     async def failed(self) -> None:
-        """Wait until handling a message has failed for a reason that is not the collector's. Raises that."""
-        self._failure = asyncio.get_running_loop().create_future()
-        await self._failure
+        """Wait until something has failed for a reason that is not one collector's. Raises that."""
+        await self._has_failed.wait()
+        assert self._failure is not None
+        raise self._failure
+
+    def _fail(self, error: Exception) -> None:
+        if self._failure is None:
+            self._failure = error
+            self._has_failed.set()
 
     def _routing_changed(self) -> None:
         for connection in self._connections.values():
             connection.routing_changed()
 
+    def _lags(self, name: str) -> None:
+        """Give up a collector that does not follow the routing records."""
+        connection = self._connections.get(name)
+        if connection is not None:
+            self._give_up(connection)
+
     def _check(self, request: web.Request) -> str:
         """Return the name of the collector. Raises HTTPUnauthorized."""
-        given = request.headers.get("Authorization", "").encode()
+        given = request.headers.get("Authorization", "").encode(errors="replace")
         if not hmac.compare_digest(given, self._authorization):
             raise web.HTTPUnauthorized()
         return request.match_info["name"]
 
     async def _blocked(self, request: web.Request) -> web.Response:
-        name, report = self._check(request), await request.json()
-        self._leases.blocked(name, int(report["group"]), str(report["traceback"]))
+        name, data = self._check(request), await request.read()
+        try:
+            report = BLOCKED.decode(data)
+        except msgspec.MsgspecError as error:
+            raise web.HTTPBadRequest(text=str(error)) from error
+        self._leases.blocked(name, report.group, report.traceback)
         return web.Response()
 
     async def _connected(self, request: web.Request) -> web.WebSocketResponse:
         name = self._check(request)
         if name in self._connections:
             raise web.HTTPConflict(text=f"{name} is connected already")
-        socket = web.WebSocketResponse(max_msg_size=LONGEST_FRAME, compress=False, heartbeat=HEARTBEAT_S)
-        await socket.prepare(request)
-        connection = self._connections[name] = Connection()
-        self._roster.joined(name)
-        sending = asyncio.create_task(
-            connection.run(socket, lambda: self._roster.routing_for(name)), name=f"sending to {name}"
-        )
+        connection = self._connections[name] = Connection(name, asyncio.get_running_loop().time())
+        socket = web.WebSocketResponse(max_msg_size=LONGEST_FRAME, compress=False, timeout=CLOSE_S)
         try:
+            await socket.prepare(request)
+            self._roster.joined(name)
             connection.routing_changed()
             self._leases.joined(name, connection)
             self._questions.joined(name, connection)
             self._has_joined.set()
-            await self._receive(name, socket)
+            await self._exchange(connection, socket)
         except MalformedFrame as error:
             log.warning("%s is given up: %s", name, error)
         except ConnectionError:
             pass
         except Exception as error:
-            if self._failure is not None and not self._failure.done():
-                self._failure.set_exception(error)
+            self._fail(error)
         finally:
-            self._give_up(name)
-            sending.cancel()
-            with suppress(asyncio.CancelledError, ConnectionError):
-                await sending
-            await socket.close()
+            self._give_up(connection)
+            await _close(socket, request)
         return socket
 
-    def _give_up(self, name: str) -> None:
-        """Let others have the work of a collector that is gone, or that does not do what it is told."""
-        connection = self._connections.pop(name, None)
-        if connection is not None:
+    async def _exchange(self, connection: Connection, socket: web.WebSocketResponse) -> None:
+        """Send and receive until the connection ends. Raises what handling a message raises."""
+        name = connection.name
+        tasks = {
+            asyncio.create_task(self._receive(connection, socket), name=f"receiving from {name}"),
+            asyncio.create_task(
+                connection.send_all(socket, lambda: self._roster.routing_for(name)), name=f"sending to {name}"
+            ),
+            asyncio.create_task(connection.lost(self._silence_s), name=f"listening to {name}"),
+        }
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        for task in done:
+            if (error := task.exception()) is not None:
+                raise error
+
+    def _give_up(self, connection: Connection) -> None:
+        """Let others have the work of a collector that is gone, or that does not do what it should."""
+        name = connection.name
+        if self._connections.get(name) is connection:
+            del self._connections[name]
             connection.give_up()
             self._roster.left(name)
             self._leases.left(name)
             self._questions.left(name)
 
-    async def _receive(self, name: str, socket: web.WebSocketResponse) -> None:
+    async def _receive(self, connection: Connection, socket: web.WebSocketResponse) -> None:
+        """Take in messages until the connection ends."""
+        clock = asyncio.get_running_loop().time
         async for message in socket:
-            if name not in self._connections:
-                return
+            connection.heard_s = clock()
             if message.type is not WSMsgType.BINARY:
                 raise MalformedFrame(f"a frame of type {message.type}")
-            up, payload = split(cast(bytes, message.data), UP)
-            if up.fatal:
-                raise CollectionFailed(f"{name}: {up.fatal}")
-            if up.status is not None:
-                self._roster.reported(name, up.status.pool)
-            try:
-                self._leases.received(name, up, payload)
-            except msgspec.MsgspecError as error:
-                raise MalformedFrame(str(error)) from error
-            for result in up.evaluated:
-                self._questions.answered(name, result)
-            while self._journal.backlog > BACKLOG_BYTES:
-                await self._journal.flushed()
+            self._take(connection.name, *split(cast(bytes, message.data), UP))
+            if self._journal.backlog > BACKLOG_BYTES:
+                connection.is_held = True
+                while self._journal.backlog > BACKLOG_BYTES:
+                    await self._journal.flushed()
+                connection.is_held, connection.heard_s = False, clock()
+
+    def _take(self, name: str, message: Up, payload: memoryview) -> None:
+        """Take in one message. Raises MalformedFrame, and CollectionFailed."""
+        if message.fatal:
+            raise CollectionFailed(f"{name}: {message.fatal}")
+        if message.status is not None:
+            self._roster.reported(name, message.status.pool)
+        self._leases.received(name, message, payload)
+        for result in message.evaluated:
+            self._questions.answered(name, result)
+
+
+async def _close(socket: web.WebSocketResponse, request: web.Request) -> None:
+    """Say goodbye, and close the connection whether or not it is answered."""
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            if socket.prepared:
+                await socket.close()
+    except (TimeoutError, ConnectionError):
+        pass
+    finally:
+        if request.transport is not None:
+            request.transport.abort()

@@ -169,9 +169,13 @@ class GroupCollector(Generic[RecordT]):
         task.add_done_callback(lambda task: self._ended(group, task))
 
     def cancel(self, group: int, lease: int) -> None:
-        """Give up a group that the driver needs no more."""
+        """Give up a group that the driver needs no more here. What exists of it is recorded: the run may end,
+        and another one go on with it.
+        """
         if (group, lease) in self._running:
             running, task = self._running[group, lease]
+            for episode in running.episodes:
+                episode.record.write_ends()
             running.is_wanted, running.is_over = False, True
             task.cancel()
 

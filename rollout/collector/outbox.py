@@ -13,6 +13,7 @@ import msgspec
 from slipstream.rollout.changes import Changes
 from slipstream.rollout.messages import (
     ANSWERED,
+    FRAME_BYTES,
     JUDGED,
     PIECE,
     Evaluated,
@@ -34,11 +35,6 @@ STATUS_EVERY_S = 1.0
 
 UNSENT_BYTES = 64 * 2**20
 """Bytes of chunks that may wait for the connection before new episodes have to wait."""
-
-FRAME_BYTES = 16 * 2**20
-"""Bytes of chunks from which no more are put into one frame. A connection that stands still for long would
-else be followed by a frame that is longer than any frame may be.
-"""
 
 Send = Callable[[Up, Sequence[bytes]], Awaitable[None]]
 """Sends a message and its chunks. Returns when the connection has room for more."""

@@ -35,17 +35,11 @@ from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.pool import EnginePool, GeneratingClient
 from slipstream.rollout.engine.trace import RequestTrace
 from slipstream.rollout.judge.pool import JudgePool, JudgeStatus
-from slipstream.rollout.messages import DOWN, Down, Status, Up, pack, split
+from slipstream.rollout.messages import DOWN, LONGEST_FRAME, SILENCE_S, Down, Status, Up, pack, split
 from slipstream.rollout.workflow import Tokenizer, Workflow, WorkflowContext
 from slipstream.rollout.workflow.tokenizer import load_tokenizer
 
-HEARTBEAT_S = 60.0
-"""Seconds after which a silent driver is gone."""
-
 REPORT_TIMEOUT_S = 5.0
-
-LONGEST_FRAME = 2**31
-"""Bytes."""
 
 
 class WatchedJudges(Judges, Protocol):
@@ -98,9 +92,7 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
         stack.push_async_callback(pool.close)
         session = await stack.enter_async_context(aiohttp.ClientSession(spec.url, headers=spec.headers()))
         socket = await stack.enter_async_context(
-            session.ws_connect(
-                f"/collector/{spec.name}", max_msg_size=LONGEST_FRAME, heartbeat=HEARTBEAT_S, compress=0
-            )
+            session.ws_connect(f"/collector/{spec.name}", max_msg_size=LONGEST_FRAME, compress=0)
         )
 
         checking = partial(check, vocab_size=spec.vocab_size, workflow=rollout.workflow.path)
@@ -170,20 +162,21 @@ class _Connection:
 
     def status(self) -> Status:
         judges = self._judges.status()
-        return Status(
-            self._pool.status(), len(self._groups), judges.waiting + judges.running, judges.oldest_s
-        )
+        return Status(self._pool.status(), judges.waiting + judges.running, judges.oldest_s)
 
     async def send(self, message: Up, chunks: Sequence[bytes]) -> None:
         await self._socket.send_bytes(pack(message, chunks))
 
     async def receive(self) -> None:
         """Do what the driver says. Raises _ConnectionEnded."""
-        async for message in self._socket:
+        while True:
+            try:
+                message = await self._socket.receive(timeout=SILENCE_S)
+            except TimeoutError:
+                raise _ConnectionEnded from None
             if message.type is not aiohttp.WSMsgType.BINARY:
-                break
+                raise _ConnectionEnded
             self._take(*split(cast(bytes, message.data), DOWN))
-        raise _ConnectionEnded
 
     def _take(self, message: Down, chunks: memoryview) -> None:
         if message.routing is not None:

@@ -30,7 +30,7 @@ from slipstream.rollout.messages import (
 from slipstream.rollout.record import checksum, decode_chunks, decode_header, decode_piece, decode_trajectory
 from slipstream.rollout.trajectory import Finish, Trajectory
 
-STATUS = Status(PoolStatus(), 0, 0, 0.0)
+STATUS = Status(PoolStatus(), 0, 0.0)
 
 
 # ---- engines

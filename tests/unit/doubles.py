@@ -90,7 +90,7 @@ class Collector:
             self.pool.follow(record)
 
     def _report(self) -> None:
-        frame = pack(Up(status=Status(self.pool.status(), groups=0, judging=0, judging_s=0.0)), ())
+        frame = pack(Up(status=Status(self.pool.status(), judging=0, judging_s=0.0)), ())
         status = split(frame, UP)[0].status
         assert status is not None
         asyncio.get_running_loop().call_soon(self._roster.reported, self.name, status.pool)

@@ -1,44 +1,67 @@
-"""The admission gate: waits that end, and cancellations that lose nothing."""
+"""The admission gate: waits that end, cancellations that lose nothing, and a ledger that knows everything."""
 
 import asyncio
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slipstream.rollout.changes import Changes
-from slipstream.rollout.collect.gate import LEAST_FAILURES, AdmissionGate, StalledRun
-from slipstream.rollout.collect.intake import Intake
+from slipstream.rollout.collect.gate import (
+    LEAST_FAILURES,
+    AdmissionGate,
+    ReadyGroup,
+    StalledRun,
+    StoredTrajectory,
+)
+from slipstream.rollout.collect.intake import Assignment, Intake
 from slipstream.rollout.collect.journal import NoJournal
-from slipstream.rollout.collect.running import RunningGroups
 from slipstream.rollout.control.consumption import OnStale, ReadyFirst
-from slipstream.rollout.control.core import ControlError, Expired, GroupCounts, Loss, RolloutControl, Ticket
-from slipstream.rollout.ledger.recovery import OpenGroup
+from slipstream.rollout.control.core import ControlError, GroupCounts, Loss, RolloutControl, Ticket
+from slipstream.rollout.control.slots import State
+from slipstream.rollout.ledger.transaction import Training
 from slipstream.rollout.prompts import PromptStream
-from slipstream.rollout.trajectory import Finish, Group, Prompt, Trajectory
+from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
 from tests.unit.doubles import Listener
 
 
-def group(ticket: Ticket) -> Group:
-    tokens = np.zeros(1, np.int64)
-    trajectory = Trajectory(tokens, tokens == 0, tokens, tokens, Finish.STOP, reward=1.0)
-    return Group(ticket.id, Prompt(0, "?"), ticket.version, (trajectory,))
+def header(*versions: int, reward: float = 1.0) -> TrajectoryHeader:
+    """One prompt token, and one sampled token of each version."""
+    runs = [(UNSAMPLED, False, 1), *((version, True, end) for end, version in enumerate(versions, 2))]
+    return TrajectoryHeader(tuple(runs), Finish.STOP, reward=reward)
 
 
-def make(batch_size=1, eta=0) -> tuple[RolloutControl, AdmissionGate]:
-    core = RolloutControl(batch_size, eta)
+def group(ticket: Ticket, *versions: int) -> ReadyGroup:
+    return ReadyGroup(ticket.id, (StoredTrajectory(header(*(versions or (ticket.version,))), b"refs"),))
+
+
+def make(batch_size=1, eta=0, **more: Any) -> tuple[RolloutControl, AdmissionGate]:
+    core = RolloutControl(batch_size, eta, **more)
     return core, gate_of(core)
 
 
-def gate_of(core: RolloutControl, journal=None, listener=None, running=None) -> AdmissionGate:
+def gate_of(core: RolloutControl, journal=None, listener=None, **more: Any) -> AdmissionGate:
     stream = PromptStream([Prompt(i, f"prompt {i}") for i in range(5)], shuffle=False, seed=0)
-    return AdmissionGate(
-        core, Intake(stream), journal or NoJournal(), listener or Listener(), running or RunningGroups()
-    )
+    return AdmissionGate(core, Intake(stream), journal or NoJournal(), listener or Listener(), **more)
+
+
+async def admitted(gate: AdmissionGate) -> Assignment:
+    """Wait for a slot, as the collection loop does."""
+    while not gate.may_admit():
+        await gate.changed()
+    return gate.admit()
 
 
 async def slot(gate: AdmissionGate) -> Ticket:
-    return (await gate.slot()).ticket
+    return (await admitted(gate)).ticket
+
+
+async def published(gate: AdmissionGate) -> None:
+    await gate.step_begins()
+    gate.published(gate.next_version)
 
 
 async def settle() -> None:
@@ -54,13 +77,17 @@ async def cancelled(task: asyncio.Task) -> None:
         raise AssertionError(f"{task} was cancelled, but returned {task.result()}")
 
 
+# ---- slots
+
+
 def test_a_slot_is_waited_for_until_its_version_is_published():
     async def main():
         _, gate = make()
         first = await slot(gate)
         waiting = asyncio.create_task(slot(gate))
-        await gate.finished(group(first))
+        gate.finished([group(first)])
         assert [g.id for g in await gate.batch(1)] == [0]
+        await gate.step_begins()
         await settle()
         assert not waiting.done()
         gate.published(1)
@@ -70,31 +97,58 @@ def test_a_slot_is_waited_for_until_its_version_is_published():
 
 
 @pytest.mark.parametrize("end", ["failed", "filtered"])
-def test_a_slot_that_comes_free_goes_to_the_waiter(end):
+def test_a_slot_that_comes_free_goes_to_whoever_waits(end):
     async def main():
         core, gate = make()
         first = await slot(gate)
         waiting = asyncio.create_task(slot(gate))
         await settle()
-        gate.failed(first, "why") if end == "failed" else gate.filtered(group(first))
+        gate.failed(first.id, "why") if end == "failed" else gate.filtered(first.id, [header(0)])
         assert (await waiting).id == 1
         assert core.counts.in_flight == 1
 
     asyncio.run(main())
 
 
-def test_slots_go_to_waiters_in_the_order_of_their_asking():
+@pytest.mark.parametrize("steps", range(4))
+@pytest.mark.parametrize("free_first", [True, False])
+def test_a_cancelled_wait_for_a_slot_charges_none(steps, free_first):
+    """Cancelled before, at, and after the moment at which the slot comes free."""
+
     async def main():
-        _, gate = make()
-        tickets = [await slot(gate)]
-        waiting = [asyncio.create_task(slot(gate)) for _ in range(4)]
-        for task in waiting:
-            await settle()
-            gate.failed(tickets[-1], "why")
-            tickets.append(await task)
-        assert [ticket.id for ticket in tickets] == [0, 1, 2, 3, 4]
+        core, gate = make()
+        first = await slot(gate)
+        waiting = asyncio.create_task(slot(gate))
+        await settle()
+        if free_first:
+            gate.failed(first.id, "why")
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        if waiting.done():
+            assert core.counts.in_flight == 1
+            return
+        waiting.cancel()
+        if not free_first:
+            gate.failed(first.id, "why")
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert core.counts.in_flight == 0
+        assert (await asyncio.wait_for(slot(gate), 1)).id == 1
 
     asyncio.run(main())
+
+
+def test_no_slot_is_given_without_asking():
+    async def main():
+        _, gate = make()
+        gate.admit()
+        with pytest.raises(ControlError, match="no slot is free"):
+            gate.admit()
+
+    asyncio.run(main())
+
+
+# ---- batches
 
 
 def test_a_batch_is_delivered_whatever_came_first():
@@ -102,10 +156,10 @@ def test_a_batch_is_delivered_whatever_came_first():
         _, gate = make(batch_size=2)
         tickets = [await slot(gate), await slot(gate)]
         waiting = asyncio.create_task(gate.batch(5))
-        await gate.finished(group(tickets[1]))
+        gate.finished([group(tickets[1])])
         await settle()
         assert not waiting.done()
-        await gate.finished(group(tickets[0]))
+        gate.finished([group(tickets[0])])
         assert [g.id for g in await waiting] == [0, 1]
 
     asyncio.run(main())
@@ -114,9 +168,9 @@ def test_a_batch_is_delivered_whatever_came_first():
 def test_a_time_out_names_what_was_waited_for():
     async def main():
         _, gate = make(batch_size=3, eta=1)
-        await gate.finished(group(await slot(gate)))
-        gate.filtered(group(await slot(gate)))
-        gate.failed(await slot(gate), "prompt 7: TypeError: oops")
+        gate.finished([group(await slot(gate))])
+        gate.filtered((await slot(gate)).id, [header(0)])
+        gate.failed((await slot(gate)).id, "prompt 7: TypeError: oops")
         await slot(gate)
         expected = (
             r"no batch of 3 groups within 0 s: 2 in flight, 1 ready, 1 filtered, 1 failed "
@@ -135,7 +189,7 @@ def test_failures_in_a_row_stall_the_run_and_name_the_last_one():
         for number in range(12):
             await settle()
             assert not waiting.done()
-            gate.failed(await slot(gate), f"failure {number}")
+            gate.failed((await slot(gate)).id, f"failure {number}")
         with pytest.raises(StalledRun, match="12 groups in a row have failed; the last one: failure 11"):
             await waiting
 
@@ -150,17 +204,17 @@ def test_a_group_that_succeeds_ends_a_row_of_failures(end):
         waiting = asyncio.create_task(gate.batch(5))
         for turn in range(4):
             for _ in range(7):
-                gate.failed(await slot(gate), "why")
+                gate.failed((await slot(gate)).id, "why")
             await settle()
             assert not waiting.done(), turn
             last = await slot(gate)
             if end == "finished":
-                await gate.finished(group(last))
+                gate.finished([group(last)])
             else:
-                gate.filtered(group(last))
-        await gate.finished(group(tickets[0]))
+                gate.filtered(last.id, [header(0)])
+        gate.finished([group(tickets[0])])
         if end == "filtered":
-            await gate.finished(group(await slot(gate)))
+            gate.finished([group(await slot(gate))])
         assert len(await waiting) == 2
 
     asyncio.run(main())
@@ -171,9 +225,9 @@ def test_one_bad_prompt_does_not_end_a_run_with_few_slots():
         _, gate = make(batch_size=1, eta=0)
         waiting = asyncio.create_task(gate.batch(5))
         for _ in range(LEAST_FAILURES - 1):
-            gate.failed(await slot(gate), "why")
+            gate.failed((await slot(gate)).id, "why")
             await settle()
-        await gate.finished(group(await slot(gate)))
+        gate.finished([group(await slot(gate))])
         assert len(await waiting) == 1
 
     asyncio.run(main())
@@ -184,52 +238,9 @@ def test_a_refused_event_does_not_count_as_a_failure():
         _, gate = make()
         for _ in range(LEAST_FAILURES):
             with pytest.raises(ControlError):
-                gate.failed(Ticket(9, 0), "nobody generates it")
-        await gate.finished(group(await slot(gate)))
+                gate.failed(9, "nobody generates it")
+        gate.finished([group(await slot(gate))])
         assert len(await gate.batch(1)) == 1
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("steps", range(4))
-@pytest.mark.parametrize("free_first", [True, False])
-def test_a_cancelled_wait_for_a_slot_charges_none(steps, free_first):
-    """Cancelled before, at, and after the moment at which the slot comes free."""
-
-    async def main():
-        core, gate = make()
-        first = await slot(gate)
-        waiting = asyncio.create_task(slot(gate))
-        await settle()
-        if free_first:
-            gate.failed(first, "why")
-        for _ in range(steps):
-            await asyncio.sleep(0)
-        if waiting.done():
-            assert core.counts.in_flight == 1
-            return
-        waiting.cancel()
-        if not free_first:
-            gate.failed(first, "why")
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert core.counts.in_flight == 0
-        assert (await asyncio.wait_for(slot(gate), 1)).id == 1
-
-    asyncio.run(main())
-
-
-def test_a_free_slot_is_not_lost_with_the_waiter_that_is_cancelled():
-    async def main():
-        core, gate = make()
-        first = await slot(gate)
-        one, other = asyncio.create_task(slot(gate)), asyncio.create_task(slot(gate))
-        await settle()
-        gate.failed(first, "why")
-        one.cancel()
-        assert (await asyncio.wait_for(other, 1)).id == 1
-        assert one.cancelled()
-        assert core.counts.in_flight == 1
 
     asyncio.run(main())
 
@@ -245,7 +256,7 @@ def test_a_cancelled_wait_for_a_batch_takes_none_and_is_cancelled(steps, finish_
         waiting = asyncio.create_task(gate.batch(5))
         await settle()
         if finish_first:
-            await gate.finished(group(ticket))
+            gate.finished([group(ticket)])
         for _ in range(steps):
             await asyncio.sleep(0)
         if waiting.done():
@@ -253,7 +264,7 @@ def test_a_cancelled_wait_for_a_batch_takes_none_and_is_cancelled(steps, finish_
             return
         waiting.cancel()
         if not finish_first:
-            await gate.finished(group(ticket))
+            gate.finished([group(ticket)])
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert core.ready == 1
@@ -268,7 +279,7 @@ def test_a_batch_that_comes_at_the_instant_of_the_time_out_is_not_lost():
             core, gate = make()
             ticket = await slot(gate)
             loop = asyncio.get_running_loop()
-            loop.call_later(finishing_delay, lambda: loop.create_task(gate.finished(group(ticket))))  # noqa: B023
+            loop.call_later(finishing_delay, gate.finished, [group(ticket)])
             try:
                 batch = await gate.batch(0.005)
             except StalledRun:
@@ -288,31 +299,27 @@ def test_an_event_is_reported_although_its_task_is_being_cancelled(end):
         core, gate = make()
         ticket = await slot(gate)
         if end == "published":
-            await gate.finished(group(ticket))
+            gate.finished([group(ticket)])
             await gate.batch(1)
+            await gate.step_begins()
         events = {
-            "finished": lambda: gate.finished(group(ticket)),
-            "filtered": lambda: gate.filtered(group(ticket)),
-            "failed": lambda: gate.failed(ticket, "why"),
+            "finished": lambda: gate.finished([group(ticket)]),
+            "filtered": lambda: gate.filtered(ticket.id, [header(0)]),
+            "failed": lambda: gate.failed(ticket.id, "why"),
             "published": lambda: gate.published(1),
         }
-        waiters = [asyncio.create_task(slot(gate)) for _ in range(3)]
 
         async def report():
-            asyncio.current_task().cancel()
-            if (suspending := events[end]()) is not None:
-                await suspending
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            events[end]()
 
-        await settle()
-        reporting = asyncio.create_task(report())
-        await asyncio.wait({reporting})
+        await asyncio.wait({asyncio.create_task(report())})
         assert core.ready == (end == "finished")
         assert core.counts.filtered == (end == "filtered")
         assert core.counts.failed == (end == "failed")
         assert core.version == (end == "published")
-        for waiter in waiters:
-            waiter.cancel()
-        await asyncio.gather(*waiters, return_exceptions=True)
 
     asyncio.run(main())
 
@@ -321,12 +328,217 @@ def test_two_trainers_cannot_take_batches_at_once():
     async def main():
         _, gate = make(batch_size=1, eta=1)
         for _ in range(2):
-            await gate.finished(group(await slot(gate)))
+            gate.finished([group(await slot(gate))])
         await gate.batch(1)
-        with pytest.raises(ControlError, match="has not been published"):
+        with pytest.raises(ControlError, match="neither published nor given back"):
             await gate.batch(1)
 
     asyncio.run(main())
+
+
+def test_an_ended_gate_gives_no_batch_to_those_who_wait_or_come():
+    async def main():
+        _, gate = make()
+        waiting = asyncio.create_task(gate.batch(10))
+        await settle()
+        gate.end()
+        assert await waiting == []
+        gate.finished([group(await slot(gate))])
+        assert await gate.batch(10) == []
+
+    asyncio.run(main())
+
+
+# ---- what the ledger hears
+
+
+class Written(NoJournal):
+    """A journal that notes its events; ``flushed`` waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple] = []
+        self.safe = asyncio.Event()
+
+    def admitted(self, ticket, position):
+        self.events.append(("admitted", ticket, position))
+
+    def lost(self, id_, loss, tokens=0, note=""):
+        self.events.append(("lost", id_, loss, tokens, note))
+
+    def step_begins(self, version, parent, groups):
+        self.events.append(("step_begins", version, parent, groups))
+
+    def published(self, version, trainings):
+        self.events.append(("published", version, trainings))
+
+    async def flushed(self):
+        await self.safe.wait()
+
+
+def test_a_step_begins_when_the_ledger_knows_of_its_version():
+    """Engines may hold the version from then on: its number must never be used again."""
+
+    async def main():
+        journal = Written()
+        gate = gate_of(RolloutControl(1, 0), journal)
+        gate.finished([group(await slot(gate))])
+        await gate.batch(1)
+        beginning = asyncio.create_task(gate.step_begins())
+        await settle()
+        assert not beginning.done()
+        assert (gate.version, gate.next_version) == (0, 1)
+        journal.safe.set()
+        await beginning
+        gate.published(1)
+        assert journal.events == [
+            ("admitted", Ticket(0, 0), 0),
+            ("step_begins", 1, 0, [0]),
+            ("published", 1, [Training(0, 0, 1, 0, 1, ((0, 1),))]),
+        ]
+
+    asyncio.run(main())
+
+
+def test_the_account_of_a_training_has_every_sampled_token():
+    async def main():
+        journal = Written()
+        journal.safe.set()
+        core = RolloutControl(1, 1, consumption=ReadyFirst(OnStale.MASK))
+        gate = gate_of(core, journal)
+        first, second = await slot(gate), await slot(gate)
+        gate.finished([group(first)])
+        for _ in range(2):
+            await gate.batch(1)
+            await published(gate)
+            gate.finished([group(await slot(gate))])
+        gate.finished([group(second, 0, 1, 1)])
+        [batch] = await gate.batch(1)
+        assert batch.headers[0].trained_tokens == {1: 2}, "the token of version 0 is too old"
+        await published(gate)
+        name, version, trainings = journal.events[-1]
+        assert (name, version) == ("published", 3)
+        assert trainings == [Training(second.id, 1, 2, 1, 3, ((1, 2),))]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["failed", "filtered"])
+def test_a_lost_group_is_written_down_with_its_tokens_and_the_listener_hears_of_it(end):
+    async def main():
+        journal, listener = Written(), Listener()
+        gate = gate_of(RolloutControl(1, 0), journal, listener)
+        ticket = await slot(gate)
+        headers = [header(0, 0, 0), header(0)]
+        if end == "failed":
+            gate.failed(ticket.id, "why", headers)
+        else:
+            gate.filtered(ticket.id, headers)
+        note = "why" if end == "failed" else ""
+        assert journal.events[-1] == ("lost", 0, Loss(end), 4, note)
+        assert listener.losses == [(Loss(end), tuple(headers))]
+
+    asyncio.run(main())
+
+
+# ---- groups that expire
+
+
+def test_work_on_an_expired_group_is_given_up_and_its_late_end_is_ignored():
+    async def main():
+        core = RolloutControl(1, 0, over_sampling=2)
+        journal, listener = Written(), Listener()
+        journal.safe.set()
+        gate = gate_of(core, journal, listener)
+        first, second = await slot(gate), await slot(gate)
+        await gate.changed()
+        waiting = asyncio.create_task(gate.changed())
+        gate.finished([group(first)])
+        assert await waiting == []
+        await gate.batch(1)
+        waiting = asyncio.create_task(gate.changed())
+        await published(gate)
+        assert await waiting == [second.id]
+        assert not gate.is_open(second.id)
+        assert listener.losses == [(Loss.SURPLUS, ())]
+        assert journal.events[-1] == ("lost", second.id, Loss.SURPLUS, 0, "")
+        gate.finished([group(second)])
+        gate.judging(second.id)
+        assert core.ready == 0
+        assert len(journal.events) == 5
+
+    asyncio.run(main())
+
+
+@given(st.integers(0, 6))
+def test_no_group_that_is_given_up_is_kept_from_the_collection_by_a_cancellation(steps):
+    async def main():
+        core = RolloutControl(1, 0, over_sampling=2)
+        gate = gate_of(core)
+        first, second = await slot(gate), await slot(gate)
+        gate.finished([group(first)])
+        await gate.changed()
+        await gate.batch(1)
+        waiting = asyncio.create_task(gate.changed())
+        await settle()
+        await published(gate)
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        (outcome,) = await asyncio.gather(waiting, return_exceptions=True)
+        told = outcome if isinstance(outcome, list) else await asyncio.wait_for(gate.changed(), 1)
+        assert told == [second.id]
+
+    asyncio.run(main())
+
+
+def test_a_requeued_prompt_is_assigned_again():
+    async def main():
+        core = RolloutControl(1, 0, consumption=ReadyFirst(OnStale.REQUEUE), over_sampling=2)
+        gate = gate_of(core)
+        first, slow = await admitted(gate), await admitted(gate)
+        gate.finished([group(first.ticket)])
+        await gate.batch(1)
+        await published(gate)
+        gate.finished([group(slow.ticket)])
+        waiting = asyncio.create_task(gate.batch(1))
+        await settle()
+        again, fresh = await admitted(gate), await admitted(gate)
+        assert again.ticket == Ticket(2, 1, requeued_from=slow.ticket.id)
+        assert again.prompt == slow.prompt
+        assert fresh.prompt.id == 2
+        assert gate.position == 3
+        await cancelled(waiting)
+
+    asyncio.run(main())
+
+
+# ---- restarts
+
+
+def test_groups_of_before_a_restart_are_assigned_first_at_their_own_prompts():
+    async def main():
+        stream = PromptStream([Prompt(i, "?") for i in range(9)], shuffle=False, seed=0, position=3)
+        core = RolloutControl(1, 2, counts=GroupCounts(6, 4))
+        core.restore_unstarted(5)
+        gate = AdmissionGate(core, Intake(stream, [(4, 1), (5, 2)]), NoJournal(), Listener())
+        taken = [await admitted(gate) for _ in range(2)]
+        assert [(each.ticket, each.prompt.id) for each in taken] == [(Ticket(5, 0), 2), (Ticket(6, 0), 3)]
+        assert gate.states[State.GENERATING] == 2
+
+    asyncio.run(main())
+
+
+def test_groups_that_were_ready_before_a_restart_are_trained():
+    async def main():
+        core = RolloutControl(1, 2, counts=GroupCounts(1))
+        assert core.restore_ready(0, {0})
+        gate = gate_of(core, ready=[group(Ticket(0, 0))])
+        assert [each.id for each in await gate.batch(1)] == [0]
+
+    asyncio.run(main())
+
+
+# ---- waiting
 
 
 def test_changes_wake_every_waiter_and_keep_none():
@@ -351,121 +563,5 @@ def test_what_is_there_is_taken_without_suspending():
         with pytest.raises(StopIteration) as stop:
             taken.send(None)
         assert stop.value.value == "it"
-
-    asyncio.run(main())
-
-
-class Written:
-    """A journal that notes the names of its events; ``flushed`` waits until it is let go."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple] = []
-        self.safe = asyncio.Event()
-
-    def __getattr__(self, name):
-        return lambda *args: self.events.append((name, *args))
-
-    async def flushed(self):
-        await self.safe.wait()
-
-
-def test_an_ended_gate_gives_no_batch_to_those_who_wait_or_come():
-    async def main():
-        _, gate = make()
-        waiting = asyncio.create_task(gate.batch(10))
-        await settle()
-        gate.end()
-        assert await waiting == []
-        await gate.finished(group(await slot(gate)))
-        assert await gate.batch(10) == []
-
-    asyncio.run(main())
-
-
-def test_a_group_is_not_trained_before_the_journal_is_safe():
-    async def main():
-        core = RolloutControl(1, 0)
-        journal = Written()
-        gate = gate_of(core, journal)
-        assignment = await gate.slot()
-        assert (assignment.ticket, assignment.prompt.id) == (Ticket(0, 0), 0)
-        one = group(assignment.ticket)
-        finishing = asyncio.create_task(gate.finished(one))
-        await settle()
-        assert core.ready == 0
-        journal.safe.set()
-        await finishing
-        assert await gate.batch(1) == [one]
-        await gate.step_begins()
-        gate.published(1)
-        assert journal.events == [
-            ("admitted", Ticket(0, 0), 0),
-            ("ready", one),
-            ("step_begins", 1, 1),
-            ("published", 1, [one]),
-        ]
-
-    asyncio.run(main())
-
-
-def test_work_on_an_expired_group_is_abandoned_and_its_late_end_is_ignored():
-    async def main():
-        core = RolloutControl(1, 0, over_sampling=2)
-        journal, listener, running = Written(), Listener(), RunningGroups()
-        journal.safe.set()
-        gate = gate_of(core, journal, listener, running)
-        first, second = await slot(gate), await slot(gate)
-        work = asyncio.create_task(asyncio.sleep(60))
-        running.add(second.id, work)
-        await gate.finished(group(first))
-        await gate.batch(1)
-        gate.published(1)
-        await asyncio.wait({work}, timeout=1)
-        assert work.cancelled()
-        assert listener.losses == [(Loss.SURPLUS, ())]
-        assert journal.events[-1] == ("expired", Expired(second.id, Loss.SURPLUS, None))
-        await gate.finished(group(second))
-        gate.judging(second)
-        assert core.ready == 0
-
-    asyncio.run(main())
-
-
-def test_a_requeued_prompt_is_assigned_again():
-    async def main():
-        core = RolloutControl(1, 0, consumption=ReadyFirst(OnStale.REQUEUE), over_sampling=2)
-        gate = gate_of(core)
-        first, slow = await gate.slot(), await gate.slot()
-        await gate.finished(group(first.ticket))
-        await gate.batch(1)
-        gate.published(1)
-        await gate.finished(group(slow.ticket))
-        waiting = asyncio.create_task(gate.batch(1))
-        await settle()
-        again, fresh = await gate.slot(), await gate.slot()
-        assert again.ticket == Ticket(2, 1, requeued_from=slow.ticket.id)
-        assert again.prompt == slow.prompt
-        assert fresh.prompt.id == 2
-        assert gate.position == 3
-        await cancelled(waiting)
-
-    asyncio.run(main())
-
-
-def test_groups_of_before_a_restart_are_assigned_first_with_what_they_had():
-    async def main():
-        found = [OpenGroup(4, 1, False), OpenGroup(5, 2, False)]
-        stream = PromptStream([Prompt(i, "?") for i in range(9)], shuffle=False, seed=0, position=3)
-        intake = Intake(stream, found)
-        core = RolloutControl(1, 2, version=6, counts=GroupCounts(6, 4))
-        intake.resume(core.restore_open(4, 5), found[0])
-        core.restore_unstarted(5)
-        gate = AdmissionGate(core, intake, NoJournal(), Listener(), RunningGroups())
-        taken = [await gate.slot() for _ in range(3)]
-        assert [(a.ticket, a.prompt.id, a.prior) for a in taken] == [
-            (Ticket(4, 5), 1, found[0]),
-            (Ticket(5, 6), 2, None),
-            (Ticket(6, 6), 3, None),
-        ]
 
     asyncio.run(main())

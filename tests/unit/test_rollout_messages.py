@@ -61,7 +61,7 @@ UPS = st.builds(
     evaluated=st.lists(
         st.builds(Evaluated, NUMBERS, st.none() | st.floats(allow_nan=False), NUMBERS, TEXTS), max_size=2
     ),
-    status=st.none() | st.builds(Status, POOLS, NUMBERS, NUMBERS, st.floats(0, 1e9)),
+    status=st.none() | st.builds(Status, POOLS, NUMBERS, st.floats(0, 1e9)),
     fatal=TEXTS,
 )
 PROMPTS = st.builds(Prompt, NUMBERS, TEXTS, JSON, st.dictionaries(TEXTS, JSON, max_size=2)).map(fields)
@@ -130,7 +130,7 @@ def test_messages_do_not_share_their_lists():
 # ---- frames that nobody sends
 
 FRAME = pack(
-    Up([Event(1, 2, 3, PIECE, msgspec.Raw(b"\x91\x00"), 4, 5, 6)], status=Status(PoolStatus(), 1, 2, 3)),
+    Up([Event(1, 2, 3, PIECE, msgspec.Raw(b"\x91\x00"), 4, 5, 6)], status=Status(PoolStatus(), 1, 2)),
     [b"12345"],
 )
 

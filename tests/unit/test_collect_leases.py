@@ -1,0 +1,538 @@
+"""Leases: every group ends once, whoever works on it, and whatever becomes of whoever works on it."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from slipstream.rollout.collect.gate import AdmissionGate
+from slipstream.rollout.collect.intake import Intake
+from slipstream.rollout.collect.journal import NoJournal
+from slipstream.rollout.collect.leases import Leases
+from slipstream.rollout.control.consumption import Fifo, OnStale, ReadyFirst
+from slipstream.rollout.control.core import RolloutControl
+from slipstream.rollout.ledger.database import LedgerError
+from slipstream.rollout.messages import (
+    ANSWERED,
+    FAILED,
+    FILTERED,
+    JUDGED,
+    NOTHING,
+    PIECE,
+    TRAIN,
+    UP,
+    Event,
+    Lease,
+    MalformedFrame,
+    Up,
+    Verdict,
+    pack,
+    split,
+)
+from slipstream.rollout.prompts import PromptStream
+from slipstream.rollout.record import REF, PieceHeader, checksum, encode
+from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
+from tests.unit.doubles import Listener
+
+
+def header(version: int, reward: float | None = None, tokens: int = 2) -> TrajectoryHeader:
+    return TrajectoryHeader(((UNSAMPLED, False, 1), (version, True, 1 + tokens)), Finish.STOP, reward=reward)
+
+
+class Held(NoJournal):
+    """A ledger whose commits the test controls. It keeps payload, and what is on disk of each sample."""
+
+    def __init__(self) -> None:
+        self.data = bytearray(b"\0" * 7)
+        self.then: list = []
+        self.damaged: set[bytes] = set()
+        self.rows: list[tuple] = []
+        self.states: dict[int, list[str]] = {}
+
+    def append(self, payload: memoryview) -> tuple[int, int]:
+        offset = len(self.data)
+        self.data += payload
+        return 3, offset
+
+    def read(self, refs: bytes) -> bytes:
+        chunks = b""
+        for segment, offset, size, crc in REF.iter_unpack(refs):
+            assert segment == 3
+            chunk = bytes(self.data[offset : offset + size])
+            if chunk in self.damaged:
+                raise LedgerError("its bytes are damaged")
+            assert checksum(chunk) == crc
+            chunks += chunk
+        return chunks
+
+    def admitted(self, ticket, position):
+        self.states.setdefault(ticket.id, []).append("admitted")
+
+    def piece(self, key, base, ref, header):
+        self.rows.append((key, PIECE, base, self.read(ref), header))
+
+    def answered(self, key, refs, header):
+        self.rows.append((key, ANSWERED, None, self.read(refs), header))
+
+    def judged(self, key, refs, header):
+        self.rows.append((key, JUDGED, None, None if refs is None else self.read(refs), header))
+
+    def ready(self, id_, tokens):
+        self.states[id_].append("ready")
+
+    def lost(self, id_, loss, tokens=0, note=""):
+        self.states[id_].append(str(loss.end))
+
+    def published(self, version, trainings):
+        for training in trainings:
+            self.states[training.group_id].append("trained")
+
+    def when_durable(self, then):
+        self.then.append(then)
+
+    def commit(self) -> None:
+        then, self.then = self.then, []
+        for each in then:
+            each()
+
+    async def flushed(self):
+        self.commit()
+
+
+@dataclass
+class Working:
+    """One leased group, as its collector knows it."""
+
+    lease: Lease
+    pieces: list[list[bytes]]
+    """Chunks of each unfinished sample."""
+    kinds: list[int]
+    done: list[bool]
+    """The engines are done with the sample."""
+
+
+@dataclass
+class FakeCollector:
+    """A collector that does what the test says. What it says waits until it is delivered."""
+
+    name: str
+    samples: int
+    working: dict[int, Working] = field(default_factory=dict)
+    heard: list[tuple[str, tuple]] = field(default_factory=list)
+    """Leases and cancellations that have not arrived."""
+    outbox: Up = field(default_factory=Up)
+    payload: list[bytes] = field(default_factory=list)
+    owed: int = 0
+    """Episodes that are leased here and not given back, by the driver's account."""
+    all_leases: list[tuple[Lease, list[bytes]]] = field(default_factory=list)
+
+    # -- leases.Outgoing
+
+    def lease(self, lease: Lease, chunks: Sequence[bytes]) -> None:
+        self.all_leases.append((lease, list(chunks)))
+        self.heard.append(("lease", (lease, list(chunks))))
+        self.owed += self.samples
+
+    def cancel(self, group: int, lease: int) -> None:
+        self.heard.append(("cancel", (group, lease)))
+
+    # -- its process
+
+    def hear(self) -> None:
+        """Let everything arrive that the driver has said."""
+        heard, self.heard = self.heard, []
+        for kind, what in heard:
+            if kind == "lease":
+                lease, chunks = what
+                assert lease.lease not in self.working
+                working = Working(
+                    lease, [[] for _ in range(self.samples)], [PIECE] * self.samples, [False] * self.samples
+                )
+                self.working[lease.lease] = working
+                for prior in lease.prior:
+                    sizes = [size for size, _ in prior.pieces]
+                    own, chunks = chunks[: len(sizes)], chunks[len(sizes) :]
+                    assert [len(chunk) for chunk in own] == sizes
+                    working.pieces[prior.sample] = own
+                    working.kinds[prior.sample] = prior.kind
+                    if prior.kind != PIECE:
+                        self.give_back(working, prior.sample)
+                assert not chunks
+            else:
+                _, number = what
+                if (working := self.working.pop(number, None)) is not None:
+                    self.give_back(working, *range(self.samples))
+
+    def give_back(self, working: Working, *samples: int) -> None:
+        for sample in samples:
+            if not working.done[sample]:
+                working.done[sample] = True
+                self.outbox.released += 1
+
+    def say(self, event: Event, chunk: bytes = b"") -> None:
+        if chunk:
+            event.size, event.crc = len(chunk), checksum(chunk)
+            self.payload.append(chunk)
+        self.outbox.events.append(event)
+
+    def grow(self, working: Working, sample: int, chunk: bytes, base: int | None = None) -> None:
+        pieces = working.pieces[sample]
+        base = len(pieces) if base is None else min(base, len(pieces))
+        piece = msgspec.Raw(encode(PieceHeader(0, b"", ((0, len(chunk)),))))
+        self.say(Event(working.lease.group, working.lease.lease, sample, PIECE, piece, base), chunk)
+        pieces[base:] = [chunk]
+
+    def answer(self, working: Working, sample: int, chunk: bytes, kind: int, version: int) -> None:
+        raw = msgspec.Raw(encode(header(version, None if kind == ANSWERED else 0.5)))
+        base = len(working.pieces[sample])
+        self.say(Event(working.lease.group, working.lease.lease, sample, kind, raw, base), chunk)
+        working.pieces[sample].append(chunk)
+        working.kinds[sample] = kind
+        self.give_back(working, sample)
+
+    def judge(self, working: Working, sample: int, version: int) -> None:
+        raw = msgspec.Raw(encode(header(version, 0.5)))
+        self.say(Event(working.lease.group, working.lease.lease, sample, JUDGED, raw))
+        working.kinds[sample] = JUDGED
+
+    def decide(self, working: Working, verdict: int) -> None:
+        self.outbox.verdicts.append(Verdict(working.lease.group, working.lease.lease, verdict, "note"))
+        del self.working[working.lease.lease]
+        self.give_back(working, *range(self.samples))
+
+    def take_outbox(self) -> tuple[Up, memoryview]:
+        message, payload = self.outbox, self.payload
+        self.outbox, self.payload = Up(), []
+        self.owed -= message.released
+        return split(pack(message, payload), UP)
+
+
+class Schedule(RuleBasedStateMachine):
+    """Collectors that come, work, lag, lie and die, in any order, beside training and expiry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+
+    @initialize(
+        samples=st.sampled_from([1, 2, 8]),
+        policy=st.sampled_from([Fifo(), ReadyFirst(OnStale.REQUEUE), ReadyFirst(OnStale.DROP)]),
+        eta=st.integers(0, 2),
+        over=st.sampled_from([1.0, 2.0]),
+        share=st.integers(1, 20),
+    )
+    def begin(self, samples, policy, eta, over, share):
+        self.samples, self.share = samples, share
+        self.core = RolloutControl(2, eta, consumption=policy, over_sampling=over)
+        self.journal, self.listener = Held(), Listener()
+        stream = PromptStream([Prompt(i, "?") for i in range(5)], shuffle=False, seed=0)
+        self.gate = AdmissionGate(self.core, Intake(stream), self.journal, self.listener)
+        self.leases = Leases(self.gate, self.journal, self.listener, lambda name: self.share, samples)
+        self.collectors: dict[str, FakeCollector] = {}
+        self.numbers = 0
+        self.rounds = 0
+        self.held: dict[tuple[int, int], tuple[int, list[bytes]]] = {}
+        """Kind and chunks of each sample, by what has been delivered."""
+        self.leases.open()
+
+    def teardown(self):
+        if hasattr(self, "leases"):
+            self.finish()
+        self.loop.close()
+
+    # -- what may happen
+
+    @rule()
+    def a_collector_joins(self):
+        if len(self.collectors) < 3:
+            self.numbers += 1
+            collector = self.collectors[f"collector-{self.numbers}"] = FakeCollector(
+                f"collector-{self.numbers}", self.samples
+            )
+            self.leases.joined(collector.name, collector)
+
+    @precondition(lambda self: self.collectors)
+    @rule(data=st.data())
+    def a_collector_dies(self, data):
+        self.die(self.any_collector(data))
+
+    @precondition(lambda self: self.collectors)
+    @rule(data=st.data())
+    def a_collector_hears(self, data):
+        self.any_collector(data).hear()
+
+    @precondition(lambda self: self.collectors)
+    @rule(data=st.data())
+    def a_message_arrives(self, data):
+        self.deliver(self.any_collector(data))
+
+    @precondition(lambda self: self.collectors)
+    @rule(data=st.data(), chunk=st.binary(min_size=1, max_size=9), step=st.integers(0, 9))
+    def an_episode_goes_on(self, data, chunk, step):
+        collector = self.any_collector(data)
+        if not collector.working:
+            return
+        working = data.draw(st.sampled_from(list(collector.working.values())))
+        sample = data.draw(st.integers(0, self.samples - 1))
+        kind = working.kinds[sample]
+        if kind == PIECE and step < 3:
+            base = data.draw(st.none() | st.just(0)) if step == 0 else None
+            collector.grow(working, sample, chunk, base)
+        elif kind == PIECE:
+            kind = data.draw(st.sampled_from([ANSWERED, JUDGED]))
+            collector.answer(working, sample, chunk, kind, self.core.version)
+        elif kind == ANSWERED:
+            collector.judge(working, sample, self.core.version)
+
+    @precondition(lambda self: self.collectors)
+    @rule(data=st.data(), verdict=st.sampled_from([TRAIN, TRAIN, FILTERED, FAILED]))
+    def a_group_ends(self, data, verdict):
+        collector = self.any_collector(data)
+        for working in list(collector.working.values()):
+            if verdict == FAILED or all(kind == JUDGED for kind in working.kinds):
+                collector.decide(working, verdict)
+                return
+
+    @precondition(lambda self: self.collectors)
+    @rule(data=st.data())
+    def many_groups_end(self, data):
+        self.complete(self.any_collector(data))
+
+    @precondition(lambda self: self.collectors)
+    @rule(data=st.data(), what=st.integers(0, 5))
+    def a_malformed_message_arrives(self, data, what):
+        """Behind sound ones: what these have said counts. The server gives up the collector."""
+        collector = self.any_collector(data)
+        message, payload = collector.take_outbox()
+        kept = list(message.verdicts)
+        group = next(iter(collector.working.values()), None)
+        if group is None:
+            bad: object = Event(0, 0, 0, PIECE, NOTHING, 0, 5)
+        else:
+            ids = group.lease.group, group.lease.lease
+            raw = msgspec.Raw(encode(header(0, 0.5)))
+            bad = [
+                Event(*ids, self.samples, PIECE, NOTHING),
+                Event(*ids, 0, PIECE, NOTHING, 99),
+                Event(*ids, 0, ANSWERED, raw, 99),
+                Event(*ids, 0, JUDGED, msgspec.Raw(b"\x91\xc0"), 0),
+                Verdict(*ids, TRAIN),
+                Event(*ids, 0, PIECE, NOTHING, 0, 5),
+            ][what]
+        if isinstance(bad, Event):
+            message.events.append(bad)
+            if not bad.size:
+                self.note_held(message, payload)
+                message.verdicts.clear()
+        else:
+            if group is not None and all(kind == JUDGED for kind in group.kinds):
+                return
+            self.note_held(message, payload)
+            message.verdicts = [*kept, bad]
+        if group is not None and self.is_void(group):
+            with_error = bad is not None and isinstance(bad, Event) and bad.size
+            if not with_error:
+                return self.take(collector, message, payload)
+        with pytest.raises(MalformedFrame):
+            self.take(collector, message, payload)
+        self.die(collector)
+        return None
+
+    @precondition(lambda self: self.collectors)
+    @rule(data=st.data())
+    def a_workflow_blocks(self, data):
+        collector = self.any_collector(data)
+        if collector.working:
+            working = data.draw(st.sampled_from(list(collector.working.values())))
+            self.leases.blocked(collector.name, working.lease.group, "traceback")
+        else:
+            self.leases.blocked(collector.name, 10**6, "traceback")
+        self.die(collector)
+
+    @rule()
+    def a_commit_ends(self):
+        self.journal.commit()
+
+    @rule(publishes=st.booleans())
+    def the_trainer_asks_for_a_batch(self, publishes):
+        if self.gate._batch.groups or self.gate._failures_in_a_row >= 8:
+            return
+        batch = self.gate._next_batch()
+        if batch:
+            for group in batch:
+                assert self.journal.states[group.id][-1] == "ready"
+            self.gate._batch.groups = batch
+            self.loop.run_until_complete(self.gate.step_begins())
+            if publishes:
+                self.the_trainer_publishes()
+
+    @rule()
+    def the_trainer_publishes(self):
+        if self.gate._batch.groups:
+            self.gate.published(self.gate.next_version)
+
+    @rule()
+    def the_loop_of_collection_runs(self):
+        self.collect()
+
+    @rule(share=st.integers(1, 20))
+    def the_shares_change(self, share):
+        self.share = share
+
+    # -- invariants
+
+    @invariant()
+    def slots_are_those_of_open_groups(self):
+        if not hasattr(self, "leases"):
+            return
+        open_ids = set(self.leases._groups)
+        is_ended = ("ready", "filtered", "expired", "failed", "trained")
+        for id_, states in self.journal.states.items():
+            ends = [state for state in states if state in is_ended]
+            if id_ in open_ids:
+                # It may have expired: the collection gives it up as soon as it runs.
+                assert ends in ([], ["expired"]), (id_, states)
+            else:
+                assert ends, (id_, states)
+            assert ends.count("ready") <= 1
+            assert len(ends) <= 2
+            assert len(ends) < 2 or ends[0] == "ready"
+            assert "trained" not in ends or ends[0] == "ready"
+
+    @invariant()
+    def each_collector_owes_what_it_was_leased_and_has_not_given_back(self):
+        for name, collector in getattr(self, "collectors", {}).items():
+            assert self.leases._collectors[name].generating == collector.owed >= 0
+
+    @invariant()
+    def a_group_has_one_lease_and_its_collector_lives(self):
+        if not hasattr(self, "leases"):
+            return
+        waiting = [group.ticket.id for group in self.leases._waiting]
+        assert len(set(waiting)) == len(waiting)
+        for id_, group in self.leases._groups.items():
+            assert (group.lease == 0) == (id_ in waiting)
+            if group.lease:
+                assert id_ in self.leases._collectors[group.collector].groups
+        for name, collector in self.leases._collectors.items():
+            assert {id_ for id_, g in self.leases._groups.items() if g.collector == name} >= collector.groups
+
+    @invariant()
+    def nothing_is_ready_before_it_is_on_disk(self):
+        if hasattr(self, "leases"):
+            durable = {g.id for g in self.gate._ready.values()}
+            pending = {g.id for then in self.journal.then for g in then.args[0]}
+            assert not durable & pending
+
+    # -- how
+
+    def any_collector(self, data) -> FakeCollector:
+        return self.collectors[data.draw(st.sampled_from(sorted(self.collectors)))]
+
+    def is_void(self, working: Working) -> bool:
+        group = self.leases._groups.get(working.lease.group)
+        return group is None or group.lease != working.lease.lease
+
+    def note_held(self, message: Up, payload: memoryview) -> None:
+        """Keep an account of what the driver holds, apart from the product's."""
+        start = 0
+        for event in message.events:
+            chunk = bytes(payload[start : start + event.size])
+            start += event.size
+            group = self.leases._groups.get(event.group)
+            if group is None or group.lease != event.lease or event.sample >= self.samples:
+                continue
+            kind, chunks = self.held.get((event.group, event.sample), (PIECE, []))
+            if event.base > len(chunks) or (event.kind == PIECE and not chunk):
+                continue
+            if kind == PIECE:
+                self.held[event.group, event.sample] = (
+                    event.kind,
+                    chunks[: event.base] + [chunk] * bool(chunk),
+                )
+            else:
+                self.held[event.group, event.sample] = event.kind, chunks
+
+    def take(self, collector: FakeCollector, message: Up, payload: memoryview) -> None:
+        self.leases.received(collector.name, message, payload)
+
+    def deliver(self, collector: FakeCollector) -> None:
+        message, payload = collector.take_outbox()
+        self.note_held(message, payload)
+        self.take(collector, message, payload)
+
+    def die(self, collector: FakeCollector) -> None:
+        before = {id_: list(each) for id_, each in self.held.items()}
+        lost = set(self.leases._collectors[collector.name].groups)
+        fresh = set(self.journal.states)
+        del self.collectors[collector.name]
+        counts = {name: len(other.all_leases) for name, other in self.collectors.items()}
+        self.leases.left(collector.name)
+        handed = [
+            (lease, chunks)
+            for name, other in self.collectors.items()
+            for lease, chunks in other.all_leases[counts[name] :]
+        ]
+        admitted = [lease.group for lease, _ in handed if lease.group not in fresh]
+        again = [lease.group for lease, _ in handed if lease.group in fresh]
+        assert set(again) <= lost | set(fresh)
+        if admitted:
+            assert not self.leases._waiting, "whoever has lost its collector goes first"
+        for lease, chunks in handed:
+            for prior in lease.prior:
+                kind, held = before[lease.group, prior.sample]
+                own, chunks = chunks[: len(prior.pieces)], chunks[len(prior.pieces) :]
+                assert (prior.kind, own) == (kind, held)
+            assert not chunks
+            numbers = [prior.sample for prior in lease.prior]
+            assert numbers == [n for n in range(self.samples) if before.get((lease.group, n), (0, []))[1]]
+
+    def collect(self) -> None:
+        given_up, self.gate._given_up, self.gate._has_changed = self.gate._given_up, [], False
+        self.leases.give_up(given_up)
+        self.leases.grant()
+
+    def complete(self, collector: FakeCollector) -> None:
+        """Let a collector finish everything that it works on."""
+        collector.hear()
+        for working in list(collector.working.values()):
+            for sample, kind in enumerate(working.kinds):
+                if kind == PIECE:
+                    collector.answer(working, sample, b"rest", JUDGED, self.core.version)
+                elif kind == ANSWERED:
+                    collector.judge(working, sample, self.core.version)
+            collector.decide(working, TRAIN)
+        self.deliver(collector)
+
+    def finish(self) -> None:
+        """Let everything end that is open: then every slot is free again, and nobody owes anything."""
+        self.the_trainer_publishes()
+        self.leases._is_open = True
+        self.share = 10**6
+        if not self.collectors:
+            self.a_collector_joins()
+        admit, self.gate.may_admit = self.gate.may_admit, lambda: False
+        for _ in range(200):
+            self.collect()
+            for collector in self.collectors.values():
+                self.complete(collector)
+            self.journal.commit()
+            if not self.leases._groups:
+                break
+        assert not self.leases._groups
+        assert not self.leases._waiting
+        for collector in self.collectors.values():
+            assert self.leases._collectors[collector.name].generating == 0
+            assert not self.leases._collectors[collector.name].groups
+        assert self.core.open == 0
+        assert self.core.counts.in_flight == self.core.ready
+        self.gate.may_admit = admit
+
+
+Schedule.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+test_every_group_ends_once_under_any_schedule = Schedule.TestCase
