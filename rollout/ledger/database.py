@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from slipstream.rollout.durable import sync_folder
 from slipstream.rollout.ledger.locks import fcntl_error
 
 LEDGER = "ledger.sqlite"
@@ -277,15 +278,6 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
     if without_locks:
         connection.execute("PRAGMA locking_mode=EXCLUSIVE")
     return connection
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ---- checks

@@ -18,7 +18,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.rollout.ledger.database import LedgerError, explained, sync_folder
+from slipstream.rollout.durable import sync_folder
+from slipstream.rollout.ledger.database import LedgerError, explained
 
 FOLDER = "payload"
 """Name of the folder of all segments in the run folder."""

@@ -336,6 +336,8 @@ def test_the_restored_version_is_served_under_its_own_name_and_later_trainings_a
         train(ledger, 6, 2, 2, [2])
 
     in_ledger(tmp_path, branch, restored=2)
+    with pytest.raises(LedgerError, match="the run has gone on from an older version since version 4"):
+        open_ledger(tmp_path, **BATCH, restored=4)
     again = in_ledger(tmp_path, nothing, restored=6)
     assert (again.step, again.counts.trained) == (3, 3)
     assert [group.id for group in again.open] == [3]

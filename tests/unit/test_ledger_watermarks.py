@@ -110,7 +110,7 @@ def go_on(folder: Path) -> int:
 
 def damage_of(folder: Path) -> list[str]:
     """What the audit finds, without trajectories that an older copy of the payload lacks."""
-    return [text for text in audit_run(folder).discrepancies if "cannot be read" not in text]
+    return [text for text in audit_run(folder, print).discrepancies if "cannot be read" not in text]
 
 
 @pytest.mark.parametrize("ledger", range(1, STEPS + 1))
@@ -149,7 +149,7 @@ def test_checkpoints_that_are_all_gone_are_missed(copies, tmp_path):
     text = refusal(folder)
     assert "has recorded 4 committed checkpoints, the last one of version 4, but none is in" in text
     assert "Restore the folder from a copy" in text
-    assert any("none is in" in finding for finding in audit_run(folder).discrepancies)
+    assert any("none is in" in finding for finding in audit_run(folder, print).discrepancies)
 
 
 def test_a_run_without_checkpoints_yet_goes_on(tmp_path):
@@ -219,7 +219,7 @@ def test_falling_back_from_a_damaged_checkpoint_stays_legal(copies, tmp_path, da
     folder = mixed(copies, tmp_path, ledger=4, payload=4, checkpoints=4)
     damage(folder / CHECKPOINTS / "v00000004")
     assert go_on(folder) == 3
-    audit = audit_run(folder)
+    audit = audit_run(folder, print)
     assert audit.discrepancies == []
     assert (audit.steps, audit.steps_lost) == (4, 1)
 
@@ -235,7 +235,7 @@ def test_a_checkpoint_that_the_ledger_has_no_row_of_is_used(copies, tmp_path):
     in_ledger(tmp_path, act)
     assert history_of(tmp_path).checkpoints == {}
     assert go_on(tmp_path) == 1
-    assert audit_run(tmp_path).discrepancies == []
+    assert audit_run(tmp_path, print).discrepancies == []
 
 
 def test_the_driver_writes_watermark_and_row(tmp_path):
