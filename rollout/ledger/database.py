@@ -338,7 +338,7 @@ def check_undamaged(connection: sqlite3.Connection, path: Path) -> None:
         raise LedgerError(f"{path}: {problem}: the file is damaged: {RESTORE}")
 
 
-_DAMAGE = ("malformed", "not a database", "decode", "no such table", "no such column")
+_DAMAGE = ("malformed", "not a database", "decode", "no such", "unsupported file format")
 """Words of errors that mean that a file is damaged."""
 
 
@@ -362,7 +362,10 @@ def explained(path: Path, error: Exception) -> LedgerError:
     elif any(word in text for word in _DAMAGE):
         advice = f"the file is damaged: {RESTORE}"
     else:
-        advice = "all events that were acknowledged before are still in it"
+        advice = (
+            "all events that were acknowledged before are still in it: go on with `slipstream train RECIPE "
+            f"--resume`, or {RESTORE}"
+        )
     return LedgerError(f"{path}: {text}: {advice}")
 
 
