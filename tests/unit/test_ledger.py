@@ -496,6 +496,24 @@ def test_callbacks_come_once_everything_before_them_is_on_disk(tmp_path):
     assert order == [100, ("first", 0), ("second", 0), ("third", 0)]
 
 
+def test_a_callback_that_fails_keeps_nothing_from_being_written(tmp_path):
+    heard: list[object] = []
+
+    async def act(ledger: Ledger) -> None:
+        asyncio.get_running_loop().set_exception_handler(
+            lambda loop, context: heard.append(context["message"])
+        )
+        ledger.admitted(Ticket(0, 0), 0)
+        ledger.when_durable(lambda: 1 / 0)
+        ledger.when_durable(lambda: ledger.admitted(Ticket(1, 0), 1))
+        await ledger.flushed()
+        await ledger.flushed()
+
+    in_ledger(tmp_path, act)
+    assert heard == ["a callback of the ledger has failed"]
+    assert [group.id for group in in_ledger(tmp_path, nothing).open] == [0, 1]
+
+
 def test_the_guard_stops_the_ledger_before_it_writes(tmp_path):
     class Fenced(LedgerError):
         """Another driver has the run."""
