@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from slipstream.rollout.durable import sync_folder
 from slipstream.rollout.ledger.locks import fcntl_error
 
 LEDGER = "ledger.sqlite"
@@ -279,15 +280,6 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
     return connection
 
 
-def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # ---- checks
 
 
@@ -346,7 +338,7 @@ def check_undamaged(connection: sqlite3.Connection, path: Path) -> None:
         raise LedgerError(f"{path}: {problem}: the file is damaged: {RESTORE}")
 
 
-_DAMAGE = ("malformed", "not a database", "decode", "no such table", "no such column")
+_DAMAGE = ("malformed", "not a database", "decode", "no such", "unsupported file format")
 """Words of errors that mean that a file is damaged."""
 
 
@@ -370,7 +362,10 @@ def explained(path: Path, error: Exception) -> LedgerError:
     elif any(word in text for word in _DAMAGE):
         advice = f"the file is damaged: {RESTORE}"
     else:
-        advice = "all events that were acknowledged before are still in it"
+        advice = (
+            "all events that were acknowledged before are still in it: go on with `slipstream train RECIPE "
+            f"--resume`, or {RESTORE}"
+        )
     return LedgerError(f"{path}: {text}: {advice}")
 
 

@@ -119,8 +119,8 @@ def _create(path: Path) -> None:
         raise explained(segments.folder, error) from error
     if has_payload:
         raise LedgerError(
-            f"{path} is missing, but there is {segments.folder} with what the run has generated: restore the file "
-            "from a copy, or start the run anew under another name"
+            f"{path} is missing, but there is {segments.folder} with what the run has generated: restore "
+            "the file from a copy, or start the run anew under another name"
         )
     run = uuid.uuid4()
     create_database(path, run.hex, Stamp(run.bytes).encode())
@@ -328,7 +328,12 @@ def _check(path: Path, restored: int) -> None:
                 f"{path} knows no published version {restored}, from which the run is to go on: it is older "
                 f"than the checkpoint: {RESTORE}"
             )
-        history.line_of(restored)
+        if not history.is_on_line(restored):
+            raise LedgerError(
+                f"{path}: the run has gone on from an older version since version {restored}, whose groups "
+                f"were given back: go on from a version behind {history.newest}, or start the run anew under "
+                "another name"
+            )
     except FAILURES as error:
         raise explained(path, error) from error
     finally:

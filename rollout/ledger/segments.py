@@ -13,12 +13,14 @@ transactions that it had committed.
 
 import os
 import struct
+import threading
 import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.rollout.ledger.database import LedgerError, explained, sync_folder
+from slipstream.rollout.durable import sync_folder
+from slipstream.rollout.ledger.database import LedgerError, explained
 
 FOLDER = "payload"
 """Name of the folder of all segments in the run folder."""
@@ -28,6 +30,9 @@ SEGMENT_BYTES = 64 << 20
 
 BUFFERS = 512
 """Buffers per call of the operating system, which takes 1,024."""
+
+OPEN_FILES = 64
+"""Segments kept open for reading."""
 
 _HEADER = struct.Struct("<8s16sQ")
 _HEADER_SIZE = _HEADER.size + 4
@@ -99,6 +104,9 @@ class Segments:
         self.folder = folder
         self._run = run
         self._descriptors: dict[int, _Descriptor] = {}
+        """Files open for reading, least recently used first."""
+        self._lock = threading.Lock()
+        """Held while ``_descriptors`` changes, never while a file is read."""
         self._newest: tuple[int, int] | None = None
         """Segment that was written to last, and its descriptor."""
 
@@ -146,7 +154,8 @@ class Segments:
 
     def delete(self, segment: int) -> None:
         """Delete a segment, if it is there. Raises OSError."""
-        self._descriptors.pop(segment, None)
+        with self._lock:
+            self._descriptors.pop(segment, None)
         self.path(segment).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -191,14 +200,20 @@ class Segments:
 
     def _pread(self, segment: int, offset: int, size: int) -> bytes:
         try:
-            descriptor = self._descriptors.get(segment)
-            if descriptor is None:
-                descriptor = self._descriptors[segment] = _Descriptor(self.path(segment))
+            descriptor = self._opened(segment)
             return os.pread(descriptor.number, size, offset)
         except (FileNotFoundError, OverflowError, ValueError):  # no file has such an offset or size
             return b""
         except OSError as error:
             raise _unreadable(self.path(segment), error) from error
+
+    def _opened(self, segment: int) -> _Descriptor:
+        with self._lock:
+            descriptor = self._descriptors.pop(segment, None) or _Descriptor(self.path(segment))
+            self._descriptors[segment] = descriptor  # the last one is the one used last
+            if len(self._descriptors) > OPEN_FILES:
+                del self._descriptors[next(iter(self._descriptors))]
+            return descriptor
 
     def _header(self, segment: int) -> bytes | None:
         """Return the header of a segment; None if it is not the header of this segment of this run."""

@@ -294,7 +294,11 @@ class Ledger:
             if not future.done():
                 future.set_result(None)
         for then in events.then:
-            then()
+            try:
+                then()
+            except Exception as error:  # must not keep the next events from being written
+                context = {"message": "a callback of the ledger has failed", "exception": error}
+                asyncio.get_running_loop().call_exception_handler(context)
         if self._is_due:  # the events that arrived meanwhile have waited long enough
             self._hand_over()
 

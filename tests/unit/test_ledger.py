@@ -336,6 +336,8 @@ def test_the_restored_version_is_served_under_its_own_name_and_later_trainings_a
         train(ledger, 6, 2, 2, [2])
 
     in_ledger(tmp_path, branch, restored=2)
+    with pytest.raises(LedgerError, match="the run has gone on from an older version since version 4"):
+        open_ledger(tmp_path, **BATCH, restored=4)
     again = in_ledger(tmp_path, nothing, restored=6)
     assert (again.step, again.counts.trained) == (3, 3)
     assert [group.id for group in again.open] == [3]
@@ -492,6 +494,24 @@ def test_callbacks_come_once_everything_before_them_is_on_disk(tmp_path):
 
     in_ledger(tmp_path, act)
     assert order == [100, ("first", 0), ("second", 0), ("third", 0)]
+
+
+def test_a_callback_that_fails_keeps_nothing_from_being_written(tmp_path):
+    heard: list[object] = []
+
+    async def act(ledger: Ledger) -> None:
+        asyncio.get_running_loop().set_exception_handler(
+            lambda loop, context: heard.append(context["message"])
+        )
+        ledger.admitted(Ticket(0, 0), 0)
+        ledger.when_durable(lambda: 1 / 0)
+        ledger.when_durable(lambda: ledger.admitted(Ticket(1, 0), 1))
+        await ledger.flushed()
+        await ledger.flushed()
+
+    in_ledger(tmp_path, act)
+    assert heard == ["a callback of the ledger has failed"]
+    assert [group.id for group in in_ledger(tmp_path, nothing).open] == [0, 1]
 
 
 def test_the_guard_stops_the_ledger_before_it_writes(tmp_path):

@@ -200,6 +200,22 @@ def test_the_log_is_written_back_before_it_is_long(tmp_path, monkeypatch):
     assert in_ledger(tmp_path, nothing).notes == []
 
 
+def test_many_segments_are_read_with_few_open_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("slipstream.rollout.ledger.segments.OPEN_FILES", 3)
+
+    async def act(ledger: Ledger) -> None:
+        ledger.admitted(Ticket(0, 0), 0)
+        refs = [add_piece(ledger, 0, number, 0, 400) for number in range(20)]
+        await ledger.flushed()
+        assert len(segments(tmp_path)) >= 10
+        files = len(os.listdir("/proc/self/fd"))
+        for ref in [*refs, *refs[::-1]]:
+            assert len(ledger.read(ref)) == 12 + 8 * 400
+        assert len(os.listdir("/proc/self/fd")) <= files + 3
+
+    in_ledger(tmp_path, act, segment_bytes=SEGMENT)
+
+
 def test_a_segment_that_vanishes_is_noticed_when_it_is_read(tmp_path):
     async def act(ledger: Ledger) -> None:
         ledger.admitted(Ticket(0, 0), 0)
