@@ -193,7 +193,6 @@ class GroupCollector(Generic[RecordT]):
         del self._running[lease.group, lease.lease]
         if group.on_engines:
             self._outbox.released(group.on_engines)
-            group.on_engines = 0
         if not group.is_wanted:
             return
         if task.cancelled():
@@ -205,9 +204,8 @@ class GroupCollector(Generic[RecordT]):
 
     def _released(self, group: _Running[RecordT]) -> None:
         """The engines are done with an episode of the group."""
-        if group.on_engines:  # else the group has ended without this episode
-            group.on_engines -= 1
-            self._outbox.released()
+        group.on_engines -= 1
+        self._outbox.released()
 
     def _failed(self, lease: Lease, reason: str) -> None:
         self._outbox.ended(lease.group, lease.lease, FAILED, reason)
@@ -241,7 +239,6 @@ class GroupCollector(Generic[RecordT]):
         try:
             return list(await asyncio.gather(*tasks))
         except EpisodeFailed:
-            group.is_over = True
             for episode in group.episodes:
                 episode.record.close()  # nothing of a failed group is needed
             raise
@@ -266,7 +263,7 @@ class GroupCollector(Generic[RecordT]):
             else:
                 trajectory = await self._generated(prompt, episode, prior)
         finally:
-            episode.record.close()
+            episode.record.close()  # before anything else runs: nothing may follow on the trajectory
             self._released(group)
         if trajectory.reward is None:
             trajectory = await self._judged(prompt, trajectory)
@@ -280,11 +277,9 @@ class GroupCollector(Generic[RecordT]):
         if prior is not None:
             self._continue(episode, *prior)
         trajectory = await self._episodes.run(prompt, episode)
-        record = episode.record
-        record.close()  # what the workflow has left behind must not follow on the trajectory
-        record.answered(trajectory)
+        episode.record.answered(trajectory)
         if trajectory.reward is not None:
-            record.judged(trajectory)
+            episode.record.judged(trajectory)
         return trajectory
 
     def _continue(self, episode: _Episode[RecordT], prior: PriorSample, chunks: memoryview) -> None:

@@ -176,7 +176,7 @@ class Recording:
     def close(self) -> None:
         """End the attempt, with all requests that its workflow has left behind: nobody waits for them.
 
-        Only ``answered`` and ``judged`` are to be called behind it.
+        Of ``answered`` no piece may come behind: call this one before the event loop goes on.
         """
         self._is_closed = True
         self._ended.clear()

@@ -313,7 +313,8 @@ def test_a_group_fails_with_the_episode_that_has_no_attempt_left():
 
 
 def test_of_a_failed_group_nothing_more_is_generated_or_recorded():
-    world = World(2, Flow({0: ValueError("a")}), engines=PureEngines(chunk_s=100.0))
+    world = World(2, Flow({0: ValueError("a")}), engines=PureEngines(chunk=1, chunk_s=0.3))
+    assert len(ideal([101], 12)) > 4
     world.run()
     assert world.verdict[0] == FAILED
     assert not world.driver.sent
@@ -462,6 +463,28 @@ def test_a_group_that_is_cancelled_before_it_has_begun_gives_everything_back():
             world.lease()
             world.groups.cancel(0, 1)
         assert (world.driver.released, world.driver.verdicts, world.flow.starts) == (3, [], 0)
+
+    clock.run(main())
+
+
+def test_a_group_ends_behind_all_of_its_episodes_although_it_is_cancelled_meanwhile():
+    """Else an episode that takes its time would be given back twice."""
+
+    async def tidies(context: WorkflowContext) -> None:
+        try:
+            await asyncio.sleep(100)
+        finally:
+            await asyncio.sleep(5)
+
+    async def main() -> None:
+        world = World(2, Flow({0: ValueError("at 1 s"), 1: tidies}))
+        async with world.heard():
+            world.lease()
+            await asyncio.sleep(3)
+            world.groups.cancel(0, 1)
+            await asyncio.sleep(1)
+            assert len(world.groups) == 1
+        assert (world.driver.released, world.driver.verdicts) == (2, [])
 
     clock.run(main())
 
