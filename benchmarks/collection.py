@@ -156,8 +156,8 @@ class CollectorProcess:
 class Silent:
     """Hears of lost work, of which there must be none."""
 
-    def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader]) -> None:
-        raise RuntimeError(f"a group is lost: {loss}")
+    def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader], reason: str = "") -> None:
+        raise RuntimeError(f"a group is lost: {loss} {reason}")
 
     def attempt_failed(self, prompt: int, attempt: int, error: str) -> None:
         raise RuntimeError(f"prompt {prompt}, attempt {attempt}: {error}")
