@@ -25,6 +25,7 @@ from slipstream.rollout.control.core import Loss, RolloutControl
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.engine.key import new_key
 from slipstream.rollout.engine.roster import EngineRoster
+from slipstream.rollout.garbage import look_seldom_for_garbage
 from slipstream.rollout.ledger.recovery import open_ledger
 from slipstream.rollout.ledger.writer import Ledger
 from slipstream.rollout.prompts import PromptStream
@@ -155,8 +156,8 @@ class CollectorProcess:
 class Silent:
     """Hears of lost work, of which there must be none."""
 
-    def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader]) -> None:
-        raise RuntimeError(f"a group is lost: {loss}")
+    def lost(self, loss: Loss, trajectories: Sequence[TrajectoryHeader], reason: str = "") -> None:
+        raise RuntimeError(f"a group is lost: {loss} {reason}")
 
     def attempt_failed(self, prompt: int, attempt: int, error: str) -> None:
         raise RuntimeError(f"prompt {prompt}, attempt {attempt}: {error}")
@@ -220,6 +221,7 @@ async def running(load: Load, folder: Path) -> AsyncIterator[Run]:
             failing = tasks.create_task(run.server.failed())
             try:
                 await start_collectors(run, url, folder)
+                look_seldom_for_garbage()
                 collecting = tasks.create_task(collection_loop(run.gate, run.leases))
                 yield run
                 collecting.cancel()

@@ -152,7 +152,7 @@ def main() -> None:
             recoveries = [recover(run, rng.uniform(0, 1)) for _ in range(arguments.kills)]
         finally:
             run.end()
-        audit, _, _ = audit_ledger(run.folder)
+        audit, _ = audit_ledger(run.folder)
         ledger = open_for_reading(run.folder / LEDGER)
         discarded = dict(ledger.execute("SELECT epoch, sum(tokens) FROM discards GROUP BY epoch"))
         ledger.close()

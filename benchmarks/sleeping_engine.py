@@ -197,7 +197,7 @@ async def collect_for(task: CollectorTask, places: Places) -> None:
         return SleepingEngine(task.engine, places)
 
     def trace_request(request: RequestTrace) -> None:
-        trace.write("request", **asdict(request))
+        trace.write("request", **vars(request))
 
     async with AsyncExitStack() as stack:
         stack.callback(trace.close)

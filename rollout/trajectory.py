@@ -255,7 +255,9 @@ class Trajectory:
 
     def judged(self, reward: float) -> "Trajectory":
         """Return a copy with the reward of the episode."""
-        return replace(self, reward=reward)
+        trajectory = replace(self, reward=reward)
+        trajectory.__dict__["header"] = msgspec.structs.replace(self.header, reward=reward)  # as computed
+        return trajectory
 
     def turn_T(self) -> npt.NDArray[np.intp]:
         """Return the turn of each token, int64 [T], from 0.
@@ -282,9 +284,9 @@ class TrajectoryBuilder:
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         """Start an episode with ``prompt_ids``, token ids that carry no loss."""
         self._tokens: list[int] = []
-        self._mask: list[npt.NDArray[np.bool_]] = []
         self._logprobs: list[npt.NDArray[np.float32]] = []
-        self._versions: list[npt.NDArray[np.int32]] = []
+        self._spans: list[tuple[int, bool, int]] = []
+        """(version, carries loss, number of tokens) of all tokens, in order."""
         self._finish = Finish.STOP
         self._retractions = 0
         self._turn_rewards: list[tuple[int, float]] = []
@@ -297,18 +299,15 @@ class TrajectoryBuilder:
 
     def add_context(self, tokens: Sequence[int]) -> None:
         """Append token ids that no policy sampled, such as tool output. They carry no loss."""
-        n = len(tokens)
         self._tokens += tokens
-        self._mask.append(np.zeros(n, np.bool_))
-        self._logprobs.append(np.zeros(n, np.float32))
-        self._versions.append(np.full(n, UNSAMPLED, np.int32))
+        self._logprobs.append(np.zeros(len(tokens), np.float32))
+        self._spans.append((UNSAMPLED, False, len(tokens)))
 
     def add_completion(self, completion: Completion) -> None:
         """Append a completion as the generator returned it. All of its tokens carry loss."""
         self._tokens += completion.tokens
-        self._mask.append(np.ones(len(completion.tokens), np.bool_))
         self._logprobs.append(np.array(completion.logprobs, np.float32))
-        self._versions.append(completion.versions())
+        self._spans += [(span.version, True, span.end - span.start) for span in completion.spans]
         self._finish = completion.finish
         self._retractions += completion.retractions
 
@@ -322,13 +321,14 @@ class TrajectoryBuilder:
         Raises ValueError when no token was sampled (the episode has failed: there is nothing to train), or
         when the rewards of turns are out of order or not finite.
         """
-        if not any(mask.any() for mask in self._mask):
+        versions, trained, lengths = zip(*self._spans, strict=True)
+        if not any(trained):
             raise ValueError(f"an episode of {len(self._tokens)} tokens, none of them sampled by the policy")
         return Trajectory(
             np.array(self._tokens, np.int64),
-            np.concatenate(self._mask),
+            np.repeat(np.array(trained, np.bool_), lengths),
             np.concatenate(self._logprobs),
-            np.concatenate(self._versions),
+            np.repeat(np.array(versions, np.int32), lengths),
             self._finish,
             self._retractions,
             turn_rewards=tuple(self._turn_rewards),

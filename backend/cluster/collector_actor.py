@@ -1,7 +1,6 @@
 """The Ray actor of one collector. It imports nothing heavy, so that the driver stays light."""
 
 import traceback
-from dataclasses import asdict
 
 from slipstream.backend.cluster.trainer_actor import redirect_output
 from slipstream.backend.monitor.trace import TraceLog
@@ -21,7 +20,7 @@ class CollectorActor:
         trace = TraceLog(config.run.folder, spec.collector)
 
         def trace_request(request: RequestTrace) -> None:
-            trace.write("request", **asdict(request))
+            trace.write("request", **vars(request))
 
         try:
             await collect(spec, config, trace_request)

@@ -34,6 +34,7 @@ from slipstream.backend.monitor.recorder import Recorder
 from slipstream.backend.monitor.summary import RunSummary, write_summary
 from slipstream.backend.monitor.trace import TraceLog
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout.garbage import look_seldom_for_garbage
 from slipstream.rollout.ledger.writer import Ledger
 from slipstream.rollout.reward import is_accuracy
 
@@ -82,6 +83,7 @@ async def _run(
             is_accuracy=is_accuracy(inputs.reward),
         )
         parts = assemble(config, inputs, state, place(nodes, config), folder / LOGS, recorder)
+        look_seldom_for_garbage()
         end: Literal["done", "failed", "stopped"] = "failed"
         try:
             await _course(config, parts, state, recorder, progress, stop)

@@ -34,6 +34,7 @@ from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.pool import EnginePool, GeneratingClient
 from slipstream.rollout.engine.trace import RequestTrace
+from slipstream.rollout.garbage import look_seldom_for_garbage
 from slipstream.rollout.judge.pool import JudgePool, JudgeStatus
 from slipstream.rollout.messages import DOWN, LONGEST_FRAME, SILENCE_S, Down, Status, Up, pack, split
 from slipstream.rollout.workflow import Tokenizer, Workflow, WorkflowContext
@@ -119,6 +120,7 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
         stack.push_async_callback(groups.close)
         stack.enter_context(watched(rollout.collector_timeout_s, _reporter(spec)))
         connection = _Connection(socket, pool, judges, groups, evaluations)
+        look_seldom_for_garbage()
         await _live(connection, outbox, groups)
 
 

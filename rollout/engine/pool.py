@@ -260,6 +260,8 @@ class EnginePool:
                 return True
             return None if engine.lost is None else False
 
+        if verdict():  # as a rule: a time-out costs more
+            return
         try:
             async with asyncio.timeout(self._wait_timeout_s):
                 is_right = await self._changes.first(verdict)
@@ -307,6 +309,8 @@ class EnginePool:
         while True:
             # Whoever holds requests has a time-out of its own, and ends with the connection to the driver.
             await self._changes.first(lambda: None if self.held else True)
+            if (engine := self._charge_least_loaded()) is not None:  # as a rule: a time-out costs more
+                return engine
             try:
                 async with asyncio.timeout(self._wait_timeout_s):
                     return await self._changes.first(self._charge_least_loaded)
