@@ -331,27 +331,28 @@ class Leases:
                 self._journal.when_durable(partial(self._gate.finished, ready))
 
     def _happened(self, event: Event, ref: bytes) -> None:
+        """Take in one event. A malformed one changes nothing."""
         group = self._groups.get(event.group)
         if group is None or group.lease != event.lease:
             self.void_events += 1
             return
-        if not 0 <= event.sample < self._samples:
+        if event.sample >= self._samples:
             raise MalformedFrame(f"group {event.group} has no sample {event.sample}")
-        sample = group.samples[event.sample]
-        if sample is None:
-            sample = group.samples[event.sample] = SampleState()
-        key = event.group * SAMPLES + event.sample
+        sample = group.samples[event.sample] or SampleState()
+        key, was_whole = event.group * SAMPLES + event.sample, sample.kind != PIECE
         if event.kind == PIECE:
             self._add_piece(sample, key, event, ref)
-        elif sample.kind == PIECE and event.base <= len(sample.pieces):
-            pieces = b"".join([piece for piece, _ in sample.pieces[: event.base]])
-            sample.refs, sample.header, sample.pieces = pieces + ref, bytes(event.header), []
-            self._complete(group, sample, key, event, sample.refs)
-        elif event.kind == JUDGED and sample.kind == ANSWERED:
-            sample.header = bytes(event.header)
-            self._complete(group, sample, key, event, None)
+        elif not was_whole:
+            self._end_episode(sample, key, event, ref)
+        elif event.kind == JUDGED and sample.kind == ANSWERED and not ref:
+            self._judge(sample, key, event, None)
         else:
             raise MalformedFrame(f"sample {event.sample} of group {event.group} has ended already")
+        group.samples[event.sample] = sample
+        if event.kind != PIECE and not was_whole:
+            group.unanswered -= 1
+            if not group.unanswered and any(each and each.kind == ANSWERED for each in group.samples):
+                self._gate.judging(event.group)
 
     def _add_piece(self, sample: SampleState, key: int, event: Event, ref: bytes) -> None:
         if sample.kind != PIECE or event.base > len(sample.pieces) or not ref:
@@ -361,24 +362,26 @@ class Leases:
         sample.pieces.append((ref, header))
         self._journal.piece(key, event.base, ref, header)
 
-    def _complete(
-        self, group: LeasedGroup, sample: SampleState, key: int, event: Event, refs: bytes | None
-    ) -> None:
-        """Note a whole trajectory, or the reward of one."""
-        was_unanswered, sample.kind = sample.kind == PIECE, event.kind
+    def _end_episode(self, sample: SampleState, key: int, event: Event, ref: bytes) -> None:
+        """Note a whole trajectory: the first pieces of its record, and a last chunk."""
+        if event.base > len(sample.pieces):
+            raise MalformedFrame(f"a trajectory behind {event.base} of {len(sample.pieces)} pieces")
+        refs = b"".join([piece for piece, _ in sample.pieces[: event.base]]) + ref
         if event.kind == JUDGED:
-            sample.trajectory = HEADER.decode(sample.header)
-            if sample.trajectory.reward is None:
-                raise MalformedFrame(
-                    f"sample {event.sample} of group {event.group} is judged without a reward"
-                )
-            self._journal.judged(key, refs, sample.header)
+            self._judge(sample, key, event, refs)
         else:
-            self._journal.answered(key, sample.refs, sample.header)
-        if was_unanswered:
-            group.unanswered -= 1
-            if not group.unanswered and any(each and each.kind == ANSWERED for each in group.samples):
-                self._gate.judging(group.ticket.id)
+            HEADER.decode(event.header)
+            sample.kind, sample.header = ANSWERED, bytes(event.header)
+            self._journal.answered(key, refs, sample.header)
+        sample.refs, sample.pieces = refs, []
+
+    def _judge(self, sample: SampleState, key: int, event: Event, refs: bytes | None) -> None:
+        """Note the reward of a trajectory, which is a new one if there are ``refs``."""
+        trajectory = HEADER.decode(event.header)
+        if trajectory.reward is None:
+            raise MalformedFrame(f"sample {event.sample} of group {event.group} has no reward")
+        sample.kind, sample.trajectory, sample.header = JUDGED, trajectory, bytes(event.header)
+        self._journal.judged(key, refs, sample.header)
 
     def _decided(self, verdict: Verdict, ready: list[ReadyGroup]) -> None:
         group = self._groups.get(verdict.group)
