@@ -1,7 +1,7 @@
 """How often Python looks for garbage in a process with many living objects.
 
 Python looks at its young objects whenever 700 more of them have been made than freed, and every tenth time at
-older ones. A collector has dozens of objects for each of its thousands of episodes, and nearly all of them end
+older ones. A collector has dozens of objects for each of its thousands of episodes, nearly all of which end
 by reference counting. Looking at them took up to half of its time.
 """
 
