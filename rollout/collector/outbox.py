@@ -2,8 +2,8 @@
 
 events of all episodes ──► outbox ──(FLUSH_S later)──► one frame ──► driver
 
-Nobody waits for a piece of an unfinished episode: pieces wait for other events, up to PIECES_S. A frame and its
-transaction in the driver's ledger cost several times as much as one more piece in them.
+Nobody waits for a piece of an unfinished episode: pieces wait for other events, up to PIECES_S. A frame and
+its transaction in the driver's ledger cost several times as much as one more piece in them.
 
 Back-pressure: while more than UNSENT_BYTES wait for the connection, ``room`` is closed and no episode starts.
 """
