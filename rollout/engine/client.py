@@ -11,8 +11,8 @@ from contextlib import aclosing, suppress
 import aiohttp
 
 from slipstream.configs.schema import SamplingConfig
-from slipstream.rollout.engine.completion import Aborted, CompletionStream, parse_prompt_logprobs
-from slipstream.rollout.engine.connection import EngineAddress, EngineError, EngineLost
+from slipstream.rollout.engine.completion import Aborted, CompletionStream, Refused, parse_prompt_logprobs
+from slipstream.rollout.engine.connection import EngineAddress, EngineError, EngineLost, Malformed
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.server_control import EngineMemory, ServerControl
 
@@ -24,6 +24,7 @@ __all__ = [
     "EngineLost",
     "EngineMemory",
     "InvalidRequest",
+    "Malformed",
     "Silent",
 ]
 
@@ -59,7 +60,7 @@ class EngineClient(ServerControl):
         engine has had. ``grown`` is called whenever tokens were added and more are to come; the versions of
         these are lower bounds (``completion.py``).
 
-        Raises InvalidRequest, EngineError, EngineLost, Aborted and Silent. ``completion`` keeps what has
+        Raises InvalidRequest, EngineError, Malformed, EngineLost, Aborted and Silent. ``completion`` keeps what has
         arrived until then.
         """
         ids = [*input_ids, *completion.tokens]
@@ -103,8 +104,10 @@ class EngineClient(ServerControl):
             raise await self._silent(rid) from error
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost("/generate", error) from error
-        except ValueError as error:
+        except Refused as error:
             raise EngineError(f"{self.name} /generate: {error}") from error
+        except ValueError as error:
+            raise Malformed(f"{self.name} /generate: {error}") from error
 
     async def _silent(self, rid: str) -> EngineLost | Silent:
         """Abort a completion about which nothing came, and return the error that tells why."""

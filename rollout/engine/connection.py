@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Self, cast
 
 import aiohttp
@@ -17,6 +18,10 @@ from slipstream.rollout.engine.key import NO_KEY, Key
 
 class EngineError(RuntimeError):
     """The server refused a request or sent a malformed reply. The message holds the server's own words."""
+
+
+class Malformed(EngineError):
+    """The server failed inside, or sent what cannot be a reply: the fault is the server's, not the request's."""
 
 
 class EngineLost(ConnectionError):
@@ -97,7 +102,7 @@ class EngineConnection:
         try:
             reply: object = json.loads(text) if text.startswith(("{", "[")) else text
         except ValueError as error:
-            raise EngineError(f"{self.name} {path}: not JSON: {error}: {text[:500]}") from error
+            raise Malformed(f"{self.name} {path}: not JSON: {error}: {text[:500]}") from error
         if isinstance(reply, dict):
             verdict = cast("dict[str, object]", reply)
             if verdict.get("success") is False:
@@ -131,7 +136,8 @@ class EngineConnection:
         return EngineLost(f"{self.name} {path}: {type(error).__name__}: {error}")
 
     def _refusal(self, path: str, status: int, text: str) -> EngineError:
-        return EngineError(f"{self.name} {path}: HTTP {status}: {text[:500]}")
+        kind = Malformed if status == HTTPStatus.INTERNAL_SERVER_ERROR else EngineError
+        return kind(f"{self.name} {path}: HTTP {status}: {text[:500]}")
 
 
 async def events(data: AsyncIterable[bytes]) -> AsyncIterator[object]:

@@ -2,6 +2,8 @@
 
 A request goes to the least loaded engine. When that engine is lost or aborts the request, the tokens
 generated so far become the prefix of a further request to any engine. While no engine serves, requests wait.
+An engine is lost when it does not answer, when its weights are wrong, or when nothing but malformed replies
+come from it.
 
     limit -> engine -> complete
                ^ |
@@ -14,22 +16,38 @@ which one is in force.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.changes import Changes
-from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineError, EngineLost, Silent
+from slipstream.rollout.engine.client import (
+    EngineAddress,
+    EngineClient,
+    EngineError,
+    EngineLost,
+    Malformed,
+    Silent,
+)
 from slipstream.rollout.engine.completion import Aborted
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.limit import Limit
 from slipstream.rollout.engine.routing import LostEngine, PoolStatus, Routing, ServingEngine
 from slipstream.rollout.engine.trace import RequestTrace, watched
 
+log = logging.getLogger(__name__)
+
 SILENCES = 3
 """Number of times that a healthy engine may stay silent about one request. One silence is a long pause;
 several are the request's fault, or a time-out that is too short."""
+
+
+MALFORMED_REPLIES = 3
+"""Number of malformed replies in a row after which an engine is given up. One may be the fault of an odd
+request. An engine that has nothing else to give answers faster than the others, and so is the least loaded
+one: it would attract all requests."""
 
 
 class NoEngine(RuntimeError):
@@ -64,6 +82,8 @@ class _Engine:
     client: GeneratingClient
     doubted: int | None
     load: int = 0
+    malformed: int = 0
+    """Number of malformed replies since the last good one."""
     lost: str | None = None
     """Why it is out of use; None while it serves."""
 
@@ -234,7 +254,10 @@ class EnginePool:
                         version=self.version,
                         grown=grown,
                     )
-                attested = True
+                attested, engine.malformed = True, 0
+            except Malformed as error:
+                self._blame(engine, growth, error)
+                raise
             except EngineLost:
                 self._lose(engine, "it does not answer")
                 raise
@@ -251,6 +274,20 @@ class EnginePool:
         finally:
             if not greedy:
                 self.tokens_generated += len(completion.tokens) - length
+
+    def _blame(self, engine: _Engine, growth: _Growth, error: Malformed) -> None:
+        """Count a malformed reply against its engine, and lose the engine after too many of them in a row.
+
+        Raises EngineLost when the engine is lost, so that the request goes on elsewhere, without what its
+        caller does not know of yet.
+        """
+        engine.malformed += 1
+        log.warning("malformed reply %d in a row: %s", engine.malformed, error)
+        if engine.malformed >= MALFORMED_REPLIES:
+            self._lose(engine, f"its last {engine.malformed} replies in a row were malformed: {error}")
+        if engine.lost is not None:
+            growth.completion.cut(growth.known)
+            raise EngineLost(str(error)) from error
 
     async def _vouched_for(self, engine: _Engine, growth: _Growth) -> None:
         """Wait until the engine's weights are trusted. Raises EngineLost when they were wrong."""
