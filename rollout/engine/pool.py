@@ -112,6 +112,7 @@ class EnginePool:
         *,
         wait_timeout_s: float,
         isolate_versions: bool,
+        most_requests: int | None = None,
         connect: Callable[[EngineAddress], GeneratingClient] = EngineClient,
         report: Callable[[], None] | None = None,
         on_held: Callable[[bool], None] | None = None,
@@ -119,14 +120,17 @@ class EnginePool:
     ) -> None:
         """``wait_timeout_s``: longest time without an engine, and longest wait for a verdict on weights.
 
-        ``isolate_versions``: keep KV caches of different versions apart. ``report`` is called when the driver
-        should have the ``status`` at once: another record is in force, an engine is lost, or the last running
-        request has ended while requests are held. ``on_held`` is called with True when requests are held from
-        now on, and with False when they go on: engines stand still in between, so that clocks of episodes
-        should stand still, too. ``trace`` is called once for every engine request that has ended.
+        ``isolate_versions``: keep KV caches of different versions apart. ``most_requests``: number of
+        requests that this process has descriptors for; None: as many as the driver allows. ``report`` is
+        called when the driver should have the ``status`` at once: another record is in force, an engine is
+        lost, or the last running request has ended while requests are held. ``on_held`` is called with True
+        when requests are held from now on, and with False when they go on: engines stand still in between, so
+        that clocks of episodes should stand still, too. ``trace`` is called once for every engine request
+        that has ended.
         """
         self._wait_timeout_s = wait_timeout_s
         self._isolate_versions = isolate_versions
+        self._most_requests = most_requests
         self._connect = connect
         self._report = report
         self._on_held = on_held
@@ -167,7 +171,7 @@ class EnginePool:
         if routing.number <= self._number:
             return
         self._number, self.version = routing.number, routing.version
-        self._requests.size = routing.limit
+        self._requests.size = min(routing.limit, self._most_requests or routing.limit)
         before = self._engines
         self._engines = {serving.address.name: self._engine(serving) for serving in routing.engines}
         for engine in before.values():

@@ -1,4 +1,4 @@
-"""Engines that are sick, and a process that cannot open connections: which engine is given up, and which not."""
+"""Engines that serve nothing but malformed replies: they are given up, and their requests go on elsewhere."""
 
 import asyncio
 import logging
