@@ -259,7 +259,7 @@ def test_whatever_a_run_does_its_ledger_is_clean(tmp_path):
     """Random events, restarts from any version of the line, releases; audited after each life."""
     run_state_machine_as_test(
         lambda: Life(tmp_path),
-        settings=settings(max_examples=20, stateful_step_count=30, deadline=None, database=None),
+        settings=settings(max_examples=30, stateful_step_count=30, deadline=None, database=None),
     )
 
 
@@ -328,7 +328,7 @@ class Life(RuleBasedStateMachine):
         self.ledger.admitted(Ticket(id_, self.version, before), position)
         self.open_ids.append(id_)
 
-    @rule(data=st.data(), end=st.sampled_from(["ready", "ready", "piece", *Loss]))
+    @rule(data=st.data(), end=st.sampled_from(["ready", "ready", "piece", Loss.REQUEUED, *Loss]))
     @precondition(lambda self: self.open_ids)
     def go_on(self, data, end):
         id_ = data.draw(st.sampled_from(self.open_ids))
@@ -378,6 +378,11 @@ class Life(RuleBasedStateMachine):
         line = [v for v in sorted(self.kept) if self.tree.is_ancestor(v, self.version)]
         self.restart(data.draw(st.sampled_from(line)))
 
+    @rule()
+    @precondition(lambda self: self.owed)
+    def restart_while_a_requeued_prompt_waits(self):
+        self.restart(self.version)
+
     def restart(self, version):
         self.wait()
         self.ledger.close()
@@ -392,9 +397,8 @@ class Life(RuleBasedStateMachine):
         ]
 
     def teardown(self):
-        self.wait()
+        self.restart(self.version)
         self.ledger.close()
-        self.audit()
         self.runner.close()
 
 
