@@ -3,6 +3,7 @@
 # make test-fast    the unit tests only: no engine, no Ray, no Slurm; under three minutes
 # make property-sweep SEEDS=20 N=2000   random schedules of the control core, N for each seed (some minutes)
 # make crash-cases                every known harm to a run once: kills, stops, damage (more than an hour); ONLY="damage"
+# make soak                       memory over hours of a simulated run and ten minutes of a real one
 # make crash-sweep N=200 SEED=1   kills runs N times, audits and resumes each (about half a minute per kill)
 # make test-slow    tests of minutes each: engines that do not answer for one, further kills and layouts
 # make test-other-megatron   the trainer's parity and optimizer tests on Megatron-Core 0.19.2, which Python 3.11 does not get
@@ -18,7 +19,7 @@ ENVIRONMENT := configs/environment
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: quickstart test test-others test-runs test-fast test-slow test-other-megatron property-sweep crash-cases crash-sweep staleness-study lint format install clean constraints
+.PHONY: quickstart test test-others test-runs test-fast test-slow test-other-megatron property-sweep crash-cases crash-sweep soak staleness-study lint format install clean constraints
 .DELETE_ON_ERROR:
 
 quickstart: install
@@ -56,6 +57,9 @@ crash-cases: install
 
 crash-sweep: install
 	$(BIN)/python -m tests.crash.sweep --kills $(or $(N),200) --seed $(or $(SEED),1)
+
+soak: install
+	$(BIN)/python -m tests.crash.soak
 
 staleness-study: install
 	$(BIN)/python -m benchmarks.staleness_study

@@ -45,7 +45,7 @@ from slipstream.bridge.shards.plan import Bucket, ExportPlan, entries, entries_o
 from slipstream.bridge.transport.delta import DeltaTransport
 from slipstream.bridge.transport.replica import mount
 from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineLost
-from slipstream.rollout.network import free_port
+from slipstream.rollout.network import hold_port, port_of
 from tests.ranks import run_ranks
 
 QWEN3_1_7B: dict[str, object] = {
@@ -240,7 +240,8 @@ def changes(plan: ExportPlan) -> tuple[Carried, Carried]:
     """Send a whole version, then the changes of the next one. Each bucket goes by itself, to save memory."""
     generator = torch.Generator().manual_seed(0)
     whole, changed = Carried(), Carried()
-    port = free_port("127.0.0.1")
+    holder = hold_port("127.0.0.1")
+    port = port_of(holder)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         server = multiprocessing.get_context("spawn").Process(
             target=serve_replica, args=(folder, port), daemon=True

@@ -43,7 +43,7 @@ from slipstream.backend.quickstart.policy import build_policy
 from slipstream.backend.quickstart.tokenizer import build_tokenizer, demonstration_text, prompt_text
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.objective import PPOObjective
-from slipstream.rollout.network import free_port
+from slipstream.rollout.network import hold_port, port_of
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
 
 if TYPE_CHECKING:
@@ -188,7 +188,8 @@ def lone_rank(config: RunConfig) -> "TrainerRank":
     from slipstream.backend.trainer.rank import TrainerRank
 
     host = "127.0.0.1"
-    return TrainerRank(config, RankSpec(0, 1, host, free_port(host)))
+    with hold_port(host) as holder:
+        return TrainerRank(config, RankSpec(0, 1, host, port_of(holder)))
 
 
 class Ours:

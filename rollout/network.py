@@ -3,7 +3,6 @@
 import os
 import random
 import socket
-from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -13,21 +12,32 @@ FIRST_PORT = 20_000
 """Smallest port that is drawn. Ray gives the ports from 10,002 to 19,999 to its workers."""
 
 
-def free_port(host: str) -> int:
-    """Return a TCP port that is free on ``host``, an address of this machine, and likely to stay free.
+def hold_port(host: str) -> socket.socket:
+    """Return a socket that holds a free TCP port of ``host``, an address of this machine, until it is closed.
 
-    The port lies below the range from which the kernel takes the ports of outgoing connections and of
-    whoever binds port 0, so that it is still free when a server binds it seconds later. Raises OSError
-    when no port is free.
+    In the meantime a server may bind the port, as all do that set SO_REUSEADDR, but nobody draws it a second
+    time: a server that has imported its libraries for half a minute still finds it free. The port lies below
+    the range from which the kernel takes the ports of outgoing connections and of whoever binds port 0.
+    Raises OSError when no port is free.
     """
     kernels_first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     # SystemRandom, because the seeds of a run make all ranks draw the same numbers from `random`.
     ports = random.SystemRandom().sample(range(FIRST_PORT, max(int(kernels_first), FIRST_PORT + 1000)), 100)
     for port in [*ports, 0]:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind((host, port))
-            return probe.getsockname()[1]
+        holder = socket.socket()
+        try:
+            holder.bind((host, port))  # without SO_REUSEADDR, with which it would bind what another one holds
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        except OSError:
+            holder.close()
+        else:
+            return holder
     raise OSError(f"no TCP port is free on {host}")
+
+
+def port_of(holder: socket.socket) -> int:
+    """Return the port that a socket of ``hold_port`` holds."""
+    return holder.getsockname()[1]
 
 
 def interface_of(address: str) -> str:

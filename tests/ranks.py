@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from slipstream.backend.cluster import local_ranks as ranks
 from slipstream.backend.megatron.parallel import RankSpec
-from slipstream.rollout.network import free_port
+from tests.ports import held_port
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -33,7 +33,7 @@ def run_jobs(jobs: Mapping[Key, Job], *, timeout_s: float = 280, fresh: bool = F
     run side by side: a rank keeps one core busy.
     """
     world_size = max(min(2, len(jobs)), *(job.ranks for job in jobs.values()))
-    work = [(free_port(ranks.HOST), job) for job in jobs.values()]
+    work = [(held_port(), job) for job in jobs.values()]
     by_process = run_ranks(world_size, _work, work, timeout_s=timeout_s, fresh=fresh)
     return {
         key: [results[number] for results in by_process if number in results]

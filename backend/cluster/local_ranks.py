@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple, cast
 
-from slipstream.rollout.network import free_port, process_group_variables
+from slipstream.rollout.network import hold_port, port_of, process_group_variables
 
 if TYPE_CHECKING:
     from slipstream.backend.megatron.parallel import RankSpec
@@ -51,7 +51,7 @@ def run_ranks(
     context = multiprocessing.get_context("spawn") if fresh else multiprocessing.get_context("forkserver")
     if not fresh:
         context.set_forkserver_preload(["slipstream.backend.trainer.preload"])
-    port = free_port(HOST)
+    holder = hold_port(HOST)
     pipes: dict[Connection, int] = {}
     processes: list[BaseProcess] = []
     try:
@@ -59,7 +59,7 @@ def run_ranks(
             receiver, sender = context.Pipe(duplex=False)
             pipes[receiver] = rank
             process = context.Process(
-                target=_main, args=(function, rank, world_size, port, args, sender), daemon=True
+                target=_main, args=(function, rank, world_size, port_of(holder), args, sender), daemon=True
             )
             processes.append(process)
             with _without_interrupts():
@@ -72,6 +72,7 @@ def run_ranks(
             process.kill()
         for process in started:
             process.join()
+        holder.close()
 
 
 @dataclass(frozen=True)

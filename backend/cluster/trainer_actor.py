@@ -5,7 +5,7 @@ from pathlib import Path
 
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.engine.leftovers import ProcessIdentity, this_process
-from slipstream.rollout.network import free_port, process_group_variables
+from slipstream.rollout.network import hold_port, port_of, process_group_variables
 from slipstream.rollout.plugins import resolve
 
 
@@ -30,9 +30,10 @@ class TrainerActor:
         self._rank_class = rank_class
 
     def meeting_point(self) -> tuple[str, int]:
-        """Return an address and a free port of this node for the trainer's process group."""
+        """Return an address of this node and a port of it, held for the trainer's process group."""
         address = self._address()
-        return address, free_port(address)
+        self._port_holder = hold_port(address)
+        return address, port_of(self._port_holder)
 
     def process(self) -> tuple[ProcessIdentity, list[str]]:
         """Return this process's identity, and the ids of the GPUs that Ray has given it on this node."""

@@ -135,10 +135,12 @@ def begin(
     groups = take_up(
         recovered.open, control, ledger, stream, rollout.n_samples_per_prompt, other_prompts=other_prompts
     )
+    for group in recovered.requeued:
+        control.restore_requeued(group.id, group.requeues)
     notes = [*(checkpoint.warnings if checkpoint else []), *recovered.notes]
     if recovered.epoch:
         notes.append(_resumed(control, groups))
-    positions = [(group.id, group.position) for group in recovered.open]
+    positions = [(group.id, group.position) for group in (*recovered.open, *recovered.requeued)]
     return RunState(
         lease, ledger, control, Intake(stream, positions), checkpoint, groups, recovered.failures, notes
     )

@@ -18,7 +18,7 @@ from slipstream.rollout.trajectory import Prompt
 BLOCK = 1024
 """Number of positions that are drawn together."""
 
-KEPT = 4096
+KEPT = 64
 """Number of cached blocks. Groups in flight are close together, so that older blocks are not needed again."""
 
 PROMPT, RESPONSE, STRAGGLER, DIFFICULTY, REWARD, JUDGING, FAILURE = range(7)

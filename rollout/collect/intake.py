@@ -31,7 +31,9 @@ class Intake:
     """Finds the prompt of a ticket. Remembers the positions of the groups that have not ended."""
 
     def __init__(self, stream: PromptSource, positions: Iterable[tuple[int, int]] = ()) -> None:
-        """``positions``: number and position of each group that a restart has found unfinished."""
+        """``positions``: number and position of each group whose prompt a restarted run still needs: of
+        unfinished groups, and of requeued ones that no group has replaced.
+        """
         self._stream = stream
         self._positions = dict(positions)
 

@@ -63,28 +63,29 @@ def take_up(
     """
     restored = RestoredGroups()
     begun: list[_Found] = []
-    restarted: list[int] = []
+    restarted: dict[int, int] = {}
+    """How often the prompt of each group that is generated again was requeued."""
     for group in groups:
         found = _read(group, samples)
         if found.versions or group.is_ready:
             begun.append(found)
         else:
-            restarted.append(group.id)
+            restarted[group.id] = group.requeues
     for found in sorted(begun, key=lambda found: (-_head_lag(found, control), found.group.id)):
-        id_ = found.group.id
+        id_, requeues = found.group.id, found.group.requeues
         if found.group.is_ready:
-            if control.restore_ready(id_, found.versions):
+            if control.restore_ready(id_, found.versions, requeues):
                 restored.ready.append(_ready(found))
                 continue
-        elif not other_prompts and (ticket := control.restore_open(id_, found.versions)) is not None:
+        elif not other_prompts and (ticket := control.restore_open(id_, found.versions, requeues)):
             prompt = prompts.at(found.group.position)
             restored.continued.append(LeasedGroup(ticket, prompt, found.samples))
             control.generating(id_)
             continue
         ledger.discarded(id_, found.tokens)
-        restarted.append(id_)
-    for id_ in sorted(restarted):
-        control.restore_unstarted(id_)
+        restarted[id_] = requeues
+    for id_, requeues in sorted(restarted.items()):
+        control.restore_unstarted(id_, requeues)
     restored.restarted = len(restarted)
     return restored
 

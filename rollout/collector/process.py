@@ -20,6 +20,7 @@ import aiohttp
 
 from slipstream.configs.schema import RunConfig, SamplingConfig
 from slipstream.rollout import plugins
+from slipstream.rollout.collector.descriptors import make_room
 from slipstream.rollout.collector.episodes import Episodes, check
 from slipstream.rollout.collector.evaluation import Evaluations, GreedyGenerator
 from slipstream.rollout.collector.groups import GroupCollector, NamedFilter
@@ -60,6 +61,8 @@ class Surroundings:
     clock: Callable[[], float] = time.monotonic
     """Says in seconds when the record of an episode is due."""
     trace: Callable[[RequestTrace], None] | None = None
+    most_requests: int | None = None
+    """Number of requests that the process has descriptors for; None: as many as the driver allows."""
 
 
 async def collect(
@@ -70,9 +73,12 @@ async def collect(
     Raises PluginError, JudgeStartFailed and OSError when the collector cannot start.
     """
     rollout = config.rollout
+    most_requests = make_room(rollout.max_concurrent)
     tokenizer = load_tokenizer(config.model.path)
     async with JudgePool(rollout.judging, rollout.reward, spec.logs, spec.name) as judges:
-        await collect_in(Surroundings(tokenizer, judges, trace=trace), spec, config)
+        await collect_in(
+            Surroundings(tokenizer, judges, trace=trace, most_requests=most_requests), spec, config
+        )
 
 
 async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: RunConfig) -> None:
@@ -84,6 +90,7 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
     pool = EnginePool(
         wait_timeout_s=rollout.engine.start_timeout_s,
         isolate_versions=config.weights.interrupt == "in_place",
+        most_requests=surroundings.most_requests,
         connect=surroundings.connect,
         report=outbox.flush,
         on_held=limit.stop,

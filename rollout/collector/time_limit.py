@@ -127,8 +127,11 @@ class _Entry:
     ) -> None:
         self.is_inside = False
         _running.reset(self._token)
+        del self._token  # it refers to the block around this one, which may be that of an earlier task
+        task = self.task
+        del self.task
         if not self.has_run_out:
             self._limit._entered.pop(self, None)
         # As in asyncio.timeout: a cancellation that others asked for as well goes on.
-        elif self.task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+        elif task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError(f"not done within {self._limit.seconds:g} s") from error

@@ -232,8 +232,9 @@ class RolloutControl:
     _training: list[Slot] = field(default_factory=list[Slot])
     _restored: int | None = None
     """Standing of the last group that was restored."""
-    _unstarted: deque[int] = field(default_factory=deque[int])
-    """Groups admitted before a restart, of which nothing is left that could be continued."""
+    _unstarted: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
+    """Groups admitted before a restart, of which nothing is left that could be continued, and how often the
+    prompt of each was requeued."""
     _requeued: deque[tuple[int, int]] = field(default_factory=deque[tuple[int, int]])
     """Expired groups whose prompts are to be admitted again, and how often each prompt was requeued."""
     _expired: list[Expired] = field(default_factory=list[Expired])
@@ -288,9 +289,9 @@ class RolloutControl:
         if not self.may_admit():
             raise ControlError(f"no slot is free: {len(self._table)} groups hold a slot already")
         if self._unstarted:
-            ticket = Ticket(self._unstarted.popleft(), self.version)
-            self._table.add(ticket.id, self.step)
-            return ticket
+            id_, requeues = self._unstarted.popleft()
+            self._table.add(id_, self.step, requeues)
+            return Ticket(id_, self.version)
         before, requeues = self._requeued.popleft() if self._requeued else (None, 0)
         ticket = Ticket(self.counts.admitted, self.version, before)
         self.counts.admitted += 1
@@ -422,35 +423,46 @@ class RolloutControl:
 
     # ---- restart
 
-    def restore_open(self, id_: int, versions: Collection[int]) -> Ticket | None:
+    def restore_open(self, id_: int, versions: Collection[int], requeues: int = 0) -> Ticket | None:
         """Admit a group again of which a part has survived a restart.
 
-        ``versions`` are those of its tokens that carry loss or may do so. Call this and ``restore_ready`` in
-        the order of the groups' largest lags, the largest first, before anything else is admitted. Return
-        None when the group can no longer be trained within the bound: it must then be generated again
-        (``restore_unstarted``).
+        ``versions`` are those of its tokens that carry loss or may do so. ``requeues``: number of times that
+        its prompt was requeued. Call this and ``restore_ready`` in the order of the groups' largest lags, the
+        largest first, before anything else is admitted. Return None when the group can no longer be trained
+        within the bound: it must then be generated again (``restore_unstarted``).
         """
         oldest = max(versions, key=self.lag, default=self.version)
-        if self._restore(id_, versions, self.step) is None:
+        if self._restore(id_, versions, self.step, requeues) is None:
             return None
         return Ticket(id_, oldest)
 
-    def restore_ready(self, id_: int, versions: Collection[int]) -> bool:
+    def restore_ready(self, id_: int, versions: Collection[int], requeues: int = 0) -> bool:
         """Admit a finished group again, ready to be trained. Return False when it is too old by now.
 
-        ``versions`` are those of its tokens that carry loss. For the order of calls see ``restore_open``.
+        ``versions`` are those of its tokens that carry loss. For ``requeues`` and for the order of calls see
+        ``restore_open``.
         """
         newest = self.step - min(map(self.lag, versions), default=0)
-        slot = self._restore(id_, versions, newest)
+        slot = self._restore(id_, versions, newest, requeues)
         if slot is not None:
             self._make_ready(slot, frozenset(versions))
         return slot is not None
 
-    def restore_unstarted(self, id_: int) -> None:
-        """Let ``admit`` give the next free slot to this group, which is generated from its prompt again."""
-        self._unstarted.append(id_)
+    def restore_unstarted(self, id_: int, requeues: int = 0) -> None:
+        """Let ``admit`` give the next free slot to this group, which is generated from its prompt again.
 
-    def _restore(self, id_: int, versions: Collection[int], newest: int) -> Slot | None:
+        ``requeues``: number of times that its prompt was requeued.
+        """
+        self._unstarted.append((id_, requeues))
+
+    def restore_requeued(self, id_: int, requeues: int) -> None:
+        """Let ``admit`` give a slot to the prompt of this expired group, which no group has replaced yet.
+
+        ``requeues``: number of times that the prompt was requeued, this time included.
+        """
+        self._requeued.append((id_, requeues))
+
+    def _restore(self, id_: int, versions: Collection[int], newest: int, requeues: int) -> Slot | None:
         """Admit a group if the steps until its deadline have room for one more group.
 
         All groups restored so far are older, and are trained before. ``newest`` is the largest standing that
@@ -467,7 +479,7 @@ class RolloutControl:
         steps = (newest if may_train_parts else standing) + self.bound - self.step + 1
         if len(self._table) >= steps * self.batch_size:
             return None
-        return self._table.add(id_, standing)
+        return self._table.add(id_, standing, requeues)
 
     # ---- groups beyond the bound
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slipstream.rollout.engine.process import ReplicaSpec, ServerAccess, ServerProcess, ServerSpec
-from slipstream.rollout.network import free_port
+from slipstream.rollout.network import hold_port, port_of
 
 
 class EngineActor:
@@ -60,14 +60,15 @@ class EngineActor:
         Return its address and key once it is healthy. Raises EngineStartError.
         """
         await self.stop()
-        spec = replace(self._spec, port=free_port(self._host), version=version)
-        self._server = ServerProcess(spec, self._log_path)
-        try:
-            await self._server.wait_healthy(self._start_timeout_s)
-        except BaseException:
-            await self.stop()
-            raise
-        return self._server.access
+        with hold_port(self._host) as holder:
+            spec = replace(self._spec, port=port_of(holder), version=version)
+            self._server = ServerProcess(spec, self._log_path)
+            try:
+                await self._server.wait_healthy(self._start_timeout_s)
+            except BaseException:
+                await self.stop()
+                raise
+            return self._server.access
 
     async def wait_exit(self) -> int:
         """Wait until the server has ended for any reason, and return its exit code."""

@@ -4,6 +4,7 @@ Completions are streamed, so that the tokens of a server that is lost are not lo
 ``completion.py`` and ``server_control.py`` know SGLang's request and reply formats.
 """
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
@@ -11,10 +12,11 @@ from contextlib import aclosing, suppress
 import aiohttp
 
 from slipstream.configs.schema import SamplingConfig
-from slipstream.rollout.engine.completion import Aborted, CompletionStream, parse_prompt_logprobs
-from slipstream.rollout.engine.connection import EngineAddress, EngineError, EngineLost
+from slipstream.rollout.engine.completion import Aborted, CompletionStream, Refused, parse_prompt_logprobs
+from slipstream.rollout.engine.connection import EngineAddress, EngineError, EngineLost, Malformed
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.server_control import EngineMemory, ServerControl
+from slipstream.rollout.engine.shortage import LONGEST_PAUSE_S, SHORTAGES, is_local
 
 __all__ = [
     "Aborted",
@@ -24,6 +26,7 @@ __all__ = [
     "EngineLost",
     "EngineMemory",
     "InvalidRequest",
+    "Malformed",
     "Silent",
 ]
 
@@ -59,8 +62,8 @@ class EngineClient(ServerControl):
         engine has had. ``grown`` is called whenever tokens were added and more are to come; the versions of
         these are lower bounds (``completion.py``).
 
-        Raises InvalidRequest, EngineError, EngineLost, Aborted and Silent. ``completion`` keeps what has
-        arrived until then.
+        Raises InvalidRequest, EngineError, Malformed, EngineLost, Aborted and Silent. ``completion`` keeps
+        what has arrived until then.
         """
         ids = [*input_ids, *completion.tokens]
         max_new_tokens = completion.tokens_left(sampling.max_new_tokens)
@@ -102,9 +105,15 @@ class EngineClient(ServerControl):
         except TimeoutError as error:
             raise await self._silent(rid) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise self._lost("/generate", error) from error
-        except ValueError as error:
+            if not is_local(error):
+                raise self._lost("/generate", error) from error
+            SHORTAGES.note(error)
+            await asyncio.sleep(LONGEST_PAUSE_S)  # the request is sent again at once
+            raise Aborted(f"{self.name} /generate: this process cannot go on reading: {error}") from error
+        except Refused as error:
             raise EngineError(f"{self.name} /generate: {error}") from error
+        except ValueError as error:
+            raise Malformed(f"{self.name} /generate: {error}") from error
 
     async def _silent(self, rid: str) -> EngineLost | Silent:
         """Abort a completion about which nothing came, and return the error that tells why."""

@@ -78,6 +78,10 @@ class _Chunk(TypedDict):
     error: NotRequired[_Failure]
 
 
+class Refused(ValueError):
+    """The server refuses the request. The message is the server's own."""
+
+
 class Aborted(RuntimeError):
     """The server gave up this one completion, which may be continued: what has arrived of it is kept."""
 
@@ -111,8 +115,8 @@ class CompletionStream:
     def add(self, chunk: object) -> bool:
         """Take the next chunk. Return whether it was the last one.
 
-        Raises Aborted when the server gave the completion up, ValueError for a refusal or a malformed chunk,
-        nothing of which is kept.
+        Raises Aborted when the server gave the completion up, Refused when it refuses the request, and
+        another ValueError for a malformed chunk, nothing of which is kept.
         """
         try:
             return self._add(cast(_Chunk, chunk))
@@ -121,12 +125,12 @@ class CompletionStream:
 
     def _add(self, chunk: _Chunk) -> bool:
         if "error" in chunk:
-            raise ValueError(chunk["error"]["message"])
+            raise Refused(chunk["error"]["message"])
         meta = chunk["meta_info"]
         reason = meta["finish_reason"]
         aborted = reason is not None and reason["type"] == "abort"
         if reason is not None and aborted and reason.get("status_code"):
-            raise ValueError(reason["message"])
+            raise Refused(reason["message"])
         # Everything is read before anything changes: a malformed chunk leaves the completion as it was.
         tokens, logprobs = self._new(meta)
         if not aborted:

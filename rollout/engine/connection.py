@@ -4,19 +4,32 @@ Knows nothing of what is asked: generation requests are in ``client.py``, contro
 ``server_control.py``.
 """
 
+import asyncio
 import json
 from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Self, cast
 
 import aiohttp
 
 from slipstream.rollout.engine.key import NO_KEY, Key
+from slipstream.rollout.engine.shortage import SHORTAGES, is_local, pauses
 
 
 class EngineError(RuntimeError):
-    """The server refused a request or sent a malformed reply. The message holds the server's own words."""
+    """A request has failed, though its server may be well: the server refused it, sent a malformed reply, or
+    was never asked. The message holds the server's own words."""
+
+
+class Malformed(EngineError):
+    """The server failed inside, or sent what cannot be a reply: the request is not to blame."""
+
+
+class NotSent(EngineError):
+    """This process could not open or keep a connection for lack of descriptors, ports or memory. Nothing is
+    known against the server."""
 
 
 class EngineLost(ConnectionError):
@@ -51,12 +64,16 @@ class EngineConnection:
         self.name = address.name
         self.ranks = address.ranks
         self._streams: set[aiohttp.ClientResponse] = set()
+        self._is_starved = False
+        """True while this process cannot open a connection, for reasons of its own."""
+        self._timeout = aiohttp.ClientTimeout(total=address.timeout_s)
         self._session = aiohttp.ClientSession(
             base_url=address.url,
             headers={"Authorization": address.key.header} if address.key else None,
-            timeout=aiohttp.ClientTimeout(total=address.timeout_s),
+            timeout=self._timeout,
             # The idle server may just be closing a connection that was kept; a POST on it would look like
-            # the loss of the engine.
+            # the loss of the engine. The pool bounds the number of requests, each of which is a connection;
+            # a second limit here would let calls that abort requests wait for the requests.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
         )
 
@@ -84,20 +101,18 @@ class EngineConnection:
         self._check_open(path)
         data, fields = (body, None) if isinstance(body, bytes) else (None, body)
         try:
-            async with self._session.request(
-                method, path, data=data, json=fields, allow_redirects=False
-            ) as response:
+            async with await self._send(method, path, data=data, json=fields) as response:
                 text = await response.text()
         except TimeoutError as error:
             raise EngineLost(f"{self.name} {path}: no reply within {self.address.timeout_s:.0f} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise self._lost(path, error) from error
+            raise (self._not_sent if is_local(error) else self._lost)(path, error) from error
         if response.status != 200:
             raise self._refusal(path, response.status, text)
         try:
             reply: object = json.loads(text) if text.startswith(("{", "[")) else text
         except ValueError as error:
-            raise EngineError(f"{self.name} {path}: not JSON: {error}: {text[:500]}") from error
+            raise Malformed(f"{self.name} {path}: not JSON: {error}: {text[:500]}") from error
         if isinstance(reply, dict):
             verdict = cast("dict[str, object]", reply)
             if verdict.get("success") is False:
@@ -108,13 +123,13 @@ class EngineConnection:
     async def _streamed(self, path: str, body: Mapping[str, object]) -> AsyncIterator[AsyncIterator[object]]:
         """Send a request and give the JSON of each event of its reply.
 
-        Raises EngineError when the server refuses the request, ValueError for a malformed event, and errors
-        of the network as they come: TimeoutError after a silence of ``address.timeout_s``, ClientError or
-        OSError.
+        Raises EngineError when the server refuses the request or cannot be asked, ValueError for a malformed
+        event, and errors of the network as they come: TimeoutError after a silence of ``address.timeout_s``,
+        ClientError or OSError.
         """
         timeout_s = self.address.timeout_s
         silence = aiohttp.ClientTimeout(sock_connect=timeout_s, sock_read=timeout_s)
-        async with self._session.post(path, json=body, timeout=silence, allow_redirects=False) as response:
+        async with await self._send("POST", path, json=body, timeout=silence) as response:
             if response.status != 200:
                 raise self._refusal(path, response.status, await response.text())
             self._streams.add(response)
@@ -123,6 +138,46 @@ class EngineConnection:
             finally:
                 self._streams.discard(response)
 
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        json: Mapping[str, object] | None = None,
+        data: bytes | None = None,
+        timeout: aiohttp.ClientTimeout | None = None,
+    ) -> aiohttp.ClientResponse:
+        """Send a request, and return its reply with the body still to be read.
+
+        While this process cannot open a connection, for reasons of its own, the request waits and is tried
+        again. Raises NotSent when that takes longer than ``address.timeout_s``, and errors of the network as
+        they come.
+        """
+        began_s = asyncio.get_running_loop().time()
+        for pause_s in pauses():
+            try:
+                response = await self._session.request(
+                    method,
+                    path,
+                    data=data,
+                    json=json,
+                    timeout=timeout or self._timeout,
+                    allow_redirects=False,
+                )
+            except aiohttp.ClientConnectorError as error:  # nothing has reached the server
+                if not is_local(error):
+                    raise
+                self._is_starved = True
+                SHORTAGES.note(error)
+                if asyncio.get_running_loop().time() - began_s >= self.address.timeout_s:
+                    raise self._not_sent(path, error) from error
+                await asyncio.sleep(pause_s)
+                self._check_open(path)
+            else:
+                self._is_starved = False
+                return response
+        raise AssertionError("the pauses never end")
+
     def _check_open(self, path: str) -> None:
         if self._session.closed:
             raise EngineLost(f"{self.name} {path}: the engine has been given up")
@@ -130,8 +185,12 @@ class EngineConnection:
     def _lost(self, path: str, error: Exception) -> EngineLost:
         return EngineLost(f"{self.name} {path}: {type(error).__name__}: {error}")
 
+    def _not_sent(self, path: str, error: Exception) -> NotSent:
+        return NotSent(f"{self.name} {path}: this process is short of something: {error}")
+
     def _refusal(self, path: str, status: int, text: str) -> EngineError:
-        return EngineError(f"{self.name} {path}: HTTP {status}: {text[:500]}")
+        kind = Malformed if status == HTTPStatus.INTERNAL_SERVER_ERROR else EngineError
+        return kind(f"{self.name} {path}: HTTP {status}: {text[:500]}")
 
 
 async def events(data: AsyncIterable[bytes]) -> AsyncIterator[object]:

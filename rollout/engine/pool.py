@@ -2,6 +2,8 @@
 
 A request goes to the least loaded engine. When that engine is lost or aborts the request, the tokens
 generated so far become the prefix of a further request to any engine. While no engine serves, requests wait.
+An engine is lost when it does not answer, when its weights are wrong, or when nothing but malformed replies
+come from it.
 
     limit -> engine -> complete
                ^ |
@@ -14,22 +16,38 @@ which one is in force.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.changes import Changes
-from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineError, EngineLost, Silent
+from slipstream.rollout.engine.client import (
+    EngineAddress,
+    EngineClient,
+    EngineError,
+    EngineLost,
+    Malformed,
+    Silent,
+)
 from slipstream.rollout.engine.completion import Aborted
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.limit import Limit
 from slipstream.rollout.engine.routing import LostEngine, PoolStatus, Routing, ServingEngine
 from slipstream.rollout.engine.trace import RequestTrace, watched
 
+log = logging.getLogger(__name__)
+
 SILENCES = 3
 """Number of times that a healthy engine may stay silent about one request. One silence is a long pause;
 several are the request's fault, or a time-out that is too short."""
+
+
+MALFORMED_REPLIES = 3
+"""Number of malformed replies in a row after which an engine is given up. One may be the fault of an odd
+request. An engine that has nothing else to give answers faster than the others, and so is the least loaded
+one: it would attract all requests."""
 
 
 class NoEngine(RuntimeError):
@@ -64,6 +82,8 @@ class _Engine:
     client: GeneratingClient
     doubted: int | None
     load: int = 0
+    malformed: int = 0
+    """Number of malformed replies since the last good one."""
     lost: str | None = None
     """Why it is out of use; None while it serves."""
 
@@ -92,6 +112,7 @@ class EnginePool:
         *,
         wait_timeout_s: float,
         isolate_versions: bool,
+        most_requests: int | None = None,
         connect: Callable[[EngineAddress], GeneratingClient] = EngineClient,
         report: Callable[[], None] | None = None,
         on_held: Callable[[bool], None] | None = None,
@@ -99,14 +120,17 @@ class EnginePool:
     ) -> None:
         """``wait_timeout_s``: longest time without an engine, and longest wait for a verdict on weights.
 
-        ``isolate_versions``: keep KV caches of different versions apart. ``report`` is called when the driver
-        should have the ``status`` at once: another record is in force, an engine is lost, or the last running
-        request has ended while requests are held. ``on_held`` is called with True when requests are held from
-        now on, and with False when they go on: engines stand still in between, so that clocks of episodes
-        should stand still, too. ``trace`` is called once for every engine request that has ended.
+        ``isolate_versions``: keep KV caches of different versions apart. ``most_requests``: number of
+        requests that this process has descriptors for; None: as many as the driver allows. ``report`` is
+        called when the driver should have the ``status`` at once: another record is in force, an engine is
+        lost, or the last running request has ended while requests are held. ``on_held`` is called with True
+        when requests are held from now on, and with False when they go on: engines stand still in between, so
+        that clocks of episodes should stand still, too. ``trace`` is called once for every engine request
+        that has ended.
         """
         self._wait_timeout_s = wait_timeout_s
         self._isolate_versions = isolate_versions
+        self._most_requests = most_requests
         self._connect = connect
         self._report = report
         self._on_held = on_held
@@ -147,7 +171,7 @@ class EnginePool:
         if routing.number <= self._number:
             return
         self._number, self.version = routing.number, routing.version
-        self._requests.size = routing.limit
+        self._requests.size = min(routing.limit, self._most_requests or routing.limit)
         before = self._engines
         self._engines = {serving.address.name: self._engine(serving) for serving in routing.engines}
         for engine in before.values():
@@ -234,7 +258,10 @@ class EnginePool:
                         version=self.version,
                         grown=grown,
                     )
-                attested = True
+                attested, engine.malformed = True, 0
+            except Malformed as error:
+                self._blame(engine, growth, error)
+                raise
             except EngineLost:
                 self._lose(engine, "it does not answer")
                 raise
@@ -251,6 +278,20 @@ class EnginePool:
         finally:
             if not greedy:
                 self.tokens_generated += len(completion.tokens) - length
+
+    def _blame(self, engine: _Engine, growth: _Growth, error: Malformed) -> None:
+        """Count a malformed reply against its engine, and lose the engine after too many of them in a row.
+
+        Raises EngineLost when the engine is lost, so that the request goes on elsewhere, without what its
+        caller does not know of yet.
+        """
+        engine.malformed += 1
+        log.warning("malformed reply %d in a row: %s", engine.malformed, error)
+        if engine.malformed >= MALFORMED_REPLIES:
+            self._lose(engine, f"its last {engine.malformed} replies in a row were malformed: {error}")
+        if engine.lost is not None:
+            growth.completion.cut(growth.known)
+            raise EngineLost(str(error)) from error
 
     async def _vouched_for(self, engine: _Engine, growth: _Growth) -> None:
         """Wait until the engine's weights are trusted. Raises EngineLost when they were wrong."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, TypedDict, cast
 
 from slipstream.rollout.control.concurrency import EngineLoad
-from slipstream.rollout.engine.connection import EngineConnection, EngineError, EngineLost
+from slipstream.rollout.engine.connection import EngineConnection, EngineError, EngineLost, NotSent
 
 EngineMemory = Literal["weights", "kv_cache", "cuda_graph"]
 """A part of a server's GPU memory that can be released by itself, by SGLang's name."""
@@ -186,12 +186,20 @@ class ServerControl(EngineConnection):
             raise EngineError(f"{self.name} /v1/loads: {error}") from error
 
     async def healthy(self) -> bool:
-        """Return whether the server says within ``HEALTH_TIMEOUT_S`` that it is well. Raises nothing."""
+        """Return whether the server says within ``HEALTH_TIMEOUT_S`` that it is well. Raises nothing.
+
+        True as well while this process cannot ask, for reasons of its own: then nothing is known against the
+        server.
+        """
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
                 await self._get("/health")
-        except (EngineError, EngineLost, TimeoutError):
+        except NotSent:
+            return True
+        except (EngineError, EngineLost):
             return False
+        except TimeoutError:
+            return self._is_starved
         return True
 
 

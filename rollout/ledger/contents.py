@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
+from slipstream.rollout.control.core import Loss
 from slipstream.rollout.ledger.database import few
 from slipstream.rollout.ledger.holds import Eras, Holds
 from slipstream.rollout.ledger.samples import (
@@ -34,8 +35,21 @@ class OpenGroup:
     version: int
     """Policy version at its latest admission."""
     is_ready: bool
+    requeues: int = 0
+    """Number of times that its prompt was requeued."""
     samples: dict[int, OpenSample] = field(default_factory=dict[int, OpenSample])
     """What exists of its samples, by number."""
+
+
+@dataclass(frozen=True)
+class RequeuedGroup:
+    """An expired group whose prompt is to be admitted again: no group has replaced it yet."""
+
+    id: int
+    position: int
+    """Position of its prompt in the endless order of the prompt set."""
+    requeues: int
+    """Number of times that its prompt was requeued, this time included."""
 
 
 @dataclass
@@ -44,6 +58,8 @@ class Contents:
 
     open: list[OpenGroup] = field(default_factory=list[OpenGroup])
     """All groups that have not ended, by id."""
+    requeued: list[RequeuedGroup] = field(default_factory=list[RequeuedGroup])
+    """By id."""
     trained: list[tuple[int, list[int]]] = field(default_factory=list[tuple[int, list[int]]])
     """Versions whose trajectories are kept for a restart, with the groups trained on each."""
     incomplete: list[OpenGroup] = field(default_factory=list[OpenGroup])
@@ -92,12 +108,13 @@ class _Reader:
         """Groups of which something was given up."""
 
     def read_groups(self) -> None:
+        requeues = self._read_requeues()
         rows: Iterable[tuple[int, int, int, str, int]] = self._connection.execute(
             "SELECT id, position, version, state, since FROM groups "
             "WHERE state IN ('admitted', 'ready') ORDER BY id"
         )
         for id_, position, version, state, since in rows:
-            self._groups[id_] = OpenGroup(id_, position, version, state == "ready")
+            self._groups[id_] = OpenGroup(id_, position, version, state == "ready", requeues.get(id_, 0))
             self._since[id_] = since
         self.contents.open = list(self._groups.values())
         trained: Iterable[tuple[int, int, int]] = self._connection.execute(
@@ -112,6 +129,27 @@ class _Reader:
             self.contents.trained.append((step, ids))
         for id_ in self._since:
             self.contents.holds.begin(id_)
+
+    def _read_requeues(self) -> dict[int, int]:
+        """Find the groups that no group has replaced. Return how often the prompt of each group was requeued,
+        of those groups whose prompt was.
+        """
+        replaced: dict[int, int] = dict(
+            self._connection.execute("SELECT id, requeued_from FROM groups WHERE requeued_from IS NOT NULL")
+        )
+        requeues: dict[int, int] = {}
+        for id_, before in sorted(replaced.items()):
+            requeues[id_] = requeues.get(before, 0) + 1
+        requeued: list[tuple[int, int]] = self._connection.execute(
+            "SELECT id, position FROM groups WHERE loss = ? ORDER BY id", (Loss.REQUEUED,)
+        ).fetchall()
+        waiting = {id_ for id_, _ in requeued}.difference(replaced.values())
+        self.contents.requeued = [
+            RequeuedGroup(id_, position, requeues.get(id_, 0) + 1)
+            for id_, position in requeued
+            if id_ in waiting
+        ]
+        return requeues
 
     def read_segments(self) -> None:
         rows: list[tuple[int, int | None]] = self._connection.execute(

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from slipstream.rollout.control.core import GroupCounts, Loss
-from slipstream.rollout.ledger.contents import Contents, OpenGroup, read_contents
+from slipstream.rollout.ledger.contents import Contents, OpenGroup, RequeuedGroup, read_contents
 from slipstream.rollout.ledger.database import (
     FAILURES,
     LEDGER,
@@ -38,7 +38,7 @@ from slipstream.rollout.ledger.store import Store
 from slipstream.rollout.ledger.watermark import Watermark
 from slipstream.rollout.ledger.writer import Ledger
 
-__all__ = ["LEDGER", "FailedStep", "OpenGroup", "OpenSample", "Recovered", "open_ledger"]
+__all__ = ["LEDGER", "FailedStep", "OpenGroup", "OpenSample", "Recovered", "RequeuedGroup", "open_ledger"]
 
 
 @dataclass
@@ -58,6 +58,8 @@ class Recovered:
     losses: Counter[Loss]
     open: list[OpenGroup]
     """All groups that have not ended, by id."""
+    requeued: list[RequeuedGroup]
+    """All expired groups whose prompts are to be admitted again, by id."""
     failures: list[tuple[int, ...]]
     """Each training step in which the trainer died or raised, unless a quarantined group was in it: its
     groups without those that were trained since. In order."""
@@ -262,6 +264,7 @@ class _Opening:
             counts=GroupCounts(sum(states.values()), *ends),
             losses=counted,
             open=contents.open,
+            requeued=contents.requeued,
             failures=self._unexplained_failures(),
             notes=self._notes,
         )

@@ -13,7 +13,6 @@ from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.bridge.families import FAMILIES
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.network import free_port
 from tests.integration.test_bridge_logits import logits_of, reference_logits
 from tests.integration.test_megatron_parity import (
     config_for,
@@ -24,6 +23,7 @@ from tests.integration.test_megatron_parity import (
 )
 from tests.integration.test_trainer_checkpoint import own_weights, train, trainer_of
 from tests.models import make_checkpoint
+from tests.ports import held_port
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +60,7 @@ def test_transformer_engine_gives_what_plain_layers_give(tmp_path: Path, family:
     configs = [
         config_for(folder, {}, dtype=dtype, layer_spec=spec) for spec in ("local", "transformer_engine")
     ]
-    work = [(free_port("127.0.0.1"), config) for config in configs]
+    work = [(held_port(), config) for config in configs]
     [[(logps, gradients), (logps_te, gradients_te)]] = run_ranks(1, one_after_the_other, work, batch)
     assert gradients_te.keys() == gradients.keys() and logps_te.keys() == logps.keys()
     for targets, expected in logps.items():

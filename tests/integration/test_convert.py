@@ -24,11 +24,11 @@ from slipstream.backend.megatron import conversion
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.bridge.families import spec_of
 from slipstream.configs.schema import ParallelConfig
-from slipstream.rollout.network import free_port
 from tests.bridge_cases import CONFIG, DEEPSEEK, random_tensors, same_bits
 from tests.environment import environment
 from tests.integration.test_trainer_checkpoint import Case, train, trainer_of
 from tests.models import make_checkpoint
+from tests.ports import held_port
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -193,7 +193,7 @@ def done(tmp_path_factory) -> Done:
         runs[name].begin(1)
         args = (case, folder / "models", folder / name / "exported")
         steps[f"train {name}"] = Step("train_a_step", case.parallel, args)
-    ports = {name: (free_port("127.0.0.1"), step) for name, step in steps.items()}
+    ports = {name: (held_port(), step) for name, step in steps.items()}
     found = run_ranks(2, all_steps, ports)
     for run in runs.values():
         run.commit(CheckpointRecord(version=1, step=1, epoch=1, data_position=0, counts={}))

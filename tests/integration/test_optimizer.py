@@ -11,10 +11,10 @@ import torch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.backend.trainer.learning_rate import learning_rate
 from slipstream.configs.schema import ParallelConfig, RunConfig
-from slipstream.rollout.network import free_port
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.integration.test_trainer_checkpoint import trainer_of
 from tests.models import make_checkpoint
+from tests.ports import held_port
 from tests.ranks import Job, run_jobs
 
 VOCAB, STEPS = 101, 4
@@ -138,7 +138,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
 def found(models) -> dict[str, list[dict[str, Any]]]:
     """By case, what its ranks have seen."""
     jobs = {
-        name: Job(case.ranks, updates, ([(free_port("127.0.0.1"), case.config(models))],))
+        name: Job(case.ranks, updates, ([(held_port(), case.config(models))],))
         for name, case in CASES.items()
     }
     return {name: [seen for [seen] in by_rank] for name, by_rank in run_jobs(jobs).items()}

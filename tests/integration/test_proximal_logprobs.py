@@ -15,10 +15,10 @@ from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.bridge.families import model_spec
 from slipstream.configs.schema import ParallelConfig, RunConfig
-from slipstream.rollout.network import free_port
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.integration.test_trainer_checkpoint import own_weights, trainer_of
 from tests.models import make_checkpoint
+from tests.ports import held_port
 from tests.ranks import Job, run_jobs
 
 VOCAB, TRAJECTORIES = 101, 12
@@ -119,7 +119,7 @@ def trained(models: Path) -> dict[tuple[str, bool], list[dict[str, Any]]]:
     for case in CASES:
         config = config_of(case, models)
         for in_advance in (False, True):
-            work = [(free_port("127.0.0.1"), config)]
+            work = [(held_port(), config)]
             jobs[case, in_advance] = Job(config.actor.parallel.world_size, train, (work, in_advance))
     return {key: [result for [result] in by_rank] for key, by_rank in run_jobs(jobs).items()}
 

@@ -11,10 +11,10 @@ import torch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.backend.megatron.resting import Resting
 from slipstream.configs.schema import ParallelConfig, RunConfig
-from slipstream.rollout.network import free_port
 from tests.integration.test_megatron_parity import config_for
 from tests.integration.test_trainer_checkpoint import own_weights, train, trainer_of
 from tests.models import make_checkpoint
+from tests.ports import held_port
 from tests.ranks import Job, run_jobs
 
 STEPS = 3
@@ -89,7 +89,7 @@ def trained(models) -> dict[tuple[str, bool], list[dict[str, Any]]]:
     for case in CASES:
         config = config_of(case, models)
         for rests in (False, True):
-            work = [(free_port("127.0.0.1"), config)]
+            work = [(held_port(), config)]
             jobs[case, rests] = Job(config.actor.parallel.world_size, after_steps, (work, rests))
     return {key: [result for [result] in by_rank] for key, by_rank in run_jobs(jobs).items()}
 

@@ -15,10 +15,10 @@ from slipstream.backend.batch.skipped import SkippedUpdate
 from slipstream.backend.batch.train_batch import TrainBatch, demonstrated
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import ParallelConfig, RunConfig
-from slipstream.rollout.network import free_port
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.integration.test_trainer_checkpoint import own_weights, trainer_of
 from tests.models import make_checkpoint
+from tests.ports import held_port
 from tests.ranks import Job, run_jobs
 
 VOCAB, MINIBATCHES = 101, 3
@@ -171,7 +171,7 @@ def on_one_rank_after_another(rank: RankSpec, work: list[tuple[int, Callable[...
 def jobs(cases: dict[Any, tuple[int, Callable[..., Any], tuple]]) -> dict[Any, Job]:
     """Each case as a job whose trainer destroys its own groups."""
     return {
-        key: Job(ranks, on_one_rank_after_another, ([(free_port("127.0.0.1"), function, args)],))
+        key: Job(ranks, on_one_rank_after_another, ([(held_port(), function, args)],))
         for key, (ranks, function, args) in cases.items()
     }
 

@@ -20,9 +20,9 @@ import torch
 from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import LoraConfig, ParallelConfig, RunConfig
-from slipstream.rollout.network import free_port
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import make_checkpoint
+from tests.ports import held_port
 from tests.ranks import Job, run_jobs, run_ranks
 
 ADAPTERS = {"rank": 3, "alpha": 12.0}
@@ -364,7 +364,7 @@ def endured(models: Path, tmp_path_factory) -> list[dict[str, Any]]:
     names = ("step 0", "snapshot", "full", "full index", "given up", "afterwards")
     folders: dict[str, Any] = {name: tmp_path_factory.mktemp(name.replace(" ", "-")) for name in names}
     config = Case({"data": 2}, distributed=True).config(models)
-    return run_ranks(2, mishaps, config, folders | {"ports": [free_port("127.0.0.1") for _ in "12"]})
+    return run_ranks(2, mishaps, config, folders | {"ports": [held_port() for _ in "12"]})
 
 
 def test_the_snapshot_does_not_see_training_that_goes_on(endured):

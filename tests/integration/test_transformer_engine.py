@@ -17,7 +17,6 @@ from slipstream.bridge.families import FAMILIES, model_spec
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.shards.plan import entries_of
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.network import free_port
 from tests import stand_in_engine
 from tests.integration.test_megatron_parity import (
     check,
@@ -28,6 +27,7 @@ from tests.integration.test_megatron_parity import (
 )
 from tests.integration.test_trainer_checkpoint import train, trainer_of
 from tests.models import make_checkpoint
+from tests.ports import held_port
 from tests.ranks import Job, run_jobs
 
 VOCAB = 101
@@ -115,7 +115,7 @@ def results(models: dict[str, Path], tmp_path_factory) -> dict[tuple[str, ...], 
                 for x in (spec, other)
             )
             checkpoint = folder / f"{family}-{spec}-{other}"
-            args = (first, second, free_port("127.0.0.1"), checkpoint)
+            args = (first, second, held_port(), checkpoint)
             jobs["checkpoint", family, spec, other] = Job(1, go_on, args)
     for objective in OBJECTIVES:
         for ranks, layout in ((1, {}), (2, CONTEXT)):

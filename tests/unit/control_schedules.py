@@ -17,7 +17,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from slipstream.rollout.control.admission import AdmissionPolicy, Slots, VolumeGate
 from slipstream.rollout.control.consumption import ConsumptionPolicy, Fifo, OnStale, ReadyFirst, Windowed
-from slipstream.rollout.control.core import Expired, GroupCounts, Loss, RolloutControl, Taken, Ticket
+from slipstream.rollout.control.core import (
+    REQUEUES,
+    Expired,
+    GroupCounts,
+    Loss,
+    RolloutControl,
+    Taken,
+    Ticket,
+)
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.control.versions import VersionTree
 
@@ -79,6 +87,8 @@ class Episodes:
     trained_by: list[int] = field(default_factory=list[int])
     """Every update that has trained the group, on whichever branch."""
     loss: Loss | None = None
+    replaces: int | None = None
+    """The expired group whose prompt this group has."""
 
     @property
     def sampled(self) -> set[int]:
@@ -144,6 +154,7 @@ class Schedule(RuleBasedStateMachine):
         self.generating: dict[int, Episodes] = {}
         self.ready: dict[int, Episodes] = {}
         self.training: list[Episodes] = []
+        self.expired_in_this_life: set[int] = set()
         self.withheld: set[int] = set()
         self.made: tuple[int, int] | None = None
         """Version and number of the update in progress."""
@@ -176,21 +187,41 @@ class Schedule(RuleBasedStateMachine):
             most -= 1
             ticket = self.core.admit()
             assert ticket.version == self.version
-            if ticket.requeued_from is not None:
-                assert self.groups[ticket.requeued_from].loss is Loss.REQUEUED
-                earlier = [group.ticket.requeued_from for group in self.groups.values()]
-                assert ticket.requeued_from not in earlier, "a prompt was requeued twice"
             if ticket.id in self.unstarted:
                 self.unstarted.remove(ticket.id)
                 group = self.groups[ticket.id]
                 group.ticket = ticket
+                assert ticket.requeued_from is None, "the group has its prompt already"
             else:
                 assert not self.unstarted, "groups from before the restart come first"
                 assert ticket.id == len(self.groups), "numbers of groups count up"
-                group = self.groups[ticket.id] = Episodes(ticket.id, ticket, [[] for _ in range(self.n)])
+                self.check_prompt(ticket)
+                group = self.groups[ticket.id] = Episodes(
+                    ticket.id, ticket, [[] for _ in range(self.n)], replaces=ticket.requeued_from
+                )
             group.order = next(self.orders)
             self.generating[ticket.id] = group
             self.core.generating(ticket.id)
+
+    def owed(self) -> list[int]:
+        """Return the requeued groups that no group has replaced, also those from before a restart."""
+        replaced = {group.replaces for group in self.groups.values()}
+        return [g.id for g in self.groups.values() if g.loss is Loss.REQUEUED and g.id not in replaced]
+
+    def requeues(self, id_: int) -> int:
+        """Return the number of times that the prompt of a group was requeued before the group had it."""
+        before = self.groups[id_].replaces
+        return 0 if before is None else 1 + self.requeues(before)
+
+    def check_prompt(self, ticket: Ticket) -> None:
+        """No prompt is forgotten: none is drawn while a requeued one waits. None has two groups."""
+        if ticket.requeued_from is None:
+            assert not self.owed(), "a prompt was drawn before the requeued ones"
+        else:
+            assert ticket.requeued_from in self.owed(), "the prompt was not requeued, or has a group already"
+            assert self.requeues(ticket.requeued_from) < REQUEUES, "a prompt was requeued too often"
+            is_of_this_life = ticket.requeued_from in self.expired_in_this_life
+            self.totals["prompts admitted again after a restart"] += not is_of_this_life
 
     def sample(self, group: Episodes, dice: random.Random) -> None:
         """Let some trajectories of the group grow, each on an engine with its own version."""
@@ -285,6 +316,8 @@ class Schedule(RuleBasedStateMachine):
             group = self.groups[expired.id]
             self.check_expired(group, expired)
             group.loss = expired.loss
+            self.expired_in_this_life.add(expired.id)
+            self.totals["prompts requeued"] += expired.loss is Loss.REQUEUED
             self.ready.pop(expired.id, None)
             self.generating.pop(expired.id, None)
             self.withheld.discard(expired.id)
@@ -301,8 +334,8 @@ class Schedule(RuleBasedStateMachine):
         else:
             assert group.id in self.ready
             assert self.largest_lag(versions) > self.eta
-            assert expired.loss is Loss.REQUEUED or expired.loss is Loss.STALE
-            assert expired.loss is Loss.STALE or on_stale is OnStale.REQUEUE
+            may_requeue = on_stale is OnStale.REQUEUE and self.requeues(group.id) < REQUEUES
+            assert (expired.loss is Loss.REQUEUED) == may_requeue, "requeued as often as allowed"
         if self.is_masked():
             assert all(self.lag(version) > self.eta for version in versions)
             is_promised = group.was_fresh and self.over_sampling == 1 and not self.is_disturbed
@@ -360,6 +393,31 @@ class Schedule(RuleBasedStateMachine):
             else:
                 self.groups_finish(seed + 1, kept)
                 self.the_batch_is_given_back()
+
+    @rule(seed=st.integers(0, 1000))
+    @precondition(lambda self: self.core.consumption.on_stale is OnStale.REQUEUE and not self.training)
+    def stragglers_outlive_the_bound(self, seed: int) -> None:
+        """Finish the oldest groups only when they are too old, so that their prompts are requeued."""
+        stragglers = sorted(self.generating.values(), key=lambda group: group.order)[: self.batch_size]
+        dice = random.Random(seed)
+        for group in stragglers:
+            self.sample(group, dice)
+        for _ in range(self.eta + 2):
+            if self.core.may_admit():
+                self.admit(100)
+            for group in list(self.generating.values()):
+                if group not in stragglers:
+                    self.finish(group, dice)
+            if self.core.step != self.last_step:
+                self.the_trainer_asks_for_a_batch()
+            if self.training:
+                self.the_step_begins()
+                self.the_new_version_is_published()
+        for group in stragglers:
+            if group.id in self.generating:
+                self.finish(group, dice)
+        if self.core.step != self.last_step:
+            self.the_trainer_asks_for_a_batch()
 
     @rule()
     @precondition(lambda self: self.core.step == self.last_step)
@@ -448,9 +506,17 @@ class Schedule(RuleBasedStateMachine):
         for group in sorted(fresh, key=lambda group: group.id):
             group.samples = [[] for _ in range(self.n)]
             group.without_loss = 0
-            self.core.restore_unstarted(group.id)
+            self.core.restore_unstarted(group.id, self.requeues(group.id))
+        for id_ in self.owed():
+            self.core.restore_requeued(id_, self.requeues(id_) + 1)
         self.unstarted = {group.id for group in fresh}
         self.check_lags()
+
+    @rule(data=st.data(), seed=st.integers(0, 1000))
+    @precondition(lambda self: self.restarts < MOST_RESTARTS and self.owed())
+    def the_run_is_killed_while_a_requeued_prompt_waits(self, data: st.DataObject, seed: int) -> None:
+        """Kill the run at a moment that the rule above seldom meets."""
+        self.the_run_is_killed_and_resumed(data, seed)
 
     def lose_tokens(self, group: Episodes, dice: random.Random) -> None:
         """Lose the last tokens of a group, which were not on disk yet."""
@@ -467,14 +533,14 @@ class Schedule(RuleBasedStateMachine):
         has_room = self.core.held < self.batch_size * (self.eta - lag + 1)
         group.order = next(self.orders)
         if is_ready:
-            assert self.core.restore_ready(group.id, versions) == has_room
+            assert self.core.restore_ready(group.id, versions, self.requeues(group.id)) == has_room
             if has_room:
                 oldest = max(versions, key=self.lag, default=self.version)
                 group.ticket = Ticket(group.id, oldest)
                 group.was_fresh = True  # as fresh as the steps until it is trained ask for
                 self.ready[group.id] = group
         else:
-            ticket = self.core.restore_open(group.id, versions)
+            ticket = self.core.restore_open(group.id, versions, self.requeues(group.id))
             assert (ticket is not None) == has_room
             if ticket is not None:
                 assert self.lag(ticket.version) == self.largest_lag(versions)

@@ -1,6 +1,8 @@
 """A time limit that many tasks share does what ``asyncio.timeout`` does for each of them."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable
 
 import pytest
@@ -245,6 +247,27 @@ def test_a_task_that_outlasts_its_episode_brings_no_clock_back():
         await asyncio.sleep(100)
 
     run(main())
+
+
+def test_a_block_that_has_ended_keeps_no_earlier_task_alive():
+    """A task may be started inside the block of another one, and so on without end."""
+
+    async def main():
+        limit, is_last, tasks = TimeLimit(60), asyncio.Event(), weakref.WeakSet()
+
+        async def episode(number: int) -> None:
+            with limit():
+                if number == 5:
+                    is_last.set()
+                    await asyncio.sleep(10)
+                tasks.add(asyncio.create_task(episode(number + 1)))
+
+        tasks.add(asyncio.create_task(episode(0)))
+        await is_last.wait()
+        gc.collect()
+        return sum(task.done() for task in tasks)
+
+    assert asyncio.run(main()) == 0
 
 
 def test_suspending_outside_of_any_limit_does_nothing():

@@ -5,7 +5,15 @@ import pytest
 
 from slipstream.rollout.control.admission import VolumeGate
 from slipstream.rollout.control.consumption import Fifo, OnStale, ReadyFirst, Windowed
-from slipstream.rollout.control.core import REQUEUES, Expired, Loss, RolloutControl, Taken, Ticket
+from slipstream.rollout.control.core import (
+    REQUEUES,
+    Expired,
+    GroupCounts,
+    Loss,
+    RolloutControl,
+    Taken,
+    Ticket,
+)
 from slipstream.rollout.control.errors import ControlError, UnknownVersion
 from slipstream.rollout.control.filters import MixedRewards
 from slipstream.rollout.control.slots import State
@@ -151,6 +159,53 @@ def test_a_prompt_is_requeued_a_few_times_only():
         core.take_batch()
         losses += [expired.loss for expired in core.take_expired()]
     assert losses == [Loss.REQUEUED] * REQUEUES + [Loss.STALE]
+
+
+def test_restarts_neither_forget_a_requeued_prompt_nor_how_often_it_was_requeued():
+    losses: list[Loss] = []
+    core = RolloutControl(1, 0, consumption=ReadyFirst(OnStale.REQUEUE), over_sampling=2)
+    slow = core.admit()
+    while len(losses) <= REQUEUES:
+        ready(core)
+        train(core)
+        finish(core, slow)
+        assert core.take_batch() is None
+        losses += [expired.loss for expired in core.take_expired()]
+        again = RolloutControl(
+            1,
+            0,
+            consumption=ReadyFirst(OnStale.REQUEUE),
+            over_sampling=2,
+            versions=core.versions,
+            version=core.version,
+            counts=core.counts,
+        )
+        if losses[-1] is Loss.REQUEUED:
+            again.restore_requeued(slow.id, len(losses))
+        before, slow, core = slow, again.admit(), again
+        assert slow.requeued_from == (before.id if losses[-1] is Loss.REQUEUED else None)
+    assert losses == [Loss.REQUEUED] * REQUEUES + [Loss.STALE]
+
+
+@pytest.mark.parametrize("left", ["nothing", "a part", "all"])
+def test_a_restored_group_keeps_the_number_of_times_that_its_prompt_was_requeued(left):
+    counts = GroupCounts(admitted=8, expired=7)
+    core = RolloutControl(1, 0, consumption=ReadyFirst(OnStale.REQUEUE), over_sampling=2, counts=counts)
+    if left == "nothing":
+        core.restore_unstarted(7, REQUEUES)
+        assert core.admit() == Ticket(7, 0)
+    elif left == "a part":
+        assert core.restore_open(7, {0}, REQUEUES) == Ticket(7, 0)
+    else:
+        assert core.restore_ready(7, {0}, REQUEUES)
+        core.withhold([7])
+    assert ready(core) == train(core) == [8]
+    if left == "all":
+        core.withhold([])
+    else:
+        core.finished(7, {0})
+    assert core.take_batch() is None
+    assert core.take_expired() == [Expired(7, Loss.STALE)]
 
 
 @pytest.mark.parametrize("policy", [Fifo(), Windowed(0.0)])

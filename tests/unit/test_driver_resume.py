@@ -19,7 +19,7 @@ from slipstream.backend.driver.run_folder import (
     refuse_without_ledger,
 )
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.control.core import Ticket
+from slipstream.rollout.control.core import Loss, Ticket
 from slipstream.rollout.ledger.recovery import open_ledger
 from slipstream.rollout.ledger.transaction import Training
 from slipstream.rollout.ledger.writer import SAMPLES, Ledger
@@ -127,6 +127,31 @@ def test_a_run_goes_on_from_its_checkpoint_with_what_the_ledger_kept(config: Run
         assert decode_piece(header).spans == ((2, 2),)
         assert [chunk.tokens.tolist() for chunk in decode_chunks(state.ledger.read(ref))] == [[2, 3]]
         assert state.intake.position == 4
+    finally:
+        state.ledger.close()
+
+
+def test_a_prompt_that_was_requeued_and_not_admitted_again_is_not_forgotten(config: RunConfig):
+    """Group 1 has replaced group 0 and is given up, too; group 2 stands for a prompt of its own."""
+    ledger = start(config).ledger
+
+    async def first_life() -> None:
+        ledger.admitted(Ticket(0, 0), 0)
+        ledger.lost(0, Loss.REQUEUED)
+        ledger.admitted(Ticket(1, 0, requeued_from=0), 0)
+        ledger.lost(1, Loss.REQUEUED)
+        ledger.admitted(Ticket(2, 0), 1)
+        ledger.lost(2, Loss.STALE)
+        await ledger.flushed()
+
+    asyncio.run(first_life())
+    ledger.close()
+    state = start(config)
+    try:
+        again, fresh = (state.intake.assign(state.control.admit()) for _ in range(2))
+        assert again.ticket == Ticket(3, 0, requeued_from=1)
+        assert (again.prompt, again.position) == (PROMPTS[0], 0)
+        assert (fresh.ticket, fresh.prompt) == (Ticket(4, 0), PROMPTS[2])
     finally:
         state.ledger.close()
 

@@ -25,8 +25,8 @@ from slipstream.rollout.engine.process import (
     ServerSpec,
     server_args,
 )
-from slipstream.rollout.network import free_port
 from tests.environment import environment
+from tests.ports import held_port
 
 STAND_IN = textwrap.dedent(
     """
@@ -78,7 +78,7 @@ def spec(**changes) -> ServerSpec:
         "device": "cuda",
         "tensor_parallel": 1,
         "host": "127.0.0.1",
-        "port": free_port("127.0.0.1"),
+        "port": held_port(),
         "version": 3,
         "seed": 11,
     }
@@ -366,7 +366,7 @@ def test_the_group_ends_with_its_owner_even_by_kill_9(tmp_path):
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     (tmp_path / "owner.py").write_text(OWNER)
     variables = environment()
-    command = [sys.executable, str(tmp_path / "owner.py"), str(tmp_path), str(free_port("127.0.0.1"))]
+    command = [sys.executable, str(tmp_path / "owner.py"), str(tmp_path), str(held_port())]
     with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as owner:
         try:
             server = int(owner.stdout.readline())

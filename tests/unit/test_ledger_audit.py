@@ -259,7 +259,7 @@ def test_whatever_a_run_does_its_ledger_is_clean(tmp_path):
     """Random events, restarts from any version of the line, releases; audited after each life."""
     run_state_machine_as_test(
         lambda: Life(tmp_path),
-        settings=settings(max_examples=20, stateful_step_count=30, deadline=None, database=None),
+        settings=settings(max_examples=30, stateful_step_count=30, deadline=None, database=None),
     )
 
 
@@ -276,6 +276,10 @@ class Life(RuleBasedStateMachine):
         self.published = {0}
         self.kept = {0}
         """Versions that the run may be restored from: those not behind a release."""
+        self.prompts: dict[int, tuple[int, int]] = {}
+        """Position of each group's prompt, and how often the prompt was requeued before."""
+        self.owed: list[int] = []
+        """Expired groups whose prompts have no group at present, by id."""
         self.sampled: dict[int, int] = {}
         """Version of the tokens of each group that was ever ready."""
         self.runner = asyncio.Runner()
@@ -292,7 +296,11 @@ class Life(RuleBasedStateMachine):
         self.ready: dict[int, list[int]] = {}
         self.open_ids = []
         self.unstarted = []
+        assert [(group.id, group.position, group.requeues) for group in recovered.requeued] == [
+            (id_, position, requeues + 1) for id_ in self.owed for position, requeues in [self.prompts[id_]]
+        ]
         for group in recovered.open:
+            assert (group.position, group.requeues) == self.prompts[group.id]
             if group.is_ready and group.id % 2:
                 self.ready[group.id] = [self.sampled[group.id]]
             else:
@@ -305,22 +313,27 @@ class Life(RuleBasedStateMachine):
 
     @rule()
     def admit(self):
+        before = None
         if self.unstarted:
             id_, position = self.unstarted.pop(0)
+        elif self.owed:
+            id_, before = self.next, self.owed.pop(0)
+            position, requeues = self.prompts[before]
+            self.prompts[id_] = position, requeues + 1
+            self.next += 1
         else:
             id_, position = self.next, self.position
+            self.prompts[id_] = position, 0
             self.next, self.position = self.next + 1, self.position + 1
-        self.ledger.admitted(Ticket(id_, self.version), position)
+        self.ledger.admitted(Ticket(id_, self.version, before), position)
         self.open_ids.append(id_)
 
-    @rule(data=st.data(), end=st.sampled_from(["ready", "ready", "piece", *Loss]))
+    @rule(data=st.data(), end=st.sampled_from(["ready", "ready", "piece", Loss.REQUEUED, *Loss]))
     @precondition(lambda self: self.open_ids)
     def go_on(self, data, end):
         id_ = data.draw(st.sampled_from(self.open_ids))
         if end == "piece":
             add_piece(self.ledger, id_ * SAMPLES, 0, self.version, 3)
-            return
-        if end is Loss.REQUEUED:
             return
         self.open_ids.remove(id_)
         if end == "ready":
@@ -330,6 +343,8 @@ class Life(RuleBasedStateMachine):
             self.sampled[id_] = self.version
         else:
             self.ledger.lost(id_, end)
+        if end is Loss.REQUEUED:
+            self.owed = sorted([*self.owed, id_])
 
     @rule(complete=st.booleans())
     @precondition(lambda self: self.ready)
@@ -363,6 +378,11 @@ class Life(RuleBasedStateMachine):
         line = [v for v in sorted(self.kept) if self.tree.is_ancestor(v, self.version)]
         self.restart(data.draw(st.sampled_from(line)))
 
+    @rule()
+    @precondition(lambda self: self.owed)
+    def restart_while_a_requeued_prompt_waits(self):
+        self.restart(self.version)
+
     def restart(self, version):
         self.wait()
         self.ledger.close()
@@ -377,9 +397,8 @@ class Life(RuleBasedStateMachine):
         ]
 
     def teardown(self):
-        self.wait()
+        self.restart(self.version)
         self.ledger.close()
-        self.audit()
         self.runner.close()
 
 

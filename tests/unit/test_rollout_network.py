@@ -1,21 +1,38 @@
 """Ports for servers: free now, and out of reach of the kernel. Interfaces, found by their addresses."""
 
+import random
 import socket
 from pathlib import Path
 
 import pytest
 
-from slipstream.rollout.network import free_port, interface_of, process_group_variables
+from slipstream.rollout.network import hold_port, interface_of, port_of, process_group_variables
 
 
-def test_a_free_port_can_be_bound():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", free_port("127.0.0.1")))
+def test_a_held_port_is_for_its_server_and_for_nobody_else():
+    with hold_port("127.0.0.1") as holder, socket.socket() as other:
+        address = ("127.0.0.1", port_of(holder))
+        with pytest.raises(OSError, match="in use"):
+            other.bind(address)
+        with socket.create_server(address) as server, socket.create_connection(address, timeout=5) as client:
+            accepted, _ = server.accept()
+            accepted.sendall(b"here")
+            assert client.recv(4) == b"here"
+            accepted.close()
 
 
-def test_a_free_port_is_none_that_the_kernel_gives_away():
+def test_a_held_port_is_drawn_once(monkeypatch):
+    """Everybody draws the same numbers; those that are held are passed over."""
+    monkeypatch.setattr(random.SystemRandom, "sample", lambda self, ports, count: [*ports][:count])
+    with hold_port("127.0.0.1") as first, hold_port("127.0.0.1") as second:
+        assert port_of(first) < port_of(second)
+
+
+def test_a_held_port_is_none_that_the_kernel_gives_away():
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert all(free_port("127.0.0.1") < lowest for _ in range(20))
+    for _ in range(20):
+        with hold_port("127.0.0.1") as holder:
+            assert port_of(holder) < lowest
 
 
 def test_an_interface_is_found_by_its_address():

@@ -77,7 +77,7 @@ def test_a_single_turn_masks_the_prompt():
     assert trajectory.loss_mask_T.tolist() == [False, False, False, True, True]
     assert trajectory.logprobs_T.tolist() == [0, 0, 0, -0.5, -1.5]
     assert trajectory.versions_T.tolist() == [UNSAMPLED, UNSAMPLED, UNSAMPLED, 2, 3]
-    assert (trajectory.response_length, trajectory.oldest_version, trajectory.n_versions) == (2, 2, 2)
+    assert trajectory.header.trained_tokens == {2: 1, 3: 1}
     assert (trajectory.finish, trajectory.retractions, trajectory.reward) == (Finish.STOP, 1, None)
 
 
@@ -94,7 +94,7 @@ def test_context_between_turns_carries_no_loss():
     assert trajectory.logprobs_T.tolist() == [0, -0.5, -1.5, 0, 0, -0.5, 0]
     assert trajectory.finish is Finish.LENGTH, "the last completion decides"
     assert trajectory.retractions == 3
-    assert trajectory.oldest_version == 5
+    assert trajectory.header.trained_tokens == {5: 2, 6: 1}
 
 
 def test_arrays_have_the_documented_types_and_one_length():
@@ -113,40 +113,39 @@ def test_tokens_is_a_copy():
     assert builder.build().tokens_T.tolist() == [1, 100]
 
 
-def test_the_oldest_version_is_that_of_the_tokens_that_carry_loss():
+def test_tokens_of_versions_that_are_too_old_lose_their_loss_and_stay_sampled():
     builder = TrajectoryBuilder([1])
-    builder.add_completion(completion(2, 3, 4))
-    trajectory = builder.build()
-    masked = replace(trajectory, loss_mask_T=np.array([False, False, True, True]))
-    assert (masked.oldest_version, masked.n_versions, masked.response_length) == (3, 2, 2)
+    builder.add_completion(completion(2, 3, 4, 3))
+    header = builder.build().header
+    masked = header.without(frozenset({2, 3}))
+    assert (masked.trained_tokens, masked.response_length, masked.sampled_length) == ({4: 1}, 1, 4)
+    assert header.trained_tokens == {2: 1, 3: 2, 4: 1}
 
 
 @given(st.lists(st.tuples(st.sampled_from([UNSAMPLED, 0, 1, 2]), st.booleans()), max_size=30))
-def test_lengths_and_versions_are_those_of_the_arrays(tokens):
+def test_the_header_says_what_the_arrays_hold(tokens):
     versions_T = np.array([version for version, _ in tokens], np.int32)
     loss_mask_T = np.array([carries for _, carries in tokens], bool) & (versions_T != UNSAMPLED)
     zeros = np.zeros(len(tokens), np.float32)
     trajectory = Trajectory(zeros.astype(np.int64), loss_mask_T, zeros, versions_T, Finish.STOP)
     assert trajectory.response_length == np.count_nonzero(loss_mask_T)
     assert trajectory.sampled_length == np.count_nonzero(versions_T != UNSAMPLED)
-    assert trajectory.n_versions == len(np.unique(versions_T[loss_mask_T]))
-    if loss_mask_T.any():
-        assert trajectory.oldest_version == versions_T[loss_mask_T].min()
+    assert trajectory.header.length == len(tokens)
+    trained, counts = np.unique(versions_T[loss_mask_T], return_counts=True)
+    assert trajectory.header.trained_tokens == dict(zip(trained.tolist(), counts.tolist(), strict=True))
     start, whole = 0, []
-    for version, carries, end in trajectory.runs:
+    for version, carries, end in trajectory.header.runs:
         assert end > start
         whole += [(version, carries)] * (end - start)
         start = end
     assert whole == list(zip(versions_T, loss_mask_T, strict=True))
 
 
-def test_a_trajectory_without_loss_has_no_oldest_version():
+def test_a_trajectory_without_loss_trains_nothing():
     nothing = Trajectory(
         np.array([1]), np.array([False]), np.zeros(1, np.float32), np.array([UNSAMPLED]), Finish.STOP
     )
-    with pytest.raises(ValueError, match="no token of this trajectory carries loss"):
-        _ = nothing.oldest_version
-    assert (nothing.response_length, nothing.n_versions) == (0, 0)
+    assert (nothing.response_length, nothing.header.trained_tokens) == (0, {})
 
 
 @pytest.mark.parametrize("empty", [True, False])

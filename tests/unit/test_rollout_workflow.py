@@ -80,41 +80,29 @@ class Scripted:
         return Completion(tokens, (-1.0,) * len(tokens), spans, Finish.STOP, retractions=1)
 
 
-def context(generator, reward) -> WorkflowContext:
-    return WorkflowContext(generator, Letters(), reward, SamplingConfig(temperature=0.5, max_new_tokens=9))
+class NobodyAsks:
+    """The judge of an episode that leaves the judging to the recipe's reward."""
+
+    async def score(self, prompt, response, trajectory):
+        raise AssertionError("the workflow has asked for a reward")
 
 
-def test_a_single_turn_generates_from_the_chat_and_is_judged():
+def context(generator) -> WorkflowContext:
+    return WorkflowContext(
+        generator, Letters(), NobodyAsks(), SamplingConfig(temperature=0.5, max_new_tokens=9)
+    )
+
+
+def test_a_single_turn_generates_from_the_chat_and_leaves_the_judging_to_the_reward():
     generator = Scripted("so #42")
-    setting = context(generator, FinalAnswer())
+    setting = context(generator)
     episode = asyncio.run(SingleTurn().run(Prompt(0, "6*7", "42"), setting))
     prompt_ids = [*map(ord, "6*7"), 0]
     assert generator.requests == [(prompt_ids, setting.sampling)]
     assert episode.tokens_T.tolist() == [*prompt_ids, *map(ord, "so #42"), 0]
     assert episode.loss_mask_T.tolist() == [False] * 4 + [True] * 7
     assert episode.versions_T.tolist() == [UNSAMPLED] * 4 + [3] + [4] * 6
-    assert (episode.reward, episode.finish, episode.retractions) == (1.0, Finish.STOP, 1)
-
-
-def test_the_reward_sees_the_decoded_answer_and_the_trajectory():
-    class Spy:
-        async def score(self, prompt, response, trajectory):
-            self.seen = (prompt.id, response, trajectory.reward, trajectory.response_length)
-            return 0.25
-
-    spy = Spy()
-    episode = asyncio.run(SingleTurn().run(Prompt(5, "a"), context(Scripted("bc"), spy)))
-    assert spy.seen == (5, "bc", None, 3)
-    assert episode.reward == 0.25
-
-
-def test_what_the_reward_raises_is_a_failure_and_not_a_score():
-    class Broken:
-        async def score(self, prompt, response, trajectory):
-            raise RuntimeError("the judge is down")
-
-    with pytest.raises(RuntimeError, match="the judge is down"):
-        asyncio.run(SingleTurn().run(Prompt(0, "a"), context(Scripted("b"), Broken())))
+    assert (episode.reward, episode.finish, episode.retractions) == (None, Finish.STOP, 1)
 
 
 def test_an_empty_answer_is_a_failure():
@@ -123,4 +111,4 @@ def test_an_empty_answer_is_a_failure():
             return Completion((), (), (), Finish.STOP)
 
     with pytest.raises(ValueError, match="none of them sampled"):
-        asyncio.run(SingleTurn().run(Prompt(0, "a", "a"), context(Silent(), FinalAnswer())))
+        asyncio.run(SingleTurn().run(Prompt(0, "a", "a"), context(Silent())))

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.engine.process import ReplicaSpec, ServerProcess, ServerSpec
-from slipstream.rollout.network import free_port
 from tests.models import make_checkpoint
+from tests.ports import held_port
 
 VOCAB = 48
 
@@ -63,7 +63,7 @@ def serve(
         device,
         ranks,
         "127.0.0.1",
-        free_port("127.0.0.1"),
+        held_port(),
         version=0,
         seed=0,
         replica=ReplicaSpec("slipstream.bridge.transport.replica.mount", "/dev/shm") if replica else None,
