@@ -1,12 +1,12 @@
 """How often Python looks for garbage in a process with many living objects.
 
 Python looks at its young objects whenever a certain number of them, 700 by default, has been made and not
-freed, and every tenth time at older ones. Collectors and driver have many objects for each of their thousands
-of episodes, nearly all of which end by reference counting. If the episodes have more objects than this number,
-Python looks at all of them in vain. That takes up to half of a collector's time, and its event loop stands
-still meanwhile: for 20 ms with a thousand episodes, for two seconds with 32,768.
+freed, and every tenth time at older ones. Collectors and driver have many objects for each of their
+thousands of episodes, nearly all of which end by reference counting. If the episodes have more objects than
+this number, Python looks at all of them in vain. That takes up to half of a collector's time, and its event
+loop stands still meanwhile: for 20 ms with a thousand episodes, for two seconds with 32,768.
 
-So the number grows with the episodes: garbage has at most as many objects as all episodes together, and LEAST.
+So the number grows with the episodes: garbage has at most as many objects as all episodes have, and LEAST.
 """
 
 import gc
