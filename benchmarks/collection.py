@@ -25,7 +25,7 @@ from slipstream.rollout.control.core import Loss, RolloutControl
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.engine.key import new_key
 from slipstream.rollout.engine.roster import EngineRoster
-from slipstream.rollout.garbage import look_seldom_for_garbage
+from slipstream.rollout.garbage import OF_RECORDED_EPISODE, look_seldom_for_garbage
 from slipstream.rollout.ledger.recovery import open_ledger
 from slipstream.rollout.ledger.writer import Ledger
 from slipstream.rollout.prompts import PromptStream
@@ -221,7 +221,7 @@ async def running(load: Load, folder: Path) -> AsyncIterator[Run]:
             failing = tasks.create_task(run.server.failed())
             try:
                 await start_collectors(run, url, folder)
-                look_seldom_for_garbage()
+                look_seldom_for_garbage(OF_RECORDED_EPISODE * (load.bound + 1) * load.batch)
                 collecting = tasks.create_task(collection_loop(run.gate, run.leases))
                 yield run
                 collecting.cancel()

@@ -1,19 +1,36 @@
 """How often Python looks for garbage in a process with many living objects.
 
-Python looks at its young objects whenever 700 more of them have been made than freed, and every tenth time at
-older ones. A collector has dozens of objects for each of its thousands of episodes, nearly all of which end
-by reference counting. Looking at them took up to half of its time.
+Python looks at its young objects whenever a certain number of them, 700 by default, has been made and not
+freed, and every tenth time at older ones. Collectors and driver have many objects for each of their
+thousands of episodes, nearly all of which end by reference counting. If the episodes have more objects than
+this number, Python looks at all of them in vain. That takes up to half of a collector's time, and its event
+loop stands still meanwhile: for 20 ms with a thousand episodes, for two seconds with 32,768.
+
+So the number grows with the episodes: garbage has at most as many objects as all episodes have, and LEAST.
 """
 
 import gc
 
-THRESHOLDS = (50_000, 10, 10)
-"""Objects that are made, less those that are freed, before Python looks at the young ones; the other two are
-Python's own: times that it does so before it looks at the middle-aged ones, and they at all."""
+LEAST = 50_000
+"""Objects of a process that has no episodes."""
+
+OF_COLLECTED_EPISODE = 100
+"""Objects that an episode has in a collector, twice as many as with a plain workflow."""
+
+OF_RECORDED_EPISODE = 10
+"""Objects that an episode has in the driver."""
 
 
-def look_seldom_for_garbage() -> None:
-    """Look less often, and never again at what exists now. Call it when all modules are imported."""
+def look_seldom_for_garbage(objects: int = 0) -> None:
+    """Look less often, and never again at what exists now. Call it when all modules are imported.
+
+    ``objects``: number of objects that all episodes have at one time.
+    """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*THRESHOLDS)
+    expect_objects(objects)
+
+
+def expect_objects(objects: int) -> None:
+    """Look as often as suits a process whose episodes have so many objects at one time."""
+    gc.set_threshold(LEAST + objects, 10, 10)

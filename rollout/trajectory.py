@@ -3,7 +3,7 @@
 In array names, T is the number of tokens of one trajectory, prompt included.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import isfinite
@@ -149,28 +149,32 @@ class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, gc=False):
     @property
     def sampled_length(self) -> int:
         """Number of tokens that a policy sampled, including tokens that are too old to carry loss."""
-        length = start = 0
-        for version, _, end in self.runs:
-            if version != UNSAMPLED:
-                length += end - start
-            start = end
-        return length
+        return count_tokens([self])[1]
 
     @property
     def trained_tokens(self) -> dict[int, int]:
         """Number of tokens that carry loss, by policy version."""
-        tokens: dict[int, int] = {}
-        start = 0
-        for version, trained, end in self.runs:
-            if trained:
-                tokens[version] = tokens.get(version, 0) + end - start
-            start = end
-        return tokens
+        return count_tokens([self])[0]
 
     def without(self, versions: frozenset[int]) -> "TrajectoryHeader":
         """Return a copy in which no token of ``versions`` carries loss."""
         runs = ((version, trained and version not in versions, end) for version, trained, end in self.runs)
         return msgspec.structs.replace(self, runs=tuple(runs))
+
+
+def count_tokens(headers: Iterable[TrajectoryHeader]) -> tuple[dict[int, int], int]:
+    """Return the number of tokens that carry loss, by policy version, and the number of sampled tokens."""
+    trained: dict[int, int] = {}
+    sampled = 0
+    for header in headers:
+        start = 0
+        for version, carries_loss, end in header.runs:
+            if carries_loss:
+                trained[version] = trained.get(version, 0) + end - start
+            if version != UNSAMPLED:
+                sampled += end - start
+            start = end
+    return trained, sampled
 
 
 @dataclass(frozen=True)

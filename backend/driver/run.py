@@ -34,7 +34,7 @@ from slipstream.backend.monitor.recorder import Recorder
 from slipstream.backend.monitor.summary import RunSummary, write_summary
 from slipstream.backend.monitor.trace import TraceLog
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.garbage import look_seldom_for_garbage
+from slipstream.rollout.garbage import OF_RECORDED_EPISODE, look_seldom_for_garbage
 from slipstream.rollout.ledger.writer import Ledger
 from slipstream.rollout.reward import is_accuracy
 
@@ -71,7 +71,8 @@ async def _run(
         stack.callback(trace.close)
         metrics.log(state.control.version, {"run/recipe": f"```yaml\n{recipe_text(config)}```"})
         progress.phase("starting Ray")
-        trajectories = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+        n_samples = config.rollout.n_samples_per_prompt
+        trajectories = config.rollout.batch_size * n_samples
         largest = batch_bytes(trajectories, inputs.spec.geometry.max_positions)
         nodes = stack.enter_context(ray_cluster(config, batch_bytes=largest, note=progress.note))
         recorder = Recorder(
@@ -83,7 +84,7 @@ async def _run(
             is_accuracy=is_accuracy(inputs.reward),
         )
         parts = assemble(config, inputs, state, place(nodes, config), folder / LOGS, recorder)
-        look_seldom_for_garbage()
+        look_seldom_for_garbage(OF_RECORDED_EPISODE * state.control.capacity * n_samples)
         end: Literal["done", "failed", "stopped"] = "failed"
         try:
             await _course(config, parts, state, recorder, progress, stop)

@@ -77,7 +77,7 @@ async def encoded(groups: Sequence[ReadyGroup], gate: AdmissionGate, read: Read)
     """Return the trajectories of ``groups``, in their order, for a step from the present version."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     chunks = await read([trajectory.refs for trajectory in trajectories])
-    versions = {version for trajectory in trajectories for version in trajectory.header.trained_tokens}
+    versions = {version for group in groups for version in group.trained_tokens}
     return EncodedBatch(
         gate.version,
         tuple(trajectory.header for trajectory in trajectories),

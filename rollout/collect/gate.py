@@ -6,9 +6,9 @@ training ──step_begins(), published()──► core frees the slots; whoever
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from slipstream.rollout.changes import Changes
 from slipstream.rollout.collect.intake import Assignment, Intake
@@ -18,7 +18,7 @@ from slipstream.rollout.control.core import GroupCounts, Loss, RolloutControl
 from slipstream.rollout.control.quarantine import Quarantine
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.ledger.transaction import Training
-from slipstream.rollout.trajectory import TrajectoryHeader
+from slipstream.rollout.trajectory import TrajectoryHeader, count_tokens
 
 LEAST_FAILURES = 8
 """Number of failed groups in a row that never end a run: with few slots, one bad prompt must not end it."""
@@ -28,8 +28,7 @@ class StalledRun(RuntimeError):
     """Nothing can be trained: no batch came in time, or group after group fails."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTrajectory:
+class StoredTrajectory(NamedTuple):
     """A judged trajectory: its header, and where its chunks are in the ledger."""
 
     header: TrajectoryHeader
@@ -37,12 +36,19 @@ class StoredTrajectory:
     """``record.REF`` of each chunk, one behind the other."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReadyGroup:
-    """The trajectories of one group, complete and judged."""
+    """The trajectories of one group, complete and judged. Its tokens are counted once, when it is made."""
 
     id: int
     trajectories: tuple[StoredTrajectory, ...]
+    trained_tokens: dict[int, int] = field(init=False)
+    """Number of tokens that carry loss, by policy version."""
+    sampled_length: int = field(init=False)
+    """Number of sampled tokens."""
+
+    def __post_init__(self) -> None:
+        self.trained_tokens, self.sampled_length = count_tokens(self.headers)
 
     @property
     def headers(self) -> list[TrajectoryHeader]:
@@ -158,8 +164,7 @@ class AdmissionGate:
         for group in groups:
             if self._core.is_open(group.id):
                 self._ready[group.id] = group
-                versions = {version for header in group.headers for version in header.trained_tokens}
-                self._core.finished(group.id, versions)
+                self._core.finished(group.id, group.trained_tokens.keys())
         self._failures_in_a_row = 0
         self._settle_expired()
         self._notify()
@@ -268,12 +273,9 @@ class AdmissionGate:
 
     def _training(self, group: ReadyGroup) -> Training:
         """Return the account of a group that is trained by a step from the present version."""
-        tokens: Counter[int] = Counter()
-        for header in group.headers:
-            tokens.update(header.trained_tokens)
-        sampled = sum(header.sampled_length for header in group.headers)
-        head_lag = max((self._core.lag(version) for version in tokens), default=-1)
-        trained = tokens.total()
+        tokens, sampled = group.trained_tokens, group.sampled_length
+        head_lag = max(map(self._core.lag, tokens), default=-1)
+        trained = sum(tokens.values())
         return Training(group.id, head_lag, trained, sampled - trained, sampled, tuple(tokens.items()))
 
     def _settle_expired(self) -> bool:
@@ -301,7 +303,7 @@ class AdmissionGate:
 
 
 def _sampled(headers: Sequence[TrajectoryHeader]) -> int:
-    return sum(header.sampled_length for header in headers)
+    return count_tokens(headers)[1]
 
 
 def _masked(group: ReadyGroup, stale: frozenset[int]) -> ReadyGroup:

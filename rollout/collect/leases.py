@@ -99,9 +99,13 @@ class LeasedGroup:
         """Number of collectors that the group's workflow has stopped."""
 
     @property
-    def headers(self) -> list[TrajectoryHeader]:
-        """Headers of the judged trajectories."""
-        return [sample.trajectory for sample in self.samples if sample and sample.trajectory is not None]
+    def judged(self) -> list[StoredTrajectory]:
+        """The judged trajectories."""
+        return [
+            StoredTrajectory(sample.trajectory, sample.refs)
+            for sample in self.samples
+            if sample is not None and sample.trajectory is not None
+        ]
 
 
 @dataclass
@@ -215,17 +219,21 @@ class Leases:
 
         ``name``: the only collector that has got room since the last call.
         """
+        if not self._is_open:
+            return
         names = self._collectors if name is None else (name,)
         room = [
-            (name, collector) for name in names if self._has_room(name, collector := self._collectors[name])
+            (name, collector, most)
+            for name, collector, most in ((name, self._collectors[name], self._most(name)) for name in names)
+            if collector.generating <= most
         ]
         turn = 0
-        while self._is_open and room and (self._waiting or self._gate.may_admit()):
+        while room and (self._waiting or self._gate.may_admit()):
             turn = (turn + 1) % len(room)
-            name, collector = room[turn]
+            name, collector, most = room[turn]
             group = self._waiting.popleft() if self._waiting else self._admitted(self._gate.admit())
             self._lease(group, name, collector)
-            if not self._has_room(name, collector):
+            if collector.generating > most:
                 del room[turn]
 
     def give_up(self, ids: Iterable[int]) -> None:
@@ -235,9 +243,9 @@ class Leases:
                 self._cancel(group)
                 self._end(group)
 
-    def _has_room(self, name: str, collector: _Collector) -> bool:
-        target = self._share_of(name) * (1 + AHEAD)
-        return collector.generating == 0 or collector.generating + self._samples <= target
+    def _most(self, name: str) -> float:
+        """Return the largest number of episodes with which a collector has room for another group."""
+        return max(0, self._share_of(name) * (1 + AHEAD) - self._samples)
 
     def _admitted(self, assignment: Assignment) -> LeasedGroup:
         group = LeasedGroup(assignment.ticket, assignment.prompt, [None] * self._samples)
@@ -387,33 +395,29 @@ class Leases:
         group = self._groups.get(verdict.group)
         if group is None or group.lease != verdict.lease:
             return
-        headers = group.headers
         if verdict.verdict == FAILED:
             self._fail(group, verdict.note)
             return
-        if len(headers) != self._samples:
-            raise MalformedFrame(f"group {verdict.group} has {len(headers)} of {self._samples} trajectories")
-        if (unknown := self._unknown_version(headers)) is not None:
+        stored = group.judged
+        if len(stored) != self._samples:
+            raise MalformedFrame(f"group {verdict.group} has {len(stored)} of {self._samples} trajectories")
+        complete = ReadyGroup(verdict.group, tuple(stored))
+        if (unknown := self._unknown_version(complete.trained_tokens)) is not None:
             self._fail(group, f"prompt {group.prompt.id}: {unknown}")
             return
         self._end(group)
         if not self._gate.is_open(verdict.group):
             return  # it has expired, and is about to be given up
         if verdict.verdict == FILTERED:
-            self._gate.filtered(verdict.group, headers)
+            self._gate.filtered(verdict.group, complete.headers)
             return
-        self._journal.ready(verdict.group, sum(header.sampled_length for header in headers))
-        stored = tuple(
-            StoredTrajectory(sample.trajectory, sample.refs)
-            for sample in group.samples
-            if sample is not None and sample.trajectory is not None
-        )
-        ready.append(ReadyGroup(verdict.group, stored))
+        self._journal.ready(verdict.group, complete.sampled_length)
+        ready.append(complete)
 
-    def _unknown_version(self, headers: Iterable[TrajectoryHeader]) -> UnknownVersion | None:
+    def _unknown_version(self, versions: Iterable[int]) -> UnknownVersion | None:
         """Return what is wrong with the policy versions of trained tokens. Their lags could not be found."""
         try:
-            for version in {version for header in headers for version in header.trained_tokens}:
+            for version in versions:
                 self._gate.lag(version)
         except UnknownVersion as error:
             return error
@@ -423,4 +427,4 @@ class Leases:
         """Give up a group that cannot be collected."""
         self._end(group)
         if self._gate.is_open(group.ticket.id):
-            self._gate.failed(group.ticket.id, reason, group.headers)
+            self._gate.failed(group.ticket.id, reason, [trajectory.header for trajectory in group.judged])

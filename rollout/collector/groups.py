@@ -195,6 +195,7 @@ class GroupCollector(Generic[RecordT]):
     def _ended(self, group: _Running[RecordT], task: asyncio.Task[None]) -> None:
         lease = group.lease
         del self._running[lease.group, lease.lease]
+        group.episodes.clear()  # they refer to their group: only a search for garbage would free them
         if group.on_engines:
             self._outbox.released(group.on_engines)
         if not group.is_wanted:

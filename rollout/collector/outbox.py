@@ -2,6 +2,9 @@
 
 events of all episodes ──► outbox ──(FLUSH_S later)──► one frame ──► driver
 
+Nobody waits for a piece of an unfinished episode: pieces wait for other events, up to PIECES_S. A frame and
+its transaction in the driver's ledger cost several times as much as one more piece in them.
+
 Back-pressure: while more than UNSENT_BYTES wait for the connection, ``room`` is closed and no episode starts.
 """
 
@@ -29,6 +32,9 @@ from slipstream.rollout.trajectory import TrajectoryHeader
 
 FLUSH_S = 0.002
 """Longest time that an event waits for others before they are sent in one frame."""
+
+PIECES_S = 0.05
+"""Longest time that pieces of unfinished episodes wait for others."""
 
 STATUS_EVERY_S = 1.0
 """Longest time between two messages: the driver knows how busy a collector is when nothing else happens."""
@@ -60,6 +66,8 @@ class Outbox:
         self._answered: dict[tuple[int, int, int], int] = {}
         """Index in the next message of each trajectory that waits there for its reward."""
         self._due = asyncio.Event()
+        self._pieces_due: asyncio.TimerHandle | None = None
+        """Sends the pieces of the next message; None if there are none."""
         self._changes = Changes()
 
     async def room(self) -> None:
@@ -77,6 +85,9 @@ class Outbox:
             except TimeoutError:
                 pass
             self._due.clear()
+            if self._pieces_due is not None:
+                self._pieces_due.cancel()
+                self._pieces_due = None
             self._begin_message()
             for message, payload in self._taken():
                 message.status = status()
@@ -95,6 +106,8 @@ class Outbox:
     ) -> None:
         """A part of an unfinished episode, behind its first ``base`` pieces."""
         self._add(Event(group, lease, sample, PIECE, _raw(header), base, len(chunk), checksum(chunk)), chunk)
+        if self._pieces_due is None:
+            self._pieces_due = asyncio.get_running_loop().call_later(PIECES_S, self._due.set)
 
     def answered(
         self, group: int, lease: int, sample: int, base: int, header: TrajectoryHeader, chunks: bytes
@@ -104,6 +117,7 @@ class Outbox:
         self._add(
             Event(group, lease, sample, ANSWERED, _raw(header), base, len(chunks), checksum(chunks)), chunks
         )
+        self._due.set()
 
     def judged(self, group: int, lease: int, sample: int, header: TrajectoryHeader) -> None:
         """The reward of a trajectory that was ``answered``."""
@@ -113,6 +127,7 @@ class Outbox:
         else:
             event = self._next.events[waiting]
             event.kind, event.header = JUDGED, _raw(header)
+        self._due.set()
 
     def ended(self, group: int, lease: int, verdict: int, note: str = "") -> None:
         """The end of a group, behind all of its events."""
@@ -148,7 +163,7 @@ class Outbox:
             self._bytes += len(chunk)
             if self._payload_bytes >= FRAME_BYTES:
                 self._begin_message()
-        self._due.set()
+                self._due.set()
 
     def _begin_message(self) -> None:
         self._full.append((self._next, self._payload))

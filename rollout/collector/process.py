@@ -35,7 +35,7 @@ from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.pool import EnginePool, GeneratingClient
 from slipstream.rollout.engine.trace import RequestTrace
-from slipstream.rollout.garbage import look_seldom_for_garbage
+from slipstream.rollout.garbage import OF_COLLECTED_EPISODE, expect_objects, look_seldom_for_garbage
 from slipstream.rollout.judge.pool import JudgePool, JudgeStatus
 from slipstream.rollout.messages import DOWN, LONGEST_FRAME, SILENCE_S, Down, Status, Up, pack, split
 from slipstream.rollout.workflow import Tokenizer, Workflow, WorkflowContext
@@ -190,6 +190,7 @@ class _Connection:
     def _take(self, message: Down, chunks: memoryview) -> None:
         if message.routing is not None:
             self._pool.follow(message.routing)
+            expect_objects(OF_COLLECTED_EPISODE * message.routing.limit)
         start = 0
         for lease in message.leases:
             end = start + sum(size for sample in lease.prior for size, _ in sample.pieces)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import asynccontextmanager
@@ -158,6 +159,23 @@ class World:
 
 
 # ---- a group that goes well
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_group_that_has_ended_leaves_nothing_to_the_search_for_garbage(samples):
+    """A process with thousands of episodes searches seldom, and ``clock.run`` never."""
+    world = World(samples)
+
+    async def main() -> None:
+        async with world.heard():
+            world.lease()
+            [group] = [weakref.ref(running) for running, _ in world.groups._running.values()]
+            assert group() is not None
+            await world.ended()
+            await asyncio.sleep(1)
+            assert group() is None
+
+    clock.run(main())
 
 
 @pytest.mark.parametrize("samples", [1, 3])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
 from slipstream.rollout.collector import outbox as module
-from slipstream.rollout.collector.outbox import FLUSH_S, STATUS_EVERY_S, UNSENT_BYTES, Outbox
+from slipstream.rollout.collector.outbox import FLUSH_S, PIECES_S, STATUS_EVERY_S, UNSENT_BYTES, Outbox
 from slipstream.rollout.messages import ANSWERED, FAILED, JUDGED, PIECE, TRAIN, Up
 from slipstream.rollout.record import PieceHeader, decode_header
 from slipstream.rollout.trajectory import Finish, TrajectoryHeader
@@ -62,6 +62,26 @@ def test_what_happens_within_two_milliseconds_is_one_message():
     assert b"".join(chunks) == b"abcabcabc"
     assert [(verdict.verdict, verdict.note) for verdict in first.verdicts] == [(FAILED, "why")]
     assert (second.released, second.events) == (1, [])
+
+
+def test_pieces_wait_for_others_but_never_for_long():
+    async def act(outbox: Outbox) -> None:
+        for base in range(12):
+            outbox.piece(1, 2, 0, base, PIECE_HEADER, b"a")
+            await asyncio.sleep(PIECES_S / 4)
+
+    messages = [(at, len(message.events)) for at, message, _ in sent(act, Connection()) if message.events]
+    assert [events for _, events in messages] == [5, 5, 2]
+    assert messages[0][0] == pytest.approx(PIECES_S + FLUSH_S)
+
+
+def test_what_somebody_waits_for_takes_the_pieces_before_it_along_at_once():
+    async def act(outbox: Outbox) -> None:
+        outbox.piece(1, 2, 0, 0, PIECE_HEADER, b"a")
+        outbox.answered(1, 2, 0, 1, HEADER, b"b")
+
+    at, message, _ = sent(act, Connection())[0]
+    assert (at, [event.kind for event in message.events]) == (pytest.approx(FLUSH_S), [PIECE, ANSWERED])
 
 
 def test_the_driver_hears_of_a_collector_every_second():

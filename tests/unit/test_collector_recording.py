@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slipstream.backend.simulate import clock
 from slipstream.configs.schema import SamplingConfig
-from slipstream.rollout.collector.outbox import Outbox
+from slipstream.rollout.collector.outbox import PIECES_S, Outbox
 from slipstream.rollout.collector.recording import JOURNAL_EVERY_S, Recording
 from slipstream.rollout.messages import ANSWERED, NOTHING, PIECE, PriorSample
 from slipstream.rollout.record import CorruptRecord, PieceHeader, decode_chunks, digest, encode, encode_chunk
@@ -637,13 +637,13 @@ def test_tokens_in_doubt_never_leave():
         record.write_ends()
         asking[0].cancel()
         await asyncio.wait({asking[0]})
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(2 * PIECES_S)
         held = driver.samples[5, 0]
         assert held.tokens(0) == [1, 2], "known before the doubt, and written when the request is cancelled"
         assert held.tokens(1) == []
         serving.trust(engine)
         engine.requests[1].grown()
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(2 * PIECES_S)
         assert held.tokens(1) == [1, 2, 3]
         sending.cancel()
         asking[1].cancel()

@@ -5,7 +5,7 @@ import sys
 
 CYCLES = """
 import gc, weakref
-from slipstream.rollout.garbage import look_seldom_for_garbage
+from slipstream.rollout.garbage import expect_objects, look_seldom_for_garbage
 
 class Node:
     def __init__(self):
@@ -16,7 +16,9 @@ def live_cycles(number):
 
 before = live_cycles(20_000)
 look_seldom_for_garbage()
-print(before, live_cycles(20_000), live_cycles(400_000))
+seldom, many = live_cycles(20_000), live_cycles(400_000)
+expect_objects(1_000_000)  # each cycle has two, its weak reference included
+print(before, seldom, many, live_cycles(400_000), live_cycles(1_000_000))
 """
 
 
@@ -24,6 +26,8 @@ def test_cycles_are_freed_in_a_process_that_looks_for_them_seldom():
     ended = subprocess.run(
         [sys.executable, "-c", CYCLES], capture_output=True, text=True, timeout=60, check=True
     )
-    often, seldom, many = map(int, ended.stdout.split())
+    often, seldom, many, expected, too_many = map(int, ended.stdout.split())
     assert often < seldom == 20_000, "it looks less often"
     assert many < 100_000, "but it does"
+    assert expected == 400_000, "not because of objects that it was told of"
+    assert too_many < 600_000, "but because of more"
