@@ -2,6 +2,7 @@
 
     python -m tests.crash.cases                       all cases, more than an hour on two cores
     python -m tests.crash.cases --only "kill driver"  the cases whose names begin like this
+    python -m tests.crash.cases --after "kill judge, start"   those behind this one
     python -m tests.crash.cases --list
 
 A run is killed in its middle and copied. Each case resumes a copy, or harms it first: kill -9 and SIGSTOP of
@@ -166,8 +167,6 @@ class Lab:
         try:
             self._await(sweep, life, moment)
             pids = self._pids(life, victim)
-            if not pids:
-                raise Bad(f"there is no {victim}")
             steps, began = sweep.steps_logged(life), time.monotonic()
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -209,13 +208,20 @@ class Lab:
     def _await(self, sweep: Sweep, life: LaunchedRun, moment: str) -> None:
         from tests.crash.sweep import Kill
 
-        delay_s = {"training": 0.5, "start": 9.0}.get(moment, 0.0)
+        delay_s = {"training": 0.5, "start": 4.0}.get(moment, 0.0)
         sweep.await_moment(life, Kill(0, "", "any time" if moment == "training" else moment, delay_s))
 
     def _pids(self, life: LaunchedRun, victim: str) -> list[int]:
+        """Return the processes of a kind, as soon as there are any."""
         if victim == "driver":
             return [life.process.pid]
-        return life.judges() if victim == "judge" else life.pids_of(PROCESSES[victim])
+        deadline = time.monotonic() + 60
+        while life.process.poll() is None and time.monotonic() < deadline:
+            pids = life.judges() if victim == "judge" else life.pids_of(PROCESSES[victim])
+            if pids:
+                return pids
+            time.sleep(0.05)
+        raise Bad(f"there is no {victim}")
 
     def _wait_until_quiet(self, life: LaunchedRun) -> list[str]:
         """Return what is left of a run some time after its end."""
@@ -459,10 +465,16 @@ def cases() -> Iterator[Case]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", default="", help="beginning of the names of the cases to try")
+    parser.add_argument("--after", default="", help="go on behind the case of this name")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and end")
     parser.add_argument("--seed", type=int, help="try the cases in a random order")
     arguments = parser.parse_args()
     chosen = [case for case in cases() if case.name.startswith(arguments.only)]
+    names = [case.name for case in chosen]
+    if arguments.after:
+        if arguments.after not in names:
+            parser.error(f"--after {arguments.after!r}: no such case; --list prints their names")
+        chosen = chosen[names.index(arguments.after) + 1 :]
     if arguments.list:
         print("\n".join(case.name for case in chosen))
         return

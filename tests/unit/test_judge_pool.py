@@ -276,7 +276,9 @@ def test_a_reward_that_ends_its_process_while_it_is_idle_is_not_started_for_ever
             await asyncio.sleep(1)
             await score(pool, 0, "1")
 
-    with pytest.raises(JudgeStartFailed, match=r"ends its process while it is asked nothing.*exit code 5"):
+    # On a slow machine it ends before it is ready.
+    reason = r"(ends its process while it is asked nothing|cannot be started).*exit code 5"
+    with pytest.raises(JudgeStartFailed, match=reason):
         judging.use(judging.pool("EndsWhenIdle", attempts=2), ask_now_and_then)
 
 
