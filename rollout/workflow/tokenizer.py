@@ -24,4 +24,4 @@ def load_tokenizer(folder: Path) -> HfTokenizer:
 
     if not any((folder / name).exists() for name in _FILES):
         raise ValueError(f"{folder} has no tokenizer; expected one of {', '.join(_FILES)}")
-    return cast(HfTokenizer, AutoTokenizer.from_pretrained(folder))
+    return cast(HfTokenizer, AutoTokenizer.from_pretrained(folder))  # pyright: ignore[reportUnknownMemberType]

@@ -27,10 +27,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.backend.quickstart import prepare
+from slipstream.rollout.temporary import PREFIX
 from tests.crash.sweep import Ended, Sweep, SweepFailed
 from tests.runs.conftest import LaunchedRun, run_command, start_run
 
@@ -59,6 +60,11 @@ PROCESSES = {
 MOMENTS = ("training", "commit", "weight update", "start")
 
 
+def temporary_folders() -> frozenset[str]:
+    """Return the temporary folders of runs on this machine."""
+    return frozenset(str(path) for path in Path("/tmp").glob(f"{PREFIX}*"))
+
+
 class Bad(AssertionError):
     """A case that has not ended well."""
 
@@ -81,6 +87,8 @@ class Lab:
     say: Callable[[str], None]
     trained: int = 0
     """Training steps of the copied run."""
+    others: frozenset[str] = field(default_factory=temporary_folders)
+    """Temporary folders that were there before."""
 
     # ---- the run that every case begins with
 
@@ -226,10 +234,16 @@ class Lab:
     def _wait_until_quiet(self, life: LaunchedRun) -> list[str]:
         """Return what is left of a run some time after its end."""
         deadline = time.monotonic() + 60
-        while (pids := life.descendants()) and time.monotonic() < deadline:
+        while (left := self._left(life)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        left = [f"process {pid}" for pid in pids]
-        return left + [f"/dev/shm/{name}" for name in sorted(life.process.shared_memory())]
+        return left
+
+    def _left(self, life: LaunchedRun) -> list[str]:
+        return [
+            *(f"process {pid}" for pid in life.descendants()),
+            *(f"/dev/shm/{name}" for name in sorted(life.process.shared_memory())),
+            *sorted(temporary_folders() - self.others),
+        ]
 
     def _output(self, name: str) -> str:
         return (self.root / f"{name}.out").read_text()
