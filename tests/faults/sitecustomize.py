@@ -1,7 +1,8 @@
 """Put on the PYTHONPATH of a run, this does harm to weight buckets of its trainer: ``SLIPSTREAM_FAULT``.
 
     corrupt:5     the fifth bucket that is broadcast arrives with noise in it
-    hold:5:PATH   it is sent once there is no file PATH any more, which is made when its turn comes
+    hold:5:PATH   it is sent once there is no file PATH any more, which is made when its turn comes; if it goes
+                  to a single engine, then the next bucket that goes to more
 
 Several, separated by commas.
 
@@ -19,18 +20,22 @@ TARGET = "slipstream.bridge.transport.rendezvous"
 
 
 def harmful(send):
-    faults = {}
+    corrupt, hold = set(), {}
     for fault in os.environ["SLIPSTREAM_FAULT"].split(","):
-        what, at, *rest = fault.split(":")
-        faults[int(at)] = (what, *rest)
+        what, number, *path = fault.split(":")
+        if what == "corrupt":
+            corrupt.add(int(number))
+        else:
+            hold[int(number)] = path[0]
     numbers = itertools.count(1)
 
     def replacement(self, flat):
-        match faults.get(next(numbers)):
-            case ("corrupt",):
-                flat = flat.clone()
-                flat[: len(flat) // 50] *= -1
-            case ("hold", path):
+        number = next(numbers)
+        if number in corrupt:
+            flat = flat.clone()
+            flat[: len(flat) // 50] *= -1
+        if self._rendezvous.world_size > 2:
+            for path in [hold.pop(due) for due in sorted(hold) if due <= number]:
                 open(path, "w").close()
                 while os.path.exists(path):
                     time.sleep(0.01)
