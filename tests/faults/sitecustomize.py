@@ -1,8 +1,8 @@
 """Put on the PYTHONPATH of a run, this does harm to weight buckets of its trainer: ``SLIPSTREAM_FAULT``.
 
     corrupt:5     the fifth bucket that is broadcast arrives with noise in it
-    hold:5:PATH   it is sent once there is no file PATH any more, which is made when its turn comes; if it goes
-                  to a single engine, then the next bucket that goes to more
+    hold:5:PATH   it is sent once there is no file PATH any more, which is made when its turn comes; a bucket
+                  that goes to a single engine is passed over
 
 Several, separated by commas.
 
