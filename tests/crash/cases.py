@@ -14,6 +14,7 @@ temporary folder is left. Prints a table and, as the last line, one JSON object:
 """
 
 import argparse
+import fcntl
 import json
 import os
 import random
@@ -60,9 +61,20 @@ PROCESSES = {
 MOMENTS = ("training", "commit", "weight update", "start")
 
 
-def temporary_folders() -> frozenset[str]:
-    """Return the temporary folders of runs on this machine."""
-    return frozenset(str(path) for path in Path("/tmp").glob(f"{PREFIX}*"))
+def abandoned_folders() -> frozenset[str]:
+    """Return the temporary folders of runs on this machine that no living process owns."""
+    abandoned: set[str] = set()
+    for path in Path("/tmp").glob(f"{PREFIX}*"):
+        with suppress(OSError):  # it goes just now
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                abandoned.add(str(path))
+            except BlockingIOError:
+                """Its owner lives."""
+            finally:
+                os.close(handle)
+    return frozenset(abandoned)
 
 
 class Bad(AssertionError):
@@ -87,8 +99,8 @@ class Lab:
     say: Callable[[str], None]
     trained: int = 0
     """Training steps of the copied run."""
-    others: frozenset[str] = field(default_factory=temporary_folders)
-    """Temporary folders that were there before."""
+    others: frozenset[str] = field(default_factory=abandoned_folders)
+    """Abandoned temporary folders that were there before."""
 
     # ---- the run that every case begins with
 
@@ -242,7 +254,7 @@ class Lab:
         return [
             *(f"process {pid}" for pid in life.descendants()),
             *(f"/dev/shm/{name}" for name in sorted(life.process.shared_memory())),
-            *sorted(temporary_folders() - self.others),
+            *sorted(abandoned_folders() - self.others),
         ]
 
     def _output(self, name: str) -> str:
