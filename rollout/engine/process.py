@@ -99,6 +99,10 @@ TEMPORARY = Path("/tmp")
 KEYLESS = ("SGLANG_GRPC_PORT", "SGLANG_RUST_SERVER")
 """Environment variables with which SGLang would serve requests that its key does not protect."""
 
+WITHOUT_DIAGNOSIS = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+"""Let a server that has lost a process end at once. SGLang's diagnosis takes 66 seconds, in which requests
+hang; a user who wants it sets these variables."""
+
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opens URLs without the http_proxy of the environment, which does not reach servers of this cluster."""
 
@@ -213,7 +217,7 @@ class ServerProcess:
 
 def _environment(spec: ServerSpec) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in KEYLESS}
-    environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = WITHOUT_DIAGNOSIS | environment | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # else a paused engine looks dead
     environment |= process_group_variables(spec.host) | {"SGLANG_HOST_IP": spec.host}
     if spec.shared_gpus:

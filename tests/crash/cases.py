@@ -235,7 +235,7 @@ class Lab:
         """Return the processes of a kind, as soon as there are any."""
         if victim == "driver":
             return [life.process.pid]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while life.process.poll() is None and time.monotonic() < deadline:
             pids = life.judges() if victim == "judge" else life.pids_of(PROCESSES[victim])
             if pids:

@@ -188,6 +188,7 @@ def test_the_launcher_is_a_module_that_is_there():
 def test_a_server_is_started_with_its_arguments_and_found_healthy(tmp_path, monkeypatch, device):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # must not stand between us and the server
     monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+    monkeypatch.setenv("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "1")
     with started(tmp_path, device=device) as server:
         asyncio.run(healthy_then_stop(server))
         reported = report(tmp_path)
@@ -195,6 +196,8 @@ def test_a_server_is_started_with_its_arguments_and_found_healthy(tmp_path, monk
         environment = reported["environment"]
         assert environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
         assert environment["HF_HUB_OFFLINE"] == "1"
+        assert environment["SGLANG_PYSPY_DUMP_BEFORE_CRASH"] == "1", "the user asks for it"
+        assert environment["SGLANG_CUDA_COREDUMP_BEFORE_CRASH"] == "0"
         assert ("SGLANG_USE_CPU_ENGINE" in environment) == (device == "cpu")
         assert server.access.url == f"http://127.0.0.1:{reported['arguments']['port']}"
 
