@@ -45,7 +45,7 @@ SHORT = EngineTask(tokens=512, seconds=0.1)
 
 @dataclass(frozen=True)
 class Load:
-    """What is collected, and by how many processes."""
+    """The episodes that are collected, and the number of processes that do it."""
 
     concurrent: int
     """Requests that the engines run at one time."""
@@ -78,7 +78,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process has used since its start."""
+    """The resources that a process has used since its start."""
 
     cpu_s: float
     written: int
@@ -183,7 +183,7 @@ class Run:
         self.server = CollectorServer(self.key, self.leases, EvaluationTasks(), self.roster, ledger)
         self.collectors: list[CollectorProcess] = []
         self.reports: list[Report] = []
-        """Of all collectors, after the end of the run."""
+        """The reports of all collectors, after the end of the run."""
         self.freed: list[float] = []
         """Times at which slots became free, once for each, in seconds of ``time.monotonic``."""
 

@@ -57,7 +57,7 @@ CHUNK_HEADER = 8
 
 @dataclass(frozen=True)
 class Costs:
-    """What a load has cost, per trajectory."""
+    """The costs of a load, per trajectory."""
 
     per_s: float
     driver_us: float

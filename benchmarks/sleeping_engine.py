@@ -46,7 +46,7 @@ LOGPROBS = array("f", (-_rng.random(LONGEST, np.float32)).tolist())
 
 @dataclass(frozen=True)
 class EngineTask:
-    """What an engine does with each request."""
+    """The work of an engine for each request."""
 
     tokens: int
     seconds: float
@@ -65,7 +65,7 @@ class CollectorTask:
     url: str
     key: str
     folder: str
-    """Where trace and logs of the judges are written."""
+    """Folder of the trace and of the logs of judges."""
     samples: int
     engine: EngineTask
     judged: bool = False

@@ -1,4 +1,4 @@
-"""How often Python looks for garbage in a process with many living objects.
+"""Searches for garbage in processes with many living objects, which must be rare.
 
 Python looks at its young objects whenever a certain number of them, 700 by default, has been made and not
 freed, and every tenth time at older ones. Collectors and driver have many objects for each of their

@@ -64,7 +64,7 @@ def take_up(
     restored = RestoredGroups()
     begun: list[_Found] = []
     restarted: dict[int, int] = {}
-    """How often the prompt of each group that is generated again was requeued."""
+    """Groups that are generated again, with the number of times that the prompt of each was requeued."""
     for group in groups:
         found = _read(group, samples)
         if found.versions or group.is_ready:

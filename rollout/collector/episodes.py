@@ -33,7 +33,7 @@ class EpisodeFailed(RuntimeError):
 
 
 class EpisodeHost(Protocol):
-    """What the attempts at one episode need of whoever runs it."""
+    """The owner of an episode, as its attempts see it."""
 
     @property
     def is_given_up(self) -> bool:

@@ -87,7 +87,7 @@ class _Running(Generic[RecordT]):
         self.is_wanted = True
         """The driver has not cancelled it."""
         self.is_over = False
-        """Its episodes are not needed any more."""
+        """The episodes of the group are not needed any more."""
         self.on_engines = samples
         """Episodes that are not done with the engines."""
 

@@ -49,6 +49,9 @@ class Quarantine:
         """``failures``: every failed step of the run that no quarantined group explains, in order: its
         groups without those that were trained since.
         """
+        self._search_anew(failures)
+
+    def _search_anew(self, failures: Iterable[Collection[int]]) -> None:
         self._failures: list[list[int]] = []
         self._suspects: list[int] = []
         self._tries = 0
@@ -76,8 +79,7 @@ class Quarantine:
 
     def given_up(self, id_: int) -> None:
         """Note that a group will never be trained. It explains every failed step that it was in."""
-        unexplained = [failed for failed in self._failures if id_ not in failed]
-        self.__init__(unexplained)
+        self._search_anew([failed for failed in self._failures if id_ not in failed])
 
     def measures(self) -> Measures:
         """Return what to do before the next batch."""

@@ -161,7 +161,7 @@ CREATE TABLE checkpoints (          -- one row per committed checkpoint: waterma
 
 
 FAILURES = (sqlite3.Error, OSError, UnicodeDecodeError)
-"""What SQLite and the disk raise. A damaged file may contain, or name in an error, text that is none."""
+"""Errors of SQLite and of the disk. The last one comes from damaged files, whose text is no UTF-8."""
 
 
 class LedgerError(RuntimeError):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.rollout.ledger.database import FAILURES, RESTORE, LedgerError, log_of, open_without_log
-from slipstream.rollout.ledger.stamp import SIZE, Stamp, decode_stamp
+from slipstream.rollout.ledger.stamp import SIZE, Stamp, decode_stamp, stored_stamp
 
 PAGE = 2
 """Page of the database that holds the table of the stamp: the first table gets the first free page."""
@@ -68,12 +68,11 @@ def _stamp_in_file(path: Path) -> Stamp | None:
     try:
         connection = open_without_log(path)
         try:
-            row: tuple[bytes] | None = connection.execute("SELECT data FROM stamp").fetchone()
+            return stored_stamp(connection)
         finally:
             connection.close()
     except FAILURES:
         return None
-    return decode_stamp(row[0]) if row is not None else None
 
 
 def _read(path: Path) -> Log:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from slipstream.rollout.ledger.database import LEDGER, few
 from slipstream.rollout.ledger.history import newest_version
 from slipstream.rollout.ledger.lineage import deepest_line
-from slipstream.rollout.ledger.stamp import Stamp, decode_stamp
+from slipstream.rollout.ledger.stamp import Stamp, stored_stamp
 
 
 class Epoch(NamedTuple):
@@ -50,8 +50,7 @@ class Records:
         self.published = {version.number for version in self.versions if version.is_published}
         self.line = deepest_line(self.parents, newest_version(connection))
         """Versions that today's weights descend from, with their own."""
-        row: tuple[bytes] | None = connection.execute("SELECT data FROM stamp").fetchone()
-        self.stamp = (decode_stamp(row[0]) if row is not None else None) or Stamp(b"")
+        self.stamp = stored_stamp(connection) or Stamp(b"")
         self.trained = self.numbers("SELECT version, count(*) FROM trainings GROUP BY version")
         """Number of groups trained, by version."""
 

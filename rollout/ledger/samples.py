@@ -116,7 +116,7 @@ class Fold:
         self.samples: dict[int, OpenSample] = {}
         """By key."""
         self.wrong: dict[int, str] = {}
-        """What is wrong with the rows of a sample, by key. Nothing is left of the sample then.
+        """Errors in the rows of a sample, by key. Nothing is left of the sample then.
 
         A sample that was made anew later is not wrong: its earlier rows may be gone in part, with their
         segments.

@@ -61,10 +61,15 @@ def decode_stamp(data: bytes) -> Stamp | None:
     return Stamp(*_STAMP.unpack(data[: -_CRC.size]))
 
 
+def stored_stamp(connection: sqlite3.Connection) -> Stamp | None:
+    """Return the stamp in a database, unchecked; None if there is none that can be read."""
+    row: tuple[bytes] | None = connection.execute("SELECT data FROM stamp").fetchone()
+    return decode_stamp(row[0]) if row is not None else None
+
+
 def read_stamp(connection: sqlite3.Connection, path: Path) -> Stamp:
     """Return the stamp of an open ledger. Raises LedgerError when it does not fit the rows."""
-    row: tuple[bytes] | None = connection.execute("SELECT data FROM stamp").fetchone()
-    stamp = decode_stamp(row[0]) if row is not None else None
+    stamp = stored_stamp(connection)
     if stamp is None:
         raise LedgerError(f"{path}: its stamp is damaged: {RESTORE}")
     run: tuple[str] | None = connection.execute("SELECT value FROM meta WHERE key = 'run'").fetchone()

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from slipstream.backend.quickstart import prepare
 from slipstream.rollout.temporary import PREFIX
-from tests.crash.sweep import Ended, Sweep, SweepFailed
+from tests.crash.sweep import Ended, Kill, Sweep, SweepFailed, processes
 from tests.runs.conftest import LaunchedRun, run_command, start_run
 
 SETTINGS = ("rollout.max_head_offpolicyness=2", "checkpoint.every=2", "checkpoint.keep_last=2")
@@ -45,19 +45,17 @@ RESUMES = 3
 WAYS_OUT = ("restore", "anew", "delete", "remove", "set ", "wait", "make room", "check ", "give ")
 """Words of which a refusal must hold one: it says what to do."""
 
-PROCESSES = {
-    "driver": "",
-    "collector": "ray::CollectorActor",
-    "judge": "",
-    "engine scheduler": "sglang::scheduler",
-    "engine detokenizer": "sglang::detokenizer",
-    "engine actor": "ray::EngineActor",
-    "trainer": "ray::TrainerActor",
-    "raylet": "raylet/raylet",
-    "gcs": "gcs_server",
-}
-"""Part of the command line of each kind of process."""
-
+VICTIMS = (
+    "driver",
+    "collector",
+    "judge",
+    "engine scheduler",
+    "engine detokenizer",
+    "engine actor",
+    "trainer",
+    "raylet",
+    "gcs",
+)
 MOMENTS = ("training", "commit", "weight update", "start")
 
 
@@ -71,7 +69,7 @@ def abandoned_folders() -> frozenset[str]:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 abandoned.add(str(path))
             except BlockingIOError:
-                """Its owner lives."""
+                """The owner lives."""
             finally:
                 os.close(handle)
     return frozenset(abandoned)
@@ -92,7 +90,7 @@ class Case:
 
 @dataclass
 class Lab:
-    """Where the cases are tried."""
+    """A folder with a killed run, in whose copies the cases are tried."""
 
     inputs: Path
     root: Path
@@ -186,7 +184,7 @@ class Lab:
         sweep = self._sweep(life)
         try:
             self._await(sweep, life, moment)
-            pids = self._pids(life, victim)
+            pids = self._processes(life, victim)
             steps, began = sweep.steps_logged(life), time.monotonic()
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -226,19 +224,14 @@ class Lab:
         return sweep
 
     def _await(self, sweep: Sweep, life: LaunchedRun, moment: str) -> None:
-        from tests.crash.sweep import Kill
-
         delay_s = {"training": 0.5, "start": 4.0}.get(moment, 0.0)
         sweep.await_moment(life, Kill(0, "", "any time" if moment == "training" else moment, delay_s))
 
-    def _pids(self, life: LaunchedRun, victim: str) -> list[int]:
+    def _processes(self, life: LaunchedRun, victim: str) -> list[int]:
         """Return the processes of a kind, as soon as there are any."""
-        if victim == "driver":
-            return [life.process.pid]
         deadline = time.monotonic() + 180
         while life.process.poll() is None and time.monotonic() < deadline:
-            pids = life.judges() if victim == "judge" else life.pids_of(PROCESSES[victim])
-            if pids:
+            if pids := processes(life, victim):
                 return pids
             time.sleep(0.05)
         raise Bad(f"there is no {victim}")
@@ -459,7 +452,7 @@ def tensor_rank(lab: Lab, name: str) -> float | None:
     sweep = lab._sweep(life)
     sweep.wait(life, 5, 400)
     began = time.monotonic()
-    os.kill(life.pids_of(PROCESSES["trainer"])[-1], signal.SIGKILL)
+    os.kill(processes(life, "trainer")[-1], signal.SIGKILL)
     life.process.wait(120)
     left = lab._wait_until_quiet(life)
     life.end()
@@ -476,7 +469,7 @@ def tensor_rank(lab: Lab, name: str) -> float | None:
 
 
 def cases() -> Iterator[Case]:
-    for victim in PROCESSES:
+    for victim in VICTIMS:
         for moment in MOMENTS:
             yield Case(f"kill {victim}", f"kill {victim}, {moment}", struck(victim, moment, signal.SIGKILL))
         yield Case(f"stop {victim}", f"stop {victim} for 40 s", struck(victim, "training", signal.SIGSTOP))

@@ -37,7 +37,8 @@ from slipstream.backend.simulate.gpu_split import layout_of
 from slipstream.backend.simulate.inputs import recipe
 from slipstream.backend.simulate.schedules import recipe_schedule
 from slipstream.backend.simulate.world import World
-from tests.runs.conftest import LaunchedRun, start_run
+from tests.crash.sweep import Sweep, processes
+from tests.runs.conftest import start_run
 
 SETTINGS = (
     "run.steps=1000000",
@@ -47,13 +48,7 @@ SETTINGS = (
     "checkpoint.every=20",
     "checkpoint.keep_last=2",
 )
-KINDS = {
-    "collector": "ray::CollectorActor",
-    "trainer": "ray::TrainerActor",
-    "engine actor": "ray::EngineActor",
-    "engine scheduler": "sglang::scheduler",
-}
-"""Part of the command line of each kind of process."""
+KINDS = ("driver", "collector", "judge", "trainer", "engine actor", "engine scheduler")
 
 SAMPLE_S = 5.0
 SIMULATED_S = 3 * 3600.0
@@ -117,28 +112,17 @@ def real(minutes: float) -> list[Growth]:
         )  # fmt: skip
         life = start_run(inputs, Path(scratch), "soak", *SETTINGS)
         try:
-            wait_for_steps(life, 3)
+            Sweep(inputs, Path(scratch), print).wait(life, 3, 300)
             began = time.monotonic()
             while (seconds := time.monotonic() - began) < minutes * 60:
-                for kind, text in KINDS.items():
-                    memory.note(kind, seconds, unique_mb(life.pids_of(text)))
-                memory.note("judge", seconds, unique_mb(life.judges()))
-                memory.note("driver", seconds, unique_mb([life.process.pid]))
+                for kind in KINDS:
+                    memory.note(kind, seconds, unique_mb(processes(life, kind)))
                 if life.process.poll() is not None:
                     sys.exit(f"the run has ended by itself:\n{life.output()[-2000:]}")
                 time.sleep(SAMPLE_S)
         finally:
             life.end()
     return memory.growths()
-
-
-def wait_for_steps(life: LaunchedRun, steps: int) -> None:
-    deadline = time.monotonic() + 300
-    metrics = life.folder / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_text().count("\n") < steps:
-        if life.process.poll() is not None or time.monotonic() > deadline:
-            sys.exit(f"the run has not reached step {steps}:\n{life.output()[-2000:]}")
-        time.sleep(0.5)
 
 
 def simulated() -> list[Growth]:

@@ -44,7 +44,7 @@ MOMENTS = {"any time": 3, "start": 4, "weight update": 2, "checkpoint": 2, "comm
 
 
 class SweepFailed(AssertionError):
-    """What must never happen; the message names the kill."""
+    """Something has happened that must never happen. The message names the kill."""
 
 
 @dataclass
@@ -224,21 +224,24 @@ class Ended(Exception):
     """The life has ended by itself."""
 
 
-def processes(life: LaunchedRun, victim: str) -> list[int]:
-    """Return the processes that are killed for a victim."""
-    match victim:
-        case "driver":
-            return [life.process.pid]
-        case "trainer":
-            return life.pids_of("ray::TrainerActor")
-        case "engine":
-            return life.pids_of("slipstream.rollout.engine.launch")
-        case "collector":
-            return life.pids_of("ray::CollectorActor")
-        case "judge":
-            return life.judges()
-        case _:
-            raise ValueError(victim)
+COMMANDS = {
+    "collector": "ray::CollectorActor",
+    "engine": "slipstream.rollout.engine.launch",
+    "engine actor": "ray::EngineActor",
+    "engine scheduler": "sglang::scheduler",
+    "engine detokenizer": "sglang::detokenizer",
+    "trainer": "ray::TrainerActor",
+    "raylet": "raylet/raylet",
+    "gcs": "gcs_server",
+}
+"""Part of the command line of each kind of process."""
+
+
+def processes(life: LaunchedRun, kind: str) -> list[int]:
+    """Return the processes of a kind: a key of ``COMMANDS``, "driver" or "judge"."""
+    if kind == "driver":
+        return [life.process.pid]
+    return life.judges() if kind == "judge" else life.pids_of(COMMANDS[kind])
 
 
 def _there(folder: Path, pattern: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a run has stored of its episodes, as a kill at this moment would leave it."""
+"""Reads the episodes that a run has stored, as a kill at this moment would leave them."""
 
 import shutil
 import sqlite3

@@ -108,7 +108,7 @@ def run_with_contexts(main):
 
 @dataclass
 class HeldSample:
-    """What a driver holds of one episode, by the rules of ``messages.Event``."""
+    """One episode as a driver holds it, by the rules of ``messages.Event``."""
 
     kind: int = PIECE
     pieces: list[tuple[bytes, bytes]] = field(default_factory=list)
@@ -152,7 +152,7 @@ class HeldSample:
         return decode_trajectory(b"".join(self.chunks), decode_header(self.header))
 
     def prior(self, number: int = 0) -> tuple[PriorSample, memoryview]:
-        """What a further lease says of the episode."""
+        """Return the episode as a further lease describes it."""
         if self.kind == PIECE:
             chunks = [chunk for chunk, _ in self.pieces]
             pieces = [(len(chunk), msgspec.Raw(header)) for chunk, header in self.pieces]

@@ -485,8 +485,8 @@ def test_no_group_that_is_given_up_is_kept_from_the_collection_by_a_cancellation
             await asyncio.sleep(0)
         waiting.cancel()
         (outcome,) = await asyncio.gather(waiting, return_exceptions=True)
-        told = outcome if isinstance(outcome, list) else await asyncio.wait_for(gate.changed(), 1)
-        assert told == [second.id]
+        expired = outcome if isinstance(outcome, list) else await asyncio.wait_for(gate.changed(), 1)
+        assert expired == [second.id]
 
     asyncio.run(main())
 

@@ -291,7 +291,7 @@ def test_an_unfinished_episode_goes_on_from_its_pieces():
 
 
 def test_an_episode_whose_record_cannot_be_read_begins_anew():
-    """Its bytes are those that were written, by the driver's account: it is of another release."""
+    """The driver has found the bytes as they were written: another release has written them."""
     held = HeldSample(pieces=[(b"\0" * 8, b"\xc0")])
     world = World(1, driver=HoldingDriver({(0, 0): held}))
     world.run(held)

@@ -77,7 +77,7 @@ class Record:
 
 
 def test_what_a_workflow_has_got_is_recorded_before_it_asks_for_a_reward():
-    """Its completions have ended: a judge that ends the process must not cost any of them."""
+    """The completions have ended: a judge that ends the process must not cost any of them."""
     judges, record = Judges(), Record()
     reward = WorkflowReward(judges, TimeLimit(10), record)  # type: ignore[arg-type]
 
