@@ -59,6 +59,8 @@ done
 export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
 # No port: the autoscaler would tell everybody who asks how busy the cluster is, and on every interface.
 export AUTOSCALER_METRIC_PORT=-1
+# As in rollout/heaps.py: memory that threads have freed is used again by others.
+export MALLOC_ARENA_MAX=${MALLOC_ARENA_MAX:-2}
 # Ports other than the head's are left to the kernel (0): jobs that share a node cannot ask for the same one.
 python "$here/contain.py" --until-stdin-closes -- ray start "${role[@]}" --block --disable-usage-stats \
     --node-ip-address="$address" --num-cpus="$cpus" --num-gpus="$gpus" "${store[@]}" \

@@ -12,6 +12,7 @@ from slipstream.backend.monitor.progress import Progress, open_progress
 from slipstream.backend.monitor.summary import RunSummary
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.supervised import Supervised
+from slipstream.rollout.heaps import keep_few_heaps
 
 T = TypeVar("T")
 
@@ -37,6 +38,7 @@ def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None
     Raises WrongInput when the inputs or the cluster cannot be used, and Failed, with every cause, when the
     run has failed or was stopped.
     """
+    keep_few_heaps()
     import uvloop
 
     from slipstream.backend.cluster.placement import PlacementError

@@ -1,0 +1,50 @@
+"""A process with many threads has few heaps."""
+
+import subprocess
+import sys
+
+HEAPS = """
+import ctypes, os, sys, threading
+from slipstream.rollout.heaps import keep_few_heaps
+
+if sys.argv[1] == "child of few":
+    keep_few_heaps()
+    os.execv(sys.executable, [sys.executable, "-c", sys.orig_argv[2], "many"])
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+libc.fdopen.restype = ctypes.c_void_p
+libc.malloc_info.argtypes = [ctypes.c_int, ctypes.c_void_p]
+libc.fflush.argtypes = [ctypes.c_void_p]
+
+if sys.argv[1] == "few":
+    keep_few_heaps()
+together = threading.Barrier(12)
+
+def work():
+    together.wait()
+    block = libc.malloc(50_000)
+    together.wait()
+    libc.free(block)
+
+threads = [threading.Thread(target=work) for _ in range(12)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+out = libc.fdopen(1, b"w")
+libc.malloc_info(0, out)
+libc.fflush(out)
+"""
+
+
+def heaps(setting: str) -> int:
+    ended = subprocess.run(
+        [sys.executable, "-c", HEAPS, setting], capture_output=True, text=True, timeout=60, check=True
+    )
+    return ended.stdout.count("<heap nr=")
+
+
+def test_threads_share_two_heaps():
+    assert heaps("few") <= 2 < heaps("many")
+    assert heaps("child of few") <= 2
