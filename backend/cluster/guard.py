@@ -9,12 +9,14 @@ killed. After an orderly end there is nothing left to kill.
 """
 
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
@@ -26,6 +28,11 @@ from slipstream.rollout.temporary import sweep
 VARIABLE = "SLIPSTREAM_RUN"
 SWEEPS = 50
 """Number of rounds of killing: a process may be born while its parent is being killed."""
+END_S = 10.0
+"""Longest time in which processes that were killed must have ended: freeing their memory takes a while."""
+
+_EXITING = 0x4
+"""PF_EXITING of linux/sched.h."""
 
 
 @contextmanager
@@ -64,6 +71,36 @@ def _has_open(pid: int, folder: Path) -> bool:
     return any(os.readlink(descriptor).startswith(f"{folder}/") for descriptor in descriptors.iterdir())
 
 
+def _exiting() -> list[int]:
+    """Return the processes that have begun to end, and have not yet given back everything."""
+    pids: list[int] = []
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with suppress(OSError):  # it has ended
+            state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+            if int(fields[5]) & _EXITING and state != "Z":
+                pids.append(pid)
+    return pids
+
+
+def _wait_for(pids: Iterable[int], number: signal.Signals | None = None) -> None:
+    """Send a signal, if there is one, and wait until the processes have ended, for END_S at most."""
+    waits: set[int] = set()
+    poll, deadline = select.poll(), time.monotonic() + END_S
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            poll.register(descriptor, select.POLLIN)
+            waits.add(descriptor)
+            if number is not None:
+                with suppress(PermissionError):
+                    signal.pidfd_send_signal(descriptor, number)
+    while waits and (left := deadline - time.monotonic()) > 0:
+        for descriptor, _ in poll.poll(left * 1000):
+            poll.unregister(descriptor)
+            waits.remove(descriptor)
+            os.close(descriptor)
+
+
 def main() -> None:
     mark, folder = sys.argv[1], Path(sys.argv[2])
     spared = {os.getpid(), os.getppid()}  # the run itself may be waiting for this to end
@@ -72,11 +109,11 @@ def main() -> None:
     for _ in range(SWEEPS):
         left = carriers(mark, folder, spared)
         unlink(shared_memory_of(left))
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _wait_for(left, signal.SIGKILL)
         if not left:
             break
+    # A process that is about to end has no environment any more, and still holds the locks of its folders.
+    _wait_for(_exiting())
     shutil.rmtree(folder, ignore_errors=True)
     for parent in {folder.parent, Path(tempfile.gettempdir()), SHARED_MEMORY}:
         sweep(parent)  # folders of servers and judges whose owners were just killed

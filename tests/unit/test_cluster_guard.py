@@ -10,6 +10,28 @@ from slipstream.backend.cluster.guard import VARIABLE
 from slipstream.rollout.temporary import PREFIX, OwnedFolder
 from tests.environment import environment
 
+SLOW_TO_END = """
+import sys, time
+from pathlib import Path
+from slipstream.rollout.temporary import OwnedFolder
+
+folder = OwnedFolder(Path(sys.argv[1]), "judge")
+memory = bytearray(1) * (1 << 29)  # the kernel takes its time to free it, and drops locks afterwards
+print(folder.path, flush=True)
+time.sleep(300)
+"""
+
+
+def end(mark: str, folder: Path, temporary: Path) -> None:
+    """Run a guard whose run has ended."""
+    subprocess.run(
+        [sys.executable, "-m", "slipstream.backend.cluster.guard", mark, str(folder)],
+        stdin=subprocess.DEVNULL,
+        env=environment(TMPDIR=str(temporary)),
+        timeout=60,
+        check=True,
+    )
+
 
 def test_what_carries_the_mark_is_killed_and_its_temporary_folders_are_removed(tmp_path: Path):
     mark, folder = uuid4().hex, tmp_path / "run"
@@ -20,15 +42,29 @@ def test_what_carries_the_mark_is_killed_and_its_temporary_folders_are_removed(t
     (orphaned / "left_behind").write_text("")
     program = subprocess.Popen(["sleep", "300"], env=os.environ | {VARIABLE: mark})
     try:
-        subprocess.run(
-            [sys.executable, "-m", "slipstream.backend.cluster.guard", mark, str(folder)],
-            stdin=subprocess.DEVNULL,
-            env=environment(TMPDIR=str(tmp_path)),
-            timeout=60,
-            check=True,
-        )
+        end(mark, folder, tmp_path)
         assert program.wait(10) < 0
     finally:
         program.kill()
     assert list(tmp_path.iterdir()) == [owned.path]
     owned.remove()
+
+
+def test_the_folder_of_a_process_that_takes_its_time_to_end_is_removed(tmp_path: Path):
+    mark, folder = uuid4().hex, tmp_path / "run"
+    folder.mkdir()
+    program = subprocess.Popen(
+        [sys.executable, "-c", SLOW_TO_END, str(tmp_path)],
+        env=environment(**{VARIABLE: mark}),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert program.stdout is not None
+        assert Path(program.stdout.readline().strip()).is_dir()
+        end(mark, folder, tmp_path)
+        assert program.wait(10) < 0
+    finally:
+        program.kill()
+        program.wait()
+    assert list(tmp_path.iterdir()) == []
