@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.rollout.engine.key import Key, KeyRequired
-from slipstream.rollout.engine.leftovers import kill_group
+from slipstream.rollout.engine.leftovers import announced, kill_group
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -42,10 +42,10 @@ def _read_key() -> Key:
     return Key(line.decode())
 
 
-def _die_with_owner(leftovers: list[Path]) -> None:
+def _die_with_owner(temporary: Path, leftovers: list[Path]) -> None:
     while os.read(0, 1):
         """Nothing is ever sent: read returns at the end of the file."""
-    kill_group(os.getpgid(0), leftovers)
+    kill_group(os.getpgid(0), [*announced(temporary), temporary, *leftovers])
 
 
 def _require_key(key: Key) -> None:
@@ -103,13 +103,37 @@ def _use_for_temporary_files(folder: str) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
+def _announce_shared_memory(folder: Path) -> None:
+    """Leave a link in ``folder`` to the file in which SGLang's schedulers publish their load.
+
+    Its name is drawn here, before there is a scheduler. A scheduler that is killed while it starts may be
+    the only process that has the file mapped, and SGLang removes it in no case.
+    """
+    from sglang.srt.managers.load_snapshot import shm_path_for
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    make = PortArgs.init_new
+
+    def announced_ports(
+        server_args: ServerArgs, dp_rank: int | None = None, worker_ports: list[int] | None = None
+    ) -> PortArgs:
+        ports = make(server_args, dp_rank, worker_ports)
+        file = Path(shm_path_for(ports.instance_id))
+        folder.joinpath(file.name).symlink_to(file)
+        return ports
+
+    PortArgs.init_new = staticmethod(announced_ports)
+
+
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    replica = settings["replica"]
-    leftovers = [Path(settings["temporary"]), *([Path(replica["folder"])] if replica else [])]
-    _use_for_temporary_files(settings["temporary"])
+    replica, temporary = settings["replica"], Path(settings["temporary"])
+    leftovers = [Path(replica["folder"])] if replica else []
+    _use_for_temporary_files(str(temporary))
     key = _read_key()
-    threading.Thread(target=_die_with_owner, args=(leftovers,), name="die-with-owner", daemon=True).start()
+    threading.Thread(
+        target=_die_with_owner, args=(temporary, leftovers), name="die-with-owner", daemon=True
+    ).start()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
@@ -117,6 +141,7 @@ def main() -> None:
     if replica:
         _add_routes(**replica)
     _require_key(key)
+    _announce_shared_memory(temporary)
     store = _open_store()
     try:
         # SGLang needs the key as well, because it calls some of its own routes.

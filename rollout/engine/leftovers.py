@@ -40,6 +40,19 @@ def shared_memory_of(processes: Iterable[int]) -> set[Path]:
     return mapped
 
 
+def announced(folder: Path) -> set[Path]:
+    """Return the files in /dev/shm to which links in ``folder`` lead.
+
+    A server leaves these links for files that no process may have mapped when it is ended.
+    """
+    files: set[Path] = set()
+    with suppress(FileNotFoundError):
+        for entry in folder.iterdir():
+            if entry.is_symlink() and (target := entry.readlink()).parent == _SHARED_MEMORY:
+                files.add(target)
+    return files
+
+
 @dataclass(frozen=True)
 class ProcessIdentity:
     """Tells a process from every other one, on any machine and at any time: ids are used again."""

@@ -20,7 +20,7 @@ import psutil
 
 from slipstream.rollout.engine import cpu
 from slipstream.rollout.engine.key import Key, new_key
-from slipstream.rollout.engine.leftovers import kill_group, members, shared_memory_of
+from slipstream.rollout.engine.leftovers import announced, kill_group, members, shared_memory_of
 from slipstream.rollout.network import process_group_variables
 from slipstream.rollout.temporary import OwnedFolder
 
@@ -116,14 +116,14 @@ class ServerProcess:
         self._address = (spec.host, spec.port)
         self._log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = OwnedFolder(TEMPORARY, spec.label)
-        self._folders = [temporary]
+        self._temporary = OwnedFolder(TEMPORARY, spec.label)
+        self._folders = [self._temporary]
         replica = None
         if spec.replica:
             self._folders.append(OwnedFolder(Path(spec.replica.memory), spec.label))
             replica = {"mount": spec.replica.mount, "folder": str(self._folders[-1].path)}
         self._shared_memory: set[Path] = set()
-        arguments = {"server": server_args(spec), "replica": replica, "temporary": str(temporary.path)}
+        arguments = {"server": server_args(spec), "replica": replica, "temporary": str(self._temporary.path)}
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [*launcher, json.dumps(arguments)],
@@ -174,7 +174,7 @@ class ServerProcess:
 
         SGLang's own handling of SIGTERM takes seconds and ends in SIGKILL as well.
         """
-        kill_group(self._process.pid, self._shared_memory)
+        kill_group(self._process.pid, self._shared_memory | announced(self._temporary.path))
         self._process.wait()
         for folder in self._folders:
             folder.remove()

@@ -46,6 +46,20 @@ class Server:
         return self.ask(*(lambda client, ids=ids: client.prompt_logprobs(ids) for ids in sequences))
 
 
+def spec_of(model: Path, device: str = "cpu", *, ranks: int = 1, replica: bool = False) -> ServerSpec:
+    return ServerSpec(
+        model,
+        "float32",
+        device,
+        ranks,
+        "127.0.0.1",
+        held_port(),
+        version=0,
+        seed=0,
+        replica=ReplicaSpec("slipstream.bridge.transport.replica.mount", "/dev/shm") if replica else None,
+    )
+
+
 @contextlib.contextmanager
 def serve(
     model: Path,
@@ -57,18 +71,7 @@ def serve(
     replica: bool = False,
 ) -> Iterator[Server]:
     """``replica``: with a copy of the weights beside it."""
-    spec = ServerSpec(
-        model,
-        "float32",
-        device,
-        ranks,
-        "127.0.0.1",
-        held_port(),
-        version=0,
-        seed=0,
-        replica=ReplicaSpec("slipstream.bridge.transport.replica.mount", "/dev/shm") if replica else None,
-    )
-    process = ServerProcess(spec, log)
+    process = ServerProcess(spec_of(model, device, ranks=ranks, replica=replica), log)
     try:
         asyncio.run(process.wait_healthy(120))
         url, key = process.access.url, process.access.key

@@ -3,12 +3,14 @@
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.engine.growing import GrowingCompletion
-from slipstream.rollout.engine.leftovers import members
-from tests.runs.engines.conftest import serve
+from slipstream.rollout.engine.leftovers import members, shared_memory_of
+from slipstream.rollout.engine.process import ServerProcess
+from tests.runs.engines.conftest import serve, spec_of
 
 SGLANGS_DIAGNOSIS_S = 66
 
@@ -32,3 +34,33 @@ def test_a_server_that_has_served_ends_without_a_diagnosis_when_its_detokenizer_
             return await asyncio.wait_for(server.process.wait_exit(), SGLANGS_DIAGNOSIS_S / 2)
 
         assert asyncio.run(exit_code()) != 0
+
+
+def test_a_server_whose_scheduler_is_killed_while_it_starts_leaves_no_shared_memory(
+    checkpoint: Path, tmp_path: Path
+):
+    process = ServerProcess(spec_of(checkpoint), tmp_path / "engine.log")
+    try:
+        deadline = time.monotonic() + 120
+        mapped: dict[int, set[Path]] = {}
+        while not any(mapped.values()):
+            assert time.monotonic() < deadline, process._tail()
+            mapped = {pid: files_of_loads(pid) for pid in members(process.pid)}
+        for pid in mapped:
+            if mapped[pid]:
+                os.kill(pid, signal.SIGKILL)
+        [file] = set.union(*mapped.values())
+
+        async def ended() -> None:
+            await asyncio.wait_for(process.wait_exit(), 60)
+
+        asyncio.run(ended())
+        assert file.exists(), "nobody else removes it"
+    finally:
+        process.stop()
+    assert not file.exists()
+
+
+def files_of_loads(pid: int) -> set[Path]:
+    """Return the shared memory in which a scheduler publishes its load."""
+    return {path for path in shared_memory_of([pid]) if path.name.startswith("sglang_loads_")}
