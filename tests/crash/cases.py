@@ -110,12 +110,22 @@ class Lab:
             sweep.wait(life, 3, 300)
             self._copy_database(life.folder, self.root / "older")
             sweep.wait(life, 7, 300)
+            self._wait_for_checkpoints(life, 2)
             life.process.kill()
             life.process.wait()
             self._wait_until_quiet(life)
         finally:
             life.end()
         self.trained = sweep.steps_logged(life)
+
+    @staticmethod
+    def _wait_for_checkpoints(life: LaunchedRun, count: int) -> None:
+        """Wait for complete checkpoints, which are written behind the training: a damaged one has another."""
+        deadline = time.monotonic() + 120
+        while len(list(life.folder.glob("checkpoints/v*/checkpoint.json"))) < count:
+            if life.process.poll() is not None or time.monotonic() > deadline:
+                raise Bad(f"no {count} checkpoints:\n{life.output()[-2000:]}")
+            time.sleep(0.1)
 
     def copy(self, name: str) -> Path:
         folder = self.root / name
@@ -171,7 +181,7 @@ class Lab:
                 raise Bad(f"left behind: {left}") from None
             if code != 2 or "Traceback" in output:
                 raise Bad(f"ended with code {code}:\n{output[-1500:]}") from None
-            if not any(word in output for word in WAYS_OUT):
+            if not any(word in output.lower() for word in WAYS_OUT):
                 raise Bad(f"a refusal without a way out:\n{output[-1500:]}") from None
             return None
         recovered = time.monotonic() - began
@@ -416,7 +426,7 @@ def full_disk(lab: Lab, name: str) -> float | None:
         life.end()
         if left:
             raise Bad(f"left behind: {left}")
-        if "Traceback" in output or (code and not any(word in output for word in WAYS_OUT)):
+        if "Traceback" in output or (code and not any(word in output.lower() for word in WAYS_OUT)):
             raise Bad(f"a full disk, code {code}:\n{output[-1500:]}")
         subprocess.run(["mount", "-o", "remount,size=200M", str(folder)], check=True)
         lab.finish(name)
