@@ -124,10 +124,11 @@ def inputs_to_go_on_with(
     problems = [f"{setting}: {now[setting]}, but the run has used {changed[setting]}" for setting in changed]
     problems += [damage] if damage else []
     if problems and not accept_changes:
+        ways = ["name inputs with the content that the run has used, at any path"] if changed else []
+        ways += [f"restore {INPUTS} from a copy"] if damage else []
         raise InputError(
-            "\n".join(problems) + f"\nto resume {config.run.folder}, name inputs with the content that the "
-            f"run has used, at any path; or go on with these by {ACCEPT}; for another run, choose another "
-            "run.name"
+            "\n".join(problems) + f"\nto resume {config.run.folder}, {' and '.join(ways)}; or go on with "
+            f"these inputs by {ACCEPT}; for another run, choose another run.name"
         )
     for problem in problems:
         note(f"accepted: {problem}")

@@ -263,7 +263,8 @@ def test_a_run_whose_inputs_are_not_known_goes_on_only_with_those_that_the_user_
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(
-        InputError, match=r"inputs\.json (is missing|cannot be understood).*\n.*--accept-changed"
+        InputError,
+        match=r"inputs\.json (is missing|cannot be understood).*\n.*restore inputs\.json .*--accept-changed",
     ):
         live(config, resume=True)
     live(config, resume=True, accept=True)
