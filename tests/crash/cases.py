@@ -302,8 +302,13 @@ def log_of(folder: Path) -> Path:
     return path
 
 
+def checkpoint(folder: Path) -> Path:
+    """Return the newest complete checkpoint; one that was being written is none."""
+    return newest(folder, "checkpoints/v*/checkpoint.json").parent
+
+
 def shard(folder: Path) -> Path:
-    return max(newest(folder, "checkpoints/v*").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    return max(checkpoint(folder).glob("*.distcp"), key=lambda path: path.stat().st_size)
 
 
 Damage = Callable[[Path, Path], object]
@@ -332,13 +337,9 @@ DAMAGES: dict[str, Damage] = {
     "checkpoint: shard cut": lambda run, _: cut(shard(run)),
     "checkpoint: shard flipped": lambda run, _: flip(shard(run)),
     "checkpoint: shard deleted": lambda run, _: shard(run).unlink(),
-    "checkpoint: manifest deleted": lambda run, _: (
-        newest(run, "checkpoints/v*") / "checkpoint.json"
-    ).unlink(),
-    "checkpoint: manifest emptied": lambda run, _: (
-        newest(run, "checkpoints/v*") / "checkpoint.json"
-    ).write_text(""),
-    "checkpoint: newest deleted": lambda run, _: shutil.rmtree(newest(run, "checkpoints/v*")),
+    "checkpoint: manifest deleted": lambda run, _: (checkpoint(run) / "checkpoint.json").unlink(),
+    "checkpoint: manifest emptied": lambda run, _: (checkpoint(run) / "checkpoint.json").write_text(""),
+    "checkpoint: newest deleted": lambda run, _: shutil.rmtree(checkpoint(run)),
     "checkpoint: all deleted": lambda run, _: shutil.rmtree(run / "checkpoints"),
     "recipe: emptied": lambda run, _: (run / "recipe.yaml").write_text(""),
     "recipe: deleted": lambda run, _: (run / "recipe.yaml").unlink(),
