@@ -41,7 +41,7 @@ def engines(run: LaunchedRun) -> list[list[int]]:
     return [found[pid] for pid in run.pids_of("slipstream.rollout.engine.launch") if pid in found]
 
 
-def wait_for(path: Path, timeout_s: float = 180) -> None:
+def wait_for(path: Path, timeout_s: float = 240) -> None:
     deadline = time.monotonic() + timeout_s
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} was not there in {timeout_s} s"

@@ -43,9 +43,9 @@ STAND_IN = textwrap.dedent(
     if mode == "launched":
         from slipstream.rollout.engine.launch import _die_with_owner
         from pathlib import Path
-        leftovers = [Path(settings["temporary"])]
-        leftovers += [Path(settings["replica"]["folder"])] if settings["replica"] else []
-        threading.Thread(target=_die_with_owner, args=(leftovers,), daemon=True).start()
+        temporary = Path(settings["temporary"])
+        leftovers = [Path(settings["replica"]["folder"])] if settings["replica"] else []
+        threading.Thread(target=_die_with_owner, args=(temporary, leftovers), daemon=True).start()
     if mode == "slow":
         import time
         time.sleep(300)
