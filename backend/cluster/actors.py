@@ -10,6 +10,7 @@ from slipstream.backend.cluster.handles import CollectorHandle, EngineServerActo
 from slipstream.backend.cluster.placement import Node, Placement
 from slipstream.backend.cluster.trainer_actor import TrainerActor
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout import gpu_environment
 from slipstream.rollout.engine.actor import EngineActor
 from slipstream.rollout.engine.process import ReplicaSpec
 
@@ -98,6 +99,9 @@ class EngineActors:
                 loopback=config.cluster.type == "local",
                 start_timeout_s=engine.start_timeout_s,
                 shared_gpus=shared_gpus,
+                environment=(
+                    gpu_environment.environment(config, "engines") if placement.device == "cuda" else {}
+                ),
                 replica=replica_of(config),
             )
         )

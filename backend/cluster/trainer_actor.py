@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout import gpu_environment
 from slipstream.rollout.engine.leftovers import ProcessIdentity, this_process
 from slipstream.rollout.network import hold_port, port_of, process_group_variables
 from slipstream.rollout.plugins import resolve
@@ -45,6 +46,8 @@ class TrainerActor:
         """Build the rank. Called on all ranks at once, with rank 0's meeting point."""
         if self._device == "cpu":
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks
+        else:
+            os.environ.update(gpu_environment.environment(self._config, "trainer"))
         os.environ.update(process_group_variables(self._address()))
         from slipstream.backend.megatron.parallel import RankSpec
 

@@ -29,6 +29,7 @@ class EngineActor:
         loopback: bool,
         start_timeout_s: float,
         shared_gpus: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
         replica: ReplicaSpec | None = None,
     ) -> None:
         import ray
@@ -49,6 +50,7 @@ class EngineActor:
             seed=seed,
             args=args,
             shared_gpus=tuple(shared_gpus),
+            environment=environment or {},
             replica=replica,
             label=f"{name}-{run:.20}",
         )

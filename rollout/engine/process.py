@@ -47,6 +47,8 @@ class ServerSpec:
     """Further ServerArgs, by field name."""
     shared_gpus: tuple[str, ...] = ()
     """GPUs of the server, if it takes turns on them with the trainer. Empty: those of its parent process."""
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Environment variables that the run sets for its engines."""
     replica: "ReplicaSpec | None" = None
     label: str = "engine"
     """Part of the names of the server's temporary folders, for who finds one."""
@@ -220,6 +222,7 @@ def _environment(spec: ServerSpec) -> dict[str, str]:
     environment = WITHOUT_DIAGNOSIS | environment | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # else a paused engine looks dead
     environment |= process_group_variables(spec.host) | {"SGLANG_HOST_IP": spec.host}
+    environment |= spec.environment
     if spec.shared_gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.shared_gpus)
     if spec.device == "cpu":

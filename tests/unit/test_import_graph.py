@@ -37,7 +37,7 @@ FLOORS = {
     ),
     "bridge": ({"hf"}, {"model"}, {"families", "shards"}, {"publish"}, {"transport"}),
     "rollout": (
-        {"changes", "durable", "garbage", "heaps", "network", "temporary", "trajectory"},
+        {"changes", "durable", "garbage", "gpu_environment", "heaps", "network", "temporary", "trajectory"},
         {"control", "plugins", "prompts", "record", "reward"},
         {"engine", "judge", "ledger", "workflow"},
         {"messages"},
