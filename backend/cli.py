@@ -211,12 +211,59 @@ def audit(
             raise typer.Exit(Failed.exit_code)
 
 
+@app.command(rich_help_panel=RUN)
+def submit(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes; default: as many as the recipe needs.")
+    ] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=0, help="GPUs of a node.")] = 8,
+    time: Annotated[str | None, typer.Option(help="Time limit, such as 8:00:00 or 3-00.")] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OPTION", help="Further option of sbatch, such as --sbatch=--partition=big."),
+    ] = None,
+    supervised: Annotated[bool, typer.Option("--sft", help="Submit `slipstream sft`.")] = False,
+    resume: Resume = False,
+    accept_changed_inputs: AcceptChangedInputs = False,
+    only_print: Annotated[bool, typer.Option("--print", help="Print the command and submit nothing.")] = False,
+) -> None:
+    """Submit a recipe as a Slurm job: its nodes, its container and its time limit."""
+    with _reported():
+        _check_options(resume, accept_changed_inputs)
+        from slipstream.backend.commands import submit as submitting
+
+        settings = [*(overrides or []), "cluster.type=slurm"]
+        path = Path(recipe)
+        config = load_supervised(path, settings).run if supervised else load_recipe(path, settings)
+        flags = ["--resume"] * resume + ["--accept-changed-inputs"] * accept_changed_inputs
+        command, variables = submitting.sbatch_command(
+            config,
+            "sft" if supervised else "train",
+            [recipe, *flags, *(overrides or [])],
+            submitting.JobOptions(nodes, gpus_per_node, time, sbatch or []),
+        )
+        typer.echo((submitting.printed if only_print else submitting.submit)(command, variables))
+
+
 @app.command(rich_help_panel=TOOLS)
-def doctor() -> None:
+def doctor(
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Look also at what a run on GPUs needs, and exit with 1 without it.")
+    ] = False,
+    folder: Annotated[
+        Path, typer.Option(help="Folder of runs whose file locks are tried (with --gpu).")
+    ] = Path(),
+) -> None:
     """Look at this machine, and print what Slipstream finds on it."""
     from slipstream.backend.commands.doctor import examine, print_findings
 
     findings = examine()
+    if gpu:
+        from slipstream.backend.commands.gpu_doctor import Machine, examine_gpus
+
+        findings += examine_gpus(Machine(), folder)
     print_findings(findings)
     if any(finding.wrong for finding in findings):
         raise typer.Exit(Failed.exit_code)
@@ -224,10 +271,10 @@ def doctor() -> None:
 
 @app.command(rich_help_panel=TOOLS)
 def slurm_script() -> None:
-    """Print the path of the batch script: sbatch "$(slipstream slurm-script)" RECIPE."""
-    import slipstream.slurm
+    """Print the path of the batch script that `slipstream submit` submits, for an sbatch of your own."""
+    from slipstream.backend.commands.submit import batch_script
 
-    typer.echo(Path(slipstream.slurm.__path__[0], "train.sbatch").resolve())
+    typer.echo(batch_script())
 
 
 @convert.command()

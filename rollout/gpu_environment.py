@@ -14,6 +14,9 @@ from slipstream.configs.schema import RunConfig
 
 Side = Literal["trainer", "engines"]
 
+AGREED = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+"""Variables whose values the processes of one group must share."""
+
 HOST_THREADS = 8
 """Threads of PyTorch's operators on the host, for each process. An H100 node has at least twelve cores for each
 GPU; Ray would leave a process that asks for one CPU with a single thread."""

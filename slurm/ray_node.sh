@@ -11,8 +11,8 @@ here=$(dirname "$0")
 node=$SLURMD_NODENAME
 
 # Another Ray that happens to be on the PATH would join with other packages.
-if [[ ! -x $SLIPSTREAM_VENV/bin/ray ]]; then
-    echo "$node: no $SLIPSTREAM_VENV/bin/ray on this node" >&2
+if [[ ! -x $SLIPSTREAM_SCRIPTS/ray ]]; then
+    echo "$node: no $SLIPSTREAM_SCRIPTS/ray on this node" >&2
     exit 1
 fi
 
@@ -28,11 +28,11 @@ if [[ $node == "$head_node" ]]; then
     address=$head_address
     role=(--head --port="$port" --include-dashboard=false)
     # Where grpc is installed, the head serves Ray Client as well, on a fixed port, and cannot be told not to.
-    if python -c 'import importlib.util as util, sys; sys.exit(util.find_spec("grpc") is None)'; then
+    if python3 -c 'import importlib.util as util, sys; sys.exit(util.find_spec("grpc") is None)'; then
         role+=(--ray-client-server-port="$((port + 1))")
     fi
 else
-    address=$(python "$here/own_address.py" "$head_address" --port "$port" --timeout-s "$timeout_s") || exit 1
+    address=$(python3 "$here/own_address.py" "$head_address" --port "$port" --timeout-s "$timeout_s") || exit 1
     role=(--address="$head_address:$port")
 fi
 cpus=${SLIPSTREAM_CPUS_PER_NODE:-$SLURM_CPUS_ON_NODE}
@@ -62,7 +62,7 @@ export AUTOSCALER_METRIC_PORT=-1
 # As in rollout/heaps.py: memory that threads have freed is used again by others.
 export MALLOC_ARENA_MAX=${MALLOC_ARENA_MAX:-2}
 # Ports other than the head's are left to the kernel (0): jobs that share a node cannot ask for the same one.
-python "$here/contain.py" --until-stdin-closes -- ray start "${role[@]}" --block --disable-usage-stats \
+python3 "$here/contain.py" --until-stdin-closes -- ray start "${role[@]}" --block --disable-usage-stats \
     --node-ip-address="$address" --num-cpus="$cpus" --num-gpus="$gpus" "${store[@]}" \
     --resources="{\"slurm_node:$node\": 1}" --temp-dir="$tmp_dir/r" \
     --min-worker-port=0 --max-worker-port=0 --dashboard-agent-listen-port=0

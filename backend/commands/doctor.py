@@ -1,13 +1,16 @@
-"""``slipstream doctor``: what this machine offers of what Slipstream needs. Imports none of the packages."""
+"""``slipstream doctor``: what this machine offers of what Slipstream needs. Imports none of the libraries."""
 
 import os
 import shutil
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from slipstream.configs.installed.environment import UnreadableRecord, digest, read_record
 
 PACKAGES = {
     "torch": "tensors",
@@ -31,17 +34,39 @@ class Finding:
     state: str
     advice: str = ""
     wrong: bool = False
+    seen: bool = True
+    """False: the thing could not be looked at from here, for the reason in ``state``."""
+
+    @property
+    def mark(self) -> str:
+        """A sign for right, wrong or unseen."""
+        if not self.seen:
+            return "[yellow]?[/]"
+        return "[red]✗[/]" if self.wrong else "[green]✓[/]"
 
 
 def examine() -> list[Finding]:
     """Return every finding, in the order in which they are shown."""
-    return [_python(), *map(_package, PACKAGES), _gpus(), _cpus(), _memory(), _shared_memory(), _slurm()]
+    return [_python(), _kind(), *map(_package, PACKAGES), _gpus(), _cpus(), _memory(), _shared_memory(), _slurm()]
 
 
 def _python() -> Finding:
     wrong = sys.version_info[:2] not in ((3, 11), (3, 12))
     running = ".".join(map(str, sys.version_info[:3]))
     return Finding("Python", running, "3.11 or 3.12 is needed" if wrong else "", wrong)
+
+
+def _kind() -> Finding:
+    what = "environment"
+    try:
+        record = read_record(Path(sys.prefix))
+    except UnreadableRecord as error:
+        return Finding(what, "unknown", str(error), wrong=True)
+    if record is None:
+        return Finding(what, "not recorded", "it was not made by `make install` or docker/Dockerfile")
+    changed = record.pins != digest(record.kind)
+    advice = "the exact versions have changed since: run `make install`" if changed else ""
+    return Finding(what, f"for {record.kind.upper()}s", advice, changed)
 
 
 def _package(name: str) -> Finding:
@@ -84,9 +109,8 @@ def _slurm() -> Finding:
 
 
 def print_findings(findings: list[Finding]) -> None:
-    """Print one line for each finding, marked as right or wrong."""
+    """Print one line for each finding, marked as right, wrong or unseen."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for finding in findings:
-        mark = "[red]✗[/]" if finding.wrong else "[green]✓[/]"
-        table.add_row(mark, finding.what, finding.state, f"[dim]{finding.advice}[/]")
+        table.add_row(finding.mark, finding.what, finding.state, f"[dim]{finding.advice}[/]")
     Console().print(table)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slipstream.backend.commands.outcome import Failed, WrongInput
+from slipstream.backend.commands.preflight import check_start
 from slipstream.backend.monitor.progress import Progress, open_progress
 from slipstream.backend.monitor.summary import RunSummary
 from slipstream.configs.schema import RunConfig
@@ -35,7 +36,7 @@ def sft(supervised: Supervised, *, resume: bool = False, accept_changed_inputs: 
 def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None, T]]) -> T:
     """Return the result of ``start(progress)`` while progress is shown in the terminal.
 
-    Raises WrongInput when the inputs or the cluster cannot be used, and Failed, with every cause, when the
+    Raises WrongInput when the environment, the inputs or the cluster cannot be used, and Failed, with every cause, when the
     run has failed or was stopped.
     """
     keep_few_heaps()
@@ -46,6 +47,7 @@ def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None
     from slipstream.backend.driver.run_folder import LOGS
     from slipstream.backend.driver.stop import Stopped
 
+    check_start(config)
     folder = config.run.folder
     progress = open_progress(config.run.steps)
     try:

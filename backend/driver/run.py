@@ -4,6 +4,7 @@ inputs ──► run folder, ledger ──► Ray ──► assemble ──► s
 """
 
 import asyncio
+import os
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -16,6 +17,7 @@ from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
 from slipstream.backend.driver.assemble import Parts, assemble
 from slipstream.backend.driver.collection import collection_loop, keep_collecting
 from slipstream.backend.driver.inputs import read_inputs
+from slipstream.backend.driver.job_end import stop_after_s
 from slipstream.backend.driver.prepare import prepare_inputs
 from slipstream.backend.driver.resume import RunState, open_run
 from slipstream.backend.driver.run_folder import (
@@ -50,7 +52,7 @@ async def run(
     Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail;
     engines, trainer and Ray have ended by then.
     """
-    stop = Stop(progress)
+    stop = Stop(progress, after_s=stop_after_s(config, os.environ, time.time()))
     return await stop.run(_run(with_absolute_paths(config), progress, resume, accept_changes, stop))
 
 

@@ -5,6 +5,8 @@ For the trainer a response is a trajectory with reward 1 that its present policy
 """
 
 import json
+import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.cluster.ray_cluster import ray_cluster
 from slipstream.backend.driver.checkpointing import NoHistory, TrainerCheckpoints
 from slipstream.backend.driver.inputs import HfTokenizer, InputError, read_tokenizer
+from slipstream.backend.driver.job_end import stop_after_s
 from slipstream.backend.driver.prepare import prepare_inputs
 from slipstream.backend.driver.run_folder import (
     CHECKPOINT_HF,
@@ -80,7 +83,7 @@ async def run_supervised(
 
     Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail.
     """
-    stop = Stop(progress)
+    stop = Stop(progress, after_s=stop_after_s(supervised.run, os.environ, time.time()))
     absolute = replace(supervised, run=with_absolute_paths(supervised.run))
     return await stop.run(_run(absolute, progress, stop, resume, accept_changes))
 

@@ -1,4 +1,4 @@
-"""Ends a run on request: Ctrl-C, SIGTERM."""
+"""Ends a run on request: Ctrl-C, SIGTERM, and the end of the job that it runs in."""
 
 import asyncio
 import signal
@@ -21,8 +21,10 @@ class Stop:
     Further requests are ignored, so that clean-up is not cut short.
     """
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, *, after_s: float | None = None) -> None:
+        """``after_s``: seconds after which a run requests its own end; None: never."""
         self._progress = progress
+        self._after_s = after_s
         self._ways: list[tuple[str, Callable[[], object]]] = []
         self._end: Callable[[Exception], object] | None = None
         """Ends the work of ``run`` with an error; None while there is none. Callable from any thread."""
@@ -46,6 +48,23 @@ class Stop:
             how, end = self._ways.pop()
             self._progress.phase(how)
             end()
+
+    def _time_is_up(self) -> None:
+        if not self.asked:
+            self._progress.phase("the time limit of the job is near")
+            self.ask()
+
+    @contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """Request the end inside the block when the time for it has come."""
+        if self._after_s is None:
+            yield
+            return
+        timer = asyncio.get_running_loop().call_later(self._after_s, self._time_is_up)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
@@ -74,7 +93,7 @@ class Stop:
             task.cancel()
 
         self._end = lambda error: loop.call_soon_threadsafe(fail, error)
-        with self.on_signals(), self.by("stopping", task.cancel):
+        with self.on_signals(), self.by("stopping", task.cancel), self._in_time():
             try:
                 return await task
             except asyncio.CancelledError:

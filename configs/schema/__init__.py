@@ -14,6 +14,7 @@ from slipstream.configs.schema.optimizer import ConstantRate, CosineDecay, Linea
 from slipstream.configs.schema.plugin import PluginConfig
 from slipstream.configs.schema.rollout import EngineConfig, JudgingConfig, RolloutConfig, SamplingConfig
 from slipstream.configs.schema.run import (
+    ContainerConfig,
     DataConfig,
     EvalConfig,
     LocalCluster,
@@ -39,6 +40,7 @@ __all__ = [
     "CheckpointConfig",
     "CheckpointReference",
     "ConstantRate",
+    "ContainerConfig",
     "CorrectionConfig",
     "CosineDecay",
     "CriticConfig",

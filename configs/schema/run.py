@@ -114,6 +114,23 @@ class LocalCluster(Section):
     )
 
 
+class ContainerConfig(Section):
+    """The container image in which every process of a Slurm job runs. `slipstream submit` starts it."""
+
+    runtime: Literal["apptainer", "pyxis"] = Field(
+        description="Program that runs the image: `apptainer`, or Slurm's plugin `pyxis` with enroot."
+    )
+    image: str = Field(
+        min_length=1,
+        description="Image as every node sees it: a .sif file for `apptainer`, a .sqsh file for `pyxis`.",
+    )
+    mounts: list[str] = Field(
+        default=[],
+        description="Further folders that the container shows: `SOURCE`, or `SOURCE:TARGET`. It shows the folder of "
+        "submission and the folders that the recipe names.",
+    )
+
+
 class SlurmCluster(Section):
     """The Ray cluster that slurm/train.sbatch has started in this job. RAY_ADDRESS holds its address."""
 
@@ -123,6 +140,10 @@ class SlurmCluster(Section):
         ge=1,
         description="Number of nodes for the trainer; the engines get the other nodes. null: 1, or all nodes "
         "for both with `rollout.engine.colocated`.",
+    )
+    container: ContainerConfig | None = Field(
+        default=None,
+        description="Container image of the job; null: an environment on the nodes' file system.",
     )
     device: Literal["auto", "cpu", "gpu"] = Field(
         default="auto", description="Device of trainer and engines. `auto`: GPUs if the machine has any."

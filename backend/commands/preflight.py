@@ -1,0 +1,94 @@
+"""What is wrong with where a run is started: found on the spot, before Ray and before any input is read."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.backend.commands.outcome import WrongInput
+from slipstream.backend.commands.submit import CONTAINER, IMAGE, container_of
+from slipstream.backend.driver.job_end import lead_s, seconds_left
+from slipstream.configs.installed.environment import InstalledEnvironment, UnreadableRecord, read_record
+from slipstream.configs.schema import RunConfig
+
+GPU_DEVICE = "/dev/nvidiactl"
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a run finds where it is started."""
+
+    has_gpus: bool
+    environment: InstalledEnvironment | None
+    """What was installed; None if nothing is recorded."""
+    variables: Mapping[str, str]
+    now: float
+    """Seconds since the epoch."""
+
+
+def surroundings() -> Surroundings:
+    """Look at this process's machine, environment and variables. Raises WrongInput."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    try:
+        environment = read_record(Path(sys.prefix))
+    except UnreadableRecord as error:
+        raise WrongInput(str(error)) from None
+    return Surroundings(visible and os.path.exists(GPU_DEVICE), environment, os.environ, time.time())
+
+
+def check_start(config: RunConfig, where: Surroundings | None = None) -> None:
+    """Raise WrongInput with every reason why ``config`` cannot be run from here."""
+    where = where or surroundings()
+    problems = [*_wrong_kind(config, where), *_wrong_container(config, where), *_no_time(config, where)]
+    if problems:
+        raise WrongInput("\n".join(problems))
+
+
+def _wrong_kind(config: RunConfig, where: Surroundings) -> Iterator[str]:
+    if where.environment is None:
+        return
+    device = config.cluster.device
+    needed = "gpu" if device == "gpu" or (device == "auto" and where.has_gpus) else "cpu"
+    if where.environment.kind == needed:
+        return
+    machine = "this machine has GPUs" if where.has_gpus else "this machine has none"
+    reason = f"cluster.device is {device}" + (f" and {machine}" if device == "auto" else "")
+    ways = {
+        "gpu": "install for GPUs beside it (`make install GPU=1 VENV=.venv-gpu`), or set cluster.device=cpu",
+        "cpu": "start it where GPUs are, or install for CPUs beside it (`make install GPU=0 VENV=.venv-cpu`)",
+    }
+    yield (
+        f"cluster.device: the environment {sys.prefix} was installed for {where.environment.kind.upper()}s, but the "
+        f"run needs one for {needed.upper()}s, because {reason}: {ways[needed]}"
+    )
+
+
+def _wrong_container(config: RunConfig, where: Surroundings) -> Iterator[str]:
+    if config.cluster.type != "slurm":
+        return
+    container = container_of(config)
+    expected = (container.runtime, container.image) if container else ("", "")
+    actual = (where.variables.get(CONTAINER, ""), where.variables.get(IMAGE, ""))
+    if actual != expected:
+        yield (
+            f"cluster.container: the job runs in {_words(actual)}, but the recipe asks for {_words(expected)}: "
+            "submit it with `slipstream submit RECIPE`, which starts what the recipe asks for"
+        )
+
+
+def _words(container: tuple[str, str]) -> str:
+    runtime, image = container
+    return f"the {runtime} container {image}" if runtime or image else "no container"
+
+
+def _no_time(config: RunConfig, where: Surroundings) -> Iterator[str]:
+    left = seconds_left(where.variables, where.now) if config.cluster.type == "slurm" else None
+    lead = lead_s(config)
+    if left is not None and left <= lead:
+        yield (
+            f"run.step_timeout_s: the job's time limit is {left:.0f} s away, but a step and the last checkpoint may "
+            f"take {lead:.0f} s (run.step_timeout_s + checkpoint.timeout_s + the end of Ray): ask for a longer --time, "
+            "or lower these settings to what a step and a checkpoint take at most"
+        )

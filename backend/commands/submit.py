@@ -1,0 +1,167 @@
+"""``slipstream submit``: a recipe as a Slurm job, with the nodes, the container and the time that it needs."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import slipstream.slurm
+from slipstream.backend.commands.outcome import Failed, WrongInput
+from slipstream.backend.driver.job_end import lead_s
+from slipstream.configs.rules.models import MODELS, model_folder
+from slipstream.configs.schema import ContainerConfig, RunConfig
+
+SBATCH_TIMEOUT_S = 120.0
+"""Longest time for sbatch to accept or to refuse a job."""
+
+CONTAINER, IMAGE, MOUNTS = "SLIPSTREAM_CONTAINER", "SLIPSTREAM_CONTAINER_IMAGE", "SLIPSTREAM_CONTAINER_MOUNTS"
+"""Variables by which slurm/train.sbatch knows the container of a job."""
+
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<fields>\d+(?::\d+){0,2})")
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What the user says about a job beside its recipe."""
+
+    nodes: int | None
+    gpus_per_node: int
+    time: str | None
+    """Time limit, as sbatch takes it."""
+    sbatch: Sequence[str]
+    """Further options of sbatch."""
+
+
+def batch_script() -> Path:
+    """Return the path of the batch script in the installed package."""
+    return Path(slipstream.slurm.__path__[0], "train.sbatch").resolve()
+
+
+def container_of(config: RunConfig) -> ContainerConfig | None:
+    """Return the container of a recipe's job; None for an environment on the nodes' file system."""
+    return config.cluster.container if config.cluster.type == "slurm" else None
+
+
+def container_variables(config: RunConfig) -> dict[str, str]:
+    """Return the variables of a recipe's job by which it runs in its container. Without one there are none."""
+    container = container_of(config)
+    if container is None:
+        return {}
+    mounts = [*container.mounts, *map(str, _named_folders(config))]
+    shown = [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]
+    return {
+        CONTAINER: container.runtime,
+        IMAGE: container.image,
+        MOUNTS: ",".join(dict.fromkeys(shown)),
+    }
+
+
+def _named_folders(config: RunConfig) -> list[Path]:
+    """Return the folders outside of the folder of submission that the recipe names, if they exist."""
+    root = config.run.root
+    folders = [root if root.is_dir() else root.parent, config.data.path.parent]
+    folders += [config.eval.path.parent] if config.eval else []
+    folders += [folder for name in MODELS if (folder := model_folder(config, name)) is not None]
+    absolute = [folder for folder in folders if folder.is_absolute() and folder.is_dir()]
+    return [folder for folder in absolute if folder != Path("/")]
+
+
+def nodes_needed(config: RunConfig, verb: str, gpus_per_node: int) -> int:
+    """Return the number of nodes on which trainer and engines find their GPUs. Raises WrongInput.
+
+    ``verb``: ``train``, or ``sft``, which has no engines.
+    """
+    cluster, engine = config.cluster, config.rollout.engine
+    ranks = config.actor.parallel.world_size
+    if cluster.type != "slurm" or gpus_per_node < 1:
+        raise WrongInput("--nodes is missing: on nodes without GPUs a recipe does not say how many it needs")
+    trainer = -(-ranks // gpus_per_node)
+    if verb == "sft":
+        return trainer
+    if engine.tensor_parallel > gpus_per_node:
+        raise WrongInput(
+            f"rollout.engine.tensor_parallel: an engine of {engine.tensor_parallel} GPUs does not fit on a node of "
+            f"{gpus_per_node} (--gpus-per-node)"
+        )
+    if engine.colocated:
+        return trainer
+    if cluster.trainer_nodes is not None and cluster.trainer_nodes < trainer:
+        raise WrongInput(
+            f"cluster.trainer_nodes: {cluster.trainer_nodes} nodes of {gpus_per_node} GPUs (--gpus-per-node) found, "
+            f"at least {trainer} expected for {ranks} trainer ranks (actor.parallel)"
+        )
+    if cluster.trainer_nodes is None and trainer > 1:
+        raise WrongInput(
+            f"cluster.trainer_nodes: null means 1, but {ranks} trainer ranks (actor.parallel) need {trainer} nodes "
+            f"of {gpus_per_node} GPUs: set it to {trainer}"
+        )
+    engines = -(-engine.count // (gpus_per_node // engine.tensor_parallel))
+    return (cluster.trainer_nodes or 1) + engines
+
+
+def seconds(time: str) -> float | None:
+    """Return the length of a time limit of sbatch, such as ``90``, ``8:00:00`` or ``3-12``; None if unlimited.
+
+    >>> seconds("90"), seconds("8:00:00"), seconds("3-12")
+    (5400, 28800, 302400)
+    """
+    if time.upper() in ("UNLIMITED", "INFINITE"):
+        return None
+    match = _TIME.fullmatch(time)
+    if match is None:
+        raise WrongInput(f"--time: {time!r} found, MINUTES, HH:MM:SS or DAYS-HH[:MM[:SS]] expected")
+    fields = [int(field) for field in match["fields"].split(":")]
+    if match["days"] is None:
+        # Without days sbatch reads M, M:S and H:M:S; with days H, H:M and H:M:S.
+        hours, minutes, rest = ([0, *fields, 0] if len(fields) == 1 else [0, *fields])[-3:]
+        return hours * 3600 + minutes * 60 + rest
+    hours, minutes, rest = [*fields, 0, 0][:3]
+    return int(match["days"]) * 86400 + hours * 3600 + minutes * 60 + rest
+
+
+def sbatch_command(
+    config: RunConfig, verb: str, arguments: Sequence[str], options: JobOptions
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command that submits a recipe, and the variables of the job.
+
+    ``verb``: ``train`` or ``sft``. ``arguments``: the recipe, its overrides and flags. Raises WrongInput.
+    """
+    limit = seconds(options.time) if options.time else None
+    if limit is not None and limit <= lead_s(config):
+        raise WrongInput(
+            f"--time: {options.time} is {limit:.0f} s, but the run begins to end {lead_s(config):.0f} s before its "
+            "limit (run.step_timeout_s + checkpoint.timeout_s + the end of Ray): ask for more time, or lower these "
+            "settings to what a step and a checkpoint take at most"
+        )
+    nodes = options.nodes or nodes_needed(config, verb, options.gpus_per_node)
+    command = ["sbatch", f"--nodes={nodes}", f"--gpus-per-node={options.gpus_per_node}"]
+    command += [f"--time={options.time}"] if options.time else []
+    command += [*options.sbatch, str(batch_script()), *([verb] if verb == "sft" else []), *arguments]
+    return command, container_variables(config)
+
+
+def printed(command: Sequence[str], variables: Mapping[str, str]) -> str:
+    """Return a submission as a line for a shell."""
+    given = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    return " ".join([*given, shlex.join(command)])
+
+
+def submit(command: Sequence[str], variables: Mapping[str, str]) -> str:
+    """Run sbatch and return what it prints. Raises WrongInput without Slurm, and Failed when sbatch refuses."""
+    if shutil.which(command[0]) is None:
+        raise WrongInput("no sbatch on the PATH: submit from a login node, or see the command with --print")
+    inherited = {name: value for name, value in os.environ.items() if name not in (CONTAINER, IMAGE, MOUNTS)}
+    environment = inherited | dict(variables)
+    try:
+        ended = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=SBATCH_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise Failed(f"sbatch has not answered in {SBATCH_TIMEOUT_S:.0f} s") from None
+    if ended.returncode:
+        raise Failed(f"sbatch refused the job: {ended.stderr.strip()}")
+    return ended.stdout.strip()
