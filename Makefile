@@ -9,6 +9,8 @@
 # make test-other-megatron   the trainer's parity and optimizer tests on Megatron-Core 0.19.2, which Python 3.11 does not get
 # make staleness-study   how methods learn from stale batches (over an hour; goes on where it was stopped)
 # make lint         style, formatting and types
+# make install GPU=1   the environment for GPUs (Python 3.12); GPU=0: for CPUs; VENV=.venv-gpu: in another folder
+# make lock-check   resolves the exact versions of the environment for GPUs, without one; make lock writes them anew
 # make clean        removes the environment (runs/ is kept)
 
 PYTHON ?= python3
@@ -17,9 +19,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ENVIRONMENT := configs/environment
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off
-HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+GPU ?=
 
-.PHONY: quickstart test test-others test-runs test-fast test-slow test-other-megatron property-sweep crash-cases crash-sweep soak staleness-study lint format install clean constraints
+.PHONY: quickstart test test-others test-runs test-fast test-slow test-other-megatron property-sweep crash-cases crash-sweep soak staleness-study lint format install clean constraints lock lock-check
 .DELETE_ON_ERROR:
 
 quickstart: install
@@ -73,17 +75,25 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-install: $(VENV)/.installed
+# The kind of the environment is chosen by GPU=, and never by the machine alone: kind.sh says what it does.
+install:
+	@kind=$$(sh $(ENVIRONMENT)/kind.sh '$(VENV)' '$(GPU)') && \
+	  $(MAKE) --no-print-directory KIND=$$kind $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml $(ENVIRONMENT)/constraints.txt $(ENVIRONMENT)/sglang-cpu.txt
+$(VENV)/.installed: pyproject.toml $(ENVIRONMENT)/constraints.txt $(ENVIRONMENT)/sglang-cpu.txt $(ENVIRONMENT)/gpu.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; \
 	  sys.exit(0 if v in ((3, 11), (3, 12)) else f"Python {v[0]}.{v[1]} found, 3.11 or 3.12 needed: make PYTHON=python3.11")'
-	@echo "making $(VENV) (once; two to three minutes)"
+ifeq ($(KIND),gpu)
+	@sh $(ENVIRONMENT)/install-gpu.sh --check $(PYTHON)
+endif
+	@echo "making $(VENV) for $(KIND)s (once; two to three minutes for cpus, longer for gpus)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-ifeq ($(HAS_GPU),yes)
-	@$(PIP) -e '.[dev]' -c $(ENVIRONMENT)/constraints.txt
-	@# Transformer Engine's PyTorch part is built against the torch that was just installed.
-	@$(PIP) --no-build-isolation -e '.[gpu,dev]' -c $(ENVIRONMENT)/constraints.txt
+	@# First, so that the other kind is never installed over a part of this one.
+	@$(BIN)/python configs/installed/environment.py $(KIND)
+ifeq ($(KIND),gpu)
+	@sh $(ENVIRONMENT)/install-gpu.sh $(BIN)/python
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m pip check
 else
 	@$(PIP) -e '.[cpu,dev]' -c $(ENVIRONMENT)/constraints.txt
 	@$(PIP) --no-deps -r $(ENVIRONMENT)/sglang-cpu.txt
@@ -99,6 +109,13 @@ constraints: install
 	  $(BIN)/python -m pip freeze --exclude-editable | grep -viE '^(torch|megatron-core|sglang|setuptools|compressed-tensors|xgrammar|nvidia-.*|triton)=='; \
 	} > $(ENVIRONMENT)/constraints.new
 	mv $(ENVIRONMENT)/constraints.new $(ENVIRONMENT)/constraints.txt
+
+lock: install
+	{ grep '^#' $(ENVIRONMENT)/gpu.txt; sh $(ENVIRONMENT)/lock-gpu.sh $(BIN)/uv; } > $(ENVIRONMENT)/gpu.new
+	mv $(ENVIRONMENT)/gpu.new $(ENVIRONMENT)/gpu.txt
+
+lock-check: install
+	@$(BIN)/python -m tests.lock_check
 
 clean:
 	rm -rf $(VENV)

@@ -2,10 +2,16 @@
 # Installs the packages of the GPU environment, of exactly the versions in gpu.txt, into the environment of an
 # interpreter:
 #
-#     install-gpu.sh PYTHON
+#     install-gpu.sh PYTHON           checks the machine, then installs
+#     install-gpu.sh --check PYTHON   checks the machine only
 #
 # Dependencies are not resolved here: gpu.txt is complete, which `make lock-check` and `pip check` show.
 set -eu
+only_check=
+if [ "$1" = --check ]; then
+    only_check=yes
+    shift
+fi
 python=$1
 pins=$(dirname "$0")/gpu.txt
 
@@ -27,6 +33,7 @@ if name != "glibc" or tuple(map(int, version.split(".")[:2])) < (2, 34):
     )
 sys.exit("\n".join(problems))
 CHECK
+[ -z "$only_check" ] || exit 0
 
 wheels=$(mktemp)
 trap 'rm -f "$wheels"' EXIT

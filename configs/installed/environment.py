@@ -2,10 +2,14 @@
 
 ``make install`` and docker/Dockerfile record in the environment itself what they have installed:
 
-    python -m slipstream.configs.installed.environment gpu
+    python -m slipstream.configs.installed.environment gpu            records the kind
+    python -m slipstream.configs.installed.environment --check gpu    compares the packages with their pins
+
+It imports nothing but the standard library, so that it also runs as a file before Slipstream is installed.
 """
 
 import hashlib
+import importlib.metadata
 import json
 import platform
 import sys
@@ -47,6 +51,19 @@ def pinned(kind: Kind) -> dict[str, str]:
     return {name.lower().replace("_", "-").replace(".", "-"): version for name, _, version in pins}
 
 
+def differences(kind: Kind) -> list[str]:
+    """Return the packages that are not installed in their exact version, with what is there."""
+    wrong: list[str] = []
+    for name, version in pinned(kind).items():
+        try:
+            installed = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            installed = "not installed"
+        if installed.partition("+")[0] != version:  # behind a plus is the variant of a build, such as +cpu
+            wrong.append(f"{name}: {installed} found, {version} expected")
+    return wrong
+
+
 def digest(kind: Kind) -> str:
     """Return the SHA-256 of the file with the exact versions of ``kind``."""
     return hashlib.sha256(PINS[kind].read_bytes()).hexdigest()
@@ -77,13 +94,15 @@ def read_record(prefix: Path) -> InstalledEnvironment | None:
 
 
 def main() -> None:
-    """Record the kind that the command line names for the environment of this interpreter."""
+    """Record or check the kind that the command line names, for the environment of this interpreter."""
     arguments = sys.argv[1:]
     for kind in get_args(Kind):
         if arguments == [kind]:
             write_record(kind, Path(sys.prefix))
             return
-    sys.exit(f"one of {', '.join(get_args(Kind))} expected, found: {' '.join(arguments) or 'nothing'}")
+        if arguments == ["--check", kind]:
+            sys.exit("\n".join(differences(kind)) or None)
+    sys.exit(f"[--check] and cpu or gpu expected, found: {' '.join(arguments) or 'nothing'}")
 
 
 if __name__ == "__main__":

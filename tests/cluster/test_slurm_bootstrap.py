@@ -171,3 +171,82 @@ def test_a_recipe_that_does_not_exist_is_refused_before_ray_starts(jobs: Jobs) -
     result = jobs.finish(jobs.submit_arguments("no/such.yaml", nodes=1))
     assert (result.state, result.exit_code) == ("FAILED", 2)
     assert "no recipe no/such.yaml" in result.output
+
+
+# ---- in a container: stand-ins for apptainer and for pyxis, in which the image's programs are those of this test
+
+
+APPTAINER = """#!/bin/bash
+# apptainer exec --nv --pwd FOLDER --bind MOUNTS IMAGE COMMAND ...
+[[ "$1 $2 $3 $5" == "exec --nv --pwd --bind" ]] || exit 97
+echo "apptainer $7: ${*:8:2}" >>"$CONTAINER_LOG"
+export PATH=$IMAGE_BIN:$PATH
+exec "${@:8}"
+"""
+
+SRUN = """#!/bin/bash
+# srun with pyxis: takes the options of containers out, and is the real srun otherwise.
+[[ $1 != --help ]] || { echo "--container-image=IMAGE"; exit; }
+rest=()
+for word in "$@"; do
+    case $word in
+    --container-image=*) echo "pyxis ${word#*=}" >>"$CONTAINER_LOG" ;;
+    --container-mounts=*:*,*:* | --container-workdir=/*) ;;
+    --container-*) exit 97 ;;
+    *) rest+=("$word") ;;
+    esac
+done
+export PATH=$IMAGE_BIN:$PATH
+exec "$REAL_SRUN" "${rest[@]}"
+"""
+
+
+def contained(jobs: Jobs, runtime: str, program: str, text: str) -> dict[str, str]:
+    """The variables of a job in a container that a stand-in for ``program`` runs."""
+    tools, image = jobs.folder / "tools", jobs.folder / "image.file"
+    tools.mkdir()
+    image.touch()
+    (tools / program).write_text(text)
+    (tools / program).chmod(0o755)
+    real = shutil.which("srun")
+    assert real is not None
+    return {
+        "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
+        "SLIPSTREAM_VENV": "/no/environment/on/the/host",
+        "SLIPSTREAM_CONTAINER": runtime,
+        "SLIPSTREAM_CONTAINER_IMAGE": str(image),
+        "SLIPSTREAM_CONTAINER_MOUNTS": "/usr:/usr",
+        "CONTAINER_LOG": str(jobs.folder / "containers"),
+        "IMAGE_BIN": str(Path(sys.prefix) / "bin"),
+        "REAL_SRUN": real,
+    }
+
+
+def test_with_apptainer_everything_of_a_job_runs_in_the_image(jobs: Jobs) -> None:
+    job = jobs.submit({}, nodes=2, env=contained(jobs, "apptainer", "apptainer", APPTAINER))
+    result = jobs.finish(job)
+    assert (result.state, result.exit_code) == ("COMPLETED", 0), result.output
+    assert len(facts(result.output)["actors"]) == 2  # type: ignore[arg-type]
+    lines = (jobs.folder / "containers").read_text().splitlines()
+    assert all(line.startswith(f"apptainer {jobs.folder}/image.file: ") for line in lines)
+    started = " ".join(lines)
+    assert started.count("ray_node.sh") == 2
+    assert all(program in started for program in ("own_address.py", "wait_for_nodes.py", "contain.py"))
+
+
+def test_with_pyxis_a_run_in_the_image_gets_one_sigterm_and_saves_its_state(jobs: Jobs) -> None:
+    variables = contained(jobs, "pyxis", "srun", SRUN)
+    job = jobs.submit({"linger": True, "exit_code": 9}, nodes=1, env=variables)
+    jobs.cluster.wait_for_output(job, "FACTS", JOB_TIMEOUT_S)
+    jobs.cluster.cancel(job, "--batch", "--signal=TERM")
+    result = jobs.finish(job)
+    assert (result.state, result.exit_code) == ("FAILED", 9), result.output
+    assert (jobs.folder / "saved").read_text() == "1 signal(s)", result.output
+    lines = (jobs.folder / "containers").read_text().splitlines()
+    assert len(lines) >= 4 and set(lines) == {f"pyxis {jobs.folder}/image.file"}
+
+
+def test_a_container_without_its_program_is_refused_before_ray_starts(jobs: Jobs) -> None:
+    result = jobs.finish(jobs.submit({}, nodes=1, env={"SLIPSTREAM_CONTAINER": "podman"}))
+    assert (result.state, result.exit_code) == ("FAILED", 2)
+    assert "SLIPSTREAM_CONTAINER_IMAGE is not set" in result.output

@@ -18,9 +18,9 @@ class Silent:
         self.phases.append(text)
 
 
-def stop() -> tuple[Stop, list[str]]:
+def stop(after_s: float | None = None) -> tuple[Stop, list[str]]:
     progress = Silent()
-    return Stop(progress), progress.phases  # type: ignore[arg-type]
+    return Stop(progress, after_s=after_s), progress.phases  # type: ignore[arg-type]
 
 
 def test_the_innermost_way_comes_first_and_each_is_used_once():
@@ -79,3 +79,40 @@ def test_work_that_must_not_go_on_ends_with_the_error_that_another_thread_has_fo
     assert steps == ["cleaned up"]
     assert not asked.asked
     asked.fail(RuntimeError("too late"))
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.02])
+def test_a_run_whose_job_ends_soon_asks_itself_to_end_the_gentle_way(after_s):
+    asked, phases = stop(after_s)
+
+    async def work() -> str:
+        gently = asyncio.Event()
+        with asked.by("gently", gently.set):
+            await asyncio.wait_for(gently.wait(), 10)
+        return "saved"
+
+    assert asyncio.run(asked.run(work())) == "saved"
+    assert phases == ["the time limit of the job is near", "gently"]
+
+
+def test_a_run_that_was_asked_before_is_not_hurried_by_the_end_of_its_job():
+    asked, phases = stop(0.02)
+
+    async def work() -> None:
+        with asked.by("gently", lambda: None):
+            asked.ask()
+            await asyncio.sleep(0.1)
+
+    asyncio.run(asked.run(work()))
+    assert phases == ["gently"]
+
+
+def test_the_end_of_a_job_asks_nothing_of_a_run_that_is_over():
+    asked, phases = stop(0.02)
+
+    async def main() -> None:
+        await asked.run(asyncio.sleep(0))
+        await asyncio.sleep(0.1)
+
+    asyncio.run(main())
+    assert not phases and not asked.asked

@@ -1,0 +1,188 @@
+"""A recipe as a Slurm job: its nodes, its container, its time."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.backend.commands.outcome import Failed, WrongInput
+from slipstream.backend.commands.submit import (
+    JobOptions,
+    batch_script,
+    container_variables,
+    nodes_needed,
+    printed,
+    sbatch_command,
+    seconds,
+    submit,
+)
+from slipstream.configs.schema import RunConfig
+from tests.environment import environment
+from tests.unit.test_rollout_gpu_environment import VALID
+
+
+def recipe(
+    *,
+    parallel: dict[str, object] | None = None,
+    engine: dict[str, object] | None = None,
+    run: dict[str, object] | None = None,
+    **cluster: object,
+) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            **VALID,
+            "run": {**VALID["run"], **(run or {})},
+            "actor": {"parallel": parallel or {}},
+            "rollout": {**VALID["rollout"], "engine": engine or {}},
+            "cluster": {"type": "slurm", **cluster},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("parallel", "engine", "cluster", "nodes"),
+    [
+        ({"tensor": 8}, {"count": 8}, {}, 2),
+        ({"tensor": 4}, {"count": 2, "tensor_parallel": 8}, {}, 3),
+        ({"tensor": 8, "data": 2}, {"count": 3, "tensor_parallel": 4}, {"trainer_nodes": 2}, 4),
+        ({"tensor": 8, "data": 2}, {"count": 3, "tensor_parallel": 3}, {"trainer_nodes": 3}, 5),
+        ({"tensor": 8, "data": 2}, {"count": 16, "colocated": True}, {}, 2),
+    ],
+)
+def test_a_job_has_the_nodes_that_trainer_and_engines_need(parallel, engine, cluster, nodes):
+    assert nodes_needed(recipe(parallel=parallel, engine=engine, **cluster), "train", 8) == nodes
+
+
+def test_supervised_training_has_no_engines():
+    assert nodes_needed(recipe(parallel={"tensor": 8, "data": 2}, engine={"count": 8}), "sft", 8) == 2
+
+
+@pytest.mark.parametrize(
+    ("parallel", "engine", "cluster", "gpus", "reason"),
+    [
+        ({"data": 16}, {}, {}, 8, "cluster.trainer_nodes"),
+        ({"data": 16}, {}, {"trainer_nodes": 1}, 8, "cluster.trainer_nodes"),
+        ({}, {"tensor_parallel": 8}, {}, 4, "rollout.engine.tensor_parallel"),
+        ({}, {}, {}, 0, "--nodes"),
+    ],
+)
+def test_a_job_that_could_not_hold_the_recipe_is_refused(parallel, engine, cluster, gpus, reason):
+    with pytest.raises(WrongInput, match=f"^{reason}"):
+        nodes_needed(recipe(parallel=parallel, engine=engine, **cluster), "train", gpus)
+
+
+@pytest.mark.parametrize(
+    ("time", "expected"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("8:00:00", 28800),
+        ("3-12", 302400),
+        ("1-2:30", 95400),
+        ("1-0:0:5", 86405),
+        ("UNLIMITED", None),
+    ],
+)
+def test_time_limits_are_read_as_sbatch_reads_them(time, expected):
+    assert seconds(time) == expected
+
+
+@pytest.mark.parametrize("time", ["", "1h", "1-", "1:2:3:4"])
+def test_what_is_no_time_limit_is_refused(time):
+    with pytest.raises(WrongInput, match="--time"):
+        seconds(time)
+
+
+def test_a_time_limit_that_leaves_no_time_for_a_step_is_refused():
+    options = JobOptions(nodes=2, gpus_per_node=8, time="1:00:00", sbatch=[])
+    with pytest.raises(WrongInput, match=r"--time: 1:00:00 is 3600 s, .* begins to end 3660 s before"):
+        sbatch_command(recipe(), "train", ["my.yaml"], options)
+    command, _ = sbatch_command(recipe(run={"step_timeout_s": 600.0}), "train", ["my.yaml"], options)
+    assert "--time=1:00:00" in command
+
+
+def test_the_command_is_sbatch_with_the_batch_script():
+    options = JobOptions(nodes=None, gpus_per_node=8, time="3-00", sbatch=["--partition=big"])
+    command, variables = sbatch_command(recipe(), "sft", ["my.yaml", "--resume", "run.steps=2"], options)
+    script = str(batch_script())
+    assert command == [
+        *["sbatch", "--nodes=1", "--gpus-per-node=8", "--time=3-00", "--partition=big", script],
+        *["sft", "my.yaml", "--resume", "run.steps=2"],
+    ]
+    assert variables == {}
+    assert shlex.split(printed(command, variables)) == command
+
+
+def test_the_container_shows_the_folders_that_the_recipe_names(tmp_path):
+    for name in ("models/policy", "data", "runs"):
+        (tmp_path / name).mkdir(parents=True)
+    config = RunConfig.model_validate(
+        {
+            **VALID,
+            "run": {**VALID["run"], "root": str(tmp_path / "runs")},
+            "model": {"path": str(tmp_path / "models/policy")},
+            "data": {"path": str(tmp_path / "data/prompts.jsonl")},
+            "cluster": {
+                "type": "slurm",
+                "container": {"runtime": "pyxis", "image": "/images/a b.sqsh", "mounts": ["/x:/y", "/z"]},
+            },
+        }
+    )
+    variables = container_variables(config)
+    assert variables["SLIPSTREAM_CONTAINER"] == "pyxis"
+    assert variables["SLIPSTREAM_CONTAINER_IMAGE"] == "/images/a b.sqsh"
+    shown = [f"{folder}:{folder}" for folder in (tmp_path / "runs", tmp_path / "data", tmp_path / "models/policy")]
+    assert variables["SLIPSTREAM_CONTAINER_MOUNTS"].split(",") == ["/x:/y", "/z:/z", *shown]
+    assert printed(["sbatch"], variables).startswith("SLIPSTREAM_CONTAINER=pyxis SLIPSTREAM_CONTAINER_IMAGE='")
+
+
+def fake_sbatch(folder: Path, script: str) -> str:
+    path = folder / "sbatch"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_submission_has_the_variables_of_its_container_and_no_others(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_CONTAINER_MOUNTS", "left over")
+    sbatch = fake_sbatch(tmp_path, 'echo "$SLIPSTREAM_CONTAINER|$SLIPSTREAM_CONTAINER_MOUNTS|$*"')
+    assert submit([sbatch, "a.sbatch"], {"SLIPSTREAM_CONTAINER": "pyxis"}) == "pyxis||a.sbatch"
+
+
+def test_what_sbatch_refuses_is_a_failure_with_its_words(tmp_path):
+    with pytest.raises(Failed, match="invalid partition"):
+        submit([fake_sbatch(tmp_path, "echo invalid partition >&2; exit 1")], {})
+
+
+def test_without_slurm_the_command_can_still_be_seen(tmp_path):
+    with pytest.raises(WrongInput, match="--print"):
+        submit([str(tmp_path / "sbatch")], {})
+
+
+def test_submit_prints_the_command_of_a_recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    reward = "slipstream.rollout.reward.FinalAnswer"
+    content = {**VALID, "rollout": {**VALID["rollout"], "reward": reward}, "prepare": "slipstream.x"}
+    path.write_text(json.dumps(content))
+    image = '{"runtime": "apptainer", "image": "/images/s.sif"}'
+    ended = subprocess.run(
+        [
+            *[sys.executable, "-m", "slipstream.backend.cli", "submit", str(path), "run.steps=3"],
+            *[f"cluster.container={image}", "--print", "--time", "2-00", "--resume", "--sbatch=--partition=big"],
+        ],
+        env=environment(NO_COLOR="1"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    words = shlex.split(ended.stdout)
+    assert {"SLIPSTREAM_CONTAINER=apptainer", "SLIPSTREAM_CONTAINER_IMAGE=/images/s.sif"} <= set(words)
+    assert words[words.index("sbatch") :] == [
+        *["sbatch", "--nodes=2", "--gpus-per-node=8", "--time=2-00", "--partition=big", str(batch_script())],
+        *[str(path), "--resume", "run.steps=3", f"cluster.container={image}"],
+    ]

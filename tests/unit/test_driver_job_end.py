@@ -1,0 +1,46 @@
+"""How long before the end of its Slurm job a run begins to end."""
+
+import pytest
+
+from slipstream.backend.driver.job_end import CLEAN_UP_S, lead_s, seconds_left, stop_after_s
+from slipstream.configs.schema import RunConfig
+from tests.unit.test_rollout_gpu_environment import VALID
+
+
+def recipe(step_s: float, checkpoint_s: float, type_: str = "slurm") -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            **VALID,
+            "run": {**VALID["run"], "step_timeout_s": step_s},
+            "checkpoint": {"timeout_s": checkpoint_s},
+            "cluster": {"type": type_},
+        }
+    )
+
+
+def test_the_lead_covers_the_longest_step_and_the_longest_checkpoint():
+    assert lead_s(recipe(1800.0, 600.0)) == 2400 + CLEAN_UP_S
+    assert lead_s(RunConfig.model_validate(VALID)) > 1800
+
+
+@pytest.mark.parametrize(
+    ("variables", "left"),
+    [
+        ({"SLURM_JOB_END_TIME": "1500"}, 500.0),
+        ({"SLURM_JOB_END_TIME": "900"}, -100.0),
+        ({"SLURM_JOB_END_TIME": "0"}, None),
+        ({"SLURM_JOB_END_TIME": ""}, None),
+        ({"SLURM_JOB_END_TIME": "NONE"}, None),
+        ({}, None),
+    ],
+)
+def test_the_time_that_is_left_is_known_where_slurm_says_when_the_job_ends(variables, left):
+    assert seconds_left(variables, 1000.0) == left
+
+
+def test_a_run_begins_to_end_the_lead_before_the_end_of_its_job():
+    config = recipe(100.0, 40.0)
+    assert stop_after_s(config, {"SLURM_JOB_END_TIME": "2000"}, 1000.0) == 1000 - 140 - CLEAN_UP_S
+    assert stop_after_s(config, {"SLURM_JOB_END_TIME": "1001"}, 1000.0) == 0
+    assert stop_after_s(config, {}, 1000.0) is None
+    assert stop_after_s(recipe(100.0, 40.0, "local"), {"SLURM_JOB_END_TIME": "2000"}, 1000.0) is None

@@ -1,0 +1,257 @@
+"""Which kind of environment is installed is chosen aloud, recorded, and compared with what a run needs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.backend.commands.outcome import WrongInput
+from slipstream.backend.commands.preflight import Surroundings, check_start
+from slipstream.configs.installed import environment
+from slipstream.configs.installed.environment import (
+    FOLDER,
+    RECORD,
+    InstalledEnvironment,
+    UnreadableRecord,
+    digest,
+    read_record,
+    write_record,
+)
+from slipstream.configs.schema import RunConfig
+from tests.environment import ROOT
+from tests.unit.test_rollout_gpu_environment import VALID
+
+NOW = 1_000_000.0
+
+
+def chosen(venv: Path, asked: str = "", *, nvidia: bool) -> subprocess.CompletedProcess[str]:
+    """The answer of kind.sh on a machine with or without nvidia-smi."""
+    tools = venv.parent / "tools"
+    tools.mkdir(exist_ok=True)
+    if nvidia:
+        (tools / "nvidia-smi").write_text("#!/bin/sh\n")
+        (tools / "nvidia-smi").chmod(0o755)
+    if not (tools / "sed").exists():
+        (tools / "sed").symlink_to("/bin/sed" if os.path.exists("/bin/sed") else "/usr/bin/sed")
+    return subprocess.run(
+        ["/bin/sh", str(FOLDER / "kind.sh"), str(venv), asked],
+        env={"PATH": str(tools)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    folder = tmp_path / "venv"
+    folder.mkdir()
+    return folder
+
+
+def test_without_a_choice_a_machine_without_nvidia_smi_gets_the_cpu_kind_and_is_told_of_the_other(venv):
+    answer = chosen(venv, nvidia=False)
+    assert (answer.returncode, answer.stdout.strip()) == (0, "cpu")
+    assert answer.stderr.count("\n") == 1 and "make install GPU=1" in answer.stderr
+
+
+def test_without_a_choice_a_machine_with_nvidia_smi_installs_nothing_and_asks(venv):
+    answer = chosen(venv, nvidia=True)
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert "GPU=1" in answer.stderr and "GPU=0" in answer.stderr
+
+
+@pytest.mark.parametrize("nvidia", [False, True])
+@pytest.mark.parametrize(("asked", "kind"), [("1", "gpu"), ("0", "cpu")])
+def test_a_choice_is_followed_on_every_machine(venv, asked, kind, nvidia):
+    answer = chosen(venv, asked, nvidia=nvidia)
+    assert (answer.returncode, answer.stdout.strip(), answer.stderr) == (0, kind, "")
+
+
+def test_a_choice_that_is_neither_is_refused(venv):
+    answer = chosen(venv, "yes", nvidia=False)
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert "GPU=yes found" in answer.stderr
+
+
+@pytest.mark.parametrize("nvidia", [False, True])
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_an_environment_keeps_its_kind(venv, kind, nvidia):
+    write_record(kind, venv)
+    answer = chosen(venv, nvidia=nvidia)
+    assert (answer.returncode, answer.stdout.strip(), answer.stderr) == (0, kind, "")
+
+
+def test_the_other_kind_is_never_installed_over_an_environment(venv):
+    write_record("cpu", venv)
+    answer = chosen(venv, "1", nvidia=True)
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert "VENV=.venv-gpu" in answer.stderr
+
+
+def test_make_passes_the_choice_on(tmp_path):
+    """`make install` with a stand-in for Python that only says that it was called."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho called with $*; exit 3\n")
+    python.chmod(0o755)
+    made = subprocess.run(
+        ["make", "install", "GPU=maybe", f"VENV={tmp_path}/venv", f"PYTHON={python}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert made.returncode == 2
+    assert "GPU=maybe found" in made.stderr and "called with" not in made.stdout
+
+
+# ---- the record
+
+
+def test_the_record_is_read_back_as_it_was_written(venv):
+    write_record("gpu", venv)
+    record = read_record(venv)
+    assert record is not None
+    assert (record.kind, record.pins) == ("gpu", digest("gpu"))
+    assert record.python == ".".join(map(str, sys.version_info[:3]))
+
+
+def test_without_a_record_nothing_is_known(venv):
+    assert read_record(venv) is None
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"kind": "tpu", "python": "3.12", "pins": ""}'])
+def test_a_damaged_record_is_refused_with_what_to_do(venv, content):
+    (venv / RECORD).write_text(content)
+    with pytest.raises(UnreadableRecord, match="make install"):
+        read_record(venv)
+
+
+def test_the_module_runs_as_a_file_before_anything_is_installed(tmp_path):
+    script = FOLDER.parent / "installed" / "environment.py"
+    ended = subprocess.run(
+        [sys.executable, "-I", "-S", str(script), "tpu"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 1
+    assert "cpu or gpu expected, found: tpu" in ended.stderr
+
+
+def test_packages_that_differ_from_their_pins_are_named(monkeypatch):
+    versions = {"torch": "2.13.0+cpu", "numpy": "1.0"}
+    monkeypatch.setattr(environment, "pinned", lambda kind: {"torch": "2.13.0", "numpy": "2.3.5", "ray": "2"})
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise environment.importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(environment.importlib.metadata, "version", version)
+    assert environment.differences("gpu") == [
+        "numpy: 1.0 found, 2.3.5 expected",
+        "ray: not installed found, 2 expected",
+    ]
+
+
+# ---- what a run needs
+
+
+def start(
+    cluster: dict[str, object],
+    *,
+    kind: str | None = "cpu",
+    has_gpus: bool = False,
+    variables: dict[str, str] | None = None,
+    **run: object,
+) -> str:
+    """What is wrong with a start, in words."""
+    config = RunConfig.model_validate(
+        {**VALID, "cluster": cluster, "run": {**VALID["run"], **run}, "checkpoint": {"timeout_s": 100.0}}
+    )
+    installed = InstalledEnvironment(kind, "3.12.1", "") if kind else None  # type: ignore[arg-type]
+    try:
+        check_start(config, Surroundings(has_gpus, installed, variables or {}, NOW))
+    except WrongInput as error:
+        assert error.exit_code == 2
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "has_gpus", "wrong"),
+    [
+        ("auto", "cpu", False, False),
+        ("auto", "cpu", True, True),
+        ("auto", "gpu", True, False),
+        ("auto", "gpu", False, True),
+        ("cpu", "cpu", True, False),
+        ("cpu", "gpu", True, True),
+        ("gpu", "gpu", False, False),  # the driver of a Slurm job may be on a node without GPUs
+        ("gpu", "cpu", False, True),
+        ("auto", None, True, False),
+        ("gpu", None, False, False),
+    ],
+)
+def test_a_run_on_the_wrong_kind_of_environment_is_refused(device, kind, has_gpus, wrong):
+    message = start({"type": "local", "device": device}, kind=kind, has_gpus=has_gpus)
+    assert ("cluster.device" in message) is wrong
+    if wrong:
+        assert "make install GPU=" in message
+
+
+def test_a_container_that_the_job_does_not_run_in_is_refused():
+    container = {"runtime": "apptainer", "image": "/images/slipstream.sif"}
+    inside = {"SLIPSTREAM_CONTAINER": "apptainer", "SLIPSTREAM_CONTAINER_IMAGE": "/images/slipstream.sif"}
+    cluster = {"type": "slurm", "container": container}
+    assert start(cluster, variables=inside) == ""
+    assert "slipstream submit" in start(cluster)
+    assert "no container" in start({"type": "slurm"}, variables=inside)
+    assert "other.sif" in start(cluster, variables=inside | {"SLIPSTREAM_CONTAINER_IMAGE": "/other.sif"})
+
+
+@pytest.mark.parametrize(("left", "refused"), [(259, True), (261, False), (None, False)])
+def test_a_job_that_ends_before_a_step_could_is_refused(left, refused):
+    variables = {"SLURM_JOB_END_TIME": str(int(NOW) + left)} if left else {}
+    message = start({"type": "slurm"}, variables=variables, step_timeout_s=100.0)
+    assert ("run.step_timeout_s" in message) is refused
+    assert not start({"type": "local"}, variables=variables, step_timeout_s=100.0)
+
+
+def test_everything_that_is_wrong_is_said_at_once():
+    variables = {"SLURM_JOB_END_TIME": str(int(NOW)), "SLIPSTREAM_CONTAINER": "pyxis"}
+    message = start({"type": "slurm", "device": "gpu"}, variables=variables)
+    assert [line.partition(":")[0] for line in message.splitlines()] == [
+        "cluster.device",
+        "cluster.container",
+        "run.step_timeout_s",
+    ]
+
+
+def test_train_refuses_the_wrong_kind_before_it_reads_anything(tmp_path):
+    prefix = tmp_path / "environment"
+    prefix.mkdir()
+    (prefix / RECORD).write_text(json.dumps({"kind": "gpu", "python": "3.12.1", "pins": ""}))
+    recipe = tmp_path / "recipe.yaml"
+    content = {
+        **VALID,
+        "rollout": {**VALID["rollout"], "reward": "slipstream.rollout.reward.FinalAnswer"},
+        "prepare": "slipstream.no_such.thing",
+        "cluster": {"type": "local", "device": "cpu"},
+    }
+    recipe.write_text(json.dumps(content))
+    program = (
+        "import sys; from slipstream.backend import cli\n"
+        f"sys.prefix = {str(prefix)!r}; sys.argv = ['slipstream', 'train', {str(recipe)!r}]\n"
+        "try:\n    cli.main()\nfinally:\n    print('ray' in sys.modules)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "was installed for GPUs" in ended.stderr
+    assert ended.stdout.split() == ["False"]
+    assert not (tmp_path / "runs").exists()
