@@ -1,9 +1,9 @@
-"""Environment variables of processes on GPUs that trainer and engines must agree on, or that one of them needs.
+"""Environment variables of processes on GPUs: trainer and engines must agree on some, and need others.
 
-This is the only place that sets them: ``variables`` is the table that `slipstream plan` and
-`slipstream doctor --gpu` show, and ``environment`` is what the actors of both sides apply before CUDA is loaded.
-A value of the table replaces the one that the run was started with, because a value that reaches only one side of
-a process group makes NCCL fail or hang in its first collective.
+This is the only place that sets them. ``variables`` is the table that `slipstream plan` shows, and
+``environment`` is what the actors of both sides apply before CUDA is loaded. A value of the table replaces the
+one that the run was started with, because a value that reaches only one side of a process group makes NCCL fail
+or hang in its first collective.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ AGREED = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
 """Variables whose values the processes of one group must share."""
 
 HOST_THREADS = 8
-"""Threads of PyTorch's operators on the host, for each process. An H100 node has at least twelve cores for each
-GPU; Ray would leave a process that asks for one CPU with a single thread."""
+"""Threads of PyTorch's operators on the host, for each process. An H100 node has at least twelve cores for
+each GPU; Ray would leave a process that asks for one CPU with a single thread."""
 
 
 @dataclass(frozen=True)

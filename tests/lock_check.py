@@ -1,7 +1,7 @@
 """``make lock-check``: resolves the GPU environment without a GPU, and compares the result with gpu.txt.
 
-The resolver takes the versions of the file wherever the package index still offers them and every package accepts
-them. What it chooses otherwise is a difference, and what it cannot resolve an error; both end with exit code 1.
+The resolver takes the versions of the file wherever the package index still offers them and every package
+accepts them. A version that it replaces is a difference, and what it cannot resolve an error: exit code 1.
 """
 
 import os
@@ -21,7 +21,7 @@ class NotResolved(Exception):
 
 
 def resolve(pins: Path) -> list[str]:
-    """Return the versions, as `name==version`, that the resolver chooses under ``pins``. Raises NotResolved."""
+    """Return what the resolver chooses under ``pins``, as lines `name==version`. Raises NotResolved."""
     folders = os.pathsep.join([str(Path(sys.prefix, "bin")), os.environ.get("PATH", os.defpath)])
     uv = shutil.which("uv", path=folders)
     if uv is None:

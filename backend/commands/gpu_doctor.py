@@ -1,7 +1,7 @@
 """``slipstream doctor --gpu``: what a run on GPUs needs of this node, and what to do where it is missing.
 
-Each check reads facts of a ``Machine`` and returns a finding. What PyTorch and Transformer Engine see is asked in a
-process of its own, so that a driver that hangs or crashes ends a question and not the doctor.
+Each check reads facts of a ``Machine`` and returns a finding. What PyTorch and Transformer Engine see is asked
+in a process of its own, so that a driver that hangs or crashes ends a question and not the doctor.
 """
 
 import json
@@ -27,8 +27,8 @@ GLIBC = (2, 34)
 """Oldest glibc that SGLang's wheels (manylinux_2_34) load on."""
 
 SHARED_MEMORY = 8 * 2**30
-"""Bytes of /dev/shm for Ray's object store and for NCCL, which takes some 10 MB for each pair of ranks of a node
-that cannot reach each other's memory."""
+"""Bytes of /dev/shm for Ray's object store and for NCCL, which takes some 10 MB for each pair of ranks of
+a node that cannot reach each other's memory."""
 
 TIMEOUT_S = 180.0
 """Longest time for one question. The first start of CUDA on eight GPUs takes some ten seconds."""
@@ -44,6 +44,9 @@ def ask(name, question):
 def version_of(module):
     return str(getattr(importlib.import_module(module), "__version__", "unknown"))
 ask("torch", lambda: version_of("torch"))
+def layers():
+    importlib.import_module("transformer_engine.pytorch")
+    return version_of("transformer_engine")
 if "torch" in facts:
     import torch
     ask("cuda", lambda: torch.version.cuda)
@@ -52,7 +55,7 @@ if "torch" in facts:
     ask("cudnn", lambda: torch.backends.cudnn.version())
     ask("strangers", lambda: [[a, b] for a in range(len(facts["gpus"])) for b in range(len(facts["gpus"]))
                               if a != b and not torch.cuda.can_device_access_peer(a, b)])
-    ask("transformer_engine", lambda: version_of("transformer_engine.pytorch") and version_of("transformer_engine"))
+    ask("transformer_engine", layers)
 print(json.dumps(facts))
 """
 """Program that prints what PyTorch sees. A fact that cannot be had is in ``errors``, with its reason."""
@@ -223,7 +226,7 @@ def _cudnn(facts: TorchFacts) -> Finding:
 
 def _transformer_engine(facts: TorchFacts) -> Finding:
     if "transformer_engine" not in facts:
-        advice = "build it against the installed torch (nvcc needed): `make install GPU=1`, or use the container image"
+        advice = "build it against the installed torch (nvcc needed): `make install GPU=1`; or use the image"
         return _missing("Transformer Engine", "transformer_engine", facts, advice)
     return Finding("Transformer Engine", facts["transformer_engine"], "its layers can be imported")
 
@@ -246,7 +249,8 @@ def _agreement(machine: Facts) -> Finding:
     names = gpu_environment.AGREED
     given = [f"{name}={machine.variables[name]}" for name in names if name in machine.variables]
     if not given:
-        return Finding("NCCL settings", f"{' and '.join(names)} are left to the run", "the same for both sides")
+        state = f"{' and '.join(names)} are left to the run"
+        return Finding("NCCL settings", state, "it gives both sides the same values")
     advice = (
         "a run sets them for trainer and engines alike, from rollout.engine.args (enable_symm_mem, "
         "enable_nccl_nvls), and replaces these values: unset them"
@@ -262,7 +266,7 @@ def _infiniband(machine: Facts) -> Finding:
         for port in machine.names(f"{root}/{device}/ports")
     }
     if not ports:
-        advice = "one node needs none; between nodes NCCL would use TCP: in a container, show it /dev/infiniband"
+        advice = "one node needs none, several would use TCP: a container must be started with /dev/infiniband"
         return Finding("InfiniBand", "none", advice)
     down = [name for name, state in ports.items() if "ACTIVE" not in state]
     active = f"{len(ports) - len(down)} of {len(ports)} ports are active"

@@ -60,8 +60,8 @@ def _wrong_kind(config: RunConfig, where: Surroundings) -> Iterator[str]:
         "cpu": "start it where GPUs are, or install for CPUs beside it (`make install GPU=0 VENV=.venv-cpu`)",
     }
     yield (
-        f"cluster.device: the environment {sys.prefix} was installed for {where.environment.kind.upper()}s, but the "
-        f"run needs one for {needed.upper()}s, because {reason}: {ways[needed]}"
+        f"cluster.device: the environment {sys.prefix} was installed for {where.environment.kind.upper()}s, "
+        f"but the run needs one for {needed.upper()}s, because {reason}: {ways[needed]}"
     )
 
 
@@ -73,8 +73,8 @@ def _wrong_container(config: RunConfig, where: Surroundings) -> Iterator[str]:
     actual = (where.variables.get(CONTAINER, ""), where.variables.get(IMAGE, ""))
     if actual != expected:
         yield (
-            f"cluster.container: the job runs in {_words(actual)}, but the recipe asks for {_words(expected)}: "
-            "submit it with `slipstream submit RECIPE`, which starts what the recipe asks for"
+            f"cluster.container: the job runs in {_words(actual)}, but the recipe asks for "
+            f"{_words(expected)}: submit it with `slipstream submit RECIPE`, which starts what the recipe asks for"
         )
 
 
@@ -88,7 +88,7 @@ def _no_time(config: RunConfig, where: Surroundings) -> Iterator[str]:
     lead = lead_s(config)
     if left is not None and left <= lead:
         yield (
-            f"run.step_timeout_s: the job's time limit is {left:.0f} s away, but a step and the last checkpoint may "
-            f"take {lead:.0f} s (run.step_timeout_s + checkpoint.timeout_s + the end of Ray): ask for a longer --time, "
-            "or lower these settings to what a step and a checkpoint take at most"
+            f"run.step_timeout_s: the job's time limit is {left:.0f} s away, but a step and the last checkpoint "
+            f"may take {lead:.0f} s (run.step_timeout_s + checkpoint.timeout_s + the end of Ray): ask for a "
+            "longer --time, or lower these settings to what a step and a checkpoint take at most"
         )

@@ -36,8 +36,8 @@ def sft(supervised: Supervised, *, resume: bool = False, accept_changed_inputs: 
 def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None, T]]) -> T:
     """Return the result of ``start(progress)`` while progress is shown in the terminal.
 
-    Raises WrongInput when the environment, the inputs or the cluster cannot be used, and Failed, with every cause, when the
-    run has failed or was stopped.
+    Raises WrongInput when the environment, the inputs or the cluster cannot be used, and Failed, with every
+    cause, when the run has failed or was stopped.
     """
     keep_few_heaps()
     import uvloop

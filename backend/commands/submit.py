@@ -1,4 +1,4 @@
-"""``slipstream submit``: a recipe as a Slurm job, with the nodes, the container and the time that it needs."""
+"""``slipstream submit``: a recipe as a Slurm job with the nodes, the container and the time that it needs."""
 
 import os
 import re
@@ -47,7 +47,7 @@ def container_of(config: RunConfig) -> ContainerConfig | None:
 
 
 def container_variables(config: RunConfig) -> dict[str, str]:
-    """Return the variables of a recipe's job by which it runs in its container. Without one there are none."""
+    """Return the variables by which a recipe's job runs in its container. Without one there are none."""
     container = container_of(config)
     if container is None:
         return {}
@@ -84,27 +84,27 @@ def nodes_needed(config: RunConfig, verb: str, gpus_per_node: int) -> int:
         return trainer
     if engine.tensor_parallel > gpus_per_node:
         raise WrongInput(
-            f"rollout.engine.tensor_parallel: an engine of {engine.tensor_parallel} GPUs does not fit on a node of "
-            f"{gpus_per_node} (--gpus-per-node)"
+            f"rollout.engine.tensor_parallel: an engine of {engine.tensor_parallel} GPUs does not fit on a node "
+            f"of {gpus_per_node} (--gpus-per-node)"
         )
     if engine.colocated:
         return trainer
     if cluster.trainer_nodes is not None and cluster.trainer_nodes < trainer:
         raise WrongInput(
-            f"cluster.trainer_nodes: {cluster.trainer_nodes} nodes of {gpus_per_node} GPUs (--gpus-per-node) found, "
-            f"at least {trainer} expected for {ranks} trainer ranks (actor.parallel)"
+            f"cluster.trainer_nodes: {cluster.trainer_nodes} nodes of {gpus_per_node} GPUs (--gpus-per-node) "
+            f"found, at least {trainer} expected for {ranks} trainer ranks (actor.parallel)"
         )
     if cluster.trainer_nodes is None and trainer > 1:
         raise WrongInput(
-            f"cluster.trainer_nodes: null means 1, but {ranks} trainer ranks (actor.parallel) need {trainer} nodes "
-            f"of {gpus_per_node} GPUs: set it to {trainer}"
+            f"cluster.trainer_nodes: null means 1, but {ranks} trainer ranks (actor.parallel) need {trainer} "
+            f"nodes of {gpus_per_node} GPUs: set it to {trainer}"
         )
     engines = -(-engine.count // (gpus_per_node // engine.tensor_parallel))
     return (cluster.trainer_nodes or 1) + engines
 
 
 def seconds(time: str) -> float | None:
-    """Return the length of a time limit of sbatch, such as ``90``, ``8:00:00`` or ``3-12``; None if unlimited.
+    """Return the length of a time limit of sbatch; None if it is unlimited. Raises WrongInput.
 
     >>> seconds("90"), seconds("8:00:00"), seconds("3-12")
     (5400, 28800, 302400)
@@ -133,9 +133,9 @@ def sbatch_command(
     limit = seconds(options.time) if options.time else None
     if limit is not None and limit <= lead_s(config):
         raise WrongInput(
-            f"--time: {options.time} is {limit:.0f} s, but the run begins to end {lead_s(config):.0f} s before its "
-            "limit (run.step_timeout_s + checkpoint.timeout_s + the end of Ray): ask for more time, or lower these "
-            "settings to what a step and a checkpoint take at most"
+            f"--time: {options.time} is {limit:.0f} s, but the run begins to end {lead_s(config):.0f} s before "
+            "its limit (run.step_timeout_s + checkpoint.timeout_s + the end of Ray): ask for more time, or lower "
+            "these settings to what a step and a checkpoint take at most"
         )
     nodes = options.nodes or nodes_needed(config, verb, options.gpus_per_node)
     command = ["sbatch", f"--nodes={nodes}", f"--gpus-per-node={options.gpus_per_node}"]
@@ -151,7 +151,7 @@ def printed(command: Sequence[str], variables: Mapping[str, str]) -> str:
 
 
 def submit(command: Sequence[str], variables: Mapping[str, str]) -> str:
-    """Run sbatch and return what it prints. Raises WrongInput without Slurm, and Failed when sbatch refuses."""
+    """Run sbatch and return what it prints. Raises WrongInput without Slurm, and Failed if sbatch refuses."""
     if shutil.which(command[0]) is None:
         raise WrongInput("no sbatch on the PATH: submit from a login node, or see the command with --print")
     inherited = {name: value for name, value in os.environ.items() if name not in (CONTAINER, IMAGE, MOUNTS)}

@@ -126,8 +126,8 @@ class ContainerConfig(Section):
     )
     mounts: list[str] = Field(
         default=[],
-        description="Further folders that the container shows: `SOURCE`, or `SOURCE:TARGET`. It shows the folder of "
-        "submission and the folders that the recipe names.",
+        description="Further folders that the container shows: `SOURCE`, or `SOURCE:TARGET`. It shows the "
+        "folder of submission and the folders that the recipe names.",
     )
 
 

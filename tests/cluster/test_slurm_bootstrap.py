@@ -173,7 +173,7 @@ def test_a_recipe_that_does_not_exist_is_refused_before_ray_starts(jobs: Jobs) -
     assert "no recipe no/such.yaml" in result.output
 
 
-# ---- in a container: stand-ins for apptainer and for pyxis, in which the image's programs are those of this test
+# ---- in a container: the stand-ins for apptainer and pyxis show the programs of this test as the image's
 
 
 APPTAINER = """#!/bin/bash

@@ -1,4 +1,4 @@
-"""`slipstream doctor --gpu` on machines that are made up: what is right, wrong or cannot be seen, and what to do."""
+"""`slipstream doctor --gpu` on made-up machines: what is right, wrong or cannot be seen, and what to do."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

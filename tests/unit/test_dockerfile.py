@@ -1,4 +1,4 @@
-"""docker/Dockerfile, as far as it can be checked without a daemon: its files, its versions, its shell code."""
+"""docker/Dockerfile, as far as it can be checked without a daemon: its files, versions and shell code."""
 
 import fnmatch
 import re
@@ -107,8 +107,9 @@ def test_a_machine_that_the_packages_do_not_run_on_is_refused_before_anything_is
     import sys
 
     python = tmp_path / "python"
-    fit = "sys.version_info = (3, 12, 1); platform.machine = lambda: 'x86_64'; os.confstr = lambda name: 'glibc 2.36'"
-    start = f"import os, platform, sys; {fit}; {machine}; exec(sys.stdin.read())"
+    fit = "sys.version_info = (3, 12, 1); platform.machine = lambda: 'x86_64'"
+    library = "os.confstr = lambda name: 'glibc 2.36'"
+    start = f"import os, platform, sys; {fit}; {library}; {machine}; exec(sys.stdin.read())"
     python.write_text(f"#!/bin/sh\nexec {sys.executable} -c {shlex.quote(start)}\n")
     python.chmod(0o755)
     ended = subprocess.run(
