@@ -227,7 +227,9 @@ def submit(
     supervised: Annotated[bool, typer.Option("--sft", help="Submit `slipstream sft`.")] = False,
     resume: Resume = False,
     accept_changed_inputs: AcceptChangedInputs = False,
-    only_print: Annotated[bool, typer.Option("--print", help="Print the command and submit nothing.")] = False,
+    only_print: Annotated[
+        bool, typer.Option("--print", help="Print the command and submit nothing.")
+    ] = False,
 ) -> None:
     """Submit a recipe as a Slurm job: its nodes, its container and its time limit."""
     with _reported():

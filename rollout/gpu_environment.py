@@ -1,12 +1,11 @@
 """Environment variables of processes on GPUs: trainer and engines must agree on some, and need others.
 
 This is the only place that sets them. ``variables`` is the table that `slipstream plan` shows, and
-``environment`` is what the actors of both sides apply before CUDA is loaded. A value of the table replaces the
-one that the run was started with, because a value that reaches only one side of a process group makes NCCL fail
-or hang in its first collective.
+``environment`` is what the actors of both sides apply before CUDA is loaded. A value of the table replaces
+the one that the run was started with, because a value that reaches only one side of a process group makes
+NCCL fail or hang in its first collective.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,12 +82,3 @@ def variables(config: RunConfig) -> tuple[Variable, ...]:
 def environment(config: RunConfig, side: Side) -> dict[str, str]:
     """Return the variables of one side."""
     return {variable.name: variable.value for variable in variables(config) if side in variable.who}
-
-
-def overridden(config: RunConfig, present: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ``present``, an environment, whose values the run replaces."""
-    return {
-        variable.name: present[variable.name]
-        for variable in variables(config)
-        if present.get(variable.name, variable.value) != variable.value
-    }

@@ -47,7 +47,16 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Return every finding, in the order in which they are shown."""
-    return [_python(), _kind(), *map(_package, PACKAGES), _gpus(), _cpus(), _memory(), _shared_memory(), _slurm()]
+    return [
+        _python(),
+        _kind(),
+        *map(_package, PACKAGES),
+        _gpus(),
+        _cpus(),
+        _memory(),
+        _shared_memory(),
+        _slurm(),
+    ]
 
 
 def _python() -> Finding:

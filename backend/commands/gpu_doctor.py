@@ -1,7 +1,7 @@
 """``slipstream doctor --gpu``: what a run on GPUs needs of this node, and what to do where it is missing.
 
-Each check reads facts of a ``Machine`` and returns a finding. What PyTorch and Transformer Engine see is asked
-in a process of its own, so that a driver that hangs or crashes ends a question and not the doctor.
+Each check reads facts of a ``Machine`` and returns a finding. What PyTorch and Transformer Engine see is
+asked in a process of its own, so that a driver that hangs or crashes ends a question and not the doctor.
 """
 
 import json
@@ -266,7 +266,7 @@ def _infiniband(machine: Facts) -> Finding:
         for port in machine.names(f"{root}/{device}/ports")
     }
     if not ports:
-        advice = "one node needs none, several would use TCP: a container must be started with /dev/infiniband"
+        advice = "one node needs none, several would use TCP; a container needs /dev/infiniband"
         return Finding("InfiniBand", "none", advice)
     down = [name for name, state in ports.items() if "ACTIVE" not in state]
     active = f"{len(ports) - len(down)} of {len(ports)} ports are active"

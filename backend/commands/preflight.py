@@ -74,7 +74,7 @@ def _wrong_container(config: RunConfig, where: Surroundings) -> Iterator[str]:
     if actual != expected:
         yield (
             f"cluster.container: the job runs in {_words(actual)}, but the recipe asks for "
-            f"{_words(expected)}: submit it with `slipstream submit RECIPE`, which starts what the recipe asks for"
+            f"{_words(expected)}: submit it with `slipstream submit RECIPE`, which starts that"
         )
 
 
@@ -88,7 +88,7 @@ def _no_time(config: RunConfig, where: Surroundings) -> Iterator[str]:
     lead = lead_s(config)
     if left is not None and left <= lead:
         yield (
-            f"run.step_timeout_s: the job's time limit is {left:.0f} s away, but a step and the last checkpoint "
-            f"may take {lead:.0f} s (run.step_timeout_s + checkpoint.timeout_s + the end of Ray): ask for a "
+            f"run.step_timeout_s: the job's time limit is {left:.0f} s away, but a step and the last "
+            f"checkpoint may take {lead:.0f} s (run.step_timeout_s + checkpoint.timeout_s + the end of Ray): ask for a "
             "longer --time, or lower these settings to what a step and a checkpoint take at most"
         )

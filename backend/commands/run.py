@@ -19,14 +19,16 @@ T = TypeVar("T")
 
 
 def train(config: RunConfig, *, resume: bool = False, accept_changed_inputs: bool = False) -> RunSummary:
-    """Run a recipe to its end. Raises as ``attended``."""
+    """Run a recipe to its end. Raises as ``check_start`` and ``attended``."""
+    check_start(config)
     from slipstream.backend.driver.run import run
 
     return attended(config, partial(run, config, resume=resume, accept_changes=accept_changed_inputs))
 
 
 def sft(supervised: Supervised, *, resume: bool = False, accept_changed_inputs: bool = False) -> Path:
-    """Train on examples. Return the folder of the HF checkpoint. Raises as ``attended``."""
+    """Train on examples. Return the folder of the HF checkpoint. Raises as ``check_start`` and ``attended``."""
+    check_start(supervised.run)
     from slipstream.backend.driver.sft import run_supervised
 
     start = partial(run_supervised, supervised, resume=resume, accept_changes=accept_changed_inputs)
@@ -36,7 +38,7 @@ def sft(supervised: Supervised, *, resume: bool = False, accept_changed_inputs: 
 def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None, T]]) -> T:
     """Return the result of ``start(progress)`` while progress is shown in the terminal.
 
-    Raises WrongInput when the environment, the inputs or the cluster cannot be used, and Failed, with every
+    Raises WrongInput when the inputs or the cluster cannot be used, and Failed, with every
     cause, when the run has failed or was stopped.
     """
     keep_few_heaps()
@@ -47,7 +49,6 @@ def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None
     from slipstream.backend.driver.run_folder import LOGS
     from slipstream.backend.driver.stop import Stopped
 
-    check_start(config)
     folder = config.run.folder
     progress = open_progress(config.run.steps)
     try:

@@ -84,8 +84,8 @@ def nodes_needed(config: RunConfig, verb: str, gpus_per_node: int) -> int:
         return trainer
     if engine.tensor_parallel > gpus_per_node:
         raise WrongInput(
-            f"rollout.engine.tensor_parallel: an engine of {engine.tensor_parallel} GPUs does not fit on a node "
-            f"of {gpus_per_node} (--gpus-per-node)"
+            f"rollout.engine.tensor_parallel: an engine of {engine.tensor_parallel} GPUs does not fit on a "
+            f"node of {gpus_per_node} (--gpus-per-node)"
         )
     if engine.colocated:
         return trainer
@@ -133,9 +133,9 @@ def sbatch_command(
     limit = seconds(options.time) if options.time else None
     if limit is not None and limit <= lead_s(config):
         raise WrongInput(
-            f"--time: {options.time} is {limit:.0f} s, but the run begins to end {lead_s(config):.0f} s before "
-            "its limit (run.step_timeout_s + checkpoint.timeout_s + the end of Ray): ask for more time, or lower "
-            "these settings to what a step and a checkpoint take at most"
+            f"--time: {options.time} is {limit:.0f} s, but the run begins to end {lead_s(config):.0f} s "
+            "before its limit (run.step_timeout_s + checkpoint.timeout_s + the end of Ray): ask for more time, "
+            "or lower these settings to what a step and a checkpoint take at most"
         )
     nodes = options.nodes or nodes_needed(config, verb, options.gpus_per_node)
     command = ["sbatch", f"--nodes={nodes}", f"--gpus-per-node={options.gpus_per_node}"]

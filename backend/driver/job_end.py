@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from slipstream.configs.schema import RunConfig
 
 JOB_END = "SLURM_JOB_END_TIME"
-"""Variable with the end of the job in seconds since the epoch. Where Slurm sets none, slurm/train.sbatch does."""
+"""Variable with the end of the job in seconds since the epoch, which Slurm or slurm/train.sbatch sets."""
 
 CLEAN_UP_S = 60.0
 """Seconds in which engines, trainer and Ray end on every node. slurm/train.sbatch waits as long for Ray."""

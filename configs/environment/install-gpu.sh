@@ -31,7 +31,7 @@ if name != "glibc" or tuple(map(int, version.split(".")[:2])) < (2, 34):
         f"{name} {version} found, glibc 2.34 or newer needed: SGLang's wheels do not load on RHEL 8 or Ubuntu 20.04; "
         "use the container image there (docs/install.md)"
     )
-sys.exit("\n".join(problems))
+sys.exit("\n".join(problems) or None)
 CHECK
 [ -z "$only_check" ] || exit 0
 

@@ -75,7 +75,6 @@ def without(facts: TorchFacts, *names: str, **errors: str) -> TorchFacts:
     return {**left, "errors": errors} if errors else left  # type: ignore[return-value,typeddict-item]
 
 
-
 def test_nothing_is_wrong_with_a_node_that_has_everything():
     assert not [finding for finding in findings(MadeUp()).values() if finding.wrong or not finding.seen]
 
@@ -99,7 +98,12 @@ def test_a_machine_without_a_driver_is_wrong_and_what_cannot_be_seen_is_said():
         ({"c_library": "glibc 2.33"}, "C library", "glibc 2.33", "2.34"),
         ({"c_library": "musl 1.2"}, "C library", "musl 1.2", "container image"),
         ({"shared_memory": 64 * 2**20}, "/dev/shm for NCCL and Ray", "0.1 GiB", "--shm-size"),
-        ({"refusal": "flock: Function not implemented"}, "file locks", "Function not implemented", "recovery.md"),
+        (
+            {"refusal": "flock: Function not implemented"},
+            "file locks",
+            "Function not implemented",
+            "recovery.md",
+        ),
     ],
 )
 def test_what_is_wrong_with_the_machine_is_named_with_what_to_do(changes, what, state, advice):

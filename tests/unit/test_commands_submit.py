@@ -134,9 +134,13 @@ def test_the_container_shows_the_folders_that_the_recipe_names(tmp_path):
     variables = container_variables(config)
     assert variables["SLIPSTREAM_CONTAINER"] == "pyxis"
     assert variables["SLIPSTREAM_CONTAINER_IMAGE"] == "/images/a b.sqsh"
-    shown = [f"{folder}:{folder}" for folder in (tmp_path / "runs", tmp_path / "data", tmp_path / "models/policy")]
+    shown = [
+        f"{folder}:{folder}" for folder in (tmp_path / "runs", tmp_path / "data", tmp_path / "models/policy")
+    ]
     assert variables["SLIPSTREAM_CONTAINER_MOUNTS"].split(",") == ["/x:/y", "/z:/z", *shown]
-    assert printed(["sbatch"], variables).startswith("SLIPSTREAM_CONTAINER=pyxis SLIPSTREAM_CONTAINER_IMAGE='")
+    assert printed(["sbatch"], variables).startswith(
+        "SLIPSTREAM_CONTAINER=pyxis SLIPSTREAM_CONTAINER_IMAGE='"
+    )
 
 
 def fake_sbatch(folder: Path, script: str) -> str:
@@ -171,7 +175,14 @@ def test_submit_prints_the_command_of_a_recipe(tmp_path):
     ended = subprocess.run(
         [
             *[sys.executable, "-m", "slipstream.backend.cli", "submit", str(path), "run.steps=3"],
-            *[f"cluster.container={image}", "--print", "--time", "2-00", "--resume", "--sbatch=--partition=big"],
+            *[
+                f"cluster.container={image}",
+                "--print",
+                "--time",
+                "2-00",
+                "--resume",
+                "--sbatch=--partition=big",
+            ],
         ],
         env=environment(NO_COLOR="1"),
         capture_output=True,

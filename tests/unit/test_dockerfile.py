@@ -76,7 +76,13 @@ def test_no_version_is_written_but_those_of_the_pins():
 
 def test_the_pins_are_installed_before_the_project_and_checked_and_recorded_behind_it():
     steps = " && ".join(arguments("RUN"))
-    order = ["install-gpu.sh", "pip install --no-deps", "environment.py gpu", "environment.py --check gpu", "ray"]
+    order = [
+        "install-gpu.sh",
+        "pip install --no-deps",
+        "environment.py gpu",
+        "environment.py --check gpu",
+        "ray",
+    ]
     places = [steps.index(step) for step in order]
     assert places == sorted(places)
 

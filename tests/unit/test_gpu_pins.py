@@ -69,7 +69,9 @@ def test_a_requirement_that_is_not_met_is_noticed():
     ]
 
 
-@pytest.mark.parametrize("name", ["torch", "sglang", "transformers", "tokenizers", "ray", "transformer-engine"])
+@pytest.mark.parametrize(
+    "name", ["torch", "sglang", "transformers", "tokenizers", "ray", "transformer-engine"]
+)
 def test_both_kinds_of_environment_have_the_same_libraries(name):
     assert pinned("gpu")[name] == pinned("cpu")[name]
 

@@ -135,7 +135,11 @@ def test_a_damaged_record_is_refused_with_what_to_do(venv, content):
 def test_the_module_runs_as_a_file_before_anything_is_installed(tmp_path):
     script = FOLDER.parent / "installed" / "environment.py"
     ended = subprocess.run(
-        [sys.executable, "-I", "-S", str(script), "tpu"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-I", "-S", str(script), "tpu"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert ended.returncode == 1
     assert "cpu or gpu expected, found: tpu" in ended.stderr
@@ -249,7 +253,12 @@ def test_train_refuses_the_wrong_kind_before_it_reads_anything(tmp_path):
         "try:\n    cli.main()\nfinally:\n    print('ray' in sys.modules)\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert ended.returncode == 2, ended.stderr
     assert "was installed for GPUs" in ended.stderr

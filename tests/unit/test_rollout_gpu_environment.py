@@ -10,7 +10,7 @@ from slipstream.backend.cluster.trainer_actor import TrainerActor
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.engine import process
 from slipstream.rollout.engine.process import ServerSpec
-from slipstream.rollout.gpu_environment import environment, overridden, variables
+from slipstream.rollout.gpu_environment import environment, variables
 from tests.environment import ROOT
 from tests.unit.test_engine_process import spec
 
@@ -97,11 +97,6 @@ class Rank:
 
     def __init__(self, config: RunConfig, rank: object) -> None:
         Rank.environment = dict(os.environ)
-
-
-def test_what_the_run_replaces_is_named():
-    present = {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "PATH": "/bin"}
-    assert overridden(recipe(), present) == {"NCCL_CUMEM_ENABLE": "1"}
 
 
 def test_no_other_module_sets_a_variable_of_the_table():
