@@ -89,6 +89,6 @@ def _no_time(config: RunConfig, where: Surroundings) -> Iterator[str]:
     if left is not None and left <= lead:
         yield (
             f"run.step_timeout_s: the job's time limit is {left:.0f} s away, but a step and the last "
-            f"checkpoint may take {lead:.0f} s (run.step_timeout_s + checkpoint.timeout_s + the end of Ray): ask for a "
-            "longer --time, or lower these settings to what a step and a checkpoint take at most"
+            f"checkpoint may take {lead:.0f} s (run.step_timeout_s + checkpoint.timeout_s + the end of Ray): "
+            "ask for a longer --time, or lower these settings to what a step and a checkpoint take at most"
         )

@@ -27,7 +27,7 @@ def train(config: RunConfig, *, resume: bool = False, accept_changed_inputs: boo
 
 
 def sft(supervised: Supervised, *, resume: bool = False, accept_changed_inputs: bool = False) -> Path:
-    """Train on examples. Return the folder of the HF checkpoint. Raises as ``check_start`` and ``attended``."""
+    """Train on examples. Return the folder of the checkpoint. Raises as ``check_start`` and ``attended``."""
     check_start(supervised.run)
     from slipstream.backend.driver.sft import run_supervised
 

@@ -134,8 +134,8 @@ def sbatch_command(
     if limit is not None and limit <= lead_s(config):
         raise WrongInput(
             f"--time: {options.time} is {limit:.0f} s, but the run begins to end {lead_s(config):.0f} s "
-            "before its limit (run.step_timeout_s + checkpoint.timeout_s + the end of Ray): ask for more time, "
-            "or lower these settings to what a step and a checkpoint take at most"
+            "before its limit (run.step_timeout_s + checkpoint.timeout_s + the end of Ray): ask for more "
+            "time, or lower these settings to what a step and a checkpoint take at most"
         )
     nodes = options.nodes or nodes_needed(config, verb, options.gpus_per_node)
     command = ["sbatch", f"--nodes={nodes}", f"--gpus-per-node={options.gpus_per_node}"]

@@ -294,6 +294,7 @@ BESIDES = {
     "actor.lora": {"rank": 8, "alpha": 16},
     "actor.teacher": {"path": "nowhere"},
     "actor.overlong": {"start": 10, "end": 20},
+    "cluster.container": {"runtime": "apptainer", "image": "image.sif"},
 }
 """The required settings of optional sections."""
 
@@ -304,6 +305,8 @@ def test_junk_in_any_setting_is_reported_at_that_setting(recipe, path):
     section = path.rpartition(".")[0]
     if type_ := next((type_ for start, type_ in TYPE_THAT_HAS.items() if path.startswith(start)), None):
         data = changed(f"{section}.type", type_, data)
+    if section == "cluster.container":
+        data = changed("cluster.type", "slurm", data)
     data = changed(path, [{"junk": 1}], data)
     for section, others in BESIDES.items():
         if path.startswith(f"{section}."):
