@@ -263,9 +263,9 @@ def doctor(
 
     findings = examine()
     if gpu:
-        from slipstream.backend.commands.gpu_doctor import Machine, examine_gpus
+        from slipstream.backend.commands.gpu_doctor import ThisMachine, examine_gpus
 
-        findings += examine_gpus(Machine(), folder)
+        findings += examine_gpus(ThisMachine(), folder)
     print_findings(findings)
     if any(finding.wrong for finding in findings):
         raise typer.Exit(Failed.exit_code)

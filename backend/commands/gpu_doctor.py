@@ -1,6 +1,6 @@
 """``slipstream doctor --gpu``: what a run on GPUs needs of this node, and what to do where it is missing.
 
-Each check reads facts of a ``Machine`` and returns a finding. What PyTorch and Transformer Engine see is
+Each check reads facts of a ``ThisMachine`` and returns a finding. What PyTorch and Transformer Engine see is
 asked in a process of its own, so that a driver that hangs or crashes ends a question and not the doctor.
 """
 
@@ -109,7 +109,7 @@ class Facts(Protocol):
 
 
 @dataclass
-class Machine:
+class ThisMachine:
     """This machine."""
 
     variables: Mapping[str, str] = field(default_factory=lambda: os.environ)

@@ -17,7 +17,7 @@ GPU_DEVICE = "/dev/nvidiactl"
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class StartPlace:
     """What a run finds where it is started."""
 
     has_gpus: bool
@@ -28,25 +28,25 @@ class Surroundings:
     """Seconds since the epoch."""
 
 
-def surroundings() -> Surroundings:
+def start_place() -> StartPlace:
     """Look at this process's machine, environment and variables. Raises WrongInput."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") != ""
     try:
         environment = read_record(Path(sys.prefix))
     except UnreadableRecord as error:
         raise WrongInput(str(error)) from None
-    return Surroundings(visible and os.path.exists(GPU_DEVICE), environment, os.environ, time.time())
+    return StartPlace(visible and os.path.exists(GPU_DEVICE), environment, os.environ, time.time())
 
 
-def check_start(config: RunConfig, where: Surroundings | None = None) -> None:
+def check_start(config: RunConfig, where: StartPlace | None = None) -> None:
     """Raise WrongInput with every reason why ``config`` cannot be run from here."""
-    where = where or surroundings()
+    where = where or start_place()
     problems = [*_wrong_kind(config, where), *_wrong_container(config, where), *_no_time(config, where)]
     if problems:
         raise WrongInput("\n".join(problems))
 
 
-def _wrong_kind(config: RunConfig, where: Surroundings) -> Iterator[str]:
+def _wrong_kind(config: RunConfig, where: StartPlace) -> Iterator[str]:
     if where.environment is None:
         return
     device = config.cluster.device
@@ -65,7 +65,7 @@ def _wrong_kind(config: RunConfig, where: Surroundings) -> Iterator[str]:
     )
 
 
-def _wrong_container(config: RunConfig, where: Surroundings) -> Iterator[str]:
+def _wrong_container(config: RunConfig, where: StartPlace) -> Iterator[str]:
     if config.cluster.type != "slurm":
         return
     container = container_of(config)
@@ -83,7 +83,7 @@ def _words(container: tuple[str, str]) -> str:
     return f"the {runtime} container {image}" if runtime or image else "no container"
 
 
-def _no_time(config: RunConfig, where: Surroundings) -> Iterator[str]:
+def _no_time(config: RunConfig, where: StartPlace) -> Iterator[str]:
     left = seconds_left(where.variables, where.now) if config.cluster.type == "slurm" else None
     lead = lead_s(config)
     if left is not None and left <= lead:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.backend.commands.doctor import Finding
-from slipstream.backend.commands.gpu_doctor import Facts, Machine, TorchFacts, examine_gpus
+from slipstream.backend.commands.gpu_doctor import Facts, ThisMachine, TorchFacts, examine_gpus
 from slipstream.configs.installed.environment import pinned
 
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23\nGCC version: 12\n"
@@ -174,12 +174,12 @@ def test_a_container_that_hides_infiniband_is_wrong():
 
 
 def test_this_machine_can_be_examined(tmp_path):
-    seen = {finding.what: finding for finding in examine_gpus(Machine(), tmp_path)}
+    seen = {finding.what: finding for finding in examine_gpus(ThisMachine(), tmp_path)}
     assert seen["file locks"].state == f"work in {tmp_path}"
     assert seen["C library"].state.startswith("glibc 2.")
 
 
 def test_torch_is_asked_in_a_process_of_its_own():
-    facts = Machine().torch()
+    facts = ThisMachine().torch()
     assert facts.get("torch") and "gpus" in facts
     assert "transformer_engine" in facts or "transformer_engine" in facts["errors"]

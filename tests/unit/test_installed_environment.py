@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.backend.commands.outcome import WrongInput
-from slipstream.backend.commands.preflight import Surroundings, check_start
+from slipstream.backend.commands.preflight import StartPlace, check_start
 from slipstream.configs.installed import environment
 from slipstream.configs.installed.environment import (
     FOLDER,
@@ -178,7 +178,7 @@ def start(
     )
     installed = InstalledEnvironment(kind, "3.12.1", "") if kind else None  # type: ignore[arg-type]
     try:
-        check_start(config, Surroundings(has_gpus, installed, variables or {}, NOW))
+        check_start(config, StartPlace(has_gpus, installed, variables or {}, NOW))
     except WrongInput as error:
         assert error.exit_code == 2
         return str(error)
