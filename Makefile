@@ -28,17 +28,17 @@ quickstart: install
 	$(BIN)/slipstream train configs/recipes/quickstart.yaml
 
 # Two lanes: whole runs mostly wait for processes to start, and leave a core to the others.
-test: install
+test: install $(VENV)/.triton
 	bash tests/cluster/install_slurm.sh
 	@$(MAKE) --jobs=2 --keep-going --output-sync=target --no-print-directory test-runs test-others
 
-test-others: install
+test-others: install $(VENV)/.triton
 	$(BIN)/python -m pytest tests/unit tests/integration tests/gpu tests/cluster
 
 test-runs: install
 	$(BIN)/python -m pytest tests/runs
 
-test-fast: install
+test-fast: install $(VENV)/.triton
 	$(BIN)/python -m pytest tests/unit
 
 test-slow: install
@@ -102,6 +102,11 @@ endif
 	@mkdir -p $(VENV)/links/slipstream
 	@ln -sfn $(CURDIR)/backend/api/__init__.py $(CURDIR)/backend/api/py.typed $(VENV)/links/slipstream
 	@ln -sfn $(addprefix $(CURDIR)/,backend bridge configs rollout slurm) $(VENV)/links/slipstream
+	@touch $@
+
+# What the tests of the LM head's kernels need, and nothing else does.
+$(VENV)/.triton: $(ENVIRONMENT)/triton-interpreter.txt | install
+	@$(PIP) --no-deps --upgrade --target $(VENV)/triton -r $<
 	@touch $@
 
 constraints: install

@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.given_logits import vocab_parallel_logprob
 from benchmarks.harness import Turn, parser, peak_mb, reset_peak, take_turns
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
-from slipstream.backend.objective.logprob import fused_logprob
+from slipstream.backend.objective.logprob import HeadOptions, fused_logprob, fused_logprob_and_entropy
 
 TOKENS, HIDDEN, VOCAB = 1024, 2048, 151936
 SCALE = 2.0
@@ -75,15 +75,8 @@ def plain_head(x: Inputs) -> None:
 
 
 def fused_head(x: Inputs, *, float32_logits: bool = False) -> None:
-    logp_T, _ = fused_logprob(
-        x.hidden_TH,
-        x.weight_VH,
-        x.target_T,
-        temperature=1.0,
-        vocab=VOCAB,
-        float32_logits=float32_logits,
-        weight_grad=x.buffer_VH,
-    )
+    options = HeadOptions(1.0, VOCAB, float32_logits=float32_logits, weight_grad=x.buffer_VH)
+    logp_T, _ = fused_logprob_and_entropy(x.hidden_TH, x.weight_VH, x.target_T, options)
     logp_T.backward(x.grad_T)
     x.hidden_TH.grad = None
 
@@ -211,10 +204,8 @@ def errors() -> dict[str, float]:
                     x.hidden_TH,
                     x.weight_VH,
                     x.target_T,
-                    temperature=1.0,
-                    vocab=VOCAB,
-                    float32_logits=float32_logits,
-                )[0]
+                    HeadOptions(1.0, VOCAB, float32_logits=float32_logits),
+                )
                 for float32_logits in (False, True)
             )
             given = vocab_parallel_logprob(rounded, x.target_T, temperature=1.0, vocab=VOCAB)[0]

@@ -7,7 +7,7 @@ Shapes: T tokens of a micro-batch, M of them with loss, H hidden, V vocabulary.
 """
 
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from slipstream.backend.megatron.local_layers import copied_to_ranks
-from slipstream.backend.objective.logprob import fused_logprob
+from slipstream.backend.objective.logprob import HeadOptions, Implementation
 
 
 class _WithGradient(torch.autograd.Function):
@@ -67,7 +67,16 @@ class ValueHead(torch.nn.Module):
         return torch.nn.functional.linear(hidden_T1H.float(), self.weight.float()), None
 
 
-def logprob_and_entropy(
+class HeadInputs(NamedTuple):
+    """Operands of the LM head: hidden states and targets of the tokens with loss, and its weight."""
+
+    hidden_MH: Tensor
+    weight_VH: Tensor
+    target_M: Tensor
+    options: HeadOptions
+
+
+def head_inputs(
     part: GPTModel,
     hidden_1TH: Tensor,
     index_M: Tensor,
@@ -76,9 +85,9 @@ def logprob_and_entropy(
     temperature: float,
     vocab: int,
     float32_logits: bool,
-    entropy_gradient: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return log-probs and entropies of ``target_M`` after the tokens at ``index_M`` (``fused_logprob``).
+    implementation: Implementation,
+) -> HeadInputs:
+    """Return what ``fused_logprob`` takes for ``target_M`` after the tokens at ``index_M``.
 
     part: the last part of the model. The gradient of its head goes straight into the buffer of DDP.
     """
@@ -97,14 +106,5 @@ def logprob_and_entropy(
     hidden_MH = hidden_TH.index_select(0, index_M)
     if group is not None and not layer.sequence_parallel:
         hidden_MH = copied_to_ranks(hidden_MH, group)
-    return fused_logprob(
-        hidden_MH,
-        weight_VH,
-        target_M,
-        temperature=temperature,
-        vocab=vocab,
-        group=group,
-        float32_logits=float32_logits,
-        entropy_gradient=entropy_gradient,
-        weight_grad=weight_grad,
-    )
+    options = HeadOptions(temperature, vocab, group, float32_logits, weight_grad, implementation)
+    return HeadInputs(hidden_MH, weight_VH, target_M, options)

@@ -1,7 +1,7 @@
 """Log-prob and entropy of chosen tokens from hidden states, without the logits as a whole, in float32.
 
 ``fused_logprob`` takes hidden states and the weight of the LM head, whose vocabulary may be split over ranks,
-and works through the vocabulary one slice [T, columns] at a time:
+and works through the vocabulary one slice [T, columns] at a time. With the implementation ``chunked``:
 
     forward    slice = hidden @ weight[columns].T    -> running maximum, sum of exp, sum of exp * x
     backward   slice again -> its gradient d         -> grad_weight[columns] = d.T @ hidden, complete
@@ -15,13 +15,18 @@ plain head. As many slices as fit into ``KEPT_BYTES`` are kept instead.
 Shapes: T tokens, H hidden, V columns of the vocabulary on this rank, v columns of one slice.
 """
 
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.backend.objective.softmax import Scratch, Softmax
+
+Implementation = Literal["chunked", "triton"]
+"""``chunked``: PyTorch's products and element-wise operations, a slice at a time. ``triton``: kernels that
+keep logits in registers (``head_kernels``); only their gradient is written, in the operands' dtype."""
 
 SLICE_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}
 """Logits per slice; they are held in float32 and twice over. On a CPU they fit its caches (8 MB), on a GPU
@@ -33,40 +38,72 @@ KEPT_BYTES = 192 * 2**20
 with a vocabulary of 152 k."""
 
 
-def fused_logprob(
-    hidden_TH: Tensor,
-    weight_VH: Tensor,
-    target_T: Tensor,
-    *,
-    temperature: float,
-    vocab: int,
-    group: dist.ProcessGroup | None = None,
-    float32_logits: bool = False,
-    entropy_gradient: bool = False,
-    weight_grad: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return log-probs (differentiable) and entropies of ``target_T`` at ``temperature``, float32 [T].
+@dataclass(frozen=True)
+class HeadOptions:
+    """Settings of a head that its tokens share.
 
-    The logits hidden @ weight.T never exist as a whole, neither forward nor backward.
-
-    weight_VH: this rank's rows of the LM head, of the dtype of ``hidden_TH``. vocab: the true size of the
-    vocabulary; rows past it are padding, with probability 0 and no gradient. group: the tensor-parallel
-    group, None if the weight is whole. The gradient of ``hidden_TH`` is this rank's part; the code that
-    spread the hidden states (Megatron's regions) sums it over the group.
-
-    float32_logits: do not round the logits to the dtype of the operands. The products of the backward pass
-    have that dtype either way. entropy_gradient: make the entropies differentiable too.
+    vocab: the true size of the vocabulary; rows of the weight past it are padding, with probability 0 and no
+    gradient. group: the tensor-parallel group, None if the weight is whole. float32_logits: do not round the
+    logits to the dtype of the operands; the products of the backward pass have that dtype either way.
     weight_grad [V, H]: buffer to which the gradient of the weight is added; autograd then gets none for the
     weight, and no tensor of the weight's size is allocated.
     """
-    waits = torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad)
-    head = _Head(
-        temperature=temperature,
-        held=columns_of_rank(weight_VH.shape[0], vocab, group),
-        logits_dtype=torch.float32 if float32_logits else hidden_TH.dtype,
-        kept_bytes=KEPT_BYTES if waits else 0,
-    )
-    return _fused.apply(hidden_TH, weight_VH, target_T, head, group, entropy_gradient, weight_grad)
+
+    temperature: float
+    vocab: int
+    group: dist.ProcessGroup | None = None
+    float32_logits: bool = False
+    weight_grad: Tensor | None = None
+    implementation: Implementation = "chunked"
+
+
+def fused_logprob(hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor, options: HeadOptions) -> Tensor:
+    """Return log-probs (differentiable) of ``target_T`` at the options' temperature, float32 [T].
+
+    The logits hidden @ weight.T never exist as a whole, neither forward nor backward.
+
+    weight_VH: this rank's rows of the LM head, of the dtype of ``hidden_TH``. The gradient of ``hidden_TH``
+    is this rank's part; the code that spread the hidden states (Megatron's regions) sums it over the group.
+    """
+    return _apply(hidden_TH, weight_VH, target_T, options, "none")[0]
+
+
+def fused_logprob_and_entropy(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    target_T: Tensor,
+    options: HeadOptions,
+    *,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return log-probs as ``fused_logprob`` does, and entropies, float32 [T].
+
+    entropy_gradient: make the entropies differentiable too.
+    """
+    entropy = "gradient" if entropy_gradient else "value"
+    return cast("tuple[Tensor, Tensor]", _apply(hidden_TH, weight_VH, target_T, options, entropy))
+
+
+_Entropy = Literal["none", "value", "gradient"]
+
+
+def _apply(
+    hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor, options: HeadOptions, entropy: _Entropy
+) -> tuple[Tensor, Tensor | None]:
+    held = columns_of_rank(weight_VH.shape[0], options.vocab, options.group)
+    softmax = Softmax(target_T, held, options.temperature, entropy=entropy != "none")
+    if options.implementation == "triton":
+        head: _Head = _TritonHead(hidden_TH.detach(), weight_VH.detach(), softmax, len(held), options)
+    else:
+        waits = torch.is_grad_enabled() and (hidden_TH.requires_grad or weight_VH.requires_grad)
+        head = _ChunkedHead(
+            softmax,
+            columns=len(held),
+            logits_dtype=torch.float32 if options.float32_logits else hidden_TH.dtype,
+            blocks=1 if entropy == "none" else 2,
+            kept_bytes=KEPT_BYTES if waits else 0,
+        )
+    return _fused.apply(hidden_TH, weight_VH, _Call(softmax, head, options, entropy))
 
 
 def columns_of_rank(columns: int, vocab: int, group: dist.ProcessGroup | None) -> range:
@@ -75,38 +112,131 @@ def columns_of_rank(columns: int, vocab: int, group: dist.ProcessGroup | None) -
     return range(first, max(first, min(first + columns, vocab)))
 
 
-class _Head:
+class _Head(Protocol):
     """The logits of hidden states, in slices of the vocabulary."""
 
-    def __init__(
-        self, *, temperature: float, held: range, logits_dtype: torch.dtype, kept_bytes: int
-    ) -> None:
-        self.temperature = temperature
-        self.held = held
-        self._dtype = logits_dtype
-        self._room = kept_bytes
-        self._kept: dict[int, Tensor] = {}
+    def accumulate(self, hidden_TH: Tensor, weight_VH: Tensor) -> None:
+        """Add all logits to the softmax."""
+        ...
+
+    def gradient(
+        self,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        columns: slice,
+        grad_T: Tensor,
+        entropy_grad_T: Tensor | None,
+    ) -> Tensor:
+        """Return the gradient with respect to the logits of a slice, [T, v], in the dtype of the operands."""
+        ...
+
+    def slices(self, hidden_TH: Tensor) -> list[slice]: ...
+
+
+def _slices(hidden_TH: Tensor, columns: int) -> list[slice]:
+    tokens = len(hidden_TH)
+    if not tokens:
+        return []
+    width = max(MIN_COLUMNS, SLICE_ELEMENTS[hidden_TH.device.type] // tokens)
+    return [slice(first, min(first + width, columns)) for first in range(0, columns, width)]
+
+
+@dataclass
+class _ChunkedHead:
+    softmax: Softmax
+    columns: int
+    logits_dtype: torch.dtype
+    blocks: int
+    """Blocks of scratch memory of the forward pass."""
+    kept_bytes: int
+    """Room for logits that wait for the backward pass."""
+    _kept: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    _scratch: Scratch | None = None
 
     def slices(self, hidden_TH: Tensor) -> list[slice]:
-        tokens = len(hidden_TH)
-        if not tokens:
-            return []
-        columns = max(MIN_COLUMNS, SLICE_ELEMENTS[hidden_TH.device.type] // tokens)
-        count = -(-len(self.held) // columns)
-        return [slice(i * columns, min((i + 1) * columns, len(self.held))) for i in range(count)]
+        return _slices(hidden_TH, self.columns)
 
-    def logits(self, hidden_TH: Tensor, weight_VH: Tensor, columns: slice) -> Tensor:
+    def accumulate(self, hidden_TH: Tensor, weight_VH: Tensor) -> None:
+        slices = self.slices(hidden_TH)
+        scratch = _scratch_for(slices, hidden_TH, self.blocks)
+        for columns in slices:
+            self.softmax.add(self._logits(hidden_TH, weight_VH, columns), scratch, columns.start)
+
+    def gradient(
+        self,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        columns: slice,
+        grad_T: Tensor,
+        entropy_grad_T: Tensor | None,
+    ) -> Tensor:
+        logits_Tv = self._logits(hidden_TH, weight_VH, columns)
+        slices = self.slices(hidden_TH)
+        if self._scratch is None:
+            self._scratch = _scratch_for(slices, hidden_TH, 1 if entropy_grad_T is None else 2)
+        d_Tv = self.softmax.gradient(logits_Tv, self._scratch, columns.start, grad_T, entropy_grad_T)
+        if columns == slices[-1]:
+            self._scratch = None
+        return d_Tv.to(hidden_TH.dtype)
+
+    def _logits(self, hidden_TH: Tensor, weight_VH: Tensor, columns: slice) -> Tensor:
         """Return the logits of a slice, [T, v]. Kept after the first call if there is room, given away after
         the second.
         """
         kept = self._kept.pop(columns.start, None)
         if kept is not None:
             return kept
-        logits_Tv = _product(hidden_TH, weight_VH[columns].T, self._dtype)
-        if logits_Tv.nbytes <= self._room:
-            self._room -= logits_Tv.nbytes
+        logits_Tv = _product(hidden_TH, weight_VH[columns].T, self.logits_dtype)
+        if logits_Tv.nbytes <= self.kept_bytes:
+            self.kept_bytes -= logits_Tv.nbytes
             self._kept[columns.start] = logits_Tv
         return logits_Tv
+
+
+class _TritonHead:
+    def __init__(
+        self, hidden_TH: Tensor, weight_VH: Tensor, softmax: Softmax, columns: int, options: HeadOptions
+    ) -> None:
+        # Triton is only installed where it can be used.
+        from slipstream.backend.objective.head_kernels import HeadKernels
+
+        self._softmax, self._columns = softmax, columns
+        self._kernels = HeadKernels(
+            hidden_TH,
+            weight_VH,
+            softmax.local_T,
+            columns=columns,
+            temperature=options.temperature,
+            rounded=not options.float32_logits,
+        )
+
+    def slices(self, hidden_TH: Tensor) -> list[slice]:
+        return _slices(hidden_TH, self._columns)
+
+    def accumulate(self, hidden_TH: Tensor, weight_VH: Tensor) -> None:
+        self._softmax.add_partials(*self._kernels.partials(entropy=self._softmax.has_entropy))
+
+    def gradient(
+        self,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        columns: slice,
+        grad_T: Tensor,
+        entropy_grad_T: Tensor | None,
+    ) -> Tensor:
+        peak_T, log_total_T = self._softmax.normalizer()
+        entropy = None if entropy_grad_T is None else (self._softmax.entropy(), entropy_grad_T)
+        return self._kernels.gradient(columns, peak_T, log_total_T, grad_T, entropy)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of the head, without the tensors that autograd follows."""
+
+    softmax: Softmax
+    head: _Head
+    options: HeadOptions
+    entropy: _Entropy
 
 
 class _Context(Protocol):
@@ -118,34 +248,19 @@ class _Context(Protocol):
     def save_for_backward(self, *tensors: Tensor) -> None: ...
     def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
 
-    softmax: Softmax
-    head: _Head
-    entropy_gradient: bool
-    weight_grad: Tensor | None
+    call: _Call
 
 
 class _FusedLogProb(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Context,
-        hidden_TH: Tensor,
-        weight_VH: Tensor,
-        target_T: Tensor,
-        head: _Head,
-        group: dist.ProcessGroup | None,
-        entropy_gradient: bool,
-        weight_grad: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        softmax = Softmax(target_T, head.held, head.temperature)
-        slices = head.slices(hidden_TH)
-        scratch = _scratch_for(slices, hidden_TH)
-        for columns in slices:
-            softmax.add(head.logits(hidden_TH, weight_VH, columns), scratch, columns.start)
-        logp_T, entropy_T = softmax.reduce(group)
+        ctx: _Context, hidden_TH: Tensor, weight_VH: Tensor, call: _Call
+    ) -> tuple[Tensor, Tensor | None]:
+        call.head.accumulate(hidden_TH, weight_VH)
+        logp_T, entropy_T = call.softmax.reduce(call.options.group)
         ctx.save_for_backward(hidden_TH, weight_VH)
-        ctx.softmax, ctx.head = softmax, head
-        ctx.entropy_gradient, ctx.weight_grad = entropy_gradient, weight_grad
-        if not entropy_gradient:
+        ctx.call = call
+        if entropy_T is not None and call.entropy != "gradient":
             ctx.mark_non_differentiable(entropy_T)
         return logp_T, entropy_T
 
@@ -153,49 +268,37 @@ class _FusedLogProb(torch.autograd.Function):
     def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_VH = ctx.saved_tensors
         grad_T, entropy_grad_T = grads
+        call, head = ctx.call, ctx.call.head
         for_hidden, for_weight, *_ = ctx.needs_input_grad
         hidden_grad = hidden_TH.new_zeros(hidden_TH.shape, dtype=torch.float32) if for_hidden else None
-        weight_grad = ctx.weight_grad
+        weight_grad = call.options.weight_grad
         if for_weight and weight_grad is None:
             weight_grad = torch.zeros_like(weight_VH)
-        slices = ctx.head.slices(hidden_TH)
-        scratch = _scratch_for(slices, hidden_TH)
-        for columns in slices:
-            logits_Tv = ctx.head.logits(hidden_TH, weight_VH, columns)
-            entropy_grad = entropy_grad_T if ctx.entropy_gradient else None
-            d_Tv = ctx.softmax.gradient(logits_Tv, scratch, columns.start, grad_T, entropy_grad)
-            d_Tv = d_Tv.to(hidden_TH.dtype)
+        for columns in head.slices(hidden_TH):
+            entropy_grad = entropy_grad_T if call.entropy == "gradient" else None
+            d_Tv = head.gradient(hidden_TH, weight_VH, columns, grad_T, entropy_grad)
             if hidden_grad is not None:
                 _add_product(hidden_grad, d_Tv, weight_VH[columns])
             if for_weight and weight_grad is not None:
                 _add_product(weight_grad[columns], d_Tv.T, hidden_TH)
         if hidden_grad is not None:
             hidden_grad = hidden_grad.to(hidden_TH.dtype)
-        return hidden_grad, weight_grad if ctx.weight_grad is None else None, None, None, None, None, None
+        return hidden_grad, weight_grad if call.options.weight_grad is None else None, None
 
 
 class _Fused(Protocol):
     """A typed view of ``_FusedLogProb``: torch's ``apply`` has no types."""
 
     @staticmethod
-    def apply(
-        hidden_TH: Tensor,
-        weight_VH: Tensor,
-        target_T: Tensor,
-        head: _Head,
-        group: dist.ProcessGroup | None,
-        entropy_gradient: bool,
-        weight_grad: Tensor | None,
-        /,
-    ) -> tuple[Tensor, Tensor]: ...
+    def apply(hidden_TH: Tensor, weight_VH: Tensor, call: _Call, /) -> tuple[Tensor, Tensor | None]: ...
 
 
 _fused: _Fused = _FusedLogProb
 
 
-def _scratch_for(slices: list[slice], hidden_TH: Tensor) -> Scratch:
+def _scratch_for(slices: list[slice], hidden_TH: Tensor, blocks: int) -> Scratch:
     widest = max((s.stop - s.start for s in slices), default=0)
-    return Scratch(len(hidden_TH) * widest, hidden_TH.device)
+    return Scratch(len(hidden_TH) * widest, hidden_TH.device, blocks)
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

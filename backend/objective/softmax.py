@@ -16,51 +16,87 @@ FLOOR = -1e3
 
 
 class Softmax:
-    """Log-probs and entropies of ``target_T``, from blocks of this rank's logits.
+    """Log-probs of ``target_T``, and entropies if asked for, from blocks of this rank's logits.
 
     ``add`` every block, ``reduce`` once, then ask for the gradients of blocks.
     """
 
-    def __init__(self, target_T: Tensor, columns: range, temperature: float) -> None:
+    def __init__(self, target_T: Tensor, columns: range, temperature: float, *, entropy: bool = True) -> None:
         """columns: the part of the vocabulary that this rank holds, without padding."""
         self._temperature = temperature
-        self._local_T = target_T - columns.start
-        self._mine_T = (self._local_T >= 0) & (self._local_T < len(columns))
+        self.has_entropy = entropy
+        self.local_T = target_T - columns.start
+        """The targets as columns of this rank."""
+        self._mine_T = (self.local_T >= 0) & (self.local_T < len(columns))
         self._peak_T = target_T.new_full(target_T.shape, torch.finfo(torch.float32).min, dtype=torch.float32)
-        # Sums over the columns: exp, exp * distance to the peak, x of the target.
-        self._sums_3T = self._peak_T.new_zeros(3, len(target_T))
+        # Sums over the columns: exp, x of the target, and for entropies exp * distance to the peak.
+        self._sums_kT = self._peak_T.new_zeros(3 if entropy else 2, len(target_T))
 
     def add(self, logits_Tv: Tensor, scratch: "Scratch", first: int) -> None:
         """Add a block; ``first`` is its first column among this rank's."""
         x_Tv = self._scaled(logits_Tv, scratch)
-        total_T, weighted_T, chosen_T = self._sums_3T
+        total_T, chosen_T = self._sums_kT[:2]
         column_T, here_T = self._places(first, x_Tv.shape[-1])
         chosen_T += torch.where(here_T, x_Tv.gather(-1, column_T[:, None])[:, 0], 0.0)
         peak_T = torch.maximum(self._peak_T, x_Tv.amax(-1))
         self._move_peak(peak_T)
         x_Tv.sub_(peak_T[:, None]).clamp_(min=FLOOR)
+        if not self.has_entropy:
+            total_T += x_Tv.exp_().sum(-1)
+            return
         exp_Tv = torch.exp(x_Tv, out=scratch.second(x_Tv.shape))
         total_T += exp_Tv.sum(-1)
-        weighted_T += exp_Tv.mul_(x_Tv).sum(-1)
+        self._sums_kT[2] += exp_Tv.mul_(x_Tv).sum(-1)
+
+    def add_partials(self, peak_ST: Tensor, total_ST: Tensor, weighted_ST: Tensor, chosen_ST: Tensor) -> None:
+        """Add S blocks at once, of which each row has the sums over one block.
+
+        weighted_ST: sums of exp * distance to the block's peak; they are read for entropies alone.
+        """
+        if not len(peak_ST):
+            return
+        peak_T = torch.maximum(self._peak_T, peak_ST.amax(0))
+        self._move_peak(peak_T)
+        lower_ST = (peak_ST - peak_T).clamp_(min=FLOOR)
+        shrink_ST = lower_ST.exp()
+        self._sums_kT[0] += (total_ST * shrink_ST).sum(0)
+        self._sums_kT[1] += chosen_ST.sum(0)
+        if self.has_entropy:
+            self._sums_kT[2] += ((weighted_ST + lower_ST * total_ST) * shrink_ST).sum(0)
 
     def _move_peak(self, peak_T: Tensor) -> None:
-        total_T, weighted_T, _ = self._sums_3T
+        total_T = self._sums_kT[0]
         lower_T = (self._peak_T - peak_T).clamp_(min=FLOOR)
-        weighted_T.add_(lower_T * total_T).mul_(lower_T.exp())
+        if self.has_entropy:
+            self._sums_kT[2].add_(lower_T * total_T).mul_(lower_T.exp())
         total_T.mul_(lower_T.exp())
         self._peak_T = peak_T
 
-    def reduce(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies over the columns of all ranks. Communicates one MAX and one SUM."""
+    def reduce(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor | None]:
+        """Return log-probs, and entropies if asked for, over the columns of all ranks.
+
+        Communicates one MAX and one SUM.
+        """
         if group is not None:
             peak_T = self._peak_T.clone()
             typed_dist.all_reduce(peak_T, dist.ReduceOp.MAX, group)
             self._move_peak(peak_T)
-            typed_dist.all_reduce(self._sums_3T, dist.ReduceOp.SUM, group)
-        total_T, weighted_T, chosen_T = self._sums_3T
+            typed_dist.all_reduce(self._sums_kT, dist.ReduceOp.SUM, group)
+        total_T, chosen_T = self._sums_kT[:2]
         self._log_total_T = total_T.log()
-        self._entropy_T = self._log_total_T - weighted_T / total_T
-        return chosen_T - self._peak_T - self._log_total_T, self._entropy_T.clone()
+        logp_T = chosen_T - self._peak_T - self._log_total_T
+        if not self.has_entropy:
+            return logp_T, None
+        self._entropy_T = self._log_total_T - self._sums_kT[2] / total_T
+        return logp_T, self._entropy_T.clone()
+
+    def normalizer(self) -> tuple[Tensor, Tensor]:
+        """Return the largest x of each token, and the logarithm of the sum of exp of the distances to it."""
+        return self._peak_T, self._log_total_T
+
+    def entropy(self) -> Tensor:
+        """Return the entropies, which ``reduce`` has computed."""
+        return self._entropy_T
 
     def gradient(
         self,
@@ -76,7 +112,7 @@ class Softmax:
         """
         grad_T = grad_T / self._temperature
         x_Tv = self._scaled(logits_Tv, scratch).sub_(self._peak_T[:, None]).clamp_(min=FLOOR)
-        scale_T = -1 / self._sums_3T[0]
+        scale_T = -1 / self._sums_kT[0]
         if entropy_grad_T is None:
             d_Tv = x_Tv.exp_().mul_((scale_T * grad_T)[:, None])
         else:
@@ -95,15 +131,15 @@ class Softmax:
 
     def _places(self, first: int, columns: int) -> tuple[Tensor, Tensor]:
         """Return the columns of the targets, clamped into a block, and True where a target is in it."""
-        column_T = self._local_T - first
+        column_T = self.local_T - first
         return column_T.clamp(0, columns - 1), self._mine_T & (column_T >= 0) & (column_T < columns)
 
 
 class Scratch:
-    """Two float32 blocks of memory that every block of logits uses in turn."""
+    """Float32 blocks of memory that every block of logits uses in turn; two with entropies, else one."""
 
-    def __init__(self, elements: int, device: torch.device) -> None:
-        self._blocks = torch.empty(2, elements, dtype=torch.float32, device=device)
+    def __init__(self, elements: int, device: torch.device, blocks: int = 2) -> None:
+        self._blocks = torch.empty(blocks, elements, dtype=torch.float32, device=device)
 
     def first(self, shape: torch.Size) -> Tensor:
         return self._blocks[0, : shape.numel()].view(shape)

@@ -28,19 +28,19 @@ def both_ways(rank: RankSpec, folders: list[Path], parallel: dict, dtype: str):
     actor = ActorConfig.model_validate({"parallel": parallel})
     device = initialize(rank, actor.parallel, seed=0, timeout_s=60)
     from megatron.core import parallel_state
-    from megatron.core.packed_seq_params import PackedSeqParams
 
     from benchmarks.given_logits import vocab_parallel_logprob
     from slipstream.backend.megatron import head, model
+    from slipstream.backend.megatron.device_batch import pack
+    from slipstream.backend.objective.logprob import fused_logprob_and_entropy
     from slipstream.bridge.families import model_spec
 
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCAB, (TOKENS,), generator=generator).to(device)
     index = torch.tensor([2, 3, 9, 10, 11, 20], device=device)
     grad = torch.randn(len(index), generator=generator).to(device)
-    cu_seqlens = torch.tensor([0, 7, TOKENS], dtype=torch.int32, device=device)
     positions = torch.cat([torch.arange(7), torch.arange(TOKENS - 7)]).to(device)
-    packed = PackedSeqParams("thd", cu_seqlens, cu_seqlens, None, None, TOKENS, TOKENS)
+    packed = pack(np.array([0, 7, TOKENS]), device)
     tensor_group = parallel_state.get_tensor_model_parallel_group() if parallel else None
 
     def of_logits(part, logits):
@@ -49,7 +49,8 @@ def both_ways(rank: RankSpec, folders: list[Path], parallel: dict, dtype: str):
 
     def of_hidden(part, hidden):
         options = {"temperature": TEMPERATURE, "vocab": VOCAB, "float32_logits": False}
-        return head.logprob_and_entropy(part, hidden, index, ids[index + 1], **options)
+        inputs = head.head_inputs(part, hidden, index, ids[index + 1], implementation="chunked", **options)
+        return fused_logprob_and_entropy(*inputs)
 
     found = []
     for folder in folders:

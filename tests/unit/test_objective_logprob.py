@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.given_logits import vocab_parallel_logprob
 from slipstream.backend.objective import logprob
-from slipstream.backend.objective.logprob import fused_logprob
+from slipstream.backend.objective.logprob import HeadOptions, fused_logprob_and_entropy
 from tests.ranks import run_ranks
 
 
@@ -26,6 +26,13 @@ def reference_of_head(hidden, weight, target, temperature, vocab, grad, entropy_
     logp, entropy = reference(hidden @ weight.T, target, temperature, vocab)
     (logp @ grad.double() + entropy @ entropy_grad.double()).backward()
     return logp.detach(), entropy.detach(), hidden.grad, weight.grad
+
+
+def from_head(hidden, weight, target, *, entropy_gradient=False, **options):
+    """Log-probs and entropies under the options."""
+    return fused_logprob_and_entropy(
+        hidden, weight, target, HeadOptions(**options), entropy_gradient=entropy_gradient
+    )
 
 
 def drawn(seed, tokens, width, vocab, padding=0, scale=1.0, dtype=torch.float32):
@@ -71,7 +78,7 @@ def test_values_and_gradients_are_those_of_whole_float64_logits(
         patch.setattr(logprob, "SLICE_ELEMENTS", {"cpu": 1})
         patch.setattr(logprob, "KEPT_BYTES", kept)
         hidden, weight, target, grad, entropy_grad = drawn(seed, tokens, width, vocab, padding, scale)
-        logp, entropy = fused_logprob(
+        logp, entropy = from_head(
             hidden, weight, target, temperature=temperature, vocab=vocab, entropy_gradient=entropy_gradient
         )
         assert logp.dtype == entropy.dtype == torch.float32
@@ -93,7 +100,7 @@ def test_values_and_gradients_are_those_of_whole_float64_logits(
 def test_a_large_vocabulary_is_within_1e_5_of_float64(columns, slice_columns):
     hidden, weight, target, grad, _ = drawn(3, 24, 64, 20000, scale=2.0)
     columns(slice_columns, tokens=24, kept=10**6)
-    logp, entropy = fused_logprob(hidden, weight, target, temperature=1.0, vocab=20000)
+    logp, entropy = from_head(hidden, weight, target, temperature=1.0, vocab=20000)
     logp.backward(grad)
     expected = reference_of_head(hidden, weight, target, 1.0, 20000, grad, torch.zeros(24))
     for actual, exact_value in zip((logp, entropy, hidden.grad, weight.grad), expected, strict=True):
@@ -104,7 +111,7 @@ def test_float32_logits_of_bfloat16_operands_lose_nothing(columns):
     hidden, weight, target, grad, _ = drawn(4, 20, 48, 3001, scale=2.0, dtype=torch.bfloat16)
     columns(500, tokens=20)
     expected = reference_of_head(hidden, weight, target, 0.7, 3001, grad, torch.zeros(20))
-    exact, entropy = fused_logprob(hidden, weight, target, temperature=0.7, vocab=3001, float32_logits=True)
+    exact, entropy = from_head(hidden, weight, target, temperature=0.7, vocab=3001, float32_logits=True)
     assert (exact.detach().double() - expected[0]).abs().max() < 1e-5
     assert (entropy.double() - expected[1]).abs().max() < 1e-5
     exact.backward(grad)
@@ -112,7 +119,7 @@ def test_float32_logits_of_bfloat16_operands_lose_nothing(columns):
         assert actual.dtype is torch.bfloat16
         assert (actual.double() - exact_value).abs().max() < 2e-2 * exact_value.abs().max()
 
-    rounded, _ = fused_logprob(hidden, weight, target, temperature=0.7, vocab=3001)
+    rounded, _ = from_head(hidden, weight, target, temperature=0.7, vocab=3001)
     logits = (hidden.detach() @ weight.detach().T).double()  # as a bfloat16 head gives them
     of_rounded, _ = reference(logits, target, 0.7, 3001)
     assert (rounded.detach().double() - of_rounded).abs().max() < 1e-5
@@ -123,7 +130,7 @@ def test_the_weights_gradient_can_go_straight_into_a_float32_buffer(columns):
     hidden, weight, target, grad, _ = drawn(5, 6, 8, 50, padding=3)
     buffer = torch.ones(53, 8)
     columns(7, tokens=6)
-    logp, _ = fused_logprob(hidden, weight, target, temperature=0.7, vocab=50, weight_grad=buffer)
+    logp, _ = from_head(hidden, weight, target, temperature=0.7, vocab=50, weight_grad=buffer)
     logp.backward(grad)
     expected = reference_of_head(hidden, weight, target, 0.7, 50, grad, torch.zeros(6))
     assert weight.grad is None
@@ -133,7 +140,7 @@ def test_the_weights_gradient_can_go_straight_into_a_float32_buffer(columns):
 def test_a_frozen_weight_gets_no_gradient(columns):
     hidden, weight, target, grad, _ = drawn(5, 6, 8, 50)
     columns(7, tokens=6)
-    logp, _ = fused_logprob(hidden, weight.detach(), target, temperature=0.7, vocab=50)
+    logp, _ = from_head(hidden, weight.detach(), target, temperature=0.7, vocab=50)
     logp.backward(grad)
     expected = reference_of_head(hidden, weight, target, 0.7, 50, grad, torch.zeros(6))
     torch.testing.assert_close(hidden.grad.double(), expected[2], rtol=1e-5, atol=1e-5)
@@ -143,7 +150,7 @@ def test_a_second_backward_pass_gives_the_same_gradients(columns):
     """Kept logits are gone after the first one."""
     hidden, weight, target, grad, _ = drawn(6, 6, 8, 50)
     columns(7, tokens=6, kept=500)
-    logp, _ = fused_logprob(hidden, weight, target, temperature=0.7, vocab=50)
+    logp, _ = from_head(hidden, weight, target, temperature=0.7, vocab=50)
     once = torch.autograd.grad(logp, (hidden, weight), grad, retain_graph=True)
     twice = torch.autograd.grad(logp, (hidden, weight), grad)
     for first, second in zip(once, twice, strict=True):
@@ -155,7 +162,7 @@ def test_extreme_logits_give_finite_values_and_gradients(columns, scale):
     hidden = (scale * torch.tensor([[1.0, 0.0], [-1.0, 0.5]])).requires_grad_()
     weight = (scale * torch.tensor([[1.0, 1.0], [-1.0, 0.0], [0.5, -1.0]])).requires_grad_()
     columns(1, tokens=2)
-    logp, entropy = fused_logprob(
+    logp, entropy = from_head(
         hidden, weight, torch.tensor([0, 2]), temperature=1.0, vocab=3, entropy_gradient=True
     )
     (logp.sum() + entropy.sum()).backward()
@@ -165,14 +172,16 @@ def test_extreme_logits_give_finite_values_and_gradients(columns, scale):
 
 def test_without_gradients_no_logits_are_kept(columns, monkeypatch):
     made = []
-    init = logprob._Head.__init__
+    init = logprob._ChunkedHead.__init__
     monkeypatch.setattr(
-        logprob._Head, "__init__", lambda self, **options: made.append(self) or init(self, **options)
+        logprob._ChunkedHead,
+        "__init__",
+        lambda self, *args, **options: made.append(self) or init(self, *args, **options),
     )
     hidden, weight, target, *_ = drawn(6, 6, 8, 50)
     columns(7, tokens=6, kept=10**6)
     with torch.no_grad():
-        fused_logprob(hidden, weight, target, temperature=0.7, vocab=50)
+        from_head(hidden, weight, target, temperature=0.7, vocab=50)
     assert not made[0]._kept
 
 
@@ -222,7 +231,7 @@ def on_two_ranks(rank):
     results = []
     for (hidden, weight, target, grad, entropy_grad), vocab in cases():
         mine = weight.detach().chunk(2)[rank.rank].clone().requires_grad_()
-        logp, entropy = fused_logprob(
+        logp, entropy = from_head(
             hidden, mine, target, temperature=0.7, vocab=vocab, group=dist.group.WORLD, entropy_gradient=True
         )
         (logp @ grad + entropy @ entropy_grad).backward()

@@ -1,0 +1,32 @@
+"""The Triton kernels of the LM head, in Triton's interpreter against float64, and compiled for an H100."""
+
+import pytest
+
+from tests.interpreted_head import CASES, printed
+
+SHARED_BYTES = 227 * 1024
+"""Shared memory that one program may have on an H100."""
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, dict[str, float]]:
+    return printed("values", interpreted=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_log_probs_entropies_and_gradients_are_those_of_float64_logits(errors, case: str):
+    rounded = CASES[case].get("dtype") == "bfloat16"
+    entropies = ["entropy"] if CASES[case].get("entropy") != "none" else []
+    names = ["log-prob", *entropies, "gradient of hidden", "gradient of weight"]
+    assert list(errors[case]) == (names if CASES[case]["tokens"] else ["gradient of weight"])
+    for name, error in errors[case].items():
+        # The gradient of bfloat16 logits is rounded to 8 bits, and so is that of its operands.
+        assert error < (1e-2 if rounded and "gradient" in name else 1e-5), name
+
+
+def test_the_kernels_compile_for_an_h100_fit_its_shared_memory_and_use_its_tensor_cores():
+    compiled = printed("compiled", interpreted=False)
+    assert len(compiled) == 4
+    for kernel, figures in compiled.items():
+        assert 0 < figures["shared"] <= SHARED_BYTES, kernel
+        assert figures["wgmma"] > 0 or "fp32" in kernel
