@@ -1,13 +1,41 @@
-"""Shared by all tests: what needs a GPU is skipped where there is none, and nothing else is."""
+"""Shared by all tests: a test runs where the GPUs and packages that it needs are, else it is skipped."""
 
+import importlib.util
 import os
+import re
+from pathlib import Path
 
 import pytest
 
+DEVICES = Path("/dev")
+
+
+def gpus(devices: Path = DEVICES) -> int:
+    """The number of GPUs that this process may use, without loading a driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not devices.is_dir() or not (devices / "nvidiactl").exists():
+        return 0
+    present = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in devices.iterdir())
+    return present if visible is None else min(present, len([name for name in visible.split(",") if name]))
+
+
+def lacking(count: int, packages: tuple[str, ...], present: int) -> str | None:
+    """Why a test that needs ``count`` GPUs and these packages cannot run beside ``present`` GPUs.
+
+    None: it runs. Packages only count on a machine with GPUs: elsewhere the GPUs are the reason.
+    """
+    if present < count:
+        return f"needs {count} GPU{'s' * (count > 1)}, and {present or 'none'} can be used"
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    return f"needs {' and '.join(absent)} beside the GPU" if absent else None
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.path.exists("/dev/nvidiactl"):
-        return
+    present = gpus()
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        # The first one is the closest: a test's own mark comes before its module's.
+        for mark in item.iter_markers("gpu"):
+            reason = lacking(mark.args[0] if mark.args else 1, mark.args[1:], present)
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
+            break
