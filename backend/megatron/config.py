@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from slipstream.backend.megatron.fusions import KernelSupport, chosen_fusions
 from slipstream.bridge.model.geometry import Experts, Geometry, GroupedAttention, LatentAttention
 from slipstream.bridge.model.layout import Layout
 from slipstream.bridge.model.rope import Rope
@@ -74,6 +75,7 @@ def transformer_config(
         "persist_layer_norm": False,
         "gradient_accumulation_fusion": False,  # needs Apex
     } | RECOMPUTE[actor.recompute]
+    settings |= chosen_fusions(geometry, layout.layer_spec, KernelSupport.present(), actor.megatron)
     if layout.pipeline > 1:
         settings |= _pipeline(layout, geometry.n_layers)
     if geometry.experts:

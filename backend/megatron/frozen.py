@@ -8,6 +8,7 @@ from torch import Tensor
 
 from slipstream.backend.batch.micro_batch import MicroBatch
 from slipstream.backend.megatron import head, model
+from slipstream.backend.megatron.fusions import KernelSupport, head_implementation
 from slipstream.backend.megatron.layer_spec import layer_spec
 from slipstream.backend.megatron.packed_model import LanguageModel
 from slipstream.backend.megatron.weights import sharded_weights, take_over
@@ -39,7 +40,11 @@ class FrozenModel:
         for part in self._parts:
             part.requires_grad_(False)
         self._model = LanguageModel(
-            self._parts, device, vocab=spec.geometry.vocab, float32_logits=actor.fp32_lm_head
+            self._parts,
+            device,
+            vocab=spec.geometry.vocab,
+            float32_logits=actor.fp32_lm_head,
+            implementation=head_implementation(actor, KernelSupport.present()),
         )
         self._shards = [dict(part.named_parameters()) for part in self._parts]
         self._waiting = [

@@ -4,10 +4,7 @@ They are packed attention, a norm that supports sequence parallelism, and the do
 attention.
 """
 
-import math
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple, Protocol, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from slipstream.backend.megatron.device_batch import Pack
 from slipstream.backend.megatron.marks import marks_of
 
 
@@ -74,57 +72,6 @@ def copied_to_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> T
     return copy
 
 
-def length_classes(cu_seqlens: list[int]) -> list[list[tuple[int, int]]]:
-    """Return the segments of a pack as (start, end), grouped by powers of two of their length.
-
-    Padding the segments of one class to the longest of them at most doubles their tokens.
-
-    >>> length_classes([0, 3, 7, 20])
-    [[(0, 3), (3, 7)], [(7, 20)]]
-    """
-    classes: dict[int, list[tuple[int, int]]] = {}
-    for start, end in pairwise(cu_seqlens):
-        if end > start:
-            classes.setdefault(math.ceil(math.log2(end - start)), []).append((start, end))
-    return list(classes.values())
-
-
-@dataclass(frozen=True)
-class _Unpacking:
-    """Places of the tokens of one length class: N segments padded to L tokens."""
-
-    gather_NL: Tensor
-    """Index into the pack of every padded place; padding repeats the segment's last token."""
-    inside_NL: Tensor
-    """True if the place is a token of the segment."""
-
-
-class _Unpackings(NamedTuple):
-    classes: list[_Unpacking]
-    order: Tensor
-    """Order that restores the pack from the tokens of the classes."""
-
-
-class _WithUnpackings(Protocol):
-    slipstream_unpackings: _Unpackings
-
-
-def _unpackings(packed: PackedSeqParams) -> _Unpackings:
-    """Return the length classes of a pack. They are kept on the pack itself: every layer needs the same."""
-    known: _Unpackings | None = getattr(packed, "slipstream_unpackings", None)
-    if known is None:
-        classes: list[_Unpacking] = []
-        for segments in length_classes(packed.cu_seqlens_q.tolist()):
-            starts, ends = torch.tensor(segments, device=packed.cu_seqlens_q.device).unbind(1)
-            steps = torch.arange(int((ends - starts).max()), device=starts.device)
-            place_NL = starts[:, None] + steps
-            inside_NL = place_NL < ends[:, None]
-            classes.append(_Unpacking(torch.minimum(place_NL, ends[:, None] - 1), inside_NL))
-        order = torch.cat([u.gather_NL[u.inside_NL] for u in classes]).argsort()
-        known = cast("_WithUnpackings", packed).slipstream_unpackings = _Unpackings(classes, order)
-    return known
-
-
 class PackedAttention(MegatronModule):
     """Causal attention within each segment of a pack (THD), by scaled_dot_product_attention.
 
@@ -157,20 +104,23 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """query [T, heads, d], key and value [T, groups, d] -> [T, heads * d]."""
-        if packed_seq_params is None:
-            raise ValueError("PackedAttention takes packed sequences only")
+        unpacked = packed_seq_params.unpacked if isinstance(packed_seq_params, Pack) else None
+        if unpacked is None:
+            raise ValueError("PackedAttention takes packs that are made for the local layer spec only")
         grouped = query.shape[1] != key.shape[1]
-        unpackings = _unpackings(packed_seq_params)
+        sizes = [rows * width for rows, width in unpacked.shapes]
+        # index_select, because the backward pass of fancy indexing is serial on a CPU, and a selection by a
+        # mask makes the host wait for a GPU
+        by_class = zip(
+            unpacked.shapes,
+            *(part.index_select(0, unpacked.gather).split(sizes) for part in (query, key, value)),
+            strict=True,
+        )
         attended: list[Tensor] = []
-        for unpacking in unpackings.classes:
-            shape = unpacking.gather_NL.shape
-            flat = unpacking.gather_NL.flatten()
-            # index_select, because the backward pass of fancy indexing is serial on a CPU
-            q, k, v = (
-                part.index_select(0, flat).unflatten(0, shape).transpose(1, 2) for part in (query, key, value)
-            )
+        for shape, *padded in by_class:
+            q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in padded)
             output = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
             )
-            attended.append(output.transpose(1, 2)[unpacking.inside_NL])
-        return torch.cat(attended).index_select(0, unpackings.order).flatten(1)
+            attended.append(output.transpose(1, 2).flatten(0, 1))
+        return torch.cat(attended).index_select(0, unpacked.restore_T).flatten(1)

@@ -121,6 +121,7 @@ def _build_part(
     )
     if spec.gives_values and part.post_process:
         part.output_layer = cast("ColumnParallelLinear", ValueHead(config))
+    _share_rotary_embeddings(part)
     for module in list(part.modules()):
         if type(module) is RotaryEmbedding:
             frequencies = geometry.rope.frequencies(geometry.rotated_dim)
@@ -135,6 +136,16 @@ def _build_part(
             # ``expert_tensor`` unlike ``tensor``, their gradients would be summed over the wrong ranks.
             marks_of(parameter).allreduce = False
     return part
+
+
+def _share_rotary_embeddings(part: GPTModel) -> None:
+    """Let the layers of latent attention share one rotary embedding, as those of other attention do.
+
+    Megatron gives each layer its own, which computes the same angles again for every micro-batch.
+    """
+    attentions = [module for module in part.modules() if isinstance(module, MLASelfAttention)]
+    for attention in attentions[1:]:
+        attention.rotary_pos_emb = attentions[0].rotary_pos_emb
 
 
 def _mark(module: VocabParallelEmbedding | ColumnParallelLinear | RowParallelLinear) -> None:

@@ -4,17 +4,22 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar, cast
 
-import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from slipstream.backend.batch.context_parallel import ContextShare, share_of
 from slipstream.backend.batch.micro_batch import MicroBatch
 from slipstream.backend.megatron import context, head
+from slipstream.backend.megatron.device_batch import DeviceBatch, moved_together, on_device
 from slipstream.backend.megatron.groups import groups
+from slipstream.backend.megatron.local_layers import PackedAttention
+from slipstream.backend.objective.logprob import (
+    Implementation,
+    fused_logprob,
+    fused_logprob_and_entropy,
+)
 
 R = TypeVar("R")
 
@@ -32,6 +37,11 @@ class PackedModel:
     def __init__(self, parts: Sequence[torch.nn.Module], device: torch.device) -> None:
         self.parts = list(parts)
         self._device = device
+        self._unpacks = any(
+            isinstance(module, PackedAttention) for part in parts for module in part.modules()
+        )
+        self._on_device: dict[int, DeviceBatch] = {}
+        self._in_pass = False
 
     def train(self, microbatches: Sequence[MicroBatch], heads: Sequence[LossHead[R]]) -> list[R]:
         """Run forward and backward passes, and return the results of the heads.
@@ -65,6 +75,7 @@ class PackedModel:
         forward_only: bool,
     ) -> list[object]:
         head_of = dict(zip(map(id, microbatches), heads, strict=True))
+        self._in_pass = True
 
         def forward(
             iterator: Iterator[MicroBatch], part: torch.nn.Module
@@ -72,53 +83,55 @@ class PackedModel:
             micro = next(iterator)
             return self._forward(micro, part), head_of[id(micro)]
 
-        return get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=[iter(microbatches) for _ in self.parts],
-            model=self.parts,
-            num_microbatches=len(microbatches),
-            seq_length=max(len(micro.tokens_T) for micro in microbatches),
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
+        try:
+            return get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=[iter(microbatches) for _ in self.parts],
+                model=self.parts,
+                num_microbatches=len(microbatches),
+                seq_length=max(len(micro.tokens_T) for micro in microbatches),
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+        finally:
+            self._in_pass = False
+            self._on_device.clear()
 
-    def tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+    def on_device(self, micro: MicroBatch) -> DeviceBatch:
+        """Return a micro-batch on the device.
 
-    def count(self, micro: MicroBatch) -> Tensor:
-        """Return the number of tokens with loss that this rank predicts, which Megatron sums over ranks."""
-        return torch.tensor(len(self._share(micro).index_m), dtype=torch.int, device=self._device)
+        It is copied at its first use in a pass over micro-batches and dropped at the end of that pass.
+        """
+        known = self._on_device.get(id(micro))
+        if known is None:
+            known = on_device(micro, self._share(micro), self._device, unpacks=self._unpacks)
+            if self._in_pass:
+                self._on_device[id(micro)] = known
+        return known
+
+    def moved_together(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return ``tensors`` in float32 on the device, where those on the host travel in one copy."""
+        return moved_together(tensors, self._device)
 
     def gathered(self, micro: MicroBatch, local_m: Tensor) -> Tensor:
         """Return the values [M] of all ranks' tokens with loss, of which this rank has ``local_m``."""
-        share = self._share(micro)
-        if len(share.counts) == 1:
+        batch = self.on_device(micro)
+        if len(batch.counts) == 1:
             return local_m
-        group = groups.get_context_parallel_group()
-        return context.gathered(local_m, share.counts, self.tensor(share.order_M), group)
+        return context.gathered(local_m, batch.counts, batch.order_M, groups.get_context_parallel_group())
 
     def _share(self, micro: MicroBatch) -> ContextShare:
         size = groups.get_context_parallel_world_size()
         return share_of(micro, size, groups.get_context_parallel_rank())
 
     def _forward(self, micro: MicroBatch, part: torch.nn.Module) -> Tensor:
-        cu_seqlens = self.tensor(micro.cu_seqlens)
-        share = self._share(micro)
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=micro.longest,
-            max_seqlen_kv=micro.longest,
-        )
-        if len(share.counts) > 1:
-            packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = cu_seqlens
+        batch = self.on_device(micro)
         return part(
-            input_ids=self.tensor(share.tokens_t)[None],
-            position_ids=self.tensor(share.position_t)[None],
+            input_ids=batch.tokens_t[None],
+            position_ids=batch.position_t[None],
             attention_mask=None,
-            packed_seq_params=packed,
+            packed_seq_params=batch.pack,
         )
 
 
@@ -135,7 +148,7 @@ def _without_flag(
 class LanguageModel(PackedModel):
     """A model that gives log-probs of the tokens that carry loss. Its last part ends in hidden states.
 
-    vocab: the true size of the vocabulary. float32_logits: as in ``fused_logprob``.
+    vocab: the true size of the vocabulary. float32_logits, implementation: as in ``HeadOptions``.
     """
 
     def __init__(
@@ -145,16 +158,19 @@ class LanguageModel(PackedModel):
         *,
         vocab: int,
         float32_logits: bool,
+        implementation: Implementation,
     ) -> None:
         super().__init__(parts, device)
         self._vocab = vocab
         self._float32_logits = float32_logits
+        self._implementation: Implementation = implementation
 
     def log_probs(self, microbatches: Sequence[MicroBatch], temperature: float) -> list[Tensor | None]:
         """Return log-probs [M] of every micro-batch; None except on the last pipeline stage."""
 
         def logp_of(micro: MicroBatch, hidden_1TH: Tensor) -> Tensor:
-            return self.logprob_and_entropy(micro, hidden_1TH, temperature)[0]
+            logp_m = fused_logprob(*self._head_inputs(micro, hidden_1TH, temperature))
+            return self.gathered(micro, logp_m)
 
         return self.evaluate(microbatches, logp_of)
 
@@ -170,18 +186,22 @@ class LanguageModel(PackedModel):
 
         entropy_gradient: make the entropies differentiable.
         """
-        last, share = self.parts[-1], self._share(micro)
-        logp_m, entropy_m = head.logprob_and_entropy(
+        inputs = self._head_inputs(micro, hidden_1TH, temperature)
+        logp_m, entropy_m = fused_logprob_and_entropy(*inputs, entropy_gradient=entropy_gradient)
+        return self.gathered(micro, logp_m), self.gathered(micro, entropy_m)
+
+    def _head_inputs(self, micro: MicroBatch, hidden_1TH: Tensor, temperature: float) -> head.HeadInputs:
+        last, batch = self.parts[-1], self.on_device(micro)
+        return head.head_inputs(
             cast("GPTModel", getattr(last, "module", last)),
             hidden_1TH,
-            self.tensor(share.index_m),
-            self.tensor(share.target_m),
+            batch.index_m,
+            batch.target_m,
             temperature=temperature,
             vocab=self._vocab,
             float32_logits=self._float32_logits,
-            entropy_gradient=entropy_gradient,
+            implementation=self._implementation,
         )
-        return self.gathered(micro, logp_m), self.gathered(micro, entropy_m)
 
 
 class ValueModel(PackedModel):
@@ -193,5 +213,5 @@ class ValueModel(PackedModel):
 
     def values_of(self, micro: MicroBatch, output_1T1: Tensor) -> Tensor:
         """Return values [M] from the output of the last stage."""
-        index_m = self.tensor(self._share(micro).index_m)
+        index_m = self.on_device(micro).index_m
         return self.gathered(micro, output_1T1[0, :, 0].index_select(0, index_m))

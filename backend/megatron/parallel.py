@@ -38,6 +38,9 @@ def initialize(spec: RankSpec, parallel: ParallelConfig, *, seed: int, timeout_s
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+    from slipstream.backend.megatron import rotation
+
+    rotation.install()
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(0)  # Ray shows each rank only its own GPU

@@ -87,7 +87,7 @@ class Critic:
                 )
             ]
         )
-        return loss_M.sum(), self._model.count(item.micro), sums
+        return loss_M.sum(), self._model.on_device(item.micro).count, sums
 
 
 def _faults(minibatch: Sequence[PreparedMicroBatch]) -> Faults:

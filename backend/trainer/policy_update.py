@@ -71,10 +71,11 @@ def _loss(
     """
     micro, scores, targets = item.micro, item.scores, item.targets
     assert targets is not None  # only the last stage, which has targets, computes a loss
+    batch = policy.on_device(micro)
     logp_M, entropy_M = policy.logprob_and_entropy(
         micro, hidden, temperature, entropy_gradient=actor.entropy_bonus > 0
     )
-    behaviour_M, lag_M = policy.tensor(micro.behaviour_logp_M), policy.tensor(micro.lag_M)
+    behaviour_M, lag_M = batch.behaviour_logp_M, batch.lag_M
     proximal_M = scores.proximal_M
     if actor.interpolate_logprobs:
         proximal_M = interpolated_logp(logp_M, behaviour_M, lag_M)
@@ -87,11 +88,11 @@ def _loss(
         proximal_logp_M=proximal_M,
         advantage_M=targets.advantage_M.to(logp_M),
         lag_M=lag_M,
-        owner_M=policy.tensor(micro.owner_M),
+        owner_M=batch.owner_M,
         owners=micro.owners,
     )
     loss = token_losses(actor, tokens)
-    share_M = policy.tensor(micro.share_M)
+    share_M = batch.share_M
     total = (share_M * loss.loss_T).sum()
     if actor.entropy_bonus > 0:
         total = total - actor.entropy_bonus * (share_M * entropy_M).sum()
@@ -109,7 +110,7 @@ def _loss(
         recomputed=actor.recompute_logprobs,
         weight_cap=actor.correction.weight_cap if actor.use_decoupled_loss else None,
     )
-    return total, policy.count(micro), MicroBatchResult(measured, logp_M.detach(), loss.loss_T.detach())
+    return total, batch.count, MicroBatchResult(measured, logp_M.detach(), loss.loss_T.detach())
 
 
 def _faults(minibatch: Sequence[PreparedMicroBatch], results: Sequence[MicroBatchResult]) -> Faults:

@@ -17,6 +17,7 @@ metrics
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -62,7 +63,7 @@ class TrainerRank(CheckpointedRank):
             rank, config.actor.parallel, seed=config.run.seed, timeout_s=config.run.step_timeout_s
         )
         # Megatron can only be imported now.
-        from slipstream.backend.megatron import checkpoint, groups, head, model
+        from slipstream.backend.megatron import checkpoint, fusions, groups, head, model
         from slipstream.backend.megatron.packed_model import LanguageModel
         from slipstream.backend.megatron.resting import Resting
         from slipstream.backend.megatron.trained import Trained
@@ -83,6 +84,7 @@ class TrainerRank(CheckpointedRank):
             self._device,
             vocab=self._spec.geometry.vocab,
             float32_logits=actor.fp32_lm_head,
+            implementation=fusions.head_implementation(actor, fusions.KernelSupport.present()),
         )
         self._parameters = [model.named_shards(part) for part in parts]
         self._learning_rate = partial(learning_rate, actor.optimizer, run_steps=config.run.steps)
@@ -143,7 +145,14 @@ class TrainerRank(CheckpointedRank):
     ) -> Sequence[Targets | None]:
         if not self._groups.is_pipeline_last_stage():
             return [None] * len(microbatches)
-        return find_targets(self._config, batch, microbatches, scores, self._groups.get_data_parallel_group())
+        group = self._groups.get_data_parallel_group()
+        targets = find_targets(self._config, batch, microbatches, scores, group)
+        # Before the first micro-batch: a copy in the middle of one makes the host wait.
+        advantages = self._policy.moved_together([target.advantage_M for target in targets])
+        return [
+            replace(target, advantage_M=advantage_M)
+            for target, advantage_M in zip(targets, advantages, strict=True)
+        ]
 
     def _work_of(self, batch: TrainBatch) -> dict[str, float]:
         """Return how much a step computes and trains, on all ranks together."""

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -118,8 +117,7 @@ class RewardModelRank(CheckpointedRank):
 
     def _values_of(self, micro: MicroBatch, output_1T1: Tensor) -> Tensor:
         """Return the value of each trajectory that has tokens with loss, in the order of the pack."""
-        position, _ = _ends(micro)
-        return output_1T1[0, :, 0].index_select(0, self._model.tensor(position))
+        return output_1T1[0, :, 0].index_select(0, self._model.on_device(micro).last_N)
 
     def _gradient(
         self, batch: TrainBatch, microbatches: Sequence[MicroBatch], values: Sequence[Tensor | None]
@@ -128,7 +126,7 @@ class RewardModelRank(CheckpointedRank):
         known = [value for value in values if value is not None]
         value_N = known[0].new_zeros(len(batch.trajectories))
         for micro, value in zip(microbatches, known, strict=True):
-            value_N[self._model.tensor(_ends(micro)[1])] = value
+            value_N[self._model.on_device(micro).trajectory_N] = value
         dist.all_reduce(value_N, group=self._groups.get_data_parallel_group())
         with torch.enable_grad():
             value_N.requires_grad_()
@@ -142,21 +140,15 @@ class RewardModelRank(CheckpointedRank):
     ) -> tuple[Tensor, Tensor, None]:
         """Return the sum of the losses of the trajectories, their number, and no statistics."""
         assert gradient_N is not None  # only the last stage, which has it, computes a loss
-        value, (_, trajectory) = self._values_of(micro, output), _ends(micro)
-        total = (gradient_N[self._model.tensor(trajectory)] * value).sum()
-        count = torch.tensor(len(value), dtype=torch.int, device=value.device)
+        value, batch = self._values_of(micro, output), self._model.on_device(micro)
+        total = (gradient_N[batch.trajectory_N] * value).sum()
         # Megatron divides by the completions of all ranks; the gradient is of the mean over pairs already.
-        return total * len(gradient_N), count, None
+        return total * len(gradient_N), batch.trajectories, None
 
 
 def _faults(microbatches: Sequence[MicroBatch], values: Sequence[Tensor | None]) -> Faults:
     """Return the trajectories of this rank whose values are not finite."""
     faults: Faults = {}
     for micro, value in zip(microbatches, values, strict=True):
-        add_faults(faults, _ends(micro)[1], {"value": value})
+        add_faults(faults, micro.trajectory_M[micro.is_last_M], {"value": value})
     return faults
-
-
-def _ends(micro: MicroBatch) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions of the trajectories' last tokens, and the trajectories' places in the batch."""
-    return micro.index_M[micro.is_last_M] + 1, micro.trajectory_M[micro.is_last_M]

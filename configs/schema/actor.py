@@ -124,6 +124,12 @@ class TrainedConfig(Section):
         default=False,
         description="Keep the logits of a bfloat16 model in float32. Has no effect on a float32 model.",
     )
+    lm_head: Literal["auto", "triton", "chunked"] = Field(
+        default="auto",
+        description="Implementation of the LM head: Triton kernels that keep the logits in registers, or "
+        "PyTorch's operations on one slice of the vocabulary after another (`chunked`). `auto` takes the "
+        "kernels on GPUs where Triton is installed.",
+    )
     layer_spec: Literal["auto", "transformer_engine", "local"] = Field(
         default="auto",
         description="Implementation of the layers: Transformer Engine's, or plain PyTorch (`local`). `auto` "

@@ -59,14 +59,14 @@ def forward(
     parts: list[torch.nn.Module], actor: ActorConfig, vocab: int, device: torch.device
 ) -> np.ndarray | None:
     from megatron.core import parallel_state
-    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
+    from slipstream.backend.megatron.device_batch import pack
+
     ids = torch.from_numpy(np.concatenate(tokens())).to(device)
     positions = torch.cat([torch.arange(length, device=device) for length in LENGTHS])
-    cu_seqlens = torch.tensor([0, *np.cumsum(LENGTHS)], dtype=torch.int32, device=device)
-    packed = PackedSeqParams("thd", cu_seqlens, cu_seqlens, None, None, max(LENGTHS), max(LENGTHS))
+    packed = pack(np.array([0, *np.cumsum(LENGTHS)]), device)
 
     def step(_, part):
         output = part(ids[None], positions[None], None, packed_seq_params=packed)

@@ -1,0 +1,165 @@
+"""A micro-batch on the device: one buffer of pinned host memory, one copy, and views of it.
+
+A copy from pageable memory makes the host wait for the device; a pinned one is queued behind the kernels that
+are under way. torch keeps pinned memory that a copy still reads, and uses it again afterwards.
+
+Shapes: T tokens of the micro-batch, M of them with loss, N trajectories with loss; t and m for the part of
+one context-parallel rank.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from slipstream.backend.batch.context_parallel import ContextShare
+from slipstream.backend.batch.host_buffer import fill, slots_of
+from slipstream.backend.batch.micro_batch import MicroBatch
+from slipstream.backend.batch.unpacking import unpacking_of
+from slipstream.backend.megatron import rotation
+
+
+@dataclass
+class Unpacked:
+    """The way from a pack to padded batches of its segments and back (``batch.unpacking``)."""
+
+    shapes: tuple[tuple[int, int], ...]
+    gather: Tensor
+    restore_T: Tensor
+
+
+@dataclass
+class Pack(PackedSeqParams):
+    """Megatron's description of a pack, and what the attention of the local layer spec needs besides."""
+
+    unpacked: Unpacked | None = None
+    """None for the layers of Transformer Engine, which take packs as they are."""
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """The tensors of a micro-batch that one rank computes with."""
+
+    pack: Pack
+    tokens_t: Tensor
+    position_t: Tensor
+    index_m: Tensor
+    target_m: Tensor
+    count: Tensor
+    """int32 scalar: tokens with loss that this rank predicts."""
+    order_M: Tensor
+    counts: tuple[int, ...]
+    behaviour_logp_M: Tensor
+    lag_M: Tensor
+    owner_M: Tensor
+    share_M: Tensor
+    last_N: Tensor
+    """Position of the last token of each trajectory."""
+    trajectory_N: Tensor
+    """Place of each trajectory in the batch."""
+    trajectories: Tensor
+    """int32 scalar: N."""
+
+
+def on_device(micro: MicroBatch, share: ContextShare, device: torch.device, *, unpacks: bool) -> DeviceBatch:
+    """Copy a micro-batch, of which this rank has ``share``, to the device.
+
+    unpacks: the layers are of the local spec, whose attention pads segments.
+    """
+    is_last_M = micro.is_last_M
+    arrays = {
+        "tokens_t": share.tokens_t,
+        "position_t": share.position_t,
+        "index_m": share.index_m,
+        "target_m": share.target_m,
+        "count": np.array(len(share.index_m), np.int32),
+        "order_M": share.order_M,
+        "behaviour_logp_M": micro.behaviour_logp_M,
+        "lag_M": micro.lag_M,
+        "owner_M": micro.owner_M,
+        "share_M": micro.share_M,
+        "last_N": micro.index_M[is_last_M] + 1,
+        "trajectory_N": micro.trajectory_M[is_last_M],
+        "trajectories": np.array(np.count_nonzero(is_last_M), np.int32),
+    }
+    boundaries, shapes = _boundaries(micro.cu_seqlens, unpacks=unpacks)
+    tensors = copied(arrays | boundaries, device)
+    pack = _pack(
+        {name: tensors.pop(name) for name in boundaries},
+        tensors["position_t"],
+        longest=micro.longest,
+        shapes=shapes,
+        shared=len(share.counts) > 1,
+    )
+    return DeviceBatch(pack=pack, counts=share.counts, **tensors)
+
+
+def pack(cu_seqlens: np.ndarray, device: torch.device, *, unpacks: bool = True) -> Pack:
+    """Return the pack of segments with these boundaries, for a rank that holds all of their tokens."""
+    boundaries, shapes = _boundaries(cu_seqlens.astype(np.int32), unpacks=unpacks)
+    length = np.diff(cu_seqlens)
+    position_T = np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], length)
+    tensors = copied({"position_T": position_T.astype(np.int64)} | boundaries, device)
+    return _pack(tensors, tensors.pop("position_T"), longest=int(length.max()), shapes=shapes, shared=False)
+
+
+def copied(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """Return the arrays as tensors on ``device``: views of one buffer, which is copied once."""
+    slots, size = slots_of(arrays)
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    fill(host.numpy(), slots, arrays)
+    buffer = host.to(device, non_blocking=True)
+    tensors: dict[str, Tensor] = {}
+    for name, slot in slots.items():
+        dtype = torch.from_numpy(np.empty(0, slot.dtype)).dtype
+        tensors[name] = buffer[slot.start : slot.stop].view(dtype).view(slot.shape)
+    return tensors
+
+
+def moved_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return ``tensors`` in float32 on ``device``; those that are on the host travel in one copy."""
+    on_host = {
+        str(number): tensor.float().numpy()
+        for number, tensor in enumerate(tensors)
+        if tensor.device.type == "cpu"
+    }
+    travelled = copied(on_host, device)
+    return [travelled.get(str(number), tensor) for number, tensor in enumerate(tensors)]
+
+
+def _boundaries(
+    cu_seqlens: np.ndarray, *, unpacks: bool
+) -> tuple[dict[str, np.ndarray], tuple[tuple[int, int], ...]]:
+    arrays = {"cu_seqlens": cu_seqlens}
+    if not unpacks:
+        return arrays, ()
+    unpacking = unpacking_of(cu_seqlens)
+    return arrays | {"gather": unpacking.gather, "restore_T": unpacking.restore_T}, unpacking.shapes
+
+
+def _pack(
+    tensors: Mapping[str, Tensor],
+    position_t: Tensor,
+    *,
+    longest: int,
+    shapes: tuple[tuple[int, int], ...],
+    shared: bool,
+) -> Pack:
+    """shared: context-parallel ranks have parts of the pack."""
+    cu_seqlens = tensors["cu_seqlens"]
+    rotation.set_positions(cu_seqlens, position_t)
+    made = Pack(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    if shared:
+        made.cu_seqlens_q_padded = made.cu_seqlens_kv_padded = cu_seqlens
+    if "gather" in tensors:
+        made.unpacked = Unpacked(shapes, tensors["gather"], tensors["restore_T"])
+    return made
