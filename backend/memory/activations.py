@@ -1,0 +1,205 @@
+"""Bytes that the forward pass of one micro-batch keeps for its backward pass, on one rank.
+
+Each term is a tensor that autograd saves: tokens on the rank * elements per token * bytes per element. The
+terms are those of Korthikanti et al. (arXiv:2205.05198, section 4), extended by grouped-query and latent
+attention, SwiGLU, experts and packed sequences, and listed per kernel, since plain PyTorch saves more than
+fused kernels do. Attention keeps no scores: all kernels in use are of the flash kind.
+
+    T tokens of a micro-batch on a rank (of all ranks that share a context: ``actor.microbatch_tokens``)
+    t tensor-parallel ranks     S = T / t under sequence parallelism, else T
+    H hidden     F feed-forward     q, k, v: dimensions of all heads     b bytes per element of the model
+
+Residual stream and norms cost S * H, everything inside of attention and feed-forward layers T * width / t.
+Experts are assumed to be chosen equally often; the tokens of a rank are then T / t * k copies.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from slipstream.bridge.model.geometry import Experts, Geometry, GroupedAttention, LatentAttention
+from slipstream.bridge.model.layout import LayerSpec
+
+Kernels = Literal["fused", "plain"]
+"""``fused``: the kernels of a GPU. ``plain``: PyTorch's own operations, as on a CPU."""
+
+FLOAT = 4
+"""Bytes of a number in single precision."""
+INDEX = 8
+"""Bytes of an index."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How ranks share the tokens and the width of a layer."""
+
+    tensor: int = 1
+    sequence: bool = False
+    expert: int = 1
+    expert_tensor: int = 1
+    itemsize: int = 2
+    layer_spec: LayerSpec = "transformer_engine"
+    kernels: Kernels = "fused"
+
+    @property
+    def tokens(self) -> int:
+        """Ranks that share the tokens of the residual stream."""
+        return self.tensor if self.sequence else 1
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes per token of a micro-batch for one layer."""
+
+    input: float
+    """The input of the layer, which is all that full recomputation keeps."""
+    attention: float
+    core: float
+    """The part of ``attention`` that selective recomputation does not keep; it may be negative."""
+    feed_forward: float
+    gradients: float
+    """Largest gradients of activations that exist at one time in the backward pass."""
+
+    @property
+    def kept(self) -> float:
+        """Without recomputation."""
+        return self.attention + self.feed_forward
+
+    @property
+    def kept_selective(self) -> float:
+        return self.kept - self.core
+
+
+def layer_bytes(geometry: Geometry, layer: int, sharing: Sharing) -> LayerBytes:
+    """Return the bytes per token of the ``layer``-th layer."""
+    mixed = geometry.has_experts(layer)
+    experts = geometry.experts if mixed else None
+    attention, core = _attention(geometry, sharing)
+    feed_forward = _mixture(geometry, experts, sharing) if experts else _dense(geometry, sharing)
+    width = _widest(geometry, experts, sharing)
+    return LayerBytes(
+        input=geometry.hidden * sharing.itemsize / sharing.tokens,
+        attention=attention,
+        core=core,
+        feed_forward=feed_forward,
+        gradients=width * sharing.itemsize,
+    )
+
+
+def norm_bytes(width: int, rows: float, sharing: Sharing, *, kept_input: bool = True) -> float:
+    """Return the bytes per token of ``rows`` norms over ``width`` elements, without their outputs.
+
+    kept_input: nobody else keeps the input. A fused kernel keeps the input and one number per row. Plain
+    operations also keep the normalized input in single precision, and in place of an input in half precision
+    its copy in single precision.
+    """
+    b, elements, per_row = sharing.itemsize, width * rows, rows * FLOAT
+    if sharing.kernels == "fused":
+        return kept_input * elements * b + per_row
+    return (kept_input or b < FLOAT) * elements * FLOAT + elements * FLOAT + per_row
+
+
+def head_bytes(geometry: Geometry, sharing: Sharing) -> float:
+    """Return the bytes per token of the final norm and of the hidden states that the loss selects."""
+    hidden = geometry.hidden
+    return norm_bytes(hidden, 1, sharing) / sharing.tokens + hidden * sharing.itemsize
+
+
+def _attention(geometry: Geometry, sharing: Sharing) -> tuple[float, float]:
+    """Return the bytes of norm, projections and attention, and what selective recomputation saves of them.
+
+    Flash attention keeps its inputs, its output and one number per head. The packed attention of the local
+    layer spec keeps copies of them in the order of their lengths, and its output once more in the pack's.
+    Selective recomputation keeps the inputs and the output, which the projection after it needs.
+    """
+    if isinstance(geometry.attention, LatentAttention):
+        return _latent(geometry, geometry.attention, sharing)
+    return _grouped(geometry, geometry.attention, sharing)
+
+
+def _input_norm(geometry: Geometry, sharing: Sharing) -> float:
+    """Return the bytes of the norm before a block, with its output, which the block's first layer keeps."""
+    hidden = geometry.hidden
+    return (norm_bytes(hidden, 1, sharing) + hidden * sharing.itemsize) / sharing.tokens
+
+
+def _rotation(geometry: Geometry, sharing: Sharing) -> float:
+    """Return the bytes of cosines and sines for queries and keys; a fused kernel keeps none per token."""
+    return 0.0 if sharing.kernels == "fused" else 4 * geometry.rotated_dim * sharing.itemsize
+
+
+def _grouped(geometry: Geometry, attention: GroupedAttention, sharing: Sharing) -> tuple[float, float]:
+    b, t = sharing.itemsize, sharing.tensor
+    heads, groups = attention.heads / t, attention.kv_heads / t
+    query, key = heads * attention.head_dim * b, groups * attention.head_dim * b
+    projected, norms = 0.0, 0.0
+    if attention.qk_norm:
+        # Keys and values are views of the fused projection; queries are copied out of it.
+        projected = query + 2 * key if sharing.kernels == "fused" or b == FLOAT else 0.0
+        norms = norm_bytes(attention.head_dim, heads, sharing)
+        norms += norm_bytes(attention.head_dim, groups, sharing, kept_input=False)
+    value = 0.0 if projected and sharing.layer_spec != "local" else key
+    outside = _input_norm(geometry, sharing) + _rotation(geometry, sharing) + projected + norms
+    inside = query + key + value + query + heads * FLOAT
+    if sharing.layer_spec != "local":
+        return outside + inside, heads * FLOAT
+    inputs = query + key + (0.0 if projected else query + 2 * key)
+    return outside + inside + query, inside - inputs
+
+
+def _latent(geometry: Geometry, attention: LatentAttention, sharing: Sharing) -> tuple[float, float]:
+    b, t = sharing.itemsize, sharing.tensor
+    heads = attention.heads / t
+    query = heads * (attention.plain_dim + attention.rotated_dim) * b
+    value = heads * attention.value_dim * b
+    low_rank = norm_bytes(attention.kv_rank, 1, sharing) + attention.kv_rank * b
+    if attention.query_rank:
+        low_rank += norm_bytes(attention.query_rank, 1, sharing) + attention.query_rank * b
+    if sharing.kernels == "fused" or b == FLOAT:
+        low_rank += attention.rotated_dim * b  # the norm's input is a view of the wider projection
+    outside = _input_norm(geometry, sharing) + _rotation(geometry, sharing) + low_rank / sharing.tokens
+    inside = 2 * query + 2 * value + heads * FLOAT
+    if sharing.layer_spec != "local":
+        return outside + inside, heads * FLOAT
+    return outside + inside + value, value + heads * FLOAT
+
+
+def _activation(width: float, sharing: Sharing, *, scaled: bool = False) -> float:
+    """Return the bytes of SwiGLU, from the output of the first layer to the input of the second.
+
+    A fused kernel keeps the first layer's output (2 F) and its own (F). Plain operations also keep silu(gate)
+    and the other factor; ``scaled`` multiplies by the weight of an expert and keeps that product as well.
+    """
+    elements = 3 if sharing.kernels == "fused" else 5 + scaled
+    return elements * width * sharing.itemsize
+
+
+def _dense(geometry: Geometry, sharing: Sharing) -> float:
+    return _input_norm(geometry, sharing) + _activation(geometry.ffn_hidden / sharing.tensor, sharing)
+
+
+def _copies(experts: Experts, sharing: Sharing) -> float:
+    """Return how many copies of each token of a micro-batch the experts of a rank compute."""
+    return experts.per_token * sharing.expert_tensor / sharing.tokens
+
+
+def _mixture(geometry: Geometry, experts: Experts, sharing: Sharing) -> float:
+    b, copies = sharing.itemsize, _copies(experts, sharing)
+    width = experts.ffn_hidden / sharing.expert_tensor
+    routed = copies * (geometry.hidden * b + _activation(width, sharing, scaled=True))
+    # Logits, probabilities and the choice: single precision and flags per expert, indices per choice.
+    scores = 3 * FLOAT if experts.score == "sigmoid" else 2 * FLOAT
+    router = (experts.count * (scores + 2) + experts.per_token * (2 * INDEX + 2 * FLOAT)) / sharing.tokens
+    shared = _activation(experts.shared_ffn_hidden / sharing.tensor, sharing)
+    return _input_norm(geometry, sharing) + router + routed + shared
+
+
+def _widest(geometry: Geometry, experts: Experts | None, sharing: Sharing) -> float:
+    """Return the elements per token of the gradients inside of a feed-forward layer: 3 F, and the input.
+
+    The experts of the local layer spec run one after the other, those of Transformer Engine together.
+    """
+    if experts is None:
+        return 3 * geometry.ffn_hidden / sharing.tensor + geometry.hidden / sharing.tokens
+    at_a_time = sharing.expert / experts.count if sharing.layer_spec == "local" else 1.0
+    inside = 3 * experts.ffn_hidden / sharing.expert_tensor * at_a_time
+    return _copies(experts, sharing) * (inside + geometry.hidden)

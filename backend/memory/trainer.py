@@ -1,0 +1,228 @@
+"""Memory of a trainer rank, by pipeline stage.
+
+    held      weights + gradients + optimizer, of the policy and of a critic; between steps too
+    training  held + activations of the micro-batches in flight + the work of one layer and of the head
+    scoring   held + the weights of the largest frozen model + the work of one layer
+    sending   held + buckets of the weights that leave
+
+The peak is the largest of the last three. Bytes per trained parameter without the distributed optimizer, in
+bfloat16: 2 for the weight, 4 for the gradient (Megatron sums in single precision), 12 for Adam's main weight and
+moments; in float32 4, 4 and 8. The distributed optimizer divides Adam's part by the data-parallel ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from slipstream.backend.memory.activations import (
+    FLOAT,
+    Kernels,
+    LayerBytes,
+    Sharing,
+    head_bytes,
+    layer_bytes,
+)
+from slipstream.backend.memory.parameters import (
+    Shapes,
+    StageParameters,
+    buffer_elements,
+    stage_parameters,
+)
+from slipstream.backend.memory.pipeline import parts_in_flight
+from slipstream.bridge.hf.index import ITEMSIZE
+from slipstream.bridge.model.geometry import Geometry
+from slipstream.bridge.model.layout import Layout
+from slipstream.bridge.model.spec import ModelSpec, value_spec
+from slipstream.bridge.shards.plan import SENDER, STAGING_DIVISOR, ExportPlan
+from slipstream.configs.schema import ActorConfig, OptimizerConfig, RunConfig
+
+HEAD_SLICE = {"plain": 2**21, "fused": 2**26}
+"""Logits of a slice of the head, as in ``backend/objective/logprob.py``."""
+HEAD_MIN_COLUMNS = 512
+HEAD_KEPT = 192 * 2**20
+
+RUNTIME = 2 * 2**30
+"""Bytes of a CUDA context, of NCCL's buffers and of libraries' workspaces on a GPU: assumed, not computed."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Memory of each rank of one pipeline stage."""
+
+    stage: int
+    parameters: int
+    """Elements, not bytes."""
+    weights: int
+    gradients: int
+    optimizer: int
+    critic: int
+    """Weights, gradients and optimizer of a critic."""
+    activations: int
+    """What the forward passes in flight keep."""
+    work: int
+    """What one layer and the head need besides."""
+    frozen: int
+    """Weights of the largest model that only scores, on the GPU while it does."""
+    transfer: int
+    """Buckets of the weights that leave. Only the sender's stage has whole ones."""
+    runtime: int
+
+    @property
+    def held(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.critic + self.runtime
+
+    @property
+    def peak(self) -> int:
+        training = self.activations + self.work
+        return self.held + max(training, self.frozen + self.work, self.transfer)
+
+
+def trainer_memory(
+    config: RunConfig, plan: ExportPlan, kernels: Kernels = "fused", *, runtime: int = RUNTIME
+) -> list[StageMemory]:
+    """Return the memory of a rank of each pipeline stage. Raises UnevenSplit."""
+    spec, layout, actor = plan.spec, plan.layout, config.actor
+    itemsize = ITEMSIZE[config.model.dtype]
+    policy = stage_parameters(spec, layout, actor.lora)
+    critic = stage_parameters(value_spec(spec), layout) if config.critic else None
+    activations = [_activations(config, spec.geometry, layout, stage, kernels) for stage in range(layout.pipeline)]
+    stages: list[StageMemory] = []
+    for stage, (held, (kept, work)) in enumerate(zip(policy, activations, strict=True)):
+        weights, gradients, optimizer = _state(held, layout, actor.optimizer, itemsize, stage)
+        values = 0
+        if critic is not None and config.critic is not None:
+            values = sum(_state(critic[stage], layout, config.critic.optimizer, itemsize, stage))
+        stages.append(
+            StageMemory(
+                stage=stage,
+                parameters=held.total,
+                weights=weights,
+                gradients=gradients,
+                optimizer=optimizer,
+                critic=values,
+                activations=kept,
+                work=work,
+                frozen=held.total * itemsize if _scores(config) else 0,
+                transfer=_transfer(plan, itemsize, stage),
+                runtime=runtime,
+            )
+        )
+    return stages
+
+
+def _scores(config: RunConfig) -> bool:
+    return config.actor.kl is not None or config.actor.teacher is not None
+
+
+def _state(
+    held: StageParameters, layout: Layout, optimizer: OptimizerConfig, itemsize: int, stage: int
+) -> tuple[int, int, int]:
+    """Return the bytes of weights, gradients and optimizer."""
+    ranks = layout.data
+    expert_ranks = layout.data * layout.tensor // (layout.expert * layout.etp)
+    main = 0 if itemsize == FLOAT else FLOAT
+    frozen = held.total - sum(part.total for part in held.trained)
+    weights, gradients, state = frozen * itemsize + held.buffers * FLOAT, 0, 0
+    for chunk, part in enumerate(held.trained):
+        buckets = optimizer.overlap_grad_reduce and stage == 0 and chunk == 0
+        for shapes, share in ((part.dense, ranks), (part.expert, expert_ranks)):
+            if not shapes:
+                continue
+            buffer = buffer_elements(shapes, share, distributed=optimizer.distributed, buckets=buckets)
+            weights += buffer * itemsize
+            gradients += buffer * FLOAT
+            shared = share if optimizer.distributed else 1
+            elements = sum(shapes) if shared == 1 else ceil(buffer / shared)
+            state += elements * (main + 2 * FLOAT)
+    return weights, gradients, state
+
+
+def tokens_of(config: RunConfig) -> int:
+    """Return the tokens of the largest micro-batch, on the ranks that share a context.
+
+    A trajectory that is longer than the budget has a micro-batch of its own. The lengths of prompts are
+    unknown; a completion alone may take ``rollout.sampling.max_new_tokens``.
+    """
+    longest = max(config.actor.microbatch_tokens, config.rollout.sampling.max_new_tokens)
+    return ceil(longest / config.actor.parallel.context)
+
+
+def sharing_of(actor: ActorConfig, layout: Layout, itemsize: int, kernels: Kernels) -> Sharing:
+    """Return how the ranks of a layout share tokens and layers."""
+    return Sharing(
+        tensor=layout.tensor,
+        sequence=actor.parallel.sequence,
+        expert=layout.expert,
+        expert_tensor=layout.etp,
+        itemsize=itemsize,
+        layer_spec=layout.layer_spec,
+        kernels=kernels,
+    )
+
+
+def _activations(
+    config: RunConfig, geometry: Geometry, layout: Layout, stage: int, kernels: Kernels
+) -> tuple[int, int]:
+    """Return the bytes that are kept for the backward pass, and those of the work besides."""
+    actor, tokens = config.actor, tokens_of(config)
+    sharing = sharing_of(actor, layout, ITEMSIZE[config.model.dtype], kernels)
+    kinds = {geometry.has_experts(layer): layer for layer in range(geometry.n_layers)}
+    by_kind = {mixed: layer_bytes(geometry, layer, sharing) for mixed, layer in kinds.items()}
+    parts: list[list[LayerBytes]] = [[] for _ in range(layout.chunks)]
+    for layer, place in enumerate(layout.places(geometry.n_layers)):
+        if place.stage == stage:
+            parts[place.chunk].append(by_kind[geometry.has_experts(layer)])
+    kept, work = 0.0, 0.0
+    for part, flights in zip(parts, parts_in_flight(stage, layout.pipeline, layout.chunks), strict=True):
+        in_forward, again = _recomputed(part, actor)
+        kept += flights * in_forward * tokens
+        work = max(work, (again + max((layer.gradients for layer in part), default=0.0)) * tokens)
+    if stage == layout.pipeline - 1:
+        columns = geometry.padded_vocab(layout.tensor) // layout.tensor
+        kept += head_bytes(geometry, sharing) * tokens
+        kept += min(HEAD_KEPT, tokens * columns * _logit_bytes(actor, sharing))
+        work = max(work, _head_work(geometry, sharing, actor, columns, tokens))
+    return ceil(kept), ceil(work)
+
+
+def _recomputed(layers: Sequence[LayerBytes], actor: ActorConfig) -> tuple[float, float]:
+    """Return the bytes per token that a part of the model keeps, and what it computes again at one time."""
+    if actor.recompute == "none":
+        return sum(layer.kept for layer in layers), 0.0
+    if actor.recompute == "selective":
+        return sum(layer.kept_selective for layer in layers), max((layer.core for layer in layers), default=0.0)
+    number = actor.megatron.get("recompute_num_layers", 1)
+    count = number if isinstance(number, int) else 1
+    if actor.megatron.get("recompute_method") == "block":
+        kept = sum(layer.input for layer in layers[:count]) + sum(layer.kept for layer in layers[count:])
+        return kept, max((layer.kept for layer in layers[:count]), default=0.0)
+    runs = [layers[first : first + count] for first in range(0, len(layers), count)]
+    again = max((sum(layer.kept for layer in run) for run in runs), default=0.0)
+    return sum(run[0].input for run in runs), again
+
+
+def _logit_bytes(actor: ActorConfig, sharing: Sharing) -> int:
+    return FLOAT if actor.fp32_lm_head else sharing.itemsize
+
+
+def _head_work(
+    geometry: Geometry, sharing: Sharing, actor: ActorConfig, columns: int, tokens: int
+) -> float:
+    """Return the bytes of the head besides what it keeps.
+
+    Two blocks in single precision and the logits of one slice, the hidden states of all tokens under sequence
+    parallelism, and the gradient of the selected ones in single precision.
+    """
+    width = min(columns, max(HEAD_MIN_COLUMNS, HEAD_SLICE[sharing.kernels] // tokens))
+    in_slice = width * (2 * FLOAT + _logit_bytes(actor, sharing))
+    gathered = sharing.itemsize if sharing.tokens > 1 else 0
+    return tokens * (in_slice + geometry.hidden * (FLOAT + gathered))
+
+
+def _transfer(plan: ExportPlan, itemsize: int, stage: int) -> int:
+    """Return the bytes of buckets on a rank: two of them on the sender, and staging elsewhere."""
+    bucket = plan.bucket_numel * itemsize
+    if plan.layout.owners(stage)[0] != SENDER:
+        return bucket // STAGING_DIVISOR
+    largest = max(each.numel * (FLOAT if each.float32 else itemsize) for each in plan.buckets)
+    return 2 * max(bucket, largest)
