@@ -51,6 +51,13 @@ AcceptChangedInputs = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, for scripts.")]
+ModelConfig = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        help="The model's config.json, or its folder, on a machine that has neither the model nor the prompts.",
+    ),
+]
 Out = Annotated[Path, typer.Argument(help="The folder to make.")]
 Tensor = Annotated[int, typer.Option(help="Tensor-parallel ranks.")]
 Pipeline = Annotated[int, typer.Option(help="Pipeline stages.")]
@@ -122,13 +129,13 @@ def sft(
 
 
 @app.command(rich_help_panel=LOOK)
-def check(recipe: Recipe, overrides: Overrides = None) -> None:
+def check(recipe: Recipe, overrides: Overrides = None, model_config: ModelConfig = None) -> None:
     """Print everything that is wrong with a recipe and its models, or that nothing is."""
     with _reported():
-        config = load_recipe(Path(recipe), overrides or [])
-        from slipstream.backend.commands.check import check
+        from slipstream.backend.commands.check import check, read_recipe
 
-        check(config)
+        config = read_recipe(recipe, overrides or [], model_config)
+        check(config, weights=model_config is None)
         typer.echo(f"{recipe}: nothing wrong ({config.run.name}, {config.run.steps} steps)")
 
 
@@ -139,20 +146,24 @@ def plan(
     weights: Annotated[
         bool, typer.Option("--weights", help="Show also in which order and from which ranks weights leave.")
     ] = False,
+    split: Annotated[
+        bool, typer.Option(help="Simulate the recipe's split of the GPUs and the ones next to it.")
+    ] = True,
+    model_config: ModelConfig = None,
     as_json: Json = False,
 ) -> None:
-    """Show how a recipe lays the model out on the trainer's ranks. Needs its config.json, no weights."""
+    """Show layout, memory and split of the GPUs of a recipe. Needs the model's config.json, no weights."""
     with _reported():
-        config = load_recipe(Path(recipe), overrides or [])
         from slipstream.backend.commands import plan as planning
-        from slipstream.backend.commands.check import planned
+        from slipstream.backend.commands.check import planned, read_recipe
+        from slipstream.backend.simulate.advice import advise
 
-        _, export_plan = planned(config)
+        plan = planned(read_recipe(recipe, overrides or [], model_config))
+        advice = advise(plan.config, plan.export.spec.geometry, plan.engine) if split else None
         if as_json:
-            typer.echo(planning.as_json(config, export_plan))
+            typer.echo(planning.as_json(plan, advice))
         else:
-            console = Console(soft_wrap=True, highlight=False)
-            planning.print_plan(config, export_plan, console, weights=weights)
+            planning.print_plan(plan, advice, Console(soft_wrap=True, highlight=False), weights=weights)
 
 
 @app.command(rich_help_panel=LOOK)

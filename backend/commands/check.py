@@ -1,40 +1,106 @@
 """``slipstream check``: everything that is wrong with a recipe and its models, before anything is started."""
 
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
 from slipstream.backend.commands.outcome import WrongInput
+from slipstream.backend.memory.activations import Kernels
+from slipstream.backend.memory.engine import EngineMemory, engine_memory
+from slipstream.backend.memory.trainer import RUNTIME, StageMemory, trainer_memory
+from slipstream.backend.memory.verdict import GIB, misfits
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.model.layout import UnevenSplit
-from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.plan import ExportPlan
+from slipstream.configs.load import load_recipe
 from slipstream.configs.rules.models import MODELS
 from slipstream.configs.schema import RunConfig
 
+NO_INPUTS = "slipstream.backend.simulate.only_simulated"
+"""Stands for a ``prepare``, which excuses missing models and prompts."""
 
-def check(config: RunConfig) -> None:
-    """Compare the models of a recipe with its layout and with their files.
+
+@dataclass(frozen=True)
+class Planned:
+    """A recipe's layout, the order in which its weights leave the trainer, and the memory of every rank."""
+
+    config: RunConfig
+    export: ExportPlan
+    stages: list[StageMemory]
+    engine: EngineMemory
+    on_gpus: bool
+
+    @property
+    def gpu_memory(self) -> int | None:
+        """Bytes of a GPU's memory; None if it is not known or there are no GPUs."""
+        return _gpu_memory(self.config)
+
+
+def read_recipe(recipe: str, overrides: Sequence[str], model_config: Path | None) -> RunConfig:
+    """Load a recipe. Raises RecipeError, and WrongInput for a ``model_config`` that is no config.json.
+
+    model_config: the model's config.json, or its folder, on a machine that has neither model nor prompts.
+    """
+    if model_config is None:
+        return load_recipe(Path(recipe), overrides)
+    folder = model_config if model_config.is_dir() else model_config.parent
+    file = folder / "config.json"
+    if model_config not in (folder, file) or not file.is_file():
+        raise WrongInput(f"--model-config {model_config}: expected a config.json, or a folder with one")
+    in_place = [f"model.path={json.dumps(str(folder))}", f"prepare={NO_INPUTS}"]
+    return load_recipe(Path(recipe), [*overrides, *in_place])
+
+
+def check(config: RunConfig, *, weights: bool = True) -> None:
+    """Compare the models of a recipe with its layout, with their files and with the memory of the GPUs.
 
     Raises WrongInput with everything that is wrong. A model that ``prepare`` has yet to make is not checked.
+    weights: compare the tensors in the checkpoints too.
     """
     if not (config.model.path / "config.json").exists():
         return
-    from slipstream.backend.driver.inputs import checkpoint_problems
+    plan = planned(config)
+    problems = misfits(config, plan.stages, plan.engine)
+    if weights:
+        from slipstream.backend.driver.inputs import checkpoint_problems
 
-    planned(config)
-    if problems := checkpoint_problems(config, MODELS):
+        problems += checkpoint_problems(config, MODELS)
+    if problems:
         raise WrongInput("\n".join(problems))
 
 
-def planned(config: RunConfig) -> tuple[ModelSpec, ExportPlan]:
-    """Return the model that a recipe names, and the order in which its weights leave the trainer.
+def planned(config: RunConfig) -> Planned:
+    """Return the plan of a recipe. Needs the model's config.json, no weights.
 
     Raises WrongInput when the model is not supported or the layout does not fit it.
     """
     from slipstream.backend.megatron.export_plan import export_plan
+    from slipstream.backend.megatron.layer_spec import layer_spec_on_gpus
 
+    on_gpus = _on_gpus(config)
+    on_others = config.cluster.device == "gpu"  # a login node has none, but the recipe is for machines with GPUs
+    layers = layer_spec_on_gpus(config.actor, config.model.dtype) if on_others else None
+    kernels: Kernels = "fused" if on_gpus else "plain"
     try:
         spec = model_spec(config.model.path)
-        return spec, export_plan(config, spec)
+        export = export_plan(config, spec, layers=layers)
+        stages = trainer_memory(config, export, kernels, runtime=RUNTIME if on_gpus else 0)
+        return Planned(config, export, stages, engine_memory(config, spec, _gpu_memory(config)), on_gpus)
     except UnsupportedModel as error:
         raise WrongInput(f"model.path: {error}") from None
     except UnevenSplit as error:
         raise WrongInput(f"actor.parallel: {error}") from None
+
+
+def _on_gpus(config: RunConfig) -> bool:
+    if config.cluster.device == "auto":
+        return os.path.exists("/dev/nvidiactl")
+    return config.cluster.device == "gpu"
+
+
+def _gpu_memory(config: RunConfig) -> int | None:
+    memory = config.cluster.gpu_memory_gib
+    return round(memory * GIB) if memory is not None and config.cluster.device != "cpu" else None

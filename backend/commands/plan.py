@@ -1,17 +1,25 @@
-"""``slipstream plan``: how a recipe lays the model out, and in which order its weights leave the trainer."""
+"""``slipstream plan``: the layout of a recipe, the memory of its GPUs, and how they are split.
+
+With ``--weights`` also the order in which the weights leave the trainer.
+"""
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from operator import itemgetter
 from typing import TypedDict
 
 from rich.console import Console
 
+from slipstream.backend.commands.check import Planned
+from slipstream.backend.memory.trainer import tokens_of
+from slipstream.backend.memory.verdict import GIB
 from slipstream.backend.monitor.tables import rows_table
+from slipstream.backend.simulate.advice import SplitAdvice
+from slipstream.backend.simulate.compare import SimulatedRun
 from slipstream.bridge.hf.index import ITEMSIZE
-from slipstream.bridge.shards.plan import SENDER, ExportPlan
-from slipstream.configs.schema import RunConfig
+from slipstream.bridge.shards.plan import SENDER
 
 SHOWN = 20
 """Number of buckets that the table shows from either end; ``--json`` lists them all."""
@@ -35,8 +43,18 @@ class PipelinePart(TypedDict):
     layers: int
 
 
+class SimulatedSplit(TypedDict):
+    """One split of the GPUs, and the simulator's verdict on it."""
+
+    trainer_gpus: int
+    engine_gpus: int
+    tokens_per_s: float
+    trainer_idle: float | None
+    engine_idle: float | None
+
+
 class PlanDocument(TypedDict):
-    """A layout and its export plan. Ranks are global ranks of the trainer."""
+    """A layout, the memory of its ranks and its export plan. Ranks are global ranks of the trainer."""
 
     model: str
     family: str
@@ -46,10 +64,19 @@ class PlanDocument(TypedDict):
     bytes: int
     bytes_from_rank: dict[int, int]
     buckets: list[PlannedBucket]
+    gpu_memory: int | None
+    """Bytes of a GPU's memory; None: unknown."""
+    trainer_memory: list[dict[str, int]]
+    """Bytes on a rank of each pipeline stage."""
+    engine_memory: dict[str, int | None]
+    """Bytes on a rank of an engine."""
+    splits: list[SimulatedSplit] | None
+    """None: not simulated."""
 
 
-def describe(config: RunConfig, plan: ExportPlan) -> PlanDocument:
+def describe(planned: Planned, advice: SplitAdvice | None) -> PlanDocument:
     """Return the plan as one document."""
+    config, plan = planned.config, planned.export
     itemsize = ITEMSIZE[config.model.dtype]
     sent: Counter[int] = Counter()
     buckets: list[PlannedBucket] = []
@@ -80,17 +107,45 @@ def describe(config: RunConfig, plan: ExportPlan) -> PlanDocument:
         "bytes": sum(bucket["bytes"] for bucket in buckets),
         "bytes_from_rank": dict(sorted(sent.items())),
         "buckets": buckets,
+        "gpu_memory": planned.gpu_memory,
+        "trainer_memory": [asdict(stage) | {"peak": stage.peak} for stage in planned.stages],
+        "engine_memory": asdict(planned.engine),
+        "splits": None if advice is None else _splits(advice),
     }
 
 
-def as_json(config: RunConfig, plan: ExportPlan) -> str:
+def _splits(advice: SplitAdvice) -> list[SimulatedSplit]:
+    return [
+        {
+            "trainer_gpus": run.layout.trainer_gpus,
+            "engine_gpus": run.layout.engine_gpus,
+            "tokens_per_s": run.tokens_per_s,
+            "trainer_idle": run.outcome.trainer_idle if run.outcome else None,
+            "engine_idle": run.outcome.engine_idle if run.outcome else None,
+        }
+        for run in advice.runs
+    ]
+
+
+def as_json(planned: Planned, advice: SplitAdvice | None) -> str:
     """Return `describe` as JSON."""
-    return json.dumps(describe(config, plan))
+    return json.dumps(describe(planned, advice))
 
 
-def print_plan(config: RunConfig, plan: ExportPlan, console: Console, *, weights: bool) -> None:
-    """Print the layout, and with ``weights`` the export plan."""
-    document, parallel, geometry = describe(config, plan), config.actor.parallel, plan.spec.geometry
+def print_plan(planned: Planned, advice: SplitAdvice | None, console: Console, *, weights: bool) -> None:
+    """Print layout, memory and split, and with ``weights`` the export plan."""
+    document = describe(planned, advice)
+    _print_layout(planned, document, console)
+    _print_memory(planned, console)
+    if advice is not None:
+        _print_split(advice, console)
+    if weights:
+        _print_weights(planned, document, console)
+
+
+def _print_layout(planned: Planned, document: PlanDocument, console: Console) -> None:
+    plan, parallel = planned.export, planned.config.actor.parallel
+    geometry = plan.spec.geometry
     console.print(
         f"{document['family']}, {geometry.n_layers} layers, {document['parameters']:,} parameters: "
         f"{plan.spec.path}",
@@ -106,8 +161,87 @@ def print_plan(config: RunConfig, plan: ExportPlan, console: Console, *, weights
     if parallel.pipeline > 1:
         sizes = ", ".join(str(part["layers"]) for part in document["layers"])
         console.print(f"layers of each part of the pipeline: {sizes}")
-    if not weights:
-        return
+
+
+def _print_memory(planned: Planned, console: Console) -> None:
+    """Print a row for the trainer ranks with the largest peak, and one for the ranks of engines."""
+    worst = max(planned.stages, key=lambda stage: stage.peak)
+    engine, gpu, stages = planned.engine, planned.gpu_memory, len(planned.stages)
+    place = f", pipeline stage {worst.stage} of {stages}" if stages > 1 else ""
+    sizes = {
+        "weights": (worst.weights, engine.weights),
+        "gradients": (worst.gradients, None),
+        "optimizer": (worst.optimizer, None),
+        "critic": (worst.critic or None, None),
+        "activations": (worst.activations, None),
+        "work": (worst.work, None),
+        "scoring model": (worst.frozen or None, None),
+        "KV cache": (None, engine.pool),
+        "transfer": (worst.transfer, engine.transfer),
+        "runtime": (worst.runtime or None, engine.reserved or None),
+        "in all": (worst.peak, None if gpu is None or engine.pool is None else engine.weights + engine.pool + engine.reserved),
+    }
+    shown = {name: pair for name, pair in sizes.items() if any(size is not None for size in pair)}
+    columns = {"GiB on each rank": itemgetter(0)}
+    columns |= {name: itemgetter(number) for number, name in enumerate(shown, start=1)}
+    rows = [
+        (title, *(_gib(pair[number]) for pair in shown.values()))
+        for number, title in enumerate((f"trainer{place}", "engine"))
+    ]
+    console.print(rows_table("memory, estimated", rows, columns))
+    if gpu is not None:
+        spare = gpu - worst.peak
+        verdict = "fits" if spare >= 0 else "DOES NOT FIT"
+        console.print(
+            f"trainer: {_gib(worst.peak)} of {_gib(gpu)} GiB, {verdict}; micro-batches of "
+            f"{tokens_of(planned.config):,} tokens on a rank, recompute {planned.config.actor.recompute}, layers of "
+            f"{planned.export.layout.layer_spec}"
+        )
+    _print_cache(planned, console)
+
+
+def _print_cache(planned: Planned, console: Console) -> None:
+    """Print what the KV cache of an engine holds, and what the recipe asks of it."""
+    rollout, engine = planned.config.rollout, planned.engine
+    requests = -(-rollout.max_concurrent // rollout.engine.count)
+    running = rollout.engine.args.get("max_running_requests")
+    requests = min(requests, running) if isinstance(running, int) else requests
+    text = f"engines: {engine.token / 1024:,.1f} KiB of KV cache per token and rank"
+    if engine.tokens is not None:
+        each = engine.tokens // max(requests, 1)
+        text += (
+            f"; {engine.tokens:,} tokens in each engine, {each:,} for each of {requests:,} running requests, whose "
+            f"completions have at most {rollout.sampling.max_new_tokens:,}"
+        )
+    console.print(text)
+
+
+def _print_split(advice: SplitAdvice, console: Console) -> None:
+    """Print the simulated splits and the cost model they rest on."""
+
+    def remark(run: SimulatedRun) -> str:
+        marks = ["the recipe's"] * (run.layout == advice.recipe) + ["fastest"] * (run is advice.best)
+        return ", ".join(marks) if run.outcome else "does not get through"
+
+    def share(name: str) -> Callable[[SimulatedRun], str]:
+        return lambda run: f"{getattr(run.outcome, name):.0%}" if run.outcome else "-"
+
+    columns = {
+        "GPUs that train": lambda run: run.layout.trainer_gpus,
+        "generate": lambda run: run.layout.engine_gpus,
+        "tokens/s": lambda run: f"{run.tokens_per_s:,.0f}",
+        "trainer idle": share("trainer_idle"),
+        "engines idle": share("engine_idle"),
+        "": remark,
+    }
+    title = f"split of {advice.recipe.gpus} GPUs, {advice.steps} simulated steps"
+    console.print(rows_table(title, advice.runs, columns))
+    for line in advice.costs:
+        console.print(f"  {line}", markup=False)
+
+
+def _print_weights(planned: Planned, document: PlanDocument, console: Console) -> None:
+    config, plan = planned.config, planned.export
     console.print(
         f"\n{_size(document['bytes'])} leave through rank {SENDER} in {len(plan.buckets)} buckets, at most "
         f"{config.weights.transport.bucket_mb} MB each unless a tensor is larger"
@@ -129,6 +263,10 @@ def print_plan(config: RunConfig, plan: ExportPlan, console: Console, *, weights
     console.print(rows_table("export plan", rows, columns, left=("first tensor", "from ranks")))
     sent = ", ".join(f"{rank}: {_size(size)}" for rank, size in document["bytes_from_rank"].items())
     console.print(f"sent by rank: {sent}")
+
+
+def _gib(bytes_: int | None) -> str:
+    return "" if bytes_ is None else f"{bytes_ / GIB:.1f}"
 
 
 def _size(bytes_: int) -> str:

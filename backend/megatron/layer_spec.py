@@ -12,12 +12,17 @@ def layer_spec(actor: ActorConfig, dtype: str) -> LayerSpec:
     That is Transformer Engine on GPUs where it is installed, for bfloat16 models without adapters: its
     attention kernels need bfloat16, and adapters need layers of the local spec.
     """
-    if actor.layer_spec != "auto":
-        return actor.layer_spec
-    if actor.lora is not None or dtype != "bfloat16":
-        return "local"
+    if layer_spec_on_gpus(actor, dtype) == "local" or actor.layer_spec != "auto":
+        return layer_spec_on_gpus(actor, dtype)
     if importlib.util.find_spec("transformer_engine") is None:
         return "local"
     import torch
 
     return "transformer_engine" if torch.cuda.is_available() else "local"
+
+
+def layer_spec_on_gpus(actor: ActorConfig, dtype: str) -> LayerSpec:
+    """Return the layer spec of ``actor.layer_spec`` on machines with GPUs and Transformer Engine."""
+    if actor.layer_spec != "auto":
+        return actor.layer_spec
+    return "transformer_engine" if actor.lora is None and dtype == "bfloat16" else "local"

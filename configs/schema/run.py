@@ -105,13 +105,22 @@ class EvalConfig(Section):
     )
 
 
-class LocalCluster(Section):
-    """A Ray cluster on this machine, which starts and ends with the run."""
-
-    type: Literal["local"] = "local"
+class _Machines(Section):
     device: Literal["auto", "cpu", "gpu"] = Field(
         default="auto", description="Device of trainer and engines. `auto`: GPUs if the machine has any."
     )
+    gpu_memory_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="Memory of each GPU in GiB, as `nvidia-smi` reports it: 79 for an H100 of 80 GB. `slipstream "
+        "plan` compares its estimate with it, and `slipstream check` refuses what cannot fit; null: neither.",
+    )
+
+
+class LocalCluster(_Machines):
+    """A Ray cluster on this machine, which starts and ends with the run."""
+
+    type: Literal["local"] = "local"
 
 
 class ContainerConfig(Section):
@@ -131,7 +140,7 @@ class ContainerConfig(Section):
     )
 
 
-class SlurmCluster(Section):
+class SlurmCluster(_Machines):
     """The Ray cluster that slurm/train.sbatch has started in this job. RAY_ADDRESS holds its address."""
 
     type: Literal["slurm"] = "slurm"
@@ -144,9 +153,6 @@ class SlurmCluster(Section):
     container: ContainerConfig | None = Field(
         default=None,
         description="Container image of the job; null: an environment on the nodes' file system.",
-    )
-    device: Literal["auto", "cpu", "gpu"] = Field(
-        default="auto", description="Device of trainer and engines. `auto`: GPUs if the machine has any."
     )
 
 

@@ -27,12 +27,13 @@ FORBIDDEN = {
 
 FLOORS = {
     "backend": (
-        {"batch", "checkpoint", "objective"},
+        {"batch", "checkpoint", "memory", "objective"},
         {"megatron", "monitor"},
         {"trainer"},
         {"cluster"},
         {"driver", "quickstart"},
-        {"commands", "simulate"},
+        {"simulate"},
+        {"commands"},
         {"api", "cli"},
     ),
     "bridge": ({"hf"}, {"model"}, {"families", "shards"}, {"publish"}, {"transport"}),

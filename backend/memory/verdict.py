@@ -1,0 +1,38 @@
+"""What of a recipe cannot fit into the memory of a GPU, whatever the activations turn out to be."""
+
+from collections.abc import Sequence
+
+from slipstream.backend.memory.engine import EngineMemory
+from slipstream.backend.memory.trainer import StageMemory
+from slipstream.configs.schema import RunConfig
+
+GIB = 2**30
+
+
+def misfits(config: RunConfig, stages: Sequence[StageMemory], engine: EngineMemory) -> list[str]:
+    """Return a line for everything that is too large; none if ``cluster.gpu_memory_gib`` is not given.
+
+    Only what is computed exactly is compared: weights, gradients and optimizer of the trainer, weights of an
+    engine. Activations are an estimate, and the KV cache takes what is left.
+    """
+    memory = config.cluster.gpu_memory_gib
+    if memory is None or config.cluster.device == "cpu":
+        return []
+    problems: list[str] = []
+    worst = max(stages, key=lambda stage: stage.held)
+    exact = worst.held - worst.runtime
+    if exact > memory * GIB:
+        problems.append(
+            f"actor.parallel: weights, gradients and optimizer take {exact / GIB:.1f} GiB on each rank of pipeline "
+            f"stage {worst.stage}, and a GPU has {memory:g} GiB (cluster.gpu_memory_gib); split the model over "
+            "more ranks (tensor, pipeline, expert), or the optimizer with actor.optimizer.distributed"
+        )
+    if engine.pool is not None and engine.pool <= 0:
+        ranks = config.rollout.engine.tensor_parallel
+        problems.append(
+            f"rollout.engine.tensor_parallel: the weights take {engine.weights / GIB:.1f} GiB on each of the "
+            f"{ranks} ranks of an engine, which leaves no room for a KV cache: a GPU has {memory:g} GiB "
+            f"(cluster.gpu_memory_gib), of which SGLang leaves {engine.reserved / GIB:.1f} GiB free; use more "
+            "ranks, up to the GPUs of one node: an engine cannot span nodes"
+        )
+    return problems

@@ -1,0 +1,74 @@
+"""Compares a recipe's split of its GPUs with the splits next to it, by short simulations."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.backend.memory.engine import EngineMemory
+from slipstream.backend.simulate.compare import SimulatedRun, Work
+from slipstream.backend.simulate.costs import cost_model
+from slipstream.backend.simulate.derived import derived_model
+from slipstream.backend.simulate.gpu_split import GpuSplit, layout_of, splits
+from slipstream.backend.simulate.schedules import recipe_schedule
+from slipstream.backend.simulate.world import SimulationStalled, World
+from slipstream.bridge.model.geometry import Geometry
+from slipstream.configs.schema import RunConfig
+
+STEPS_AFTER_WARMUP = 3
+"""Simulated steps beyond the ones that fill the slots."""
+TRAJECTORIES = 4096
+"""Most trajectories that are simulated for one split; fewer steps are simulated for larger batches."""
+PATIENCE_S = 1e6
+"""Virtual seconds that anything may take: the comparison is about speed."""
+
+
+@dataclass(frozen=True)
+class SplitAdvice:
+    """The recipe's split and its neighbours, by the number of GPUs that train."""
+
+    runs: tuple[SimulatedRun, ...]
+    recipe: GpuSplit
+    steps: int
+    costs: tuple[str, ...]
+    """The cost model in words: the figures mean nothing without it."""
+
+    @property
+    def best(self) -> SimulatedRun:
+        return max(self.runs, key=lambda run: run.tokens_per_s)
+
+
+def advise(config: RunConfig, geometry: Geometry, engine: EngineMemory) -> SplitAdvice:
+    """Simulate the recipe on its split, on the next smaller and on the next larger share for the trainer."""
+    config = _short(config, geometry, engine)
+    layout, schedule = layout_of(config), recipe_schedule(config)
+    work = Work(config, config.run.seed)
+    runs: list[SimulatedRun] = []
+    for split in _neighbours(config, layout):
+        try:
+            runs.append(SimulatedRun(schedule, split, World(config, schedule, split, work.workload()).run()))
+        except SimulationStalled as stalled:
+            runs.append(SimulatedRun(schedule, split, None, str(stalled)))
+    return SplitAdvice(tuple(runs), layout, config.run.steps, tuple(cost_model(work)))
+
+
+def _short(config: RunConfig, geometry: Geometry, engine: EngineMemory) -> RunConfig:
+    rollout = config.rollout
+    batch = rollout.batch_size * rollout.n_samples_per_prompt
+    steps = min(rollout.max_head_offpolicyness + 1 + STEPS_AFTER_WARMUP, max(TRAJECTORIES // batch, 4))
+    patient = {"steps": steps, "batch_timeout_s": PATIENCE_S, "step_timeout_s": PATIENCE_S}
+    return config.model_copy(
+        update={
+            "simulate": derived_model(config, geometry, engine),
+            "run": config.run.model_copy(update=patient),
+            "rollout": rollout.model_copy(update={"episode_timeout_s": PATIENCE_S}),
+            "eval": None,
+        }
+    )
+
+
+def _neighbours(config: RunConfig, layout: GpuSplit) -> Sequence[GpuSplit]:
+    if layout.shared:
+        return [layout]
+    others = [split for split in splits(config, layout.gpus, most=8) if split.engines]
+    smaller = [split for split in others if split.trainer_gpus < layout.trainer_gpus]
+    larger = [split for split in others if split.trainer_gpus > layout.trainer_gpus]
+    return [*smaller[-1:], layout, *larger[:1]]

@@ -1,0 +1,96 @@
+"""A cost model from the model's geometry and a GPU's peak figures, for recipes that nobody has run yet.
+
+    training   tokens per second and GPU = TRAINING * PEAK / (operations of a token, forward and backward)
+    decoding   a step reads the weights of a rank once, and the KV cache of each running request
+    prefill    PREFILL * PEAK * GPUs of an engine / (operations of a token, forward)
+
+The shares of the peak are assumptions, which the printed cost model shows as speeds. Sections of ``simulate`` that
+a recipe gives are kept; ``slipstream simulate --fit`` replaces all of them by measurements.
+"""
+
+import math
+
+import numpy as np
+
+from slipstream.backend.batch.flops import forward_flops
+from slipstream.backend.memory.engine import EngineMemory
+from slipstream.backend.simulate.gpu_split import model_of
+from slipstream.bridge.model.geometry import Geometry
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.simulate import (
+    EngineModel,
+    RecipeLayout,
+    ResponseModel,
+    SimulateConfig,
+    TrainerModel,
+    TransferModel,
+)
+
+PEAK, BANDWIDTH = 989e12, 3.35e12
+"""Operations (bfloat16, dense) and bytes per second of an H100 SXM, from its data sheet."""
+TRAINING, TRAINING_EXPERTS, PREFILL, READING = 0.3, 0.15, 0.4, 0.6
+"""Assumed shares of the peak: training a dense model and one with experts, prefill, and reading memory."""
+LAYER_S = 40e-6
+"""Assumed seconds of a decode step per layer besides reading: launches and the exchange between ranks."""
+MOST_TOKENS = 4
+"""A median completion is assumed to have one in so many of ``rollout.sampling.max_new_tokens``."""
+
+
+def derived_model(config: RunConfig, geometry: Geometry, engine: EngineMemory) -> SimulateConfig:
+    """Return the recipe's cost model with everything filled in that the recipe does not give."""
+    given, known = model_of(config), config.simulate.model_fields_set if config.simulate else set[str]()
+    responses = given.responses if "responses" in known else _responses(config)
+    longest = config.rollout.sampling.max_new_tokens
+    mean = min(responses.median * math.exp(responses.sigma**2 / 2), responses.cap or longest)
+    length = given.prompts.median + mean
+    forward = float(forward_flops(geometry, np.array([length]))[0]) / length
+    derived = {
+        "layout": RecipeLayout(),
+        "responses": responses,
+        "engine": _engine(config, geometry, engine, forward, length - mean / 2),
+        "trainer": _trainer(config, geometry, forward),
+        "transfer": TransferModel(parameters=float(_parameters(engine, config))),
+        "compare": False,
+    }
+    kept = {name: getattr(given, name) for name in known & {"engine", "trainer", "transfer"}}
+    return given.model_copy(update=derived | kept)
+
+
+def _parameters(engine: EngineMemory, config: RunConfig) -> int:
+    return engine.parameters * config.rollout.engine.tensor_parallel
+
+
+def _responses(config: RunConfig) -> ResponseModel:
+    median = max(config.rollout.sampling.max_new_tokens / MOST_TOKENS, 1)
+    return ResponseModel(median=median)
+
+
+def _trainer(config: RunConfig, geometry: Geometry, forward: float) -> TrainerModel:
+    actor = config.actor
+    passes = 3.0 + (actor.recompute == "full")
+    if actor.recompute_logprobs and not actor.interpolate_logprobs:
+        passes += (actor.minibatches - 1) / actor.minibatches
+    passes += (actor.kl is not None) + (actor.teacher is not None)
+    share = TRAINING_EXPERTS if geometry.experts else TRAINING
+    return TrainerModel(tokens_per_s=_rounded(share * PEAK / (passes * forward)))
+
+
+def _engine(
+    config: RunConfig, geometry: Geometry, engine: EngineMemory, forward: float, context: float
+) -> EngineModel:
+    ranks = config.rollout.engine.tensor_parallel
+    reading = READING * BANDWIDTH
+    running = config.rollout.engine.args.get("max_running_requests")
+    limit = running if isinstance(running, int) else EngineModel().max_running
+    return EngineModel(
+        step_s=_rounded(engine.weights / reading + geometry.n_layers * LAYER_S),
+        request_s=_rounded(context * engine.token / reading),
+        prefill_tokens_per_s=_rounded(PREFILL * PEAK * ranks / forward),
+        max_running=limit,
+        kv_tokens=engine.tokens,
+    )
+
+
+def _rounded(number: float) -> float:
+    """Return the number with three significant digits: more would pretend to be known."""
+    return float(f"{number:.3g}")
