@@ -58,6 +58,7 @@ ModelConfig = Annotated[
         help="The model's config.json, or its folder, on a machine that has neither the model nor the prompts.",
     ),
 ]
+Sft = Annotated[bool, typer.Option("--sft", help="The recipe is one of `slipstream sft`.")]
 Out = Annotated[Path, typer.Argument(help="The folder to make.")]
 Tensor = Annotated[int, typer.Option(help="Tensor-parallel ranks.")]
 Pipeline = Annotated[int, typer.Option(help="Pipeline stages.")]
@@ -129,13 +130,15 @@ def sft(
 
 
 @app.command(rich_help_panel=LOOK)
-def check(recipe: Recipe, overrides: Overrides = None, model_config: ModelConfig = None) -> None:
+def check(
+    recipe: Recipe, overrides: Overrides = None, model_config: ModelConfig = None, sft: Sft = False
+) -> None:
     """Print everything that is wrong with a recipe and its models, or that nothing is."""
     with _reported():
         from slipstream.backend.commands.check import check, read_recipe
 
-        config = read_recipe(recipe, overrides or [], model_config)
-        check(config, weights=model_config is None)
+        config = read_recipe(recipe, overrides or [], model_config=model_config, supervised=sft)
+        check(config, weights=model_config is None, supervised=sft)
         typer.echo(f"{recipe}: nothing wrong ({config.run.name}, {config.run.steps} steps)")
 
 
@@ -150,6 +153,7 @@ def plan(
         bool, typer.Option(help="Simulate the recipe's split of the GPUs and the ones next to it.")
     ] = True,
     model_config: ModelConfig = None,
+    sft: Sft = False,
     as_json: Json = False,
 ) -> None:
     """Show layout, memory and split of the GPUs of a recipe. Needs the model's config.json, no weights."""
@@ -158,8 +162,10 @@ def plan(
         from slipstream.backend.commands.check import planned, read_recipe
         from slipstream.backend.simulate.advice import advise
 
-        plan = planned(read_recipe(recipe, overrides or [], model_config))
-        advice = advise(plan.config, plan.export.spec.geometry, plan.engine) if split else None
+        config = read_recipe(recipe, overrides or [], model_config=model_config, supervised=sft)
+        plan = planned(config, supervised=sft)
+        simulated = split and plan.engine is not None and plan.engine.tokens != 0
+        advice = advise(config, plan.export.spec.geometry, plan.engine) if simulated else None
         if as_json:
             typer.echo(planning.as_json(plan, advice))
         else:

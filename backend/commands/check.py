@@ -15,7 +15,7 @@ from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.model.layout import UnevenSplit
 from slipstream.bridge.shards.plan import ExportPlan
-from slipstream.configs.load import load_recipe
+from slipstream.configs.load import load_recipe, load_supervised
 from slipstream.configs.rules.models import MODELS
 from slipstream.configs.schema import RunConfig
 
@@ -30,8 +30,8 @@ class Planned:
     config: RunConfig
     export: ExportPlan
     stages: list[StageMemory]
-    engine: EngineMemory
-    on_gpus: bool
+    engine: EngineMemory | None
+    """None for supervised training, which has no engines."""
 
     @property
     def gpu_memory(self) -> int | None:
@@ -39,22 +39,31 @@ class Planned:
         return _gpu_memory(self.config)
 
 
-def read_recipe(recipe: str, overrides: Sequence[str], model_config: Path | None) -> RunConfig:
+def read_recipe(
+    recipe: str, overrides: Sequence[str], *, model_config: Path | None = None, supervised: bool = False
+) -> RunConfig:
     """Load a recipe. Raises RecipeError, and WrongInput for a ``model_config`` that is no config.json.
 
     model_config: the model's config.json, or its folder, on a machine that has neither model nor prompts.
+    supervised: the recipe is one of ``slipstream sft``.
     """
-    if model_config is None:
-        return load_recipe(Path(recipe), overrides)
+    if model_config is not None:
+        overrides = [*overrides, *_without_inputs(model_config)]
+    if supervised:
+        return load_supervised(Path(recipe), overrides).run
+    return load_recipe(Path(recipe), overrides)
+
+
+def _without_inputs(model_config: Path) -> list[str]:
+    """Return overrides that name a folder with a config.json as the model, and excuse missing prompts."""
     folder = model_config if model_config.is_dir() else model_config.parent
     file = folder / "config.json"
     if model_config not in (folder, file) or not file.is_file():
         raise WrongInput(f"--model-config {model_config}: expected a config.json, or a folder with one")
-    in_place = [f"model.path={json.dumps(str(folder))}", f"prepare={NO_INPUTS}"]
-    return load_recipe(Path(recipe), [*overrides, *in_place])
+    return [f"model.path={json.dumps(str(folder))}", f"prepare={NO_INPUTS}"]
 
 
-def check(config: RunConfig, *, weights: bool = True) -> None:
+def check(config: RunConfig, *, weights: bool = True, supervised: bool = False) -> None:
     """Compare the models of a recipe with its layout, with their files and with the memory of the GPUs.
 
     Raises WrongInput with everything that is wrong. A model that ``prepare`` has yet to make is not checked.
@@ -62,7 +71,7 @@ def check(config: RunConfig, *, weights: bool = True) -> None:
     """
     if not (config.model.path / "config.json").exists():
         return
-    plan = planned(config)
+    plan = planned(config, supervised=supervised)
     problems = misfits(config, plan.stages, plan.engine)
     if weights:
         from slipstream.backend.driver.inputs import checkpoint_problems
@@ -72,7 +81,7 @@ def check(config: RunConfig, *, weights: bool = True) -> None:
         raise WrongInput("\n".join(problems))
 
 
-def planned(config: RunConfig) -> Planned:
+def planned(config: RunConfig, *, supervised: bool = False) -> Planned:
     """Return the plan of a recipe. Needs the model's config.json, no weights.
 
     Raises WrongInput when the model is not supported or the layout does not fit it.
@@ -88,7 +97,8 @@ def planned(config: RunConfig) -> Planned:
         spec = model_spec(config.model.path)
         export = export_plan(config, spec, layers=layers)
         stages = trainer_memory(config, export, kernels, runtime=RUNTIME if on_gpus else 0)
-        return Planned(config, export, stages, engine_memory(config, spec, _gpu_memory(config)), on_gpus)
+        engine = None if supervised else engine_memory(config, spec, _gpu_memory(config))
+        return Planned(config, export, stages, engine)
     except UnsupportedModel as error:
         raise WrongInput(f"model.path: {error}") from None
     except UnevenSplit as error:

@@ -13,13 +13,15 @@ from typing import TypedDict
 from rich.console import Console
 
 from slipstream.backend.commands.check import Planned
-from slipstream.backend.memory.trainer import tokens_of
+from slipstream.backend.memory.engine import EngineMemory
+from slipstream.backend.memory.trainer import StageMemory, tokens_of
 from slipstream.backend.memory.verdict import GIB
 from slipstream.backend.monitor.tables import rows_table
 from slipstream.backend.simulate.advice import SplitAdvice
 from slipstream.backend.simulate.compare import SimulatedRun
 from slipstream.bridge.hf.index import ITEMSIZE
 from slipstream.bridge.shards.plan import SENDER
+from slipstream.configs.schema import RunConfig
 
 SHOWN = 20
 """Number of buckets that the table shows from either end; ``--json`` lists them all."""
@@ -68,8 +70,8 @@ class PlanDocument(TypedDict):
     """Bytes of a GPU's memory; None: unknown."""
     trainer_memory: list[dict[str, int]]
     """Bytes on a rank of each pipeline stage."""
-    engine_memory: dict[str, int | None]
-    """Bytes on a rank of an engine."""
+    engine_memory: dict[str, int | None] | None
+    """Bytes on a rank of an engine; None: supervised training has none."""
     splits: list[SimulatedSplit] | None
     """None: not simulated."""
 
@@ -109,7 +111,7 @@ def describe(planned: Planned, advice: SplitAdvice | None) -> PlanDocument:
         "buckets": buckets,
         "gpu_memory": planned.gpu_memory,
         "trainer_memory": [asdict(stage) | {"peak": stage.peak} for stage in planned.stages],
-        "engine_memory": asdict(planned.engine),
+        "engine_memory": None if planned.engine is None else asdict(planned.engine),
         "splits": None if advice is None else _splits(advice),
     }
 
@@ -166,54 +168,92 @@ def _print_layout(planned: Planned, document: PlanDocument, console: Console) ->
 def _print_memory(planned: Planned, console: Console) -> None:
     """Print a row for the trainer ranks with the largest peak, and one for the ranks of engines."""
     worst = max(planned.stages, key=lambda stage: stage.peak)
-    engine, gpu, stages = planned.engine, planned.gpu_memory, len(planned.stages)
+    gpu, stages = planned.gpu_memory, len(planned.stages)
     place = f", pipeline stage {worst.stage} of {stages}" if stages > 1 else ""
-    sizes = {
-        "weights": (worst.weights, engine.weights),
-        "gradients": (worst.gradients, None),
-        "optimizer": (worst.optimizer, None),
-        "critic": (worst.critic or None, None),
-        "activations": (worst.activations, None),
-        "work": (worst.work, None),
-        "scoring model": (worst.frozen or None, None),
-        "KV cache": (None, engine.pool),
-        "transfer": (worst.transfer, engine.transfer),
-        "runtime": (worst.runtime or None, engine.reserved or None),
-        "in all": (worst.peak, None if gpu is None or engine.pool is None else engine.weights + engine.pool + engine.reserved),
+    rows = {f"trainer{place}": _of_trainer(worst)}
+    if planned.engine is not None:
+        rows["engine"] = _of_engine(planned.engine)
+    names = [name for name in COLUMNS if any(row.get(name) for row in rows.values())]
+    columns: dict[str, Callable[[tuple[str, Sizes]], object]] = {"GiB on each rank": itemgetter(0)}
+    for name in names:
+        columns[name] = lambda row, name=name: _gib(row[1].get(name))
+    console.print(rows_table("memory, estimated", rows.items(), columns))
+    actor, layout = planned.config.actor, planned.export.layout
+    fits = "" if gpu is None else f"{_gib(worst.peak)} of {_gib(gpu)} GiB, {_verdict(worst.peak, gpu)}; "
+    console.print(
+        f"trainer: {fits}micro-batches of {tokens_of(planned.config):,} tokens on a rank, recompute "
+        f"{actor.recompute}, layers of {layout.layer_spec}"
+    )
+    if planned.engine is not None:
+        _print_cache(planned.config, planned.engine, gpu, console)
+
+
+Sizes = dict[str, int | None]
+"""Bytes by the name of a column."""
+
+COLUMNS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "critic",
+    "activations",
+    "work",
+    "scoring model",
+    "KV cache",
+    "transfer",
+    "runtime",
+    "in all",
+)
+
+
+def _of_trainer(stage: StageMemory) -> Sizes:
+    return {
+        "weights": stage.weights,
+        "gradients": stage.gradients,
+        "optimizer": stage.optimizer,
+        "critic": stage.critic,
+        "activations": stage.activations,
+        "work": stage.work,
+        "scoring model": stage.frozen,
+        "transfer": stage.transfer,
+        "runtime": stage.runtime,
+        "in all": stage.peak,
     }
-    shown = {name: pair for name, pair in sizes.items() if any(size is not None for size in pair)}
-    columns = {"GiB on each rank": itemgetter(0)}
-    columns |= {name: itemgetter(number) for number, name in enumerate(shown, start=1)}
-    rows = [
-        (title, *(_gib(pair[number]) for pair in shown.values()))
-        for number, title in enumerate((f"trainer{place}", "engine"))
-    ]
-    console.print(rows_table("memory, estimated", rows, columns))
-    if gpu is not None:
-        spare = gpu - worst.peak
-        verdict = "fits" if spare >= 0 else "DOES NOT FIT"
-        console.print(
-            f"trainer: {_gib(worst.peak)} of {_gib(gpu)} GiB, {verdict}; micro-batches of "
-            f"{tokens_of(planned.config):,} tokens on a rank, recompute {planned.config.actor.recompute}, layers of "
-            f"{planned.export.layout.layer_spec}"
-        )
-    _print_cache(planned, console)
 
 
-def _print_cache(planned: Planned, console: Console) -> None:
+def _of_engine(engine: EngineMemory) -> Sizes:
+    """Return the sizes of an engine rank; its transfer takes place in the memory that SGLang leaves free."""
+    pool = engine.pool
+    return {
+        "weights": engine.weights,
+        "KV cache": pool,
+        "transfer": engine.transfer,
+        "runtime": engine.reserved,
+        "in all": None if pool is None else engine.weights + max(pool, 0) + engine.reserved,
+    }
+
+
+def _verdict(peak: int, gpu: int) -> str:
+    return "fits" if peak <= gpu else "DOES NOT FIT"
+
+
+def _print_cache(config: RunConfig, engine: EngineMemory, gpu: int | None, console: Console) -> None:
     """Print what the KV cache of an engine holds, and what the recipe asks of it."""
-    rollout, engine = planned.config.rollout, planned.engine
+    rollout = config.rollout
     requests = -(-rollout.max_concurrent // rollout.engine.count)
     running = rollout.engine.args.get("max_running_requests")
     requests = min(requests, running) if isinstance(running, int) else requests
-    text = f"engines: {engine.token / 1024:,.1f} KiB of KV cache per token and rank"
-    if engine.tokens is not None:
-        each = engine.tokens // max(requests, 1)
-        text += (
-            f"; {engine.tokens:,} tokens in each engine, {each:,} for each of {requests:,} running requests, whose "
-            f"completions have at most {rollout.sampling.max_new_tokens:,}"
+    console.print(f"engines: {engine.token / 1024:,.1f} KiB of KV cache per token and rank")
+    if engine.tokens == 0 and gpu is not None:
+        console.print(f"engines: DO NOT FIT: {_gib(engine.weights)} GiB of weights on a GPU of {_gib(gpu)} GiB")
+    elif engine.tokens is not None:
+        console.print(
+            f"engines: {engine.tokens:,} tokens in the cache of each, {engine.tokens // max(requests, 1):,} for "
+            f"each of {requests:,} running requests; a completion has at most "
+            f"{rollout.sampling.max_new_tokens:,}"
         )
-    console.print(text)
+    if rollout.engine.colocated:
+        console.print("engines and trainer take turns: each of them has the GPU's memory while the other rests")
 
 
 def _print_split(advice: SplitAdvice, console: Console) -> None:

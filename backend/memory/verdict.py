@@ -9,7 +9,7 @@ from slipstream.configs.schema import RunConfig
 GIB = 2**30
 
 
-def misfits(config: RunConfig, stages: Sequence[StageMemory], engine: EngineMemory) -> list[str]:
+def misfits(config: RunConfig, stages: Sequence[StageMemory], engine: EngineMemory | None) -> list[str]:
     """Return a line for everything that is too large; none if ``cluster.gpu_memory_gib`` is not given.
 
     Only what is computed exactly is compared: weights, gradients and optimizer of the trainer, weights of an
@@ -27,7 +27,7 @@ def misfits(config: RunConfig, stages: Sequence[StageMemory], engine: EngineMemo
             f"stage {worst.stage}, and a GPU has {memory:g} GiB (cluster.gpu_memory_gib); split the model over "
             "more ranks (tensor, pipeline, expert), or the optimizer with actor.optimizer.distributed"
         )
-    if engine.pool is not None and engine.pool <= 0:
+    if engine is not None and engine.pool is not None and engine.pool <= 0:
         ranks = config.rollout.engine.tensor_parallel
         problems.append(
             f"rollout.engine.tensor_parallel: the weights take {engine.weights / GIB:.1f} GiB on each of the "
