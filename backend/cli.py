@@ -160,6 +160,7 @@ def plan(
     with _reported():
         from slipstream.backend.commands import plan as planning
         from slipstream.backend.commands.check import planned, read_recipe
+        from slipstream.backend.monitor.tables import table_console
         from slipstream.backend.simulate.advice import advise
 
         config = read_recipe(recipe, overrides or [], model_config=model_config, supervised=sft)
@@ -169,7 +170,7 @@ def plan(
         if as_json:
             typer.echo(planning.as_json(plan, advice))
         else:
-            planning.print_plan(plan, advice, Console(soft_wrap=True, highlight=False), weights=weights)
+            planning.print_plan(plan, advice, table_console(), weights=weights)
 
 
 @app.command(rich_help_panel=LOOK)

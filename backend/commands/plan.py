@@ -148,21 +148,22 @@ def print_plan(planned: Planned, advice: SplitAdvice | None, console: Console, *
 def _print_layout(planned: Planned, document: PlanDocument, console: Console) -> None:
     plan, parallel = planned.export, planned.config.actor.parallel
     geometry = plan.spec.geometry
-    console.print(
+    _line(
+        console,
         f"{document['family']}, {geometry.n_layers} layers, {document['parameters']:,} parameters: "
         f"{plan.spec.path}",
-        markup=False,
     )
     context = f"context {parallel.context} * " if parallel.context > 1 else ""
     ways = f"tensor {parallel.tensor} * {context}pipeline {parallel.pipeline} * data {parallel.data}"
-    console.print(f"{document['ranks']} trainer ranks: {ways}")
+    _line(console, f"{document['ranks']} trainer ranks: {ways}")
     if geometry.experts:
-        console.print(
+        _line(
+            console,
             f"{geometry.experts.count} experts over {parallel.expert} ranks, each on {plan.layout.etp}"
         )
     if parallel.pipeline > 1:
         sizes = ", ".join(str(part["layers"]) for part in document["layers"])
-        console.print(f"layers of each part of the pipeline: {sizes}")
+        _line(console, f"layers of each part of the pipeline: {sizes}")
 
 
 def _print_memory(planned: Planned, console: Console) -> None:
@@ -180,7 +181,8 @@ def _print_memory(planned: Planned, console: Console) -> None:
     console.print(rows_table("memory, estimated", rows.items(), columns))
     actor, layout = planned.config.actor, planned.export.layout
     fits = "" if gpu is None else f"{_gib(worst.peak)} of {_gib(gpu)} GiB, {_verdict(worst.peak, gpu)}; "
-    console.print(
+    _line(
+        console,
         f"trainer: {fits}micro-batches of {tokens_of(planned.config):,} tokens on a rank, recompute "
         f"{actor.recompute}, layers of {layout.layer_spec}"
     )
@@ -243,17 +245,18 @@ def _print_cache(config: RunConfig, engine: EngineMemory, gpu: int | None, conso
     requests = -(-rollout.max_concurrent // rollout.engine.count)
     running = rollout.engine.args.get("max_running_requests")
     requests = min(requests, running) if isinstance(running, int) else requests
-    console.print(f"engines: {engine.token / 1024:,.1f} KiB of KV cache per token and rank")
+    _line(console, f"engines: {engine.token / 1024:,.1f} KiB of KV cache per token and rank")
     if engine.tokens == 0 and gpu is not None:
-        console.print(f"engines: DO NOT FIT: {_gib(engine.weights)} GiB of weights on a GPU of {_gib(gpu)} GiB")
+        _line(console, f"engines: DO NOT FIT: {_gib(engine.weights)} GiB of weights on a GPU of {_gib(gpu)} GiB")
     elif engine.tokens is not None:
-        console.print(
+        _line(
+            console,
             f"engines: {engine.tokens:,} tokens in the cache of each, {engine.tokens // max(requests, 1):,} for "
             f"each of {requests:,} running requests; a completion has at most "
             f"{rollout.sampling.max_new_tokens:,}"
         )
     if rollout.engine.colocated:
-        console.print("engines and trainer take turns: each of them has the GPU's memory while the other rests")
+        _line(console, "engines and trainer take turns: each of them has the GPU's memory while the other rests")
 
 
 def _print_split(advice: SplitAdvice, console: Console) -> None:
@@ -277,12 +280,13 @@ def _print_split(advice: SplitAdvice, console: Console) -> None:
     title = f"split of {advice.recipe.gpus} GPUs, {advice.steps} simulated steps"
     console.print(rows_table(title, advice.runs, columns))
     for line in advice.costs:
-        console.print(f"  {line}", markup=False)
+        _line(console, f"  {line}")
 
 
 def _print_weights(planned: Planned, document: PlanDocument, console: Console) -> None:
     config, plan = planned.config, planned.export
-    console.print(
+    _line(
+        console,
         f"\n{_size(document['bytes'])} leave through rank {SENDER} in {len(plan.buckets)} buckets, at most "
         f"{config.weights.transport.bucket_mb} MB each unless a tensor is larger"
     )
@@ -302,7 +306,12 @@ def _print_weights(planned: Planned, document: PlanDocument, console: Console) -
     columns = {name: itemgetter(number) for number, name in enumerate(names)}
     console.print(rows_table("export plan", rows, columns, left=("first tensor", "from ranks")))
     sent = ", ".join(f"{rank}: {_size(size)}" for rank, size in document["bytes_from_rank"].items())
-    console.print(f"sent by rank: {sent}")
+    _line(console, f"sent by rank: {sent}")
+
+
+def _line(console: Console, text: str) -> None:
+    """Print a line as it is, however wide the console is."""
+    console.print(text, markup=False, soft_wrap=True)
 
 
 def _gib(bytes_: int | None) -> str:

@@ -57,7 +57,7 @@ class LayerBytes:
     """The part of ``attention`` that selective recomputation does not keep; it may be negative."""
     feed_forward: float
     gradients: float
-    """Largest gradients of activations that exist at one time in the backward pass."""
+    """Largest excess of gradients over the activations that they replace, in the backward pass."""
 
     @property
     def kept(self) -> float:
@@ -75,13 +75,12 @@ def layer_bytes(geometry: Geometry, layer: int, sharing: Sharing) -> LayerBytes:
     experts = geometry.experts if mixed else None
     attention, core = _attention(geometry, sharing)
     feed_forward = _mixture(geometry, experts, sharing) if experts else _dense(geometry, sharing)
-    width = _widest(geometry, experts, sharing)
     return LayerBytes(
         input=geometry.hidden * sharing.itemsize / sharing.tokens,
         attention=attention,
         core=core,
         feed_forward=feed_forward,
-        gradients=width * sharing.itemsize,
+        gradients=_gradients(geometry, experts, sharing),
     )
 
 
@@ -99,9 +98,9 @@ def norm_bytes(width: int, rows: float, sharing: Sharing, *, kept_input: bool = 
 
 
 def head_bytes(geometry: Geometry, sharing: Sharing) -> float:
-    """Return the bytes per token of the final norm and of the hidden states that the loss selects."""
-    hidden = geometry.hidden
-    return norm_bytes(hidden, 1, sharing) / sharing.tokens + hidden * sharing.itemsize
+    """Return the bytes per token of the final norm, its output, and the hidden states that the loss selects."""
+    output = geometry.hidden * sharing.itemsize
+    return (norm_bytes(geometry.hidden, 1, sharing) + output) / sharing.tokens + output
 
 
 def _attention(geometry: Geometry, sharing: Sharing) -> tuple[float, float]:
@@ -193,13 +192,19 @@ def _mixture(geometry: Geometry, experts: Experts, sharing: Sharing) -> float:
     return _input_norm(geometry, sharing) + router + routed + shared
 
 
-def _widest(geometry: Geometry, experts: Experts | None, sharing: Sharing) -> float:
-    """Return the elements per token of the gradients inside of a feed-forward layer: 3 F, and the input.
+def _gradients(geometry: Geometry, experts: Experts | None, sharing: Sharing) -> float:
+    """Return the bytes per token by which gradients of activations exceed what they replace.
 
-    The experts of the local layer spec run one after the other, those of Transformer Engine together.
+    In a feed-forward layer the gradient of the second layer's input (F) exists before anything is freed, and a
+    fused SwiGLU writes the gradient of its input (2 F) before it frees that. Plain norms work in single precision:
+    about four tensors of the width of the residual stream. The experts of the local layer spec run one after the
+    other, those of Transformer Engine together.
     """
+    b, fused = sharing.itemsize, sharing.kernels == "fused"
+    norm = (2 * b if fused else 4 * FLOAT) * geometry.hidden / sharing.tokens
+    inside = (2 if fused else 1) * b
     if experts is None:
-        return 3 * geometry.ffn_hidden / sharing.tensor + geometry.hidden / sharing.tokens
+        return max(inside * geometry.ffn_hidden / sharing.tensor, norm)
     at_a_time = sharing.expert / experts.count if sharing.layer_spec == "local" else 1.0
-    inside = 3 * experts.ffn_hidden / sharing.expert_tensor * at_a_time
-    return _copies(experts, sharing) * (inside + geometry.hidden)
+    width = inside * experts.ffn_hidden / sharing.expert_tensor * at_a_time
+    return max(_copies(experts, sharing) * (width + geometry.hidden * b), norm)

@@ -195,9 +195,9 @@ def _recomputed(layers: Sequence[LayerBytes], actor: ActorConfig) -> tuple[float
     count = number if isinstance(number, int) else 1
     if actor.megatron.get("recompute_method") == "block":
         kept = sum(layer.input for layer in layers[:count]) + sum(layer.kept for layer in layers[count:])
-        return kept, max((layer.kept for layer in layers[:count]), default=0.0)
+        return kept, max((layer.kept - layer.input for layer in layers[:count]), default=0.0)
     runs = [layers[first : first + count] for first in range(0, len(layers), count)]
-    again = max((sum(layer.kept for layer in run) for run in runs), default=0.0)
+    again = max((sum(layer.kept for layer in run) - run[0].input for run in runs), default=0.0)
     return sum(run[0].input for run in runs), again
 
 

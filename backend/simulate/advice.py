@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import lcm
 
 from slipstream.backend.memory.engine import EngineMemory
 from slipstream.backend.simulate.compare import SimulatedRun, Work
 from slipstream.backend.simulate.costs import cost_model
 from slipstream.backend.simulate.derived import derived_model
-from slipstream.backend.simulate.gpu_split import GpuSplit, layout_of, splits
+from slipstream.backend.simulate.gpu_split import GpuSplit, layout_of, trainer_unit
 from slipstream.backend.simulate.schedules import recipe_schedule
 from slipstream.backend.simulate.world import SimulationStalled, World
 from slipstream.bridge.model.geometry import Geometry
@@ -66,9 +67,17 @@ def _short(config: RunConfig, geometry: Geometry, engine: EngineMemory) -> RunCo
 
 
 def _neighbours(config: RunConfig, layout: GpuSplit) -> Sequence[GpuSplit]:
+    """Return the recipe's split, between the next ones that can be placed: whole replicas, and whole nodes."""
     if layout.shared:
         return [layout]
-    others = [split for split in splits(config, layout.gpus, most=8) if split.engines]
-    smaller = [split for split in others if split.trainer_gpus < layout.trainer_gpus]
-    larger = [split for split in others if split.trainer_gpus > layout.trainer_gpus]
-    return [*smaller[-1:], layout, *larger[:1]]
+    step, cluster = trainer_unit(config), config.cluster
+    if cluster.type == "slurm":
+        step = lcm(step, max(layout.trainer_gpus // (cluster.trainer_nodes or 1), 1))
+    per_engine = layout.gpus_per_engine
+    return [
+        layout
+        if count == layout.trainer_gpus
+        else GpuSplit(layout.gpus, count, (layout.gpus - count) // per_engine, per_engine)
+        for count in (layout.trainer_gpus - step, layout.trainer_gpus, layout.trainer_gpus + step)
+        if 0 < count <= layout.gpus - per_engine
+    ]
