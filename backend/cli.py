@@ -165,8 +165,7 @@ def plan(
 
         config = read_recipe(recipe, overrides or [], model_config=model_config, supervised=sft)
         plan = planned(config, supervised=sft)
-        simulated = split and plan.engine is not None and plan.engine.tokens != 0
-        advice = advise(config, plan.export.spec.geometry, plan.engine) if simulated else None
+        advice = advise(config, plan.export.spec.geometry, plan.engine) if split and plan.engine else None
         if as_json:
             typer.echo(planning.as_json(plan, advice))
         else:

@@ -228,7 +228,7 @@ def _of_engine(engine: EngineMemory) -> Sizes:
     pool = engine.pool
     return {
         "weights": engine.weights,
-        "KV cache": pool,
+        "KV cache": None if pool is None else max(pool, 0),
         "transfer": engine.transfer,
         "runtime": engine.reserved,
         "in all": None if pool is None else engine.weights + max(pool, 0) + engine.reserved,

@@ -92,22 +92,50 @@ def _is_adapted(entry: Entry, lora: LoraConfig) -> bool:
     return lora.targets is None or layer in lora.targets
 
 
-def buffer_elements(parameters: Sequence[int], ranks: int, *, distributed: bool, buckets: bool) -> int:
-    """Return the elements of Megatron's buffer for ``parameters``, padding included.
+@dataclass(frozen=True)
+class Buffer:
+    """Megatron's buffer for some parameters."""
+
+    elements: int
+    """Padding included."""
+    largest_share: int
+    """Elements of parameters that the optimizer of one data-parallel rank updates, on the rank with the most."""
+
+
+def buffer_of(parameters: Sequence[int], ranks: int, *, distributed: bool, buckets: bool) -> Buffer:
+    """Return the buffer for ``parameters``, which are in the order of the forward pass.
 
     ranks: the data-parallel ranks that share the buffer. buckets: gradients are reduced bucket by bucket
     (``overlap_grad_reduce``, on the first pipeline stage).
     """
     if not distributed:
-        return sum(parameters)
+        return Buffer(sum(parameters), sum(parameters))
     multiple = lcm(ranks, BUCKET_ALIGNMENT)
     most = max(BUCKET_ELEMENTS, BUCKET_ELEMENTS_PER_RANK * ranks)
+    shares = [0] * ranks
     end = first = 0
+    pending: list[tuple[int, int]] = []
+
+    def close_bucket() -> None:
+        nonlocal end, first
+        end = _padded(end, multiple)
+        share = (end - first) // ranks
+        for start, stop in pending:
+            for rank in range((start - first) // share, (stop - 1 - first) // share + 1):
+                low, high = first + rank * share, first + (rank + 1) * share
+                shares[rank] += min(stop, high) - max(start, low)
+        pending.clear()
+        first = end
+
     for elements in reversed(parameters):
-        end = _padded(end, ALIGNMENT) + elements
+        start = _padded(end, ALIGNMENT)
+        end = start + elements
+        pending.append((start, end))
         if buckets and end - first >= most:
-            first = end = _padded(end, multiple)
-    return _padded(end, multiple)
+            close_bucket()
+    if pending:
+        close_bucket()
+    return Buffer(end, max(shares))
 
 
 def _padded(elements: int, multiple: int) -> int:

@@ -25,14 +25,14 @@ from slipstream.backend.memory.activations import (
 from slipstream.backend.memory.parameters import (
     Shapes,
     StageParameters,
-    buffer_elements,
+    buffer_of,
     stage_parameters,
 )
 from slipstream.backend.memory.pipeline import parts_in_flight
 from slipstream.bridge.hf.index import ITEMSIZE
 from slipstream.bridge.model.geometry import Geometry
 from slipstream.bridge.model.layout import Layout
-from slipstream.bridge.model.spec import ModelSpec, value_spec
+from slipstream.bridge.model.spec import value_spec
 from slipstream.bridge.shards.plan import SENDER, STAGING_DIVISOR, ExportPlan
 from slipstream.configs.schema import ActorConfig, OptimizerConfig, RunConfig
 
@@ -128,12 +128,10 @@ def _state(
         for shapes, share in ((part.dense, ranks), (part.expert, expert_ranks)):
             if not shapes:
                 continue
-            buffer = buffer_elements(shapes, share, distributed=optimizer.distributed, buckets=buckets)
-            weights += buffer * itemsize
-            gradients += buffer * FLOAT
-            shared = share if optimizer.distributed else 1
-            elements = sum(shapes) if shared == 1 else ceil(buffer / shared)
-            state += elements * (main + 2 * FLOAT)
+            buffer = buffer_of(shapes, share, distributed=optimizer.distributed, buckets=buckets)
+            weights += buffer.elements * itemsize
+            gradients += buffer.elements * FLOAT
+            state += buffer.largest_share * (main + 2 * FLOAT)
     return weights, gradients, state
 
 
@@ -194,8 +192,10 @@ def _recomputed(layers: Sequence[LayerBytes], actor: ActorConfig) -> tuple[float
     number = actor.megatron.get("recompute_num_layers", 1)
     count = number if isinstance(number, int) else 1
     if actor.megatron.get("recompute_method") == "block":
-        kept = sum(layer.input for layer in layers[:count]) + sum(layer.kept for layer in layers[count:])
-        return kept, max((layer.kept - layer.input for layer in layers[:count]), default=0.0)
+        # The backward pass has freed the layers that are kept when it reaches those that are computed again.
+        whole = sum(layer.kept for layer in layers[count:])
+        again = max((layer.kept - layer.input for layer in layers[:count]), default=0.0)
+        return sum(layer.input for layer in layers[:count]) + whole, max(again - whole, 0.0)
     runs = [layers[first : first + count] for first in range(0, len(layers), count)]
     again = max((sum(layer.kept for layer in run) - run[0].input for run in runs), default=0.0)
     return sum(run[0].input for run in runs), again

@@ -37,8 +37,13 @@ class SplitAdvice:
         return max(self.runs, key=lambda run: run.tokens_per_s)
 
 
-def advise(config: RunConfig, geometry: Geometry, engine: EngineMemory) -> SplitAdvice:
-    """Simulate the recipe on its split, on the next smaller and on the next larger share for the trainer."""
+def advise(config: RunConfig, geometry: Geometry, engine: EngineMemory) -> SplitAdvice | None:
+    """Simulate the recipe on its split, on the next smaller and on the next larger share for the trainer.
+
+    Returns None without GPUs, whose cost model this is, and for engines that cannot hold the model.
+    """
+    if config.cluster.device == "cpu" or engine.tokens == 0:
+        return None
     config = _short(config, geometry, engine)
     layout, schedule = layout_of(config), recipe_schedule(config)
     work = Work(config, config.run.seed)
