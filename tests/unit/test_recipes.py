@@ -1,0 +1,175 @@
+"""Every bundled recipe on a machine that has neither its model nor its prompts: check, plan and name.
+
+The plans are compared with files, which show what a change of a recipe or of the estimate does to all of them:
+
+    UPDATE_PLANS=1 pytest tests/unit/test_recipes.py     # writes them anew
+"""
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from slipstream.backend.cli import app
+from slipstream.backend.commands.check import planned, read_recipe
+from slipstream.backend.memory.verdict import GIB
+from tests.environment import ROOT
+
+RECIPES = ROOT / "configs/recipes"
+CONFIGS = Path("tests/unit/model_configs")
+PLANS = ROOT / "tests/unit/plans"
+
+NAME = re.compile(r"[a-z]+-(?P<model>.+)-(?P<nodes>\d+)n(?P<gpus>\d+)g-(?P<layout>(?:(?:tp|pp|dp|ep)\d+)+)(?:-async(?P<eta>\d+))?")
+OTHERS = {"quickstart", "simulate-areal"}
+"""Recipes that are no runs on a cluster, and are named for what they do."""
+
+NAMES = sorted(file.stem for file in RECIPES.glob("*.yaml") if file.stem not in OTHERS)
+REFUSED = {"gspo-deepseek-v3-64n8g-tp4pp16dp4ep16-async4": "an engine cannot span nodes"}
+"""Recipes that need something that is missing, with what ``check`` says of it."""
+
+PARAMETERS = {
+    "deepseek-v3": 671_026_419_200,
+    "llama-3.1-70b": 70_553_706_496,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "smollm2-135m": 134_515_008,
+}
+"""Parameters of the published checkpoints, without layers for multi-token prediction."""
+
+
+def match_of(name: str) -> re.Match[str]:
+    match = NAME.fullmatch(name)
+    assert match is not None, f"{name} is not named <algo>-<model>-<N>n<G>g-<parallelism>[-async<eta>]"
+    return match
+
+
+def options_of(name: str) -> list[str]:
+    options = ["--model-config", str(CONFIGS / match_of(name)["model"])]
+    return [*options, "--sft"] if name.startswith("sft-") else options
+
+
+def config_of(name: str, *overrides: str):
+    folder = ROOT / CONFIGS / match_of(name)["model"]
+    return read_recipe(name, overrides, model_config=folder, supervised=name.startswith("sft-"))
+
+
+def call(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_of_a_recipe_says_what_it_needs(name):
+    match, config = match_of(name), config_of(name)
+    parallel, engine = config.actor.parallel, config.rollout.engine
+    sizes = {kind: int(size) for kind, size in re.findall(r"(tp|pp|dp|ep)(\d+)", match["layout"])}
+    assert config.run.name == name
+    assert [parallel.tensor, parallel.pipeline, parallel.data, parallel.expert] == [
+        sizes.get(kind, 1) for kind in ("tp", "pp", "dp", "ep")
+    ]
+    if name.startswith("sft-"):
+        engines, eta = 0, 0
+    else:
+        engines = 0 if engine.colocated else engine.count * engine.tensor_parallel
+        eta = config.rollout.max_head_offpolicyness
+    assert eta == int(match["eta"] or 0)
+    if config.cluster.device == "gpu":
+        assert int(match["nodes"]) * int(match["gpus"]) == parallel.world_size + engines
+    if config.cluster.type == "slurm":
+        assert parallel.world_size == config.cluster.trainer_nodes * int(match["gpus"]), "whole nodes train"
+        assert int(match["gpus"]) % engine.tensor_parallel == 0, "an engine cannot span nodes"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_is_checked_without_its_model_in_under_three_seconds_of_cpu(name):
+    began = time.process_time()
+    ended = call("check", name, *options_of(name))
+    assert time.process_time() - began < 3
+    if name in REFUSED:
+        assert ended.exit_code == 2
+        assert REFUSED[name] in ended.output
+    else:
+        assert ended.exit_code == 0, ended.output
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plan_of_every_recipe_is_the_one_in_its_file(name):
+    ended = call("plan", name, "--no-split", *options_of(name))
+    assert ended.exit_code == 0, ended.output
+    text = "\n".join(line.rstrip() for line in ended.stdout.splitlines()) + "\n"
+    file = PLANS / f"{name}.txt"
+    if os.environ.get("UPDATE_PLANS"):
+        file.write_text(text, encoding="utf-8")
+    assert text == file.read_text(encoding="utf-8")
+
+
+def test_no_plan_is_left_of_a_recipe_that_is_gone():
+    assert {file.stem for file in PLANS.glob("*.txt")} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_fits_its_gpus_or_is_refused(name):
+    plan = planned(config_of(name), supervised=name.startswith("sft-"))
+    gpu = plan.gpu_memory
+    if gpu is None:
+        assert plan.config.cluster.device == "cpu"
+        return
+    assert max(stage.peak for stage in plan.stages) < 0.95 * gpu
+    if plan.engine is None:
+        return
+    assert plan.engine.pool is not None
+    assert (plan.engine.pool > 2 * GIB) == (name not in REFUSED)
+    if name not in REFUSED:
+        assert plan.engine.tokens > 2 * plan.config.rollout.sampling.max_new_tokens
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_has_the_parameters_of_its_published_checkpoint(name):
+    model = match_of(name)["model"]
+    plan = planned(config_of(name), supervised=name.startswith("sft-"))
+    counted = sum(bucket.numel for bucket in plan.export.buckets if not bucket.float32)
+    if model in PARAMETERS:
+        assert counted == pytest.approx(PARAMETERS[model], abs=58 * 256), "biases that choose experts may be counted"
+    else:
+        assert model == "glm-4.5-air"
+        assert 104e9 < counted < 108e9
+
+
+def test_a_trainer_that_cannot_hold_the_model_is_refused():
+    name = "grpo-qwen3-32b-8n8g-tp8dp4-async4"
+    ended = call("check", name, *options_of(name), "actor.parallel.tensor=1", "actor.parallel.data=32", "actor.parallel.sequence=false")
+    assert ended.exit_code == 2
+    assert "weights, gradients and optimizer take" in ended.output
+
+
+def test_without_its_model_a_recipe_is_refused_as_such():
+    ended = call("check", "grpo-qwen3-8b-2n8g-tp2dp4-async4")
+    assert ended.exit_code == 2
+    assert "model.path" in ended.output
+    wrong = call("check", "grpo-qwen3-8b-2n8g-tp2dp4-async4", "--model-config", "README.md")
+    assert wrong.exit_code == 2
+    assert "expected a config.json" in wrong.output
+
+
+def test_the_simulator_compares_the_split_with_its_neighbours_among_whole_nodes():
+    name = "grpo-qwen3-32b-8n8g-tp8dp4-async4"
+    small = ("rollout.batch_size=16", "rollout.n_samples_per_prompt=2", "rollout.max_concurrent=64")
+    ended = call("plan", name, *options_of(name), *small)
+    assert ended.exit_code == 0, ended.output
+    rows = [line.split() for line in ended.stdout.partition("split of 64 GPUs")[2].splitlines()]
+    assert [row[:2] for row in rows if len(row) > 3 and row[0].isdigit()] == [["24", "40"], ["32", "32"], ["40", "24"]]
+    assert "the recipe's" in ended.stdout
+    assert "decode step" in ended.stdout, "without its cost model a comparison means nothing"
