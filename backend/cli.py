@@ -55,7 +55,7 @@ ModelConfig = Annotated[
     Path | None,
     typer.Option(
         metavar="PATH",
-        help="The model's config.json, or its folder, on a machine that has neither the model nor the prompts.",
+        help="The model's config.json, or its folder, where neither the model nor the prompts are.",
     ),
 ]
 Sft = Annotated[bool, typer.Option("--sft", help="The recipe is one of `slipstream sft`.")]

@@ -90,8 +90,9 @@ def planned(config: RunConfig, *, supervised: bool = False) -> Planned:
     from slipstream.backend.megatron.layer_spec import layer_spec_on_gpus
 
     on_gpus = _on_gpus(config)
-    on_others = config.cluster.device == "gpu"  # a login node has none, but the recipe is for machines with GPUs
-    layers = layer_spec_on_gpus(config.actor, config.model.dtype) if on_others else None
+    # A login node has no GPUs, but the recipe is for machines that have.
+    for_gpus = config.cluster.device == "gpu"
+    layers = layer_spec_on_gpus(config.actor, config.model.dtype) if for_gpus else None
     kernels: Kernels = "fused" if on_gpus else "plain"
     try:
         spec = model_spec(config.model.path)

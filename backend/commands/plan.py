@@ -247,16 +247,21 @@ def _print_cache(config: RunConfig, engine: EngineMemory, gpu: int | None, conso
     requests = min(requests, running) if isinstance(running, int) else requests
     _line(console, f"engines: {engine.token / 1024:,.1f} KiB of KV cache per token and rank")
     if engine.tokens == 0 and gpu is not None:
-        _line(console, f"engines: DO NOT FIT: {_gib(engine.weights)} GiB of weights on a GPU of {_gib(gpu)} GiB")
+        weights = f"{_gib(engine.weights)} GiB of weights on a GPU of {_gib(gpu)} GiB"
+        _line(console, f"engines: DO NOT FIT: {weights}")
     elif engine.tokens is not None:
         _line(
             console,
-            f"engines: {engine.tokens:,} tokens in the cache of each, {engine.tokens // max(requests, 1):,} for "
-            f"each of {requests:,} running requests; a completion has at most "
-            f"{rollout.sampling.max_new_tokens:,}"
+            f"engines: {engine.tokens:,} tokens in the cache of each, {engine.tokens // max(requests, 1):,} "
+            f"for each of {requests:,} running requests; a completion has at most "
+            f"{rollout.sampling.max_new_tokens:,}",
         )
     if rollout.engine.colocated:
-        _line(console, "engines and trainer take turns: each of them has the GPU's memory while the other rests")
+        _line(
+            console,
+            "engines and trainer take turns: each has the GPU's memory while the other rests; both have weights "
+            "while a version is published",
+        )
 
 
 def _print_split(advice: SplitAdvice, console: Console) -> None:

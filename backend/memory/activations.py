@@ -98,7 +98,7 @@ def norm_bytes(width: int, rows: float, sharing: Sharing, *, kept_input: bool = 
 
 
 def head_bytes(geometry: Geometry, sharing: Sharing) -> float:
-    """Return the bytes per token of the final norm, its output, and the hidden states that the loss selects."""
+    """Return the bytes per token of the final norm, its output, and the hidden states with loss."""
     output = geometry.hidden * sharing.itemsize
     return (norm_bytes(geometry.hidden, 1, sharing) + output) / sharing.tokens + output
 
@@ -195,10 +195,10 @@ def _mixture(geometry: Geometry, experts: Experts, sharing: Sharing) -> float:
 def _gradients(geometry: Geometry, experts: Experts | None, sharing: Sharing) -> float:
     """Return the bytes per token by which gradients of activations exceed what they replace.
 
-    In a feed-forward layer the gradient of the second layer's input (F) exists before anything is freed, and a
-    fused SwiGLU writes the gradient of its input (2 F) before it frees that. Plain norms work in single precision:
-    about four tensors of the width of the residual stream. The experts of the local layer spec run one after the
-    other, those of Transformer Engine together.
+    In a feed-forward layer the gradient of the second layer's input (F) exists before anything is freed, and
+    a fused SwiGLU writes the gradient of its input (2 F) before it frees that. Plain norms work in single
+    precision: about four tensors of the width of the residual stream. The experts of the local layer spec
+    run one after the other, those of Transformer Engine together.
     """
     b, fused = sharing.itemsize, sharing.kernels == "fused"
     norm = (2 * b if fused else 4 * FLOAT) * geometry.hidden / sharing.tokens

@@ -1,8 +1,8 @@
 """Memory of one rank of an engine.
 
-SGLang splits attention by heads, feed-forward layers and experts by their width or number, and the vocabulary by
-rows, so that a rank holds 1 / tensor_parallel of the weights, and the rest whole: norms, routers and the down
-projections of latent attention. Key-value heads that are fewer than the ranks are repeated.
+SGLang splits attention by heads, feed-forward layers and experts by their width or number, and the vocabulary
+by rows, so that a rank holds 1 / tensor_parallel of these weights. It holds norms, routers and the down
+projections of latent attention whole. Key-value heads that are fewer than the ranks are repeated.
 
     pool    = mem_fraction_static * memory of the GPU - weights
     a token = 2 * layers * key-value heads of the rank * head_dim * bytes          grouped-query attention

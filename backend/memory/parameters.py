@@ -52,7 +52,9 @@ class StageParameters:
         return sum(part.total for part in self.weights) + adapters
 
 
-def stage_parameters(spec: ModelSpec, layout: Layout, lora: LoraConfig | None = None) -> list[StageParameters]:
+def stage_parameters(
+    spec: ModelSpec, layout: Layout, lora: LoraConfig | None = None
+) -> list[StageParameters]:
     """Return the parameters of a rank of each pipeline stage. Raises UnevenSplit."""
     weights = [[([], []) for _ in range(layout.chunks)] for _ in range(layout.pipeline)]
     adapters = [[([], []) for _ in range(layout.chunks)] for _ in range(layout.pipeline)]
@@ -99,7 +101,7 @@ class Buffer:
     elements: int
     """Padding included."""
     largest_share: int
-    """Elements of parameters that the optimizer of one data-parallel rank updates, on the rank with the most."""
+    """Elements that the optimizer of a data-parallel rank updates, on the rank with the most."""
 
 
 def buffer_of(parameters: Sequence[int], ranks: int, *, distributed: bool, buckets: bool) -> Buffer:

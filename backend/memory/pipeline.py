@@ -1,8 +1,8 @@
 """Micro-batches whose activations a pipeline stage holds at the same time, by Megatron's schedules.
 
 One part of the model per stage (1F1B): stage s of P has run P - s forward passes before its first backward
-pass ends. With V parts per stage (interleaved, arXiv:2104.04473): (P - s - 1) * 2 + (V - 1) * P warm-up passes
-of one part each, and one more.
+pass ends. With V parts per stage (interleaved, arXiv:2104.04473): (P - s - 1) * 2 + (V - 1) * P warm-up
+passes of one part each, and one more.
 """
 
 

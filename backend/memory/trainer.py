@@ -6,8 +6,8 @@
     sending   held + buckets of the weights that leave
 
 The peak is the largest of the last three. Bytes per trained parameter without the distributed optimizer, in
-bfloat16: 2 for the weight, 4 for the gradient (Megatron sums in single precision), 12 for Adam's main weight and
-moments; in float32 4, 4 and 8. The distributed optimizer divides Adam's part by the data-parallel ranks.
+bfloat16: 2 for the weight, 4 for the gradient (Megatron sums in single precision), 12 for Adam's main weight
+and moments; in float32 4, 4 and 8. The distributed optimizer divides Adam's part by the data-parallel ranks.
 """
 
 from collections.abc import Sequence
@@ -85,9 +85,9 @@ def trainer_memory(
     itemsize = ITEMSIZE[config.model.dtype]
     policy = stage_parameters(spec, layout, actor.lora)
     critic = stage_parameters(value_spec(spec), layout) if config.critic else None
-    activations = [_activations(config, spec.geometry, layout, stage, kernels) for stage in range(layout.pipeline)]
     stages: list[StageMemory] = []
-    for stage, (held, (kept, work)) in enumerate(zip(policy, activations, strict=True)):
+    for stage, held in enumerate(policy):
+        kept, work = _activations(config, spec.geometry, layout, stage, kernels)
         weights, gradients, optimizer = _state(held, layout, actor.optimizer, itemsize, stage)
         values = 0
         if critic is not None and config.critic is not None:
@@ -188,7 +188,8 @@ def _recomputed(layers: Sequence[LayerBytes], actor: ActorConfig) -> tuple[float
     if actor.recompute == "none":
         return sum(layer.kept for layer in layers), 0.0
     if actor.recompute == "selective":
-        return sum(layer.kept_selective for layer in layers), max((layer.core for layer in layers), default=0.0)
+        again = max((layer.core for layer in layers), default=0.0)
+        return sum(layer.kept_selective for layer in layers), max(again, 0.0)
     number = actor.megatron.get("recompute_num_layers", 1)
     count = number if isinstance(number, int) else 1
     if actor.megatron.get("recompute_method") == "block":

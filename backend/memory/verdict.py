@@ -23,16 +23,16 @@ def misfits(config: RunConfig, stages: Sequence[StageMemory], engine: EngineMemo
     exact = worst.held - worst.runtime
     if exact > memory * GIB:
         problems.append(
-            f"actor.parallel: weights, gradients and optimizer take {exact / GIB:.1f} GiB on each rank of pipeline "
-            f"stage {worst.stage}, and a GPU has {memory:g} GiB (cluster.gpu_memory_gib); split the model over "
-            "more ranks (tensor, pipeline, expert), or the optimizer with actor.optimizer.distributed"
+            f"actor.parallel: weights, gradients and optimizer take {exact / GIB:.1f} GiB on each rank of "
+            f"pipeline stage {worst.stage}, and a GPU has {memory:g} GiB (cluster.gpu_memory_gib); split the "
+            "model over more ranks (tensor, pipeline, expert), or the optimizer with actor.optimizer.distributed"
         )
     if engine is not None and engine.pool is not None and engine.pool <= 0:
         ranks = config.rollout.engine.tensor_parallel
         problems.append(
             f"rollout.engine.tensor_parallel: the weights take {engine.weights / GIB:.1f} GiB on each of the "
             f"{ranks} ranks of an engine, which leaves no room for a KV cache: a GPU has {memory:g} GiB "
-            f"(cluster.gpu_memory_gib), of which SGLang leaves {engine.reserved / GIB:.1f} GiB free; use more "
-            "ranks, up to the GPUs of one node: an engine cannot span nodes"
+            f"(cluster.gpu_memory_gib), of which SGLang leaves {engine.reserved / GIB:.1f} GiB free; use "
+            "more ranks, up to the GPUs of one node: an engine cannot span nodes"
         )
     return problems

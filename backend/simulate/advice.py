@@ -40,9 +40,10 @@ class SplitAdvice:
 def advise(config: RunConfig, geometry: Geometry, engine: EngineMemory) -> SplitAdvice | None:
     """Simulate the recipe on its split, on the next smaller and on the next larger share for the trainer.
 
-    Returns None without GPUs, whose cost model this is, and for engines that cannot hold the model.
+    Returns None unless ``cluster.device`` is gpu, since the cost model is a GPU's, and for engines that cannot
+    hold the model.
     """
-    if config.cluster.device == "cpu" or engine.tokens == 0:
+    if config.cluster.device != "gpu" or engine.tokens == 0:
         return None
     config = _short(config, geometry, engine)
     layout, schedule = layout_of(config), recipe_schedule(config)
@@ -72,7 +73,7 @@ def _short(config: RunConfig, geometry: Geometry, engine: EngineMemory) -> RunCo
 
 
 def _neighbours(config: RunConfig, layout: GpuSplit) -> Sequence[GpuSplit]:
-    """Return the recipe's split, between the next ones that can be placed: whole replicas, and whole nodes."""
+    """Return the recipe's split between the next ones that can be placed: whole replicas, whole nodes."""
     if layout.shared:
         return [layout]
     step, cluster = trainer_unit(config), config.cluster

@@ -4,8 +4,8 @@
     decoding   a step reads the weights of a rank once, and the KV cache of each running request
     prefill    PREFILL * PEAK * GPUs of an engine / (operations of a token, forward)
 
-The shares of the peak are assumptions, which the printed cost model shows as speeds. Sections of ``simulate`` that
-a recipe gives are kept; ``slipstream simulate --fit`` replaces all of them by measurements.
+The shares of the peak are assumptions, which the printed cost model shows as speeds. Sections of ``simulate``
+that a recipe gives are kept; ``slipstream simulate --fit`` replaces all of them by measurements.
 """
 
 import math

@@ -112,8 +112,9 @@ class _Machines(Section):
     gpu_memory_gib: float | None = Field(
         default=None,
         gt=0,
-        description="Memory of each GPU in GiB, as `nvidia-smi` reports it: 79 for an H100 of 80 GB. `slipstream "
-        "plan` compares its estimate with it, and `slipstream check` refuses what cannot fit; null: neither.",
+        description="Memory of each GPU in GiB, as `nvidia-smi` reports it: 79 for an H100 of 80 GB. "
+        "`slipstream plan` compares its estimate with it, and `slipstream check` refuses what cannot fit; "
+        "null: neither.",
     )
 
 

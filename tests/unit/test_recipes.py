@@ -1,6 +1,6 @@
 """Every bundled recipe on a machine that has neither its model nor its prompts: check, plan and name.
 
-The plans are compared with files, which show what a change of a recipe or of the estimate does to all of them:
+The plans are compared with files, which show what a change of a recipe or of the estimate does to all:
 
     UPDATE_PLANS=1 pytest tests/unit/test_recipes.py     # writes them anew
 """
@@ -10,19 +10,25 @@ import re
 import time
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
 from slipstream.backend.cli import app
 from slipstream.backend.commands.check import planned, read_recipe
 from slipstream.backend.memory.verdict import GIB
+from slipstream.rollout.prompts import read_prompts
 from tests.environment import ROOT
 
 RECIPES = ROOT / "configs/recipes"
 CONFIGS = Path("tests/unit/model_configs")
 PLANS = ROOT / "tests/unit/plans"
 
-NAME = re.compile(r"[a-z]+-(?P<model>.+)-(?P<nodes>\d+)n(?P<gpus>\d+)g-(?P<layout>(?:(?:tp|pp|dp|ep)\d+)+)(?:-async(?P<eta>\d+))?")
+NAME = re.compile(
+    r"[a-z]+-(?P<model>.+)-(?P<nodes>\d+)n(?P<gpus>\d+)g-(?P<layout>(?:(?:tp|pp|dp|ep)\d+)+)"
+    r"(?:-async(?P<eta>\d+))?"
+)
 OTHERS = {"quickstart", "simulate-areal"}
 """Recipes that are no runs on a cluster, and are named for what they do."""
 
@@ -31,7 +37,7 @@ REFUSED = {"gspo-deepseek-v3-64n8g-tp4pp16dp4ep16-async4": "an engine cannot spa
 """Recipes that need something that is missing, with what ``check`` says of it."""
 
 PARAMETERS = {
-    "deepseek-v3": 671_026_419_200,
+    "deepseek-v3": 671_026_404_352,
     "llama-3.1-70b": 70_553_706_496,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-32b": 32_763_876_352,
@@ -43,7 +49,8 @@ PARAMETERS = {
     "qwen3-8b": 8_190_735_360,
     "smollm2-135m": 134_515_008,
 }
-"""Parameters of the published checkpoints, without layers for multi-token prediction."""
+"""Parameters of the published checkpoints, without layers for multi-token prediction and without the biases that
+choose experts."""
 
 
 def match_of(name: str) -> re.Match[str]:
@@ -142,7 +149,7 @@ def test_a_model_has_the_parameters_of_its_published_checkpoint(name):
     plan = planned(config_of(name), supervised=name.startswith("sft-"))
     counted = sum(bucket.numel for bucket in plan.export.buckets if not bucket.float32)
     if model in PARAMETERS:
-        assert counted == pytest.approx(PARAMETERS[model], abs=58 * 256), "biases that choose experts may be counted"
+        assert counted == PARAMETERS[model]
     else:
         assert model == "glm-4.5-air"
         assert 104e9 < counted < 108e9
@@ -150,7 +157,8 @@ def test_a_model_has_the_parameters_of_its_published_checkpoint(name):
 
 def test_a_trainer_that_cannot_hold_the_model_is_refused():
     name = "grpo-qwen3-32b-8n8g-tp8dp4-async4"
-    ended = call("check", name, *options_of(name), "actor.parallel.tensor=1", "actor.parallel.data=32", "actor.parallel.sequence=false")
+    layout = ("tensor=1", "data=32", "sequence=false")
+    ended = call("check", name, *options_of(name), *(f"actor.parallel.{each}" for each in layout))
     assert ended.exit_code == 2
     assert "weights, gradients and optimizer take" in ended.output
 
@@ -170,6 +178,26 @@ def test_the_simulator_compares_the_split_with_its_neighbours_among_whole_nodes(
     ended = call("plan", name, *options_of(name), *small)
     assert ended.exit_code == 0, ended.output
     rows = [line.split() for line in ended.stdout.partition("split of 64 GPUs")[2].splitlines()]
-    assert [row[:2] for row in rows if len(row) > 3 and row[0].isdigit()] == [["24", "40"], ["32", "32"], ["40", "24"]]
+    splits = [row[:2] for row in rows if len(row) > 3 and row[0].isdigit()]
+    assert splits == [["24", "40"], ["32", "32"], ["40", "24"]]
     assert "the recipe's" in ended.stdout
     assert "decode step" in ended.stdout, "without its cost model a comparison means nothing"
+
+
+def test_the_conversion_of_gsm8k_gives_prompts_that_the_reward_can_judge(tmp_path, monkeypatch):
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/gsm8k.md").read_text(encoding="utf-8"), re.S)
+    source = tmp_path / "data/gsm8k/source/main"
+    source.mkdir(parents=True)
+    rows = [
+        {"question": "How many?", "answer": "She has 1,024.\n#### 1,024"},
+        {"question": "And?", "answer": "#### 7"},
+    ]
+    for split in ("train", "test"):
+        table = pyarrow.Table.from_pylist(rows)
+        pyarrow.parquet.write_table(table, source / f"{split}-00000-of-00001.parquet")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "docs/gsm8k.md", "exec"), {})
+    prompts = read_prompts(tmp_path / "data/gsm8k/train.jsonl")
+    assert [prompt.label for prompt in prompts] == ["1024", "7"]
+    assert "####" in prompts[0].messages()[0]["content"]
+    assert read_prompts(tmp_path / "data/gsm8k/test.jsonl")
