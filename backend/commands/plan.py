@@ -159,7 +159,7 @@ def _print_layout(planned: Planned, document: PlanDocument, console: Console) ->
     if geometry.experts:
         _line(
             console,
-            f"{geometry.experts.count} experts over {parallel.expert} ranks, each on {plan.layout.etp}"
+            f"{geometry.experts.count} experts over {parallel.expert} ranks, each on {plan.layout.etp}",
         )
     if parallel.pipeline > 1:
         sizes = ", ".join(str(part["layers"]) for part in document["layers"])
@@ -184,7 +184,7 @@ def _print_memory(planned: Planned, console: Console) -> None:
     _line(
         console,
         f"trainer: {fits}micro-batches of {tokens_of(planned.config):,} tokens on a rank, recompute "
-        f"{actor.recompute}, layers of {layout.layer_spec}"
+        f"{actor.recompute}, layers of {layout.layer_spec}",
     )
     if planned.engine is not None:
         _print_cache(planned.config, planned.engine, gpu, console)
@@ -259,8 +259,8 @@ def _print_cache(config: RunConfig, engine: EngineMemory, gpu: int | None, conso
     if rollout.engine.colocated:
         _line(
             console,
-            "engines and trainer take turns: each has the GPU's memory while the other rests; both have weights "
-            "while a version is published",
+            "engines and trainer take turns: each has the GPU's memory while the other rests; both have "
+            "weights while a version is published",
         )
 
 
@@ -293,7 +293,7 @@ def _print_weights(planned: Planned, document: PlanDocument, console: Console) -
     _line(
         console,
         f"\n{_size(document['bytes'])} leave through rank {SENDER} in {len(plan.buckets)} buckets, at most "
-        f"{config.weights.transport.bucket_mb} MB each unless a tensor is larger"
+        f"{config.weights.transport.bucket_mb} MB each unless a tensor is larger",
     )
     rows: list[tuple[object, ...]] = [
         (

@@ -101,6 +101,4 @@ def _left_free(config: RunConfig) -> int:
     graph = 256 if ranks < 4 else 512
     prefill = config.rollout.engine.args.get("chunked_prefill_size")
     tokens = prefill if isinstance(prefill, int) and prefill > 0 else PREFILL_TOKENS
-    return (
-        RESERVED + tokens * RESERVED_PER_TOKEN + ranks * RESERVED_PER_RANK + graph * RESERVED_PER_REQUEST
-    )
+    return RESERVED + tokens * RESERVED_PER_TOKEN + ranks * RESERVED_PER_RANK + graph * RESERVED_PER_REQUEST

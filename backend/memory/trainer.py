@@ -23,7 +23,6 @@ from slipstream.backend.memory.activations import (
     layer_bytes,
 )
 from slipstream.backend.memory.parameters import (
-    Shapes,
     StageParameters,
     buffer_of,
     stage_parameters,
@@ -206,9 +205,7 @@ def _logit_bytes(actor: ActorConfig, sharing: Sharing) -> int:
     return FLOAT if actor.fp32_lm_head else sharing.itemsize
 
 
-def _head_work(
-    geometry: Geometry, sharing: Sharing, actor: ActorConfig, columns: int, tokens: int
-) -> float:
+def _head_work(geometry: Geometry, sharing: Sharing, actor: ActorConfig, columns: int, tokens: int) -> float:
     """Return the bytes of the head besides what it keeps.
 
     Two blocks in single precision and the logits of one slice, the hidden states of all tokens under sequence

@@ -25,7 +25,8 @@ def misfits(config: RunConfig, stages: Sequence[StageMemory], engine: EngineMemo
         problems.append(
             f"actor.parallel: weights, gradients and optimizer take {exact / GIB:.1f} GiB on each rank of "
             f"pipeline stage {worst.stage}, and a GPU has {memory:g} GiB (cluster.gpu_memory_gib); split the "
-            "model over more ranks (tensor, pipeline, expert), or the optimizer with actor.optimizer.distributed"
+            "model over more ranks (tensor, pipeline, expert), or the optimizer with "
+            "actor.optimizer.distributed"
         )
     if engine is not None and engine.pool is not None and engine.pool <= 0:
         ranks = config.rollout.engine.tensor_parallel

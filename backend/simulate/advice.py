@@ -40,8 +40,8 @@ class SplitAdvice:
 def advise(config: RunConfig, geometry: Geometry, engine: EngineMemory) -> SplitAdvice | None:
     """Simulate the recipe on its split, on the next smaller and on the next larger share for the trainer.
 
-    Returns None unless ``cluster.device`` is gpu, since the cost model is a GPU's, and for engines that cannot
-    hold the model.
+    Returns None unless ``cluster.device`` is gpu, since the cost model is a GPU's, and for engines that
+    cannot hold the model.
     """
     if config.cluster.device != "gpu" or engine.tokens == 0:
         return None

@@ -1,8 +1,8 @@
 """The memory estimate against the allocations of the real trainer: state exactly, activations within a tenth.
 
-Allocations are counted by the storages that operators return and that nobody else has: the most that exist at
-one time during a forward and backward pass over one pack. Attention with keys and values of different width has no
-flash kernel on a CPU, so here they are equally wide.
+Allocations are counted by the storages that operators return and that are none of their inputs': the most
+that exist at one time during a forward and backward pass over one pack. Attention with keys and values of
+different width has no flash kernel on a CPU, so here they are equally wide.
 """
 
 import weakref
@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slipstream.backend.batch.train_batch import TrainBatch
-from slipstream.backend.memory.trainer import trainer_memory
 from slipstream.backend.megatron.parallel import RankSpec
+from slipstream.backend.memory.trainer import trainer_memory
 from slipstream.bridge.model.layout import Coordinates
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
@@ -102,7 +102,9 @@ class Measured(NamedTuple):
 
 
 def bytes_of(tensors) -> int:
-    storages = {storage.data_ptr(): storage.nbytes() for storage in map(torch.Tensor.untyped_storage, tensors)}
+    storages = {
+        storage.data_ptr(): storage.nbytes() for storage in map(torch.Tensor.untyped_storage, tensors)
+    }
     return sum(storages.values())
 
 
