@@ -49,8 +49,8 @@ PARAMETERS = {
     "qwen3-8b": 8_190_735_360,
     "smollm2-135m": 134_515_008,
 }
-"""Parameters of the published checkpoints, without layers for multi-token prediction and without the biases that
-choose experts."""
+"""Parameters of the published checkpoints, without layers for multi-token prediction and without the biases
+that choose experts."""
 
 
 def match_of(name: str) -> re.Match[str]:
