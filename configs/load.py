@@ -10,7 +10,7 @@ again. The rules then check the result, except those that read a replaced value.
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Literal, TypeVar, cast, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -141,4 +141,6 @@ def _placeholder(field: FieldInfo) -> object:
     for section in sections_of(field).values():
         required = {name: inner for name, inner in section.model_fields.items() if inner.is_required()}
         return {name: _placeholder(inner) for name, inner in required.items()}
+    if get_origin(field.annotation) is Literal:
+        return get_args(field.annotation)[0]
     return 1 if field.annotation is int or field.annotation is float else "missing.value"
