@@ -22,6 +22,7 @@ from slipstream.backend.simulate.compare import SimulatedRun
 from slipstream.bridge.hf.index import ITEMSIZE
 from slipstream.bridge.shards.plan import SENDER
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout import gpu_environment
 
 SHOWN = 20
 """Number of buckets that the table shows from either end; ``--json`` lists them all."""
@@ -55,6 +56,15 @@ class SimulatedSplit(TypedDict):
     engine_idle: float | None
 
 
+class SharedVariable(TypedDict):
+    """An environment variable that Slipstream sets for processes on GPUs."""
+
+    name: str
+    value: str
+    processes: list[str]
+    reason: str
+
+
 class PlanDocument(TypedDict):
     """A layout, the memory of its ranks and its export plan. Ranks are global ranks of the trainer."""
 
@@ -74,6 +84,8 @@ class PlanDocument(TypedDict):
     """Bytes on a rank of an engine; None: supervised training has none."""
     splits: list[SimulatedSplit] | None
     """None: not simulated."""
+    environment: list[SharedVariable]
+    """Empty: a run on CPUs gets none."""
 
 
 def describe(planned: Planned, advice: SplitAdvice | None) -> PlanDocument:
@@ -113,6 +125,7 @@ def describe(planned: Planned, advice: SplitAdvice | None) -> PlanDocument:
         "trainer_memory": [asdict(stage) | {"peak": stage.peak} for stage in planned.stages],
         "engine_memory": None if planned.engine is None else asdict(planned.engine),
         "splits": None if advice is None else _splits(advice),
+        "environment": _environment(planned),
     }
 
 
@@ -129,6 +142,22 @@ def _splits(advice: SplitAdvice) -> list[SimulatedSplit]:
     ]
 
 
+def _environment(planned: Planned) -> list[SharedVariable]:
+    if planned.config.cluster.device == "cpu":
+        return []
+    sides = {"trainer"} if planned.engine is None else {"trainer", "engines"}
+    return [
+        {
+            "name": variable.name,
+            "value": variable.value,
+            "processes": [side for side in variable.who if side in sides],
+            "reason": variable.why,
+        }
+        for variable in gpu_environment.variables(planned.config)
+        if sides.intersection(variable.who)
+    ]
+
+
 def as_json(planned: Planned, advice: SplitAdvice | None) -> str:
     """Return `describe` as JSON."""
     return json.dumps(describe(planned, advice))
@@ -141,6 +170,7 @@ def print_plan(planned: Planned, advice: SplitAdvice | None, console: Console, *
     _print_memory(planned, console)
     if advice is not None:
         _print_split(advice, console)
+    _print_environment(document, console)
     if weights:
         _print_weights(planned, document, console)
 
@@ -155,7 +185,8 @@ def _print_layout(planned: Planned, document: PlanDocument, console: Console) ->
     )
     context = f"context {parallel.context} * " if parallel.context > 1 else ""
     ways = f"tensor {parallel.tensor} * {context}pipeline {parallel.pipeline} * data {parallel.data}"
-    _line(console, f"{document['ranks']} trainer ranks: {ways}")
+    ranks = "rank" if document["ranks"] == 1 else "ranks"
+    _line(console, f"{document['ranks']} trainer {ranks}: {ways}")
     if geometry.experts:
         _line(
             console,
@@ -286,6 +317,18 @@ def _print_split(advice: SplitAdvice, console: Console) -> None:
     console.print(rows_table(title, advice.runs, columns))
     for line in advice.costs:
         _line(console, f"  {line}")
+
+
+def _print_environment(document: PlanDocument, console: Console) -> None:
+    """Print the variables that both sides must agree on, or that either needs."""
+    for side in ("trainer", "engines"):
+        settings = [
+            f"{variable['name']}={variable['value']}"
+            for variable in document["environment"]
+            if side in variable["processes"]
+        ]
+        if settings:
+            _line(console, f"environment of {side} on GPUs: {' '.join(settings)}")
 
 
 def _print_weights(planned: Planned, document: PlanDocument, console: Console) -> None:

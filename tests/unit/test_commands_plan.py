@@ -57,6 +57,17 @@ def test_the_json_document_has_every_tensor_of_the_checkpoint_once(recipe, tmp_p
     assert [bucket["dtype"] for bucket in found["buckets"]] == ["bfloat16", "float32"]
 
 
+def test_a_plan_shows_the_environment_that_processes_on_gpus_get(recipe):
+    on_gpus = ("plan", recipe, "cluster={type: local, device: gpu}", "--no-split")
+    shown = call(*on_gpus).stdout
+    assert "environment of trainer on GPUs: NCCL_CUMEM_ENABLE=0" in shown
+    assert "environment of engines on GPUs: NCCL_CUMEM_ENABLE=0" in shown
+    variables = json.loads(call(*on_gpus, "--json").stdout)["environment"]
+    processes = {variable["name"]: variable["processes"] for variable in variables}
+    assert processes["CUDA_DEVICE_MAX_CONNECTIONS"] == ["trainer"]
+    assert "environment" not in call("plan", recipe, "cluster={type: local, device: cpu}").stdout
+
+
 def test_a_layout_that_does_not_fit_is_exit_code_2(recipe):
     ended = call("plan", recipe, "actor.parallel.expert=3")
     assert ended.exit_code == 2
