@@ -97,6 +97,17 @@ def norm_bytes(width: int, rows: float, sharing: Sharing, *, kept_input: bool = 
     return (kept_input or b < FLOAT) * elements * FLOAT + elements * FLOAT + per_row
 
 
+def micro_batch_bytes(geometry: Geometry, sharing: Sharing) -> float:
+    """Return the bytes per token of a micro-batch on the device, and of cosines and sines of its positions.
+
+    All layers share both. Ids, positions, targets, places and weights are 8 numbers of 8 bytes; the packed
+    attention of the local layer spec has 2 more. A fused kernel needs no cosines and sines per token.
+    """
+    numbers = 10 if sharing.layer_spec == "local" else 8
+    waves = 0 if sharing.kernels == "fused" else 2 * geometry.rotated_dim * sharing.itemsize
+    return numbers * INDEX + waves
+
+
 def head_bytes(geometry: Geometry, sharing: Sharing) -> float:
     """Return the bytes per token of the final norm, its output, and the hidden states with loss."""
     output = geometry.hidden * sharing.itemsize
@@ -121,11 +132,6 @@ def _input_norm(geometry: Geometry, sharing: Sharing) -> float:
     return (norm_bytes(hidden, 1, sharing) + hidden * sharing.itemsize) / sharing.tokens
 
 
-def _rotation(geometry: Geometry, sharing: Sharing) -> float:
-    """Return the bytes of cosines and sines for queries and keys; a fused kernel keeps none per token."""
-    return 0.0 if sharing.kernels == "fused" else 4 * geometry.rotated_dim * sharing.itemsize
-
-
 def _grouped(geometry: Geometry, attention: GroupedAttention, sharing: Sharing) -> tuple[float, float]:
     b, t = sharing.itemsize, sharing.tensor
     heads, groups = attention.heads / t, attention.kv_heads / t
@@ -137,7 +143,7 @@ def _grouped(geometry: Geometry, attention: GroupedAttention, sharing: Sharing) 
         norms = norm_bytes(attention.head_dim, heads, sharing)
         norms += norm_bytes(attention.head_dim, groups, sharing, kept_input=False)
     value = 0.0 if projected and sharing.layer_spec != "local" else key
-    outside = _input_norm(geometry, sharing) + _rotation(geometry, sharing) + projected + norms
+    outside = _input_norm(geometry, sharing) + projected + norms
     inside = query + key + value + query + heads * FLOAT
     if sharing.layer_spec != "local":
         return outside + inside, heads * FLOAT
@@ -155,7 +161,7 @@ def _latent(geometry: Geometry, attention: LatentAttention, sharing: Sharing) ->
         low_rank += norm_bytes(attention.query_rank, 1, sharing) + attention.query_rank * b
     if sharing.kernels == "fused" or b == FLOAT:
         low_rank += attention.rotated_dim * b  # the norm's input is a view of the wider projection
-    outside = _input_norm(geometry, sharing) + _rotation(geometry, sharing) + low_rank / sharing.tokens
+    outside = _input_norm(geometry, sharing) + low_rank / sharing.tokens
     inside = 2 * query + 2 * value + heads * FLOAT
     if sharing.layer_spec != "local":
         return outside + inside, heads * FLOAT

@@ -21,6 +21,7 @@ from slipstream.backend.memory.activations import (
     Sharing,
     head_bytes,
     layer_bytes,
+    micro_batch_bytes,
 )
 from slipstream.backend.memory.parameters import (
     StageParameters,
@@ -169,8 +170,9 @@ def _activations(
     for layer, place in enumerate(layout.places(geometry.n_layers)):
         if place.stage == stage:
             parts[place.chunk].append(by_kind[geometry.has_experts(layer)])
-    kept, work = 0.0, 0.0
-    for part, flights in zip(parts, parts_in_flight(stage, layout.pipeline, layout.chunks), strict=True):
+    in_flight = parts_in_flight(stage, layout.pipeline, layout.chunks)
+    kept, work = max(in_flight) * micro_batch_bytes(geometry, sharing) * tokens, 0.0
+    for part, flights in zip(parts, in_flight, strict=True):
         in_forward, again = _recomputed(part, actor)
         kept += flights * in_forward * tokens
         work = max(work, (again + max((layer.gradients for layer in part), default=0.0)) * tokens)
