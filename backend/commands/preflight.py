@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.commands.submit import CONTAINER, IMAGE, container_of
-from slipstream.backend.driver.job_end import lead_s, seconds_left
+from slipstream.backend.driver.job_end import SHORTEST_S, seconds_left
 from slipstream.configs.installed.environment import InstalledEnvironment, UnreadableRecord, read_record
 from slipstream.configs.schema import RunConfig
 
@@ -85,10 +85,8 @@ def _words(container: tuple[str, str]) -> str:
 
 def _no_time(config: RunConfig, where: StartPlace) -> Iterator[str]:
     left = seconds_left(where.variables, where.now) if config.cluster.type == "slurm" else None
-    lead = lead_s(config)
-    if left is not None and left <= lead:
+    if left is not None and left < SHORTEST_S:
         yield (
-            f"run.step_timeout_s: the job's time limit is {left:.0f} s away, but a step and the last "
-            f"checkpoint may take {lead:.0f} s (run.step_timeout_s + checkpoint.timeout_s + the end of Ray): "
-            "ask for a longer --time, or lower these settings to what a step and a checkpoint take at most"
+            f"--time: the end of the job is {left:.0f} s away, {SHORTEST_S:.0f} s or more expected to start, "
+            "to train and to end: ask for more"
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import slipstream.slurm
 from slipstream.backend.commands.outcome import Failed, WrongInput
-from slipstream.backend.driver.job_end import lead_s
+from slipstream.backend.driver.job_end import SHORTEST_S
 from slipstream.configs.rules.models import MODELS, model_folder
 from slipstream.configs.schema import ContainerConfig, RunConfig
 
@@ -131,11 +131,10 @@ def sbatch_command(
     ``verb``: ``train`` or ``sft``. ``arguments``: the recipe, its overrides and flags. Raises WrongInput.
     """
     limit = seconds(options.time) if options.time else None
-    if limit is not None and limit <= lead_s(config):
+    if limit is not None and limit < SHORTEST_S:
         raise WrongInput(
-            f"--time: {options.time} is {limit:.0f} s, but the run begins to end {lead_s(config):.0f} s "
-            "before its limit (run.step_timeout_s + checkpoint.timeout_s + the end of Ray): ask for more "
-            "time, or lower these settings to what a step and a checkpoint take at most"
+            f"--time: {options.time} is {limit:.0f} s, {SHORTEST_S:.0f} s or more expected to start, "
+            "to train and to end: ask for more"
         )
     nodes = options.nodes or nodes_needed(config, verb, options.gpus_per_node)
     command = ["sbatch", f"--nodes={nodes}", f"--gpus-per-node={options.gpus_per_node}"]

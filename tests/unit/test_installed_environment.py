@@ -170,12 +170,9 @@ def start(
     kind: str | None = "cpu",
     has_gpus: bool = False,
     variables: dict[str, str] | None = None,
-    **run: object,
 ) -> str:
     """What is wrong with a start, in words."""
-    config = RunConfig.model_validate(
-        {**VALID, "cluster": cluster, "run": {**VALID["run"], **run}, "checkpoint": {"timeout_s": 100.0}}
-    )
+    config = RunConfig.model_validate({**VALID, "cluster": cluster})
     installed = InstalledEnvironment(kind, "3.12.1", "") if kind else None  # type: ignore[arg-type]
     try:
         check_start(config, StartPlace(has_gpus, installed, variables or {}, NOW))
@@ -217,12 +214,11 @@ def test_a_container_that_the_job_does_not_run_in_is_refused():
     assert "other.sif" in start(cluster, variables=inside | {"SLIPSTREAM_CONTAINER_IMAGE": "/other.sif"})
 
 
-@pytest.mark.parametrize(("left", "refused"), [(259, True), (261, False), (None, False)])
-def test_a_job_that_ends_before_a_step_could_is_refused(left, refused):
+@pytest.mark.parametrize(("left", "refused"), [(238, True), (242, False), (None, False)])
+def test_a_job_that_ends_before_anything_is_trained_is_refused(left, refused):
     variables = {"SLURM_JOB_END_TIME": str(int(NOW) + left)} if left else {}
-    message = start({"type": "slurm"}, variables=variables, step_timeout_s=100.0)
-    assert ("run.step_timeout_s" in message) is refused
-    assert not start({"type": "local"}, variables=variables, step_timeout_s=100.0)
+    assert ("--time" in start({"type": "slurm"}, variables=variables)) is refused
+    assert not start({"type": "local"}, variables=variables)
 
 
 def test_everything_that_is_wrong_is_said_at_once():
@@ -231,7 +227,7 @@ def test_everything_that_is_wrong_is_said_at_once():
     assert [line.partition(":")[0] for line in message.splitlines()] == [
         "cluster.device",
         "cluster.container",
-        "run.step_timeout_s",
+        "--time",
     ]
 
 
