@@ -54,7 +54,7 @@ def printed(what: str, *, interpreted: bool) -> dict:
         text=True,
         timeout=120,
     )
-    assert not done.returncode, f"{done.stderr[-4000:]}\nno module triton: run `make install`"
+    assert not done.returncode, f"{done.stderr[-4000:]}\nno module triton: `make test-fast` installs it"
     return json.loads(done.stdout)
 
 
