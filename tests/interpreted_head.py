@@ -46,7 +46,7 @@ def triton_environment(*, interpreted: bool) -> dict[str, str]:
 
 
 def printed(what: str, *, interpreted: bool) -> dict:
-    """What this module prints about ``what``."""
+    """Run this module in a process of its own, and return what it prints."""
     done = subprocess.run(
         [sys.executable, "-m", __name__, what],
         env=triton_environment(interpreted=interpreted),

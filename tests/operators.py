@@ -108,7 +108,7 @@ class _Dispatched(TorchDispatchMode):
 
 
 def _selects_by_mask(name: str, args: Sequence[Any]) -> bool:
-    """Whether an operator indexes by a mask, whose true places the host would count.
+    """Return whether an operator indexes by a mask, whose true places the host would count.
 
     Putting a single value where a mask is true is a fill and counts nothing.
     """

@@ -1,7 +1,6 @@
 """``slipstream check``: everything that is wrong with a recipe and its models, before anything is started."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.model.layout import UnevenSplit
 from slipstream.bridge.shards.plan import ExportPlan
+from slipstream.configs.installed.environment import has_gpus
 from slipstream.configs.load import load_recipe, load_supervised
 from slipstream.configs.rules.models import MODELS
 from slipstream.configs.schema import RunConfig
@@ -72,7 +72,7 @@ def check(config: RunConfig, *, weights: bool = True, supervised: bool = False) 
     if not (config.model.path / "config.json").exists():
         return
     plan = planned(config, supervised=supervised)
-    problems = misfits(config, plan.stages, plan.engine)
+    problems = misfits(config, plan.stages, plan.engine, plan.gpu_memory)
     if weights:
         from slipstream.backend.driver.inputs import checkpoint_problems
 
@@ -108,7 +108,7 @@ def planned(config: RunConfig, *, supervised: bool = False) -> Planned:
 
 def _on_gpus(config: RunConfig) -> bool:
     if config.cluster.device == "auto":
-        return os.path.exists("/dev/nvidiactl")
+        return has_gpus()
     return config.cluster.device == "gpu"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.configs.installed.environment import UnreadableRecord, digest, read_record
+from slipstream.configs.installed.environment import UnreadableRecord, digest, has_gpus, read_record
 
 PACKAGES = {
     "torch": "tensors",
@@ -88,7 +88,7 @@ def _package(name: str) -> Finding:
 
 
 def _gpus() -> Finding:
-    if not os.path.exists("/dev/nvidiactl"):
+    if not has_gpus():
         return Finding("GPUs", "none", "the same stack runs on the CPU")
     count = sum(entry.startswith("nvidia") and entry[6:].isdigit() for entry in os.listdir("/dev"))
     return Finding("GPUs", str(count))

@@ -62,7 +62,7 @@ print(json.dumps(facts))
 
 
 class TorchFacts(TypedDict, total=False):
-    """What the probe has seen."""
+    """The facts that the probe prints. One that it could not have is missing."""
 
     torch: str
     cuda: str | None
@@ -76,7 +76,7 @@ class TorchFacts(TypedDict, total=False):
 
 
 class Facts(Protocol):
-    """What the checks read of a machine."""
+    """The part of a machine that the checks read."""
 
     @property
     def variables(self) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""What is wrong with where a run is started: found on the spot, before Ray and before any input is read."""
+"""Checks of the place where a run is started, before Ray and before any input is read."""
 
 import os
 import sys
@@ -10,19 +10,22 @@ from pathlib import Path
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.commands.submit import CONTAINER, IMAGE, container_of
 from slipstream.backend.driver.job_end import SHORTEST_S, seconds_left
-from slipstream.configs.installed.environment import InstalledEnvironment, UnreadableRecord, read_record
+from slipstream.configs.installed.environment import (
+    InstalledEnvironment,
+    UnreadableRecord,
+    has_gpus,
+    read_record,
+)
 from slipstream.configs.schema import RunConfig
-
-GPU_DEVICE = "/dev/nvidiactl"
 
 
 @dataclass(frozen=True)
 class StartPlace:
-    """What a run finds where it is started."""
+    """The machine, the environment and the job in which a run is started."""
 
     has_gpus: bool
     environment: InstalledEnvironment | None
-    """What was installed; None if nothing is recorded."""
+    """The record of its installation; None if there is none."""
     variables: Mapping[str, str]
     now: float
     """Seconds since the epoch."""
@@ -35,7 +38,7 @@ def start_place() -> StartPlace:
         environment = read_record(Path(sys.prefix))
     except UnreadableRecord as error:
         raise WrongInput(str(error)) from None
-    return StartPlace(visible and os.path.exists(GPU_DEVICE), environment, os.environ, time.time())
+    return StartPlace(visible and has_gpus(), environment, os.environ, time.time())
 
 
 def check_start(config: RunConfig, where: StartPlace | None = None) -> None:

@@ -26,7 +26,7 @@ _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<fields>\d+(?::\d+){0,2})")
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What the user says about a job beside its recipe."""
+    """Settings of a job that its recipe does not have."""
 
     nodes: int | None
     gpus_per_node: int

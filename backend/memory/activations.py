@@ -30,7 +30,7 @@ INDEX = 8
 
 @dataclass(frozen=True)
 class Sharing:
-    """How ranks share the tokens and the width of a layer."""
+    """The ranks that share the tokens and the width of a layer, and the kernels that they run."""
 
     tensor: int = 1
     sequence: bool = False

@@ -58,9 +58,9 @@ class StageMemory:
     critic: int
     """Weights, gradients and optimizer of a critic."""
     activations: int
-    """What the forward passes in flight keep."""
+    """Tensors that the forward passes in flight keep."""
     work: int
-    """What one layer and the head need besides."""
+    """Tensors that one layer and the head need besides."""
     frozen: int
     """Weights of the largest model that only scores, on the GPU while it does."""
     transfer: int
@@ -179,7 +179,8 @@ def _activations(
     if stage == layout.pipeline - 1:
         columns = geometry.padded_vocab(layout.tensor) // layout.tensor
         kept += head_bytes(geometry, sharing) * tokens
-        kept += min(HEAD_KEPT, tokens * columns * _logit_bytes(actor, sharing))
+        if not _has_head_kernels(actor, sharing):
+            kept += min(HEAD_KEPT, tokens * columns * _logit_bytes(actor, sharing))
         work = max(work, _head_work(geometry, sharing, actor, columns, tokens))
     return ceil(kept), ceil(work)
 
@@ -207,14 +208,20 @@ def _logit_bytes(actor: ActorConfig, sharing: Sharing) -> int:
     return FLOAT if actor.fp32_lm_head else sharing.itemsize
 
 
+def _has_head_kernels(actor: ActorConfig, sharing: Sharing) -> bool:
+    """Return whether logits never leave the registers (``actor.lm_head``); their gradients do."""
+    return sharing.kernels == "fused" and actor.lm_head != "chunked"
+
+
 def _head_work(geometry: Geometry, sharing: Sharing, actor: ActorConfig, columns: int, tokens: int) -> float:
     """Return the bytes of the head besides what it keeps.
 
-    Two blocks in single precision and the logits of one slice, the hidden states of all tokens under sequence
-    parallelism, and the gradient of the selected ones in single precision.
+    Two blocks in single precision and the logits of one slice, or with kernels its gradient alone; the hidden
+    states of all tokens under sequence parallelism; the gradient of the selected ones in single precision.
     """
     width = min(columns, max(HEAD_MIN_COLUMNS, HEAD_SLICE[sharing.kernels] // tokens))
-    in_slice = width * (2 * FLOAT + _logit_bytes(actor, sharing))
+    blocks = 2 * FLOAT + _logit_bytes(actor, sharing)
+    in_slice = width * (sharing.itemsize if _has_head_kernels(actor, sharing) else blocks)
     gathered = sharing.itemsize if sharing.tokens > 1 else 0
     return tokens * (in_slice + geometry.hidden * (FLOAT + gathered))
 

@@ -1,4 +1,4 @@
-"""What of a recipe cannot fit into the memory of a GPU, whatever the activations turn out to be."""
+"""The parts of a recipe that cannot fit into a GPU, whatever the activations turn out to be."""
 
 from collections.abc import Sequence
 
@@ -9,19 +9,21 @@ from slipstream.configs.schema import RunConfig
 GIB = 2**30
 
 
-def misfits(config: RunConfig, stages: Sequence[StageMemory], engine: EngineMemory | None) -> list[str]:
-    """Return a line for everything that is too large; none if ``cluster.gpu_memory_gib`` is not given.
+def misfits(
+    config: RunConfig, stages: Sequence[StageMemory], engine: EngineMemory | None, gpu_memory: int | None
+) -> list[str]:
+    """Return a line for everything that is too large; none if the bytes of a GPU's memory are not known.
 
     Only what is computed exactly is compared: weights, gradients and optimizer of the trainer, weights of an
     engine. Activations are an estimate, and the KV cache takes what is left.
     """
-    memory = config.cluster.gpu_memory_gib
-    if memory is None or config.cluster.device == "cpu":
+    if gpu_memory is None:
         return []
+    memory = gpu_memory / GIB
     problems: list[str] = []
     worst = max(stages, key=lambda stage: stage.held)
     exact = worst.held - worst.runtime
-    if exact > memory * GIB:
+    if exact > gpu_memory:
         problems.append(
             f"actor.parallel: weights, gradients and optimizer take {exact / GIB:.1f} GiB on each rank of "
             f"pipeline stage {worst.stage}, and a GPU has {memory:g} GiB (cluster.gpu_memory_gib); split the "

@@ -11,6 +11,7 @@ It imports nothing but the standard library, so that it also runs as a file befo
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import sys
 from dataclasses import asdict, dataclass
@@ -29,7 +30,7 @@ PINS = {"cpu": FOLDER / "constraints.txt", "gpu": FOLDER / "gpu.txt"}
 
 @dataclass(frozen=True)
 class InstalledEnvironment:
-    """What was installed."""
+    """The record of an installation."""
 
     kind: Kind
     python: str
@@ -39,6 +40,11 @@ class InstalledEnvironment:
 
 class UnreadableRecord(ValueError):
     """A record was damaged or written by something else."""
+
+
+def has_gpus() -> bool:
+    """Return whether this machine has a driver for GPUs, without loading it."""
+    return os.path.exists("/dev/nvidiactl")
 
 
 def pinned(kind: Kind) -> dict[str, str]:

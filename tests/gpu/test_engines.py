@@ -104,7 +104,7 @@ def test_published_weights_are_bit_for_bit_those_of_the_exported_checkpoint(
 def test_an_engine_that_rests_gives_up_its_memory_and_answers_as_before_afterwards(
     tmp_path: Path, checkpoint: Path
 ):
-    """Its captured CUDA graphs hold memory too, which it only gives up if they were captured for that."""
+    """CUDA graphs hold memory too, which an engine gives up only if they were captured for that."""
     with engine(checkpoint, tmp_path / "engine.log", shared=True) as server:
         before, held = server.probe(PROBES), used_bytes()
         server.ask(lambda client: client.pause("retract"), lambda client: client.release_memory(EVERYTHING))

@@ -1,4 +1,4 @@
-"""How many operators a packed micro-batch takes, and that the host waits for the device nowhere in it."""
+"""A packed micro-batch takes few operators, and the host waits for the device nowhere in it."""
 
 import pytest
 import torch

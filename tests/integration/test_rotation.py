@@ -52,7 +52,7 @@ def test_a_pack_is_rotated_as_its_segments_alone_to_the_last_bit():
 
 
 def shared_waves(rank: RankSpec) -> list[bool]:
-    """Whether angles in the same memory share their waves, whether another factor does, and its effect."""
+    """Return whether angles in the same memory share waves, whether another factor does, and its effect."""
     prepare_imports()
     from slipstream.backend.megatron import rotation
 

@@ -1,4 +1,4 @@
-"""What a micro-batch travels in, and the padded batches that plain attention makes of a pack."""
+"""The buffer of a micro-batch, and the padded batches that plain attention makes of a pack."""
 
 import numpy as np
 import pytest

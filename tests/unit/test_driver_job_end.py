@@ -1,4 +1,4 @@
-"""How long before the end of its Slurm job a run begins to end."""
+"""A run begins to end before its Slurm job does."""
 
 import pytest
 

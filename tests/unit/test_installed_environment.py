@@ -171,7 +171,7 @@ def start(
     has_gpus: bool = False,
     variables: dict[str, str] | None = None,
 ) -> str:
-    """What is wrong with a start, in words."""
+    """Return the refusal of a start; an empty text if there is none."""
     config = RunConfig.model_validate({**VALID, "cluster": cluster})
     installed = InstalledEnvironment(kind, "3.12.1", "") if kind else None  # type: ignore[arg-type]
     try:
