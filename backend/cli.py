@@ -33,7 +33,9 @@ convert = typer.Typer(
     no_args_is_help=True,
     help="Convert checkpoints from Hugging Face's format into Megatron's and back, at any layout.",
 )
+keys = typer.Typer(no_args_is_help=True, help="API keys of the users whom a gateway serves.")
 app.add_typer(convert, name="convert", rich_help_panel=TOOLS)
+app.add_typer(keys, name="key", rich_help_panel=TOOLS)
 _errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
 Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of one that comes with Slipstream.")]
@@ -58,6 +60,10 @@ ModelConfig = Annotated[
         help="The model's config.json, or its folder, where neither the model nor the prompts are.",
     ),
 ]
+KeysOf = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="The gateway's recipe, or its file of API keys (.json).")
+]
+KeyName = Annotated[str, typer.Argument(help="Name of the key's holder, under which turns are stored.")]
 Sft = Annotated[bool, typer.Option("--sft", help="The recipe is one of `slipstream sft`.")]
 Out = Annotated[Path, typer.Argument(help="The folder to make.")]
 Tensor = Annotated[int, typer.Option(help="Tensor-parallel ranks.")]
@@ -107,10 +113,31 @@ def train(
         _check_options(resume, accept_changed_inputs)
         config = load_recipe(Path(recipe), overrides or [])
         from slipstream.backend.commands.run import train
+        from slipstream.backend.commands.serve import check_has_prompts
         from slipstream.backend.monitor.summary import print_summary
 
+        check_has_prompts(config)
         summary = train(config, resume=resume, accept_changed_inputs=accept_changed_inputs)
         print_summary(summary, sys.stdout, name=config.run.name)
+
+
+@app.command(rich_help_panel=RUN)
+def serve(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    accept_changed_inputs: AcceptChangedInputs = False,
+) -> None:
+    """Serve a recipe's policy to users, without its prompts, and learn from them if it has a section live.
+
+    HOST, PORT and SERVED_MODEL_NAME in the environment replace the recipe's.
+    """
+    with _reported():
+        _check_options(resume, accept_changed_inputs)
+        from slipstream.backend.commands import serve as serving
+
+        config = serving.load_serving(Path(recipe), overrides or [], os.environ)
+        serving.serve(config, resume=resume, accept_changed_inputs=accept_changed_inputs)
 
 
 @app.command(rich_help_panel=RUN)
@@ -127,6 +154,22 @@ def sft(
         from slipstream.backend.commands.run import sft
 
         typer.echo(sft(supervised, resume=resume, accept_changed_inputs=accept_changed_inputs))
+
+
+@app.command(rich_help_panel=TOOLS)
+def forget(
+    run: Annotated[Path, typer.Argument(help="The folder of a run that serves users, or has served them.")],
+    session: Annotated[str | None, typer.Option(help="Name of the session to forget.")] = None,
+    key: Annotated[
+        str | None, typer.Option(help="Name of the API key whose sessions, or whose session, to forget.")
+    ] = None,
+) -> None:
+    """Remove what users have said from a run, which never trains on it again."""
+    with _reported():
+        from slipstream.backend.commands import forget as forgetting
+
+        for line in forgetting.forget(run, session, key):
+            typer.echo(line)
 
 
 @app.command(rich_help_panel=LOOK)
@@ -338,6 +381,47 @@ def megatron_to_hf(
 
     options = convert.LayoutOptions(tensor, pipeline, virtual_pipeline, expert, expert_tensor, layers)
     _convert(out, lambda: convert.megatron_to_hf(checkpoint, out, model, options))
+
+
+@keys.command(name="add")
+def add_key(
+    recipe: KeysOf,
+    name: KeyName,
+    session: Annotated[
+        str | None, typer.Option(help="The one session that the key is for; default: any session.")
+    ] = None,
+    side: Annotated[
+        bool, typer.Option("--side", help="Do not train on its turns unless a request asks for it.")
+    ] = False,
+) -> None:
+    """Add a key, and print it. It cannot be shown again."""
+    with _reported():
+        from slipstream.backend.commands import keys as keeping
+
+        typer.echo(keeping.add(recipe, name, session=session, side=side))
+
+
+@keys.command(name="list")
+def list_keys(recipe: KeysOf, as_json: Json = False) -> None:
+    """Print the names of all keys, revoked ones included."""
+    with _reported():
+        from slipstream.backend.commands import keys as keeping
+
+        known = keeping.listed(recipe)
+        if as_json:
+            typer.echo(keeping.as_json(known))
+        else:
+            keeping.print_keys(known, Console(soft_wrap=True))
+
+
+@keys.command(name="revoke")
+def revoke_key(recipe: KeysOf, name: KeyName) -> None:
+    """Make a key invalid, also for gateways that are running."""
+    with _reported():
+        from slipstream.backend.commands import keys as keeping
+
+        keeping.revoke(recipe, name)
+        typer.echo(f"{name}: revoked")
 
 
 def _convert(out: Path, work: Callable[[], str]) -> None:

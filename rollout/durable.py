@@ -4,14 +4,17 @@ import os
 from pathlib import Path
 
 
-def write_durably(path: Path, content: str, *, draft: str = "tmp") -> None:
+def write_durably(path: Path, content: str, *, draft: str = "tmp", mode: int = 0o666) -> None:
     """Replace the file at ``path``. At any instant a reader finds the old file or the new one.
 
     The content is written into a hidden file beside it, which ends in ``draft``, and renamed when it is on
-    disk. Writers that may meet need different ``draft``s. Raises OSError; the old file is intact then.
+    disk. Writers that may meet need different ``draft``s. ``mode``: largest permissions of the file. Raises
+    OSError; the old file is intact then.
     """
     beside = path.with_name(f".{path.name}.{draft}")
-    with beside.open("w", encoding="utf-8") as file:
+    beside.unlink(missing_ok=True)  # a file that is left there may have other permissions
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with open(descriptor, "w", encoding="utf-8") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

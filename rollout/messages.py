@@ -70,7 +70,7 @@ class Event(msgspec.Struct, array_like=True, gc=False):
     crc: U32 = 0
 
 
-class Verdict(msgspec.Struct, array_like=True, gc=False):
+class GroupVerdict(msgspec.Struct, array_like=True, gc=False):
     """The end of a leased group, behind all of its events."""
 
     group: int
@@ -113,7 +113,7 @@ class Up(msgspec.Struct, array_like=True, gc=False):
     """A message of a collector."""
 
     events: list[Event] = []
-    verdicts: list[Verdict] = []
+    verdicts: list[GroupVerdict] = []
     released: Natural = 0
     """Number of episodes that the engines are done with since the last message."""
     failed: list[FailedAttempt] = []
@@ -174,7 +174,7 @@ class BlockedReport(msgspec.Struct):
     traceback: str
 
 
-Message = TypeVar("Message", Up, Down)
+Message = TypeVar("Message", bound=msgspec.Struct)
 
 
 def _encode_key(value: object) -> str:
@@ -183,22 +183,23 @@ def _encode_key(value: object) -> str:
     raise NotImplementedError(f"a message cannot hold {type(value).__name__}")
 
 
-def _decode_key(kind: type, value: object) -> object:
+def decode_key(kind: type, value: object) -> object:
+    """Turn the text of an engine's key into a ``Key``: the ``dec_hook`` of messages with routing records."""
     return Key(value) if kind is Key else value
 
 
 UP = msgspec.msgpack.Decoder(Up)
-DOWN = msgspec.msgpack.Decoder(Down, dec_hook=_decode_key)
+DOWN = msgspec.msgpack.Decoder(Down, dec_hook=decode_key)
 BLOCKED = msgspec.json.Decoder(BlockedReport)
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_key)
 _LENGTH = struct.Struct("<I")
 
 
 class MalformedFrame(ValueError):
-    """A frame that no driver and no collector of this version sends."""
+    """A frame that no driver, collector or gateway of this version sends."""
 
 
-def pack(message: Up | Down, payload: Sequence[bytes]) -> bytes:
+def pack(message: msgspec.Struct, payload: Sequence[bytes]) -> bytes:
     """Return the frame of a message and of its chunks."""
     header = _encoder.encode(message)
     return b"".join((_LENGTH.pack(len(header)), header, *payload))

@@ -106,6 +106,15 @@ def decode_chunks(data: bytes | memoryview) -> Iterator[DecodedChunk]:
         start = logprobs_start + logprobs.nbytes
 
 
+def cut_chunks(data: bytes | memoryview, kept: Sequence[int]) -> bytes:
+    """Return the first ``kept`` tokens of each chunk of ``data``. Raises CorruptRecord."""
+    parts: list[bytes] = []
+    for chunk, tokens in zip(decode_chunks(data), kept, strict=True):
+        n = max(0, tokens - len(chunk.context))
+        parts.append(encode_chunk(chunk.context[:tokens], chunk.tokens[:n], chunk.logprobs[:n]))
+    return b"".join(parts)
+
+
 def encode_trajectory(trajectory: Trajectory, start: int = 0) -> bytes:
     """Return the chunks of all tokens from token ``start`` on."""
     chunks: list[bytes] = []

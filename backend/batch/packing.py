@@ -50,7 +50,7 @@ def schedule(
     balance over ranks, in any unit. All ranks get the same number of micro-batches, a multiple of
     ``multiple``.
 
-    Raises ValueError when a mini-batch has fewer trajectories than that: a rank would have nothing to do.
+    A rank idles in a mini-batch of too few trajectories, and a batch of too few has fewer mini-batches.
     """
     lengths, costs = length_N.tolist(), cost_N.tolist()
     return [
@@ -60,8 +60,11 @@ def schedule(
 
 
 def split_minibatches(n: int, minibatches: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Return a random partition of n trajectories into ``minibatches`` parts of nearly equal size."""
-    return np.array_split(rng.permutation(n), minibatches)
+    """Return a random partition of n trajectories into ``minibatches`` parts of nearly equal size.
+
+    No part is empty: there are fewer parts than asked for if n is smaller.
+    """
+    return np.array_split(rng.permutation(n), min(minibatches, n))
 
 
 def distribute(
@@ -74,11 +77,6 @@ def distribute(
     multiple: int = 1,
 ) -> list[list[Pack]]:
     """Return packs by [rank][micro-batch] for one mini-batch: the trajectories ``indices``."""
-    if len(indices) < ranks * multiple:
-        raise ValueError(
-            f"{len(indices)} trajectories cannot keep {ranks} data-parallel ranks busy, "
-            f"with at least {multiple} micro-batches each"
-        )
     longest_first = sorted(indices, key=lambda i: (-lengths[i], i))
     packs = pack(longest_first, lengths, budget)
     packs_per_rank = -(-len(packs) // (ranks * multiple)) * multiple

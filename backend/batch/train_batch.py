@@ -4,7 +4,7 @@ driver: EncodedBatch, headers and bytes ──► every rank: TrainBatch, trajec
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,9 @@ class TrainBatch:
     lags: Mapping[int, int] | None = None
     """Lag of each policy version whose tokens carry loss, in updates. None: no restart has come between the
     versions, so that lags are differences of their numbers."""
+    turn_advantages: Mapping[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
+    """Advantage of each turn of a live trajectory, by its place in ``trajectories``. All other trajectories
+    get theirs from their rewards."""
 
     def lag_T(self, versions_T: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return the lag of each token, given its version. Raises StalenessViolation for unknown versions."""
@@ -58,6 +61,8 @@ class EncodedBatch:
     """As in ``TrainBatch``."""
     lags: Mapping[int, int] | None
     """As in ``TrainBatch``."""
+    turn_advantages: Mapping[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
+    """As in ``TrainBatch``."""
 
     def decoded(self) -> TrainBatch:
         """Return the trajectories. Raises CorruptRecord."""
@@ -66,7 +71,7 @@ class EncodedBatch:
         for header, size in zip(self.headers, self.sizes, strict=True):
             trajectories.append(decode_trajectory(data[start : start + size], header))
             start += size
-        return TrainBatch(self.version, tuple(trajectories), self.group_N, self.lags)
+        return TrainBatch(self.version, tuple(trajectories), self.group_N, self.lags, self.turn_advantages)
 
 
 def demonstrated(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], version: int) -> TrainBatch:

@@ -12,7 +12,7 @@ from slipstream.backend.cluster.trainer_actor import TrainerActor
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout import gpu_environment
 from slipstream.rollout.engine.actor import EngineActor
-from slipstream.rollout.engine.process import ReplicaSpec
+from slipstream.rollout.engine.process import LIVE_SERVER_ARGS, ReplicaSpec
 
 POLICY_RANK = "slipstream.backend.trainer.rank.TrainerRank"
 """Class of the ranks of a reinforcement learning run."""
@@ -94,7 +94,7 @@ class EngineActors:
                 device=placement.device,
                 tensor_parallel=engine.tensor_parallel,
                 seed=config.run.seed + number,
-                args=engine.args,
+                args=({} if config.gateway is None else dict(LIVE_SERVER_ARGS)) | engine.args,
                 log_folder=str(self._logs),
                 loopback=config.cluster.type == "local",
                 start_timeout_s=engine.start_timeout_s,

@@ -2,4 +2,6 @@
 
 
 class TrainerFailed(RuntimeError):
-    """A trainer rank raised or is gone. The trainer holds the only copy of the policy, so the run is over."""
+    """A trainer rank raised, is gone or does not answer in time. Its state is lost with that: all ranks are
+    to be killed, and may be started again from a checkpoint.
+    """

@@ -63,8 +63,21 @@ def place(nodes: Sequence[Node], config: RunConfig) -> Placement:
     return Placement(trainer, on_nodes, device, collectors=_collectors(nodes, config))
 
 
+def place_engines(nodes: Sequence[Node], config: RunConfig) -> Placement:
+    """Place engines alone, on all nodes. Raises PlacementError."""
+    nodes = sorted(nodes, key=_by_address)
+    device, count = _device(nodes, config), config.rollout.engine.count
+    if device == "cpu":
+        return Placement((), tuple(nodes[engine % len(nodes)] for engine in range(count)), device)
+    free = {node.id: node.gpus for node in nodes}
+    size = config.rollout.engine.tensor_parallel
+    return Placement((), _take(nodes, free, count, size, "engines (rollout.engine)"), device)
+
+
 def _collectors(nodes: Sequence[Node], config: RunConfig) -> tuple[Node, ...]:
-    """Place collectors on all nodes in turn. They need no GPU."""
+    """Place collectors on all nodes in turn. They need no GPU. Without prompts there are none."""
+    if config.data is None and config.eval is None:
+        return ()
     count = config.rollout.collectors or len(nodes)
     return tuple(nodes[number % len(nodes)] for number in range(count))
 

@@ -1,10 +1,12 @@
 """Waits that end: every one has a time-out, and its error names what was waited for."""
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable, Coroutine
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Timeout(TimeoutError):
@@ -17,3 +19,18 @@ async def within(seconds: float, what: str, work: Awaitable[T]) -> T:
         return await asyncio.wait_for(work, seconds)
     except TimeoutError:
         raise Timeout(f"{what} took more than {seconds:.0f} s") from None
+
+
+@asynccontextmanager
+async def first_of(
+    one: Coroutine[None, None, T], other: Coroutine[None, None, U]
+) -> AsyncIterator[tuple[asyncio.Task[T], asyncio.Task[U]]]:
+    """Wait for either coroutine, and cancel what has not ended by the end of the block."""
+    first, second = asyncio.ensure_future(one), asyncio.ensure_future(other)
+    try:
+        await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+        yield first, second
+    finally:
+        for task in (first, second):
+            task.cancel()
+        await asyncio.wait({first, second})

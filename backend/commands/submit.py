@@ -63,7 +63,8 @@ def container_variables(config: RunConfig) -> dict[str, str]:
 def _named_folders(config: RunConfig) -> list[Path]:
     """Return the folders outside of the folder of submission that the recipe names, if they exist."""
     root = config.run.root
-    folders = [root if root.is_dir() else root.parent, config.data.path.parent]
+    folders = [root if root.is_dir() else root.parent]
+    folders += [config.data.path.parent] if config.data else []
     folders += [config.eval.path.parent] if config.eval else []
     folders += [folder for name in MODELS if (folder := model_folder(config, name)) is not None]
     absolute = [folder for folder in folders if folder.is_absolute() and folder.is_dir()]

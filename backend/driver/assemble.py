@@ -1,12 +1,15 @@
 """From a recipe, its inputs and its state to the parts of a run. Each is made of finished parts.
 
-listener ──► gate ──► roster ──► trainer, devices ──► weights ──► supervisor, checkpoints
-               └────────┴──────► leases, questions ──► server, collectors
+listener ──► gate ──► roster ──► trainer, devices ──► weights ──► supervisor, checkpoints ──► revival
+               └────────┴──────► leases, questions ──► server, collectors                      ▲
+                                   └───────────────────────────────────────────────────────────┘
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from slipstream.backend.cluster.actors import CollectorActors, EngineActors, create_ranks
@@ -17,9 +20,14 @@ from slipstream.backend.driver.collectors import Collectors
 from slipstream.backend.driver.devices import Colocated, Devices, Separate
 from slipstream.backend.driver.engines import EngineLimits, RayEngine
 from slipstream.backend.driver.evaluation import Evaluation
+from slipstream.backend.driver.gateways import Gateways, gateway_command
 from slipstream.backend.driver.inputs import Inputs
+from slipstream.backend.driver.interrupted import InterruptedUpdates
+from slipstream.backend.driver.live import LiveUsers, Turns
 from slipstream.backend.driver.ports import RunListener
 from slipstream.backend.driver.resume import RunState
+from slipstream.backend.driver.revival import Revival
+from slipstream.backend.driver.rewind import Rewind
 from slipstream.backend.driver.served_weights import ServedWeights
 from slipstream.backend.driver.trainer import RankedTrainer
 from slipstream.backend.driver.verification import Verifier, probe_text
@@ -32,10 +40,15 @@ from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.collect.server import CollectorServer
 from slipstream.rollout.control.concurrency import ConcurrencyController
 from slipstream.rollout.engine.client import EngineClient
-from slipstream.rollout.engine.key import new_key
+from slipstream.rollout.engine.key import Key, new_key
 from slipstream.rollout.engine.roster import FOLLOW_TIMEOUT_S, EngineRoster
 from slipstream.rollout.engine.supervisor import Supervisor
+from slipstream.rollout.handover.receiver import GatewayReceiver, LiveIntake
 from slipstream.rollout.messages import SILENCE_S
+from slipstream.rollout.trajectory import Prompt
+
+PROBE = "What do you see when you look out of the window?"
+"""The prompt with which weights are verified in a run without prompts."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,9 @@ class Parts:
     collectors: Collectors
     evaluation: Evaluation | None
     checkpoints: TrainerCheckpoints
+    revival: Revival
+    live: LiveUsers | None
+    """None without a gateway."""
 
     def status(self) -> RunStatus:
         """Return where the run stands now."""
@@ -68,6 +84,7 @@ class Parts:
             requests_resent=self.roster.requests_resent,
             engine_restarts=self.supervisor.restarts,
             collector_restarts=self.collectors.restarts,
+            trainer_restarts=self.revival.restarts,
         )
 
 
@@ -78,8 +95,12 @@ def assemble(
     placement: Placement,
     logs: Path,
     listener: RunListener,
+    make_turns: Callable[[AdmissionGate], "LiveTurns"],
 ) -> Parts:
-    """Make every part. The trainer's actors exist afterwards; nothing else is started."""
+    """Make every part. The trainer's actors exist afterwards; nothing else is started.
+
+    ``make_turns``: makes what becomes of the turns of live users. It is called if there is a gateway.
+    """
     rollout = config.rollout
     gate = AdmissionGate(
         state.control,
@@ -92,15 +113,26 @@ def assemble(
     # A workflow may hold up its collector for so long, which is ended by itself behind that.
     patience_s = 1.5 * rollout.collector_timeout_s
     roster = EngineRoster(
-        state.control,
+        ServedVersion(gate),
         limit=rollout.max_concurrent,
         epoch=state.ledger.epoch,
         follow_timeout_s=max(FOLLOW_TIMEOUT_S, patience_s),
     )
-    ranks = RankGroup(create_ranks(config, placement, logs), timeout_s=config.run.step_timeout_s, logs=logs)
+    ranks = RankGroup(
+        partial(create_ranks, config, placement, logs), timeout_s=config.run.step_timeout_s, logs=logs
+    )
     trainer = RankedTrainer(ranks, step_timeout_s=config.run.step_timeout_s)
     devices = _devices(config, trainer, roster)
-    weights = ServedWeights(trainer, roster, devices, gate, verifier=_verifier(config, inputs))
+    weights = ServedWeights(
+        trainer,
+        roster,
+        devices,
+        gate,
+        verifier=_verifier(config, inputs),
+        interrupted=InterruptedUpdates(
+            resumes=not config.rollout.engine.colocated, timeout_s=config.weights.timeout_s
+        ),
+    )
     actors = EngineActors(config, placement, logs)
     limits = EngineLimits.of(config, inputs.spec.geometry)
     supervisor = Supervisor(
@@ -136,6 +168,7 @@ def assemble(
     evaluation = None
     if config.eval is not None and inputs.held_out:
         evaluation = Evaluation(config.eval, inputs.held_out, questions, listener)
+    turns = make_turns(gate) if config.gateway is not None else None
     adapts = rollout.engine.adaptive_concurrency
     return Parts(
         gate=gate,
@@ -153,7 +186,53 @@ def assemble(
         ),
         evaluation=evaluation,
         checkpoints=checkpoints,
+        revival=Revival(
+            trainer,
+            weights,
+            checkpoints,
+            Rewind(config, inputs, state.ledger, gate, leases, listener.note, turns),
+            restarts=config.run.trainer_restarts,
+            note=listener.note,
+        ),
+        live=live_users(config, turns, key, roster, logs, listener.note) if turns is not None else None,
     )
+
+
+class LiveTurns(Turns, LiveIntake, Protocol):
+    """The turns of live users, from their intake to their training."""
+
+
+def live_users(
+    config: RunConfig,
+    turns: LiveTurns,
+    key: Key,
+    roster: EngineRoster,
+    logs: Path,
+    note: Callable[[str], None],
+) -> LiveUsers:
+    """Make the live loop of a run with a gateway. ``key``: secret of the run."""
+    assert config.gateway is not None
+    gateway, run = config.gateway, config.run.folder
+    commands = [gateway_command(config, number) for number in range(gateway.processes)]
+    return LiveUsers(
+        GatewayReceiver(key, turns, roster, limit=gateway.limits.concurrent),
+        Gateways(commands, run, logs, note),
+        turns,
+        run,
+        key,
+    )
+
+
+@dataclass(frozen=True)
+class ServedVersion:
+    """The owner of the policy version as the roster asks it."""
+
+    gate: AdmissionGate
+
+    @property
+    def version(self) -> int:
+        """Version that every engine in the roster holds."""
+        return self.gate.served
 
 
 def _devices(config: RunConfig, trainer: RankedTrainer, roster: EngineRoster) -> Devices:
@@ -171,9 +250,10 @@ def _verifier(config: RunConfig, inputs: Inputs) -> Verifier | None:
     if verify.type == "off":
         return None
     length = min(verify.tokens, inputs.spec.geometry.max_positions - 1)
+    prompts = inputs.prompts or inputs.held_out or [Prompt(0, PROBE)]
     return Verifier(
         verify,
-        probe_text(inputs.prompts, inputs.tokenizer, length),
+        probe_text(prompts, inputs.tokenizer, length),
         config.model.dtype,
         answer_timeout_s=config.weights.answer_timeout_s,
         timeout_s=config.weights.timeout_s,

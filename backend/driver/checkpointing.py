@@ -10,8 +10,9 @@ from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import asdict
 
 from slipstream.backend.checkpoint.errors import CheckpointError
-from slipstream.backend.checkpoint.folder import CheckpointFolder
+from slipstream.backend.checkpoint.folder import CheckpointFolder, FoundCheckpoint
 from slipstream.backend.checkpoint.manifest import CheckpointRecord, record_digest
+from slipstream.backend.cluster.errors import TrainerFailed
 from slipstream.backend.driver.ports import CheckpointedTrainer, CheckpointListener, RunHistory, RunPosition
 from slipstream.configs.schema import CheckpointConfig
 
@@ -46,7 +47,8 @@ class TrainerCheckpoints:
     """Checkpoints of the trainer and of where the ledger stands, one at a time.
 
     Training waits only while the ranks copy their state. A checkpoint that falls due while another one is
-    written is taken after the next step. A checkpoint that fails is noted, and the run goes on.
+    written is taken after the next step. A checkpoint that fails is noted, and the run goes on. When the
+    trainer fails meanwhile, ``step_done`` and ``last`` raise TrainerFailed.
     """
 
     def __init__(
@@ -93,6 +95,33 @@ class TrainerCheckpoints:
             self._writing.cancel()
             await asyncio.wait({self._writing})
 
+    async def settled(self) -> None:
+        """Wait for the end of a checkpoint that is being written, after the ranks were killed.
+
+        It is committed if they had written all of it, and otherwise given up with a note.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await asyncio.wait({writing})
+            if not isinstance(error := writing.exception(), TrainerFailed | None):
+                raise error
+
+    async def newest(self, is_behind: Callable[[int], bool]) -> FoundCheckpoint | None:
+        """Return the newest sound checkpoint that the run can go on from; None if there is none at all.
+
+        ``is_behind``: returns whether the present weights are those of a version or descend from them. Raises
+        CheckpointError when damage leaves no checkpoint.
+        """
+
+        def reject(record: CheckpointRecord) -> str | None:
+            return None if is_behind(record.version) else "the present weights do not descend from it"
+
+        return await asyncio.to_thread(self._folder.latest, reject)
+
+    def restored(self, step: int) -> None:
+        """Count the steps until the next checkpoint from here: the trainer was restored to ``step``."""
+        self._last_step = step
+
     async def _begin(self, run: RunPosition) -> asyncio.Task[None] | None:
         """Begin a checkpoint. Return the task that writes it; None when it could not be begun."""
         record = CheckpointRecord(
@@ -113,6 +142,9 @@ class TrainerCheckpoints:
         except CheckpointError as error:
             self._failed(record, error)
             return None
+        except TrainerFailed:
+            self._folder.discard(record.version)
+            raise
         self._listener.checkpoint_taken(time.monotonic() - began)
         self._last_step = record.step
         return asyncio.create_task(self._finish(record), name=f"checkpoint of {record.version}")
@@ -129,11 +161,14 @@ class TrainerCheckpoints:
             await asyncio.to_thread(self._folder.prune)
         except CheckpointError as error:
             self._failed(record, error)
+        except TrainerFailed as error:
+            self._failed(record, error)
+            raise
         else:
             newest = self._folder.versions()[-self._config.keep_last :]
             if len(newest) == self._config.keep_last:
                 self._history.release(newest[0])
 
-    def _failed(self, record: CheckpointRecord, error: CheckpointError) -> None:
+    def _failed(self, record: CheckpointRecord, error: CheckpointError | TrainerFailed) -> None:
         self._listener.note(f"no checkpoint of version {record.version}: {error}")
         self._folder.discard(record.version)

@@ -43,6 +43,11 @@ class Collectors:
         self.restarts = 0
         """Number of restarts of all collectors so far."""
 
+    @property
+    def count(self) -> int:
+        """Number of collectors; 0 in a run without prompts."""
+        return self._actors.count
+
     async def run(self, url: str) -> None:
         """Keep all collectors running, connected to ``url``. Ends by cancellation only.
 

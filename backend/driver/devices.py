@@ -7,7 +7,8 @@ their memory up:
     trainer | rests    |             | wakes, trains |                | sends | rests      | rests
 
 SGLang keeps an engine's weights on the host meanwhile, so that a turn of the trainer may also end without a
-new version. An engine that fails a step of this protocol is condemned; the turn goes on.
+new version. An engine that fails a step of this protocol is condemned; the turn goes on. A trainer that fails
+is killed, which ends its turn: the engines regain their memory and go on. It starts again in its own turn.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.backend.checkpoint.errors import CheckpointError
+from slipstream.backend.cluster.errors import TrainerFailed
 from slipstream.backend.driver.ports import RestingTrainer
 from slipstream.bridge.publish.endpoint import Pause, error_text
 from slipstream.rollout.changes import Changes
@@ -28,7 +30,7 @@ WEIGHTS: Sequence[EngineMemory] = ("weights",)
 
 
 @dataclass
-class Turn:
+class TrainerTurn:
     """One period in which the trainer computes."""
 
     stood_s: float = 0.0
@@ -47,7 +49,11 @@ class Devices(Protocol):
         """Let an engine start inside the block."""
         ...
 
-    def training(self, *newcomers: EngineAddress) -> AbstractAsyncContextManager[Turn]:
+    def trainer_gone(self) -> None:
+        """Note that the trainer was killed: its next turn is that of a new one. No turn is under way."""
+        ...
+
+    def training(self, *newcomers: EngineAddress) -> AbstractAsyncContextManager[TrainerTurn]:
         """Let the trainer compute inside the block. ``newcomers`` run, and are not in the roster yet."""
         ...
 
@@ -68,8 +74,11 @@ class Separate:
     def starting(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
-    def training(self, *newcomers: EngineAddress) -> AbstractAsyncContextManager[Turn]:
-        return nullcontext(Turn())
+    def trainer_gone(self) -> None:
+        """Do nothing."""
+
+    def training(self, *newcomers: EngineAddress) -> AbstractAsyncContextManager[TrainerTurn]:
+        return nullcontext(TrainerTurn())
 
     def publishing(self) -> AbstractAsyncContextManager[None]:
         return self._publishing()
@@ -117,8 +126,11 @@ class Colocated:
             self._starting -= 1
             self._changes.notify()
 
+    def trainer_gone(self) -> None:
+        self._has_rested = False
+
     @asynccontextmanager
-    async def training(self, *newcomers: EngineAddress) -> AsyncIterator[Turn]:
+    async def training(self, *newcomers: EngineAddress) -> AsyncIterator[TrainerTurn]:
         async with self._turn, AsyncExitStack() as stack:
             self._trainer_rests = False  # so that no further engine starts
             await self._changes.first(lambda: True if not self._starting else None)
@@ -129,11 +141,21 @@ class Colocated:
                 stack.enter_context(self._roster.holding())
             new = [await stack.enter_async_context(EngineClient(address)) for address in newcomers]
             clock = asyncio.get_running_loop().time
-            turn, began = Turn(), clock()
-            await self._stop(new)
+            turn, began = TrainerTurn(), clock()
             try:
-                yield turn
-            except CheckpointError:  # any other error ends the run
+                await self._stop(new)
+                try:
+                    yield turn
+                except CheckpointError:
+                    await self._rest()
+                    raise
+                await self._rest()
+            except TrainerFailed:  # any other error ends the run
+                self._trainer.kill()  # else it would keep its memory on the devices
+                self._has_rested = False
+                await self._go_on(new)
+                raise
+            except CheckpointError:
                 await self._go_on(new)
                 raise
             await self._go_on(new)
@@ -153,13 +175,18 @@ class Colocated:
         if self._has_rested:
             await self._trainer.wake()
 
-    async def _go_on(self, newcomers: Sequence[EngineClient]) -> None:
+    async def _rest(self) -> None:
         await self._trainer.rest()
         self._has_rested = True
-        # An engine that was lost meanwhile may hold a mixture of two versions: it stays stopped.
+
+    async def _go_on(self, newcomers: Sequence[EngineClient]) -> None:
+        # An engine that was lost meanwhile may hold a mixture of two versions: it stays stopped. So does one
+        # that was withdrawn, but it regains its memory, for its next update.
         whole = {*self._roster.clients, *newcomers}
-        self._standing = [engine for engine in self._standing if engine in whole]
+        kept = whole.union(self._roster.withdrawn)
+        self._standing = [engine for engine in self._standing if engine in kept]
         await self._each("regain", lambda engine: engine.regain_memory(self._away))
+        self._standing = [engine for engine in self._standing if engine in whole]
         await self._each("resume", lambda engine: engine.resume())
         self._trainer_rests = True
         self._changes.notify()

@@ -1,13 +1,14 @@
 """The engines of a run as the supervisor sees them: one handle each, with a Ray actor behind it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from slipstream.backend.cluster.actors import EngineActors
 from slipstream.backend.cluster.configured_ray import ray
 from slipstream.backend.cluster.handles import EngineServerActor, kill
 from slipstream.backend.cluster.waits import within
 from slipstream.backend.driver.devices import Devices
-from slipstream.backend.driver.trainer import RankedTrainer
 from slipstream.bridge.model.geometry import Geometry
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.engine.client import EngineAddress
@@ -47,6 +48,21 @@ class EngineLimits:
         )
 
 
+class TrainerGpus(Protocol):
+    """The trainer whose GPUs a colocated engine shares."""
+
+    @property
+    def gpus(self) -> Sequence[Sequence[str]]:
+        """Ids of each rank's GPUs."""
+        ...
+
+
+class NoTrainer:
+    """Stands for the trainer of a run that trains nothing."""
+
+    gpus: Sequence[Sequence[str]] = ()
+
+
 class RayEngine:
     """An ``EngineHandle`` whose server is owned by a Ray actor. A lost actor is replaced."""
 
@@ -55,7 +71,7 @@ class RayEngine:
         number: int,
         actors: EngineActors,
         limits: EngineLimits,
-        trainer: RankedTrainer,
+        trainer: TrainerGpus,
         devices: Devices,
     ) -> None:
         """``trainer``: its GPUs are also a colocated engine's. ``devices`` say when a server may start."""

@@ -95,7 +95,9 @@ def identify(path: Path) -> Identity:
 
 def current_inputs(config: RunConfig) -> KnownInputs:
     """Identify the inputs that the recipe names. Raises OSError."""
-    paths = {"model.path": config.model.path, "data.path": config.data.path}
+    paths = {"model.path": config.model.path}
+    if config.data is not None:
+        paths["data.path"] = config.data.path
     if config.eval is not None:
         paths["eval.path"] = config.eval.path
     return KnownInputs(

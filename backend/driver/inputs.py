@@ -56,7 +56,7 @@ def read_inputs(config: RunConfig) -> Inputs:
     rollout = config.rollout
     spec = attempt("model.path", lambda: model_spec(config.model.path))
     tokenizer = attempt("model.path", lambda: read_tokenizer(config, spec))
-    prompts = attempt("data.path", lambda: read_prompts(config.data.path))
+    prompts = attempt("data.path", lambda: _prompts(config))
     held_out = attempt("eval.path", lambda: _held_out(config))
     workflow = plugin("rollout.workflow", rollout.workflow)
     reward = plugin("rollout.reward", rollout.reward)
@@ -103,6 +103,10 @@ def read_tokenizer(config: RunConfig, spec: ModelSpec | None) -> HfTokenizer:
             "(vocab_size in config.json)"
         )
     return tokenizer
+
+
+def _prompts(config: RunConfig) -> list[Prompt]:
+    return read_prompts(config.data.path) if config.data else []
 
 
 def _held_out(config: RunConfig) -> list[Prompt]:

@@ -5,6 +5,7 @@ servers behind them, a simulated run has models.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -41,6 +42,10 @@ class Trainer(SkippingTrainer, Protocol):
         """Return the log-probs of ids[1:], each given its prefix, at temperature 1."""
         ...
 
+    def kill(self) -> None:
+        """End the trainer's processes: nothing of it reaches an engine any more."""
+        ...
+
 
 class RestingTrainer(Protocol):
     """A trainer that can lend its devices' memory to the engines."""
@@ -51,6 +56,34 @@ class RestingTrainer(Protocol):
 
     async def wake(self) -> None:
         """Move the trainer's state back to the devices."""
+        ...
+
+    def kill(self) -> None:
+        """End the trainer's processes, which frees all of their memory."""
+        ...
+
+
+class RestartedTrainer(Protocol):
+    """A trainer that can be started again. Its methods raise TrainerFailed."""
+
+    def kill(self) -> None:
+        """End the processes of all ranks."""
+        ...
+
+    def create(self) -> None:
+        """Make new ranks in the place of killed ones."""
+        ...
+
+    async def connect(self) -> None:
+        """Start the new ranks, with the initial weights."""
+        ...
+
+    async def restore(self, folder: Path) -> int:
+        """Load a checkpoint. Return the number of steps behind it. Raises CheckpointError as well."""
+        ...
+
+    async def respond(self) -> None:
+        """Return when every rank has answered."""
         ...
 
 
@@ -93,6 +126,14 @@ class ServingEngines(Protocol[ClientT]):
         ...
 
     def trust(self, client: ClientT) -> None: ...
+    def withdraw(self, client: ClientT, reason: str) -> None:
+        """Let an engine serve no more until it was brought to the current version."""
+        ...
+
+    def awaited(self) -> AbstractContextManager[None]:
+        """Wait inside the block until an engine can be brought up to date: requests have patience."""
+        ...
+
     def announce(self) -> None:
         """Tell everybody who sends requests that the policy version has moved."""
         ...
@@ -102,7 +143,15 @@ class VersionOwner(Protocol):
     """The one owner of the policy version: the control core, behind the admission gate."""
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """Version that the trainer holds."""
+        ...
+
+    @property
+    def served(self) -> int:
+        """Version that every engine that serves holds. It differs after the trainer was restored."""
+        ...
+
     def published(self, version: int) -> None:
         """Move to ``version``: every engine that serves holds it."""
         ...

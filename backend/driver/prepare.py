@@ -26,7 +26,8 @@ class PrepareFailed(RuntimeError):
 
 def input_paths(config: RunConfig) -> dict[str, Path]:
     """Return the files that the run reads, by the argument names of ``prepare``."""
-    paths = {"model_path": config.model.path, "data_path": config.data.path}
+    paths = {"model_path": config.model.path}
+    paths |= {"data_path": config.data.path} if config.data else {}
     return paths | ({"eval_path": config.eval.path} if config.eval else {})
 
 

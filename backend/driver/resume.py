@@ -19,6 +19,7 @@ from slipstream.backend.driver.run_folder import (
 )
 from slipstream.backend.monitor.progress import Progress
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.live import live_places
 from slipstream.rollout.collect.intake import Intake
 from slipstream.rollout.collect.restored import RestoredGroups, take_up
 from slipstream.rollout.control.core import RolloutControl
@@ -27,7 +28,7 @@ from slipstream.rollout.control.versions import VersionTree
 from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.ledger.history import history_of
 from slipstream.rollout.ledger.lease import FolderLease
-from slipstream.rollout.ledger.recovery import open_ledger
+from slipstream.rollout.ledger.recovery import Recovered, open_ledger
 from slipstream.rollout.ledger.writer import Ledger
 from slipstream.rollout.prompts import PromptStream
 
@@ -115,41 +116,80 @@ def begin(
     rollout = config.rollout
     ledger, recovered = open_ledger(
         config.run.folder,
-        batch_size=rollout.batch_size,
+        batch_size=rollout.batch_size - live_places(config.live, rollout.batch_size),
         n_samples=rollout.n_samples_per_prompt,
         bound=rollout.max_head_offpolicyness,
         restored=checkpoint.record.version if checkpoint else 0,
         guard=lease.check,
     )
+    collected = restore_collection(config, inputs, ledger, recovered, other_prompts=other_prompts)
+    notes = [*(checkpoint.warnings if checkpoint else []), *recovered.notes]
+    if recovered.epoch:
+        notes.append(f"resumed from {collected.described()}")
+    return RunState(
+        lease,
+        ledger,
+        collected.control,
+        collected.intake,
+        checkpoint,
+        collected.groups,
+        recovered.failures,
+        notes,
+    )
+
+
+@dataclass(frozen=True)
+class RestoredCollection:
+    """The control core of a restored run, with the prompts and the groups that belong to it."""
+
+    control: RolloutControl
+    intake: Intake
+    groups: RestoredGroups
+
+    def described(self) -> str:
+        """Return what the run goes on from, for the user."""
+        control, groups = self.control, self.groups
+        source = f"version {control.version}" if control.step else "the initial weights, without a checkpoint"
+        return (
+            f"{source} (step {control.step}): {len(groups.ready)} groups ready, "
+            f"{len(groups.continued)} continued, {groups.restarted} to be generated again"
+        )
+
+
+def restore_collection(
+    config: RunConfig,
+    inputs: Inputs,
+    ledger: Ledger,
+    recovered: Recovered,
+    *,
+    served: int | None = None,
+    other_prompts: bool = False,
+) -> RestoredCollection:
+    """Return what a run goes on with from ``recovered``.
+
+    ``served``: version of engines that have outlived the trainer. Raises CorruptRecord.
+    """
+    rollout = config.rollout
     control = make_control(
         rollout,
         steps=config.run.steps,
+        live=config.live,
         versions=VersionTree(recovered.versions),
         version=recovered.restored,
+        served=served,
         counts=recovered.counts,
         losses=recovered.losses,
     )
     stream = PromptStream(
-        inputs.prompts, shuffle=config.data.shuffle, seed=config.run.seed, position=recovered.position
+        inputs.prompts,
+        shuffle=config.data is not None and config.data.shuffle,
+        seed=config.run.seed,
+        position=recovered.position,
     )
     groups = take_up(
         recovered.open, control, ledger, stream, rollout.n_samples_per_prompt, other_prompts=other_prompts
     )
     for group in recovered.requeued:
         control.restore_requeued(group.id, group.requeues)
-    notes = [*(checkpoint.warnings if checkpoint else []), *recovered.notes]
-    if recovered.epoch:
-        notes.append(_resumed(control, groups))
     positions = [(group.id, group.position) for group in (*recovered.open, *recovered.requeued)]
-    return RunState(
-        lease, ledger, control, Intake(stream, positions), checkpoint, groups, recovered.failures, notes
-    )
-
-
-def _resumed(control: RolloutControl, groups: RestoredGroups) -> str:
-    """Return what the run goes on from, for the user."""
-    source = f"version {control.version}" if control.step else "the initial weights, without a checkpoint"
-    return (
-        f"resumed from {source} (step {control.step}): {len(groups.ready)} groups ready, "
-        f"{len(groups.continued)} continued, {groups.restarted} to be generated again"
-    )
+    return RestoredCollection(control, Intake(stream, positions), groups)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Literal
 
 from slipstream.backend.checkpoint.errors import describe
+from slipstream.backend.cluster.errors import TrainerFailed
 from slipstream.backend.cluster.object_store import batch_bytes
 from slipstream.backend.cluster.placement import place
 from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
@@ -30,6 +31,7 @@ from slipstream.backend.driver.run_folder import (
 from slipstream.backend.driver.serving import serving_loop
 from slipstream.backend.driver.stop import Stop, Stopped
 from slipstream.backend.driver.training import training_loop
+from slipstream.backend.driver.turns import make_turns
 from slipstream.backend.monitor.metrics import MetricsLog
 from slipstream.backend.monitor.progress import Progress
 from slipstream.backend.monitor.recorder import Recorder
@@ -85,7 +87,15 @@ async def _run(
             resumed=state.ledger.epoch,
             is_accuracy=is_accuracy(inputs.reward),
         )
-        parts = assemble(config, inputs, state, place(nodes, config), folder / LOGS, recorder)
+        parts = assemble(
+            config,
+            inputs,
+            state,
+            place(nodes, config),
+            folder / LOGS,
+            recorder,
+            partial(make_turns, config, state),
+        )
         look_seldom_for_garbage(OF_RECORDED_EPISODE * state.control.capacity * n_samples)
         end: Literal["done", "failed", "stopped"] = "failed"
         try:
@@ -97,6 +107,8 @@ async def _run(
         finally:
             await parts.checkpoints.cancel()
             await parts.weights.cancel()
+            if parts.live is not None:  # before the engines: users get a whole answer or an error
+                await asyncio.shield(parts.live.stop())
             await asyncio.shield(parts.supervisor.stop())
             parts.trainer.kill()
             summary = recorder.summary(end, parts.status())
@@ -114,9 +126,9 @@ async def _course(
     """Start or restore, evaluate, train while collecting, evaluate, export.
 
     When a loop fails, the task group cancels the others and raises what the loop raised. Raises Stopped when
-    the run was asked to end; a checkpoint has been taken by then.
+    the run was asked to end; a checkpoint has been taken by then, unless the trainer was being restarted.
     """
-    gate, weights, evaluation = parts.gate, parts.weights, parts.evaluation
+    weights, evaluation = parts.weights, parts.evaluation
     serving, training = asyncio.Event(), asyncio.Event()
     await state.ledger.flushed()
     async with asyncio.TaskGroup() as tasks:
@@ -126,48 +138,92 @@ async def _course(
         collectors_task = tasks.create_task(
             keep_collecting(parts.server, parts.collectors, driver_address(config)), name="collectors"
         )
+        live_task = None
+        if parts.live is not None:
+            live_task = tasks.create_task(parts.live.keep(driver_address(config)), name="live users")
         progress.phase("starting the engines and the trainer")
         async with weights.starting():
             await parts.trainer.connect()
             if state.checkpoint is not None:
                 await parts.trainer.restore(state.checkpoint.path)
+        revival_task = tasks.create_task(parts.revival.run(), name="revival")
         await serving.wait()
-        await parts.server.first_collector(config.rollout.engine.start_timeout_s)
+        if parts.collectors.count:
+            await parts.server.first_collector(config.rollout.engine.start_timeout_s)
         if evaluation is not None and not state.ledger.epoch:
             progress.phase("evaluating the initial policy")
             await evaluation.run(0)
-        progress.phase("training")
         recorder.training_begins(parts.status())
         training.set()
-        collecting = tasks.create_task(collection_loop(gate, parts.leases), name="collection")
-        with stop.by("stopping behind this step; again to stop at once", gate.end):
-            await training_loop(
-                config.run,
-                gate,
-                weights,
-                parts.checkpoints,
-                evaluation,
-                recorder,
-                parts.status,
-                partial(_read, state.ledger),
-            )
-        recorder.training_ends()
-        collecting.cancel()
-        await asyncio.wait({collecting})
-        await parts.leases.close()
-        await weights.settled()
-        await parts.checkpoints.last(gate)
-        if not stop.asked:
-            if evaluation is not None:
-                progress.phase("evaluating the trained policy")
-                await evaluation.run(gate.version)
-            progress.phase("writing the trained policy")
-            async with weights.trainers_turn():
-                await parts.trainer.export_hf(config.run.folder / CHECKPOINT_HF)
+        is_done = False
+        while not is_done:
+            progress.phase("training")
+            await _train(config, parts, state, recorder, tasks, stop)
+            recorder.training_ends()
+            is_done = await _finished(config, parts, progress, stop)
+        if config.data is None and not stop.asked:
+            progress.phase("trained to the last step; serving until Ctrl-C or SIGTERM")
+            with stop.by("stopping", parts.gate.end):
+                await parts.gate.ended()
+        revival_task.cancel()
+        if live_task is not None:
+            live_task.cancel()
         serving_task.cancel()
         collectors_task.cancel()
     if stop.asked:
         raise Stopped
+
+
+async def _train(
+    config: RunConfig, parts: Parts, state: RunState, recorder: Recorder, tasks: asyncio.TaskGroup, stop: Stop
+) -> None:
+    """Train while collecting, until every step is done or the run is asked to end."""
+    collecting = tasks.create_task(collection_loop(parts.gate, parts.leases), name="collection")
+    with stop.by("stopping behind this step; again to stop at once", parts.gate.end):
+        await training_loop(
+            config.run,
+            parts.gate,
+            parts.weights,
+            parts.checkpoints,
+            parts.evaluation,
+            recorder,
+            parts.status,
+            partial(_read, state.ledger),
+        )
+    collecting.cancel()
+    await asyncio.wait({collecting})
+    await parts.leases.close()
+
+
+async def _finished(config: RunConfig, parts: Parts, progress: Progress, stop: Stop) -> bool:
+    """Take the last checkpoint, evaluate and export.
+
+    Return False if the trainer has died meanwhile and was restored, so that steps may have to be done again.
+    """
+    gate, weights, life = parts.gate, parts.weights, parts.weights.life
+    if stop.asked and not life.is_alive:
+        return True  # the newest checkpoint is all that there is of its state
+    try:
+        await life.alive()
+        if gate.step < config.run.steps and not stop.asked:
+            return False
+        await weights.settled()
+        await parts.checkpoints.last(gate)
+        if stop.asked:
+            return True
+        if parts.evaluation is not None:
+            progress.phase("evaluating the trained policy")
+            await parts.evaluation.run(gate.version)
+        await life.alive()
+        if gate.step < config.run.steps:
+            return False
+        progress.phase("writing the trained policy")
+        async with weights.trainers_turn():
+            await parts.trainer.export_hf(config.run.folder / CHECKPOINT_HF)
+    except TrainerFailed as error:
+        life.fail(error)
+        return stop.asked
+    return True
 
 
 async def _read(ledger: Ledger, refs: list[bytes]) -> list[bytes]:

@@ -185,7 +185,8 @@ def read_recipe(folder: Path) -> Mapping[str, object]:
     if not isinstance(recipe, dict):
         raise _damaged(path, f"it holds a {type(recipe).__name__}")
     settings = cast("dict[str, object]", recipe)
-    if absent := [key for key in FIXED if _setting(settings, key) is None]:
+    needed = [key for key in FIXED if settings.get("data") is not None or not key.startswith("data.")]
+    if absent := [key for key in needed if _setting(settings, key) is None]:
         raise _damaged(path, f"it lacks {', '.join(absent)}")
     return settings
 

@@ -6,20 +6,27 @@
 
 What an engine samples from weights that are still to be verified is held back in the collectors. A good
 verdict releases it into completions.
+
+A trainer that dies leaves the engines with the version that they serve. Restored from an older version, it
+gets no engine back to that one: its next version is the next that an engine holds. Engines that start
+meanwhile, or whose weights were cut off, wait for it.
 """
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic
 
 from slipstream.backend.batch.skipped import SkippedUpdate
 from slipstream.backend.batch.train_batch import EncodedBatch
-from slipstream.backend.driver.devices import Devices, Turn
+from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.driver.devices import Devices, TrainerTurn
+from slipstream.backend.driver.interrupted import InterruptedUpdates
 from slipstream.backend.driver.ports import ClientT, ServingEngines, Trainer, VersionOwner
 from slipstream.backend.driver.skipped import skipped_in
+from slipstream.backend.driver.trainer_life import TrainerLife
 from slipstream.backend.driver.verification import Verifier, WeightsMismatch
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.engine.client import EngineAddress
@@ -48,47 +55,71 @@ class ServedWeights(Generic[ClientT]):
         owner: VersionOwner,
         *,
         verifier: Verifier | None = None,
+        interrupted: InterruptedUpdates | None = None,
     ) -> None:
+        """``interrupted``: ends updates that a dead trainer has left; None where no trainer dies."""
         self._trainer = trainer
         self._roster = roster
         self._devices = devices
         self._owner = owner
         self._verifier = verifier
+        self._interrupted = interrupted
+        self.life = TrainerLife()
         self._moving = asyncio.Lock()
         self._verdict: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
-        """Start the trainer inside the block. Engines that are ready meanwhile wait for its end."""
-        async with self._moving, self._devices.training():
-            yield
+        """Start the trainer inside the block, for the first time or after it was killed.
+
+        Engines that are ready meanwhile wait for its end.
+        """
+        async with self._moving:
+            self._devices.trainer_gone()
+            async with self._devices.training():
+                yield
 
     async def advance(self, batch: EncodedBatch, version: int) -> Advance:
         """Train one step and bring every serving engine to its result, ``version``.
 
-        Engines that missed it are condemned; the report names them.
+        Engines that missed it are condemned; the report names them. Raises TrainerFailed; the version is
+        published nevertheless if the owner has moved to it.
         """
         async with self._moving:
-            async with self.trainers_turn() as turn:
+            async with AsyncExitStack() as verification, self.trainers_turn() as turn:
                 began = time.monotonic()
                 metrics = await self._trainer.train(batch)
                 train_s = time.monotonic() - began
                 skipped = await skipped_in(self._trainer, metrics)
                 await self.settled()
-                verifier = self._verifier if self._verifier and self._verifier.due(version) else None
-                if verifier is not None:
-                    await self._roster.doubt(version)
+                if self._verifier is not None and self._verifier.due(version):
+                    # The version can be verified even if the trainer does not survive its publication.
+                    expected = await self._trainer.logprobs(self._verifier.text)
+                    await verification.enter_async_context(self._verified(self._verifier, version, expected))
                 async with self._devices.publishing():
                     report = await self._publish(version)
-                expected = await self._trainer.logprobs(verifier.text) if verifier is not None else []
             report.stall_s += turn.stood_s
-            if verifier is not None:
-                verifying = self._verify(verifier, version, expected)
-                self._verdict = asyncio.create_task(verifying, name=f"verdict on version {version}")
             return Advance(version, metrics, skipped, report, train_s)
 
     @asynccontextmanager
-    async def trainers_turn(self, *newcomers: EngineAddress) -> AsyncIterator[Turn]:
+    async def _verified(self, verifier: Verifier, version: int, expected: list[float]) -> AsyncIterator[None]:
+        """Have ``version``, which is published inside the block, verified behind it.
+
+        Until the verdict, what the engines sample from it is held back.
+        """
+        await self._roster.doubt(version)
+        try:
+            yield
+        finally:
+            if self._owner.served == version:
+                verifying = self._verify(verifier, version, expected)
+                self._verdict = asyncio.create_task(verifying, name=f"verdict on version {version}")
+            else:
+                for client in self._roster.clients:  # they never had it, or are not asked any more
+                    self._roster.trust(client)
+
+    @asynccontextmanager
+    async def trainers_turn(self, *newcomers: EngineAddress) -> AsyncIterator[TrainerTurn]:
         """Let the trainer compute inside the block. ``newcomers`` run, and are not in the roster yet."""
         if self._devices.shared:
             await self.settled()  # an engine that stands still gives no verdict
@@ -112,37 +143,80 @@ class ServedWeights(Generic[ClientT]):
     async def bring_up_to_date(self, engine: EngineAddress, admit: Callable[[], None]) -> str | None:
         """Bring an engine that holds the initial weights to the current version, then ``admit`` it.
 
-        Return None, or why it was not admitted. Raises WeightsMismatch when trainer and engine compute
-        different log-probs from the initial weights.
+        Return None, or why it was not admitted. Waits while there is no trainer, or one that holds an older
+        version than the engines that serve. Raises WeightsMismatch when trainer and engine compute different
+        log-probs from the initial weights.
         """
-        async with self._moving:
-            version = self._owner.version
-            expected: list[float] = []
-            async with self.trainers_turn(engine):
-                if version > 0:
-                    async with self._devices.publishing():
-                        report = await self._send(version, [engine])
-                    if engine.name in report.failed:
-                        return report.failed[engine.name]
-                if self._verifier is not None:
-                    expected = await self._trainer.logprobs(self._verifier.text)
+        while True:
+            if not self._has_served_version():
+                with self._roster.awaited():
+                    await self.life.alive(self._is_served_version)
+            try:
+                async with self._moving:
+                    if self._has_served_version():
+                        return await self._bring_up_to_date(engine, admit)
+            except TrainerFailed as error:
+                self._trainer.kill()
+                self.life.fail(error)
+                if self._interrupted is not None:  # else its next update could not begin
+                    await self._interrupted.ended(self._owner.version, [engine])
+
+    def _has_served_version(self) -> bool:
+        """Return whether the trainer lives and holds the version that the engines serve."""
+        return self.life.is_alive and self._is_served_version()
+
+    def _is_served_version(self) -> bool:
+        return self._owner.version == self._owner.served
+
+    async def _bring_up_to_date(self, engine: EngineAddress, admit: Callable[[], None]) -> str | None:
+        version = self._owner.version
+        expected: list[float] = []
+        async with self.trainers_turn(engine):
+            if version > 0:
+                async with self._devices.publishing():
+                    report = await self._send(version, [engine])
+                if engine.name in report.failed:
+                    return report.failed[engine.name]
             if self._verifier is not None:
-                wrong = await self._verifier.wrong(version, expected, [engine])
-                if wrong and version == 0:
-                    raise WeightsMismatch(f"{engine.name}: {wrong[engine.name]}")
-                if wrong:
-                    return wrong[engine.name]
-            admit()
-            return None
+                expected = await self._trainer.logprobs(self._verifier.text)
+        if self._verifier is not None:
+            wrong = await self._verifier.wrong(version, expected, [engine])
+            if wrong and version == 0:
+                raise WeightsMismatch(f"{engine.name}: {wrong[engine.name]}")
+            if wrong:
+                return wrong[engine.name]
+        admit()
+        return None
 
     async def _publish(self, version: int) -> PublishReport:
-        report = await self._send(version, [client.address for client in self._roster.clients])
+        addresses = [client.address for client in self._roster.clients]
+        try:
+            report = await self._send(version, addresses)
+        except TrainerFailed:
+            self._trainer.kill()
+            await self._take_stock(addresses)
+            raise
         for client in list(self._roster.clients):
             if client.name in report.failed:
                 self._roster.condemn(client, report.failed[client.name])
         self._owner.published(version)
         self._roster.announce()
+        self.life.changed()
         return report
+
+    async def _take_stock(self, addresses: Sequence[EngineAddress]) -> None:
+        """Find out what the engines hold after a publication that the trainer has not survived.
+
+        Intact engines go on; the others serve again with the next version.
+        """
+        if self._interrupted is None:
+            return
+        stock = await self._interrupted.ended(self._owner.served, addresses)
+        for client in list(self._roster.clients):
+            if client.name in stock.failed:
+                self._roster.condemn(client, stock.failed[client.name])
+            elif client.name in stock.outdated:
+                self._roster.withdraw(client, stock.outdated[client.name])
 
     async def _send(self, version: int, engines: Sequence[EngineAddress]) -> PublishReport:
         """Send the weights, once more to engines whose transfer another engine's failure cut short."""

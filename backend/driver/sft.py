@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -106,8 +107,8 @@ async def _run(
         largest = batch_bytes(trajectories, examples.longest)
         nodes = stack.enter_context(ray_cluster(config, batch_bytes=largest, note=progress.note))
         logs, timeout_s = folder / LOGS, config.run.step_timeout_s
-        rank_class = RANK_CLASSES[supervised.learn]
-        actors = create_ranks(config, place_trainer(nodes, config), logs, rank_class=rank_class)
+        placement, rank_class = place_trainer(nodes, config), RANK_CLASSES[supervised.learn]
+        actors = partial(create_ranks, config, placement, logs, rank_class=rank_class)
         trainer = RankedTrainer(RankGroup(actors, timeout_s=timeout_s, logs=logs), step_timeout_s=timeout_s)
         stack.callback(trainer.kill)
         progress.phase("starting the trainer")
@@ -271,6 +272,7 @@ class EncodedExamples:
             for example in examples
         ]
         prompts = [example.prompt for example in examples]
+        assert config.data is not None
         self._order = PromptStream(prompts, shuffle=config.data.shuffle, seed=config.run.seed)
 
     def pairs_at(self, position: int) -> list[TokenPair]:
@@ -297,7 +299,9 @@ def read_encoded_examples(supervised: Supervised) -> EncodedExamples:
 
     spec = attempt("model.path", lambda: model_spec(config.model.path))
     tokenizer = attempt("model.path", lambda: read_tokenizer(config, spec))
-    examples = attempt("data.path", lambda: read_examples(config.data.path, COLUMNS[supervised.learn]))
+    assert config.data is not None
+    path = config.data.path
+    examples = attempt("data.path", lambda: read_examples(path, COLUMNS[supervised.learn]))
     if spec is not None and tokenizer is not None and examples is not None:
         encoded = EncodedExamples(config, examples, tokenizer)
         if encoded.longest <= spec.geometry.max_positions:

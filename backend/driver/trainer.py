@@ -33,7 +33,16 @@ class RankedTrainer:
         return self._ranks.gpus
 
     async def connect(self) -> None:
+        """Start the ranks' processes. Raises TrainerFailed."""
         await self._ranks.connect()
+
+    def create(self) -> None:
+        """Make new ranks in the place of killed ones, which ``connect`` starts."""
+        self._ranks.create()
+
+    async def respond(self) -> None:
+        """Return when every rank has answered, behind the calls that came before. Raises TrainerFailed."""
+        await self._ranks.call("asking whether the trainer is alive", "checkpoint_done")
 
     async def train(self, batch: EncodedBatch) -> Mapping[str, float]:
         step = f"the training step from version {batch.version}"
@@ -80,7 +89,7 @@ class RankedTrainer:
         return step
 
     def kill(self) -> None:
-        """End the ranks' processes."""
+        """End the ranks' processes. Calls that are under way raise TrainerFailed, and so do later ones."""
         self._ranks.kill()
 
 

@@ -6,7 +6,8 @@
 
 The loop waits for nothing but a batch (``run.batch_timeout_s``) and the trainer. Back-pressure on generation
 is the number of slots: they become free when the version trained on their groups is published. Evaluations
-and the writing of checkpoints go on beside the next steps.
+and the writing of checkpoints go on beside the next steps. When the trainer has failed, the loop waits until
+it is restored (``revival``), and goes on from the version that it then holds.
 """
 
 import asyncio
@@ -16,14 +17,16 @@ import numpy as np
 
 from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.backend.cluster.errors import TrainerFailed
-from slipstream.backend.cluster.waits import Timeout
+from slipstream.backend.cluster.waits import first_of
 from slipstream.backend.driver.evaluation import Evaluation
 from slipstream.backend.driver.ports import Checkpoints, ClientT, RunListener
 from slipstream.backend.driver.served_weights import ServedWeights
 from slipstream.backend.driver.skipped import SkippedUpdateLimit
+from slipstream.backend.driver.trainer_life import TrainerLife
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.configs.schema.run import RunSection
 from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup
+from slipstream.rollout.live.batches import LiveTrajectory
 
 Read = Callable[[list[bytes]], Awaitable[list[bytes]]]
 
@@ -47,42 +50,69 @@ async def training_loop(
     skipped = SkippedUpdateLimit(run.max_skipped_updates, listener.note)
     running: list[asyncio.Task[None]] = []
     async with asyncio.TaskGroup() as evaluations:
-        while gate.step < run.steps:
-            began = clock()
-            groups = await gate.batch(run.batch_timeout_s)
-            if not groups:
-                for task in running:
-                    task.cancel()
-                return
-            waited_s = clock() - began
-            await gate.step_begins()
-            batch = await encoded(groups, gate, read)
+        while gate.step < run.steps and await _is_trainer_there(weights.life, gate):
             try:
+                began = clock()
+                groups = await _batch(run, gate, weights.life)
+                if not (groups or gate.live_batch):
+                    break
+                waited_s = clock() - began
+                await gate.step_begins()
+                batch = await encoded(groups, gate, read)
                 advance = await weights.advance(batch, gate.next_version)
-            except (TrainerFailed, Timeout) as error:
-                await gate.step_failed(str(error))
-                raise
-            times = StepTimes(wait_s=waited_s, train_s=advance.train_s, step_s=clock() - began)
-            step = TrainedStep(
-                batch.headers, batch.lags or {}, advance.version, advance.metrics, advance.report, times
-            )
-            listener.step(step, status())
-            skipped.add(gate.step, advance.skipped)
-            await checkpoints.step_done(gate)
+                times = StepTimes(wait_s=waited_s, train_s=advance.train_s, step_s=clock() - began)
+                step = TrainedStep(
+                    batch.headers, batch.lags or {}, advance.version, advance.metrics, advance.report, times
+                )
+                listener.step(step, status())
+                skipped.add(gate.step, advance.skipped)
+                await checkpoints.step_done(gate)
+            except TrainerFailed as error:
+                weights.life.fail(error)
+                if gate.is_stepping:
+                    await gate.step_failed(str(error))
+                continue
             if evaluation is not None and evaluation.is_due(gate.step, run.steps):
                 running.append(evaluations.create_task(evaluation.run(advance.version)))
+        if gate.is_ended:
+            for task in running:
+                task.cancel()
+
+
+async def _is_trainer_there(life: TrainerLife, gate: AdmissionGate) -> bool:
+    """Wait for a trainer that is being restored. Return whether there is one: not once the gate was ended."""
+    if life.is_alive:
+        return True
+    async with first_of(life.alive(), gate.ended()):
+        """Either has come."""
+    return life.is_alive
+
+
+async def _batch(run: RunSection, gate: AdmissionGate, life: TrainerLife) -> list[ReadyGroup]:
+    """Wait for the next batch. It is empty once the gate was ended. Raises TrainerFailed."""
+    async with first_of(gate.batch(run.batch_timeout_s), life.lost()) as (batch, lost):
+        if lost.done():
+            raise lost.result()
+        return batch.result()
 
 
 async def encoded(groups: Sequence[ReadyGroup], gate: AdmissionGate, read: Read) -> EncodedBatch:
-    """Return the trajectories of ``groups``, in their order, for a step from the present version."""
+    """Return the trajectories of ``groups``, in their order, and behind them the live ones of the batch, for
+    a step from the present version.
+    """
+    live = gate.live_batch
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    chunks = await read([trajectory.refs for trajectory in trajectories])
-    versions = {version for group in groups for version in group.trained_tokens}
+    chunks = await read([trajectory.refs for trajectory in (*trajectories, *live)])
+    chunks[len(trajectories) :] = map(LiveTrajectory.payload, live, chunks[len(trajectories) :])
+    versions = {version for item in (*groups, *live) for version in item.trained_tokens}
+    # A live trajectory is a group of its own.
+    group_ids = [group.id for group in groups for _ in group.trajectories] + [each.ids[0] for each in live]
     return EncodedBatch(
         gate.version,
-        tuple(trajectory.header for trajectory in trajectories),
+        tuple(trajectory.header for trajectory in (*trajectories, *live)),
         np.frombuffer(b"".join(chunks), np.uint8),
         tuple(map(len, chunks)),
-        np.repeat([group.id for group in groups], [len(group.trajectories) for group in groups]),
+        np.array(group_ids, np.int64),
         {version: gate.lag(version) for version in versions},
+        {number: each.advantages for number, each in enumerate(live, len(trajectories))},
     )

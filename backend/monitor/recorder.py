@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from slipstream.backend.monitor.live import live_metrics
 from slipstream.backend.monitor.metrics import MetricsLog, Value
 from slipstream.backend.monitor.progress import HeldOut, Progress
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
@@ -136,6 +137,7 @@ class Recorder:
                 **staleness,
                 **_length_metrics(trajectories),
                 **_status_metrics(status),
+                **({} if status.live is None else live_metrics(status.live)),
                 "rollout/episode_retries": totals.episode_retries,
                 "rollout/retractions": totals.retractions,
                 "lost/tokens_masked": totals.tokens_masked,
@@ -214,6 +216,7 @@ class Recorder:
             resumed=self._resumed,
             stall_s_mean=float(np.mean(totals.stalls_s)) if trained else None,
             engine_restarts=status.engine_restarts,
+            trainer_restarts=status.trainer_restarts,
             trainer_wait_fraction=min(1.0, totals.wait_s / training_s) if training_s else None,
             groups=GroupTotals(**asdict(counts)),
         )
@@ -257,6 +260,7 @@ def _status_metrics(status: RunStatus) -> dict[str, Value]:
         "train/step": status.step,
         "perf/engine_restarts": status.engine_restarts,
         "perf/collector_restarts": status.collector_restarts,
+        "perf/trainer_restarts": status.trainer_restarts,
         **{f"lost/{loss}": status.losses[loss] for loss in Loss},
     }
 

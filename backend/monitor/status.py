@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.core import GroupCounts, Loss
 from slipstream.rollout.control.slots import State
+from slipstream.rollout.live.status import LiveStatus
 from slipstream.rollout.trajectory import TrajectoryHeader
 
 
@@ -28,6 +29,9 @@ class RunStatus:
     requests_resent: int
     engine_restarts: int
     collector_restarts: int
+    live: LiveStatus | None = None
+    """Turns of the users of a gateway; None: there is no gateway."""
+    trainer_restarts: int = 0
 
 
 @dataclass(frozen=True)

@@ -66,10 +66,14 @@ class RunSummary(_Strict):
     tokens_trained: NonNegativeInt = Field(description="Number of tokens that carried loss.")
     versions: int = Field(description="The last policy version.")
     resumed: NonNegativeInt = Field(
-        description="Restarts before this process. All fields but groups and versions are about this process."
+        description="Restarts before this process, of the run or of its trainer alone. All fields but groups "
+        "and versions are about this process."
     )
     stall_s_mean: Measured = Field(description="Mean seconds for which generation stood still per version.")
     engine_restarts: NonNegativeInt = Field(description="Number of engines that were restarted.")
+    trainer_restarts: NonNegativeInt = Field(
+        description="Number of times that the trainer was started again from a checkpoint."
+    )
     trainer_wait_fraction: Measured = Field(description="Share of training_s spent waiting for batches.")
     groups: GroupTotals
 
@@ -132,6 +136,8 @@ def summary_rows(summary: RunSummary) -> dict[str, str]:
         versions += f", generation paused {seconds(summary.stall_s_mean)} for each"
     rows["versions"] = versions
     rows["engines"] = f"{summary.engine_restarts} restarts"
+    if summary.trainer_restarts:
+        rows["trainer restarts"] = str(summary.trainer_restarts)
     groups = ", ".join(f"{number} {what}" for what, number in summary.groups if number or what == "trained")
     rows["groups"] = groups
     return rows

@@ -162,6 +162,56 @@ TAGS: dict[str, Tag] = {
         "Response lengths of the finished trajectories of the surplus groups since the previous step.",
         "histogram",
     ),
+    # live
+    "live/turns_waiting": Tag(
+        "turns, now", "Number of turns of live users after which nothing has come yet."
+    ),
+    "live/turns_unjudged": Tag("turns, now", "Number of turns that wait for their verdict."),
+    "live/turns_ready": Tag("turns, now", "Number of judged turns that wait for a training step."),
+    "live/oldest_waiting_s": Tag(
+        "s, now", "Age of the oldest turn after which nothing has come yet, from the end of its answer."
+    ),
+    "live/oldest_unjudged_s": Tag("s, now", "Age of the oldest turn that waits for its verdict."),
+    "live/oldest_ready_s": Tag("s, now", "Age of the oldest judged turn that waits for a training step."),
+    "live/trained": Tag("turns, whole run", "Number of turns that training steps consumed."),
+    "live/side": Tag(
+        "turns, whole run",
+        "Number of turns that are no part of the task, or whose sampling the trainer cannot reproduce.",
+    ),
+    "live/filtered": Tag(
+        "turns, whole run", "Number of turns with nothing to train: no sampled token, or `live.train: false`."
+    ),
+    "live/expired": Tag(
+        "turns, whole run", "Number of turns that were given up because all of their tokens were too old."
+    ),
+    "live/failed": Tag(
+        "turns, whole run",
+        "Number of turns whose tokens are incomplete or damaged, or with which training steps have ended the "
+        "trainer.",
+    ),
+    "live/cancelled": Tag("turns, whole run", "Number of turns whose client has gone before the end."),
+    "live/forgotten": Tag("turns, whole run", "Number of turns that were removed by request."),
+    "live/verdicts": Tag("turns, this process", "Number of turns that judges have given a score."),
+    "live/put_off": Tag(
+        "attempts, this process",
+        "Number of times that a turn was put off, because the judge had no score or every attempt failed.",
+    ),
+    "live/judge_outages": Tag(
+        "outages, this process", "Number of times that judge processes had to be started anew."
+    ),
+    "live/late_rewards": Tag(
+        "rewards, this process", "Number of rewards of clients for turns that had ended already."
+    ),
+    "live/batch_turns": Tag("turns", "Number of turns in the batch."),
+    "live/score_mean": Tag("reward", "Mean score of the turns in the batch."),
+    "live/trained_age_s": Tag(
+        "s", "Mean age of the turns in the batch, from the end of the answer until the batch was taken."
+    ),
+    "live/expired_lags": Tag(
+        "turns per lag", "Number of turns that expired since the batch was taken, by lag.", "histogram"
+    ),
+    "live/expired_age_s": Tag("s", "Mean age of these turns."),
+    "live/baseline": Tag("reward", "Running mean of the scores, with which those of the next batch compare."),
     # train
     "train/step": Tag(
         "steps",
@@ -313,5 +363,8 @@ TAGS: dict[str, Tag] = {
     ),
     "perf/engine_restarts": Tag(
         "engines, this process", "Number of times that an engine was lost and started again."
+    ),
+    "perf/trainer_restarts": Tag(
+        "restarts, this process", "Number of times that the trainer was started again from a checkpoint."
     ),
 }

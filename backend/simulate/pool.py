@@ -7,6 +7,7 @@ the order in which they were asked for.
 import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from slipstream.backend.simulate.engine import Engine, Request
 from slipstream.backend.simulate.trajectory import SimulatedCompletion
@@ -53,6 +54,14 @@ class SimulatedPool:
     def condemn(self, client: Engine, reason: str) -> None:
         """Raise: no step of a simulated publication can fail."""
         raise AssertionError(f"a simulated publication cannot fail: {client.name}: {reason}")
+
+    def withdraw(self, client: Engine, reason: str) -> None:
+        """Raise: a simulated trainer does not die."""
+        raise AssertionError(f"a simulated trainer cannot die: {client.name}: {reason}")
+
+    def awaited(self) -> AbstractContextManager[None]:
+        """Do nothing: a simulated trainer is always there."""
+        return nullcontext()
 
     async def doubt(self, version: int) -> None:
         """Do nothing: simulated weights are not verified."""

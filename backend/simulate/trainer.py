@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 
 from slipstream.backend.batch.skipped import SkippedUpdate
 from slipstream.backend.batch.train_batch import EncodedBatch
-from slipstream.backend.driver.devices import Turn
+from slipstream.backend.driver.devices import TrainerTurn
 from slipstream.backend.simulate.engine import Engine
 from slipstream.backend.simulate.pool import SimulatedPool
 from slipstream.bridge.publish.endpoint import Interrupt
@@ -79,6 +79,10 @@ class SimulatedTrainer:
         """Raise: simulated weights are not verified."""
         raise AssertionError("a simulated trainer computes no log-probs")
 
+    def kill(self) -> None:
+        """Raise: a simulated trainer does not fail."""
+        raise AssertionError("a simulated trainer cannot fail")
+
     def _slow_down(self, factor: float) -> None:
         if self._model.engine.slowdown != 1.0:
             self._pool.slow_down(factor)
@@ -111,9 +115,12 @@ class TimeShared:
     def starting(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
+    def trainer_gone(self) -> None:
+        """Do nothing: a simulated trainer lives as long as its run."""
+
     @asynccontextmanager
-    async def training(self, *newcomers: EngineAddress) -> AsyncIterator[Turn]:
-        loop, turn = asyncio.get_running_loop(), Turn()
+    async def training(self, *newcomers: EngineAddress) -> AsyncIterator[TrainerTurn]:
+        loop, turn = asyncio.get_running_loop(), TrainerTurn()
         restarted = self._pool.named(address.name for address in newcomers)
         await stop(self._pool, self._pool.clients, self._interrupt)
         for engine in restarted:

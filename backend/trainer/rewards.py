@@ -69,18 +69,22 @@ class TurnRewards:
 
 
 def turn_rewards(settings: TurnsConfig, batch: TrainBatch) -> TurnRewards:
-    """Return the rewards of the turns of each trajectory.
+    """Return the rewards of the turns of each trajectory; of live trajectories none, which have advantages.
 
     Raises ValueError if no trajectory has any: the recipe asks for rewards that its workflow does not give.
     """
-    count_N = [len(trajectory.turn_rewards) for trajectory in batch.trajectories]
-    if not any(count_N):
+    of_prompts = [
+        () if number in batch.turn_advantages else trajectory.turn_rewards
+        for number, trajectory in enumerate(batch.trajectories)
+    ]
+    count_N = list(map(len, of_prompts))
+    if not any(count_N) and len(batch.turn_advantages) < len(count_N):
         raise ValueError(
             "actor.turns asks for rewards of turns, and no trajectory of the batch has one: expected a "
             "rollout.workflow that sets Trajectory.turn_rewards"
         )
     reward_K = torch.tensor(
-        [reward for trajectory in batch.trajectories for _, reward in trajectory.turn_rewards],
+        [reward for rewards in of_prompts for _, reward in rewards],
         dtype=torch.float64,
     )
     if settings.baseline == "group":

@@ -1,8 +1,9 @@
 """From rewards and from what models say about tokens to the advantage and the return of each token."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -43,9 +44,12 @@ def find_targets(
         assert config.critic is not None
         targets = _token_targets(config.critic, reward_N, turns, microbatches, scores, penalties, group)
     else:
+        penalty_N = torch.zeros_like(reward_N)
         if penalties is not None:
-            reward_N = penalised(reward_N, microbatches, penalties, group)
-        targets = _trajectory_targets(actor.advantage, batch, reward_N, turns, microbatches)
+            penalty_N = reward_N - penalised(reward_N, microbatches, penalties, group)
+        targets = _trajectory_targets(actor.advantage, batch, reward_N - penalty_N, turns, microbatches)
+        if batch.turn_advantages:
+            targets = with_live_turns(batch.turn_advantages, penalty_N, microbatches, targets)
     if actor.teacher is None:
         return targets
     return [
@@ -63,6 +67,8 @@ def _trajectory_targets(
 ) -> list[Targets]:
     """One advantage for all tokens of a trajectory, plus one for all tokens of a turn."""
     tokens_N = torch.tensor([trajectory.response_length for trajectory in batch.trajectories])
+    # Statistics of the batch are about groups of prompts only.
+    tokens_N[list(batch.turn_advantages)] = 0
     advantage_N = ADVANTAGES[advantage](reward_N, torch.from_numpy(batch.group_N), tokens_N)
     targets: list[Targets] = []
     for micro in microbatches:
@@ -72,6 +78,29 @@ def _trajectory_targets(
             advantage_M = weighted_sum([(coefficient, advantage_M), (1.0, turns.to_go(micro))])
         targets.append(Targets(advantage_M, None))
     return targets
+
+
+def with_live_turns(
+    turn_advantages: Mapping[int, tuple[float, ...]],
+    penalty_N: Tensor,
+    microbatches: Sequence[MicroBatch],
+    targets: Sequence[Targets],
+) -> list[Targets]:
+    """Replace the advantages of live trajectories: each token gets that of its own turn.
+
+    A turn's worth does not depend on which others happen to be trained with it, so that no turn gets a
+    share of the next one's. ``penalty_N``: for leaving the reference.
+    """
+    replaced: list[Targets] = []
+    for micro, target in zip(microbatches, targets, strict=True):
+        advantage_M = target.advantage_M.clone()
+        for number, by_turn in turn_advantages.items():
+            member_m = np.flatnonzero(micro.trajectory_M == number)
+            turn_m = torch.from_numpy(micro.turn_M[member_m])
+            own_m = torch.tensor(by_turn, dtype=torch.float64)[turn_m] - penalty_N[number]
+            advantage_M[torch.from_numpy(member_m)] = own_m.to(advantage_M)
+        replaced.append(replace(target, advantage_M=advantage_M))
+    return replaced
 
 
 def _token_targets(

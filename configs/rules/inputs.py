@@ -16,11 +16,11 @@ from slipstream.configs.rules.models import (
 )
 from slipstream.configs.rules.rule import Rule, setting
 from slipstream.configs.schema import RunConfig
-from slipstream.configs.violations import Violation, one_of
+from slipstream.configs.violations import ABSENT, Violation, one_of
 
 PROMPT_SUFFIXES = (".jsonl", ".parquet")
 PROMPTS = ("data.path", "eval.path")
-PLUGINS = ("rollout.workflow", "rollout.reward", "rollout.group_filter", "prepare")
+PLUGINS = ("rollout.workflow", "rollout.reward", "rollout.group_filter", "live.judge", "prepare")
 COMPLETION_LENGTHS = ("rollout.sampling.max_new_tokens", "eval.max_new_tokens")
 
 LONGEST_NAME = 255
@@ -37,6 +37,18 @@ def run_folder_can_be_made(config: RunConfig) -> Iterator[Violation]:
     elif os.path.exists(config.run.folder) and not os.path.isdir(config.run.folder):
         reason = f"{config.run.folder} exists and is not a directory; choose another name"
         yield Violation("run.name", config.run.name, reason)
+
+
+def prompts_are_given(config: RunConfig) -> Iterator[Violation]:
+    """Only live users can take the place of prompts."""
+    live, has_users = config.live, config.gateway is not None
+    if config.data is None and not (has_users and (live is None or not live.train or live.share == 1)):
+        yield Violation(
+            "data",
+            ABSENT,
+            "expected the prompts to train on: only a run with a gateway can do without, if it trains on "
+            "nothing (no section live, or live.train: false) or on live users alone (live.share: 1)",
+        )
 
 
 def prompts_have_a_known_format(config: RunConfig, path: str) -> Iterator[Violation]:
@@ -104,6 +116,7 @@ def _is_importable(package: str) -> bool:
 
 RULES = (
     Rule(run_folder_can_be_made, ("run.name", "run.root")),
+    Rule(prompts_are_given, ("data", "gateway", "live.train", "live.share")),
     *(Rule(partial(prompts_have_a_known_format, path=path), (path,)) for path in PROMPTS),
     *(Rule(partial(prompts_exist, path=path), ("prepare", path)) for path in PROMPTS),
     *(Rule(partial(model_exists, path=path), ("prepare", POLICY, path)) for path in MODELS),

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from slipstream.configs.rules.rule import Rule
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.live import live_places
 from slipstream.configs.violations import Violation
 
 USUAL_OFFPOLICYNESS = 16
@@ -40,6 +41,8 @@ def volume_needs_ready_first(config: RunConfig) -> Iterator[Violation]:
 
 def group_has_a_spread(config: RunConfig) -> Iterator[Violation]:
     samples = config.rollout.n_samples_per_prompt
+    if live_places(config.live, config.rollout.batch_size) >= config.rollout.batch_size:
+        return  # there are no groups
     if config.actor.advantage not in ("reinforce_pp", "gae", "reward") and samples < 2:
         yield Violation(
             "rollout.n_samples_per_prompt",
@@ -50,16 +53,18 @@ def group_has_a_spread(config: RunConfig) -> Iterator[Violation]:
 
 
 def batch_feeds_every_rank(config: RunConfig) -> Iterator[Violation]:
-    trajectories = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    live = live_places(config.live, config.rollout.batch_size)
+    trajectories = (config.rollout.batch_size - live) * config.rollout.n_samples_per_prompt + live
     parallel = config.actor.parallel
     stages = parallel.microbatch_multiple
     shares = config.actor.minibatches * parallel.data * stages
     if trajectories < shares:
+        by_live = f", less what live.share replaces by {live} live ones" if live else ""
         by_stage = " and, with virtual_pipeline, per pipeline stage" if stages > 1 else ""
         yield Violation(
             "rollout.batch_size",
             config.rollout.batch_size,
-            f"a batch has {trajectories} trajectories (batch_size * n_samples_per_prompt); "
+            f"a batch has {trajectories} trajectories (batch_size * n_samples_per_prompt{by_live}); "
             f"expected at least {shares}: one per mini-batch and data-parallel rank "
             f"(actor.minibatches * actor.parallel.data){by_stage}",
         )
@@ -131,10 +136,26 @@ RULES = (
         volume_needs_ready_first,
         ("rollout.admission", "rollout.consumption", "rollout.over_sampling"),
     ),
-    Rule(group_has_a_spread, ("actor.advantage", "rollout.n_samples_per_prompt")),
+    Rule(
+        group_has_a_spread,
+        (
+            "live.share",
+            "live.train",
+            "rollout.batch_size",
+            "actor.advantage",
+            "rollout.n_samples_per_prompt",
+        ),
+    ),
     Rule(
         batch_feeds_every_rank,
-        ("rollout.batch_size", "rollout.n_samples_per_prompt", "actor.minibatches", "actor.parallel"),
+        (
+            "live.share",
+            "live.train",
+            "rollout.batch_size",
+            "rollout.n_samples_per_prompt",
+            "actor.minibatches",
+            "actor.parallel",
+        ),
     ),
     Rule(sampling_keeps_the_distribution, ("rollout.sampling.top_p", "rollout.sampling.top_k")),
     Rule(

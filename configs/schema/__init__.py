@@ -2,6 +2,8 @@
 
 from slipstream.configs.schema.actor import ActorConfig, LoraConfig, ParallelConfig
 from slipstream.configs.schema.checkpoint import CheckpointConfig
+from slipstream.configs.schema.gateway import GatewayConfig, LimitsConfig
+from slipstream.configs.schema.live import LiveConfig, LiveJudgingConfig
 from slipstream.configs.schema.models import (
     AverageReference,
     CheckpointReference,
@@ -50,9 +52,13 @@ __all__ = [
     "DistributedTransportConfig",
     "EngineConfig",
     "EvalConfig",
+    "GatewayConfig",
     "JudgingConfig",
     "KLConfig",
+    "LimitsConfig",
     "LinearDecay",
+    "LiveConfig",
+    "LiveJudgingConfig",
     "LocalCluster",
     "LoraConfig",
     "ModelConfig",

@@ -8,6 +8,8 @@ from pydantic import Field
 from slipstream.configs.schema.actor import ActorConfig
 from slipstream.configs.schema.base import PathSetting, Section
 from slipstream.configs.schema.checkpoint import CheckpointConfig
+from slipstream.configs.schema.gateway import GatewayConfig
+from slipstream.configs.schema.live import LiveConfig
 from slipstream.configs.schema.models import CriticConfig
 from slipstream.configs.schema.plugin import Plugin
 from slipstream.configs.schema.rollout import RolloutConfig
@@ -37,6 +39,13 @@ class RunSection(Section):
         ge=0,
         description="Number of optimizer updates that one process of the run may skip because a loss or a "
         "gradient is not finite. One more ends the run.",
+    )
+    trainer_restarts: int = Field(
+        default=10,
+        ge=0,
+        description="Number of times that a trainer which has failed is started again from one checkpoint. "
+        "The engines serve on meanwhile. One more failure before the next checkpoint ends the run. "
+        "`slipstream sft` starts no trainer again.",
     )
 
     mode: str = Field(
@@ -165,13 +174,19 @@ class RunConfig(Section):
 
     run: RunSection
     model: ModelConfig
-    data: DataConfig
+    data: DataConfig | None = Field(
+        default=None, description="The prompts to train on; null: none, as for `slipstream serve`."
+    )
     eval: EvalConfig | None = Field(default=None, description="Evaluation; null: none.")
     actor: ActorConfig = Field(default=ActorConfig(), description="The policy being trained.")
     critic: CriticConfig | None = Field(
         default=None, description="Value model of `actor.advantage: gae`; null: none is loaded."
     )
     rollout: RolloutConfig
+    gateway: GatewayConfig | None = Field(default=None, description="Endpoint for live users; null: none.")
+    live: LiveConfig | None = Field(
+        default=None, description="Learning from the users of a gateway; null: no live turn is trained."
+    )
     weights: WeightsConfig = Field(
         default=WeightsConfig(), description="Publication and verification of policy versions."
     )

@@ -6,18 +6,20 @@ training ──step_begins(), published()──► core frees the slots; whoever
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from slipstream.rollout.changes import Changes
 from slipstream.rollout.collect.intake import Assignment, Intake
 from slipstream.rollout.collect.journal import Journal
 from slipstream.rollout.collect.listener import CollectionListener
 from slipstream.rollout.control.core import GroupCounts, Loss, RolloutControl
+from slipstream.rollout.control.errors import UnknownVersion
 from slipstream.rollout.control.quarantine import Quarantine
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.ledger.transaction import Training
+from slipstream.rollout.live.batches import LiveTrajectory
 from slipstream.rollout.trajectory import TrajectoryHeader, count_tokens
 
 LEAST_FAILURES = 8
@@ -55,11 +57,41 @@ class ReadyGroup:
         return [trajectory.header for trajectory in self.trajectories]
 
 
+class LiveBatches(Protocol):
+    """The turns of live users, as batches need them: ``rollout.live.turns.LiveTurns``."""
+
+    def trajectories(self) -> list[LiveTrajectory]:
+        """Return the live trajectories of the batch that the core has taken."""
+        ...
+
+    def trained(self, batch: Iterable[LiveTrajectory]) -> None:
+        """Note that the version was published which was trained on these."""
+        ...
+
+    def quarantined(self, id_: int, note: str) -> None:
+        """Write down that a turn was given up because it kills the trainer."""
+        ...
+
+    def settle(self) -> bool:
+        """Write down the turns that have expired. Return whether there were any."""
+        ...
+
+    def when_ready(self, then: Callable[[], None]) -> None:
+        """Call ``then`` whenever a turn has become ready."""
+        ...
+
+
 @dataclass(slots=True)
 class _Batch:
     groups: list[ReadyGroup] = field(default_factory=list[ReadyGroup])
+    live: list[LiveTrajectory] = field(default_factory=list[LiveTrajectory])
     version: int | None = None
     """Number of the version that is trained on it."""
+
+    @property
+    def ids(self) -> list[int]:
+        """Numbers of its groups and of its turns."""
+        return [group.id for group in self.groups] + [id_ for each in self.live for id_ in each.ids]
 
 
 class AdmissionGate:
@@ -75,10 +107,16 @@ class AdmissionGate:
         listener: CollectionListener,
         ready: Iterable[ReadyGroup] = (),
         failures: Iterable[Sequence[int]] = (),
+        live: LiveBatches | None = None,
+        live_wait_s: float = 0.0,
     ) -> None:
         """``ready``: groups from before a restart that are ready in ``core`` already. ``failures``:
-        as ``Quarantine`` needs them.
+        as ``Quarantine`` needs them. ``live``: turns of the users of a gateway. ``live_wait_s``: seconds that
+        a batch which lacks nothing but live trajectories waits for them.
         """
+        self._live = live
+        self._live_wait_s = live_wait_s
+        self._live_timer: asyncio.TimerHandle | None = None
         self._core = core
         self._intake = intake
         self._journal = journal
@@ -92,11 +130,37 @@ class AdmissionGate:
         self._failures_in_a_row = 0
         self._last_failure = ""
         self._has_changed = True
+        if live is not None:
+            live.when_ready(self._changes.notify)
 
     @property
     def version(self) -> int:
-        """Policy version that every serving engine holds. The control core owns it."""
+        """Policy version that the trainer holds. The control core owns it."""
         return self._core.version
+
+    @property
+    def served(self) -> int:
+        """Policy version that every serving engine holds: another one than ``version`` after the trainer was
+        restored, until it publishes its next version.
+        """
+        return self._core.version if self._core.served is None else self._core.served
+
+    def descends_from(self, version: int) -> bool:
+        """Return whether the trainer's weights are those of ``version`` or descend from them."""
+        try:
+            return self._core.versions.is_ancestor(version, of=self._core.version)
+        except UnknownVersion:
+            return False
+
+    @property
+    def may_generate(self) -> bool:
+        """Return whether what the engines sample now can be trained within the bound."""
+        return self._core.may_generate
+
+    @property
+    def is_ended(self) -> bool:
+        """Return whether no further batch is given out."""
+        return self._is_ended
 
     @property
     def step(self) -> int:
@@ -160,11 +224,16 @@ class AdmissionGate:
             self._core.judging(id_)
 
     def finished(self, groups: Sequence[ReadyGroup]) -> None:
-        """Take complete and judged groups, which are on disk."""
+        """Take complete and judged groups, which are on disk. Those without a token of loss are filtered."""
         for group in groups:
-            if self._core.is_open(group.id):
-                self._ready[group.id] = group
-                self._core.finished(group.id, group.trained_tokens.keys())
+            if not self._core.is_open(group.id):
+                continue
+            if not group.trained_tokens:  # a batch of such groups would make a step of nothing
+                self._core.filtered(group.id)
+                self._lost(group.id, Loss.FILTERED, group.headers, "no token carries loss")
+                continue
+            self._ready[group.id] = group
+            self._core.finished(group.id, group.trained_tokens.keys())
         self._failures_in_a_row = 0
         self._settle_expired()
         self._notify()
@@ -190,15 +259,20 @@ class AdmissionGate:
         self._changes.notify()
 
     async def batch(self, timeout_s: float) -> list[ReadyGroup]:
-        """Wait for the next batch. It is empty once the gate was ended.
+        """Wait for the groups of the next batch, whose turns ``live_batch`` holds. Both are empty once the
+        gate was ended.
 
-        Raises StalledRun after ``timeout_s``, or when group after group fails.
+        Raises StalledRun after ``timeout_s`` without groups, or when group after group fails. Users are not
+        to blame: a batch waits for turns alone as long as there are none.
         """
         try:
-            async with asyncio.timeout(timeout_s):
-                self._batch = _Batch(await self._changes.first(self._next_batch))
+            async with asyncio.timeout(timeout_s if self._core.batch_size else None):
+                self._batch = await self._changes.first(self._next_batch)
                 return self._batch.groups
         except TimeoutError:
+            if self._core.lacks_turns:
+                self._turns_wait_is_over()
+                return await self.batch(timeout_s)
             counts = self._core.counts
             raise StalledRun(
                 f"no batch of {self._core.batch_size} groups within {timeout_s:.0f} s: "
@@ -206,18 +280,31 @@ class AdmissionGate:
                 f"{counts.failed} failed" + (f" ({self._last_failure})" if counts.failed else "")
             ) from None
 
+    @property
+    def live_batch(self) -> list[LiveTrajectory]:
+        """The live trajectories of the last batch."""
+        return self._batch.live
+
     async def step_begins(self) -> None:
         """Write down that the batch is about to be trained: the number of the next version is taken now."""
         version = self._batch.version = self._core.begin_step()
-        self._journal.step_begins(version, self._core.version, [group.id for group in self._batch.groups])
+        self._journal.step_begins(version, self._core.version, self._batch.ids)
         await self._journal.flushed()
 
     async def step_failed(self, reason: str) -> None:
         """Write down that the trainer has ended in the step under way."""
-        ids = [group.id for group in self._batch.groups]
-        self._quarantine.failed(ids)
+        self._quarantine.failed(self._batch.ids)
         self._journal.step_failed(self.next_version, reason)
         await self._journal.flushed()
+
+    @property
+    def is_stepping(self) -> bool:
+        """Return whether a step has begun whose version is not published."""
+        return self._batch.version is not None
+
+    async def ended(self) -> None:
+        """Wait until ``end`` was called."""
+        await self._changes.first(lambda: self._is_ended or None)
 
     @property
     def next_version(self) -> int:
@@ -228,18 +315,44 @@ class AdmissionGate:
     def published(self, version: int) -> None:
         """Move to ``version``, trained on the last batch: every engine in the pool holds it."""
         trainings = [self._training(group) for group in self._batch.groups]
+        for each in self._batch.live:
+            lags = {version: self._core.lag(version) for version in each.trained_tokens}
+            trainings += each.trainings(lags)
         self._core.published(version)
         self._journal.published(version, trainings)
         for group in self._batch.groups:
             self._intake.ended(group.id)
-        self._quarantine.trained([group.id for group in self._batch.groups])
-        self._batch = _Batch()
+        self._quarantine.trained(self._batch.ids)
+        batch, self._batch = self._batch, _Batch()
+        if self._live is not None:
+            self._live.trained(batch.live)
         self._settle_expired()
         self._notify()
 
-    def _next_batch(self) -> list[ReadyGroup] | None:
+    def restored(
+        self,
+        core: RolloutControl,
+        intake: Intake,
+        ready: Iterable[ReadyGroup],
+        failures: Iterable[Sequence[int]],
+    ) -> None:
+        """Go on with another control core: the trainer was restored from an older version.
+
+        ``ready``: groups that are ready in ``core``. Nobody waits for a batch, and all work on groups of the
+        core before has been called off.
+        """
+        self._core, self._intake = core, intake
+        self._ready = {group.id: group for group in ready}
+        self._batch = _Batch()
+        self._quarantine = Quarantine(failures)
+        self._given_up = []
+        self._end_wait_for_turns()
+        self._notify()
+
+    def _next_batch(self) -> _Batch | None:
         if self._is_ended:
-            return []
+            self._end_wait_for_turns()
+            return _Batch()
         if self._failures_in_a_row >= max(self._core.capacity, LEAST_FAILURES):
             raise StalledRun(
                 f"{self._failures_in_a_row} groups in a row have failed; the last one: {self._last_failure}"
@@ -248,28 +361,64 @@ class AdmissionGate:
         batch = self._core.take_batch()
         if self._settle_expired():
             self._notify()
+        self._time_the_wait_for_turns()
         if batch is None:
+            if self._core.is_stuck:
+                raise StalledRun(
+                    f"no group is left to train from version {self.version}: the engines serve version "
+                    f"{self.served}, whose lag {self._core.lag(self.served)} exceeds the bound "
+                    f"{self._core.bound}, and no version can be published without a batch; with --resume, "
+                    f"the engines begin with version {self.version}"
+                )
             return None
-        return [_masked(self._ready.pop(taken.id), taken.stale) for taken in batch]
+        groups = [_masked(self._ready.pop(taken.id), taken.stale) for taken in batch]
+        return _Batch(groups, [] if self._live is None else self._live.trajectories())
+
+    def _time_the_wait_for_turns(self) -> None:
+        """Begin or end the time that the batch waits for turns."""
+        if not self._core.lacks_turns:
+            self._end_wait_for_turns()
+        elif self._live_timer is None:
+            loop = asyncio.get_running_loop()
+            self._live_timer = loop.call_later(self._live_wait_s, self._turns_wait_is_over)
+
+    def _turns_wait_is_over(self) -> None:
+        self._end_wait_for_turns()
+        self._core.turns_wait_is_over()
+        self._notify()
+
+    def _end_wait_for_turns(self) -> None:
+        if self._live_timer is not None:
+            self._live_timer.cancel()
+            self._live_timer = None
 
     def _take_measures(self) -> None:
         """Keep groups that are believed to kill the trainer out of the next batch, or out of all."""
         if not self._quarantine.suspects:
             return
         for id_ in self._quarantine.suspects:
-            if id_ not in self._ready:  # it has expired, or begins anew: there is nothing to search for
+            if id_ not in self._ready and not self._core.live.is_alive(
+                id_
+            ):  # it has expired, or begins anew: there is nothing to search for
                 self._quarantine.given_up(id_)
         measures = self._quarantine.measures()
         for id_ in measures.quarantined:
             self._core.quarantine(id_)
-            group = self._ready.pop(id_)
-            note = "training steps with this group have ended the trainer"
-            self._lost(id_, Loss.QUARANTINED, group.headers, note)
-            self._listener.note(f"group {id_} is quarantined: {note}")
+            self._write_quarantined(id_)
             self._quarantine.given_up(id_)
         self._core.withhold(measures.withheld)
         if measures.withheld:
             self._notify()  # they hold no slot now
+
+    def _write_quarantined(self, id_: int) -> None:
+        note = "training steps with it have ended the trainer"
+        if id_ < 0:
+            assert self._live is not None
+            self._live.quarantined(id_, note)
+            self._listener.note(f"turn {id_} of a live user is quarantined: {note}")
+            return
+        self._lost(id_, Loss.QUARANTINED, self._ready.pop(id_).headers, note)
+        self._listener.note(f"group {id_} is quarantined: {note}")
 
     def _training(self, group: ReadyGroup) -> Training:
         """Return the account of a group that is trained by a step from the present version."""
@@ -289,7 +438,8 @@ class AdmissionGate:
             if expired.loss is not Loss.REQUEUED:
                 self._intake.ended(expired.id)
             self._listener.lost(expired.loss, headers)
-        return bool(expired_groups)
+        live_expired = self._live is not None and self._live.settle()
+        return bool(expired_groups) or live_expired
 
     def _lost(self, id_: int, loss: Loss, trajectories: Sequence[TrajectoryHeader], note: str = "") -> None:
         self._journal.lost(id_, loss, _sampled(trajectories), note)

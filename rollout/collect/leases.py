@@ -38,11 +38,11 @@ from slipstream.rollout.messages import (
     NOTHING,
     PIECE,
     Event,
+    GroupVerdict,
     Lease,
     MalformedFrame,
     PriorSample,
     Up,
-    Verdict,
     fields,
 )
 from slipstream.rollout.record import HEADER, REF
@@ -211,6 +211,21 @@ class Leases:
                 f"{names}: episodes go on {CLOSE_TIMEOUT_S:.0f} s after they were cancelled, and are given up"
             )
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether leases are given out."""
+        return self._is_open
+
+    def restored(self, groups: Iterable[LeasedGroup]) -> None:
+        """Go on with these groups instead of all present ones, whose leases end.
+
+        Call it between ``close`` and ``open``.
+        """
+        for collector in self._collectors.values():
+            collector.groups.clear()
+        self._waiting = deque(groups)
+        self._groups = {group.ticket.id: group for group in self._waiting}
+
     def _busy(self) -> list[str]:
         return [name for name, collector in self._collectors.items() if collector.generating]
 
@@ -219,7 +234,7 @@ class Leases:
 
         ``name``: the only collector that has got room since the last call.
         """
-        if not self._is_open:
+        if not (self._is_open and self._gate.may_generate):
             return
         names = self._collectors if name is None else (name,)
         room = [
@@ -329,7 +344,7 @@ class Leases:
             offset += event.size
             self._happened(event, ref)
 
-    def _take_verdicts(self, verdicts: Sequence[Verdict]) -> None:
+    def _take_verdicts(self, verdicts: Sequence[GroupVerdict]) -> None:
         ready: list[ReadyGroup] = []
         try:
             for verdict in verdicts:
@@ -391,7 +406,7 @@ class Leases:
         sample.kind, sample.trajectory, sample.header = JUDGED, trajectory, bytes(event.header)
         self._journal.judged(key, refs, sample.header)
 
-    def _decided(self, verdict: Verdict, ready: list[ReadyGroup]) -> None:
+    def _decided(self, verdict: GroupVerdict, ready: list[ReadyGroup]) -> None:
         group = self._groups.get(verdict.group)
         if group is None or group.lease != verdict.lease:
             return

@@ -1,4 +1,4 @@
-"""What becomes of the groups that a restart finds unfinished.
+"""What becomes of the groups that a restart finds unfinished: of the run, or of its trainer alone.
 
 all trajectories judged ──► ready, unless too old by now ──────┐
 something recorded      ──► continued, unless too old by now ──┼──► generated again from the prompt
@@ -72,12 +72,12 @@ def take_up(
         else:
             restarted[group.id] = group.requeues
     for found in sorted(begun, key=lambda found: (-_head_lag(found, control), found.group.id)):
-        id_, requeues = found.group.id, found.group.requeues
+        id_, requeues, versions = found.group.id, found.group.requeues, _versions(found, control)
         if found.group.is_ready:
-            if control.restore_ready(id_, found.versions, requeues):
+            if control.restore_ready(id_, versions, requeues):
                 restored.ready.append(_ready(found))
                 continue
-        elif not other_prompts and (ticket := control.restore_open(id_, found.versions, requeues)):
+        elif not other_prompts and (ticket := control.restore_open(id_, versions, requeues)):
             prompt = prompts.at(found.group.position)
             restored.continued.append(LeasedGroup(ticket, prompt, found.samples))
             control.generating(id_)
@@ -110,8 +110,13 @@ def _read(group: recovery.OpenGroup, n: int) -> _Found:
     return _Found(group, samples, frozenset(versions), tokens)
 
 
+def _versions(found: _Found, control: RolloutControl) -> frozenset[int]:
+    """Return the versions of all tokens that the group has or can have before the next version."""
+    return found.versions if found.group.is_ready else control.may_have(found.versions)
+
+
 def _head_lag(found: _Found, control: RolloutControl) -> int:
-    return max((control.lag(version) for version in found.versions), default=0)
+    return max(map(control.lag, _versions(found, control)), default=0)
 
 
 def _ready(found: _Found) -> ReadyGroup:

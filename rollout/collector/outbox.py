@@ -24,7 +24,7 @@ from slipstream.rollout.messages import (
     FailedAttempt,
     Status,
     Up,
-    Verdict,
+    GroupVerdict,
     as_note,
 )
 from slipstream.rollout.record import PieceHeader, checksum, encode
@@ -131,7 +131,7 @@ class Outbox:
 
     def ended(self, group: int, lease: int, verdict: int, note: str = "") -> None:
         """The end of a group, behind all of its events."""
-        self._next.verdicts.append(Verdict(group, lease, verdict, as_note(note)))
+        self._next.verdicts.append(GroupVerdict(group, lease, verdict, as_note(note)))
         self._due.set()
 
     # ---- the rest

@@ -20,7 +20,7 @@ import aiohttp
 
 from slipstream.configs.schema import RunConfig, SamplingConfig
 from slipstream.rollout import plugins
-from slipstream.rollout.collector.descriptors import make_room
+from slipstream.rollout.engine.descriptors import make_room
 from slipstream.rollout.collector.episodes import Episodes, check
 from slipstream.rollout.collector.evaluation import Evaluations, GreedyGenerator
 from slipstream.rollout.collector.groups import GroupCollector, NamedFilter

@@ -16,8 +16,9 @@ still serve the old version, and a group admitted in its place would start one v
 Lag and standing
 ----------------
 
-Let c be the version that the engines serve, and t the number of updates behind it: training step t starts
-from c. The lag of a token of version v is the number of updates on the path between v and c in the tree of
+Let c be the version that the trainer holds, and t the number of updates behind it: training step t starts
+from c. The engines serve c as well, unless the trainer has died and was restored from an older version (see
+below). The lag of a token of version v is the number of updates on the path between v and c in the tree of
 versions. Its *standing* is t - lag. Let d(v) count the updates behind v, and let a be the last common
 ancestor of v and c. The path leads from v up to a and from there down to c:
 
@@ -34,9 +35,9 @@ ancestor of v and c. The path leads from v up to a and from there down to c:
   has the standing 2 * t - (t + 1) = t - 1. The core counts its tokens only when this is decided.
 
 The standing of a group is the smallest that its tokens have or can get: t at admission, because engines serve
-version c or its descendants on the present line from then on; for a group that a restart admits again, the
-smallest standing of its tokens. Should a finished group turn out to have a token of a smaller standing, such
-as a token of a version that was given back, its standing is lowered.
+version c or its descendants on the present line from then on, or that of ``served``; for a group that a
+restart admits again, the smallest standing of its tokens. Should a finished group turn out to have a token
+of a smaller standing, such as a token of a version that was given back, its standing is lowered.
 
 Proof that no lag exceeds the bound
 -----------------------------------
@@ -94,12 +95,54 @@ Nobody waits forever. No policy refuses a batch of the B oldest groups once thes
 ends, by its time limit at the latest. A reserve leaves at least B slots, enough for a batch, and withheld
 groups hold no slot.
 
+While the engines serve another version
+---------------------------------------
+
+A trainer that has died is restored from version c, while the engines go on with the version u that was
+published last: ``served``. The next version is a child of c, and the engines get it from c's next step. Until
+then each new token is of version u, whose lag k is the number of updates that are lost. Its standing is
+t - k, and does not change either.
+
+- If k > eta, no new token could be trained. Nothing is admitted, and no group that is restored may be given
+  to an engine before the next publication (``may_generate``).
+- Otherwise a group that an engine works on has a standing of at most t - k. An admission changes W(s) for
+  every s from t - k to t, so that a group is admitted only while all of these claims allow for one more group
+  (``_has_room``). This takes the place of 1 and 4. All other steps of the proof are about standings, whatever
+  the engines serve.
+
+Progress: B groups are ready, because a restart restores the batch that was trained from c before, unless
+some are withheld or quarantined, or were damaged. If k > eta, nothing else can become ready, and a batch is
+made of what is ready, however little that is. If nothing is, the run is stuck (``is_stuck``).
+
 ``ReadyFirst`` promises less: groups may be older, and their tokens with a lag above eta are not trained. But
 a group that became ready at step w is trained at step w + eta or before. Every step that does not train it
 trains B groups that were admitted before it, and that held slots when it became ready. Together with the
 group these are at most (eta + 1) * B slots, or eta * B if step w had its batch already: the group is in the
 batch of one of the steps w to w + eta. So its last tokens are trained if they are of standing w, that is, if
 its reward arrives before the next version. (Without over-sampling, and if nothing is withheld.)
+
+Turns of live users
+-------------------
+
+Turns come in by a door of their own (``live``). B counts groups only: a batch consists of exactly B groups
+and of up to ``live_trajectories`` trajectories of turns besides. What is proved above holds with any turns:
+
+- A turn holds no slot and counts in no W. No event of a turn changes the right or the order of any group, so
+  that an admission is as free, and a batch of groups as complete, as without turns.
+- Waiting for turns puts off the moment at which step t takes its batch, and the claim for step t holds until
+  then: the only events meanwhile are those of 1 and 2. The wait ends by turns that become ready, or by
+  ``turns_wait_is_over``, an event from outside: the core has no clock. Then the batch has fewer turns, or
+  none. So whoever has no batch waits for groups, which come as proved, or for one event.
+- Without prompts (B = 0) a batch holds turns alone. It waits without an end only while no turn is ready, when
+  there is nothing to train.
+
+No lag of a turn's token exceeds the bound, because each token is looked at when the batch is taken. No
+version is in the making then, so that every token has a standing. A turn without a token within the bound
+has expired before: where t grows, or a standing is decided, every turn is given up whose largest standing is
+below t - eta. So each turn in a batch has a token that carries loss.
+
+No token of a turn carries loss twice on one line of versions: a turn is in one trajectory of a batch, it is
+ready again only if its batch is given back, and it ends when the version is published.
 
     >>> control = RolloutControl(batch_size=1, bound=0)
     >>> ticket = control.admit()
@@ -121,6 +164,7 @@ from enum import StrEnum
 from slipstream.rollout.control.admission import AdmissionPolicy, Slots
 from slipstream.rollout.control.consumption import ConsumptionPolicy, Due, Fifo, OnStale
 from slipstream.rollout.control.errors import ControlError
+from slipstream.rollout.control.live import LiveDoor, TurnEnd, TurnState
 from slipstream.rollout.control.slots import OPEN, Slot, SlotTable, State
 from slipstream.rollout.control.versions import VersionTree
 
@@ -208,6 +252,7 @@ class RolloutControl:
     """
 
     batch_size: int
+    """Groups in a batch; 0 without a prompt set."""
     bound: int
     """``rollout.max_head_offpolicyness``."""
     admission: AdmissionPolicy = field(default_factory=Slots)
@@ -217,15 +262,25 @@ class RolloutControl:
     versions: VersionTree = field(default_factory=VersionTree)
     """All versions of the run; ``begin_step`` adds to them."""
     version: int = 0
-    """Version that every serving engine has."""
+    """Version that the trainer holds, from which the next training step starts."""
+    served: int | None = None
+    """Version that every serving engine has, if it is another one: the trainer was restored from ``version``,
+    and no version has been published since."""
     last_step: int | None = None
     """Training steps of the run. No group is admitted that could not be trained by then."""
     counts: GroupCounts = field(default_factory=GroupCounts)
     losses: Counter[Loss] = field(default_factory=Counter[Loss])
     accepted: int = 0
     """Groups that are ready and not withheld, in training or trained; ``VolumeGate`` counts them."""
+    live_trajectories: int = 0
+    """Trajectories of turns that a full batch has besides its groups."""
     step: int = field(init=False)
     """Training steps behind ``version``."""
+    live: LiveDoor = field(init=False)
+    """The door for the turns of live users."""
+    lacks_turns: bool = field(init=False, default=False)
+    """True if the last ``take_batch`` lacked nothing but turns: ``turns_wait_is_over`` lets it go on."""
+    _is_wait_over: bool = False
     _begun: int | None = None
     """Version that the step in progress is making."""
     _table: SlotTable = field(default_factory=SlotTable)
@@ -245,10 +300,32 @@ class RolloutControl:
         reserve = self.consumption.reserve(self.batch_size, self.bound)
         self.capacity = (self.bound + 1) * self.batch_size - reserve + self._surplus
         """Number of slots."""
+        self.live = LiveDoor(self, self.live_trajectories)
+
+    @property
+    def version_in_the_making(self) -> int | None:
+        """Version that the step in progress is making."""
+        return self._begun
+
+    @property
+    def is_training(self) -> bool:
+        """Return whether a batch was taken and neither published nor given back."""
+        return bool(self._training or self.live.training)
 
     def lag(self, version: int) -> int:
         """Return the lag of a token of ``version`` at a training step that starts from ``self.version``."""
         return self.versions.distance(version, self.version)
+
+    @property
+    def may_generate(self) -> bool:
+        """Return whether what the engines sample now can be trained within the bound."""
+        return self.served is None or self.lag(self.served) <= self.bound
+
+    @property
+    def is_stuck(self) -> bool:
+        """Return whether no further batch can ever be taken."""
+        live = self.live.available or self.live.states[TurnState.WAITING]
+        return not (self.may_generate or self._table.trainable or live or self.is_training)
 
     @property
     def held(self) -> int:
@@ -279,6 +356,8 @@ class RolloutControl:
             needed = (self.last_step - self.step) * self.batch_size
             if held >= needed + (self._surplus if needed else 0):
                 return False
+        if self.served is not None and not (self.may_generate and self._has_room(self._present)):
+            return False
         return self.admission.may_admit(self)
 
     def admit(self) -> Ticket:
@@ -288,15 +367,32 @@ class RolloutControl:
         """
         if not self.may_admit():
             raise ControlError(f"no slot is free: {len(self._table)} groups hold a slot already")
+        sampled = self.version if self.served is None else self.served
         if self._unstarted:
             id_, requeues = self._unstarted.popleft()
-            self._table.add(id_, self.step, requeues)
-            return Ticket(id_, self.version)
+            self._table.add(id_, self._present, requeues)
+            return Ticket(id_, sampled)
         before, requeues = self._requeued.popleft() if self._requeued else (None, 0)
-        ticket = Ticket(self.counts.admitted, self.version, before)
+        ticket = Ticket(self.counts.admitted, sampled, before)
         self.counts.admitted += 1
-        self._table.add(ticket.id, self.step, requeues)
+        self._table.add(ticket.id, self._present, requeues)
         return ticket
+
+    @property
+    def _present(self) -> int:
+        """Standing of the tokens that the engines sample now."""
+        return self.step if self.served is None else self._standing([self.served])
+
+    def _has_room(self, standing: int) -> bool:
+        """Return whether one more group of ``standing`` can be trained before it is overdue, as the proof has
+        it for every standing from there on.
+        """
+        waiting = sum(number for each, number in self._table.waiting.items() if each < standing)
+        for each in range(standing, self.step + 1):
+            waiting += self._table.waiting.get(each, 0)
+            if waiting >= self.batch_size * (each + self.bound + 1 - self.step) + self._surplus:
+                return False
+        return True
 
     # ---- events of one group
 
@@ -332,30 +428,59 @@ class RolloutControl:
     # ---- training
 
     def take_batch(self) -> list[Taken] | None:
-        """Return the next ``batch_size`` groups, oldest first, or None while the policy waits.
+        """Return the next ``batch_size`` groups, oldest first, or None while the policy waits, or for turns.
 
-        Groups may expire on the way: see ``take_expired``.
+        There are fewer groups where nothing else can become ready (``may_generate``). The turns of the batch
+        are in ``live.training``. Groups may expire on the way: see ``take_expired``.
         """
-        if self._training:
+        if self.is_training:
             raise ControlError("the batch before was neither published nor given back")
-        due = Due(self.batch_size, self.bound, self.step, self._surplus)
-        if not self.consumption.complete(self._table, due):
+        self.lacks_turns = False
+        if not self._groups_are_complete() or not self._turns_are_complete():
             return None
-        if self.consumption.on_stale not in (None, OnStale.TRAIN):
-            self._treat_stale(self.consumption.on_stale)
-            if not self.consumption.complete(self._table, due):
-                return None
-        self._training = [self._table.take_oldest_ready() for _ in range(self.batch_size)]
+        self.live.take()
+        size = min(self.batch_size, self._table.trainable)
+        self._training = [self._table.take_oldest_ready() for _ in range(size)]
         if self.consumption.on_stale is not OnStale.MASK:
             return [Taken(slot.id) for slot in self._training]
         return [Taken(slot.id, self._stale(slot)) for slot in self._training]
+
+    def _groups_are_complete(self) -> bool:
+        due = Due(self.batch_size, self.bound, self.step, self._surplus)
+        if not self._is_complete(due):
+            return False
+        if self.consumption.on_stale in (None, OnStale.TRAIN):
+            return True
+        self._treat_stale(self.consumption.on_stale)
+        return self._is_complete(due)
+
+    def _is_complete(self, due: Due) -> bool:
+        """Return whether the groups that are ready make the next batch."""
+        if not self.may_generate:  # no group that is not ready can become ready before the next version
+            return self._table.trainable > 0 or self.live.available > 0
+        return self.consumption.complete(self._table, due)
+
+    def _turns_are_complete(self) -> bool:
+        """Return whether there are turns enough for the batch, or as many as it has to do with."""
+        available = self.live.available
+        if not self.batch_size and not available:
+            self._is_wait_over = False
+            return False
+        self.lacks_turns = available < self.live_trajectories and not self._is_wait_over
+        if not self.lacks_turns:
+            self._is_wait_over = False
+        return not self.lacks_turns
+
+    def turns_wait_is_over(self) -> None:
+        """Let the batch that lacks nothing but turns be taken with those that are ready."""
+        self._is_wait_over = self.lacks_turns
 
     def begin_step(self) -> int:
         """Take the number of the version that the step makes from the batch, and return it.
 
         Call it once for each batch, before any engine can have this version.
         """
-        if not self._training:
+        if not self.is_training:
             raise ControlError("no batch is in training, so that no version can be made of it")
         if self._begun is not None:
             raise ControlError(f"the step has begun already: it makes version {self._begun}")
@@ -372,24 +497,28 @@ class RolloutControl:
         self.counts.trained += len(self._training)
         self._training, self._begun = [], None
         self.version, self.step = version, self.versions.updates(version)
+        self.served = None
         self._give_up_overdue()
+        self.live.published()
 
     def give_back(self) -> None:
-        """Record that the batch is not trained: its groups are ready again, in their old order.
+        """Record that the batch is not trained: its groups and turns are ready again, in their old order.
 
         The number that ``begin_step`` has taken is never used again.
         """
-        if not self._training:
+        if not self.is_training:
             raise ControlError("no batch is in training that could be given back")
         self._return_batch()
         self._give_up_overdue()
 
     def withhold(self, ids: Collection[int]) -> None:
-        """Leave out these ready groups when a batch is taken, and no others, until the next call.
+        """Leave out these ready groups and turns when a batch is taken, and no others, until the next call.
 
         Withheld groups hold no slot, so that other groups can take their place in the batch. They may expire
-        meanwhile. Groups that have ended are ignored; one that is not ready is refused.
+        meanwhile. Groups that have ended are ignored; one that is not ready is refused. Turns have numbers
+        below 0.
         """
+        self.live.withhold([id_ for id_ in ids if id_ < 0])
         slots = [slot for id_ in dict.fromkeys(ids) if (slot := self._table.get(id_)) is not None]
         if refused := [slot for slot in slots if slot.state is not State.READY]:
             states = ", ".join(f"group {slot.id} is {slot.state}" for slot in refused)
@@ -398,10 +527,16 @@ class RolloutControl:
         self._table.withhold(slots)
 
     def quarantine(self, id_: int) -> None:
-        """Give up a group, ready or in training, that kills the trainer.
+        """Give up a group or a turn, ready or in training, that kills the trainer.
 
         A batch in training is given back first.
         """
+        if id_ < 0:
+            self._return_batch()
+            if not self.live.ended(id_, TurnEnd.FAILED):
+                raise ControlError(f"turn {id_} has ended, or never arrived")
+            self._give_up_overdue()
+            return
         slot = self._table.get(id_)
         if slot is None or slot.state in OPEN:
             raise ControlError(f"group {id_} is neither ready nor in training")
@@ -420,6 +555,7 @@ class RolloutControl:
         for slot in [*self._table, *self._table.withheld.values()]:
             if begun in slot.versions:
                 self._table.lower(slot, min(slot.standing, self._standing(slot.versions)))
+        self.live.given_back()
 
     # ---- restart
 
@@ -430,11 +566,22 @@ class RolloutControl:
         its prompt was requeued. Call this and ``restore_ready`` in the order of the groups' largest lags, the
         largest first, before anything else is admitted. Return None when the group can no longer be trained
         within the bound: it must then be generated again (``restore_unstarted``).
+
+        Its next tokens are of the version that the engines serve, which therefore is among ``versions`` if it
+        can be trained: see ``may_have``.
         """
         oldest = max(versions, key=self.lag, default=self.version)
-        if self._restore(id_, versions, self.step, requeues) is None:
+        if self._restore(id_, versions, self._present if self.may_generate else self.step, requeues) is None:
             return None
         return Ticket(id_, oldest)
+
+    def may_have(self, versions: Collection[int]) -> frozenset[int]:
+        """Return the versions of the tokens that an unfinished group has or can have, given those it has.
+
+        A group that no engine may work on before the next publication gets no token of ``served``.
+        """
+        ahead = frozenset[int]() if self.served is None or not self.may_generate else {self.served}
+        return frozenset(versions) | ahead
 
     def restore_ready(self, id_: int, versions: Collection[int], requeues: int = 0) -> bool:
         """Admit a finished group again, ready to be trained. Return False when it is too old by now.

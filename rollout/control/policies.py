@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from slipstream.configs.schema.live import LiveConfig, live_places
 from slipstream.configs.schema.rollout import (
     FifoConsumption,
     ReadyFirstConsumption,
@@ -33,23 +34,32 @@ def make_control(
     config: RolloutConfig,
     *,
     steps: int,
+    live: LiveConfig | None = None,
     versions: VersionTree | None = None,
     version: int = 0,
+    served: int | None = None,
     counts: GroupCounts | None = None,
     losses: Counter[Loss] | None = None,
 ) -> RolloutControl:
-    """Build the core of a run of ``steps`` steps whose engines serve ``version``, one of ``versions``."""
-    tree = versions or VersionTree()
+    """Build the core of a run of ``steps`` steps whose trainer holds ``version``, one of ``versions``.
+
+    ``served``: version that the engines serve, if it is another one.
+    """
+    counted = counts or GroupCounts()
+    turns = live_places(live, config.batch_size)
+    groups = config.batch_size - turns
     return RolloutControl(
-        config.batch_size,
+        groups,
         config.max_head_offpolicyness,
         admission_policy(config),
         consumption_policy(config),
         config.over_sampling,
-        tree,
+        versions or VersionTree(),
         version,
+        None if served == version else served,
         steps,
-        counts or GroupCounts(),
+        counted,
         losses or Counter(),
-        accepted=tree.updates(version) * config.batch_size,
+        accepted=counted.trained,
+        live_trajectories=turns,
     )

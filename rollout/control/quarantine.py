@@ -16,8 +16,8 @@ log2(n) further failures, and every other group is trained, also when the steps 
 Where culprits are so many that hardly a batch is without one, there is no such proof: then the group that was
 in most failed steps is quarantined after ``MOST_TRIES`` of them.
 
-A failed step ends the run. The next start of the run learns of earlier failures from the ledger, and goes on
-with the search.
+A failed step ends the trainer. Its next start learns of earlier failures from the ledger, whether or not the
+run has gone on meanwhile, and goes on with the search.
 """
 
 from collections import Counter

@@ -11,10 +11,17 @@ from contextlib import aclosing, suppress
 
 import aiohttp
 
-from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.engine.completion import Aborted, CompletionStream, Refused, parse_prompt_logprobs
-from slipstream.rollout.engine.connection import EngineAddress, EngineError, EngineLost, Malformed
+from slipstream.rollout.engine.connection import (
+    REQUESTS_FAULT,
+    EngineAddress,
+    EngineError,
+    EngineLost,
+    Malformed,
+    RequestRefused,
+)
 from slipstream.rollout.engine.growing import GrowingCompletion
+from slipstream.rollout.engine.sampling import LiveSampling, Sampling, request_fields
 from slipstream.rollout.engine.server_control import EngineMemory, ServerControl
 from slipstream.rollout.engine.shortage import LONGEST_PAUSE_S, SHORTAGES, is_local
 
@@ -27,6 +34,7 @@ __all__ = [
     "EngineMemory",
     "InvalidRequest",
     "Malformed",
+    "RequestRefused",
     "Silent",
 ]
 
@@ -39,16 +47,29 @@ class InvalidRequest(ValueError):
     """A request that must not be sent: it would stop the server, or could not be completed."""
 
 
+ABORT_TIMEOUT_S = 5.0
+"""Longest time that is spent on aborting a request whose caller has gone."""
+
+
 class EngineClient(ServerControl):
     """Everything that one server can be asked: generation here, control calls in the base class.
 
     Create and use it inside one event loop; ``close`` it at the end.
     """
 
+    def __init__(self, address: EngineAddress) -> None:
+        super().__init__(address)
+        self._aborting: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        for aborting in self._aborting:
+            aborting.cancel()
+        await super().close()
+
     async def generate(
         self,
         input_ids: Sequence[int],
-        sampling: SamplingConfig,
+        sampling: Sampling,
         completion: GrowingCompletion,
         *,
         greedy: bool = False,
@@ -62,8 +83,9 @@ class EngineClient(ServerControl):
         engine has had. ``grown`` is called whenever tokens were added and more are to come; the versions of
         these are lower bounds (``completion.py``).
 
-        Raises InvalidRequest, EngineError, Malformed, EngineLost, Aborted and Silent. ``completion`` keeps
-        what has arrived until then.
+        Raises InvalidRequest, RequestRefused, EngineError, Malformed, EngineLost, Aborted and Silent.
+        ``completion`` keeps what has arrived until then. A live request that is cancelled is aborted: SGLang
+        notices the end of a connection only when it has something to send.
         """
         ids = [*input_ids, *completion.tokens]
         max_new_tokens = completion.tokens_left(sampling.max_new_tokens)
@@ -72,24 +94,36 @@ class EngineClient(ServerControl):
         body: dict[str, object] = {
             "rid": rid,
             "input_ids": ids,
-            "sampling_params": {
-                "temperature": 0.0 if greedy else sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "max_new_tokens": max_new_tokens,
-                "stream_interval": self.address.stream_interval,
-            },
             "return_logprob": True,
             "stream": True,
             "extra_key": cache_key,
+            **request_fields(
+                sampling,
+                done=len(completion.tokens),
+                tokens_left=max_new_tokens,
+                greedy=greedy,
+                stream_interval=self.address.stream_interval,
+            ),
         }
         stream = CompletionStream(completion, version, self.address.vocab_size)
         length = len(completion.tokens)
-        async with aclosing(self._chunks(rid, body, stream)) as chunks:
-            while not await anext(chunks):
-                if grown is not None and len(completion.tokens) > length:
-                    length = len(completion.tokens)
-                    grown()
+        try:
+            async with aclosing(self._chunks(rid, body, stream)) as chunks:
+                while not await anext(chunks):
+                    if grown is not None and len(completion.tokens) > length:
+                        length = len(completion.tokens)
+                        grown()
+        except asyncio.CancelledError:
+            if isinstance(sampling, LiveSampling) and not self._session.closed:
+                aborting = asyncio.create_task(self._abort_abandoned(rid), name=f"aborting {rid}")
+                self._aborting.add(aborting)
+                aborting.add_done_callback(self._aborting.discard)
+            raise
+
+    async def _abort_abandoned(self, rid: str) -> None:
+        with suppress(EngineError, EngineLost, TimeoutError):
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                await self.abort(rid)
 
     async def _chunks(
         self, rid: str, body: dict[str, object], stream: CompletionStream
@@ -111,7 +145,8 @@ class EngineClient(ServerControl):
             await asyncio.sleep(LONGEST_PAUSE_S)  # the request is sent again at once
             raise Aborted(f"{self.name} /generate: this process cannot go on reading: {error}") from error
         except Refused as error:
-            raise EngineError(f"{self.name} /generate: {error}") from error
+            kind = RequestRefused if error.status in REQUESTS_FAULT else EngineError
+            raise kind(f"{self.name} /generate: {error}") from error
         except ValueError as error:
             raise Malformed(f"{self.name} /generate: {error}") from error
 

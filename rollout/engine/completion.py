@@ -27,7 +27,7 @@ log-probs that are not positive, as many tokens as the server counts, versions f
 from collections.abc import Sequence
 from typing import NotRequired, TypedDict, cast
 
-from slipstream.rollout.engine.growing import GrowingCompletion
+from slipstream.rollout.engine.growing import Alternatives, GrowingCompletion
 from slipstream.rollout.trajectory import Finish
 
 HIGHEST_LOGPROB = 1e-3
@@ -46,6 +46,8 @@ class _FinishReason(TypedDict):
     """With the type ``abort`` only, and even there not always."""
     status_code: NotRequired[int | None]
     """With the type ``abort`` only: an HTTP status if the server refuses the request."""
+    matched: NotRequired[int | str | list[int] | None]
+    """With the type ``stop`` only: the token id, string or expression that ended the completion."""
 
 
 class _VersionSpan(TypedDict):
@@ -64,12 +66,16 @@ class _Meta(TypedDict):
     num_retractions: NotRequired[int | None]
     output_token_logprobs: Sequence[tuple[float, int, object]]
     """(log-prob, token id, text) of each token."""
+    output_top_logprobs: NotRequired[Sequence[Sequence[tuple[float, int, object]] | None]]
+    """The likeliest tokens at each position, where they were asked for."""
+    cached_tokens: NotRequired[int | None]
     input_token_logprobs: Sequence[tuple[float, int, object]]
     """Only where it was asked for. The log-prob of the first token is None."""
 
 
 class _Failure(TypedDict):
     message: str
+    code: NotRequired[int | None]
 
 
 class _Chunk(TypedDict):
@@ -80,6 +86,11 @@ class _Chunk(TypedDict):
 
 class Refused(ValueError):
     """The server refuses the request. The message is the server's own."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        """The server's HTTP status; None: it gave none."""
 
 
 class Aborted(RuntimeError):
@@ -125,33 +136,37 @@ class CompletionStream:
 
     def _add(self, chunk: _Chunk) -> bool:
         if "error" in chunk:
-            raise Refused(chunk["error"]["message"])
+            raise Refused(chunk["error"]["message"], chunk["error"].get("code"))
         meta = chunk["meta_info"]
         reason = meta["finish_reason"]
         aborted = reason is not None and reason["type"] == "abort"
         if reason is not None and aborted and reason.get("status_code"):
-            raise Refused(reason["message"])
+            raise Refused(reason["message"], reason.get("status_code"))
         # Everything is read before anything changes: a malformed chunk leaves the completion as it was.
         tokens, logprobs = self._new(meta)
         if not aborted:
             self._check_ids(list(chunk["output_ids"]), tokens)
-        finish, spans, reported = Finish.PARTIAL, None, self._reported
+        alternatives = _alternatives(meta, len(tokens))
+        finish, matched, spans, reported = Finish.PARTIAL, None, None, self._reported
         if reason is None:
             reported = int(meta["weight_version"])
         elif not aborted:
-            finish = FINISHES[reason["type"]]
+            finish, matched = FINISHES[reason["type"]], _matched(reason)
         if reason is not None and (not aborted or "weight_versions" in meta):
             spans = _spans(meta["weight_versions"], self._known + len(tokens))
         retractions = int(meta.get("num_retractions") or 0)
 
         completion = self._completion
+        if not completion.tokens:
+            completion.cached_tokens = int(meta.get("cached_tokens") or 0)
         completion.add(self._reported, tokens, logprobs)
+        completion.alternatives += alternatives
         self._reported = reported
         if retractions:
             completion.retractions = self._retractions_before + retractions
         if spans is not None:
             completion.retag(self._start, spans)
-        completion.finish = finish
+        completion.finish, completion.matched = finish, matched
         if reason is not None and aborted:
             self._drop_last(tokens)
             message = f"generation was aborted: {reason.get('message', '')}"
@@ -210,6 +225,25 @@ class CompletionStream:
         """
         if new:
             self._completion.cut(len(self._completion.tokens) - 1)
+
+
+def _matched(reason: _FinishReason) -> int | str | None:
+    """Return what ended a completion. SGLang lists several token ids where a request stops at sequences."""
+    matched = reason.get("matched")
+    return matched[-1] if isinstance(matched, list) else matched
+
+
+def _alternatives(meta: _Meta, new: int) -> list[Alternatives]:
+    """Return the likeliest tokens at the positions of the ``new`` last tokens; nothing if none are given."""
+    given = meta.get("output_top_logprobs")
+    if not given or not new:
+        return []
+    if len(given) < new:
+        raise ValueError(f"alternatives to {len(given)} tokens, expected {new}")
+    return [
+        tuple((float(entry[0]), int(entry[1])) for entry in position or ())
+        for position in given[len(given) - new :]
+    ]
 
 
 def _spans(reported: list[_VersionSpan], length: int) -> list[tuple[int, int]]:

@@ -17,10 +17,17 @@ import aiohttp
 from slipstream.rollout.engine.key import NO_KEY, Key
 from slipstream.rollout.engine.shortage import SHORTAGES, is_local, pauses
 
+REQUESTS_FAULT = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY)
+"""Statuses by which a server says what is wrong with a request."""
+
 
 class EngineError(RuntimeError):
     """A request has failed, though its server may be well: the server refused it, sent a malformed reply, or
     was never asked. The message holds the server's own words."""
+
+
+class RequestRefused(EngineError):
+    """The server has read the request and says what is wrong with it: it would refuse it again."""
 
 
 class Malformed(EngineError):
@@ -189,8 +196,13 @@ class EngineConnection:
         return NotSent(f"{self.name} {path}: this process is short of something: {error}")
 
     def _refusal(self, path: str, status: int, text: str) -> EngineError:
-        kind = Malformed if status == HTTPStatus.INTERNAL_SERVER_ERROR else EngineError
-        return kind(f"{self.name} {path}: HTTP {status}: {text[:500]}")
+        return _kind(status)(f"{self.name} {path}: HTTP {status}: {text[:500]}")
+
+
+def _kind(status: int) -> type[EngineError]:
+    if status in REQUESTS_FAULT:
+        return RequestRefused
+    return Malformed if status == HTTPStatus.INTERNAL_SERVER_ERROR else EngineError
 
 
 async def events(data: AsyncIterable[bytes]) -> AsyncIterator[object]:

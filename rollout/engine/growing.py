@@ -16,6 +16,9 @@ from collections.abc import Iterable, Sequence
 
 from slipstream.rollout.trajectory import Completion, Finish, Span
 
+Alternatives = tuple[tuple[float, int], ...]
+"""(log-prob, token id) of the likeliest tokens at one position, the likeliest first."""
+
 
 class GrowingCompletion:
     """The tokens of one completion so far, with the log-prob and the policy version of each.
@@ -23,7 +26,17 @@ class GrowingCompletion:
     It may consist of the replies to several requests, each of which continues the ones before.
     """
 
-    __slots__ = ("finish", "logprobs", "retractions", "runs", "tokens")
+    __slots__ = (
+        "alternatives",
+        "cached_tokens",
+        "finish",
+        "logprobs",
+        "matched",
+        "resumed",
+        "retractions",
+        "runs",
+        "tokens",
+    )
 
     def __init__(self) -> None:
         self.tokens = array("i")
@@ -33,7 +46,15 @@ class GrowingCompletion:
         self.runs: list[tuple[int, int]] = []
         """(version, end) of neighbouring tokens of one version, in order; ``end`` is behind the last one."""
         self.finish = Finish.PARTIAL
+        self.matched: int | str | None = None
+        """The token id or the stop string that ended it; None: neither, or more tokens follow."""
         self.retractions = 0
+        self.alternatives: list[Alternatives] = []
+        """The likeliest tokens at each position, where they were asked for."""
+        self.cached_tokens = 0
+        """Number of prompt tokens that the first engine had in its cache."""
+        self.resumed = 0
+        """Number of tokens behind which the latest request goes on; 0: it is the first request."""
 
     def add(self, version: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Append tokens of one version. Raises ValueError when there are not as many log-probs."""
@@ -45,9 +66,9 @@ class GrowingCompletion:
 
     def cut(self, n: int) -> None:
         """Keep the first ``n`` tokens, from which the completion may be continued."""
-        del self.tokens[n:], self.logprobs[n:]
+        del self.tokens[n:], self.logprobs[n:], self.alternatives[n:]
         self._cut_runs(n)
-        self.finish = Finish.PARTIAL
+        self.finish, self.matched = Finish.PARTIAL, None
 
     def retag(self, start: int, spans: Iterable[tuple[int, int]]) -> None:
         """Replace the versions of all tokens from ``start`` on by ``spans``: (version, tokens), in order.

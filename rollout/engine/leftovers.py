@@ -71,6 +71,12 @@ def this_process() -> ProcessIdentity:
     return ProcessIdentity(_machine(), os.getpid(), started)
 
 
+def process_of(pid: int) -> ProcessIdentity | None:
+    """Return the identity of a process of this machine; None if there is none."""
+    started = _start_of(pid)
+    return None if started is None else ProcessIdentity(_machine(), pid, started)
+
+
 def segments_of_torch(process: ProcessIdentity) -> set[Path]:
     """Return the files in /dev/shm that torch.multiprocessing has made in a process of this machine.
 

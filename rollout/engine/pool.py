@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.changes import Changes
 from slipstream.rollout.engine.client import (
     EngineAddress,
@@ -35,6 +34,7 @@ from slipstream.rollout.engine.completion import Aborted
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.limit import Limit
 from slipstream.rollout.engine.routing import LostEngine, PoolStatus, Routing, ServingEngine
+from slipstream.rollout.engine.sampling import Sampling, starts_over
 from slipstream.rollout.engine.trace import RequestTrace, watched
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class GeneratingClient(Protocol):
     async def generate(
         self,
         input_ids: Sequence[int],
-        sampling: SamplingConfig,
+        sampling: Sampling,
         completion: GrowingCompletion,
         *,
         greedy: bool = False,
@@ -163,6 +163,15 @@ class EnginePool:
             lost=tuple(LostEngine(e.name, e.life, e.lost) for e in engines if e.lost is not None),
         )
 
+    @property
+    def capacity(self) -> int:
+        """Number of requests that may run at one time; 0 while there is no engine.
+
+        Engines whose requests are held count: an update of the weights makes requests wait, and no more.
+        """
+        serve = any(engine.lost is None for engine in self._engines.values())
+        return self._requests.size if serve else 0
+
     def follow(self, routing: Routing) -> None:
         """Put a routing record into force; does nothing unless it is newer than the one in force.
 
@@ -194,7 +203,7 @@ class EnginePool:
     async def generate(
         self,
         input_ids: Sequence[int],
-        sampling: SamplingConfig,
+        sampling: Sampling,
         completion: GrowingCompletion,
         *,
         greedy: bool = False,
@@ -206,12 +215,13 @@ class EnginePool:
         whenever it has grown by tokens whose weights are not in doubt. Only inside of that call, and after
         this one has returned or raised, is everything in ``completion`` to be relied on: in between it may
         hold tokens that are taken back. A token of which ``grown`` was told stays; its version may yet change
-        from a lower bound to the engine's own.
+        from a lower bound to the engine's own. Under a grammar an interrupted completion starts over, so that
+        ``grown`` must not be given.
 
         Raises InvalidRequest, EngineError, NoEngine.
         """
         self.tokens_continued += len(completion.tokens)
-        growth, silences = _Growth(completion, grown), 0
+        growth, silences, begin = _Growth(completion, grown), 0, len(completion.tokens)
         if completion.tokens_left(sampling.max_new_tokens):
             async with self._requests:
                 while completion.tokens_left(sampling.max_new_tokens):
@@ -226,13 +236,15 @@ class EnginePool:
                                 "rollout.engine.request_timeout_s may be too short"
                             ) from cut
                         self.requests_resent += 1
+                        if starts_over(sampling):
+                            completion.cut(begin)
+                            growth.known = length = begin
                         self.tokens_continued += len(completion.tokens) - length
                         growth.tell()
+                        completion.resumed = len(completion.tokens)
         completion.ended()
 
-    async def _ask(
-        self, input_ids: Sequence[int], sampling: SamplingConfig, growth: _Growth, greedy: bool
-    ) -> None:
+    async def _ask(self, input_ids: Sequence[int], sampling: Sampling, growth: _Growth, greedy: bool) -> None:
         """Ask one engine for the missing rest of a completion, and lose the engine if it is lost.
 
         However this ends, the completion then holds no token that was sampled from weights in doubt.

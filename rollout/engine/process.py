@@ -92,6 +92,15 @@ def server_args(spec: ServerSpec) -> dict[str, object]:
     return arguments | (cpu.SERVER_ARGS if spec.device == "cpu" else {}) | dict(spec.args)
 
 
+LIVE_SERVER_ARGS: Mapping[str, object] = {
+    "enable_priority_scheduling": True,  # a larger number goes first
+    "default_priority_value": 0,  # of rollouts, which give none
+    "retraction_policy": "priority",  # a full KV cache takes rollouts off the GPU before users
+}
+"""ServerArgs of engines that serve users beside rollouts. A waiting request with a priority that is larger by
+more than ``priority_scheduling_preemption_threshold`` (10) takes the place of a running one, which is
+retracted and goes on later. SGLang asserts that ``schedule_policy`` is ``fcfs`` or ``lof`` then."""
+
 LAUNCHER = (sys.executable, "-m", "slipstream.rollout.engine.launch")
 """Command of the server's program, which takes one further argument: JSON."""
 
@@ -215,6 +224,11 @@ class ServerProcess:
         with self._log_path.open(errors="replace") as log:
             tail = "".join(deque(log, lines))
         return f"; the end of {self._log_path}:\n{tail}"
+
+
+def environment_without_gpu() -> dict[str, str]:
+    """Return the additional variables of a process that imports SGLang and runs nothing on a GPU."""
+    return cpu.environment(1)
 
 
 def _environment(spec: ServerSpec) -> dict[str, str]:

@@ -50,6 +50,8 @@ class _Collector:
     since: int
     """Number of the first record that it can have."""
     status: PoolStatus = field(default_factory=PoolStatus)
+    limit: int | None = None
+    """Number of requests that it may run beside the collectors' limit; None: it has a share of that."""
     lags: bool = False
     """It has not followed a record in time; the driver ends it."""
 
@@ -74,13 +76,21 @@ class EngineRoster:
         self._collectors: dict[str, _Collector] = {}
         self._gone = PoolStatus()
         """Totals of the collectors that have left."""
-        self._held = False
+        self._holds = 0
+        """Number of blocks inside of which requests are held."""
+        self._awaiting = 0
+        """Number of engines that wait for the trainer before they can serve."""
         self._changes = Changes()
         self._announcing = False
         self._changed: list[Callable[[], None]] = []
         self._lagging: list[Callable[[str], None]] = []
         self.lost: asyncio.Queue[tuple[EngineClient, str]] = asyncio.Queue()
         """Engines that were condemned, each once, with the reason; the supervisor restarts them."""
+        self.outdated: asyncio.Queue[tuple[EngineClient, str]] = asyncio.Queue()
+        """Engines that were withdrawn, each once, with the reason; the supervisor has them brought up to
+        date."""
+        self.withdrawn: set[EngineClient] = set()
+        """Engines that were withdrawn and do not serve again yet."""
 
     # ---- engines
 
@@ -97,12 +107,21 @@ class EngineRoster:
         """Let an engine serve, which holds the current version."""
         if client not in self._engines:
             self._engines[client] = _Serving(life=self._number + 1)
+            self.withdrawn.discard(client)
             self._new_record()
 
     def remove(self, client: EngineClient) -> None:
         """Let an engine serve no more. Its requests end, and go on elsewhere."""
+        self.withdrawn.discard(client)
         if self._engines.pop(client, None) is not None:
             self._new_record()
+
+    def withdraw(self, client: EngineClient, reason: str) -> None:
+        """Let an engine serve no more until it was brought to the current version. Its server goes on."""
+        if client in self._engines:
+            self.remove(client)
+            self.withdrawn.add(client)
+            self.outdated.put_nowait((client, reason))
 
     def condemn(self, client: EngineClient, reason: str) -> None:
         """Let an engine serve no more, and have it restarted. Does nothing the second time."""
@@ -144,20 +163,33 @@ class EngineRoster:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Hold new requests back inside the block. Must not be nested."""
-        self._held = True
+        """Hold new requests back inside the block."""
+        self._holds += 1
         self._new_record()
         try:
             yield
         finally:
-            self._held = False
+            self._holds -= 1
+            self._new_record()
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Wait inside the block until an engine can be brought up to date. While none serves, requests are
+        held back: they wait without a limit of their own.
+        """
+        self._awaiting += 1
+        self._new_record()
+        try:
+            yield
+        finally:
+            self._awaiting -= 1
             self._new_record()
 
     @asynccontextmanager
     async def drained(self, timeout_s: float) -> AsyncIterator[None]:
         """Hold new requests back inside the block, and enter it once no request runs.
 
-        Requests that run longer than ``timeout_s`` go on inside the block. Must not be nested.
+        Requests that run longer than ``timeout_s`` go on inside the block.
         """
         with self.holding():
             await self._followed(self._number)
@@ -180,18 +212,23 @@ class EngineRoster:
         self._changed.append(changed)
         self._lagging.append(lagging)
 
-    def joined(self, name: str) -> None:
-        """Count a collector in, which is to be sent a record first. Its name is never used again."""
+    def joined(self, name: str, *, limit: int | None = None) -> None:
+        """Count a collector in, which is to be sent a record first. Its name is never used again.
+
+        ``limit``: of a gateway, which follows records as a collector does: the number of requests that it may
+        run. They count for nobody's limit but its own, and their tokens not as tokens of rollouts.
+        """
         if name in self._collectors:
             raise ValueError(f"there is a collector {name} already")
-        self._collectors[name] = _Collector(since=self._number + 1)
+        self._collectors[name] = _Collector(since=self._number + 1, limit=limit)
         self._new_record()
 
     def left(self, name: str) -> None:
         """Count a collector out. Whatever it has generated stays in the totals."""
         collector = self._collectors.pop(name, None)
         if collector is not None:
-            self._gone = _total([self._gone, collector.status])
+            if collector.limit is None:
+                self._gone = _total([self._gone, collector.status])
             self._new_record()
             self._changes.notify()
 
@@ -215,7 +252,10 @@ class EngineRoster:
 
     def share_of(self, name: str) -> int:
         """Return the number of requests that one collector runs at one time."""
-        names = list(self._collectors)
+        limit = self._collectors[name].limit
+        if limit is not None:
+            return limit
+        names = [name for name, collector in self._collectors.items() if collector.limit is None]
         return max(1, self._limit // len(names) + (names.index(name) < self._limit % len(names)))
 
     def routing_for(self, name: str) -> Routing:
@@ -230,7 +270,7 @@ class EngineRoster:
         return Routing(
             number=self._number,
             version=self.version,
-            held=self._held,
+            held=self._holds > 0 or (self._awaiting > 0 and not self._engines),
             limit=self.share_of(name),
             engines=(*engines[first:], *engines[:first]),
         )
@@ -253,8 +293,8 @@ class EngineRoster:
 
     @property
     def in_use(self) -> int:
-        """Number of ``generate`` calls that run; above ``limit`` for a while after it was lowered."""
-        return sum(collector.status.in_use for collector in self._collectors.values())
+        """Number of ``generate`` calls of rollouts that run; above ``limit`` for a while after it sank."""
+        return sum(c.status.in_use for c in self._collectors.values() if c.limit is None)
 
     @property
     def tokens_generated(self) -> int:
@@ -272,7 +312,7 @@ class EngineRoster:
 
     @property
     def _totals(self) -> PoolStatus:
-        return _total([self._gone, *(collector.status for collector in self._collectors.values())])
+        return _total([self._gone, *(c.status for c in self._collectors.values() if c.limit is None)])
 
     @property
     def _running(self) -> int:

@@ -169,6 +169,14 @@ class ServerControl(EngineConnection):
 
     # ---- state
 
+    async def weight_version(self) -> int:
+        """Return the policy version that the server was given last, in whole."""
+        reply = cast("dict[str, object]", await self._get("/model_info"))
+        try:
+            return int(str(reply["weight_version"]))
+        except (LookupError, ValueError) as error:
+            raise EngineError(f"{self.name} /model_info: no weight_version in {reply}") from error
+
     async def checksum(self) -> str:
         """Return a checksum of the weights in memory: equal for equal weights on equally many ranks."""
         reply = cast("dict[str, object]", await self._post("/weights_checker", {"action": "checksum"}))

@@ -1,8 +1,11 @@
 """Keeps the engines serving: starts them, notices lost ones, restarts them, brings them up to date.
 
     STARTING --healthy--> SYNCING --holds the current version--> SERVING --lost / condemned--> STARTING
+                             ^                                      |
+                             +-------------- withdrawn -------------+
 
-An engine is in the roster only while SERVING. It is admitted while no publication can intervene.
+An engine is in the roster only while SERVING. It is admitted while no publication can intervene. An engine is
+withdrawn when its server is well but its weights are not whole, because the trainer died while it sent them.
 """
 
 import asyncio
@@ -45,6 +48,8 @@ class _Engine:
     client: EngineClient | None = None
     """Client of the server as last started; None while it is being started."""
     condemned: asyncio.Event = field(default_factory=asyncio.Event)
+    outdated: asyncio.Event = field(default_factory=asyncio.Event)
+    """Its server is to be brought up to date again."""
     reason: str = ""
     restarts: int = 0
 
@@ -93,6 +98,7 @@ class Supervisor:
             for engine, event in zip(self._engines.values(), started, strict=True):
                 tasks.create_task(self._keep(engine, event))
             tasks.create_task(self._watch_roster())
+            tasks.create_task(self._watch_outdated())
             for event in started:
                 await event.wait()
             serving.set()
@@ -107,6 +113,14 @@ class Supervisor:
             client, reason = await self._roster.lost.get()
             if self._engines[client.name].client is client:
                 self.condemn(client.name, reason)
+
+    async def _watch_outdated(self) -> None:
+        while True:
+            client, reason = await self._roster.outdated.get()
+            engine = self._engines[client.name]
+            if engine.client is client:
+                self._note(f"{client.name} waits for the next version: {reason}")
+                engine.outdated.set()
 
     async def _keep(self, engine: _Engine, started: asyncio.Event) -> None:
         while True:
@@ -129,22 +143,34 @@ class Supervisor:
         engine.condemned.clear()
         engine.client = client
         try:
-            refused = await self._weights.bring_up_to_date(client.address, lambda: self._roster.add(client))
-            if refused is not None:
-                return f"it could not be brought to the current version: {refused}"
-            started.set()
-            return await self._lost(engine)
+            while True:
+                engine.outdated.clear()
+                refused = await self._weights.bring_up_to_date(
+                    client.address, lambda: self._roster.add(client)
+                )
+                if refused is not None:
+                    return f"it could not be brought to the current version: {refused}"
+                started.set()
+                if (reason := await self._lost(engine)) is not None:
+                    return reason
         finally:
             engine.client = None
             self._roster.remove(client)
             await client.close()
 
-    async def _lost(self, engine: _Engine) -> str:
-        """Wait for the end of the server, or for a verdict on it. Return the reason."""
+    async def _lost(self, engine: _Engine) -> str | None:
+        """Wait for the end of the server, or for a verdict on it. Return the reason; None if the server is
+        only to be brought up to date.
+        """
         exit_code = asyncio.ensure_future(engine.handle.wait_exit())
         condemned = asyncio.ensure_future(engine.condemned.wait())
+        outdated = asyncio.ensure_future(engine.outdated.wait())
         try:
-            await asyncio.wait({exit_code, condemned}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                {exit_code, condemned, outdated}, return_when=asyncio.FIRST_COMPLETED
+            )
+            if done == {outdated}:
+                return None
             # Collectors notice a dead server first, but its exit code tells more.
             await asyncio.wait({exit_code}, timeout=0.5)
             if exit_code.done():
@@ -153,3 +179,4 @@ class Supervisor:
         finally:
             exit_code.cancel()
             condemned.cancel()
+            outdated.cancel()

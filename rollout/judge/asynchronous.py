@@ -17,12 +17,12 @@ from types import FunctionType
 from typing import Any, cast
 
 from slipstream.rollout.judge.limits import Bounds
-from slipstream.rollout.judge.replies import scored, unscored, waiting_at
+from slipstream.rollout.judge.replies import unscored, waiting_at
 from slipstream.rollout.judge.wire import (
     QUESTION,
     REQUEST,
     FrameReader,
-    JudgeQuestion,
+    Question,
     Reply,
     Retiring,
     Unscored,
@@ -37,14 +37,19 @@ TICKS = 8
 """Number of times that the time limit is looked at within the time that a question has."""
 
 
-def answer_at_once(connection: socket.socket, score: Callable[..., Any], bounds: Bounds) -> None:
-    """Answer questions until the connection ends."""
+def answer_at_once(
+    connection: socket.socket,
+    score: Callable[..., Any],
+    bounds: Bounds,
+    reply_with: Callable[[int, Any], Reply],
+) -> None:
+    """Answer questions until the connection ends. ``reply_with``: makes a reply of what ``score`` returns."""
     selector = selectors.EpollSelector()
     loop = asyncio.SelectorEventLoop(selector)
     asyncio.set_event_loop(loop)
     loop.set_default_executor(_Threads())
     bounds.forks.in_fork = partial(_disable, loop, selector)
-    judge = _Overlapping(score, bounds, loop)
+    judge = _Overlapping(score, bounds, loop, reply_with)
     loop.run_until_complete(loop.create_unix_connection(lambda: judge, sock=connection))
     while not judge.ended:
         try:
@@ -106,8 +111,15 @@ class _Threads(ThreadPoolExecutor):
 class _Overlapping(asyncio.Protocol):
     """The connection to the pool, and the open questions."""
 
-    def __init__(self, score: Callable[..., Any], bounds: Bounds, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        score: Callable[..., Any],
+        bounds: Bounds,
+        loop: asyncio.AbstractEventLoop,
+        reply_with: Callable[[int, Any], Reply],
+    ) -> None:
         self._score = score
+        self._reply_with = reply_with
         self._bounds = bounds
         self._loop = loop
         self._reader = FrameReader()
@@ -127,7 +139,7 @@ class _Overlapping(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         for frame in self._reader.feed(data):
             request = REQUEST.decode(frame)
-            if isinstance(request, JudgeQuestion):
+            if isinstance(request, Question):
                 self._begin(request)
             elif question := self._open.get(request.number):
                 self._give_up(question, Unscored(question.number, "it is not needed any more"))
@@ -149,7 +161,7 @@ class _Overlapping(asyncio.Protocol):
 
     # -- Questions
 
-    def _begin(self, request: JudgeQuestion) -> None:
+    def _begin(self, request: Question) -> None:
         question = _Open(request.number, self._loop.time() + self._bounds.timeout_s)
         if not self._open:
             self._bounds.watchdog.arm(self._bounds.timeout_s)
@@ -159,11 +171,11 @@ class _Overlapping(asyncio.Protocol):
         question.task = self._loop.create_task(judge(self, question, request))
         question.task.add_done_callback(partial(self._on_end, question))
 
-    async def _judge(self, question: _Open, request: JudgeQuestion) -> None:
+    async def _judge(self, question: _Open, request: Question) -> None:
         _open_question.set(question)
         self._bounds.home.restore()
         try:
-            reply: Reply = scored(question.number, await self._score(*request.arguments()))
+            reply = self._reply_with(question.number, await self._score(*request.arguments()))
         except BaseException as error:  # exits and cancellations included: none of them is meant for us
             if question.answered:
                 return
@@ -224,5 +236,5 @@ class _Overlapping(asyncio.Protocol):
             self._schedule_tick()
 
     def _overdue(self, question: _Open) -> Unscored:
-        reason = f"it took longer than {self._bounds.timeout_s:g} s (rollout.judging.timeout_s)"
+        reason = f"it took longer than {self._bounds.timeout_s:g} s ({self._bounds.section}.timeout_s)"
         return Unscored(question.number, f"{reason}. {waiting_at(question.task)}")

@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 
 from slipstream.rollout.judge.replies import shortened
-from slipstream.rollout.judge.wire import CONNECTION_CLOSED, QUESTION
+from slipstream.rollout.judge.wire import CONNECTION_CLOSED, QUESTION, JudgeSetup
 
 NO_CONNECTION = "it has closed the connection of its judge process"
 
@@ -102,7 +102,7 @@ def _signal_name(number: int) -> str:
         return str(number)
 
 
-def failed_judging(path: str, prompt: int, causes: list[str]) -> JudgingFailed:
+def failed_judging(setup: JudgeSetup, subject: str, causes: list[str]) -> JudgingFailed:
     """Return the error of a question, with the cause of each attempt. Equal causes are shown once."""
     lines: list[str] = []
     first = 0
@@ -112,6 +112,7 @@ def failed_judging(path: str, prompt: int, causes: list[str]) -> JudgingFailed:
         attempts = f"attempt {number + 1}" if first == number else f"attempts {first + 1} to {number + 1}"
         lines.append(f"{attempts}: {cause.rstrip()}")
         first = number + 1
-    setting = f"rollout.judging.attempts: {len(causes)}"
-    head = f"the reward {path} has failed for prompt {prompt} in every attempt ({setting})"
+    setting = f"{setup.section}.attempts: {len(causes)}"
+    what = "judge" if setup.of_turns else "reward"
+    head = f"the {what} {setup.path} has failed for {subject} in every attempt ({setting})"
     return JudgingFailed(shortened("\n".join([head, *lines]), LONGEST_ERROR))

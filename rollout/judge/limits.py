@@ -114,3 +114,5 @@ class Bounds:
     memory: MemoryWatch
     forks: ForkGuard
     home: WorkingDirectory
+    section: str
+    """Section of the recipe with the settings, for messages."""

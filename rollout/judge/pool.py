@@ -20,8 +20,9 @@ from types import TracebackType
 from slipstream.configs.schema import JudgingConfig, PluginConfig
 from slipstream.rollout.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed, failed_judging
 from slipstream.rollout.judge.seat import OpenQuestion, Seat
-from slipstream.rollout.judge.wire import JudgeSetup
-from slipstream.rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.judge.wire import JudgeSetup, Ruled, Scored, TurnQuestion, framed, framed_question
+from slipstream.rollout.reward.live import JudgedTurn, Verdict
+from slipstream.rollout.trajectory import Messages, Prompt, Trajectory
 
 __all__ = ["JudgePool", "JudgeStartFailed", "JudgeStatus", "Judgement", "JudgesClosed", "JudgingFailed"]
 
@@ -64,12 +65,27 @@ class JudgePool:
     JudgeStartFailed. Leaving ends them, with everything that they have started.
     """
 
-    def __init__(self, settings: JudgingConfig, plugin: PluginConfig, logs_folder: Path, name: str) -> None:
-        """``name`` distinguishes the logs of the pools of a run: judge-NAME-0.log and so on."""
+    def __init__(
+        self,
+        settings: JudgingConfig,
+        plugin: PluginConfig,
+        logs_folder: Path,
+        name: str,
+        *,
+        of_turns: bool = False,
+    ) -> None:
+        """``name`` distinguishes the logs of the pools of a run: judge-NAME-0.log and so on. ``of_turns``:
+        the plugin judges turns of live users.
+        """
         self._settings = settings
-        self._path = plugin.path
         self._setup = JudgeSetup(
-            plugin.path, plugin.args, settings.timeout_s, settings.start_timeout_s, settings.memory_mb
+            plugin.path,
+            plugin.args,
+            settings.timeout_s,
+            settings.start_timeout_s,
+            settings.memory_mb,
+            "live.judging" if of_turns else "rollout.judging",
+            of_turns,
         )
         self._logs = [logs_folder / f"judge-{name}-{number}.log" for number in range(settings.processes)]
         self._seats: list[Seat] = []
@@ -113,8 +129,8 @@ class JudgePool:
         if self._keeping:
             await asyncio.wait(self._keeping)
         for question in self._open.values():
-            if not question.reward.done():
-                question.reward.set_exception(JudgesClosed("the judge pool was closed before the answer"))
+            if not question.answer.done():
+                question.answer.set_exception(JudgesClosed("the judge pool was closed before the answer"))
 
     async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> Judgement:
         """Return what an episode is worth. A caller that is cancelled withdraws its question.
@@ -122,19 +138,35 @@ class JudgePool:
         Raises JudgingFailed when every attempt has failed, JudgeStartFailed when processes cannot be started
         any more, and JudgesClosed.
         """
+        frame = partial(framed_question, prompt=prompt, response=response, trajectory=trajectory)
+        reply = await self._ask(f"prompt {prompt.id}", "trajectory", frame)
+        assert isinstance(reply, Scored)
+        return Judgement(reply.reward)
+
+    async def judge(self, turn: JudgedTurn, next_state: Messages) -> Verdict:
+        """Return the verdict on a turn of a live user. Cancellation and errors: as of ``score``."""
+
+        def frame(number: int) -> bytes:
+            return framed(TurnQuestion(number, turn, next_state))
+
+        reply = await self._ask("a turn", "next state", frame)
+        assert isinstance(reply, Ruled)
+        return Verdict(reply.score, reply.hint)
+
+    async def _ask(self, subject: str, content: str, frame: Callable[[int], bytes]) -> Scored | Ruled:
         if self._broken is not None:
             raise JudgeStartFailed(self._broken)
         if not self._is_open:
             raise JudgesClosed("the judge pool is not open: use it as an asynchronous context manager")
         number = next(self._numbers)
         question = OpenQuestion(
-            number, prompt, response, trajectory, self._loop.create_future(), self._loop.time()
+            number, subject, content, frame, self._loop.create_future(), self._loop.time()
         )
         self._open[number] = question
         self._queue.append(question)
         self._feed()
         try:
-            return Judgement(await question.reward)
+            return await question.answer
         finally:
             del self._open[number]
             if question.seat is not None:
@@ -158,7 +190,7 @@ class JudgePool:
         """Return the longest waiting question, and forget it. None: there is none."""
         while self._queue:
             question = self._queue.popleft()
-            if not question.reward.done():
+            if not question.answer.done():
                 return question
         return None
 
@@ -166,10 +198,10 @@ class JudgePool:
         """Charge a question with an attempt, and ask it again after a wait: by ``ask``, or in the queue."""
         self._failed_attempts += 1
         question.causes.append(cause)
-        if question.reward.done():
+        if question.answer.done():
             return
         if len(question.causes) >= self._settings.attempts:
-            question.reward.set_exception(failed_judging(self._path, question.prompt.id, question.causes))
+            question.answer.set_exception(failed_judging(self._setup, question.subject, question.causes))
         else:
             again = ask or partial(self._enqueue_first, question)
             self._loop.call_later(self._delay(len(question.causes)), again)
@@ -193,8 +225,8 @@ class JudgePool:
         error = keeping.exception()
         self._broken = str(error) if isinstance(error, JudgeStartFailed) else f"a seat of a judge: {error!r}"
         for question in self._open.values():
-            if not question.reward.done():
-                question.reward.set_exception(JudgeStartFailed(self._broken))
+            if not question.answer.done():
+                question.answer.set_exception(JudgeStartFailed(self._broken))
 
 
 def _n_open(seat: Seat) -> int:

@@ -71,7 +71,7 @@ class JudgeProcess:
         return process
 
     async def _start(self, setup: JudgeSetup) -> None:
-        limit = f"{setup.start_timeout_s:g} s to start (rollout.judging.start_timeout_s)"
+        limit = f"{setup.start_timeout_s:g} s to start ({setup.section}.start_timeout_s)"
         try:
             frame = framed(setup)
         except (TypeError, OverflowError, UnicodeEncodeError) as error:

@@ -12,7 +12,8 @@ from typing import Any, SupportsFloat, cast
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.rollout.judge.wire import Blame, Scored, Unscored
+from slipstream.rollout.judge.wire import Blame, Ruled, Scored, Unscored
+from slipstream.rollout.reward.live import Verdict
 
 LONGEST_TRACEBACK = 6000
 """Characters of a traceback in a reply. The middle of a longer one is left out."""
@@ -58,6 +59,26 @@ _repr.maxother = _repr.maxstring = 200
 def scored(number: int, value: Any) -> Scored:
     """Return the reply with a reward. Raises what ``number_of`` raises."""
     return Scored(number, number_of(value))
+
+
+LONGEST_HINT = 100_000
+"""Characters of a hint in a reply. The middle of a longer one is left out."""
+
+
+def ruled(number: int, value: Any) -> Ruled:
+    """Return the reply with a verdict; None is one without a score. Raises what ``number_of`` raises."""
+    if value is None:
+        return Ruled(number, None)
+    if not isinstance(value, Verdict):
+        raise NoNumber(f"it returned something of type {type(value).__name__}, expected a Verdict or None")
+    score, hint = cast(object, value.score), cast(object, value.hint)
+    if hint is not None and not isinstance(hint, str):
+        raise NoNumber(f"its hint is of type {type(hint).__name__}, expected a text or None")
+    return Ruled(
+        number,
+        None if score is None else number_of(score),
+        None if hint is None else shortened(hint, LONGEST_HINT),
+    )
 
 
 def unscored(number: int, error: BaseException) -> Unscored:

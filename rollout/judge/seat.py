@@ -24,24 +24,26 @@ from slipstream.rollout.judge.wire import (
     JudgeSetup,
     Reply,
     Retiring,
+    Ruled,
     Scored,
     Unscored,
     Withdrawal,
     framed,
-    framed_question,
 )
-from slipstream.rollout.trajectory import Prompt, Trajectory
 
 
 @dataclass(eq=False, slots=True)
 class OpenQuestion:
-    """A finished episode that waits for its reward."""
+    """A finished episode that waits for its reward, or a turn that waits for its verdict."""
 
     number: int
-    prompt: Prompt
-    response: str
-    trajectory: Trajectory
-    reward: "asyncio.Future[float]"
+    subject: str
+    """What is judged, for messages."""
+    content: str
+    """What belongs to it, for messages."""
+    frame: Callable[[int], bytes]
+    """Encodes the question, given its number."""
+    answer: "asyncio.Future[Scored | Ruled]"
     asked_at: float
     """Time at which the pool was asked; the time of the event loop."""
     causes: list[str] = field(default_factory=list[str])
@@ -166,13 +168,13 @@ class Seat:
 
     def _ask(self, process: JudgeProcess, question: OpenQuestion) -> bool:
         """Send a question. Return whether it was sent: not if nobody waits, or if it cannot be encoded."""
-        if question.reward.done():
+        if question.answer.done():
             return False
         try:
-            frame = framed_question(question.number, question.prompt, question.response, question.trajectory)
+            frame = question.frame(question.number)
         except Exception as error:  # arrays and metadata are those of user code
-            reason = f"prompt {question.prompt.id} or its trajectory cannot be sent to a process: {error!r}"
-            question.reward.set_exception(JudgingFailed(reason))
+            reason = f"{question.subject} or its {question.content} cannot be sent to a process: {error!r}"
+            question.answer.set_exception(JudgingFailed(reason))
             return False
         process.ask(frame)
         question.seat, question.sent_at = self, self._loop.time()
@@ -187,15 +189,15 @@ class Seat:
     def _on_reply(self, reply: Reply) -> None:
         if isinstance(reply, Retiring):
             self._is_retiring = True
-        elif isinstance(reply, Scored | Unscored):
+        elif isinstance(reply, Scored | Ruled | Unscored):
             question = self._open.pop(reply.number, None)
             if question is None:
                 return
             question.seat = None
             if isinstance(reply, Unscored):
                 self._attempt_failed(question, reply)
-            elif not question.reward.done():
-                question.reward.set_result(reply.reward)
+            elif not question.answer.done():
+                question.answer.set_result(reply)
             self._answered += 1
         self.feed()
 
@@ -204,7 +206,7 @@ class Seat:
         if reply.blame is Blame.MEMORY:
             self._is_retiring = True
             may_be_innocent = may_be_innocent or self._answered > 0
-        if question.reward.done():
+        if question.answer.done():
             return
         if may_be_innocent:
             self._apart.append([question])
@@ -234,7 +236,7 @@ class Seat:
         if left > 0:
             self._timer = self._loop.call_later(left, self._check_time)
         else:
-            limit = f"{self._setup.timeout_s:g} s (rollout.judging.timeout_s)"
+            limit = f"{self._setup.timeout_s:g} s ({self._setup.section}.timeout_s)"
             self._process.kill(f"it took longer than {limit}, and the watchdog of its process did not end it")
 
     # -- The process
@@ -266,13 +268,13 @@ class Seat:
             self._timer.cancel()
             self._timer = None
         was_alone = len(self._open) == 1
-        questions = [question for question in self._open.values() if not question.reward.done()]
+        questions = [question for question in self._open.values() if not question.answer.done()]
         self._open.clear()
         for question in questions:
             question.seat = None
         if was_alone:
             for question in questions:
-                cause = ending.cause(f"{self._setup.timeout_s:g} s (rollout.judging.timeout_s)")
+                cause = ending.cause(f"{self._setup.timeout_s:g} s ({self._setup.section}.timeout_s)")
                 self._charge(question, cause, partial(self.ask_apart, question))
         else:
             self._apart += filter(None, _parted(questions, ending.suspect))

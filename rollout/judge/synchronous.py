@@ -11,35 +11,43 @@ from collections.abc import Callable
 from typing import Any
 
 from slipstream.rollout.judge.limits import Bounds
-from slipstream.rollout.judge.replies import scored, unscored
-from slipstream.rollout.judge.wire import REQUEST, FrameReader, JudgeQuestion, Reply, Retiring, framed
+from slipstream.rollout.judge.replies import unscored
+from slipstream.rollout.judge.wire import REQUEST, FrameReader, Question, Reply, Retiring, framed
 
 
-def answer_in_turn(connection: socket.socket, score: Callable[..., Any], bounds: Bounds) -> None:
-    """Answer questions until the connection ends."""
-    judge = _OneByOne(score, bounds)
+def answer_in_turn(
+    connection: socket.socket,
+    score: Callable[..., Any],
+    bounds: Bounds,
+    reply_with: Callable[[int, Any], Reply],
+) -> None:
+    """Answer questions until the connection ends. ``reply_with``: makes a reply of what ``score`` returns."""
+    judge = _OneByOne(score, bounds, reply_with)
     reader = FrameReader()
     while data := connection.recv(1 << 18):
         for frame in reader.feed(data):
             request = REQUEST.decode(frame)
-            if isinstance(request, JudgeQuestion):  # a question that is withdrawn cannot be interrupted
+            if isinstance(request, Question):  # a question that is withdrawn cannot be interrupted
                 connection.sendall(b"".join(map(framed, judge.answer(request))))
 
 
 class _OneByOne:
-    def __init__(self, score: Callable[..., Any], bounds: Bounds) -> None:
+    def __init__(
+        self, score: Callable[..., Any], bounds: Bounds, reply_with: Callable[[int, Any], Reply]
+    ) -> None:
         self._score = score
+        self._reply_with = reply_with
         self._bounds = bounds
         self._runner: asyncio.Runner | None = None
 
-    def answer(self, question: JudgeQuestion) -> list[Reply]:
+    def answer(self, question: Question) -> list[Reply]:
         """Return the reply to a question, and a notice before it if the process should be replaced."""
         bounds = self._bounds
         bounds.home.restore()
         bounds.watchdog.arm(bounds.timeout_s)
         try:
             value = self._result(self._score(*question.arguments()))
-            reply: Reply = scored(question.number, value)
+            reply = self._reply_with(question.number, value)
             del value
         except BaseException as error:  # exits and cancellations included: none of them is meant for us
             reply = unscored(question.number, error)

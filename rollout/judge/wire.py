@@ -1,7 +1,9 @@
 """Messages between a judge pool and a judge process, one in each frame: u32 length | msgpack.
 
-    pool ──► process     JudgeSetup first, then JudgeQuestion and Withdrawal
-    process ──► pool     JudgeReady or StartFailure first, then Scored, Unscored and Retiring
+    pool ──► process     JudgeSetup first, then JudgeQuestion or TurnQuestion, and Withdrawal
+    process ──► pool     JudgeReady or StartFailure first, then Scored or Ruled, Unscored and Retiring
+
+An episode is a JudgeQuestion, whose answer is Scored; a turn of a live user is a TurnQuestion and Ruled.
 
 Arrays travel as raw little-endian bytes. Nothing is pickled, so that user code cannot make the pool run code.
 """
@@ -13,7 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
+from slipstream.rollout.reward.live import JudgedTurn
+from slipstream.rollout.trajectory import Finish, Messages, Prompt, Trajectory
 
 LONGEST_REPLY = 1 << 20
 """Bytes in a frame of a judge process. Replies are shortened far below it: a longer one is garbage."""
@@ -36,6 +39,10 @@ class JudgeSetup(msgspec.Struct, array_like=True):
     timeout_s: float
     start_timeout_s: float
     memory_mb: int | None
+    section: str = "rollout.judging"
+    """Section of the recipe with the settings, for messages."""
+    of_turns: bool = False
+    """The judge is one of live turns, and not a reward."""
 
 
 class JudgeQuestion(msgspec.Struct, array_like=True, tag="q", gc=False):
@@ -72,6 +79,18 @@ class JudgeQuestion(msgspec.Struct, array_like=True, tag="q", gc=False):
         return Prompt(id_, prompt, label, metadata), self.response, trajectory
 
 
+class TurnQuestion(msgspec.Struct, array_like=True, tag="t", gc=False):
+    """A turn of a live user whose worth is asked for."""
+
+    number: int
+    turn: JudgedTurn
+    next_state: Messages
+
+    def arguments(self) -> tuple[JudgedTurn, Messages]:
+        """Return the arguments of ``LiveJudge.judge``."""
+        return self.turn, self.next_state
+
+
 class Withdrawal(msgspec.Struct, array_like=True, tag="w", gc=False):
     """A question whose reward is not needed any more. It is answered nevertheless."""
 
@@ -97,6 +116,15 @@ class Scored(msgspec.Struct, array_like=True, tag="s", gc=False):
 
     number: int
     reward: float
+
+
+class Ruled(msgspec.Struct, array_like=True, tag="v", gc=False):
+    """The verdict on a turn."""
+
+    number: int
+    score: float | None
+    """A finite number; None: there is no verdict yet."""
+    hint: str | None = None
 
 
 class Blame(StrEnum):
@@ -125,8 +153,9 @@ class Retiring(msgspec.Struct, array_like=True, tag="e", gc=False):
     reason: str
 
 
-Request = JudgeQuestion | Withdrawal
-Reply = JudgeReady | StartFailure | Scored | Unscored | Retiring
+Question = JudgeQuestion | TurnQuestion
+Request = Question | Withdrawal
+Reply = JudgeReady | StartFailure | Scored | Ruled | Unscored | Retiring
 
 _encoder = msgspec.msgpack.Encoder()
 SETUP = msgspec.msgpack.Decoder(JudgeSetup)

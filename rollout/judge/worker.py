@@ -10,12 +10,12 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.rollout import plugins
 from slipstream.rollout.judge.asynchronous import answer_at_once
 from slipstream.rollout.judge.limits import Bounds, ForkGuard, MemoryWatch, Watchdog, WorkingDirectory
-from slipstream.rollout.judge.replies import traceback_of
+from slipstream.rollout.judge.replies import ruled, scored, traceback_of
 from slipstream.rollout.judge.synchronous import answer_in_turn
 from slipstream.rollout.judge.wire import (
     CONNECTION_CLOSED,
@@ -27,8 +27,18 @@ from slipstream.rollout.judge.wire import (
     framed,
 )
 
-SCORE_PARAMETERS = ("prompt", "response", "trajectory")
-"""First parameters of a function that is a reward by itself, and not a function that returns one."""
+
+class JudgeKind(NamedTuple):
+    """The shape of the user code that judges."""
+
+    what: str
+    method: str
+    parameters: tuple[str, ...]
+    """First parameters of a function that judges by itself, and does not return an object that does."""
+
+
+EPISODES = JudgeKind("a reward", "score", ("prompt", "response", "trajectory"))
+TURNS = JudgeKind("a judge of live turns", "judge", ("turn", "next_state"))
 
 Score = Callable[..., Any]
 """``Reward.score``: a coroutine function or a plain one."""
@@ -46,8 +56,9 @@ def work(connection: socket.socket, crash: int) -> None:
         score = setup and _construct(connection, setup, Watchdog(crash), forks)
         if setup and score:
             memory = MemoryWatch(setup.memory_mb)
-            bounds = Bounds(setup.timeout_s, Watchdog(crash), memory, forks, WorkingDirectory())
-            _answer(connection, score, bounds)
+            watchdog, home = Watchdog(crash), WorkingDirectory()
+            bounds = Bounds(setup.timeout_s, watchdog, memory, forks, home, setup.section)
+            _answer(connection, score, bounds, setup)
     except OSError:  # user code has closed descriptors that are not its own
         with suppress(OSError):
             traceback.print_exc()
@@ -72,7 +83,7 @@ def _construct(
     _limit_memory(setup.memory_mb)
     watchdog.arm(setup.start_timeout_s)
     try:
-        return load_score(setup.path, setup.args)
+        return load_score(setup.path, setup.args, TURNS if setup.of_turns else EPISODES)
     except BaseException as error:  # exits included: whatever user code raises is reported
         forks.leave_if_forked()
         connection.sendall(framed(StartFailure(_reason(error))))
@@ -96,30 +107,28 @@ def _limit_memory(memory_mb: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def _answer(connection: socket.socket, score: Score, bounds: Bounds) -> None:
+def _answer(connection: socket.socket, score: Score, bounds: Bounds, setup: JudgeSetup) -> None:
     gc.collect()
     gc.freeze()  # what the imports made stays: no collection needs to look at it again
     concurrent = is_concurrent(score)
     connection.sendall(framed(JudgeReady(os.getpid(), concurrent)))
-    if concurrent:
-        answer_at_once(connection, score, bounds)
-    else:
-        answer_in_turn(connection, score, bounds)
+    answer = answer_at_once if concurrent else answer_in_turn
+    answer(connection, score, bounds, ruled if setup.of_turns else scored)
 
 
-def load_score(path: str, args: dict[str, Any]) -> Callable[..., Any]:
-    """Return the function that judges: the method ``score`` of what ``path`` constructs, or the function
-    ``path`` itself, if its first parameters are those of ``Reward.score``.
+def load_score(path: str, args: dict[str, Any], judging: JudgeKind = EPISODES) -> Callable[..., Any]:
+    """Return the function that judges: the method of what ``path`` constructs, or the function ``path``
+    itself, if its first parameters are those of the method.
     """
     factory = plugins.resolve(path)
-    if inspect.isfunction(factory) and _parameters(factory) == SCORE_PARAMETERS:
+    if inspect.isfunction(factory) and _parameters(factory)[: len(judging.parameters)] == judging.parameters:
         return partial(factory, **args) if args else factory
     reward = plugins.construct(path, args)
-    score = getattr(reward, "score", None)
+    score = getattr(reward, judging.method, None)
     if not callable(score):
         raise plugins.PluginError(
-            f"{path}: {type(reward).__name__} has no method `score`; expected the class of a reward, "
-            f"or a function {path.rpartition('.')[2]}({', '.join(SCORE_PARAMETERS)})"
+            f"{path}: {type(reward).__name__} has no method `{judging.method}`; expected the class of "
+            f"{judging.what}, or a function {path.rpartition('.')[2]}({', '.join(judging.parameters)})"
         )
     return score
 
@@ -131,4 +140,4 @@ def is_concurrent(score: Callable[..., Any]) -> bool:
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)[: len(SCORE_PARAMETERS)]
+    return tuple(inspect.signature(function).parameters)

@@ -1,16 +1,18 @@
-"""Recounts a run from its ledger: no group lost, none trained twice, none trained beyond the bound.
+"""Recounts a run from its ledger: no group or turn lost, none trained twice, none trained beyond the bound.
 
 Every check is a query, or a walk over rows, that uses none of the run's own counts.
 
 audit           groups: their ids, states, ends
 audit_training  versions, batches, trainings, lags
 audit_payload   trajectories and pieces, in rows and segments
+audit_turns     turns of live users: entries, states, ends, payload
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slipstream.rollout.ledger import audit_turns
 from slipstream.rollout.ledger.audit_payload import payload_is_whole
 from slipstream.rollout.ledger.audit_training import (
     batches_are_trained,
@@ -62,7 +64,10 @@ class Audit:
     """Number of groups, by state."""
     losses: dict[str, int] = field(default_factory=dict[str, int])
     """Number of groups that were never trained, by reason."""
+    turns: dict[str, int] = field(default_factory=dict[str, int])
+    """Number of turns of live users, by state."""
     starts: int = 0
+    """Starts of the run, and of its trainer while the run went on."""
     steps: int = 0
     """Training steps behind today's weights."""
     steps_lost: int = 0
@@ -88,7 +93,7 @@ def audit_ledger(folder: Path) -> tuple[Audit, Lineage]:
         audit = _measured(records)
         for check in CHECKS:
             audit.discrepancies += check(records)
-        return audit, Lineage(records.line, records.trained, records.parents)
+        return audit, Lineage(records.line, records.trained_groups, records.parents)
     except FAILURES as error:
         raise explained(path, error) from error
     finally:
@@ -100,6 +105,7 @@ def _measured(records: Records) -> Audit:
     return Audit(
         groups=records.counts("SELECT state, count(*) FROM groups GROUP BY state ORDER BY state"),
         losses=records.counts("SELECT loss, count(*) FROM groups WHERE loss IS NOT NULL GROUP BY loss"),
+        turns=records.counts("SELECT state, count(*) FROM turns GROUP BY state ORDER BY state"),
         starts=len(records.epochs),
         steps=len(records.line),
         steps_lost=len(records.published) - len(records.published.intersection(records.line)),
@@ -179,4 +185,5 @@ CHECKS: tuple[Callable[[Records], Iterator[str]], ...] = (
     batches_are_trained,
     lags_are_right,
     payload_is_whole,
+    *audit_turns.CHECKS,
 )

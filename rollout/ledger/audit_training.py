@@ -5,6 +5,7 @@ Lags are distances in the tree of versions. They are computed here from the rows
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from struct import iter_unpack
 
 from slipstream.rollout.ledger.database import BrokenSeal, crc_of, few, unsealed
@@ -72,7 +73,9 @@ def trained_once(records: Records) -> Iterator[str]:
     """
     line = set(records.line)
     trainings: dict[int, list[int]] = {}
-    rows: Iterable[tuple[int, int]] = records.connection.execute("SELECT version, group_id FROM trainings")
+    rows: Iterable[tuple[int, int]] = records.connection.execute(
+        "SELECT version, group_id FROM trainings WHERE group_id >= 0"
+    )
     for version, id_ in rows:
         if version in line:
             trainings.setdefault(id_, []).append(version)
@@ -89,10 +92,12 @@ def trained_once(records: Records) -> Iterator[str]:
 
 
 def batches_are_trained(records: Records) -> Iterator[str]:
-    """Each published version was trained on its batch, and no other version on any group.
+    """Each published version was trained on its batch, and no other version on any group or turn.
 
-    A batch is smaller than the recipe's when it is a part of one that has failed: so the group is found that
-    kills the trainer.
+    A batch has fewer groups than the recipe's when it is a part of one that has failed: so the group is found
+    that kills the trainer. The first batch of a start may have fewer, too, if the version published last
+    before it is farther from the restored one than the bound: the engines may serve it still, and then
+    nothing else can become ready. A batch may have any number of turns, but must not be empty.
     """
     batches: dict[int, tuple[int, ...]] = {}
     rows: Iterable[tuple[int, bytes]] = records.connection.execute("SELECT version, groups FROM batches")
@@ -122,14 +127,32 @@ def batches_are_trained(records: Records) -> Iterator[str]:
         frozenset(batches.get(version, ()))
         for (version,) in records.connection.execute("SELECT DISTINCT version FROM failures")
     ]
+    starved = set(_starved(records))
+    if empty := [version for version, batch in batches.items() if not batch]:
+        yield f"{len(empty)} steps had an empty batch: versions {few(empty)}"
+    groups_of = {version: [id_ for id_ in batch if id_ >= 0] for version, batch in batches.items()}
     odd = [
         version
-        for version, groups in batches.items()
+        for version, groups in groups_of.items()
         if len(groups) != size
-        and not (len(groups) < (size or 0) and any(part.issuperset(groups) for part in failed))
+        and not (
+            len(groups) < (size or 0)
+            and (version in starved or any(part.issuperset(groups) for part in failed))
+        )
     ]
     if odd:
         yield f"{len(odd)} steps did not train {size} groups: versions {few(odd)}"
+
+
+def _starved(records: Records) -> Iterator[int]:
+    """Yield the versions whose step could wait for no group that was still being generated."""
+    served = INITIAL
+    for epoch in records.epochs:
+        begun = [version for version in records.versions if version.epoch == epoch.number]
+        with suppress(BrokenTree):
+            if distance(records.parents, served, epoch.restored) > epoch.bound:
+                yield from (version.number for version in begun if version.parent == epoch.restored)
+        served = max([served, *(version.number for version in begun if version.is_published)])
 
 
 def lags_are_right(records: Records) -> Iterator[str]:
@@ -143,7 +166,7 @@ def lags_are_right(records: Records) -> Iterator[str]:
         "SELECT version, group_id, head_lag, tokens, masked, versions FROM trainings"
     )
     for version, id_, head_lag, tokens, masked, blob in rows:
-        label = f"group {id_} in version {version}"
+        label = f"{'group' if id_ >= 0 else 'turn'} {id_} in version {version}"
         try:
             trained = tokens_by_version((version, id_, head_lag, tokens, masked), blob)
             lag = -1
@@ -165,7 +188,7 @@ def lags_are_right(records: Records) -> Iterator[str]:
     if wrong:
         yield f"{len(wrong)} trainings are labelled wrong: {few(wrong)}"
     if beyond:
-        yield f"{len(beyond)} groups were trained beyond the bound that was in force: {few(beyond)}"
+        yield f"{len(beyond)} groups or turns were trained beyond the bound that was in force: {few(beyond)}"
 
 
 def tokens_by_version(row: tuple[int, int, int, int, int], blob: bytes) -> dict[int, int]:

@@ -23,13 +23,19 @@ from slipstream.rollout.ledger.locks import fcntl_error
 LEDGER = "ledger.sqlite"
 """Name of the ledger's file in the run folder."""
 
-FORMAT = 3
+FORMAT = 4
 
 PAGE_BYTES = 1024
 """Size of a page. A commit writes a few pages, however little has changed on each."""
 
 STATES = ("admitted", "ready", "trained", "filtered", "expired", "failed")
 """States of a group. The first two go on, the others are ends."""
+
+TURN_STATES = (
+    *("waiting", "unjudged", "ready"),
+    *("trained", "side", "filtered", "expired", "failed", "cancelled", "forgotten"),
+)
+"""States of a turn of a live user. The first three go on, the others are ends."""
 
 PRIME = 16_777_213
 """Checksums are smaller than this number, and so take three bytes."""
@@ -65,6 +71,24 @@ CHECKSUMS = {
     "discards": ("group_id", _checksum("group_id", "epoch", "tokens")),
     "failures": ("version", _checksum("version", "epoch")),
     "segments": ("segment", _checksum("segment", "first_row")),
+    "gateways": ("id", _checksum("id", "unicode(name)", "length(name)", "durable")),
+    "sessions": ("id", _checksum("id", "ended")),
+    "turns": (
+        "id",
+        _checksum(
+            "id",
+            "session",
+            "key",
+            "parent",
+            f"instr('{' '.join(TURN_STATES)}', state)",
+            "unicode(loss) * 31 + length(loss)",
+            "step",
+            "sampled",
+            "version",
+            "lag",
+            "gone",
+        ),
+    ),
     "checkpoints": ("version", _checksum("version", "epoch", "unicode(digest)", "length(digest)")),
 }
 """The tables whose rows have a checksum of their own: the column that names a row, and the expression."""
@@ -101,7 +125,7 @@ CREATE TABLE versions (             -- one row per version that was begun, whose
 ) STRICT;
 CREATE TABLE batches (              -- the batch of each version that was begun by a training step
     version INTEGER PRIMARY KEY,
-    groups BLOB NOT NULL            -- sealed: ids of the groups, packed as i8
+    groups BLOB NOT NULL            -- sealed: ids of the groups, and of turns (below 0), packed as i8
 ) STRICT;
 CREATE TABLE failures (             -- training steps in which the trainer died or raised
     version INTEGER NOT NULL,
@@ -136,9 +160,9 @@ CREATE TABLE segments (             -- the files of payload that are needed: seg
     first_row INTEGER,              -- rows of samples from this one on were written while it was the newest
     {_column("segments")}
 ) STRICT;
-CREATE TABLE trainings (            -- every training of every group, also if a restart has undone it
+CREATE TABLE trainings (            -- every training of a group or a turn, also if a restart has undone it
     version INTEGER NOT NULL,       -- that was trained
-    group_id INTEGER NOT NULL,
+    group_id INTEGER NOT NULL,      -- below 0: of a turn
     head_lag INTEGER NOT NULL,      -- -1: no token was trained
     tokens INTEGER NOT NULL,        -- that carried loss
     masked INTEGER NOT NULL,        -- sampled tokens that were too old to carry loss
@@ -151,6 +175,39 @@ CREATE TABLE discards (             -- tokens that a restart gave up of groups t
     tokens INTEGER NOT NULL,
     {_column("discards")}
 ) STRICT;
+CREATE TABLE gateways (             -- turns.py
+    id INTEGER PRIMARY KEY,         -- from 1 on
+    name TEXT NOT NULL,
+    durable INTEGER NOT NULL,       -- number of the last entry of its journal that is in the ledger
+    {_column("gateways")}
+) STRICT;
+CREATE TABLE sessions (             -- of live users, of which anything may still be needed
+    id INTEGER PRIMARY KEY,         -- digest of its name and key
+    ended INTEGER NOT NULL,         -- 1: no further turn follows
+    {_column("sessions")}
+) STRICT;
+CREATE TABLE turns (                -- one row per turn of a live user
+    id INTEGER PRIMARY KEY,         -- -(gateway * 2^40 + number of the entry)
+    session INTEGER NOT NULL,       -- digest of its name and key
+    key INTEGER NOT NULL,           -- digest of the name of the API key
+    parent INTEGER,                 -- turn that this one continues
+    state TEXT NOT NULL,            -- waiting, unjudged, ready, or an end: TurnEnd in control/live.py
+    loss TEXT,                      -- reason why it was not trained, if it was filtered, expired or failed
+    step INTEGER,                   -- version that was trained on it
+    sampled INTEGER NOT NULL,       -- sampled tokens
+    version INTEGER,                -- version that was served when it expired
+    lag INTEGER,                    -- smallest lag of its tokens then
+    gone INTEGER NOT NULL,          -- its payload. 0: kept, 1: not needed, 2: forgotten, to be written over
+    head BLOB NOT NULL,             -- sealed: TurnHead
+    verdict BLOB,                   -- sealed: VerdictRow
+    chunk BLOB,                     -- record.REF of its tokens; NULL: they were written over
+    said BLOB,                      -- record.REF of the messages of request and answer
+    next BLOB,                      -- record.REF of the messages that came after it
+    hint BLOB,                      -- record.REF of the hint of its verdict
+    note TEXT,                      -- what went wrong
+    {_column("turns")}
+) STRICT;
+CREATE INDEX turns_of_session ON turns (session);
 CREATE TABLE checkpoints (          -- one row per committed checkpoint: watermark.py
     version INTEGER PRIMARY KEY,
     epoch INTEGER NOT NULL,

@@ -30,7 +30,7 @@ class FailedStep:
     """Version that the step was to make."""
     reason: str
     groups: tuple[int, ...]
-    """Ids of the groups of its batch."""
+    """Ids of the groups of its batch, and of its turns (below 0)."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class History:
     """Parent of every version that was ever begun."""
     published: set[int]
     trained: dict[int, int]
-    """Number of groups trained, by version."""
+    """Number of groups and turns trained, by version."""
     failed_steps: list[FailedStep]
     checkpoints: dict[int, str]
     """Digest of the record of each committed checkpoint, by version."""
@@ -66,7 +66,7 @@ class History:
         return version == INITIAL or version in self._on_line
 
     def trained_by(self, version: int) -> int:
-        """Return the number of groups behind the weights of a version. Raises LedgerError."""
+        """Return the number of groups and turns behind the weights of a version. Raises LedgerError."""
         return sum(self.trained.get(each, 0) for each in self.line_of(version))
 
     def line_of(self, version: int) -> list[int]:

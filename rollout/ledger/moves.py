@@ -88,14 +88,15 @@ def gather(
         for state_row in sample.rows(key):
             _, state, base, refs, header = state_row
             if refs:
-                refs = b"".join(_copied(refs, segments, leaving, part, places))
+                refs = b"".join(copied(refs, segments, leaving, part, places))
             gathered.rows.append((key, state, base, refs, header))
     return gathered
 
 
-def _copied(
+def copied(
     refs: bytes, segments: Segments, leaving: Collection[int], part: Part, places: dict[Place, Place]
 ) -> Iterator[bytes]:
+    """Yield each reference, with the new place of what is copied from ``leaving`` segments into ``part``."""
     for segment, offset, size, crc in REF.iter_unpack(refs):
         place = (segment, offset)
         if segment in leaving:

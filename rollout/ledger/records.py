@@ -52,7 +52,10 @@ class Records:
         """Versions that today's weights descend from, with their own."""
         self.stamp = stored_stamp(connection) or Stamp(b"")
         self.trained = self.numbers("SELECT version, count(*) FROM trainings GROUP BY version")
-        """Number of groups trained, by version."""
+        """Number of groups and turns trained, by version."""
+        self.trained_groups = self.numbers(
+            "SELECT version, count(*) FROM trainings WHERE group_id >= 0 GROUP BY version"
+        )
 
     def meta(self, key: str) -> int | None:
         row = self.connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
@@ -69,7 +72,7 @@ class Records:
         return dict(self.connection.execute(query).fetchall())
 
     def examples(self, finding: str, query: str) -> Iterator[str]:
-        """Yield a discrepancy if ``query`` has any rows, which are the ids of groups."""
+        """Yield a discrepancy if ``query`` has any rows, which are the ids of groups or turns."""
         ids = [row[0] for row in self.connection.execute(query)]
         if ids:
             yield f"{len(ids)} {finding}: {few(ids)}"

@@ -1,19 +1,13 @@
 """Opens the ledger of a run: a new one, or the ledger of a run that goes on after its process has ended."""
 
-import json
-import os
-import socket
 import sqlite3
 import uuid
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from slipstream.rollout.control.core import GroupCounts, Loss
-from slipstream.rollout.ledger.contents import Contents, OpenGroup, RequeuedGroup, read_contents
+from slipstream.rollout.ledger.contents import Contents, OpenGroup, RequeuedGroup
 from slipstream.rollout.ledger.database import (
     FAILURES,
     LEDGER,
@@ -23,7 +17,6 @@ from slipstream.rollout.ledger.database import (
     create_database,
     exists,
     explained,
-    few,
     log_of,
     open_for_reading,
     open_for_writing,
@@ -31,7 +24,8 @@ from slipstream.rollout.ledger.database import (
 from slipstream.rollout.ledger.history import FailedStep, History, read_history
 from slipstream.rollout.ledger.lineage import INITIAL
 from slipstream.rollout.ledger.log import Log, checked_log
-from slipstream.rollout.ledger.samples import SAMPLES, OpenSample, stored
+from slipstream.rollout.ledger.restart import Recovered, Restart
+from slipstream.rollout.ledger.samples import OpenSample
 from slipstream.rollout.ledger.segments import FOLDER, SEGMENT_BYTES, Segments
 from slipstream.rollout.ledger.stamp import Stamp
 from slipstream.rollout.ledger.store import Store
@@ -39,32 +33,6 @@ from slipstream.rollout.ledger.watermark import Watermark
 from slipstream.rollout.ledger.writer import Ledger
 
 __all__ = ["LEDGER", "FailedStep", "OpenGroup", "OpenSample", "Recovered", "RequeuedGroup", "open_ledger"]
-
-
-@dataclass
-class Recovered:
-    """The state from which a run goes on."""
-
-    epoch: int
-    restored: int
-    """Version that the run goes on from."""
-    step: int
-    """Training steps behind the restored version."""
-    versions: list[tuple[int, int]]
-    """(version, parent) of every version that was ever begun, in ascending order."""
-    position: int
-    """Number of prompts drawn from the prompt set."""
-    counts: GroupCounts
-    losses: Counter[Loss]
-    open: list[OpenGroup]
-    """All groups that have not ended, by id."""
-    requeued: list[RequeuedGroup]
-    """All expired groups whose prompts are to be admitted again, by id."""
-    failures: list[tuple[int, ...]]
-    """Each training step in which the trainer died or raised, unless a quarantined group was in it: its
-    groups without those that were trained since. In order."""
-    notes: list[str]
-    """Messages about damage, for the user."""
 
 
 def open_ledger(
@@ -103,7 +71,7 @@ def open_ledger(
         connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", settings.items())
         opening.undo_trainings()
         contents = opening.read()
-        recovered = opening.recovered(contents)
+        recovered = opening.recovered(contents, opening.read_turns(contents))
         connection.execute("UPDATE stamp SET data = ?", (opening.stamp.encode(),))
         connection.execute("COMMIT")
         opening.delete_unknown_segments()
@@ -128,35 +96,20 @@ def _create(path: Path) -> None:
     create_database(path, run.hex, Stamp(run.bytes).encode())
 
 
-class _Opening:
+class _Opening(Restart):
     """One start of the run. The methods are called in their order, within one transaction."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path, n_samples: int) -> None:
-        self._connection = connection
-        self._path = path
-        self._n_samples = n_samples
-        self._history = read_history(connection, path)
-        stamp = self._history.stamp
-        self._segments = Segments(path.parent / FOLDER, stamp.run)
-        self._notes: list[str] = []
-        self._line: list[int] = []
-        self._epoch = self._history.epochs
-        self.stamp = replace(stamp, sequence=stamp.sequence + 1, base=stamp.sequence)
-
-    def begin_epoch(self, restored: int, bound: int) -> None:
-        """Begin an epoch that goes on from ``restored``."""
-        self._line = self._history.line_of(restored)
-        self._restored = restored
-        self._connection.execute(
-            "INSERT INTO epochs VALUES (?, ?, ?, ?, ?, ?)",
-            (
-                self._epoch,
-                restored,
-                len(self._line),
-                bound,
-                datetime.now(UTC).isoformat(timespec="seconds"),
-                f"{socket.gethostname()}:{os.getpid()}",
-            ),
+        history = read_history(connection, path)
+        segments = Segments(path.parent / FOLDER, history.stamp.run)
+        stamp = history.stamp
+        super().__init__(
+            connection,
+            path,
+            segments,
+            history,
+            replace(stamp, sequence=stamp.sequence + 1, base=stamp.sequence),
+            n_samples,
         )
 
     def note_lost_transactions(self, log: Log, applied: int) -> None:
@@ -164,142 +117,56 @@ class _Opening:
 
         ``applied``: number of frames of the log that SQLite has used.
         """
-        known = self._known_segments()
+        known = self.known_segments()
         newest = max(known, default=0)
         markers = [
             marker
-            for segment in self._segments.on_disk()
+            for segment in self.segments.on_disk()
             if segment >= newest or segment not in known
-            for marker in self._segments.markers(segment)
+            for marker in self.segments.markers(segment)
         ]
         first = self.stamp.sequence  # that of this one; the first one that may be lost
         last = max([log.last, *(sequence for sequence, _ in markers)])
         if last <= first:  # a transaction may have been cut off between its payload and its rows
             if applied < log.frames:
-                self._notes.append(
-                    f"{log_of(self._path)} ends within transaction {first}: either the process was killed "
+                self.notes.append(
+                    f"{log_of(self.path)} ends within transaction {first}: either the process was killed "
                     "or the disk was full while it was written, or the file is damaged; what it recorded is "
                     "generated again"
                 )
             return
-        self._notes.append(
-            f"{self._path} has lost its transactions {first} to {last}, of which {self._segments.folder} "
+        self.notes.append(
+            f"{self.path} has lost its transactions {first} to {last}, of which {self.segments.folder} "
             "tells: the file or its log was damaged or restored from a copy; what they recorded is generated "
             "again"
         )
         begun = max((begun for _, begun in markers), default=0)
         for version in range(self.stamp.begun + 1, begun + 1):
-            self._connection.execute(
-                "INSERT INTO versions VALUES (?, ?, ?, 0)", (version, self._restored, self._epoch)
+            self.connection.execute(
+                "INSERT INTO versions VALUES (?, ?, ?, 0)", (version, self.restored, self.epoch)
             )
-            self._history.parents[version] = self._restored
+            self.history.parents[version] = self.restored
         self.stamp = replace(self.stamp, sequence=last + 1, begun=max(begun, self.stamp.begun))
-
-    def undo_trainings(self) -> None:
-        """Make groups ready again that were trained off the line. Those that were released start again."""
-        line = json.dumps(self._line)
-        undone = "state = 'trained' AND step NOT IN (SELECT value FROM json_each(:line))"
-        released = f"{undone} AND step <= :released"
-        values = {
-            "line": line,
-            "epoch": self._epoch,
-            "rows": self.stamp.rows,
-            "released": self.stamp.released,
-        }
-        self._connection.execute(
-            f"INSERT INTO discards SELECT id, :epoch, tokens FROM groups WHERE {released}", values
-        )
-        self._connection.execute(
-            "UPDATE groups SET state = 'admitted', step = NULL, tokens = NULL, since = :rows "
-            f"WHERE {released}",
-            values,
-        )
-        self._connection.execute(f"UPDATE groups SET state = 'ready', step = NULL WHERE {undone}", values)
-
-    def read(self) -> Contents:
-        """Read what exists of the groups that go on. Give up what is damaged."""
-        contents = read_contents(
-            self._connection, self._path, self._segments, self._n_samples, self.stamp.released
-        )
-        self._notes += contents.notes
-        for problem, ids in contents.damage.items():
-            self._notes.append(
-                f"{problem}: what is lost of {len(ids)} groups is generated again: {few(sorted(ids))}"
-            )
-        first = self.stamp.rows
-        rows = [stored(id_, row) for id_, row in enumerate(contents.voids, first)]
-        self._connection.executemany("INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?)", rows)
-        self.stamp = replace(self.stamp, rows=first + len(rows))
-        newest = contents.eras.newest
-        for key, *_ in contents.voids:
-            if newest is not None:
-                contents.holds.need(key // SAMPLES, newest)
-        self._connection.executemany(
-            "INSERT INTO discards VALUES (?, ?, ?)",
-            [(id_, self._epoch, tokens) for id_, tokens in contents.given_up.items()],
-        )
-        incomplete = [(group.id,) for group in contents.incomplete]
-        self._connection.executemany(
-            "UPDATE groups SET state = 'admitted', tokens = NULL WHERE id = ?", incomplete
-        )
-        return contents
-
-    def recovered(self, contents: Contents) -> Recovered:
-        """Return the state from which the run goes on."""
-        states = dict(self._counts("SELECT state, count(*) FROM groups GROUP BY state"))
-        losses = self._counts("SELECT loss, count(*) FROM groups WHERE loss IS NOT NULL GROUP BY loss")
-        position: int
-        (position,) = self._connection.execute("SELECT coalesce(max(position) + 1, 0) FROM groups").fetchone()
-        ends = (states.get(end, 0) for end in ("trained", "filtered", "expired", "failed"))
-        try:
-            counted = Counter({Loss(loss): number for loss, number in losses})
-        except ValueError as error:
-            raise LedgerError(f"{self._path}: {error}: the file is damaged: {RESTORE}") from error
-        return Recovered(
-            epoch=self._epoch,
-            restored=self._restored,
-            step=len(self._line),
-            versions=sorted(self._history.parents.items()),
-            position=position,
-            counts=GroupCounts(sum(states.values()), *ends),
-            losses=counted,
-            open=contents.open,
-            requeued=contents.requeued,
-            failures=self._unexplained_failures(),
-            notes=self._notes,
-        )
-
-    def _unexplained_failures(self) -> list[tuple[int, ...]]:
-        failures: list[tuple[int, ...]] = []
-        for step in self._history.failed_steps:
-            rows: list[tuple[int, str, str | None]] = self._connection.execute(
-                "SELECT id, state, loss FROM groups WHERE id IN (SELECT value FROM json_each(?))",
-                (json.dumps(step.groups),),
-            ).fetchall()
-            left = tuple(id_ for id_, state, _ in rows if state != "trained")
-            if left and not any(loss == Loss.QUARANTINED for _, _, loss in rows):
-                failures.append(left)
-        return failures
 
     def delete_unknown_segments(self) -> None:
         """Delete segments that no row knows: of transactions that were cut off or lost."""
-        known = self._known_segments()
-        for segment in self._segments.on_disk():
+        known = self.known_segments()
+        for segment in self.segments.on_disk():
             if segment not in known:
-                self._segments.delete(segment)
+                self.segments.delete(segment)
 
     def ledger(
         self, contents: Contents, recovered: Recovered, guard: Callable[[], None], segment_bytes: int
     ) -> Ledger:
         """Return the open ledger."""
-        newest = max([0, *self._known_segments(), *self._segments.on_disk()])
+        newest = max([0, *self.known_segments(), *self.segments.on_disk()])
         new_segment = count(newest + 1).__next__
         store = Store(
-            self._connection,
-            self._path,
-            self._epoch,
+            self.connection,
+            self.path,
+            self.epoch,
             self.stamp,
-            self._segments,
+            self.segments,
             contents.holds,
             contents.eras,
             contents.trained,
@@ -307,16 +174,18 @@ class _Opening:
             segment_bytes,
             guard,
         )
-        trained = recovered.counts.trained
+        trained = recovered.counts.trained + recovered.live.counts.get("trained", 0)
         watermark = Watermark(self.stamp.run.hex(), self.stamp.sequence, self.stamp.begun, trained)
-        return Ledger(self._path, self._epoch, store, self._segments, new_segment, watermark, segment_bytes)
-
-    def _known_segments(self) -> set[int]:
-        rows: Iterable[tuple[int]] = self._connection.execute("SELECT segment FROM segments")
-        return {segment for (segment,) in rows}
-
-    def _counts(self, query: str) -> list[tuple[str, int]]:
-        return self._connection.execute(query).fetchall()
+        return Ledger(
+            self.path,
+            self.epoch,
+            store,
+            self.segments,
+            new_segment,
+            watermark,
+            segment_bytes,
+            recovered.live.gateways,
+        )
 
 
 def _check(path: Path, restored: int) -> None:
@@ -351,9 +220,16 @@ def _check_account(connection: sqlite3.Connection, path: Path, history: History)
         "SELECT count(*), count(t.version) FROM groups g LEFT JOIN trainings t "
         "ON t.version = g.step AND t.group_id = g.id WHERE g.state = 'trained'"
     ).fetchone()
+    turns: int
+    turns_with_training: int
+    turns, turns_with_training = connection.execute(
+        "SELECT count(*), count(t.version) FROM turns u LEFT JOIN trainings t "
+        "ON t.version = u.step AND t.group_id = u.id WHERE u.state = 'trained'"
+    ).fetchone()
+    trained, with_training = trained + turns, with_training + turns_with_training
     behind = sum(history.trained.get(version, 0) for version in history.line)
     if not trained == with_training == behind:
         raise LedgerError(
-            f"{path} is damaged: {trained} groups count as trained, {with_training} of them with a training, "
-            f"and {behind} are behind the weights: {RESTORE}"
+            f"{path} is damaged: {trained} groups and turns count as trained, {with_training} of them with a "
+            f"training, and {behind} are behind the weights: {RESTORE}"
         )

@@ -1,4 +1,4 @@
-"""The files of payload: bytes are appended, and never written again.
+"""The files of payload: bytes are appended, and never written again but to forget them.
 
     payload/00000007    header | marker, frames of one transaction | marker, frames of the next one | ...
 
@@ -151,6 +151,18 @@ class Segments:
         descriptor = os.open(self.path(part.segment), flags, 0o644)
         self._newest = (part.segment, descriptor)
         return descriptor
+
+    def erase(self, segment: int, offset: int, size: int) -> None:
+        """Write zeros over bytes that nobody may read again, and wait for the disk. Raises OSError."""
+        try:
+            descriptor = os.open(self.path(segment), os.O_WRONLY)
+        except FileNotFoundError:
+            return  # it was deleted with all that was in it
+        try:
+            _write(descriptor, [bytes(size)], offset)
+            os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def delete(self, segment: int) -> None:
         """Delete a segment, if it is there. Raises OSError."""

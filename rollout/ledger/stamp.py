@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slipstream.rollout.ledger.database import RESTORE, LedgerError
 
-_STAMP = struct.Struct("<16s8Q")
+_STAMP = struct.Struct("<16s9Q")
 _CRC = struct.Struct("<I")
 SIZE = _STAMP.size + _CRC.size
 
@@ -38,6 +38,8 @@ class Stamp:
     """Rows of ``batches``."""
     released: int = 0
     """Version up to which trained trajectories are needed no more."""
+    turns: int = 0
+    """Rows of ``turns``."""
 
     def encode(self) -> bytes:
         data = _STAMP.pack(
@@ -50,6 +52,7 @@ class Stamp:
             self.trainings,
             self.batches,
             self.released,
+            self.turns,
         )
         return data + _CRC.pack(zlib.crc32(data))
 
@@ -80,6 +83,7 @@ def read_stamp(connection: sqlite3.Connection, path: Path) -> Stamp:
         ("the largest version", stamp.begun, "SELECT max(version) FROM versions"),
         ("trainings", stamp.trainings, "SELECT count(*) FROM trainings"),
         ("batches", stamp.batches, "SELECT count(*) FROM batches"),
+        ("turns", stamp.turns, "SELECT count(*) FROM turns"),
     ):
         present: int = connection.execute(query).fetchone()[0] or 0
         if present != recorded:

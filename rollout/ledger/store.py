@@ -15,13 +15,16 @@ from itertools import chain
 from pathlib import Path
 from struct import pack
 
-from slipstream.rollout.ledger.database import crc_of, log_of, sealed
+from slipstream.rollout.ledger.database import LedgerError, crc_of, log_of, sealed
+from slipstream.rollout.ledger.history import read_history
 from slipstream.rollout.ledger.holds import Eras, Holds
 from slipstream.rollout.ledger.moves import Moved, gather
+from slipstream.rollout.ledger.restart import Restart
 from slipstream.rollout.ledger.samples import SAMPLES, SampleRow, StoredRow, stored
 from slipstream.rollout.ledger.segments import Part, Segments
 from slipstream.rollout.ledger.stamp import Stamp
-from slipstream.rollout.ledger.transaction import Training, Transaction
+from slipstream.rollout.ledger.transaction import RestartRequest, Training, Transaction
+from slipstream.rollout.ledger.turn_rows import TurnRows
 from slipstream.rollout.record import REF
 
 LOG_BYTES = 16 << 20
@@ -66,19 +69,21 @@ class Store:
         in ascending order. ``new_segment``: gives the number of a new segment.
         """
         self._connection = connection
+        self._path = path
         self._log = log_of(path)
         self._epoch = epoch
         self._stamp = stamp
         self._segments = segments
-        self._holds = holds
-        self._eras = eras
-        self._trained = deque(trained)
+        self._holds: Holds = holds
+        self._eras: Eras = eras
+        self._trained: deque[tuple[int, list[int]]] = deque(trained)
         self._new_segment = new_segment
         self._segment_bytes = segment_bytes
         self._tidied: int | None = None
         """Newest segment when sparse ones were last looked for."""
         self._guard = guard
         self.moved = Moved()
+        self._turns = TurnRows(connection, segments, holds, self.moved, stamp.released)
 
     def commit(self, events: Transaction) -> None:
         """Write a transaction. When this returns, it survives a power cut."""
@@ -90,11 +95,42 @@ class Store:
             self._write_groups(events)
             self._write_samples(events)
             self._write_states(events)
+            new = self._turns.write(events.turns)
+            self._stamp = replace(self._stamp, turns=self._stamp.turns + new)
             self._write_steps(events)
+        if events.restart is not None:
+            self._restart(events.restart)
+
+    def _restart(self, request: RestartRequest) -> None:
+        """Go on from an older version, as a process does that resumes the run. Raises LedgerError."""
+        history = read_history(self._connection, self._path)
+        if not (history.knows(request.restored) and history.is_on_line(request.restored)):
+            raise LedgerError(
+                f"{self._path}: the trainer cannot go on from version {request.restored}, from which the "
+                "present weights do not descend"
+            )
+        restart = Restart(
+            self._connection, self._path, self._segments, history, self._stamp, request.n_samples
+        )
+        with self._transaction():
+            restart.begin_epoch(request.restored, request.bound)
+            restart.undo_trainings()
+            contents = restart.read()
+            recovered = restart.recovered(contents, restart.read_turns(contents))
+            self._stamp = restart.stamp
+        self._epoch = restart.epoch
+        self._holds, self._eras, self._trained = contents.holds, contents.eras, deque(contents.trained)
+        self._turns = TurnRows(
+            self._connection, self._segments, self._holds, self.moved, self._stamp.released
+        )
+        request.recovered = recovered
 
     def tidy(self) -> None:
         """Delete segments that no group needs, and write SQLite's log back when it is long."""
         self._guard()
+        if not self._turns.is_tidy:
+            with self._transaction():
+                self._turns.tidy()
         recent = self._eras.recent(RECENT)
         old = [segment for segment in self._holds.ever if segment not in recent]
         if unneeded := [segment for segment in old if not self._holds.groups[segment]]:
@@ -194,6 +230,8 @@ class Store:
         for version, trainings in events.published:
             for training in trainings:
                 id_ = training.group_id
+                if id_ < 0:
+                    continue
                 states[id_] = (id_, "trained", None, version, training.sampled, None)
         self._write(
             "UPDATE groups SET state = v.column2, loss = v.column3, step = v.column4, tokens = v.column5, "
@@ -224,6 +262,7 @@ class Store:
             execute("UPDATE versions SET published = 1 WHERE version = ?", (version,))
             rows = [training_row(version, training) for training in trainings]
             self._write("INSERT INTO trainings VALUES {rows}", "(?, ?, ?, ?, ?, ?)", rows)
+            self._turns.trained(version, trainings)
             self._trained.append((version, [training.group_id for training in trainings]))
             stamp = replace(stamp, trainings=stamp.trainings + len(trainings))
         for version, digest in events.checkpoints:
@@ -234,9 +273,14 @@ class Store:
 
     def _release(self, version: int) -> None:
         self._stamp = replace(self._stamp, released=max(self._stamp.released, version))
+        turns: list[int] = []
         while self._trained and self._trained[0][0] <= version:
             for id_ in self._trained.popleft()[1]:
-                self._end(id_)
+                if id_ < 0:
+                    turns.append(id_)
+                else:
+                    self._end(id_)
+        self._turns.released(version, turns)
 
     def _end(self, id_: int) -> None:
         """Note that nothing of a group is needed any more."""
@@ -266,11 +310,15 @@ class Store:
         """
         leaving = set(sparse)
         groups = [id_ for id_, needed in self._holds.segments.items() if leaving.intersection(needed)]
+        sessions = [id_ for id_ in groups if id_ < 0]
         part = Part(self._new_segment(), 0)
-        gathered = gather(self._connection, groups, self._segments, leaving, part)
-        self._segments.write(part, self._stamp.sequence, self._stamp.begun)
         first = self._stamp.rows
         with self._transaction():
+            gathered = gather(
+                self._connection, [id_ for id_ in groups if id_ >= 0], self._segments, leaving, part
+            )
+            gathered.places |= self._turns.move(sessions, leaving, part)
+            self._segments.write(part, self._stamp.sequence, self._stamp.begun)
             self._connection.execute("INSERT INTO segments VALUES (?, NULL)", (part.segment,))
             rows = [stored(id_, row) for id_, row in enumerate(gathered.rows, first)]
             self._write("INSERT INTO samples VALUES {rows}", "(?, ?, ?, ?, ?, ?)", rows)
@@ -282,7 +330,7 @@ class Store:
         for id_ in groups:
             self._holds.let_go(id_, leaving)
             self._holds.need(id_, part.segment)
-            if era is not None:
+            if era is not None and id_ >= 0:
                 self._holds.need(id_, era)
         self._delete(sparse)
 

@@ -14,4 +14,4 @@ class Watermark:
     begun: int
     """Largest number of a version that was begun."""
     trained: int
-    """Number of groups behind the weights of the version published last."""
+    """Number of groups and turns behind the weights of the version published last."""

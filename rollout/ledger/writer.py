@@ -8,7 +8,7 @@ writes make its next transaction, so that each event becomes cheaper the more th
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -16,10 +16,13 @@ from struct import error as struct_error
 
 from slipstream.rollout.control.core import Loss, Ticket
 from slipstream.rollout.ledger.database import FAILURES, LedgerError, explained
+from slipstream.rollout.ledger.restart import Recovered
 from slipstream.rollout.ledger.samples import ANSWERED, GROWING, JUDGED, SAMPLES, WHOLE
 from slipstream.rollout.ledger.segments import Buffer, Part, Segments, checked
 from slipstream.rollout.ledger.store import Store
-from slipstream.rollout.ledger.transaction import Training, Transaction
+from slipstream.rollout.ledger.transaction import RestartRequest, Training, Transaction
+from slipstream.rollout.ledger.turn_log import TurnLog
+from slipstream.rollout.ledger.turns import Gateway
 from slipstream.rollout.ledger.watermark import Watermark
 from slipstream.rollout.record import REF
 
@@ -57,8 +60,11 @@ class Ledger:
         new_segment: Callable[[], int],
         watermark: Watermark,
         segment_bytes: int,
+        gateways: Iterable[Gateway] = (),
     ) -> None:
-        """``new_segment``: gives the number of a new segment. ``watermark``: where this process begins."""
+        """``new_segment``: gives the number of a new segment. ``watermark``: where this process begins.
+        ``gateways``: those that the ledger knows.
+        """
         self.path = path
         self.epoch = epoch
         self._store = store
@@ -75,6 +81,8 @@ class Ledger:
         self._next = Transaction(watermark.sequence + 1)
         self._unwritten: tuple[Transaction, ...] = (self._next,)
         """Transactions that are not on disk. The tuple is replaced, never changed: other threads read it."""
+        self.turns = TurnLog(lambda: self._events().turns, self.append, gateways)
+        """Records the events of live users."""
         self._loop: asyncio.AbstractEventLoop | None = None
         """Event loop of the events; None until the first event from within a loop."""
         self._is_due = False
@@ -195,7 +203,8 @@ class Ledger:
     def step_begins(self, version: int, parent: int, groups: Sequence[int]) -> None:
         """Record that an engine may hold ``version`` from now on. Wait for ``flushed`` before it can.
 
-        ``parent``: version that the step starts from. ``groups``: ids of the groups of the batch.
+        ``parent``: version that the step starts from. ``groups``: ids of the groups of the batch, and of its
+        turns.
         """
         events = self._events()
         events.steps.append((version, parent, tuple(groups)))
@@ -229,6 +238,22 @@ class Ledger:
     def checkpointed(self, version: int, digest: str) -> None:
         """Record that the checkpoint of ``version`` was committed. ``digest``: of its record."""
         self._events().checkpoints.append((version, digest))
+
+    async def restarted(self, version: int, *, bound: int, n_samples: int) -> Recovered:
+        """Go on from ``version``, which the trainer is restored from, and return the state of the run.
+
+        An epoch begins, as if the run were resumed: trainings that are not behind ``version`` are undone, and
+        what is damaged is generated again. Record nothing of any group meanwhile. ``bound``:
+        ``rollout.max_head_offpolicyness``. ``n_samples``: trajectories of a group. Raises LedgerError.
+        """
+        events = self._events()
+        request = events.restart = RestartRequest(version, bound, n_samples)
+        await self.flushed()
+        assert request.recovered is not None
+        recovered = request.recovered
+        self.epoch = recovered.epoch
+        self._trained = recovered.counts.trained + recovered.live.counts.get("trained", 0)
+        return recovered
 
     # ---- durability
 

@@ -457,24 +457,23 @@ def killed_in_export(lab: Lab, name: str) -> float | None:
 
 
 def tensor_rank(lab: Lab, name: str) -> float | None:
-    """kill -9 of one of two tensor-parallel ranks."""
-    two = ("actor.parallel.tensor=2",)
-    life = start_run(lab.inputs, lab.root, name, "run.steps=8", *SETTINGS, *two)
+    """kill -9 of one of two tensor-parallel ranks: both are started again, and no engine is."""
+    life = start_run(lab.inputs, lab.root, name, "run.steps=8", *SETTINGS, "actor.parallel.tensor=2")
     sweep = lab._sweep(life)
     sweep.wait(life, 5, 400)
-    began = time.monotonic()
+    engines, steps, began = processes(life, "engine"), sweep.steps_logged(life), time.monotonic()
     os.kill(processes(life, "trainer")[-1], signal.SIGKILL)
-    life.process.wait(120)
+    sweep.wait(life, steps + 1, 400)
+    recovered = time.monotonic() - began
+    if processes(life, "engine") != engines:
+        life.end()
+        raise Bad("the engines were started again with the trainer")
+    if life.process.wait(400) != 0:
+        raise Bad(life.output()[-1500:])
     left = lab._wait_until_quiet(life)
     life.end()
     if left:
         raise Bad(f"left behind: {left}")
-    life = start_run(lab.inputs, lab.root, name, "run.steps=8", *SETTINGS, *two, resume=True)
-    lab._sweep(life).wait(life, sweep.steps_logged(life) + 1, 400)
-    recovered = time.monotonic() - began
-    if life.process.wait(400) != 0:
-        raise Bad(life.output()[-1500:])
-    life.end()
     lab.audit(name)
     return recovered
 

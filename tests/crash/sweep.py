@@ -5,7 +5,8 @@
 
 One run after the other is started, killed, audited and resumed until it is done. The instants are seeded,
 and some are aimed: at a weight update, at a checkpoint being written, at its commit. A run goes on by itself
-without an engine, a collector or a judge. Prints a line per kill and, as the last line, one JSON object.
+when its trainer, an engine, a collector or a judge is killed. Prints a line per kill and, as the last line,
+one JSON object.
 Exit code 1 if an audit was not clean or a run could not go on or finish.
 """
 
@@ -38,7 +39,7 @@ QUIET_TIMEOUT_S = 60
 """From the driver's end to that of the last process of the run."""
 
 VICTIMS = {"driver": 4, "trainer": 3, "engine": 3, "collector": 3, "judge": 2}
-REPLACED = ("engine", "collector", "judge")
+REPLACED = ("trainer", "engine", "collector", "judge")
 """Victims that a run replaces while it goes on."""
 MOMENTS = {"any time": 3, "start": 4, "weight update": 2, "checkpoint": 2, "commit": 2}
 
@@ -143,7 +144,7 @@ class Sweep:
         try:
             self.wait(life, self.steps_logged(life) + BOUND + 2, START_TIMEOUT_S)
         except Ended:
-            # A run whose engine or judge is lost while it starts may also end, and is resumed.
+            # A run whose trainer, engine or judge is lost while it starts may also end, and is resumed.
             if kill.moment != "start" and life.process.wait():
                 raise SweepFailed(f"after {kill} {life.folder} has not gone on:\n{life.output()}") from None
         else:

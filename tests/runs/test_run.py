@@ -101,9 +101,9 @@ def test_a_second_signal_waits_for_nothing(launch: Launch):
     run.assert_nothing_left()
 
 
-@pytest.mark.slow  # the crash sweep kills trainers too
-def test_a_lost_trainer_fails_the_run_with_its_name(launch: Launch):
-    run = launch("run.steps=1000", "rollout.max_head_offpolicyness=2")
+@pytest.mark.slow  # test_revival.py has it with restarts
+def test_a_lost_trainer_without_a_restart_fails_the_run_with_its_name(launch: Launch):
+    run = launch("run.steps=1000", "rollout.max_head_offpolicyness=2", "run.trainer_restarts=0")
     wait_for_step(run, 1)
     for pid in run.pids_of("ray::TrainerActor"):
         os.kill(pid, signal.SIGKILL)

@@ -7,9 +7,9 @@ of the updates that have made it. The lag between two policies is the number of 
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
 from typing import ClassVar
 
 from hypothesis import strategies as st
@@ -26,6 +26,7 @@ from slipstream.rollout.control.core import (
     Taken,
     Ticket,
 )
+from slipstream.rollout.control.live import TurnEnd, TurnState
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.control.versions import VersionTree
 
@@ -99,6 +100,23 @@ class Episodes:
         return {version for sample in self.samples[self.without_loss :] for version in sample}
 
 
+@dataclass
+class Said:
+    """A turn of a live user, as the ledger knows it."""
+
+    id: int
+    before: "Said | None"
+    """The turn whose tokens its prompt repeats in full."""
+    versions: list[int]
+    is_judged: bool = False
+    trained_by: list[int] = field(default_factory=list[int])
+    end: TurnEnd | None = None
+    """None also for a trained turn."""
+
+    def comes_after(self, other: "Said") -> bool:
+        return self.before is not None and (self.before is other or self.before.comes_after(other))
+
+
 class Schedule(RuleBasedStateMachine):
     """Any order of events. A straggler is a group that no rule happens to finish for long."""
 
@@ -106,6 +124,8 @@ class Schedule(RuleBasedStateMachine):
     """Name in POLICIES; None: drawn."""
     admission: str | None = None
     """Name in ADMISSIONS; None: drawn."""
+    live: Sequence[int] = (0, 0, 1, 3)
+    """Numbers of live trajectories in a batch to draw from."""
     totals: ClassVar[Counter[str]] = Counter()
     """Numbers of events in all schedules of this process."""
 
@@ -114,7 +134,9 @@ class Schedule(RuleBasedStateMachine):
         self.policy = self.policy or data.draw(st.sampled_from([*POLICIES, "mask"]), "policy")
         gates = ["slots", "slots", "volume"]
         self.admission = self.admission or data.draw(st.sampled_from(gates), "admission")
-        self.batch_size = data.draw(st.integers(1, 4), "batch size")
+        self.live_trajectories = data.draw(st.sampled_from(self.live), "live trajectories")
+        least = 0 if self.live_trajectories else 1
+        self.batch_size = data.draw(st.integers(least, 4), "batch size")
         self.eta = data.draw(st.one_of(st.integers(0, 2), st.integers(0, 4), st.integers(0, 16)), "eta")
         self.n = data.draw(st.sampled_from([1, 8]), "samples")
         self.over_sampling = data.draw(st.sampled_from([1.0, 1.0, 1.5, 2.0]), "over-sampling")
@@ -125,13 +147,16 @@ class Schedule(RuleBasedStateMachine):
         self.updates = Updates()
         self.published = {0}
         self.groups: dict[int, Episodes] = {}
+        self.turns: dict[int, Said] = {}
         self.unstarted: set[int] = set()
         self.begin_life(version=0, parents={})
         self.parents: dict[int, int] = {}
+        self.has_small_batches = False
         self.restarts = 0
         self.totals["examples"] += 1
 
-    def begin_life(self, version: int, parents: dict[int, int]) -> None:
+    def begin_life(self, version: int, parents: dict[int, int], served: int | None = None) -> None:
+        """``served``: version that engines which have outlived the trainer go on with."""
         ended = Counter(group.loss.end for group in self.groups.values() if group.loss is not None)
         trained = sum(self.is_trained(group, version) for group in self.groups.values())
         counts = GroupCounts(
@@ -146,14 +171,22 @@ class Schedule(RuleBasedStateMachine):
             self.over_sampling,
             VersionTree(parents),
             version,
+            None if served == version else served,
             self.last_step,
             counts,
-            accepted=len(self.updates.behind(version)) * self.batch_size,
+            accepted=trained,
+            live_trajectories=self.live_trajectories,
         )
         self.version = version
+        self.served = version if served is None else served
+        self.was_behind = self.served != version
+        """The engines began this life with another version than the trainer."""
         self.generating: dict[int, Episodes] = {}
         self.ready: dict[int, Episodes] = {}
         self.training: list[Episodes] = []
+        self.turns_in_training: list[Said] = []
+        self.withheld_turns: set[int] = set()
+        self.is_training = False
         self.expired_in_this_life: set[int] = set()
         self.withheld: set[int] = set()
         self.made: tuple[int, int] | None = None
@@ -172,8 +205,12 @@ class Schedule(RuleBasedStateMachine):
     def largest_lag(self, versions: Iterable[int]) -> int:
         return max(map(self.lag, versions), default=0)
 
-    def is_trained(self, group: Episodes, version: int) -> bool:
+    def is_trained(self, group: "Episodes | Said", version: int) -> bool:
         return not self.updates.behind(version).isdisjoint(group.trained_by)
+
+    def is_starved(self) -> bool:
+        """Return whether the engines serve what nobody can train, so that no group is worked on."""
+        return self.lag(self.served) > self.eta
 
     def is_masked(self) -> bool:
         return self.core.consumption.on_stale is OnStale.MASK
@@ -186,7 +223,8 @@ class Schedule(RuleBasedStateMachine):
         while most and self.core.may_admit():
             most -= 1
             ticket = self.core.admit()
-            assert ticket.version == self.version
+            assert ticket.version == self.served
+            assert self.lag(self.served) <= self.eta, "tokens that nobody can train"
             if ticket.id in self.unstarted:
                 self.unstarted.remove(ticket.id)
                 group = self.groups[ticket.id]
@@ -225,7 +263,7 @@ class Schedule(RuleBasedStateMachine):
 
     def sample(self, group: Episodes, dice: random.Random) -> None:
         """Let some trajectories of the group grow, each on an engine with its own version."""
-        served = [self.version] if self.made is None or not self.is_exposed else [self.version, self.made[0]]
+        served = [self.served] if self.made is None or not self.is_exposed else [self.served, self.made[0]]
         for tokens in group.samples:
             if not tokens or dice.random() < 0.5:
                 version = dice.choice(served)
@@ -233,14 +271,14 @@ class Schedule(RuleBasedStateMachine):
                     tokens.append(version)
 
     @rule(seed=st.integers(0, 1000))
-    @precondition(lambda self: self.generating)
+    @precondition(lambda self: self.generating and not self.is_starved())
     def running_groups_sample(self, seed: int) -> None:
         dice = random.Random(seed)
         for group in self.generating.values():
             self.sample(group, dice)
 
     @rule(seed=st.integers(0, 1000), kept=st.sampled_from([0.0, 0.1, 0.5, 0.9]))
-    @precondition(lambda self: self.generating)
+    @precondition(lambda self: self.generating and not self.is_starved())
     def groups_finish(self, seed: int, kept: float) -> None:
         """Finish all groups, or all but the stragglers."""
         dice = random.Random(seed)
@@ -252,7 +290,7 @@ class Schedule(RuleBasedStateMachine):
         self.sample(group, dice)
         if dice.random() < 0.1:
             group.without_loss = dice.randint(0, self.n)
-        newest = {self.version} if self.made is None else {self.version, self.made[0]}
+        newest = {self.served} if self.made is None else {self.served, self.made[0]}
         group.was_fresh = not group.carrying_loss.isdisjoint(newest)
         self.core.judging(group.id)
         self.core.finished(group.id, group.carrying_loss)
@@ -273,23 +311,40 @@ class Schedule(RuleBasedStateMachine):
         return sorted((g for g in groups if g.id not in self.withheld), key=lambda group: group.order)
 
     @rule()
-    @precondition(lambda self: not self.training and self.core.step != self.last_step)
+    @precondition(lambda self: not self.is_training and self.core.step != self.last_step)
     def the_trainer_asks_for_a_batch(self) -> None:
         due = self.in_order([*self.generating.values(), *self.ready.values()])[: self.batch_size]
         batch = self.core.take_batch()
         self.note_expired()
         ready = self.in_order(self.ready.values())
-        if self.core.consumption.on_stale is None:
+        is_taken = batch is not None or self.core.lacks_turns or self.has_nothing_to_train()
+        if self.is_starved():
+            assert self.core.may_generate is False
+            may_train = bool(ready) or self.core.live.available > 0
+            assert is_taken == may_train or self.has_nothing_to_train(), "nothing else can become ready"
+        elif self.core.consumption.on_stale is None:
             is_complete = len(due) == self.batch_size and all(group.id in self.ready for group in due)
-            assert batch is not None or not is_complete, "the oldest groups are ready: nobody waits for more"
+            assert is_taken or not is_complete, "the oldest groups are ready: nobody waits for more"
         else:
-            assert (batch is not None) == (len(ready) >= self.batch_size), "any ready groups will do"
+            assert is_taken == (len(ready) >= self.batch_size), "any ready groups will do"
+        if batch is None and self.core.lacks_turns:
+            self.check_wait()
+            if not self.waits_for_turns:
+                self.core.turns_wait_is_over()
+                batch = self.core.take_batch()
+                assert batch is not None, "a smaller batch, and no further wait"
+                self.totals["batches with fewer turns"] += 1
         if batch is None:
             return
+        self.is_training = True
+        self.take_turns()
         taken = [self.groups[t.id] for t in batch]
         assert taken == ready[: self.batch_size], "the oldest ready groups, oldest first"
-        if isinstance(self.core.consumption, Fifo):
+        if isinstance(self.core.consumption, Fifo) and not self.is_starved():
             assert taken == due, "admission order"
+        assert len(taken) == self.batch_size or self.is_starved()
+        self.has_small_batches = self.has_small_batches or len(taken) < self.batch_size
+        self.totals["batches while the engines serve another version"] += self.served != self.version
         for group, part in zip(taken, batch, strict=True):
             self.check_taken(group, part)
             del self.ready[group.id]
@@ -312,6 +367,13 @@ class Schedule(RuleBasedStateMachine):
         )
 
     def note_expired(self) -> None:
+        for old in self.core.live.take_expired():
+            turn = self.turns[old.id]
+            assert turn.end is None and not self.is_trained(turn, self.version), "a turn ends once"
+            assert turn not in self.turns_in_training
+            assert old.lag == min(map(self.lag, turn.versions)) > self.eta, "expired without need"
+            turn.end = TurnEnd.EXPIRED
+            self.totals["turns expired"] += 1
         for expired in self.core.take_expired():
             group = self.groups[expired.id]
             self.check_expired(group, expired)
@@ -338,11 +400,12 @@ class Schedule(RuleBasedStateMachine):
             assert (expired.loss is Loss.REQUEUED) == may_requeue, "requeued as often as allowed"
         if self.is_masked():
             assert all(self.lag(version) > self.eta for version in versions)
-            is_promised = group.was_fresh and self.over_sampling == 1 and not self.is_disturbed
+            is_promised = group.was_fresh and self.over_sampling == 1
+            is_promised = is_promised and not self.is_disturbed and not self.was_behind
             assert not is_promised, "masking takes all of a group"
 
     @rule()
-    @precondition(lambda self: self.training and self.made is None)
+    @precondition(lambda self: self.is_training and self.made is None)
     def the_step_begins(self) -> None:
         version = self.core.begin_step()
         self.made = version, self.updates.new_policy(version, self.version)
@@ -359,11 +422,14 @@ class Schedule(RuleBasedStateMachine):
         assert self.made is not None
         version, update = self.made
         self.core.published(version)
-        self.version = version
+        self.version = self.served = version
         self.published.add(version)
         for group in self.training:
             group.trained_by.append(update)
+        for turn in self.turns_in_training:
+            turn.trained_by.append(update)
         self.training, self.made, self.is_exposed = [], None, False
+        self.turns_in_training, self.is_training = [], False
         self.note_expired()
         self.check_lags()
 
@@ -377,25 +443,34 @@ class Schedule(RuleBasedStateMachine):
         kept=st.sampled_from([0.0, 0.1, 0.5]),
         end=st.sampled_from(["published", "published", "published", "given back"]),
     )
-    @precondition(lambda self: not self.training and self.core.step != self.last_step)
+    @precondition(lambda self: not self.is_training and self.core.step != self.last_step)
     def a_whole_step(self, seed: int, kept: float, end: str) -> None:
         """Do what mostly happens, so that a schedule gets far."""
         if self.core.may_admit():
             self.admit(100)
-        self.groups_finish(seed, kept)
+        if not self.is_starved():
+            self.groups_finish(seed, kept)
         self.the_trainer_asks_for_a_batch()
-        if self.training:
+        if self.is_training:
             self.the_step_begins()
             self.some_engines_take_the_new_version()
-            self.running_groups_sample(seed)
+            if not self.is_starved():
+                self.running_groups_sample(seed)
             if end == "published" or not self.trainer_may_die:
                 self.the_new_version_is_published()
             else:
-                self.groups_finish(seed + 1, kept)
+                if not self.is_starved():
+                    self.groups_finish(seed + 1, kept)
                 self.the_batch_is_given_back()
 
     @rule(seed=st.integers(0, 1000))
-    @precondition(lambda self: self.core.consumption.on_stale is OnStale.REQUEUE and not self.training)
+    @precondition(
+        lambda self: (
+            self.core.consumption.on_stale is OnStale.REQUEUE
+            and not self.is_training
+            and self.served == self.version
+        )
+    )
     def stragglers_outlive_the_bound(self, seed: int) -> None:
         """Finish the oldest groups only when they are too old, so that their prompts are requeued."""
         stragglers = sorted(self.generating.values(), key=lambda group: group.order)[: self.batch_size]
@@ -410,7 +485,7 @@ class Schedule(RuleBasedStateMachine):
                     self.finish(group, dice)
             if self.core.step != self.last_step:
                 self.the_trainer_asks_for_a_batch()
-            if self.training:
+            if self.is_training:
                 self.the_step_begins()
                 self.the_new_version_is_published()
         for group in stragglers:
@@ -424,10 +499,160 @@ class Schedule(RuleBasedStateMachine):
     def nothing_is_left_to_do(self) -> None:
         assert not self.core.may_admit()
 
+    # ---- live users
+
+    def alive(self) -> list[Said]:
+        """Return the turns that have not ended and were not trained by the present weights."""
+        return [
+            turn
+            for turn in self.turns.values()
+            if turn.end is None and not self.is_trained(turn, self.version)
+        ]
+
+    def trainable(self) -> list[Said]:
+        return [
+            turn
+            for turn in self.alive()
+            if turn.is_judged and turn.id not in self.withheld_turns and turn not in self.turns_in_training
+        ]
+
+    @rule(seed=st.integers(0, 1000), number=st.sampled_from([1, 1, 4, 12]))
+    @precondition(lambda self: self.live_trajectories)
+    def users_say_something(self, seed: int, number: int) -> None:
+        dice = random.Random(seed)
+        served = [self.version] if self.made is None or not self.is_exposed else [self.version, self.made[0]]
+        for _ in range(number):
+            known = list(self.turns.values())
+            before = dice.choice(known[-8:]) if known and dice.random() < 0.7 else None
+            versions = [dice.choice(served)]
+            if dice.random() < 0.3:  # the answer has begun before updates
+                versions.insert(0, dice.choice(self.updates.versions()))
+            if dice.random() < 0.1:  # the gateway was cut off for long
+                versions = [dice.choice(self.updates.versions())]
+            turn = Said(-1 - len(self.turns), before, versions)
+            self.turns[turn.id] = turn
+            parent = before.id if before is not None else None
+            if dice.random() < 0.2:
+                turn.end = dice.choice([TurnEnd.SIDE, TurnEnd.CANCELLED])
+                self.core.live.is_context(turn.id, parent, turn.end)
+            else:
+                self.core.live.arrived(turn.id, versions, parent)
+        self.totals["turns"] += number
+        self.note_expired()
+
+    @rule(seed=st.integers(0, 1000), share=st.sampled_from([0.2, 0.8, 1.0]))
+    @precondition(lambda self: self.turns)
+    def turns_are_judged(self, seed: int, share: float) -> None:
+        dice = random.Random(seed)
+        for turn in self.alive():
+            if not turn.is_judged and dice.random() < share:
+                assert self.core.live.is_waiting(turn.id)
+                self.core.live.ready(turn.id)
+                turn.is_judged = True
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.turns)
+    def a_turn_is_forgotten(self, data: st.DataObject) -> None:
+        turns = sorted(turn.id for turn in self.turns_in_training) or sorted(self.turns)
+        turn = self.turns[data.draw(st.sampled_from(turns))]
+        self.totals["turns forgotten in training"] += turn in self.turns_in_training
+        ends_now = turn in self.alive() and turn not in self.turns_in_training
+        assert self.core.live.ended(turn.id, TurnEnd.FORGOTTEN) == ends_now
+        if turn in self.alive():
+            turn.end = TurnEnd.FORGOTTEN
+            self.withheld_turns.discard(turn.id)
+
+    @rule(waits=st.booleans())
+    @precondition(lambda self: self.live_trajectories)
+    def the_patience_with_users_changes(self, waits: bool) -> None:
+        self.waits_for_turns = waits
+
+    waits_for_turns = False
+
+    def has_nothing_to_train(self) -> bool:
+        return self.batch_size == 0 and not self.trainable()
+
+    def check_wait(self) -> None:
+        """The batch may wait: it would hold more turns than there are."""
+        assert self.live_trajectories
+        assert self.batch_size or self.trainable(), "there is nothing to train"
+        assert self.core.live.available < self.live_trajectories
+
+    def take_turns(self) -> None:
+        """Check the turns of a batch that was taken."""
+        trainable = self.trainable()
+        paths = self.core.live.training
+        ids = [taken.id for path in paths for taken in path]
+        assert len(ids) == len(set(ids)), "a turn is in a batch twice"
+        assert len(paths) <= self.live_trajectories
+        assert len(paths) == self.live_trajectories or len(ids) == len(trainable), "a turn is left out"
+        for path in paths:
+            turns = [self.turns[taken.id] for taken in path]
+            for former, later in pairwise(turns):
+                assert later.comes_after(former), "a trajectory is one path"
+            for turn, taken in zip(turns, path, strict=True):
+                assert turn in trainable, "not judged, ended, trained or withheld"
+                beyond = {version for version in turn.versions if self.lag(version) > self.eta}
+                assert taken.stale == beyond, "trained beyond the bound, or masked within it"
+                assert beyond < set(turn.versions), "no token carries loss"
+            # Nothing that is ready and continues the path, or leads to it, is left for another trajectory.
+            for turn in trainable:
+                if turn.id not in ids:
+                    assert not turn.comes_after(turns[-1]), "the path goes on"
+                    assert not turns[0].comes_after(turn), "the path begins before"
+            if len(paths) < self.live_trajectories:
+                self.totals["live trajectories in smaller batches"] += 1
+        if ids and len(ids) < len(trainable):
+            oldest = max(min(map(self.lag, turn.versions)) for turn in trainable)
+            assert oldest in {min(map(self.lag, self.turns[id_].versions)) for id_ in ids}, "the oldest first"
+        self.turns_in_training = [self.turns[id_] for id_ in ids]
+        self.totals["turns trained"] += len(ids)
+        self.totals["live trajectories"] += len(paths)
+
+    @rule(seed=st.integers(0, 1000))
+    @precondition(lambda self: self.trainable() and self.trainer_may_die)
+    def ready_turns_are_withheld(self, seed: int) -> None:
+        dice = random.Random(seed)
+        self.withheld_turns = set()
+        chosen = {turn.id for turn in self.trainable() if dice.random() < 0.5}
+        self.core.withhold([*self.withheld, *chosen])
+        self.withheld_turns = chosen
+        self.totals["turns withheld"] += len(chosen)
+        self.note_expired()
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.trainable() and self.trainer_may_die)
+    def a_turn_is_quarantined(self, data: st.DataObject) -> None:
+        if data.draw(st.integers(0, 3), "rarely"):
+            return
+        turns = [turn.id for turn in [*self.trainable(), *self.turns_in_training] if turn.end is None]
+        id_ = data.draw(st.sampled_from(sorted(turns)))
+        self.core.quarantine(id_)
+        if self.is_training:
+            self.note_given_back()
+        self.turns[id_].end = TurnEnd.FAILED
+        self.note_expired()
+
+    @invariant()
+    def every_turn_is_accounted_for(self) -> None:
+        alive = self.alive()
+        states, ends = self.core.live.states, self.core.live.ends
+        waiting = sum(not turn.is_judged for turn in alive)
+        forgotten = [turn for turn in self.turns_in_training if turn.end is not None]
+        assert states[TurnState.WAITING] == waiting
+        assert states[TurnState.TRAINING] == len(self.turns_in_training)
+        ready = [turn for turn in alive if turn.is_judged and turn not in self.turns_in_training]
+        assert states[TurnState.READY] == len(ready)
+        trained = [turn for turn in self.turns.values() if self.is_trained(turn, self.version)]
+        assert ends[TurnEnd.TRAINED] == len(trained)
+        for end in set(TurnEnd) - {TurnEnd.TRAINED}:
+            ended = [turn for turn in self.turns.values() if turn.end is end and turn not in trained]
+            assert ends[end] == len([turn for turn in ended if turn not in forgotten])
+
     # ---- a trainer that dies
 
     @rule()
-    @precondition(lambda self: self.training and self.trainer_may_die)
+    @precondition(lambda self: self.is_training and self.trainer_may_die)
     def the_batch_is_given_back(self) -> None:
         self.core.give_back()
         self.note_given_back()
@@ -439,6 +664,7 @@ class Schedule(RuleBasedStateMachine):
             self.is_disturbed = True
         self.ready.update((group.id, group) for group in self.training)
         self.training, self.made, self.is_exposed = [], None, False
+        self.turns_in_training, self.is_training = [], False
         self.totals["batches given back"] += 1
 
     @rule(data=st.data())
@@ -448,7 +674,7 @@ class Schedule(RuleBasedStateMachine):
             return
         id_ = data.draw(st.sampled_from(sorted([*self.ready, *(group.id for group in self.training)])))
         self.core.quarantine(id_)
-        if self.training:
+        if self.is_training:
             self.note_given_back()
         self.ready.pop(id_).loss = Loss.QUARANTINED
         self.withheld.discard(id_)
@@ -469,7 +695,7 @@ class Schedule(RuleBasedStateMachine):
 
     def withhold(self, ids: Collection[int]) -> None:
         gone = [group.id for group in self.groups.values() if group.loss is not None][-3:]
-        self.core.withhold([*ids, *gone])
+        self.core.withhold([*ids, *gone, *self.withheld_turns])
         self.withheld = set(ids)
         self.is_disturbed = self.is_disturbed or bool(ids)
         self.totals["groups withheld"] += len(ids)
@@ -481,14 +707,25 @@ class Schedule(RuleBasedStateMachine):
     @precondition(lambda self: self.restarts < MOST_RESTARTS and len(self.groups) > 0)
     def the_run_is_killed_and_resumed(self, data: st.DataObject, seed: int) -> None:
         """Go on from any checkpoint on the line of the present weights; recent tokens may be lost."""
+        self.restart(data, seed, served=None)
+        self.totals["restarts"] += 1
+
+    @rule(data=st.data(), seed=st.integers(0, 1000))
+    @precondition(lambda self: self.restarts < MOST_RESTARTS and self.trainer_may_die)
+    def the_trainer_is_killed_and_restored(self, data: st.DataObject, seed: int) -> None:
+        """The same, while the engines go on with the version that they serve."""
+        self.restart(data, seed, served=self.served)
+        self.totals["trainer restarts"] += 1
+        self.totals["trainer restarts beyond the bound"] += self.is_starved()
+
+    def restart(self, data: st.DataObject, seed: int, served: int | None) -> None:
         line = self.updates.behind(self.version)
         checkpoints = [version for version in self.published if self.updates.behind(version) <= line]
         restored = data.draw(st.sampled_from(sorted(checkpoints, reverse=True)), "checkpoint")
         dice = random.Random(seed)
         was_generating = set(self.generating) | self.unstarted
         self.restarts += 1
-        self.totals["restarts"] += 1
-        self.begin_life(restored, self.parents)
+        self.begin_life(restored, self.parents, served)
         left = [g for g in self.groups.values() if g.loss is None and not self.is_trained(g, restored)]
         begun: list[tuple[Episodes, set[int]]] = []
         fresh: list[Episodes] = []
@@ -497,7 +734,7 @@ class Schedule(RuleBasedStateMachine):
             if not is_ready:
                 self.lose_tokens(group, dice)
             if is_ready or group.sampled:
-                begun.append((group, group.carrying_loss if is_ready else group.sampled))
+                begun.append((group, group.carrying_loss if is_ready else self.to_come(group)))
             else:
                 fresh.append(group)
         for group, versions in sorted(begun, key=lambda pair: (-self.largest_lag(pair[1]), pair[0].id)):
@@ -510,13 +747,34 @@ class Schedule(RuleBasedStateMachine):
         for id_ in self.owed():
             self.core.restore_requeued(id_, self.requeues(id_) + 1)
         self.unstarted = {group.id for group in fresh}
+        self.restore_turns(dice)
         self.check_lags()
+
+    def restore_turns(self, dice: random.Random) -> None:
+        """Let in the turns from before. A trained turn whose training is lost is ready again."""
+        for turn in self.turns.values():
+            parent = turn.before.id if turn.before is not None else None
+            if turn.end is not None:
+                end = turn.end
+                is_trained = self.is_trained(turn, self.version)
+                self.core.live.is_context(turn.id, parent, TurnEnd.TRAINED if is_trained else end)
+            elif self.is_trained(turn, self.version):
+                self.core.live.is_context(turn.id, parent, TurnEnd.TRAINED)
+            else:
+                self.core.live.arrived(turn.id, turn.versions, parent)
+                if turn.is_judged and self.core.live.is_alive(turn.id):
+                    self.core.live.ready(turn.id)
+        self.note_expired()
 
     @rule(data=st.data(), seed=st.integers(0, 1000))
     @precondition(lambda self: self.restarts < MOST_RESTARTS and self.owed())
     def the_run_is_killed_while_a_requeued_prompt_waits(self, data: st.DataObject, seed: int) -> None:
         """Kill the run at a moment that the rule above seldom meets."""
         self.the_run_is_killed_and_resumed(data, seed)
+
+    def to_come(self, group: Episodes) -> set[int]:
+        """Return the versions of the tokens that an unfinished group has or may get at once."""
+        return group.sampled if self.is_starved() else group.sampled | {self.served}
 
     def lose_tokens(self, group: Episodes, dice: random.Random) -> None:
         """Lose the last tokens of a group, which were not on disk yet."""
@@ -529,7 +787,8 @@ class Schedule(RuleBasedStateMachine):
         """Restore a group, and check that it is refused only if it would not be trained in time."""
         lag = self.largest_lag(versions)
         if self.is_masked():
-            lag = min(map(self.lag, versions), default=0) if is_ready else 0
+            to_come = 0 if self.is_starved() else self.lag(self.served)
+            lag = min(map(self.lag, versions), default=0) if is_ready else to_come
         has_room = self.core.held < self.batch_size * (self.eta - lag + 1)
         group.order = next(self.orders)
         if is_ready:
@@ -540,6 +799,7 @@ class Schedule(RuleBasedStateMachine):
                 group.was_fresh = True  # as fresh as the steps until it is trained ask for
                 self.ready[group.id] = group
         else:
+            assert self.core.may_have(group.sampled) | {self.version} == versions | {self.version}
             ticket = self.core.restore_open(group.id, versions, self.requeues(group.id))
             assert (ticket is not None) == has_room
             if ticket is not None:
@@ -557,7 +817,8 @@ class Schedule(RuleBasedStateMachine):
         ended = Counter(group.loss.end for group in self.groups.values() if group.loss is not None)
         trained = {group.id for group in self.groups.values() if self.is_trained(group, self.version)}
         assert counts.admitted == len(self.groups)
-        assert counts.trained == len(trained) == self.core.step * self.batch_size
+        assert counts.trained == len(trained)
+        assert len(trained) == self.core.step * self.batch_size or self.has_small_batches
         assert (counts.filtered, counts.expired, counts.failed) == (
             ended[State.FILTERED],
             ended[State.EXPIRED],
@@ -576,13 +837,19 @@ class Schedule(RuleBasedStateMachine):
     @invariant()
     def somebody_can_always_go_on(self) -> None:
         """Unless a group is being generated or trained, a group can start or a batch is due."""
-        if not self.generating and not self.training and self.core.step != self.last_step:
-            assert self.core.may_admit() or len(self.ready) - len(self.withheld) >= self.batch_size
+        if self.batch_size and not self.generating and not self.is_training:
+            if self.core.step == self.last_step:
+                return
+            batch = 1 if self.is_starved() else self.batch_size
+            may_train = len(self.ready) - len(self.withheld) >= batch
+            may_train = may_train or (self.is_starved() and self.core.live.available > 0)
+            assert self.core.may_admit() or may_train or self.core.is_stuck
 
     def is_consistent(self) -> bool:
         """Return False after an event that was cut short by a violation."""
         try:
             self.every_group_is_accounted_for()
+            self.every_turn_is_accounted_for()
         except AssertionError:
             return False
         return True
@@ -594,9 +861,14 @@ class Schedule(RuleBasedStateMachine):
         goal = self.core.step + STEPS_TO_GO_ON
         goal = goal if self.last_step is None else min(goal, self.last_step)
         dice = random.Random(0)
+        self.withheld_turns = set()
+        self.waits_for_turns = False
         self.withhold(())
-        for _ in range(60):
-            if self.training:
+        for number in range(60):
+            if self.live_trajectories:
+                self.users_say_something(number, 4)
+                self.turns_are_judged(0, 1.0)
+            if self.is_training:
                 if self.made is None:
                     self.the_step_begins()
                 self.the_new_version_is_published()
@@ -605,7 +877,10 @@ class Schedule(RuleBasedStateMachine):
                 break
             if self.core.may_admit():
                 self.admit(100)
-            for group in list(self.generating.values()):
+            if self.core.is_stuck:
+                assert self.is_starved() and not self.ready
+                return
+            for group in list(self.generating.values() if not self.is_starved() else ()):
                 self.finish(group, dice)
             self.the_trainer_asks_for_a_batch()
         assert self.core.step == goal, "the run has come to a stop"

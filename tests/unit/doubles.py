@@ -19,6 +19,10 @@ class Policy:
 
     version: int = 0
 
+    @property
+    def served(self) -> int:
+        return self.version
+
     def published(self, version: int) -> None:
         assert version == self.version + 1
         self.version = version

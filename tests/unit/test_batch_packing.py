@@ -44,8 +44,8 @@ def lognormal(n: int, *, median: float, sigma: float, longest: int, seed: int) -
 def schedules(draw):
     minibatches, ranks = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     multiple = draw(st.sampled_from([1, 1, 2, 3]))
-    least = minibatches * ranks * multiple
-    n = draw(st.integers(least, least + 30))
+    enough = minibatches * ranks * multiple
+    n = draw(st.one_of(st.integers(enough, enough + 30), st.integers(1, enough)))
     longest = draw(st.sampled_from([120, 40, 8]))
     lengths = np.array(draw(st.lists(st.integers(1, longest), min_size=n, max_size=n)))
     budget = draw(st.integers(1, 200))
@@ -61,7 +61,7 @@ def test_every_schedule_keeps_the_invariants(case, seed):
     ranks, budget, multiple = (settings_[name] for name in ("ranks", "budget", "multiple"))
     costs = quadratic(lengths)
     plan = schedule(lengths, costs, **settings_, rng=np.random.default_rng(seed))
-    assert len(plan) == settings_["minibatches"]
+    assert len(plan) == min(settings_["minibatches"], len(lengths))
     used = [index for minibatch in plan for rank in minibatch for members in rank for index in members]
     assert sorted(used) == list(range(len(lengths)))
     sizes = [sum(len(members) for rank in minibatch for members in rank) for minibatch in plan]
@@ -141,15 +141,17 @@ def test_a_trajectory_over_the_budget_has_a_micro_batch_of_its_own():
     assert sorted(map(sorted, dealt[0])) == [[0], [1, 2, 3]]
 
 
-def test_fewer_trajectories_than_ranks_are_an_error():
-    with pytest.raises(ValueError, match="3 trajectories cannot keep 4 data-parallel ranks busy"):
-        distribute([0, 1, 2], [1] * 3, [1.0] * 3, ranks=4, budget=10)
+def test_a_rank_idles_where_there_are_fewer_trajectories_than_ranks():
+    dealt = distribute([0, 1, 2], [1] * 3, [1.0] * 3, ranks=4, budget=10, multiple=2)
+    assert sorted(members for rank in dealt for members in rank) == [[]] * 5 + [[0], [1], [2]]
+    assert {len(rank) for rank in dealt} == {2}
 
 
 @given(st.integers(1, 100), st.integers(1, 10), st.integers(0, 1000))
 def test_minibatches_partition_the_batch_evenly_and_at_random(n, minibatches, seed):
     parts = split_minibatches(n, minibatches, np.random.default_rng(seed))
     assert sorted(np.concatenate(parts).tolist()) == list(range(n))
+    assert len(parts) == min(n, minibatches)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 

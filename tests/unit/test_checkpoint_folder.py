@@ -376,7 +376,7 @@ class Rank:
 
 
 def trainer(*ranks: Rank) -> RankedTrainer:
-    group = RankGroup(ranks, timeout_s=5, logs=Path("logs"))
+    group = RankGroup(lambda: ranks, timeout_s=5, logs=Path("logs"))
     return RankedTrainer(group, step_timeout_s=5)
 
 

@@ -77,6 +77,25 @@ async def cancelled(task: asyncio.Task) -> None:
         raise AssertionError(f"{task} was cancelled, but returned {task.result()}")
 
 
+def test_a_group_without_a_token_that_carries_loss_makes_no_step():
+    listener = Listener()
+    core = RolloutControl(1, 1)
+    gate = gate_of(core, listener=listener)
+
+    async def run() -> None:
+        ticket = await slot(gate)
+        gate.finished(
+            [ReadyGroup(ticket.id, (StoredTrajectory(header(0).without(frozenset({0})), b"refs"),))]
+        )
+        assert core.counts.filtered == 1
+        assert [loss for loss, _ in listener.losses] == [Loss.FILTERED]
+        other = await slot(gate)
+        gate.finished([group(other)])
+        assert [each.id for each in await gate.batch(1)] == [other.id]
+
+    asyncio.run(run())
+
+
 # ---- slots
 
 

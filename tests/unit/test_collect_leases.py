@@ -28,10 +28,10 @@ from slipstream.rollout.messages import (
     TRAIN,
     UP,
     Event,
+    GroupVerdict,
     Lease,
     MalformedFrame,
     Up,
-    Verdict,
     pack,
     split,
 )
@@ -202,7 +202,7 @@ class FakeCollector:
         working.kinds[sample] = JUDGED
 
     def decide(self, working: Working, verdict: int) -> None:
-        self.outbox.verdicts.append(Verdict(working.lease.group, working.lease.lease, verdict, "note"))
+        self.outbox.verdicts.append(GroupVerdict(working.lease.group, working.lease.lease, verdict, "note"))
         del self.working[working.lease.lease]
         self.give_back(working, *range(self.samples))
 
@@ -334,7 +334,7 @@ class Schedule(RuleBasedStateMachine):
             Event(*ids, 0, ANSWERED, unjudged, 99 if kind == PIECE else 0),
             Event(*ids, 0, JUDGED, unjudged),
             Event(*ids, 0, JUDGED if kind == ANSWERED else ANSWERED, broken),
-            Verdict(*ids, TRAIN),
+            GroupVerdict(*ids, TRAIN),
         ][what if working else 0]
         if not isinstance(bad, Event) or not bad.size:
             self.note_held(message, payload)
@@ -373,10 +373,10 @@ class Schedule(RuleBasedStateMachine):
         if self.gate._batch.groups or self.gate._failures_in_a_row >= 8:
             return
         batch = self.gate._next_batch()
-        if batch:
-            for group in batch:
+        if batch is not None and batch.groups:
+            for group in batch.groups:
                 assert self.journal.states[group.id][-1] == "ready"
-            self.gate._batch.groups = batch
+            self.gate._batch = batch
             self.loop.run_until_complete(self.gate.step_begins())
             if publishes:
                 self.the_trainer_publishes()

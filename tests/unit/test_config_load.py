@@ -259,6 +259,7 @@ PLUGIN_ARGS = {
 
 
 TYPE_THAT_HAS = {
+    "live.baseline.": "running",
     "actor.kl.reference.decay": "average",
     "actor.kl.reference.": "checkpoint",
     "actor.correction.sequence.max": "kl",

@@ -52,6 +52,21 @@ def violations(file, *overrides: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("overrides", "path", "part"),
     [
+        (["gateway={admin_port: 30000}"], "gateway.admin_port", "other than gateway.port"),
+        (
+            ["gateway={}", "rollout.engine.colocated=true", "weights.transport={type: tensor}"],
+            "rollout.engine.colocated",
+            "gateway.allow_gaps",
+        ),
+        (
+            [
+                "gateway={allow_gaps: true}",
+                "rollout.engine.colocated=true",
+                "weights.transport={type: tensor}",
+            ],
+            None,
+            "",
+        ),
         (["actor.recompute_logprobs=false"], "actor.recompute_logprobs", "use_decoupled_loss to false"),
         (["actor.recompute_logprobs=false", "actor.interpolate_logprobs=true"], None, ""),
         (["actor.interpolate_logprobs=true"], "actor.interpolate_logprobs", "recompute_logprobs to false"),
@@ -375,6 +390,16 @@ def violations(file, *overrides: str) -> dict[str, str]:
             ["actor.advantage=gae", "critic={}", "actor.turns={baseline: none, discount: 0.5}"],
             "actor.turns.discount",
             "set critic.discount",
+        ),
+        (["live={}"], None, ""),
+        (["live={train: false, share: 0.9}"], None, ""),
+        (["live={share: 0.9}"], "live.share", "leaves no group"),
+        (["live={share: 1}", "rollout.n_samples_per_prompt=1"], None, ""),
+        (["live={}", "actor.advantage=gae", "critic={}"], "actor.advantage", "live.baseline"),
+        (
+            ["live={}", "rollout.admission={type: volume}"],
+            "rollout.admission.type",
+            "expected 'slots'",
         ),
         (["eval=null"], None, ""),
         ([], None, ""),

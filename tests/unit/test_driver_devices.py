@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from slipstream.backend.checkpoint.errors import CheckpointError
+from slipstream.backend.cluster.errors import TrainerFailed
 from slipstream.backend.driver import devices
 from slipstream.backend.driver.devices import Colocated
 from slipstream.backend.simulate import clock
@@ -88,6 +90,10 @@ class Trainer:
     async def rest(self, *, keep_weights: bool = False) -> None:
         self.world.trainer_has = "weights" if keep_weights else ""
         self.world.note("trainer keeps weights" if keep_weights else "trainer rests")
+
+    def kill(self) -> None:
+        self.world.trainer_has = ""
+        self.world.note("trainer is killed")
 
     async def wake(self) -> None:
         assert not self.world.trainer_has
@@ -295,5 +301,40 @@ def test_a_turn_that_drains_begins_when_no_collector_runs_a_request():
             assert world.did[0] == "a pauses (retract)"
             assert asyncio.get_running_loop().time() - began == pytest.approx(8 + 2)
         await asyncio.gather(*tasks)
+
+    run(main)
+
+
+@pytest.mark.parametrize("moment", ["trains", "sends"])
+def test_a_trainer_that_dies_in_its_turn_leaves_the_devices_to_the_engines(moment: str):
+    async def main():
+        world = world_of("a", "b")
+        found, roster = await started(world, *world.engines.values())
+        with pytest.raises(TrainerFailed):
+            async with found.training(), AsyncExitStack() as stack:
+                if moment == "sends":
+                    await stack.enter_async_context(found.publishing())
+                    roster.withdraw(world.engines["b"], "a part has come")  # type: ignore[arg-type]
+                raise TrainerFailed("killed")
+        assert "trainer is killed" in world.did
+        assert all(engine.has == ALL for engine in world.engines.values())
+        assert not world.engines["a"].paused
+        assert world.engines["b"].paused == (moment == "sends"), "it waits for a whole version"
+
+    run(main)
+
+
+def test_a_trainer_that_is_started_again_is_not_woken():
+    async def main():
+        world = world_of("a")
+        found, _ = await started(world, world.engines["a"])
+        found.trainer_gone()
+        async with found.training():
+            assert "trainer wakes" not in world.did
+            world.trainer_has = "all"
+        assert world.did[-1] == "a goes on"
+        async with found.training():
+            """The next turn is as every other."""
+        assert "trainer wakes" in world.did
 
     run(main)

@@ -139,7 +139,7 @@ def test_a_resume_replaces_its_files_by_rename(config: RunConfig, tmp_path: Path
         (b"# nothing but a comment\n", "it is empty"),
         (b"- a\n- b\n", "it holds a list"),
         (b"42\n", "it holds a int"),
-        (b"run:\n  seed: 0\ndata:\n", r"it lacks data\.shuffle, rollout\.batch_size"),
+        (b"run:\n  seed: 0\ndata:\n", r"it lacks rollout\.batch_size"),
         (b"run: text\n", r"it lacks run\.seed"),
         (b"run: {seed: 0\n", "while parsing"),
         (b"\xff\xfe\x00", "decode"),

@@ -96,6 +96,11 @@ class Gate(Policy):
 
     async def step_begins(self) -> None: ...
 
+    is_ended = False
+
+    async def ended(self) -> None:
+        await asyncio.Event().wait()
+
     def lag(self, version: int) -> int:
         return self.version - version
 

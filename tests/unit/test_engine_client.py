@@ -18,9 +18,11 @@ from slipstream.rollout.engine.client import (
     EngineError,
     EngineLost,
     InvalidRequest,
+    RequestRefused,
     Silent,
 )
 from slipstream.rollout.engine.growing import GrowingCompletion
+from slipstream.rollout.engine.sampling import LiveSampling
 from slipstream.rollout.trajectory import Completion, Finish, Span
 from tests.unit.test_engine_completion import ABORT, COMPLETION, REPLY, STOP, attested, chunk
 from tests.unit.test_engine_completion import reply as reply_with
@@ -667,6 +669,46 @@ def test_a_cancelled_request_disconnects_so_that_the_server_stops_generating(chu
             with pytest.raises(asyncio.CancelledError):
                 await running
             await asyncio.wait_for(server.disconnected.wait(), 1)
+
+    asyncio.run(main())
+
+
+def test_a_live_request_that_is_cancelled_is_aborted_by_its_name():
+    """SGLang notices the end of a connection only when it has something to send."""
+
+    async def main():
+        async with serving(streaming(ONE[0], 5.0)) as (server, client):
+            growing = asyncio.Event()
+            sampling = LiveSampling(4, {"stop": ["x"]}, priority=100)
+            task = asyncio.create_task(ask(client, [1], sampling, version=0, grown=growing.set))
+            await asyncio.wait_for(growing.wait(), 2)
+            task.cancel()
+            await asyncio.wait({task})
+            while len(server.requests) < 2:
+                await asyncio.sleep(0.01)
+            (_, _, body), abort = server.requests
+            assert abort == ("POST", "/abort_request", {"rid": body["rid"]})
+            assert (body["priority"], body["sampling_params"]["stop"]) == (100, ["x"])
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(400, RequestRefused), (422, RequestRefused), (503, EngineError)]
+)
+@pytest.mark.parametrize("way", ["reply", "chunk", "end"])
+def test_whether_a_request_would_be_refused_again(status, kind, way):
+    refusals = {
+        "reply": web.json_response({"error": {"message": "no"}}, status=status),
+        "chunk": {"error": {"message": "no", "code": status}},
+        "end": chunk(1, 0, 3, {"type": "abort", "message": "no", "status_code": status}),
+    }
+
+    async def main():
+        async with serving(refusals[way]) as (_, client):
+            with pytest.raises(EngineError, match="no") as caught:
+                await ask(client, [1], version=0)
+            assert type(caught.value) is kind
 
     asyncio.run(main())
 

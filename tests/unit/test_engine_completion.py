@@ -360,3 +360,48 @@ def test_an_abort_takes_nothing_of_what_was_there_before():
 def test_a_refusal_in_the_stream_is_no_abort(refusal):
     with pytest.raises(ValueError, match="too long"):
         stream_of()[0].add(refusal)
+
+
+# ---- what users ask for beyond tokens and log-probs
+
+
+@pytest.mark.parametrize(
+    ("reason", "matched"),
+    [
+        ({"type": "stop", "matched": 13}, 13),
+        ({"type": "stop", "matched": "\n\n"}, "\n\n"),
+        ({"type": "stop", "matched": [12, 13]}, 13),
+        ({"type": "length", "length": 3}, None),
+    ],
+)
+def test_what_has_ended_a_completion_is_kept_with_it_until_it_is_cut(reason, matched):
+    completion = GrowingCompletion()
+    assert CompletionStream(completion, 3, VOCAB).add(reply(finish_reason=reason))
+    assert completion.matched == matched
+    completion.cut(2)
+    assert completion.matched is None
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_alternatives_come_with_their_tokens_and_go_with_them(repeats):
+    def with_alternatives(total: int, new: int, reason=None, **more) -> dict:
+        held = range(0 if repeats else total - new, total)
+        top = [[[-0.1 * i, 7, None], [-3.0, 8, None]] for i in held]
+        return chunk(total, new, 3, reason, repeats, output_top_logprobs=top, cached_tokens=5, **more)
+
+    completion = GrowingCompletion()
+    stream = CompletionStream(completion, 3, VOCAB)
+    stream.add(with_alternatives(2, 2))
+    stream.add(with_alternatives(3, 1, STOP, weight_versions=attested((3, 0, 3))))
+    assert completion.alternatives == [((-0.1 * i, 7), (-3.0, 8)) for i in range(3)]
+    assert completion.cached_tokens == 5
+    completion.cut(1)
+    assert len(completion.alternatives) == 1
+
+
+def test_fewer_alternatives_than_tokens_are_malformed_and_change_nothing():
+    completion = GrowingCompletion()
+    stream = CompletionStream(completion, 3, VOCAB)
+    with pytest.raises(ValueError, match="alternatives to 1 tokens, expected 2"):
+        stream.add(chunk(2, 2, 3, output_top_logprobs=[[[-0.1, 7, None]]]))
+    assert len(completion.tokens) == 0

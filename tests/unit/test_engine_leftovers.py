@@ -67,7 +67,7 @@ def test_the_end_of_the_trainer_removes_what_its_ranks_leave_on_this_node_only(
 ):
     identity = this_process() if machine is None else replace(this_process(), machine=machine)
     monkeypatch.setattr(rank_group, "kill", lambda actor: None)
-    ranks = RankGroup([object()], timeout_s=1, logs=Path("logs"))  # type: ignore[list-item]
-    ranks._processes = [(identity, [])]
+    ranks = RankGroup(lambda: [object()], timeout_s=1, logs=Path("logs"))  # type: ignore[list-item]
+    ranks._processes = [identity]
     ranks.kill()
     assert segment.exists() == stays

@@ -188,7 +188,7 @@ def test_no_more_requests_run_than_the_process_has_descriptors_for():
 ROOM = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))
-from slipstream.rollout.collector.descriptors import make_room
+from slipstream.rollout.engine.descriptors import make_room
 print(make_room({requests}), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
 

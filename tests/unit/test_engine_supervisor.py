@@ -484,3 +484,38 @@ def test_stopping_ends_every_server_also_when_one_refuses():
             assert [handle.stops for handle in world.handles] == [1, 0, 1]
 
     asyncio.run(main())
+
+
+def test_an_engine_that_is_withdrawn_is_brought_up_to_date_without_a_restart():
+    async def main():
+        async with supervised(restarts=0) as world:
+            await world.serving.wait()
+            [client] = world.roster.clients
+            world.may_sync.clear()
+            world.roster.withdraw(client, "the trainer has died while it sent weights")
+            await until(lambda: world.notes)
+            assert world.notes == [
+                "engine-0 waits for the next version: the trainer has died while it sent weights"
+            ]
+            assert not world.urls and client in world.roster.withdrawn
+            world.may_sync.set()
+            await until(lambda: world.urls)
+            assert world.roster.clients == [client] and not world.roster.withdrawn
+            assert world.handle.starts == 1
+            assert world.synced == [client.address.url] * 2
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_dies_while_it_is_withdrawn_is_started_again():
+    async def main():
+        async with supervised(restarts=1) as world:
+            await world.serving.wait()
+            [client] = world.roster.clients
+            world.refusals = ["it does not answer"]
+            world.roster.withdraw(client, "a part of the weights has come")
+            await until(lambda: world.handle.starts == 2)
+            await until(lambda: world.urls == ["http://127.0.0.1:2"])
+            assert not world.roster.withdrawn
+
+    asyncio.run(main())

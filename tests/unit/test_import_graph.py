@@ -40,14 +40,19 @@ FLOORS = {
     "rollout": (
         {"changes", "durable", "garbage", "gpu_environment", "heaps", "network", "temporary", "trajectory"},
         {"control", "plugins", "prompts", "record", "reward"},
-        {"engine", "judge", "ledger", "workflow"},
-        {"messages"},
-        {"collect", "collector"},
+        {"turns"},
+        {"branches", "engine", "judge", "ledger", "workflow"},
+        {"live", "messages"},
+        {"handover"},
+        {"collect", "collector", "gateway"},
     ),
 }
 MOST_ROOMS, MOST_FLOORS, MOST_ARROWS = 14, 8, 40
 
-PURE = {"slipstream.rollout.control": {"asyncio", "sqlite3", "numpy", "threading"}}
+PURE = {
+    "slipstream.rollout.control": {"asyncio", "sqlite3", "numpy", "threading"},
+    "slipstream.rollout.gateway.sessions": {"asyncio", "sqlite3", "threading", "time", "random", "secrets"},
+}
 """What is decided without clocks, tasks, arrays and disks."""
 
 CPU_SUPPORT = {
@@ -189,13 +194,16 @@ def test_cpu_support_is_imported_by_one_module_only(support):
     assert {name for name in modules() if support in imports(name)} == {CPU_SUPPORT[support]}
 
 
-def test_sglang_is_imported_only_where_its_server_is_launched_or_described():
+def test_sglang_is_imported_only_where_its_server_is_launched_or_described_or_its_endpoints_are_used():
     importers = {
         name
         for name in modules()
         if package_of(name) != "configs" and any(package_of(target) == "sglang" for target in imports(name))
     }
-    assert importers <= {"slipstream.rollout.engine.launch", "slipstream.rollout.engine.cpu"}
+    assert {name for name in importers if not name.startswith("slipstream.rollout.gateway.serving.")} <= {
+        "slipstream.rollout.engine.launch",
+        "slipstream.rollout.engine.cpu",
+    }
 
 
 def test_no_two_classes_share_a_name():

@@ -150,6 +150,7 @@ def test_a_step_is_logged_with_the_numbers_of_its_groups():
             "perf/trainer_wait_fraction": 0.125,
             "perf/engine_restarts": 3,
             "perf/collector_restarts": 0,
+            "perf/trainer_restarts": 0,
         }
     )
     assert fakes.shown == [
@@ -260,6 +261,7 @@ def test_the_summary_adds_the_run_up():
             "resumed": 0,
             "stall_s_mean": 0.25,
             "engine_restarts": 1,
+            "trainer_restarts": 0,
             "trainer_wait_fraction": 5 / 20,
         }
     )

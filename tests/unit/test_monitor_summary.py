@@ -31,6 +31,7 @@ FIELDS = {
     "resumed": 0,
     "stall_s_mean": 0.12,
     "engine_restarts": 0,
+    "trainer_restarts": 0,
     "trainer_wait_fraction": 0.11,
     "groups": {"admitted": 836, "trained": 800, "filtered": 12, "expired": 0, "failed": 1},
 }

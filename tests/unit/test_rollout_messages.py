@@ -21,13 +21,13 @@ from slipstream.rollout.messages import (
     Evaluated,
     Event,
     FailedAttempt,
+    GroupVerdict,
     Lease,
     MalformedFrame,
     PriorSample,
     Question,
     Status,
     Up,
-    Verdict,
     as_note,
     fields,
     pack,
@@ -55,7 +55,7 @@ POOLS = st.builds(PoolStatus, *[NUMBERS] * 6, lost=st.lists(LOST, max_size=2).ma
 UPS = st.builds(
     Up,
     events=st.lists(EVENTS, max_size=3),
-    verdicts=st.lists(st.builds(Verdict, NUMBERS, NUMBERS, st.integers(0, FAILED), TEXTS), max_size=2),
+    verdicts=st.lists(st.builds(GroupVerdict, NUMBERS, NUMBERS, st.integers(0, FAILED), TEXTS), max_size=2),
     released=NUMBERS,
     failed=st.lists(st.builds(FailedAttempt, NUMBERS, NUMBERS, TEXTS), max_size=2),
     evaluated=st.lists(

@@ -1,4 +1,4 @@
-"""The file descriptors of a collector: one for each request that runs at an engine, and some for the rest."""
+"""The file descriptors of a process that asks engines: some for each request that runs, and for the rest."""
 
 import logging
 import resource
@@ -9,25 +9,27 @@ RESERVED = 256
 """Descriptors for everything but requests: logs, libraries, judges, and the connections of workflows."""
 
 
-def make_room(requests: int) -> int:
+def make_room(requests: int, *, setting: str = "rollout.max_concurrent", each: int = 1) -> int:
     """Raise the limit on open files as far as it goes. Return how many requests may run at one time.
 
-    ``requests``: the number that may be asked of this process (``rollout.max_concurrent``, if it is the only
-    collector left). A limit that is too low for them is named in the log.
+    ``requests``: the number that may be asked of this process, by the ``setting`` of this name: by
+    ``rollout.max_concurrent``, if it is the only collector left. ``each``: descriptors that a request needs.
+    A limit that is too low for them is named in the log.
     """
     limit = _raise_limit()
-    if limit >= requests + RESERVED:
+    if limit >= each * requests + RESERVED:
         return requests
-    room = max(1, limit - RESERVED)
+    room = max(1, (limit - RESERVED) // each)
     log.warning(
         "this process may open %d files, but %d requests and %d descriptors for the rest need %d: no more "
         "than %d requests run here at one time. Raise the hard limit (`ulimit -Hn`, LimitNOFILE= of systemd, "
-        "--ulimit nofile= of a container), or lower rollout.max_concurrent",
+        "--ulimit nofile= of a container), or lower %s",
         limit,
         requests,
         RESERVED,
-        requests + RESERVED,
+        each * requests + RESERVED,
         room,
+        setting,
     )
     return room
 

@@ -1,0 +1,76 @@
+"""``slipstream serve``: users take the place of the prompt set, and the command ends when it is stopped."""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from slipstream.backend.commands.outcome import WrongInput
+from slipstream.backend.commands.preflight import check_start
+from slipstream.backend.commands.run import attended
+from slipstream.backend.monitor.progress import Progress
+from slipstream.configs.document import read_document
+from slipstream.configs.load import load_recipe
+from slipstream.configs.schema import RunConfig
+
+VARIABLES = {
+    "HOST": "gateway.host",
+    "PORT": "gateway.port",
+    "SERVED_MODEL_NAME": "gateway.served_model_name",
+}
+"""Environment variables of OpenClaw-RL's servers, and the settings that take their values. A gateway reads
+SGLANG_API_KEY itself."""
+
+
+def load_serving(recipe: Path, overrides: Sequence[str], variables: Mapping[str, str]) -> RunConfig:
+    """Load a recipe as ``slipstream serve`` runs it: without prompts, and with a gateway.
+
+    What it trains on, if anything, is live users alone. ``overrides`` win over ``variables``. Raises
+    RecipeError.
+    """
+    named = [(setting, variables[name]) for name, setting in VARIABLES.items() if name in variables]
+    given = [f"{setting}={_yaml(value)}" for setting, value in named]
+    document = read_document(recipe, [*given, *overrides])
+    sections = document.data or {}
+    serving = [*given, *overrides, "data=null", "eval=null"]
+    if sections.get("gateway") is None:
+        serving.append("gateway={}")
+    live = sections.get("live")
+    if isinstance(live, dict) and cast("dict[str, object]", live).get("train", True) is True:
+        serving.append("live.share=1")
+    return load_recipe(recipe, serving)
+
+
+def serve(config: RunConfig, *, resume: bool = False, accept_changed_inputs: bool = False) -> None:
+    """Serve until stopped. Raises as ``check_start`` and ``attended``."""
+    check_start(config)
+    attended(config, partial(_serve, config, resume, accept_changed_inputs))
+
+
+async def _serve(config: RunConfig, resume: bool, accept_changes: bool, progress: Progress) -> None:
+    from slipstream.backend.driver.run import run
+    from slipstream.backend.driver.serve import serve
+    from slipstream.backend.driver.stop import Stopped
+    from slipstream.backend.driver.turns import make_turns
+
+    try:
+        if config.live is not None and config.live.train:
+            await run(config, progress, resume=resume, accept_changes=accept_changes)
+        else:
+            await serve(config, progress, make_turns, resume=resume, accept_changes=accept_changes)
+    except Stopped:
+        """This is how the command ends."""
+
+
+def check_has_prompts(config: RunConfig) -> None:
+    """Raise WrongInput for a recipe that ``slipstream train`` cannot run: it has nothing to train on."""
+    if config.data is None and (config.live is None or not config.live.train):
+        raise WrongInput(
+            "data: expected the prompts to train on; `slipstream serve` serves a policy without training it"
+        )
+
+
+def _yaml(text: str) -> str:
+    """Return a text as YAML; a number stays a number."""
+    return text if text.isdecimal() else json.dumps(text)

@@ -1,0 +1,78 @@
+"""Takes a running run back to an older version, as a resume does, without ending anything but the trainer.
+
+    leases closed: collectors send what they have ──► ledger: trainings undone ──► control core, prompts
+                                                                                        │
+    leases open again: what is recorded goes on  ◄──────────────────────────────────────┘
+
+The engines go on with the version that they serve, which is now one of a line that is left: the control core
+knows the lag of its tokens (``rollout/control/core.py``).
+"""
+
+from collections.abc import Callable
+
+from slipstream.backend.driver.inputs import Inputs
+from slipstream.backend.driver.live import Turns
+from slipstream.backend.driver.resume import restore_collection
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.collect.gate import AdmissionGate
+from slipstream.rollout.collect.leases import Leases
+from slipstream.rollout.ledger.writer import Ledger
+
+
+class Rewind:
+    """Single event loop. While ``to`` runs, nobody takes a batch, and no version is published."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        inputs: Inputs,
+        ledger: Ledger,
+        gate: AdmissionGate,
+        leases: Leases,
+        note: Callable[[str], None],
+        turns: Turns | None = None,
+    ) -> None:
+        """``turns``: those of live users; None without a gateway."""
+        self._config = config
+        self._inputs = inputs
+        self._ledger = ledger
+        self._gate = gate
+        self._leases = leases
+        self._note = note
+        self._turns = turns
+
+    @property
+    def step(self) -> int:
+        """Number of training steps behind the version that the trainer holds."""
+        return self._gate.step
+
+    def is_possible(self, version: int) -> bool:
+        """Return whether the present weights are those of ``version`` or descend from them."""
+        return self._gate.descends_from(version)
+
+    async def to(self, version: int) -> None:
+        """Go back to ``version``. Raises LedgerError and CorruptRecord."""
+        was_open = self._leases.is_open
+        if was_open:
+            await self._leases.close()
+        if self._turns is not None:
+            await self._turns.called_off()
+        rollout = self._config.rollout
+        recovered = await self._ledger.restarted(
+            version, bound=rollout.max_head_offpolicyness, n_samples=rollout.n_samples_per_prompt
+        )
+        collected = restore_collection(
+            self._config, self._inputs, self._ledger, recovered, served=self._gate.served
+        )
+        self._gate.restored(collected.control, collected.intake, collected.groups.ready, recovered.failures)
+        self._leases.restored(collected.groups.continued)
+        if self._turns is not None:
+            self._turns.restored(recovered, collected.control)
+        for note in recovered.notes:
+            self._note(note)
+        self._note(
+            f"the trainer goes on from {collected.described()}; the engines serve version "
+            f"{self._gate.served} until version {collected.control.versions.next}"
+        )
+        if was_open:
+            self._leases.open()

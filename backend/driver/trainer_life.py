@@ -1,0 +1,53 @@
+"""Whether the trainer lives, and everybody who has to know it.
+
+whoever calls it ──fail──► LOST ──► revival: killed, started again, restored ──restored──► ALIVE
+                            │                                                     │
+                            └──── training, engines to be brought up to date: wait ┘
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.rollout.changes import Changes
+
+T = TypeVar("T")
+
+
+class TrainerLife:
+    """Single event loop."""
+
+    def __init__(self) -> None:
+        self._error: TrainerFailed | None = None
+        self.incarnation = 0
+        """Number of times that the trainer was restored."""
+        self._changes = Changes()
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether no failure is known that the trainer was not restored from."""
+        return self._error is None
+
+    def fail(self, error: TrainerFailed) -> None:
+        """Note that the trainer has failed. Of several reasons, the first one counts."""
+        if self._error is None:
+            self._error = error
+            self._changes.notify()
+
+    def restored(self) -> None:
+        """Note that a new trainer has the state of a checkpoint."""
+        self._error = None
+        self.incarnation += 1
+        self._changes.notify()
+
+    def changed(self) -> None:
+        """Let whoever waits look again: the trainer has published a version, or the run ends."""
+        self._changes.notify()
+
+    async def lost(self) -> TrainerFailed:
+        """Wait until the trainer has failed. Return the reason."""
+        return await self._changes.first(lambda: self._error)
+
+    async def alive(self, condition: Callable[[], bool] = lambda: True) -> None:
+        """Wait until the trainer is alive and ``condition`` holds. Its restart has time-outs."""
+        await self._changes.first(lambda: True if self.is_alive and condition() else None)

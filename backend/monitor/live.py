@@ -1,0 +1,35 @@
+"""Metrics of live users: how many turns wait for what, how old they are, and how they end."""
+
+import numpy as np
+
+from slipstream.backend.monitor.metrics import Value
+from slipstream.rollout.control.live import TurnEnd
+from slipstream.rollout.live.status import LiveStatus
+
+
+def live_metrics(status: LiveStatus) -> dict[str, Value]:
+    """Return the metrics of a training step, by the tags of ``tags.py``."""
+    since = status.since
+    metrics: dict[str, Value] = {
+        "live/turns_waiting": status.waiting,
+        "live/turns_unjudged": status.unjudged,
+        "live/turns_ready": status.ready,
+        "live/oldest_waiting_s": status.oldest_waiting_s,
+        "live/oldest_unjudged_s": status.oldest_unjudged_s,
+        "live/oldest_ready_s": status.oldest_ready_s,
+        **{f"live/{end.value}": status.ends.get(end, 0) for end in TurnEnd},
+        "live/verdicts": status.verdicts,
+        "live/put_off": status.put_off,
+        "live/judge_outages": status.judge_outages,
+        "live/late_rewards": status.late_rewards,
+        "live/batch_turns": len(since.scores),
+    }
+    if since.scores:
+        metrics["live/score_mean"] = float(np.mean(since.scores))
+        metrics["live/trained_age_s"] = float(np.mean(since.trained_ages_s))
+    if since.expired_lags:
+        metrics["live/expired_lags"] = since.expired_lags
+        metrics["live/expired_age_s"] = float(np.mean(since.expired_ages_s))
+    if status.baseline is not None:
+        metrics["live/baseline"] = status.baseline
+    return metrics

@@ -1,0 +1,125 @@
+"""``gateway``: the endpoint for live users."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from slipstream.configs.schema.base import PathSetting, Section
+
+
+class LimitsConfig(Section):
+    """What one request, one API key and all sessions together may use of a gateway process."""
+
+    body_bytes: int = Field(
+        default=4_194_304, ge=1024, description="Largest body of a request, in bytes; beyond it, HTTP 413."
+    )
+    messages: int = Field(
+        default=2048, ge=1, description="Largest number of messages of a request; beyond it, HTTP 400."
+    )
+    choices: int = Field(
+        default=16,
+        ge=1,
+        description="Largest number of answers to a request (`n`, times the number of its prompts); beyond "
+        "it, HTTP 400.",
+    )
+    context: int | None = Field(
+        default=None,
+        ge=16,
+        description="Largest number of tokens of prompt and answer together; a longer prompt gets HTTP 400. "
+        "null: the context length of the model.",
+    )
+    concurrent: int = Field(
+        default=1024,
+        ge=1,
+        description="Largest number of answers that a process generates at a time; beyond it, HTTP 429.",
+    )
+    requests_per_minute: float | None = Field(
+        default=None,
+        gt=0,
+        description="Requests that one API key may send in a minute, spread or at once; beyond it, HTTP 429. "
+        "null: no limit.",
+    )
+    sessions: int = Field(
+        default=100_000,
+        ge=1,
+        description="Largest number of sessions that a process keeps. The one that has rested longest is "
+        "evicted, but never one with a turn that waits to be judged; where none is left, HTTP 429.",
+    )
+    session_bytes: int = Field(
+        default=4_294_967_296,
+        ge=1_048_576,
+        description="Memory for the stored histories of all sessions of a process, in bytes. Sessions are "
+        "evicted as by `sessions`.",
+    )
+
+
+class GatewayConfig(Section):
+    """The endpoint for live users: OpenAI's and Anthropic's protocols and SGLang's own."""
+
+    host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="Address on which to listen. The default lets nobody in from other machines.",
+    )
+    port: int = Field(default=30000, ge=1, le=65535, description="Port of the endpoint.")
+    admin_port: int = Field(
+        default=30001,
+        ge=1,
+        le=65535,
+        description="Port for metrics and maintenance. It listens on 127.0.0.1 only.",
+    )
+    processes: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Number of gateway processes. A conversation belongs to one of them; the others forward "
+        "its requests.",
+    )
+    keys: PathSetting | None = Field(
+        default=None,
+        description="File with the hashed API keys, which `slipstream key` writes; null: `NAME.keys.json` "
+        "beside the folder of the run NAME. Without any key every request is refused.",
+    )
+    served_model_name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Name of the model in `/v1/models` and in answers to requests that name none; null: the "
+        "run's name. Requests may name any model.",
+    )
+    tool_parser: str | None = Field(
+        default="auto",
+        description="SGLang's parser of the policy's tool calls, such as `qwen25` or `llama3`. `auto`: the "
+        "one that its chat template suggests, if any. null: tool calls stay text.",
+    )
+    reasoning_parser: str | None = Field(
+        default=None,
+        description="SGLang's parser of the policy's reasoning, such as `qwen3` or `deepseek-r1`. `auto`: "
+        "the one that its chat template suggests, if any. null: reasoning stays text.",
+    )
+    chat_template: PathSetting | None = Field(
+        default=None, description="File with a Jinja chat template; null: the tokenizer's own."
+    )
+    sampling: Literal["client", "recipe"] = Field(
+        default="client",
+        description="Treatment of sampling parameters that the trainer cannot reproduce. `client`: they are "
+        "obeyed, and the turn is not trained. `recipe`: turns of the type `main` are sampled with "
+        "`rollout.sampling` instead.",
+    )
+    allow_gaps: bool = Field(
+        default=False,
+        description="Allow engines that share GPUs with the trainer (`rollout.engine.colocated`): answers "
+        "stand still while the trainer trains.",
+    )
+    idle_timeout_s: float = Field(
+        default=1800,
+        gt=0,
+        description="Seconds without a request after which a session ends, and its last turn is judged "
+        "without a next state.",
+    )
+    log_content: bool = Field(
+        default=False, description="Write the contents of requests and answers into the log."
+    )
+    limits: LimitsConfig = Field(
+        default=LimitsConfig(),
+        description="What one request, one API key and all sessions together may use.",
+    )

@@ -1,0 +1,69 @@
+"""The sampling parameters of one engine request, under SGLang's names.
+
+Rollouts sample as the recipe says (``SamplingConfig``), live requests as a client asks (``LiveSampling``).
+
+A completion that is interrupted goes on as a further request, whose prompt ends with the tokens so far. To
+that request they are prompt: SGLang's penalties count none of them, and ``min_new_tokens`` and
+``max_new_tokens`` are reduced by their number. A grammar cannot be entered in its middle, so that a
+completion under a grammar starts over.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from slipstream.configs.schema import SamplingConfig
+
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+"""Parameters that constrain a completion to a grammar, which SGLang begins with the first new token."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSampling:
+    """How a live request is sampled."""
+
+    max_new_tokens: int
+    parameters: Mapping[str, object]
+    """All other sampling parameters."""
+    priority: int
+    """Engines take waiting requests in the order of falling priority; rollouts have 0."""
+    top_logprobs: int = 0
+    """Number of alternatives to report for each token."""
+
+    @property
+    def starts_over(self) -> bool:
+        """Whether an interrupted completion starts over instead of going on."""
+        return any(self.parameters.get(name) for name in GRAMMARS)
+
+
+Sampling = SamplingConfig | LiveSampling
+
+
+def starts_over(sampling: Sampling) -> bool:
+    """Return whether an interrupted completion starts over instead of going on."""
+    return isinstance(sampling, LiveSampling) and sampling.starts_over
+
+
+def request_fields(
+    sampling: Sampling, *, done: int, tokens_left: int, greedy: bool, stream_interval: int
+) -> dict[str, object]:
+    """Return the fields of a request that say how it is sampled and queued.
+
+    ``done``: number of tokens that the completion has already. ``tokens_left``: number that may follow.
+    """
+    if isinstance(sampling, SamplingConfig):
+        parameters: dict[str, object] = {
+            "temperature": 0.0 if greedy else sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_new_tokens": tokens_left,
+            "stream_interval": stream_interval,
+        }
+        return {"sampling_params": parameters}
+    parameters = {"stream_interval": 1, **sampling.parameters, "max_new_tokens": tokens_left}
+    if done and parameters.get("min_new_tokens"):
+        parameters["min_new_tokens"] = max(0, cast(int, parameters["min_new_tokens"]) - done)
+    fields: dict[str, object] = {"sampling_params": parameters, "priority": sampling.priority}
+    if sampling.top_logprobs:
+        fields["top_logprobs_num"] = sampling.top_logprobs
+    return fields

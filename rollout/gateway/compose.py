@@ -1,0 +1,73 @@
+"""What a gateway process serves: SGLang's endpoints on the process's sessions. Imports SGLang.
+
+journal ──entries──► Sessions ◄──► endpoints ◄──► users
+"""
+
+from collections.abc import Sequence
+
+from slipstream.rollout.engine.key import Application
+from slipstream.rollout.gateway.conversations import Recorded
+from slipstream.rollout.gateway.forward import SessionName
+from slipstream.rollout.gateway.serving.assemble import Serving, assemble, served_model
+from slipstream.rollout.gateway.sessions.naming import session_name
+from slipstream.rollout.gateway.sessions.placing import SessionLimits
+from slipstream.rollout.gateway.sessions.sessions import Sessions
+from slipstream.rollout.gateway.spec import GatewaySurroundings
+
+
+class ServedSessions:
+    """Sessions and endpoints of a process: its ``Served``."""
+
+    def __init__(self, sessions: Sessions, serving: Serving) -> None:
+        self._sessions = sessions
+        self._serving = serving
+        self.app: Application = serving.app
+        self.figures: Application = serving.admin
+
+    @property
+    def session_name(self) -> SessionName:
+        # A response belongs to the process that has made its id: ``Forwarding`` looks at that.
+        return lambda path, headers, body: session_name(path, headers, body, lambda response: None)
+
+    def sweep(self, now_s: float) -> Sequence[Recorded]:
+        return self._sessions.sweep(now_s)
+
+    def forget(self, session: str | None, key: str | None) -> Sequence[Recorded]:
+        if key is not None:
+            self._serving.forget(user=key, session=session)
+        return self._sessions.forget(session, key)
+
+    async def close(self) -> None:
+        await self._serving.close()
+
+
+def build(surroundings: GatewaySurroundings) -> ServedSessions:
+    """Make sessions, as they were when the process ended the last time, and endpoints."""
+    spec, journal = surroundings.spec, surroundings.journal
+    config, gateway = spec.config, spec.gateway
+    sampling = config.rollout.sampling
+    sessions = Sessions(
+        SessionLimits(gateway.limits.sessions, gateway.limits.session_bytes, gateway.idle_timeout_s),
+        temperature=sampling.temperature,
+        override=gateway.sampling == "recipe",
+        decode=surroundings.decode,
+        mint=surroundings.mint,
+    )
+    if entries := sessions.restore(surroundings.retained):
+        journal.append(entries)
+    model = served_model(
+        config.model.path,
+        name=config.run.name,
+        context=spec.context,
+        gateway=gateway,
+        sampling=sampling,
+    )
+    serving = assemble(
+        model,
+        gateway=gateway,
+        source=surroundings.source,
+        conversations=sessions,
+        entries=journal,
+        keys=surroundings.keys,
+    )
+    return ServedSessions(sessions, serving)

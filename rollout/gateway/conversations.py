@@ -1,0 +1,185 @@
+"""Where a request belongs, and what becomes of it: the port between the endpoints and the sessions.
+
+    begun = conversations.begin(arrival)      # which ids go to the engine, in which session, as which turn
+    ... the engine generates; the answer is parsed for the client ...
+    entries = conversations.end(begun, answer)
+    numbers = log.append(entries);  conversations.recorded(begun, numbers)
+    await log.durable(numbers[-1])     # and only then does the last byte of the answer leave
+
+Plain data and protocols: nothing here knows HTTP, engines or disks. ``serving/`` calls, ``sessions/`` decides
+and the journal records.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from slipstream.rollout.gateway.source import Finished
+from slipstream.rollout.turns import Entry, TurnType
+
+ChatMessage = dict[str, Any]
+"""A message as the chat template reads it: `role`, `content`, and with an assistant `tool_calls`, whose
+`function.arguments` are JSON values, and `reasoning_content`."""
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """The holder of an API key."""
+
+    name: str
+    """Name of the key, which stands in the journal. The key itself is never stored."""
+    session: str | None = None
+    """The one session that the key was made for."""
+    turn_type: TurnType = TurnType.MAIN
+    """Type of turns whose requests do not say."""
+
+
+class Template(Protocol):
+    """The chat template with the tools and settings of one request."""
+
+    def render(self, messages: Sequence[ChatMessage], *, answer: bool) -> str:
+        """Return the text of messages; with ``answer`` it ends where the policy's answer begins.
+
+        Raises ValueError if the template refuses the messages.
+        """
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a part of a rendered text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One prompt that a client wants to have answered."""
+
+    user: User
+    session: str | None
+    """The session that the client names; None: none."""
+    turn_type: TurnType | None
+    """What the client says; None: nothing, so that ``user.turn_type`` holds."""
+    ends_session: bool
+    """No request of the session follows this one."""
+    digest: bytes
+    """Digest of the endpoint and the body. A retry has the same."""
+    retries: int
+    """How often the client says that it has sent this request before (``x-stainless-retry-count``)."""
+    messages: Sequence[ChatMessage]
+    """As the template reads them. Empty where the client has sent text or ids instead of a chat."""
+    prompt_ids: Sequence[int]
+    """The whole prompt as rendered and tokenized anew."""
+    text: str | None
+    """The whole prompt as rendered; None where the client has sent ids, or where no template made the ids."""
+    template: Template | None
+    """None where no template made the ids."""
+    sampling: Mapping[str, object]
+    """Sampling parameters under SGLang's names, without ``n``."""
+    choices: int
+    """Number of answers to this prompt."""
+    arrived_s: float
+    """Seconds since the epoch at which the request arrived."""
+
+
+@dataclass(eq=False)
+class Begun:
+    """A turn, or several that answer the same prompt. Identity counts: a retry gets the same object."""
+
+    session: str
+    input_ids: Sequence[int]
+    """The ids that go to the engine in place of ``Arrival.prompt_ids``."""
+    sampling: Mapping[str, object]
+    """The sampling parameters that go to the engine in place of ``Arrival.sampling``."""
+    turn_type: TurnType
+    reason: str = ""
+    """Why it is a side turn or begins a branch; for metrics and logs."""
+    entries: Sequence["Recorded"] = ()
+    """What the arrival itself adds to the journal: next states of earlier turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The request is a retry of one that is running: it gets the same answer, and begins nothing."""
+
+    begun: Begun
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """An entry of the journal and its payload."""
+
+    entry: Entry
+    chunk: bytes = b""
+    """Of a turn: its chunk of ``rollout.record``. Empty with all other entries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer as it was sampled and as the client got it."""
+
+    choice: int
+    """Its place among the answers to the same prompt, from 0."""
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    spans: Sequence[tuple[int, int]]
+    """(version, tokens) of the tokens, in order; they tile them."""
+    finish: Finished | None
+    """None: it was cut off."""
+    text: str
+    message: ChatMessage
+    """The answer as the template will read it when the client repeats it."""
+    cancelled: bool
+    """The client has gone before the end."""
+    ended_s: float = field(default=0.0)
+    """Seconds since the epoch."""
+
+
+class TooManySessions(RuntimeError):
+    """A cap on sessions or their bytes is reached, and nothing may be evicted."""
+
+
+class UnknownTurn(LookupError):
+    """A session, or a turn of it, does not exist."""
+
+
+class Conversations(Protocol):
+    """All sessions of one gateway process. Plain calls on one event loop: none of them waits."""
+
+    def begin(self, arrival: Arrival) -> Begun | Joined:
+        """Place a request. Raises ValueError for what the client did wrong, and TooManySessions."""
+        ...
+
+    def end(self, begun: Begun, answer: Answer) -> Sequence[Recorded]:
+        """Store an answer and return what is to be recorded of it. Called once for each choice."""
+        ...
+
+    def recorded(self, begun: Begun, choice: int, numbers: Sequence[int]) -> None:
+        """Learn the numbers of the entries that ``end`` has returned."""
+        ...
+
+    def reward(self, user: User, session: str, reward: float, turn: int | None) -> Sequence[Recorded]:
+        """Record a client's reward of a turn; None: of the newest one. Raises UnknownTurn."""
+        ...
+
+    def end_session(self, user: User, session: str) -> Sequence[Recorded]:
+        """End a session without a request. Raises UnknownTurn."""
+        ...
+
+
+class EntryLog(Protocol):
+    """The journal, as far as the endpoints need it."""
+
+    def append(self, entries: Sequence[Recorded]) -> Sequence[int]:
+        """Give entries their numbers, and begin to write them."""
+        ...
+
+    async def durable(self, number: int) -> None:
+        """Wait until the entry of this number, and all before it, survive the end of the process."""
+        ...
+
+
+class KeyRing(Protocol):
+    """The API keys."""
+
+    def user(self, key: str) -> User | None:
+        """Return whose key it is, in constant time; None: nobody's. An empty text is a missing key."""
+        ...

@@ -1,0 +1,402 @@
+"""SGLang's endpoints, bound to one request each: they read the request, and write the answer for the client.
+
+SGLang applies the chat template, parses tool calls and reasoning and speaks the protocols. What changes here
+is where its prompts go (``Call.begin``), where its tokens come from (``StandIn.generate_request``), and that
+an answer is durable before its last byte leaves (``Call.record``). Imports SGLang.
+"""
+
+import logging
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import orjson
+from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
+from sglang.srt.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    CompletionRequest,
+    CompletionResponse,
+    MessageProcessingResult,
+    ResponsesRequest,
+    ResponsesResponse,
+)
+from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+from sglang.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
+from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from slipstream.rollout.gateway.conversations import ChatMessage
+from slipstream.rollout.gateway.serving.call import Call, PromptParts
+from slipstream.rollout.gateway.serving.limits import Refused
+from slipstream.rollout.gateway.serving.messages import StreamedMessages, as_template_reads
+from slipstream.rollout.gateway.serving.stand_in import StandIn
+
+log = logging.getLogger(__name__)
+
+DATA, DONE = "data: ", "data: [DONE]"
+STORED_RESPONSES = 1024
+"""Number of responses that a client may still name as ``previous_response_id``."""
+
+
+class Application(Protocol):
+    """The part of a tokenizer that applies its chat template."""
+
+    def apply_chat_template(self, conversation: list[ChatMessage], /, **settings: Any) -> Any: ...
+    def encode(self, text: str, **settings: Any) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class AppliedTemplate:
+    """A chat template with the tools and settings of one request, and the prompt that it has made."""
+
+    tokenizer: Application
+    messages: Sequence[ChatMessage]
+    settings: Mapping[str, Any]
+    encoding: Mapping[str, Any]
+    text: str
+    ids: Sequence[int]
+
+    def render(self, messages: Sequence[ChatMessage], *, answer: bool) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=answer,
+                return_dict=False,
+                **self.settings,
+            )
+        except Exception as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, **self.encoding)
+
+
+@contextmanager
+def _reading(call: Call) -> Iterator[None]:
+    """Take every error for a refusal: what a request looks like is all that the code inside depends on."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, Refused):
+            call.refusal = error
+        if call.refusal is None:
+            log.info("a request cannot be read: %s", type(error).__name__)
+            is_for_clients = isinstance(error, ValueError | TypeError) and str(error)
+            call.refusal = Refused(
+                400, str(error) if is_for_clients else f"the request cannot be read ({type(error).__name__})"
+            )
+        raise ValueError(call.refusal.message) from error
+
+
+def _begin(call: Call, prompt: PromptParts, sampling: Mapping[str, object], top_logprobs: int) -> None:
+    """Begin the turn of a prompt. Raises ValueError if it is refused, which SGLang's endpoints expect."""
+    try:
+        call.begin(prompt, sampling, top_logprobs=top_logprobs)
+    except Refused as refusal:
+        call.refusal = refusal
+        raise ValueError(refusal.message) from refusal
+
+
+class Chatting(OpenAIServingChat):
+    """What SGLang's chat and Responses endpoints have in common."""
+
+    tokenizer_manager: StandIn  # pyright: ignore[reportIncompatibleVariableOverride]
+    call: Call
+    _applied: AppliedTemplate | None = None
+
+    def bound_to(self, call: Call) -> Self:
+        """Return a copy that answers one request."""
+        bound = copy(self)
+        bound.call = call
+        bound.tokenizer_manager = self.tokenizer_manager.bound_to(call)
+        return bound
+
+    def supports_native_reasoning_history(self) -> bool:
+        template = str(getattr(self.tokenizer_manager.tokenizer, "chat_template", ""))
+        return "reasoning_content" in template or super().supports_native_reasoning_history()
+
+    def _resolve_lora_path(self, request_model: str, explicit_lora_path: object) -> None:
+        """No name of a model means an adapter."""
+
+    def _process_messages(
+        self, request: ChatCompletionRequest, is_multimodal: bool
+    ) -> MessageProcessingResult:
+        with _reading(self.call):
+            return super()._process_messages(request, is_multimodal)
+
+    def _render_and_encode_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None,
+        template_kwargs: dict[str, Any],
+        encode_kwargs: dict[str, Any],
+        use_cache: bool,
+    ) -> tuple[list[int], str | None]:
+        tokenizer: Any = self.tokenizer_manager.tokenizer
+        if self._prompt_text_round_trip_is_lossy:
+            return super()._render_and_encode_chat_template(
+                messages,
+                tools=tools,
+                template_kwargs=template_kwargs,
+                encode_kwargs=encode_kwargs,
+                use_cache=use_cache,
+            )
+        settings = {"tools": tools, **template_kwargs}
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, return_dict=False, **settings
+        )
+        ids = tokenizer.encode(text, **encode_kwargs)
+        self._applied = AppliedTemplate(tokenizer, messages, settings, encode_kwargs, text, ids)
+        return ids, None
+
+    def _is_parsed(self, has_tools: bool) -> bool:
+        """Return whether a parser splits the text of the answer."""
+        return bool(self.reasoning_parser or (has_tools and self.tool_call_parser))
+
+    def _begin(self, prompt_ids: Sequence[int], sampling: Mapping[str, object], top_logprobs: int) -> None:
+        applied = self._applied
+        if applied is not None and applied.ids == prompt_ids:
+            prompt = PromptParts(prompt_ids, applied.messages, applied.text, applied)
+        else:
+            prompt = PromptParts(prompt_ids, applied.messages if applied else ())
+        _begin(self.call, prompt, sampling, top_logprobs)
+
+
+class Chat(Chatting):
+    """/v1/chat/completions, and what /v1/messages is translated to."""
+
+    def _convert_to_internal_request(
+        self, request: ChatCompletionRequest, raw_request: object = None
+    ) -> tuple[GenerateReqInput, ChatCompletionRequest]:
+        with _reading(self.call):
+            converted, request = super()._convert_to_internal_request(request, raw_request)  # pyright: ignore
+            if not isinstance(converted.input_ids, list):
+                raise ValueError("only text is read here")
+            self.call.one_by_one = bool(request.stream) and self._is_parsed(
+                bool(self._effective_tools(request))
+            )
+        self._begin(converted.input_ids, dict(converted.sampling_params), request.top_logprobs or 0)  # pyright: ignore
+        return converted, request
+
+    async def _generate_chat_stream(
+        self, adapted_request: GenerateReqInput, request: ChatCompletionRequest, raw_request: object
+    ) -> AsyncGenerator[str]:
+        collected = StreamedMessages(len(self.call.answers))
+        events = super()._generate_chat_stream(adapted_request, request, raw_request)  # pyright: ignore
+        async with aclosing(events):
+            async for event in events:
+                if event.startswith(DONE):
+                    await self.call.record(collected.messages())
+                elif event.startswith(DATA):
+                    collected.add(orjson.loads(event[len(DATA) :]))
+                yield event
+
+    async def _handle_non_streaming_request(
+        self, adapted_request: GenerateReqInput, request: ChatCompletionRequest, raw_request: object
+    ) -> Any:
+        response = await super()._handle_non_streaming_request(adapted_request, request, raw_request)  # pyright: ignore
+        if isinstance(response, ChatCompletionResponse):
+            await self.call.record(
+                [as_template_reads(choice.message.model_dump()) for choice in response.choices]
+            )
+        return response
+
+
+class Messages(AnthropicServing):
+    """/v1/messages and /v1/messages/count_tokens."""
+
+    openai_serving_chat: Chat
+
+    def bound_to(self, call: Call) -> Self:
+        """Return a copy that answers one request."""
+        bound = copy(self)
+        bound.openai_serving_chat = self.openai_serving_chat.bound_to(call)
+        return bound
+
+
+class Completion(OpenAIServingCompletion):
+    """/v1/completions: prompts without a chat template."""
+
+    tokenizer_manager: StandIn  # pyright: ignore[reportIncompatibleVariableOverride]
+    call: Call
+
+    def bound_to(self, call: Call) -> Self:
+        """Return a copy that answers one request."""
+        bound = copy(self)
+        bound.call = call
+        bound.tokenizer_manager = self.tokenizer_manager.bound_to(call)
+        return bound
+
+    def _resolve_lora_path(self, request_model: str, explicit_lora_path: object) -> None:
+        """No name of a model means an adapter."""
+
+    def _convert_to_internal_request(
+        self, request: CompletionRequest, raw_request: object = None
+    ) -> tuple[GenerateReqInput, CompletionRequest]:
+        with _reading(self.call):
+            if request.echo and request.logprobs is not None:
+                raise Refused(
+                    400, "echo and logprobs: the log-probs of a prompt are not computed", param="echo"
+                )
+            converted, request = super()._convert_to_internal_request(request, raw_request)  # pyright: ignore
+            sampling = {
+                name: value
+                for name, value in dict[str, Any](converted.sampling_params or {}).items()  # pyright: ignore
+                if name not in ("temperature", "top_p", "top_k") or name in request.model_fields_set
+            }
+            prompts = [PromptParts(ids, text=text) for text, ids in self._prompts(converted)]
+        for prompt in prompts:
+            _begin(self.call, prompt, sampling, request.logprobs or 0)
+        converted.rid = f"cmpl-{self.call.id}"
+        return converted, request
+
+    def _prompts(self, converted: GenerateReqInput) -> Iterator[tuple[str | None, list[int]]]:
+        """Yield text and ids of each prompt. There is no text where the client has sent ids."""
+        if converted.text is not None:
+            for text in [converted.text] if isinstance(converted.text, str) else converted.text:
+                yield text, self.tokenizer_manager.encode(text)
+        else:
+            for ids in as_batch(converted.input_ids):
+                yield None, self.tokenizer_manager.checked(ids)
+
+    async def _generate_completion_stream(
+        self, adapted_request: GenerateReqInput, request: CompletionRequest, raw_request: object
+    ) -> AsyncGenerator[str]:
+        events = super()._generate_completion_stream(adapted_request, request, raw_request)  # pyright: ignore
+        async with aclosing(events):
+            async for event in events:
+                if event.startswith(DONE):
+                    await self._record()
+                yield event
+
+    async def _handle_non_streaming_request(
+        self, adapted_request: GenerateReqInput, request: CompletionRequest, raw_request: object
+    ) -> Any:
+        response = await super()._handle_non_streaming_request(adapted_request, request, raw_request)  # pyright: ignore
+        if isinstance(response, CompletionResponse):
+            await self._record()
+        return response
+
+    async def _record(self) -> None:
+        await self.call.record(
+            [{"role": "assistant", "content": answer.text} for _, _, answer in self.call.answers]
+        )
+
+
+class Responses(Chatting, OpenAIServingResponses):
+    """/v1/responses."""
+
+    def __init__(self, stand_in: StandIn) -> None:
+        OpenAIServingResponses.__init__(self, stand_in, stand_in.templates)  # pyright: ignore[reportArgumentType]
+        self.response_store = _Newest(STORED_RESPONSES)
+        self.msg_store = _Newest(STORED_RESPONSES)
+
+    def forget(self, response: str) -> None:
+        """Remove a response and what led to it from memory."""
+        self.response_store.pop(response, None)
+        self.msg_store.pop(response, None)
+
+    @classmethod
+    def _normalize_response_message_for_chat(cls, message: Any) -> Any:
+        """Leave out the phase, which would keep the reasoning and the text of a turn apart in the chat."""
+        normalized = super()._normalize_response_message_for_chat(message)
+        if isinstance(normalized, dict):
+            return {name: value for name, value in normalized.items() if name != "phase"}
+        return normalized
+
+    def _validate_model(self, model: str | None) -> None:
+        """Requests may name any model."""
+
+    async def _make_request(self, request: ResponsesRequest, prev_response: Any, tokenizer: Any) -> Any:
+        with _reading(self.call):
+            made: Any = await super()._make_request(request, prev_response, tokenizer)
+            processed = made[-1]
+            sampling = self._sampling(request, processed.stop, processed.tool_call_constraint)
+            if not processed.skip_special_tokens:
+                sampling["skip_special_tokens"] = False
+            self.call.one_by_one = bool(request.stream) and self._is_parsed(bool(request.tools))
+        self._begin(processed.prompt_ids, sampling, request.top_logprobs or 0)
+        return made
+
+    def _make_request_with_harmony(self, request: ResponsesRequest, prev_response: Any) -> Any:
+        with _reading(self.call):
+            made = super()._make_request_with_harmony(request, prev_response)
+            sampling = self._sampling(request, request.stop, None)
+        self._begin(made[-1][0], sampling, 0)
+        return made
+
+    def _sampling(self, request: ResponsesRequest, stop: Any, constraint: Any) -> dict[str, Any]:
+        """Return the sampling parameters as SGLang makes them later, with exactly the length asked for."""
+        parameters = request.to_sampling_params(
+            self.tokenizer_manager.model_config.context_len,
+            self.default_sampling_params,
+            stop=stop,
+            tool_call_constraint=constraint,
+        )
+        return parameters | {"max_new_tokens": request.max_output_tokens}
+
+    async def responses_full_generator(self, request: ResponsesRequest, *args: Any, **settings: Any) -> Any:
+        response = await super().responses_full_generator(request, *args, **settings)
+        if isinstance(response, ResponsesResponse):
+            await self._record([item.model_dump(exclude_none=True) for item in response.output])
+        return response
+
+    async def responses_stream_generator_non_harmony(
+        self, request: ResponsesRequest, *args: Any, **settings: Any
+    ) -> AsyncGenerator[str]:
+        events = super().responses_stream_generator_non_harmony(request, *args, **settings)
+        async with aclosing(events):
+            async for event in events:
+                await self._record_at_end(event)
+                yield event
+
+    async def responses_stream_generator(
+        self, request: ResponsesRequest, *args: Any, **settings: Any
+    ) -> AsyncGenerator[str]:
+        events = super().responses_stream_generator(request, *args, **settings)
+        async with aclosing(events):
+            async for event in events:
+                await self._record_at_end(event)
+                yield event
+
+    async def _record_at_end(self, event: str) -> None:
+        kind, _, data = event.partition("\n")
+        if kind in ("event: response.completed", "event: response.incomplete"):
+            await self._record(orjson.loads(data.removeprefix(DATA))["response"]["output"])
+
+    async def _record(self, items: Sequence[Mapping[str, Any]]) -> None:
+        parts = [self._normalize_response_message_for_chat(dict(item)) for item in items]
+        merged = self._merge_consecutive_assistant_messages([part for part in parts if part is not None])
+        message = merged[-1] if merged else {}
+        await self.call.record([as_template_reads({**message, "content": _text(message.get("content"))})])
+
+
+def _text(content: Any) -> str:
+    """Return the text of a message's content, which may be a list of parts."""
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return content or ""
+
+
+def as_batch(ids: Any) -> list[list[int]]:
+    """Return a list of prompts; a single one is a list of ids."""
+    return ids if ids and isinstance(ids[0], list) else [ids]
+
+
+class _Newest(dict[str, Any]):
+    """A dictionary that forgets its oldest entries."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        if len(self) > self._size:
+            del self[next(iter(self))]

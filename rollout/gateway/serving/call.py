@@ -1,0 +1,427 @@
+"""One request on its way: what it is called, the turns that it begins, and their answers in SGLang's form.
+
+    arrives ──► begin (once for each prompt) ──► contents ──► SGLang's endpoint ──► record ──► last byte
+                  └─ or joins a turn that runs                                         └─ or close: cancelled
+
+Knows neither HTTP nor SGLang's classes, only the form in which SGLang's tokenizer manager hands out answers.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, Protocol
+
+from slipstream.configs.schema import LimitsConfig
+from slipstream.rollout.gateway.conversations import (
+    Arrival,
+    ChatMessage,
+    Conversations,
+    Joined,
+    Template,
+    TooManySessions,
+    User,
+)
+from slipstream.rollout.gateway.serving.limits import Refused
+from slipstream.rollout.gateway.serving.running import RunningAnswer, RunningTurn, RunningTurns, Step
+from slipstream.rollout.gateway.serving.text import GrowingText
+from slipstream.rollout.gateway.source import Exhausted, Finished, Rejected, TokenRequest
+from slipstream.rollout.trajectory import Finish
+from slipstream.rollout.turns import TurnType
+
+Content = dict[str, Any]
+"""What SGLang's tokenizer manager yields: ``text``, ``output_ids`` and ``meta_info``."""
+
+TEXT_ONLY = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
+"""Sampling parameters that shape the text and never reach an engine."""
+
+MOST_ALTERNATIVES = 20
+"""Largest number of alternatives for each token, as OpenAI has it."""
+
+FULL_AGAIN_S = 1.0
+"""Seconds after which a client may ask again when this process generates all that it may."""
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that answers need."""
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = ...,
+        spaces_between_special_tokens: bool = ...,
+    ) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """Everything about a request but its prompt."""
+
+    user: User
+    session: str | None
+    turn_type: TurnType | None
+    ends_session: bool
+    digest: bytes
+    retries: int
+    arrived_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptParts:
+    """A prompt as the endpoint has made it of the request."""
+
+    ids: Sequence[int]
+    messages: Sequence[ChatMessage] = ()
+    text: str | None = None
+    template: Template | None = None
+
+
+@dataclass(frozen=True)
+class Kitchen:
+    """What all requests of a process share."""
+
+    turns: RunningTurns
+    conversations: Conversations
+    tokenizer: Tokenizer
+    limits: LimitsConfig
+    context: int
+    defaults: Mapping[str, object]
+    """Sampling parameters that hold where a request says nothing."""
+    check_sampling: Callable[[Mapping[str, object]], None]
+    """Raises ValueError for parameters that SGLang would refuse."""
+    end_tokens: Collection[int]
+    """Token ids that may end an answer."""
+    version: Callable[[], int]
+    """The policy version that a new request gets."""
+
+
+class Call:
+    """One HTTP request."""
+
+    def __init__(self, kitchen: Kitchen, envelope: Envelope) -> None:
+        self._kitchen = kitchen
+        self._envelope = envelope
+        self._turns: list[RunningTurn] = []
+        self.one_by_one = False
+        """The answers are parsed while they are streamed."""
+        self.id = uuid.uuid4().hex
+        self.session: str | None = None
+        """The session that it belongs to; known once it has begun."""
+        self.refusal: Refused | None = None
+        """Why it is not answered. SGLang's endpoints make errors of their own of the exception that says so,
+        some of them with the status 500; this one counts."""
+
+    # ---- prompts
+
+    def begin(self, prompt: PromptParts, sampling: Mapping[str, object], *, top_logprobs: int = 0) -> None:
+        """Begin the turn of a prompt, or join the one that runs already. Raises Refused."""
+        given = {name: value for name, value in sampling.items() if value is not None}
+        choices = self._choices(given.pop("n", 1))
+        parameters = {**self._kitchen.defaults, **given}
+        if not 0 <= top_logprobs <= MOST_ALTERNATIVES:
+            raise Refused(
+                400,
+                f"top_logprobs: expected 0 to {MOST_ALTERNATIVES}, found {top_logprobs}",
+                param="top_logprobs",
+            )
+        self._check(prompt, parameters)
+        joined_or_begun = self._place(prompt, parameters, choices)
+        if isinstance(joined_or_begun, Joined):
+            begun = joined_or_begun.begun
+            turn = self._kitchen.turns.join(begun)
+        else:
+            begun = joined_or_begun
+            room = self._kitchen.context - len(begun.input_ids)
+            if room < 1:
+                self._kitchen.turns.abandon(begun, choices)
+                raise self._too_long(len(begun.input_ids))
+            requests = [
+                _token_request(begun.input_ids, begun.sampling, room, top_logprobs, choice)
+                for choice in range(choices)
+            ]
+            turn = self._kitchen.turns.start(begun, requests, lambda: self._new_answer(parameters))
+        self._turns.append(turn)
+        self.session = begun.session
+
+    def _choices(self, n: object) -> int:
+        running = sum(len(turn.answers) for turn in self._turns)
+        limit = self._kitchen.limits.choices
+        if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= limit - running:
+            raise Refused(400, f"n: expected a whole number from 1 to {limit} in all, found {n!r}", param="n")
+        if self._kitchen.turns.answers + n > self._kitchen.limits.concurrent:
+            raise Refused(429, "all places are taken; try again", retry_after_s=FULL_AGAIN_S)
+        return n
+
+    def _check(self, prompt: PromptParts, parameters: Mapping[str, object]) -> None:
+        if not prompt.ids:
+            raise Refused(400, "the prompt is empty")
+        if len(prompt.ids) >= self._kitchen.context:
+            raise self._too_long(len(prompt.ids))
+        try:
+            self._kitchen.check_sampling(parameters)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise Refused(400, f"sampling parameters: {error}") from error
+
+    def _too_long(self, length: int) -> Refused:
+        return Refused(
+            400,
+            f"the prompt has {length} tokens, and the model's context ends at {self._kitchen.context}",
+            code="context_length_exceeded",
+        )
+
+    def _place(self, prompt: PromptParts, parameters: Mapping[str, object], choices: int):
+        envelope = self._envelope
+        arrival = Arrival(
+            user=envelope.user,
+            session=self.session or envelope.session,
+            turn_type=envelope.turn_type,
+            ends_session=envelope.ends_session,
+            digest=envelope.digest + len(self._turns).to_bytes(2),
+            retries=envelope.retries,
+            messages=prompt.messages,
+            prompt_ids=prompt.ids,
+            text=prompt.text,
+            template=prompt.template,
+            sampling={name: value for name, value in parameters.items() if name not in TEXT_ONLY},
+            choices=choices,
+            arrived_s=envelope.arrived_s,
+        )
+        try:
+            return self._kitchen.conversations.begin(arrival)
+        except ValueError as error:
+            raise Refused(400, str(error)) from error
+        except TooManySessions as error:
+            raise Refused(429, str(error), retry_after_s=FULL_AGAIN_S) from error
+
+    def _new_answer(self, parameters: Mapping[str, object]) -> RunningAnswer:
+        tokenizer = self._kitchen.tokenizer
+        skip = bool(parameters.get("skip_special_tokens", True))
+        spaces = bool(parameters.get("spaces_between_special_tokens", True))
+        keeps_stop = bool(parameters.get("no_stop_trim", False))
+
+        def decode(ids: Sequence[int]) -> str:
+            return tokenizer.decode(ids, skip_special_tokens=skip, spaces_between_special_tokens=spaces)
+
+        stops = parameters.get("stop") or []
+        text = GrowingText(
+            decode,
+            stops=[stops] if isinstance(stops, str) else list(stops),  # pyright: ignore[reportArgumentType]
+            keep_stop=keeps_stop,
+        )
+        return RunningAnswer(
+            text,
+            keeps_end_token=keeps_stop,
+            end_tokens=self._kitchen.end_tokens,
+            one_by_one=self.one_by_one,
+        )
+
+    # ---- answers
+
+    @property
+    def answers(self) -> list[tuple[RunningTurn, int, RunningAnswer]]:
+        """All answers, in the order of the prompts: turn, place in it, answer."""
+        return [(turn, choice, answer) for turn in self._turns for choice, answer in enumerate(turn.answers)]
+
+    async def started(self) -> None:
+        """Wait for the first tokens. Raises Refused if there will be none."""
+        try:
+            for _, _, answer in self.answers[:1]:
+                await answer.started()
+        except Exception as error:
+            raise self._refuse(error) from error
+
+    async def contents(self, form: "Form") -> AsyncGenerator[Content | list[Content]]:
+        """Yield the answers in SGLang's form: all at the end, or each part with its ``index`` as it comes.
+
+        Raises ValueError, with which SGLang's endpoints refuse a request; ``refusal`` says more.
+        """
+        if form.stream:
+            parts = [self._parts(index, form) for index in range(len(self.answers))]
+            async with aclosing(_merged(parts)) as merged:
+                async for part in merged:
+                    yield part
+            return
+        wholes: list[Content] = []
+        for turn, _, answer in self.answers:
+            try:
+                await answer.ended()
+            except Exception as error:
+                raise ValueError(self._refuse(error).message) from error
+            wholes.append(self._content(turn, answer, form, 0, _whole(answer)))
+        yield wholes if len(wholes) > 1 else wholes[0]
+
+    async def _parts(self, index: int, form: "Form") -> AsyncGenerator[Content]:
+        turn, _, answer = self.answers[index]
+        known = 0
+        try:
+            async with aclosing(answer.read()) as steps:
+                async for step in steps:
+                    yield self._content(turn, answer, form, known, step) | {"index": index}
+                    known = step.tokens
+        except Exception as error:
+            refusal = self._refuse(error)
+            if not known:
+                raise ValueError(refusal.message) from error
+            reason = {"type": "abort", "message": refusal.message, "status_code": HTTPStatus(refusal.status)}
+            content: Content = {
+                **self._content(turn, answer, form, known, Step("", known, None)),
+                "index": index,
+            }
+            content["meta_info"]["finish_reason"] = reason
+            yield content
+
+    def _refuse(self, error: Exception) -> Refused:
+        if isinstance(error, Rejected):
+            self.refusal = Refused(400, str(error))
+        elif isinstance(error, Exhausted):
+            self.refusal = Refused(429, str(error), retry_after_s=error.retry_after_s)
+        else:
+            self.refusal = Refused(503, "the answer cannot be finished", retry_after_s=FULL_AGAIN_S)
+        return self.refusal
+
+    def _content(
+        self, turn: RunningTurn, answer: RunningAnswer, form: "Form", known: int, step: Step
+    ) -> Content:
+        """Return the part of an answer between ``known`` tokens and those of ``step``."""
+        meta: dict[str, Any] = {
+            "id": form.id,
+            "finish_reason": None if step.finish is None else _finish_reason(step),
+            "prompt_tokens": len(turn.begun.input_ids),
+            "completion_tokens": step.tokens,
+            "reasoning_tokens": form.reasoning_tokens(answer) if step.finish else 0,
+            "cached_tokens": answer.cached_tokens,
+            "weight_version": str(answer.spans[-1][0] if answer.spans else self._kitchen.version()),
+        }
+        if step.finish is not None:
+            meta["weight_versions"] = _version_spans(answer.spans)
+        new = slice(known, step.tokens)
+        if form.logprobs:
+            meta |= {
+                "output_token_logprobs": [
+                    (logprob, token, self._shown(token))
+                    for logprob, token in zip(answer.logprobs[new], answer.tokens[new], strict=True)
+                ],
+                "output_token_logprobs_length": step.tokens,
+                "input_token_logprobs": [],
+            }
+        if form.top_logprobs:
+            meta["output_top_logprobs"] = [
+                [(logprob, token, self._shown(token)) for logprob, token in row]
+                for row in answer.top_logprobs[new]
+            ]
+        content: Content = {"text": step.text, "output_ids": answer.tokens[new], "meta_info": meta}
+        if form.prompt_ids:
+            content["prompt_token_ids"] = list(turn.begun.input_ids)
+        return content
+
+    def _shown(self, token: int) -> str:
+        return self._kitchen.tokenizer.decode([token])
+
+    # ---- the end
+
+    async def record(self, messages: Sequence[ChatMessage]) -> None:
+        """Record all answers with the messages that the client has got, and wait until they are durable.
+
+        Answers that have failed are left out, and end as cancelled.
+        """
+        await asyncio.gather(
+            *(
+                self._kitchen.turns.record(turn, choice, message)
+                for (turn, choice, answer), message in zip(self.answers, messages, strict=True)
+                if answer.finish is not None
+            )
+        )
+
+    def close(self) -> None:
+        """Leave all turns: what is neither finished nor read by another request is cancelled."""
+        turns, self._turns = self._turns, []
+        for turn in turns:
+            self._kitchen.turns.leave(turn)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How SGLang's endpoint wants the answers."""
+
+    id: str
+    stream: bool
+    logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_ids: bool = False
+    thought_end: int | None = None
+    """Token id that ends the reasoning; None: there is no reasoning to be counted."""
+
+    def reasoning_tokens(self, answer: RunningAnswer) -> int:
+        if self.thought_end is None:
+            return 0
+        try:
+            return answer.tokens.index(self.thought_end) + 1
+        except ValueError:
+            return len(answer.tokens)
+
+
+def _token_request(
+    input_ids: Sequence[int], sampling: Mapping[str, object], room: int, top_logprobs: int, choice: int
+) -> TokenRequest:
+    parameters = dict(sampling)
+    limit = parameters.get("max_new_tokens")
+    length = parameters["max_new_tokens"] = min(limit, room) if isinstance(limit, int) else room
+    if isinstance(least := parameters.get("min_new_tokens"), int):
+        parameters["min_new_tokens"] = min(least, length)
+    seed = parameters.get("sampling_seed")
+    if isinstance(seed, int) and choice:
+        parameters["sampling_seed"] = seed + choice  # else all answers would be the same
+    return TokenRequest(input_ids, parameters, top_logprobs=top_logprobs)
+
+
+def _whole(answer: RunningAnswer) -> Step:
+    return Step(answer.text, len(answer.tokens), answer.finish)
+
+
+def _finish_reason(step: Step) -> dict[str, object]:
+    finish = step.finish
+    assert isinstance(finish, Finished)
+    if finish.finish is Finish.LENGTH:
+        return {"type": "length", "length": step.tokens}
+    return {"type": "stop", "matched": finish.matched}
+
+
+def _version_spans(spans: Sequence[tuple[int, int]]) -> list[dict[str, object]]:
+    listed: list[dict[str, object]] = []
+    start = 0
+    for version, tokens in spans:
+        listed.append({"version": str(version), "start": start, "end": start + tokens})
+        start += tokens
+    return listed
+
+
+async def _merged(parts: Sequence[AsyncGenerator[Content]]) -> AsyncGenerator[Content]:
+    """Yield what several generators yield, each as soon as it comes."""
+    if len(parts) == 1:
+        async with aclosing(parts[0]) as only:
+            async for part in only:
+                yield part
+        return
+    waiting = {asyncio.ensure_future(_next(generator)): generator for generator in parts}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                generator = waiting.pop(task)
+                part = task.result()
+                if part is not None:
+                    yield part
+                    waiting[asyncio.ensure_future(_next(generator))] = generator
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for generator in parts:
+            await generator.aclose()
+
+
+async def _next(generator: AsyncIterator[Content]) -> Content | None:
+    return await anext(generator, None)

@@ -1,0 +1,177 @@
+"""The endpoints that answer: what each reads of a body, whom it asks, and in whose words. Imports SGLang."""
+
+import dataclasses
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from sglang.srt.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
+from sglang.srt.managers.io_struct import GenerateReqInput
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from slipstream.configs.schema import LimitsConfig
+from slipstream.rollout.gateway.serving import fields
+from slipstream.rollout.gateway.serving.answering import Chat, Completion, Messages, Responses
+from slipstream.rollout.gateway.serving.call import Call
+from slipstream.rollout.gateway.serving.limits import Refused
+from slipstream.rollout.gateway.serving.native import GenerateBody, Native
+from slipstream.rollout.gateway.serving.replies import Protocols
+from slipstream.rollout.gateway.serving.stand_in import StandIn
+
+Result = dict[str, Any] | AsyncIterator[str | bytes]
+"""A reply as JSON, or the events of a stream."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One way of asking for answers."""
+
+    path: str
+    body: type[BaseModel]
+    allowed: Collection[str]
+    known: Mapping[str, object]
+    """The default of every field that SGLang's endpoint reads."""
+    protocol: Protocols
+    answer: Callable[[Call, Any, Request], Awaitable[Result]]
+    generates: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.path.removeprefix("/")
+
+    def read(self, body: object, limits: LimitsConfig) -> BaseModel:
+        """Return a checked body. Raises Refused with 400."""
+        if not isinstance(body, dict):
+            raise Refused(400, "expected a JSON object as the body")
+        given = fields.check_fields(body, self.allowed, self.known)  # pyright: ignore[reportUnknownArgumentType]
+        _check_messages(given, limits)
+        try:
+            return self.body.model_validate(given)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise Refused(400, f"{where}: {first['msg']}" if where else first["msg"], param=where) from error
+        except Exception as error:
+            # SGLang's own validators meet what they do not expect before the types are checked.
+            raise Refused(400, f"the body cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _check_messages(given: dict[str, Any], limits: LimitsConfig) -> None:
+    for name in ("messages", "input"):
+        messages = given.get(name)
+        if isinstance(messages, list) and len(messages) > limits.messages:
+            raise Refused(
+                400, f"{name}: expected at most {limits.messages}, found {len(messages)}", param=name
+            )
+
+
+class Endpoints:
+    """All endpoints of a process."""
+
+    def __init__(self, stand_in: StandIn) -> None:
+        self._model = stand_in.served_model_name
+        self._reads_developer = "developer" in str(stand_in.tokenizer.chat_template)
+        self._chat = Chat(stand_in, stand_in.templates)  # pyright: ignore[reportArgumentType]
+        self._completion = Completion(stand_in, stand_in.templates)  # pyright: ignore[reportArgumentType]
+        self._messages = Messages(self._chat)
+        self._responses = Responses(stand_in)
+        self._native = Native(stand_in)
+
+    def all(self) -> tuple[Endpoint, ...]:
+        openai, anthropic = Protocols.OPENAI, Protocols.ANTHROPIC
+        return (
+            _endpoint("/v1/chat/completions", ChatCompletionRequest, fields.CHAT, openai, self._answer_chat),
+            _endpoint(
+                "/v1/completions", CompletionRequest, fields.COMPLETION, openai, self._answer_completion
+            ),
+            _endpoint("/v1/responses", ResponsesRequest, fields.RESPONSES, openai, self._answer_responses),
+            _endpoint(
+                "/v1/messages", AnthropicMessagesRequest, fields.MESSAGES, anthropic, self._answer_messages
+            ),
+            Endpoint(
+                "/v1/messages/count_tokens",
+                AnthropicCountTokensRequest,
+                fields.COUNT_TOKENS,
+                _defaults(AnthropicCountTokensRequest),
+                anthropic,
+                self._count_tokens,
+                generates=False,
+            ),
+            Endpoint(
+                "/generate",
+                GenerateBody,
+                fields.GENERATE,
+                {field.name: field.default for field in dataclasses.fields(GenerateReqInput)},
+                openai,
+                self._native.answer,
+            ),
+        )
+
+    def forget(self, response: str) -> None:
+        """Remove a response of /v1/responses from memory."""
+        self._responses.forget(response)
+
+    async def _answer_chat(self, call: Call, body: ChatCompletionRequest, raw: Request) -> Result:
+        if "model" not in body.model_fields_set:
+            body.model = self._model
+        if not self._reads_developer:
+            for message in body.messages:
+                if message.role == "developer":
+                    message.role = "system"
+        return _result(await self._chat.bound_to(call).handle_request(body, raw))
+
+    async def _answer_completion(self, call: Call, body: CompletionRequest, raw: Request) -> Result:
+        if "model" not in body.model_fields_set:
+            body.model = self._model
+        return _result(await self._completion.bound_to(call).handle_request(body, raw))
+
+    async def _answer_responses(self, call: Call, body: ResponsesRequest, raw: Request) -> Result:
+        body.model = body.model or self._model
+        body.request_id = f"resp_{call.id}"
+        return _result(await self._responses.bound_to(call).create_responses(body, raw))
+
+    async def _answer_messages(self, call: Call, body: AnthropicMessagesRequest, raw: Request) -> Result:
+        return _result(await self._messages.bound_to(call).handle_messages(body, raw))
+
+    async def _count_tokens(self, call: Call, body: AnthropicCountTokensRequest, raw: Request) -> Result:
+        return _result(await self._messages.bound_to(call).handle_count_tokens(body, raw))
+
+
+def _endpoint(
+    path: str,
+    body: type[BaseModel],
+    allowed: Collection[str],
+    protocol: Protocols,
+    answer: Callable[[Call, Any, Request], Awaitable[Result]],
+) -> Endpoint:
+    return Endpoint(path, body, allowed, _defaults(body), protocol, answer)
+
+
+def _defaults(body: type[BaseModel]) -> dict[str, object]:
+    return {name: field.default for name, field in body.model_fields.items()}
+
+
+def _result(reply: Any) -> Result:
+    """Return a reply of SGLang as JSON or as events. Raises Refused for an error."""
+    if isinstance(reply, StreamingResponse):
+        return reply.body_iterator  # pyright: ignore[reportReturnType]
+    if isinstance(reply, AsyncGenerator):
+        return reply
+    if isinstance(reply, BaseModel):
+        return reply.model_dump(mode="json", by_alias=True)
+    assert isinstance(reply, Response), type(reply)
+    content = orjson.loads(reply.body)
+    if reply.status_code >= 400:
+        raise _error(content, reply.status_code)
+    return content
+
+
+def _error(content: Any, status: int) -> Refused:
+    """Return an error of SGLang, which has several forms of them, as one of ours."""
+    error = content.get("error", content)
+    message = str(error.get("message"))
+    return Refused(status, message if status < 500 else "internal error", param=error.get("param"))

@@ -1,0 +1,176 @@
+"""How replies leave: errors in the words of each protocol, answers with their session, streams that end early
+when their client goes. Knows Starlette, not SGLang.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from enum import StrEnum
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from slipstream.rollout.gateway.serving.limits import Refused
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SESSION_HEADER = "x-session-id"
+
+
+class Protocols(StrEnum):
+    """Whose words an endpoint uses."""
+
+    OPENAI = "openai"
+    ANTHROPIC = "anthropic"
+
+
+_OPENAI_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def error_body(refused: Refused, protocol: Protocols) -> dict[str, Any]:
+    """Return the body of an error as the clients of a protocol expect it."""
+    if protocol is Protocols.ANTHROPIC:
+        kind = _ANTHROPIC_TYPES.get(refused.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": refused.message}}
+    kind = _OPENAI_TYPES.get(refused.status, "api_error")
+    error = {"message": refused.message, "type": kind, "param": refused.param, "code": refused.code}
+    return {"error": error}
+
+
+def error_reply(refused: Refused, protocol: Protocols) -> Response:
+    return json_reply(error_body(refused, protocol), status=refused.status, headers=refused.headers)
+
+
+def json_reply(content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(
+        orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS),
+        status_code=status,
+        headers=dict(headers or {}),
+        media_type="application/json",
+    )
+
+
+def session_headers(session: str | None) -> dict[str, str]:
+    """Return the header that names the session. What a header cannot hold is percent-encoded."""
+    return {} if session is None else {SESSION_HEADER: quote(session, safe=_VISIBLE)}
+
+
+_VISIBLE = "".join(map(chr, range(0x21, 0x7F)))
+
+
+def with_session(event: str, session: str | None) -> str:
+    """Return a server-sent event whose JSON object names the session as well."""
+    if session is None:
+        return event
+    named = f'{{"session_id":{orjson.dumps(session).decode()},'
+    event = event.replace("data: {", f"data: {named}", 1)
+    for kind, field in _WHOLES:
+        if event.startswith(kind):
+            return event.replace(f'"{field}":{{', f'"{field}":{named}', 1)
+    return event
+
+
+_WHOLES = (
+    *((f"event: response.{kind}\n", "response") for kind in ("created", "completed", "incomplete", "failed")),
+    ("event: message_start\n", "message"),
+)
+"""Events with a whole answer, and the field that holds it: clients hand that on without the event."""
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return when the client has gone. The body has been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        """A part of a body that has been read completely: there is none."""
+
+
+class ClientGone(Exception):
+    """Nobody waits for the reply any more."""
+
+
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+    """Return what ``work`` returns; cancel it and raise ClientGone if the client goes before."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return await working
+    finally:
+        await _cancel(working, watching)
+
+
+async def _cancel(*futures: asyncio.Future[Any]) -> None:
+    for future in futures:
+        future.cancel()
+    await asyncio.gather(*futures, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events, until they end or the client goes. ``close`` is called in both cases."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncIterator[str | bytes],
+        *,
+        session: str | None,
+        headers: Mapping[str, str],
+        protocol: Protocols,
+        close: Callable[[], None],
+    ) -> None:
+        self._events = events
+        self._session = session
+        self._protocol = protocol
+        self._close = close
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-cache", **headers})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        watching = asyncio.ensure_future(disconnected(receive))
+        try:
+            await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _cancel(sending, watching)
+            if isinstance(self._events, AsyncGenerator):
+                await self._events.aclose()
+            self._close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._guarded():
+            await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _guarded(self) -> AsyncIterator[str]:
+        """Yield the events with their session. A failure is an event, too: the status has left already."""
+        try:
+            async for event in self._events:
+                yield with_session(event.decode() if isinstance(event, bytes) else event, self._session)
+        except Exception as error:
+            log.exception("a stream has failed", exc_info=error)
+            body = error_body(Refused(500, "the answer cannot be finished"), self._protocol)
+            name = "event: error\n" if self._protocol is Protocols.ANTHROPIC else ""
+            yield f"{name}data: {orjson.dumps(body).decode()}\n\n"

@@ -1,0 +1,315 @@
+"""Turns that run: each is generated once, however many clients read it, and recorded once.
+
+    source ──deltas──► RunningAnswer ──steps──► reader (a request)
+                                     └─steps──► reader (its retry, which has joined)
+
+A turn runs in tasks of its own, one for each answer. When its last reader leaves before the end, it is
+cancelled, and recorded as that.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+
+from slipstream.rollout.changes import Changes
+from slipstream.rollout.gateway.conversations import Answer, Begun, ChatMessage, Conversations, EntryLog
+from slipstream.rollout.gateway.serving.text import GrowingText
+from slipstream.rollout.gateway.source import (
+    Alternatives,
+    Finished,
+    Interrupted,
+    TokenDelta,
+    TokenRequest,
+    TokenSource,
+)
+from slipstream.rollout.trajectory import Finish
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A part of an answer that readers get at once."""
+
+    text: str
+    tokens: int
+    """Number of tokens so far."""
+    finish: Finished | None
+
+
+class RunningAnswer:
+    """One completion as it grows, with its text. Everything in it is only added to."""
+
+    def __init__(
+        self,
+        text: GrowingText,
+        *,
+        keeps_end_token: bool = False,
+        end_tokens: Collection[int] = (),
+        one_by_one: bool = False,
+    ) -> None:
+        """``keeps_end_token``: the token that ends the answer is part of its text.
+
+        ``end_tokens``: ids that may turn out to be such a token, so that their text waits for what follows.
+        ``one_by_one``: each token is a step, as SGLang's streaming parsers of tool calls need it: of several
+        calls in one step they find the first.
+        """
+        self._text = text
+        self._keeps_end_token = keeps_end_token
+        self._end_tokens = end_tokens
+        self._one_by_one = one_by_one
+        self._decoded = 0
+        """Number of tokens whose text has been looked at."""
+        self._changes = Changes()
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[Alternatives] = []
+        self.spans: Sequence[tuple[int, int]] = ()
+        self.cached_tokens = 0
+        self.finish: Finished | None = None
+        self.failure: Exception | None = None
+        self.steps: list[Step] = []
+        self.recorded: asyncio.Task[None] | None = None
+        """Ends when the answer is durable; None: nobody has recorded it yet."""
+
+    @property
+    def text(self) -> str:
+        return self._text.text
+
+    @property
+    def is_over(self) -> bool:
+        return self.finish is not None or self.failure is not None
+
+    def add(self, delta: TokenDelta) -> None:
+        """Append a delta. The completion ends with it, or earlier if its text holds a stop string."""
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs
+        self.top_logprobs += delta.top_logprobs
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        shown = self._shown(delta.finish)
+        size = 1 if self._one_by_one else max(1, shown - self._decoded)
+        for start in range(self._decoded, shown, size):
+            self._decoded += self._text.add(self.tokens[start : min(start + size, shown)])
+            if self._text.matched is not None:
+                break
+            if delta.finish is None or start + size < shown:  # the last part comes with the end
+                self._add_step(None)
+        self.spans = delta.spans
+        if self._text.matched is not None:
+            self._cut(self._decoded)
+            self._end(Finished(Finish.STOP, self._text.matched))
+        elif delta.finish is not None:
+            self._end(delta.finish)
+
+    def _shown(self, finish: Finished | None) -> int:
+        """Return the number of tokens whose text is known to belong to the answer."""
+        end = len(self.tokens)
+        if finish is None:
+            while end > self._decoded and self.tokens[end - 1] in self._end_tokens:
+                end -= 1
+        elif self.tokens and self.tokens[-1] == finish.matched and not self._keeps_end_token:
+            end -= 1
+        return end
+
+    def _cut(self, tokens: int) -> None:
+        del self.tokens[tokens:], self.logprobs[tokens:], self.top_logprobs[tokens:]
+        self.spans = _first(self.spans, tokens)
+
+    def _end(self, finish: Finished) -> None:
+        self._text.end()
+        if self._text.matched is not None:  # by bytes that waited for the rest of a character
+            finish = Finished(Finish.STOP, self._text.matched)
+        self.finish = finish
+        self._add_step(finish)
+
+    def _add_step(self, finish: Finished | None) -> None:
+        text = self._text.take(final=finish is not None)
+        if text or finish is not None:
+            tokens = self._decoded if finish is None else len(self.tokens)
+            self.steps.append(Step(text, tokens, finish))
+            self._changes.notify()
+
+    def fail(self, error: Exception) -> None:
+        self.failure = error
+        self._changes.notify()
+
+    async def read(self) -> AsyncGenerator[Step]:
+        """Yield all steps from the first one on. Raises the failure of the generation."""
+        read = 0
+
+        def news() -> bool | None:
+            return True if len(self.steps) > read or self.is_over else None
+
+        while True:
+            await self._changes.first(news)
+            for step in self.steps[read:]:
+                read += 1
+                yield step
+                if step.finish is not None:
+                    return
+            if self.failure is not None and read == len(self.steps):
+                raise self.failure
+
+    async def ended(self) -> None:
+        """Wait until no step follows. Raises the failure of the generation."""
+        await self._changes.first(lambda: self.is_over or None)
+        if self.failure is not None:
+            raise self.failure
+
+    async def started(self) -> None:
+        """Wait for the first step. Raises the failure of the generation if there is none."""
+        await self._changes.first(lambda: bool(self.steps) or self.is_over or None)
+        if self.failure is not None and not self.steps:
+            raise self.failure
+
+
+def _first(spans: Sequence[tuple[int, int]], tokens: int) -> Sequence[tuple[int, int]]:
+    """Return the spans of the first ``tokens`` tokens."""
+    kept: list[tuple[int, int]] = []
+    for version, length in spans:
+        if tokens <= 0:
+            break
+        kept.append((version, min(length, tokens)))
+        tokens -= length
+    return kept
+
+
+class RunningTurn:
+    """The answers to one prompt, and who reads them."""
+
+    def __init__(self, begun: Begun, answers: Sequence[RunningAnswer]) -> None:
+        self.begun = begun
+        self.answers = answers
+        self.readers = 0
+        self.tasks: list[asyncio.Task[None]] = []
+
+
+class RunningTurns:
+    """All turns of this process that run."""
+
+    def __init__(
+        self,
+        source: TokenSource,
+        conversations: Conversations,
+        entries: EntryLog,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._source = source
+        self._conversations = conversations
+        self._entries = entries
+        self._clock = clock
+        self._turns: dict[Begun, RunningTurn] = {}
+        self._recording: set[asyncio.Task[None]] = set()
+
+    @property
+    def answers(self) -> int:
+        """Number of answers that are generated now."""
+        return sum(not answer.is_over for turn in self._turns.values() for answer in turn.answers)
+
+    def start(
+        self, begun: Begun, requests: Sequence[TokenRequest], new_answer: Callable[[], RunningAnswer]
+    ) -> RunningTurn:
+        """Begin to generate one answer for each request. The caller reads it, and leaves it at the end."""
+        turn = self._add(begun, [new_answer() for _ in requests])
+        loop = asyncio.get_running_loop()
+        turn.tasks = [
+            loop.create_task(self._generate(request, answer), name=f"answer in session {begun.session}")
+            for request, answer in zip(requests, turn.answers, strict=True)
+        ]
+        return turn
+
+    def join(self, begun: Begun) -> RunningTurn:
+        """Read a turn that runs already. The caller leaves it at the end."""
+        turn = self._turns[begun]
+        turn.readers += 1
+        return turn
+
+    def abandon(self, begun: Begun, choices: int) -> None:
+        """End a turn for which nothing is generated."""
+        self.leave(self._add(begun, [RunningAnswer(GrowingText(str)) for _ in range(choices)]))
+
+    def _add(self, begun: Begun, answers: Sequence[RunningAnswer]) -> RunningTurn:
+        """Record what the arrival adds to the journal, and return a turn with one reader."""
+        if begun.entries:
+            self._entries.append(begun.entries)
+        turn = RunningTurn(begun, answers)
+        turn.readers = 1
+        self._turns[begun] = turn
+        return turn
+
+    async def _generate(self, request: TokenRequest, answer: RunningAnswer) -> None:
+        try:
+            async with aclosing(self._source.generate(request)) as deltas:
+                async for delta in deltas:
+                    answer.add(delta)
+                    if answer.finish is not None:
+                        return
+            answer.fail(Interrupted("the completion stopped before its end"))
+        except Exception as error:
+            answer.fail(error)
+
+    async def record(self, turn: RunningTurn, choice: int, message: ChatMessage) -> None:
+        """Record an answer that has ended, and wait until it is durable. The first message counts."""
+        answer = turn.answers[choice]
+        if answer.recorded is None:
+            self._record(turn, choice, message, cancelled=False)
+        assert answer.recorded is not None
+        await asyncio.shield(answer.recorded)
+
+    def leave(self, turn: RunningTurn) -> None:
+        """End to read a turn. What its last reader leaves unrecorded is cancelled."""
+        turn.readers -= 1
+        if turn.readers:
+            return
+        for task in turn.tasks:
+            task.cancel()
+        for choice, answer in enumerate(turn.answers):
+            if answer.recorded is None:
+                message = {"role": "assistant", "content": answer.text}
+                self._record(turn, choice, message, cancelled=True)
+        del self._turns[turn.begun]
+
+    async def close(self) -> None:
+        """Cancel all turns, and wait until they are recorded."""
+        for turn in list(self._turns.values()):
+            turn.readers = 1
+            self.leave(turn)
+        await asyncio.gather(*self._recording, return_exceptions=True)
+
+    def _record(self, turn: RunningTurn, choice: int, message: ChatMessage, *, cancelled: bool) -> None:
+        answer = turn.answers[choice]
+        records = self._conversations.end(
+            turn.begun,
+            Answer(
+                choice,
+                answer.tokens,
+                answer.logprobs,
+                answer.spans,
+                answer.finish,
+                answer.text,
+                message,
+                cancelled,
+                self._clock(),
+            ),
+        )
+        numbers = self._entries.append(records)
+        self._conversations.recorded(turn.begun, choice, numbers)
+        answer.recorded = asyncio.get_running_loop().create_task(
+            self._durable(numbers), name=f"recording a turn of session {turn.begun.session}"
+        )
+        self._recording.add(answer.recorded)
+        answer.recorded.add_done_callback(self._recorded)
+
+    async def _durable(self, numbers: Sequence[int]) -> None:
+        if numbers:
+            await self._entries.durable(numbers[-1])
+
+    def _recorded(self, recording: asyncio.Task[None]) -> None:
+        self._recording.discard(recording)
+        with suppress(asyncio.CancelledError):
+            if error := recording.exception():
+                log.error("%s failed: %s", recording.get_name(), error)

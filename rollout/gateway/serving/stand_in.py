@@ -1,0 +1,199 @@
+"""What SGLang's endpoints need of a server, without the server: tokenizer, template, settings.
+
+Imports SGLang, and is therefore imported by gateway processes only. SGLang keeps its settings once for each
+process, so that a process serves one model.
+"""
+
+import logging
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from contextlib import aclosing
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.parser.reasoning_parser import ReasoningParser
+from sglang.srt.parser.template_manager import TemplateManager
+from sglang.srt.runtime_context import publish
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from slipstream.configs.schema import SamplingConfig
+from slipstream.rollout.gateway.serving.call import Call, Content, Form
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+"""Setting of a parser that lets SGLang choose by the chat template."""
+
+UNPUBLISHED = "dummy"
+"""SGLang's name for a model that its settings must not look at: no weights are loaded here."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The policy as clients see it."""
+
+    path: Path
+    """Checkpoint directory with config.json and tokenizer."""
+    name: str
+    context: int
+    """Largest number of tokens of prompt and answer together."""
+    sampling: SamplingConfig
+    """What holds where a request says nothing."""
+    chat_template: Path | None = None
+    tool_parser: str | None = AUTO
+    reasoning_parser: str | None = None
+
+
+class ModelFacts:
+    """SGLang's ``model_config``, as far as its endpoints read it."""
+
+    is_multimodal = False
+    is_image_understandable_model = False
+    is_audio_understandable_model = False
+
+    def __init__(self, model: ServedModel) -> None:
+        self.hf_config = AutoConfig.from_pretrained(model.path)
+        self.context_len = model.context
+        self._defaults = {
+            "temperature": model.sampling.temperature,
+            "top_p": model.sampling.top_p,
+            "top_k": model.sampling.top_k,
+        }
+
+    def get_default_sampling_params(self) -> dict[str, Any]:
+        """Return the recipe's sampling: SGLang would take the model's own defaults."""
+        return dict(self._defaults)
+
+
+class StandIn:
+    """SGLang's tokenizer manager, as far as its endpoints know it, for all requests of the process.
+
+    Each request has a copy with its own ``call``.
+    """
+
+    call: Call
+
+    def __init__(self, model: ServedModel) -> None:
+        settings: dict[str, Any] = {
+            "model_path": UNPUBLISHED,
+            "device": "cpu",
+            "incremental_streaming_output": True,  # else every chunk repeats all text before it
+            "enable_response_store": True,
+        }
+        self.server_args = ServerArgs(**settings)
+        publish(self.server_args, role="tokenizer")
+        self.model = model
+        self.tokenizer: PreTrainedTokenizerBase = get_tokenizer(str(model.path))
+        self.processor = None
+        self.model_config = ModelFacts(model)
+        self.model_path = str(model.path)
+        self.served_model_name = model.name
+        self.request_logger = SimpleNamespace(log_requests=False, log_requests_level=0)
+        self.lora_registry = None
+        self.num_reserved_tokens = 0
+        self.image_token_id = None
+        self.templates = TemplateManager()
+        self.templates.load_chat_template(
+            self,  # pyright: ignore[reportArgumentType]
+            str(model.chat_template) if model.chat_template else None,
+            "",  # SGLang would guess a template from the name of the folder
+        )
+        self._settings = {
+            "tool_call_parser": _parser(
+                "gateway.tool_parser",
+                model.tool_parser,
+                self.templates.suggested_tool_call_parser,
+                FunctionCallParser.ToolCallParserEnum,
+            ),
+            "reasoning_parser": _parser(
+                "gateway.reasoning_parser",
+                model.reasoning_parser,
+                self.templates.suggested_reasoning_parser,
+                ReasoningParser.DetectorMap,
+            ),
+        }
+        self._thought_end = self._end_of_thought()
+        log.info("parsers: %s", self._settings)
+        # SGLang logs requests that it refuses, with what is in them.
+        logging.getLogger("sglang").setLevel(logging.CRITICAL)
+
+    def bound_to(self, call: Call) -> Self:
+        """Return a copy that generates for one request."""
+        bound = copy(self)
+        bound.call = call
+        return bound
+
+    async def generate_request(
+        self, request: GenerateReqInput, _raw: object = None
+    ) -> AsyncGenerator[Content | list[Content]]:
+        """Yield the answers of the request that this copy is bound to. Its turns have begun already."""
+        form = Form(
+            id=str(request.rid or f"chatcmpl-{self.call.id}"),
+            stream=bool(request.stream),
+            logprobs=bool(request.return_logprob),
+            top_logprobs=int(request.top_logprobs_num or 0),  # pyright: ignore[reportArgumentType]
+            prompt_ids=bool(request.return_prompt_token_ids),
+            thought_end=self._thought_end if request.require_reasoning else None,
+        )
+        async with aclosing(self.call.contents(form)) as contents:
+            async for content in contents:
+                yield content
+
+    def create_abort_task(self, _request: GenerateReqInput) -> None:
+        """Do nothing after a reply: a request that is left is cancelled as soon as its client goes."""
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
+        """Do nothing: only background responses are aborted by name, and there are none."""
+
+    def check_sampling(self, parameters: Mapping[str, object]) -> None:
+        """Check sampling parameters as SGLang does. Raises ValueError or TypeError."""
+        sampling = SamplingParams(**parameters)  # pyright: ignore[reportArgumentType]
+        sampling.normalize(self.tokenizer)
+        sampling.verify(self.vocab_size)
+        # An engine looks them up in its logits, and ends with all its requests if one is not there.
+        self.checked(sorted(sampling.stop_token_ids or ()))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a plain text, with the special tokens that the tokenizer adds."""
+        return list(self.tokenizer(text)["input_ids"])
+
+    def checked(self, ids: Sequence[int]) -> list[int]:
+        """Return ids that a client has sent. Raises ValueError for one outside the vocabulary."""
+        outside = [token for token in ids if not 0 <= token < self.vocab_size]
+        if outside:
+            raise ValueError(f"token id {outside[0]} is outside the vocabulary of {self.vocab_size}")
+        return list(ids)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model_config.hf_config.get_text_config().vocab_size)
+
+    def config_value(self, name: str) -> str | None:
+        """Return a setting that SGLang would change at run time."""
+        return self._settings[name]
+
+    def _end_of_thought(self) -> int | None:
+        """Return the token that ends the reasoning; None if there is no parser or no such token."""
+        parser = self._settings["reasoning_parser"]
+        if parser is None:
+            return None
+        end = ReasoningParser(model_type=parser, tokenizer=self.tokenizer).detector.think_end_token
+        ids = self.tokenizer.encode(end, add_special_tokens=False) if end else []
+        return ids[0] if len(ids) == 1 else None
+
+
+def _parser(setting: str, name: str | None, suggested: str | None, known: Collection[str]) -> str | None:
+    """Return the name of the parser to use; None: no parser. Raises ValueError for an unknown name."""
+    if name == AUTO:
+        return suggested
+    if name is not None and name not in known:
+        choices = ", ".join(sorted(known))
+        raise ValueError(f"{setting} = {name!r}: SGLang has no such parser; it has {choices}")
+    return name

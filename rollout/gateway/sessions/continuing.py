@@ -1,0 +1,241 @@
+"""The turn that a request continues, and the prompt that goes to the engine.
+
+The predecessor of a request is, in this order,
+
+1. the turn at the end of the longest stored history with which its messages begin, if they add no answer of
+   which nobody knows;
+2. the turn with the answer that the request repeats last, although something before it has been rewritten;
+3. the newest turn behind the last message that is known: its answer has been rewritten;
+4. none: the conversation is new.
+
+The prompt is as much of the predecessor's chain as its text repeats, and then what is new. It begins a branch
+where something is not repeated, or where another trained turn continues the predecessor already.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from slipstream.rollout.gateway.conversations import Arrival, ChatMessage
+from slipstream.rollout.gateway.sessions.chains import (
+    Decode,
+    Extended,
+    Segment,
+    continue_ids,
+    continue_text,
+    repeats,
+    segments_of,
+)
+from slipstream.rollout.gateway.sessions.sameness import Mark, role_of
+from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState, common_depth, messages_of
+
+
+class BranchReason(StrEnum):
+    """Reason for which a turn begins a branch. The first turn of a session has none."""
+
+    NEW = "new conversation"
+    """It repeats no turn of its session."""
+    CLIENT = "history rewritten"
+    """The client has changed messages that it repeats."""
+    THINKING = "thinking removed"
+    """The template leaves out the reasoning of an earlier answer."""
+    CALLS = "calls re-serialized"
+    """The template writes tool calls in another way than the policy."""
+    TEMPLATE = "template"
+    """The template renders what is repeated in another way, for example because tools have changed."""
+    FORK = "fork"
+    """Another trained turn continues the same turn."""
+    EVICTED = "evicted"
+    """The chain that it continues has been evicted."""
+    UNFINISHED = "unfinished"
+    """It repeats an answer that has not ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predecessor:
+    """The turn before a request."""
+
+    turn: ChainTurn | None
+    reaction: Sequence[ChatMessage] = ()
+    """Messages that have come after its answer: its next state."""
+    exact: bool = False
+    """The request repeats all messages of the turn."""
+    evicted: bytes | None = None
+    """History of a turn that the request continues, and whose chain is evicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """The prompt that goes to the engine, and its origin."""
+
+    tail: Segment | None
+    parent: ChainTurn | None
+    shared: int
+    messages: list[ChatMessage]
+    """The whole conversation, known messages as they were first sent or answered."""
+    kept: int
+    """Number of messages that are the parent's."""
+    reason: BranchReason | None
+    """Reason for which it does not repeat its parent whole; None: it does, or is the first of its session."""
+
+    @property
+    def whole(self) -> bool:
+        """True if it repeats all ids of its parent."""
+        return self.parent is not None and self.shared == self.parent.length
+
+
+def predecessor_of_chat(
+    session: SessionState, messages: Sequence[ChatMessage], marks: Sequence[Mark]
+) -> Predecessor:
+    """Return the turn that a conversation continues."""
+    last_answer = max(
+        (index for index, message in enumerate(messages) if role_of(message) == "assistant"), default=-1
+    )
+    for depth in range(len(marks), max(last_answer, 0), -1):
+        history = marks[depth - 1].history
+        node = session.nodes.get(history)
+        if node is not None and node.turns:
+            turns = [turn for turn in node.turns if turn.waits]
+            return Predecessor(turns[0] if turns else node.turns[-1], messages[depth:], exact=True)
+        if history in session.cleared:
+            return Predecessor(None, messages[depth:], evicted=history)
+    if last_answer < 0:
+        return Predecessor(None)
+    turn, certain = _with_answer(session, marks, last_answer)
+    if turn is not None:
+        return Predecessor(turn, messages[last_answer + 1 :] if certain else ())
+    return Predecessor(_behind_known(session, marks))
+
+
+def _with_answer(session: SessionState, marks: Sequence[Mark], last: int) -> tuple[ChainTurn | None, bool]:
+    """Return the turn with the answer that is repeated last; and whether it cannot be another one.
+
+    The message before the answer must be repeated, too: short answers are often the same.
+    """
+    best: ChainTurn | None = None
+    longest, equals = 0, 0
+    for turn in session.newest():
+        length, node = 0, turn.node
+        while length <= last and node.mark.alone == marks[last - length].alone:
+            length += 1
+            if node.before is None:
+                break
+            node = node.before
+        if length > max(longest, 1):
+            best, longest, equals = turn, length, 1
+        elif length == longest:
+            equals += 1
+    return best, equals == 1
+
+
+def _behind_known(session: SessionState, marks: Sequence[Mark]) -> ChainTurn | None:
+    """Return the newest turn behind the last message that is known."""
+    known = session.deepest(marks)
+    if known is None:
+        return None
+    for turn in session.newest():
+        if common_depth(turn.node, marks) == known.depth:
+            return turn
+    return None
+
+
+def prompt_of_chat(
+    session: SessionState, arrival: Arrival, marks: Sequence[Mark], before: Predecessor, decode: Decode
+) -> PromptPlan:
+    """Return the prompt of a conversation that continues ``before``."""
+    messages = session.canonical(arrival.messages, marks)
+    turn = before.turn
+    extended = _extended_chat(None if turn is None else turn.tail, arrival, messages, decode)
+    if turn is None:
+        reason = BranchReason.EVICTED if before.evicted else BranchReason.NEW if session.turns else None
+        return PromptPlan(extended.tail, None, 0, messages, 0, reason)
+    reason = None
+    if extended.shared < turn.length:
+        reason = _why(turn, extended.differs) if before.exact else BranchReason.CLIENT
+    return PromptPlan(extended.tail, turn, extended.shared, messages, common_depth(turn.node, marks), reason)
+
+
+def _extended_chat(
+    tail: Segment | None, arrival: Arrival, messages: Sequence[ChatMessage], decode: Decode
+) -> Extended:
+    if arrival.template is None or arrival.text is None:
+        return continue_ids(tail, arrival.prompt_ids)
+    if messages == list(arrival.messages):
+        return _extended(tail, arrival, decode)
+    text = arrival.template.render(messages, answer=True)
+    return continue_text(tail, text, arrival.template.encode, decode)
+
+
+def _anew(ids: Sequence[int], text: str | None) -> Extended:
+    extended = continue_ids(None, ids)
+    if extended.tail is not None:
+        extended.tail.text = text
+    return extended
+
+
+def _why(turn: ChainTurn, differs: Segment | None) -> BranchReason:
+    """Return why the template does not repeat the chain of a turn whole, although its messages are."""
+    answer = differs
+    if differs is not None and differs.answer is None and _opens_thinking(differs):
+        answer = next((later for later in segments_of(turn.tail) if later.start >= differs.length), None)
+    if answer is not None and answer.answer is not None:
+        if answer.answer.message.get("reasoning_content"):
+            return BranchReason.THINKING
+        if answer.answer.message.get("tool_calls"):
+            return BranchReason.CALLS
+    return BranchReason.TEMPLATE
+
+
+def _opens_thinking(context: Segment) -> bool:
+    """Return whether a prompt ends with the beginning of a reasoning, such as ``<think>``."""
+    return context.text is not None and context.text.rstrip().endswith("think>")
+
+
+def prompt_of_ids(session: SessionState, arrival: Arrival, decode: Decode) -> tuple[PromptPlan, Predecessor]:
+    """Return the prompt of a request that has sent text or ids, and the turn that it continues.
+
+    Its messages are what a judge reads: one message of a user for what each request has added.
+    """
+    turn, extended = _longest(session, arrival, decode)
+    whole = turn is not None and extended.shared == turn.length
+    added = arrival.prompt_ids if turn is None or not whole else _behind(extended, turn)
+    message: ChatMessage = {"role": "user", "content": decode(list(added))}
+    if turn is None:
+        reason = BranchReason.NEW if session.turns else None
+        return PromptPlan(extended.tail, None, 0, [message], 0, reason), Predecessor(None)
+    if not whole:
+        prompt = PromptPlan(extended.tail, turn, extended.shared, [message], 0, BranchReason.CLIENT)
+        return prompt, Predecessor(turn)
+    messages = messages_of(turn.node)
+    prompt = PromptPlan(extended.tail, turn, extended.shared, [*messages, message], len(messages), None)
+    return prompt, Predecessor(turn, [message] if added else ())
+
+
+def _behind(extended: Extended, turn: ChainTurn) -> Sequence[int]:
+    """Return the ids that a prompt adds to the chain of its predecessor."""
+    if extended.tail is None:
+        return ()
+    return extended.tail.ids[turn.length - extended.tail.start :].tolist()
+
+
+def _longest(session: SessionState, arrival: Arrival, decode: Decode) -> tuple[ChainTurn | None, Extended]:
+    """Return the newest turn whose chain the prompt repeats; else the newest turn of all, if the prompt
+    repeats its prompt."""
+    turns = session.newest()
+    text = None if arrival.template is None else arrival.text
+    for turn in turns:
+        if repeats(turn.tail, arrival.prompt_ids, text, decode):
+            return turn, _extended(turn.tail, arrival, decode)
+    if turns:
+        extended = _extended(turns[0].tail, arrival, decode)
+        if extended.shared >= turns[0].prompt_length:
+            return turns[0], extended
+    return None, _extended(None, arrival, decode)
+
+
+def _extended(tail: Segment | None, arrival: Arrival, decode: Decode) -> Extended:
+    if arrival.text is None or arrival.template is None:
+        return continue_ids(tail, arrival.prompt_ids)
+    if tail is None:
+        return _anew(arrival.prompt_ids, arrival.text)
+    return continue_text(tail, arrival.text, arrival.template.encode, decode)

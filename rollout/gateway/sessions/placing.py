@@ -1,0 +1,225 @@
+"""All sessions of a process: found by name or by history, and bounded in number and memory.
+
+    open ──── most memory taken: evicted ───► cleared: next states and rewards only ──┐
+      │                                                                               │
+      ├── last request has ended it ──► ended: rewards only ─────────────────────────►├──► removed
+      └── idle, or evicted while no turn waits for a next state ─────────────────────►┘
+
+A session in which a turn waits for its next state is never removed before it has been idle for long enough.
+If memory is short it is cleared: the turn is in the journal, and the digest of its history stays here, so
+that its next state is still paired. If sessions are too many and each has such a turn, no other can begin.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.rollout.gateway.conversations import TooManySessions
+from slipstream.rollout.gateway.sessions.counters import SessionCounters
+from slipstream.rollout.gateway.sessions.sameness import Mark
+from slipstream.rollout.gateway.sessions.stored import SessionState
+
+Id = tuple[str, str]
+"""Name of the API key, and name of the session. Two keys never share a session."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """Limits of all sessions of a process together."""
+
+    sessions: int
+    size: int
+    """Bytes of all turns and messages."""
+    idle_timeout_s: float
+    """Seconds without a request after which a session ends."""
+
+
+class SessionTable:
+    """All sessions of a process."""
+
+    def __init__(self, limits: SessionLimits, counters: SessionCounters) -> None:
+        self._limits = limits
+        self._counters = counters
+        self._sessions: OrderedDict[Id, SessionState] = OrderedDict()
+        """The one that has rested longest is first."""
+        self._removable: OrderedDict[Id, SessionState] = OrderedDict()
+        """Sessions in which nothing runs and nothing waits, in the same order."""
+        self._filled: OrderedDict[Id, SessionState] = OrderedDict()
+        """Sessions with turns, in the same order."""
+        self._histories: dict[tuple[str, bytes], OrderedDict[Id, SessionState]] = {}
+        """By key and history: the sessions in which a turn ends there. Those in which it waits for its next
+        state are first."""
+        self._responses: dict[tuple[str, str], SessionState] = {}
+        self.size = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def get(self, key: str, name: str) -> SessionState | None:
+        """Return a session; None: there is none of this name."""
+        return self._sessions.get((key, name))
+
+    def add(self, session: SessionState) -> None:
+        """Add a session."""
+        self._sessions[session.key, session.name] = session
+
+    def make_room(self) -> SessionState | None:
+        """Make room for another session; return the one that had to go. Raises TooManySessions."""
+        if len(self._sessions) < self._limits.sessions:
+            return None
+        for session in self._removable.values():
+            self._count_evicted(session)
+            self.remove(session)
+            return session
+        self._counters.refused += 1
+        raise TooManySessions(
+            f"{len(self._sessions)} sessions are open, and each has a turn that waits for its next state "
+            f"or runs; try again later, or end sessions with X-SessionState-Done"
+        )
+
+    def used(self, session: SessionState, now_s: float) -> None:
+        """Note a request or an answer, or anything else that changes what may happen to a session."""
+        identity = (session.key, session.name)
+        if self._sessions.get(identity) is not session:
+            return
+        session.used_s = max(session.used_s, now_s)
+        self._sessions.move_to_end(identity)
+        for table, belongs in (
+            (self._removable, not session.running and not session.waiting),
+            (self._filled, bool(session.turns)),
+        ):
+            if belongs:
+                table[identity] = session
+                table.move_to_end(identity)
+            else:
+                table.pop(identity, None)
+
+    def shrink(self) -> list[SessionState]:
+        """Clear sessions until they fit into memory; return those that have ended by it."""
+        excess = self.size - self._limits.size
+        chosen: list[SessionState] = []
+        for session in self._filled.values():
+            if excess <= 0:
+                break
+            if not session.running:
+                chosen.append(session)
+                excess -= session.size
+        for session in chosen:
+            self._count_evicted(session)
+            if session.waiting:
+                self._counters.evicted_histories += 1
+                self.clear(session)
+            else:
+                self.remove(session)
+        return [session for session in chosen if not session.waiting]
+
+    def idle(self, now_s: float) -> list[SessionState]:
+        """Return the sessions that have rested for too long."""
+        idle: list[SessionState] = []
+        for session in self._sessions.values():
+            if now_s - session.used_s < self._limits.idle_timeout_s:
+                break
+            if not session.running:
+                idle.append(session)
+        return idle
+
+    def account(self, session: SessionState, before: int) -> None:
+        """Note that a session took ``before`` bytes until now."""
+        self.size += session.size - before
+
+    def clear(self, session: SessionState) -> None:
+        """Drop the turns and messages of a session, but not what next states and rewards need."""
+        before = session.size
+        session.clear()
+        self.account(session, before)
+        self._unlist(session, frozenset(session.cleared))
+        self._filled.pop((session.key, session.name), None)
+
+    def end(self, session: SessionState) -> None:
+        """Drop all of a session but what rewards need."""
+        self.clear(session)
+        session.cleared.clear()
+        self._unlist(session, frozenset())
+        session.waiting = 0
+        session.ending, session.ended = False, True
+        self.used(session, session.used_s)
+
+    def matching(self, name: str | None, key: str | None) -> list[SessionState]:
+        """Return the sessions of a name, of a key, or of both."""
+        return [
+            session
+            for session in self._sessions.values()
+            if name in (None, session.name) and key in (None, session.key)
+        ]
+
+    def remove(self, session: SessionState) -> None:
+        """Remove a session."""
+        self.size -= session.size
+        session.size = 0
+        self._unlist(session, frozenset())
+        for response in session.responses:
+            self._responses.pop((session.key, response), None)
+        for table in (self._sessions, self._removable, self._filled):
+            table.pop((session.key, session.name), None)
+
+    def list_history(self, session: SessionState, history: bytes) -> None:
+        """Note that a turn of a session ends at a history, and waits for its next state."""
+        sessions = self._histories.setdefault((session.key, history), OrderedDict())
+        if (session.key, session.name) not in sessions:
+            sessions[session.key, session.name] = session
+            session.histories.append(history)
+
+    def settled(self, session: SessionState, history: bytes) -> None:
+        """Note that no turn of a session waits for its next state at a history any longer."""
+        sessions = self._histories.get((session.key, history))
+        if sessions is not None and (session.key, session.name) in sessions:
+            sessions.move_to_end((session.key, session.name))
+
+    def list_response(self, session: SessionState, response: str) -> None:
+        """Note that a response belongs to a session."""
+        if (session.key, response) not in self._responses:
+            session.responses.append(response)
+        self._responses[session.key, response] = session
+
+    def session_of_response(self, key: str, response: str) -> str | None:
+        """Return the name of the session of a response; None: it is not known."""
+        session = self._responses.get((key, response))
+        return None if session is None else session.name
+
+    def find(self, key: str, marks: Sequence[Mark]) -> SessionState | None:
+        """Return the session with the longest stored history with which a conversation begins.
+
+        Several sessions of a key may have it, for example where greedy answers to one greeting are equal.
+        Then it is the one that has waited longest for a next state. If none waits, nothing tells them
+        apart: None, so that no two clients ever share one.
+        """
+        for mark in reversed(marks):
+            sessions = self._histories.get((key, mark.history))
+            if sessions:
+                break
+        else:
+            return None
+        first = next(iter(sessions.values()))
+        if len(sessions) == 1 or _waits(first, mark.history):
+            return first
+        self._counters.ambiguous += 1
+        return None
+
+    def _unlist(self, session: SessionState, keep: frozenset[bytes]) -> None:
+        for history in session.histories:
+            if history in keep:
+                continue
+            sessions = self._histories[session.key, history]
+            del sessions[session.key, session.name]
+            if not sessions:
+                del self._histories[session.key, history]
+        session.histories = [history for history in session.histories if history in keep]
+
+    def _count_evicted(self, session: SessionState) -> None:
+        self._counters.evicted_tokens += sum(turn.length - turn.shared for turn in session.turns)
+
+
+def _waits(session: SessionState, history: bytes) -> bool:
+    """Return whether a turn of a session waits for a next state at the end of a history."""
+    node = session.nodes.get(history)
+    return history in session.cleared or (node is not None and any(turn.waits for turn in node.turns))

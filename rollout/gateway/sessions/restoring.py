@@ -1,0 +1,89 @@
+"""Sessions from the entries of a journal, after the process was killed.
+
+What ran then is lost: its clients have seen the connection break. All that has ended is as it was, but for
+texts, which are decoded when they are needed.
+"""
+
+import json
+from typing import cast
+
+from slipstream.rollout.gateway.conversations import ChatMessage, Recorded
+from slipstream.rollout.gateway.sessions.chains import Sampled, append, length_of, resume
+from slipstream.rollout.gateway.sessions.placing import SessionTable
+from slipstream.rollout.gateway.sessions.sameness import marks_of
+from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState, ancestor
+from slipstream.rollout.record import decode_chunks
+from slipstream.rollout.turns import Forgotten, NextState, SessionEnd, Turn, TurnType
+
+
+class Restoring:
+    """Takes the entries of a journal, in order."""
+
+    def __init__(self, table: SessionTable) -> None:
+        self._table = table
+        self._sessions: dict[int, SessionState] = {}
+        """Sessions by the number of a turn."""
+
+    def take(self, number: int, recorded: Recorded) -> None:
+        """Take an entry. Raises CorruptRecord, ValueError."""
+        match recorded.entry:
+            case Turn() as turn:
+                self._turn(number, turn, recorded.chunk)
+            case NextState() as state:
+                session = self._sessions.get(state.turn)
+                if session is not None:
+                    for history in session.pair_number(state.turn):
+                        self._table.settled(session, history)
+                    self._table.used(session, session.used_s)
+            case SessionEnd() as end:
+                session = self._table.get(end.key, end.session)
+                if session is not None:
+                    self._table.end(session)
+            case Forgotten() as forgotten:
+                for session in self._table.matching(forgotten.session, forgotten.key):
+                    self._table.remove(session)
+            case _:
+                pass
+
+    def _turn(self, number: int, entry: Turn, chunk: bytes) -> None:
+        session = self._table.get(entry.key, entry.session)
+        if session is None:
+            session = SessionState(entry.key, entry.session, entry.ended_s)
+            self._table.add(session)
+        session.ended = False
+        session.numbers.append(number)
+        self._sessions[number] = session
+        parent = None if entry.parent is None else session.turn(entry.parent)
+        if parent is not None or entry.parent is None:  # otherwise its parent is evicted, and it with it
+            size = session.size
+            turn = _stored(session, entry, parent, chunk)
+            turn.number = number
+            turn.continue_anchor()
+            session.add_turn(turn)
+            for node in session.endings(turn.node):
+                self._table.list_history(session, node.mark.history)
+            self._table.account(session, size)
+        self._table.used(session, entry.ended_s)
+
+
+def _stored(session: SessionState, entry: Turn, parent: ChainTurn | None, chunk: bytes) -> ChainTurn:
+    context: list[int] = []
+    tokens: list[int] = []
+    for part in decode_chunks(chunk):
+        context += part.context.tolist()
+        tokens += part.tokens.tolist()
+    messages = cast("list[ChatMessage]", json.loads(bytes(entry.messages)))
+    answer = cast(ChatMessage, json.loads(bytes(entry.answer)))
+    kept = None if parent is None or not entry.kept else ancestor(parent.node, entry.kept)
+    marks = marks_of(messages, b"" if kept is None else kept.mark.history)
+    last = session.add_messages(kept, messages, marks)
+    prompt = resume(None if parent is None else parent.tail, entry.shared, context)
+    sampled = Sampled(answer, entry.finish) if entry.spans else None
+    return ChainTurn(
+        node=session.add_answer(last, answer),
+        tail=append(prompt, tokens, None, sampled),
+        prompt_length=length_of(prompt),
+        parent=parent,
+        shared=entry.shared,
+        trained=entry.turn_type is TurnType.MAIN and not entry.cancelled,
+    )

@@ -1,0 +1,129 @@
+"""Digests that are equal for equal messages, and for equal beginnings of conversations.
+
+Two messages are the same if their role, text and tool calls are. Calls are compared as JSON values. Ids, the
+order of keys, reasoning, names and settings of caches do not count: clients change or drop them when they
+send a message again. ``developer`` is another word for ``system``, and ``function`` for ``tool``. One part of
+text is the same as the text itself.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import NamedTuple, cast
+
+ROLES = {"developer": "system", "function": "tool"}
+"""Other words for roles."""
+
+_TEXT = frozenset({"text", "input_text", "output_text", "refusal"})
+_REASONING = frozenset({"thinking", "redacted_thinking", "reasoning"})
+_PASSING = frozenset({"id", "cache_control", "citations", "annotations", "logprobs"})
+"""Keys of a part that do not say what the message is."""
+
+
+class Mark(NamedTuple):
+    """Digests of one message of a conversation."""
+
+    alone: bytes
+    """Equal for equal messages."""
+    history: bytes
+    """Equal if the message and all messages before it are equal."""
+
+
+def role_of(message: Mapping[str, object]) -> str:
+    """Return the role of a message, by its one name."""
+    role = message.get("role")
+    return ROLES.get(role, role) if isinstance(role, str) else ""
+
+
+def digest_alone(message: Mapping[str, object]) -> bytes:
+    """Return a digest that is equal for equal messages. Raises ValueError for JSON nested too deeply."""
+    role = role_of(message).encode("utf-8", "replace")
+    text = text_of(message)
+    calls = _calls(message)
+    if isinstance(text, str) and not calls:
+        return blake2b(b"%b\0%b" % (role, text.encode("utf-8", "replace")), digest_size=16).digest()
+    try:
+        value = json.dumps([text, calls], sort_keys=True).encode()
+    except RecursionError:
+        raise ValueError("a message is nested too deeply") from None
+    return blake2b(b"%b\1%b" % (role, value), digest_size=16).digest()
+
+
+def marks_of(messages: Sequence[Mapping[str, object]], before: bytes = b"") -> list[Mark]:
+    """Return the digests of messages that follow the history ``before``."""
+    marks: list[Mark] = []
+    for message in messages:
+        alone = digest_alone(message)
+        before = blake2b(before + alone, digest_size=16).digest()
+        marks.append(Mark(alone, before))
+    return marks
+
+
+def text_of(message: Mapping[str, object]) -> str | list[object]:
+    """Return the text of a message; a list if it has several parts, or parts other than text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return "" if content is None else [_plain(content)]
+    parts: list[object] = []
+    for part in cast("list[object]", content):
+        if not isinstance(part, dict):
+            parts.append(part)
+            continue
+        fields = cast("dict[str, object]", part)
+        kind = fields.get("type")
+        if kind in _TEXT:
+            parts.append(fields.get("text", fields.get("refusal", "")))
+        elif kind not in _REASONING:
+            parts.append(_plain({key: value for key, value in fields.items() if key not in _PASSING}))
+    if not parts:
+        return ""
+    return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts
+
+
+def _calls(message: Mapping[str, object]) -> list[object]:
+    """Return (name, arguments as a JSON value) of each tool call."""
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        functions = [
+            cast("dict[str, object]", call).get("function")
+            for call in cast("list[object]", calls)
+            if isinstance(call, dict)
+        ]
+    else:
+        functions = [message.get("function_call")]
+    return [_call(cast("dict[str, object]", item)) for item in functions if isinstance(item, dict)]
+
+
+def _call(function: dict[str, object]) -> list[object]:
+    arguments = function.get("arguments")
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        return [function.get("name"), {}]
+    if isinstance(arguments, str):
+        try:
+            arguments = _plain(json.loads(arguments))
+        except (ValueError, RecursionError):
+            return [function.get("name"), arguments, "no JSON"]
+    else:
+        arguments = _plain(arguments)
+    return [function.get("name"), arguments]
+
+
+def _plain(value: object) -> object:
+    """Return a JSON value in which 1.0 is 1, as JavaScript writes it."""
+    try:
+        return _without_integral_floats(value)
+    except RecursionError:
+        raise ValueError("a message is nested too deeply") from None
+
+
+def _without_integral_floats(value: object) -> object:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_without_integral_floats(item) for item in cast("list[object]", value)]
+    if isinstance(value, dict):
+        items = cast("dict[str, object]", value).items()
+        return {key: _without_integral_floats(item) for key, item in items}
+    return value

@@ -1,0 +1,418 @@
+"""``Sessions``: the conversations of one gateway process, from a request to its entries.
+
+    begin   place the request in a session, record the next state that it brings, choose its prompt
+    end     store an answer, return its entry
+    recorded, abandon, sweep, reward, end_session, forget, restore
+
+Entries leave in the return values of ``begin``, ``end``, ``sweep`` and the others, and the caller appends
+them to the journal at once and in this order. What arises elsewhere leaves with the next of these calls.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
+from math import isfinite
+from typing import TypeVar
+
+from slipstream.rollout.gateway.conversations import (
+    Answer,
+    Arrival,
+    Begun,
+    Joined,
+    Recorded,
+    UnknownTurn,
+    User,
+)
+from slipstream.rollout.gateway.sessions.chains import Decode, Sampled, append, ids_of, length_of
+from slipstream.rollout.gateway.sessions.continuing import (
+    BranchReason,
+    Predecessor,
+    PromptPlan,
+    predecessor_of_chat,
+    prompt_of_chat,
+    prompt_of_ids,
+)
+from slipstream.rollout.gateway.sessions.counters import SessionCounters
+from slipstream.rollout.gateway.sessions.pairing import expected_of, fulfilled, pair
+from slipstream.rollout.gateway.sessions.placing import Id, SessionLimits, SessionTable
+from slipstream.rollout.gateway.sessions.recording import Sample, as_json, sample_of
+from slipstream.rollout.gateway.sessions.restoring import Restoring
+from slipstream.rollout.gateway.sessions.running import Running, running_of
+from slipstream.rollout.gateway.sessions.sameness import Mark, marks_of
+from slipstream.rollout.gateway.sessions.sampling import SamplingVerdict, judge_sampling
+from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState
+from slipstream.rollout.turns import Forgotten, NextState, SessionEnd, Turn, TurnType, UserReward
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+class Sessions:
+    """All sessions of one gateway process."""
+
+    def __init__(
+        self,
+        limits: SessionLimits,
+        *,
+        temperature: float,
+        override: bool,
+        decode: Decode,
+        mint: Callable[[], str],
+    ) -> None:
+        """Start without sessions.
+
+        ``temperature`` is the recipe's, and ``override`` says that main turns are sampled as the recipe says
+        whatever the client asks for. ``decode`` returns the text of ids, special tokens included. ``mint``
+        returns a name that nobody can guess.
+        """
+        self.counters = SessionCounters()
+        self._table = SessionTable(limits, self.counters)
+        self._temperature = temperature
+        self._override = override
+        self._decode = decode
+        self._mint = mint
+        self._running: dict[Id, list[Running]] = {}
+        self._requests: dict[tuple[str, bytes], list[Running]] = {}
+        """Requests that a retry may join, by key and digest."""
+        self._due: list[Recorded] = []
+        """Entries that have not left yet."""
+
+    @property
+    def sessions(self) -> int:
+        """Number of sessions."""
+        return len(self._table)
+
+    @property
+    def size(self) -> int:
+        """About how much memory all turns and messages take."""
+        return self._table.size
+
+    def begin(self, arrival: Arrival) -> Running | Joined:
+        """Place a request. Raises ValueError for what the client did wrong, and TooManySessions."""
+        running = self._joined(arrival)
+        if running is not None:
+            running.retries = arrival.retries
+            self.counters.joined += 1
+            return Joined(running)
+        marks = marks_of(arrival.messages)
+        session = self._session(arrival, marks)
+        declared = arrival.user.turn_type if arrival.turn_type is None else arrival.turn_type
+        verdict = judge_sampling(
+            arrival.sampling, self._temperature, override=self._override and declared is TurnType.MAIN
+        )
+        prompt, before = self._prompt(session, arrival, marks)
+        if self._table.get(session.key, session.name) is None:
+            self._make_room()
+            self._table.add(session)
+        if declared is TurnType.MAIN:
+            if not before.reaction and self._expect(session, arrival, marks):
+                prompt = replace(prompt, reason=BranchReason.UNFINISHED)
+            self._pair(session, before)
+        running = self._run(session, arrival, prompt, verdict, declared)
+        running.marks = marks if arrival.messages else marks_of(prompt.messages)
+        running.entries = self._leave()
+        return running
+
+    def end(self, begun: Begun, answer: Answer) -> Sequence[Recorded]:
+        """Store an answer and return what is to be recorded of it. Called once for each choice."""
+        running = running_of(begun)
+        if answer.choice not in running.open:
+            raise ValueError(f"choice {answer.choice} has ended, or was not asked for")
+        running.open.remove(answer.choice)
+        session = running.home
+        if not session.forgotten:
+            self._due.append(self._store(running, answer))
+            running.stored[answer.choice] = (running.stored[answer.choice][0], len(self._due) - 1)
+        self._finish(running, answer.ended_s)
+        return self._leave()
+
+    def recorded(self, begun: Begun, choice: int, numbers: Sequence[int]) -> None:
+        """Learn the numbers of the entries that ``end`` has returned."""
+        running = running_of(begun)
+        if choice not in running.stored:
+            return
+        turn, position = running.stored.pop(choice)
+        turn.number = numbers[position]
+        session = running.home
+        session.numbers.append(turn.number)
+        reaction = running.reactions.pop(choice, ())
+        if reaction:
+            self.counters.next_states += 1
+            self._due.append(Recorded(NextState(turn.number, as_json(reaction))))
+        self._close_if_over(session)
+        self._shrink()
+
+    def abandon(self, begun: Begun, now_s: float) -> Sequence[Recorded]:
+        """Give up the answers of a request that have not ended. None of their tokens is recorded."""
+        running = running_of(begun)
+        self.counters.abandoned += len(running.open)
+        running.open.clear()
+        self._finish(running, now_s)
+        session = running.home
+        if not session.running and not session.numbers and not session.turns:
+            self._table.remove(session)
+        return self._leave()
+
+    def sweep(self, now_s: float) -> Sequence[Recorded]:
+        """End the sessions that have rested for too long."""
+        for session in self._table.idle(now_s):
+            if not session.ended:
+                self._ended(session, "idle")
+            self._table.remove(session)
+        return self._leave()
+
+    def reward(self, user: User, session: str, reward: float, turn: int | None) -> Sequence[Recorded]:
+        """Record a client's reward of the turn with this place in the session, from 0; None: of the newest.
+
+        Raises UnknownTurn, and ValueError for a reward that is not finite.
+        """
+        if not isfinite(reward):
+            raise ValueError(f"the reward is {reward}, expected a finite number")
+        numbers = self._known(user, session).numbers
+        place = len(numbers) - 1 if turn is None else turn
+        if not 0 <= place < len(numbers):
+            raise UnknownTurn(
+                f"session {session} has {len(numbers)} turns that have ended, but no turn {turn}"
+            )
+        self._due.append(Recorded(UserReward(numbers[place], float(reward))))
+        return self._leave()
+
+    def end_session(self, user: User, session: str) -> Sequence[Recorded]:
+        """End a session without a request. Raises UnknownTurn."""
+        known = self._known(user, session)
+        known.ending = True
+        self._close_if_over(known)
+        return self._leave()
+
+    def forget(self, session: str | None, key: str | None) -> Sequence[Recorded]:
+        """Drop a session, the sessions of a key, or the session of a key, running requests included."""
+        if session is None and key is None:
+            raise ValueError("neither a session nor a key is given; name what is to be forgotten")
+        for known in self._table.matching(session, key):
+            known.forgotten = True
+            self._table.remove(known)
+        self._due.append(Recorded(Forgotten(session, key)))
+        return self._leave()
+
+    def answered(self, begun: Begun, response: str) -> None:
+        """Note the id of a response, which a later request may give as ``previous_response_id``."""
+        session = running_of(begun).home
+        if not session.forgotten:
+            self._table.list_response(session, response)
+
+    def session_of_response(self, user: User, response: str) -> str | None:
+        """Return the session of a response of this user; None: it is not known."""
+        return self._table.session_of_response(user.name, response)
+
+    def restore(self, entries: Iterable[tuple[int, Recorded]]) -> Sequence[Recorded]:
+        """Take numbered entries of the journal, in order, before the first request.
+
+        All entries of every session that has not ended must be among them. Raises CorruptRecord, ValueError.
+        """
+        restoring = Restoring(self._table)
+        for number, recorded in entries:
+            restoring.take(number, recorded)
+            self._shrink()
+        return self._leave()
+
+    def _joined(self, arrival: Arrival) -> Running | None:
+        """Return the running request that a retry repeats, if it can be no other."""
+        if not arrival.retries:
+            return None
+        same = [
+            running
+            for running in self._requests.get((arrival.user.name, arrival.digest), ())
+            if arrival.session in (None, running.session) and running.retries < arrival.retries
+        ]
+        return same[0] if len(same) == 1 else None
+
+    def _session(self, arrival: Arrival, marks: Sequence[Mark]) -> SessionState:
+        """Return the session of a request; a new one is not in the table yet."""
+        key = arrival.user.name
+        name = arrival.session or arrival.user.session
+        if name is None:
+            session = self._table.find(key, marks)
+            if session is not None:
+                self.counters.by_history += 1
+                return session
+            name = self._mint()
+            while self._table.get(key, name) is not None:
+                name = self._mint()
+            self.counters.minted += 1
+        return self._table.get(key, name) or SessionState(key, name, arrival.arrived_s)
+
+    def _prompt(
+        self, session: SessionState, arrival: Arrival, marks: Sequence[Mark]
+    ) -> tuple[PromptPlan, Predecessor]:
+        if not arrival.messages:
+            return prompt_of_ids(session, arrival, self._decode)
+        before = predecessor_of_chat(session, arrival.messages, marks)
+        return prompt_of_chat(session, arrival, marks, before, self._decode), before
+
+    def _expect(self, session: SessionState, arrival: Arrival, marks: Sequence[Mark]) -> bool:
+        """Let a request's next state wait for the running answer that it repeats, if it repeats one."""
+        running = self._running.get((session.key, session.name), ())
+        repeated = False
+        for request in running:
+            if not request.marks or request.turn_type is not TurnType.MAIN:
+                continue
+            same = [other for other in running if other.marks and other.marks[-1] == request.marks[-1]]
+            alone = len(same) == 1 and len(request.open) == 1
+            expected = expected_of(arrival.messages, marks, request.marks, alone=alone)
+            if expected is not None:
+                request.expected.append(expected)
+                repeated = True
+        return repeated
+
+    def _pair(self, session: SessionState, before: Predecessor) -> None:
+        entries, history = pair(session, before, self.counters)
+        self._due += entries
+        if history:
+            self._table.settled(session, history)
+
+    def _run(
+        self,
+        session: SessionState,
+        arrival: Arrival,
+        prompt: PromptPlan,
+        verdict: SamplingVerdict,
+        declared: TurnType,
+    ) -> Running:
+        """Note a request as running."""
+        main = declared is TurnType.MAIN and not verdict.reasons
+        running = Running(
+            session=session.name,
+            input_ids=ids_of(prompt.tail).tolist(),
+            sampling=verdict.sampling,
+            turn_type=TurnType.MAIN if main else TurnType.SIDE,
+            reason=", ".join(verdict.reasons) if declared is TurnType.MAIN else "",
+            key=session.key,
+            home=session,
+            digest=arrival.digest,
+            retries=arrival.retries,
+            prompt=prompt,
+            marks=(),
+            ends_session=arrival.ends_session,
+            arrived_s=arrival.arrived_s,
+            open=set(range(arrival.choices)),
+        )
+        if verdict.overridden:
+            self.counters.overridden += 1
+        session.running += 1
+        session.ended = False
+        self._running.setdefault((session.key, session.name), []).append(running)
+        self._requests.setdefault((session.key, arrival.digest), []).append(running)
+        self._table.used(session, arrival.arrived_s)
+        return running
+
+    def _store(self, running: Running, answer: Answer) -> Recorded:
+        """Store an answer as a turn and return its entry."""
+        session, prompt = running.home, running.prompt
+        if prompt.parent is not None and prompt.parent.number is None:
+            prompt = replace(prompt, parent=None, shared=0, kept=0)
+        sample = sample_of(answer, ids_of(prompt.tail)[prompt.shared :], running.turn_type, running.reason)
+        size = session.size
+        known = session.deepest(running.marks)
+        depth = 0 if known is None else known.depth
+        last = session.add_messages(known, prompt.messages[depth:], running.marks[depth:])
+        sampled = Sampled(answer.message, sample.finish) if sample.spans else None
+        turn = ChainTurn(
+            node=session.add_answer(last, answer.message),
+            tail=append(prompt.tail, answer.tokens, None, sampled),
+            prompt_length=length_of(prompt.tail),
+            parent=prompt.parent,
+            shared=prompt.shared,
+            trained=sample.turn_type is TurnType.MAIN and not answer.cancelled,
+        )
+        reason = self._count(turn, sample, answer, prompt)
+        session.add_turn(turn)
+        for node in session.endings(turn.node):
+            self._table.list_history(session, node.mark.history)
+        self._table.account(session, size)
+        self._take_reaction(running, turn, answer.choice)
+        entry = Turn(
+            session=session.name,
+            key=session.key,
+            parent=None if prompt.parent is None else prompt.parent.number,
+            shared=prompt.shared,
+            turn_type=sample.turn_type,
+            reason=reason,
+            spans=sample.spans,
+            finish=sample.finish,
+            cancelled=answer.cancelled,
+            started_s=running.arrived_s,
+            ended_s=answer.ended_s,
+            kept=prompt.kept,
+            messages=as_json(prompt.messages[prompt.kept :]),
+            answer=as_json(answer.message),
+        )
+        return Recorded(entry, sample.chunk)
+
+    def _count(self, turn: ChainTurn, sample: Sample, answer: Answer, prompt: PromptPlan) -> str:
+        """Count a turn and return why it is a side turn or begins a branch."""
+        kind = "cancelled" if answer.cancelled else sample.turn_type.name.lower()
+        self.counters.turns[kind] += 1
+        branch = prompt.reason
+        if turn.continue_anchor():
+            branch = BranchReason.FORK
+        if branch is not None:
+            self.counters.branches[branch.value] += 1
+        for reason in filter(None, sample.reason.split(", ")):
+            self.counters.side[reason] += 1
+        return sample.reason or (branch.value if branch is not None else "")
+
+    def _take_reaction(self, running: Running, turn: ChainTurn, choice: int) -> None:
+        """Take the next state of an answer that came before its end."""
+        reaction = fulfilled(turn, running.expected) if turn.waits else ()
+        if reaction:
+            running.reactions[choice] = reaction
+            running.expected = [item for item in running.expected if item.reaction is not reaction]
+            running.home.pair(turn)
+            self._table.settled(running.home, turn.node.mark.history)
+        running.stored[choice] = (turn, -1)
+
+    def _finish(self, running: Running, now_s: float) -> None:
+        """Note that a request has ended, if no answer of it is left."""
+        session = running.home
+        session.ending = session.ending or running.ends_session
+        if not running.open and running in self._requests.get((running.key, running.digest), ()):
+            _take_out(self._running, (session.key, session.name), running)
+            _take_out(self._requests, (running.key, running.digest), running)
+            session.running -= 1
+        self._table.used(session, now_s)
+        if not running.reactions:
+            self._close_if_over(session)
+
+    def _close_if_over(self, session: SessionState) -> None:
+        """End a session after the last answer of a request that was said to be its last."""
+        if not session.ending or session.running or session.forgotten:
+            return
+        self._ended(session, "client")
+        self._table.end(session)
+
+    def _ended(self, session: SessionState, why: str) -> None:
+        self.counters.ended[why] += 1
+        self._due.append(Recorded(SessionEnd(session.name, session.key)))
+
+    def _shrink(self) -> None:
+        for evicted in self._table.shrink():
+            self._ended(evicted, "evicted")
+
+    def _make_room(self) -> None:
+        evicted = self._table.make_room()
+        if evicted is not None and not evicted.ended:
+            self._ended(evicted, "evicted")
+
+    def _known(self, user: User, name: str) -> SessionState:
+        session = self._table.get(user.name, name)
+        if session is None:
+            raise UnknownTurn(f"there is no session {name}, or it has ended long ago")
+        return session
+
+    def _leave(self) -> list[Recorded]:
+        due, self._due = self._due, []
+        return due
+
+
+def _take_out(table: dict[_Key, list[Running]], key: _Key, running: Running) -> None:
+    table[key].remove(running)
+    if not table[key]:
+        del table[key]

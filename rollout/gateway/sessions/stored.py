@@ -1,0 +1,263 @@
+"""Turns and histories of one session.
+
+    messages    u1 ─ a1 ─ u2 ─ a2          each a MessageNode; equal beginnings are the same nodes
+                       └─ u3 ─ a3
+    turns       t1 ends at a1, t2 at a2, t3 at a3
+
+A history is looked up by the digest of all its messages, so that it costs the same wherever it ends.
+"""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from slipstream.rollout.gateway.conversations import ChatMessage
+from slipstream.rollout.gateway.sessions.chains import Segment, length_of, size_of
+from slipstream.rollout.gateway.sessions.sameness import Mark, marks_of, role_of
+
+_TURN_BYTES = 600
+_MESSAGE_BYTES = 600
+"""Memory of a turn, and of a message, beside ids and text."""
+_SEARCHED = 64
+"""Turns that are looked at, the newest first, where no digest leads to the turn."""
+
+
+@dataclass(slots=True, eq=False)
+class MessageNode:
+    """A message, and all messages before it."""
+
+    before: "MessageNode | None"
+    message: ChatMessage
+    """As it was first sent, or as it was answered: what the template is given when a client repeats it."""
+    mark: Mark
+    depth: int
+    """Number of messages up to this one."""
+    turns: "list[ChainTurn]" = field(default_factory=list["ChainTurn"])
+    """Turns whose answer this is."""
+
+
+@dataclass(slots=True, eq=False)
+class ChainTurn:
+    """A turn that has ended."""
+
+    node: MessageNode
+    """Its answer."""
+    tail: Segment | None
+    """Its chain, answer included."""
+    prompt_length: int
+    parent: "ChainTurn | None"
+    shared: int
+    trained: bool
+    """A main turn that was not cancelled."""
+    number: int | None = None
+    """Number of its entry; None until the journal has given it one."""
+    continued: bool = False
+    """A trained turn has it as its anchor and continues its branch."""
+    paired: bool = False
+    """Its next state is recorded."""
+
+    anchor: "ChainTurn | None" = None
+    """The nearest trained turn whose chain this one repeats whole, through turns that are not trained."""
+
+    @property
+    def length(self) -> int:
+        """Number of ids of its chain."""
+        return length_of(self.tail)
+
+    @property
+    def waits(self) -> bool:
+        """True if a next state may still come and matter."""
+        return self.trained and not self.paired
+
+    def continue_anchor(self) -> bool:
+        """Find the turn whose branch this one continues; return whether another turn continues it already."""
+        parent = self.parent
+        if parent is not None and self.shared == parent.length:
+            self.anchor = parent if parent.trained else parent.anchor
+        if self.anchor is None or not self.trained:
+            return False
+        forks, self.anchor.continued = self.anchor.continued, True
+        return forks
+
+
+@dataclass(slots=True, eq=False)
+class SessionState:
+    """The stored part of a session. ``clear`` leaves what rewards and next states need."""
+
+    key: str
+    name: str
+    used_s: float
+    """Seconds since the epoch of the last request or answer."""
+    nodes: dict[bytes, MessageNode] = field(default_factory=dict[bytes, MessageNode])
+    """Messages by the digest of their history."""
+    turns: list[ChainTurn] = field(default_factory=list[ChainTurn])
+    """In the order in which they ended."""
+    answers: dict[bytes, ChatMessage] = field(default_factory=dict[bytes, ChatMessage])
+    """Answers with reasoning, which clients leave out, by their digests."""
+    numbers: "array[int]" = field(default_factory=lambda: array("q"))
+    """Numbers of the entries of all its turns, in order."""
+    cleared: dict[bytes, list[int]] = field(default_factory=dict[bytes, list[int]])
+    """Numbers of turns that waited for a next state when it was cleared, by the digest of their history."""
+    histories: list[bytes] = field(default_factory=list[bytes])
+    """Digests under which the histories of all sessions have this one."""
+    responses: list[str] = field(default_factory=list[str])
+    """Responses that name it."""
+    running: int = 0
+    """Requests that have not ended."""
+    ending: bool = False
+    """No further request follows: it ends when the last running one does."""
+    ended: bool = False
+    """It has ended, and rewards may still come."""
+    forgotten: bool = False
+    size: int = 0
+    """About how much memory its turns and messages take."""
+    waiting: int = 0
+    """Turns that wait for a next state."""
+
+    def deepest(self, marks: Sequence[Mark]) -> MessageNode | None:
+        """Return the last message up to which a conversation is known."""
+        for mark in reversed(marks):
+            node = self.nodes.get(mark.history)
+            if node is not None:
+                return node
+        return None
+
+    def canonical(self, messages: Sequence[ChatMessage], marks: Sequence[Mark]) -> list[ChatMessage]:
+        """Return messages, each known one as it was first sent or answered."""
+        known = messages_of(self.deepest(marks))
+        unknown = range(len(known), len(messages))
+        return known + [self.answers.get(marks[index].alone, messages[index]) for index in unknown]
+
+    def newest(self) -> list[ChainTurn]:
+        """Return the newest turns, the newest first."""
+        return self.turns[: -_SEARCHED - 1 : -1]
+
+    def add_messages(
+        self, before: MessageNode | None, messages: Sequence[ChatMessage], marks: Sequence[Mark]
+    ) -> MessageNode | None:
+        """Store messages that follow ``before`` and return the last one."""
+        for message, mark in zip(messages, marks, strict=True):
+            node = self.nodes.get(mark.history)
+            if node is None:
+                node = MessageNode(before, message, mark, 1 if before is None else before.depth + 1)
+                self.nodes[mark.history] = node
+                self.size += _MESSAGE_BYTES + _text_bytes(message)
+            before = node
+        return before
+
+    def add_answer(self, before: MessageNode | None, message: ChatMessage) -> MessageNode:
+        """Store an answer that follows ``before``."""
+        marks = marks_of([message], b"" if before is None else before.mark.history)
+        node = self.add_messages(before, [message], marks)
+        assert node is not None
+        return node
+
+    def add_turn(self, turn: ChainTurn) -> None:
+        """Store a turn whose messages are stored."""
+        self.turns.append(turn)
+        for node in self.endings(turn.node):
+            node.turns.append(turn)
+        if turn.node.message.get("reasoning_content"):
+            self.answers[turn.node.mark.alone] = turn.node.message
+        self.waiting += turn.waits
+        self.size += _TURN_BYTES
+        for segment in (turn.tail, None if turn.tail is None else turn.tail.before):
+            self.size += 0 if segment is None else size_of(segment)
+
+    def endings(self, answer: MessageNode) -> list[MessageNode]:
+        """Return an answer; and, if the client had given its beginning, both as the one message that clients
+        may repeat."""
+        merged = _merged(answer)
+        if merged is None or answer.before is None:
+            return [answer]
+        return [answer, self.add_answer(answer.before.before, merged)]
+
+    def pair(self, turn: ChainTurn) -> None:
+        """Note that the next state of a turn is recorded."""
+        self.waiting -= turn.waits
+        turn.paired = True
+
+    def pair_cleared(self, history: bytes) -> int | None:
+        """Return a turn that waited at the end of a history when the session was cleared, and pair it."""
+        number = self.cleared.get(history, [None])[0]
+        if number is not None:
+            self._pair_cleared(number)
+        return number
+
+    def pair_number(self, number: int) -> list[bytes]:
+        """Pair the turn with this number, and return the histories that end with it."""
+        turn = self.turn(number)
+        if turn is None:
+            return self._pair_cleared(number)
+        self.pair(turn)
+        return [turn.node.mark.history]
+
+    def turn(self, number: int) -> ChainTurn | None:
+        """Return the turn whose entry has this number; None: it is not stored."""
+        for turn in reversed(self.turns):
+            if turn.number is not None and turn.number <= number:
+                return turn if turn.number == number else None
+        return None
+
+    def _pair_cleared(self, number: int) -> list[bytes]:
+        histories = [history for history, waiting in self.cleared.items() if number in waiting]
+        for history in histories:
+            self.cleared[history].remove(number)
+            if not self.cleared[history]:
+                del self.cleared[history]
+        self.waiting -= bool(histories)
+        return histories
+
+    def clear(self) -> None:
+        """Drop turns and messages. Turns that wait for a next state can still be paired, by digest."""
+        for node in self.nodes.values():
+            numbers = [turn.number for turn in node.turns if turn.waits and turn.number is not None]
+            if numbers:
+                self.cleared.setdefault(node.mark.history, []).extend(numbers)
+        self.nodes.clear()
+        self.turns.clear()
+        self.answers.clear()
+        self.size = 0
+
+
+def messages_of(node: MessageNode | None) -> list[ChatMessage]:
+    """Return a message and all messages before it, the first one first."""
+    messages: list[ChatMessage] = []
+    while node is not None:
+        messages.append(node.message)
+        node = node.before
+    messages.reverse()
+    return messages
+
+
+def common_depth(node: MessageNode | None, marks: Sequence[Mark]) -> int:
+    """Return how many messages a stored history and a conversation have in common, from the beginning."""
+    while node is not None:
+        if node.depth <= len(marks) and marks[node.depth - 1].history == node.mark.history:
+            return node.depth
+        node = node.before
+    return 0
+
+
+def ancestor(node: MessageNode, depth: int) -> MessageNode | None:
+    """Return the message with the number ``depth`` on the way to ``node``; None for 0."""
+    step: MessageNode | None = node
+    while step is not None and step.depth > depth:
+        step = step.before
+    return step
+
+
+def _merged(answer: MessageNode) -> ChatMessage | None:
+    """Return an answer behind the beginning that the client had given for it; None: it had given none."""
+    given = answer.before
+    if given is None or role_of(given.message) != "assistant" or role_of(answer.message) != "assistant":
+        return None
+    beginning, rest = given.message.get("content"), answer.message.get("content")
+    if not isinstance(beginning, str) or not isinstance(rest, str):
+        return None
+    return {**answer.message, "content": beginning + rest}
+
+
+def _text_bytes(message: Mapping[str, object]) -> int:
+    """Return about how many bytes the text of a message takes."""
+    return len(repr(message.get("content"))) + len(repr(message.get("tool_calls")))

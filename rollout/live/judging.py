@@ -1,0 +1,148 @@
+"""Judging of live turns: asks again and again until there is a verdict, or the turn has ended otherwise.
+
+    turns.unjudged() ──► judge process ──score──► turns.verdict()
+         ▲                     │
+         └── after a wait ◄────┴── no score, or every attempt has failed
+         └── at once ◄──────────── the judges are gone: they are started again, after a wait
+
+Nothing of this waits for training, and training does not wait for it: a turn without a verdict waits in the
+ledger, and expires there if it becomes too old.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from slipstream.configs.schema.live import LiveJudgingConfig
+from slipstream.rollout.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed
+from slipstream.rollout.ledger.database import LedgerError
+from slipstream.rollout.live.status import LiveListener
+from slipstream.rollout.live.turns import LiveTurns
+from slipstream.rollout.record import CorruptRecord
+from slipstream.rollout.reward.live import JudgedTurn, Verdict
+from slipstream.rollout.trajectory import Messages
+
+LONGEST_WAIT_S = 3600.0
+"""Most seconds until a turn is asked about again, and until judges that have failed are started again."""
+
+SHOWN_FAILURES = 5
+"""Failures of judges that the user is told of. Further ones are only counted."""
+
+
+class TurnJudges(Protocol):
+    """Judge processes: ``rollout.judge.pool.JudgePool``."""
+
+    async def judge(self, turn: JudgedTurn, next_state: Messages) -> Verdict: ...
+
+
+class LiveJudging:
+    """Gives every turn to the judges that waits for a verdict."""
+
+    def __init__(
+        self,
+        settings: LiveJudgingConfig,
+        turns: LiveTurns,
+        judges: Callable[[], AbstractAsyncContextManager[TurnJudges]],
+        listener: LiveListener,
+    ) -> None:
+        """``judges``: starts new judge processes. Entering raises JudgeStartFailed."""
+        self._settings = settings
+        self._turns = turns
+        self._judges = judges
+        self._listener = listener
+        self._put_off: Counter[int] = Counter()
+        """How often each turn was put off."""
+        self._timers: set[asyncio.TimerHandle] = set()
+        self._shown = 0
+
+    async def run(self) -> None:
+        """Judge until cancelled."""
+        outages = 0
+        try:
+            while True:
+                verdicts = self._turns.status().verdicts
+                try:
+                    async with self._judges() as judges:
+                        reason = await self._judge_with(judges)
+                except JudgeStartFailed as error:
+                    reason = str(error)
+                if self._turns.status().verdicts > verdicts:
+                    outages = 0
+                self._turns.judge_outages += 1
+                self._say(f"no turn of a live user can be judged at present: {reason}")
+                await asyncio.sleep(self._wait_s(outages))
+                outages += 1
+        finally:
+            for timer in self._timers:
+                timer.cancel()
+
+    async def _judge_with(self, judges: TurnJudges) -> str:
+        """Judge turns until the judges are gone. Return why they are."""
+        loop = asyncio.get_running_loop()
+        gone: asyncio.Future[str] = loop.create_future()
+        at_a_time = self._settings.processes * self._settings.concurrency
+        workers = [
+            loop.create_task(self._work(judges, gone), name=f"judging live turns {number}")
+            for number in range(at_a_time)
+        ]
+        try:
+            await asyncio.wait({gone, *workers}, return_when=asyncio.FIRST_COMPLETED)
+            for worker in workers:
+                if worker.done():
+                    worker.result()  # a bug: raise it
+            return gone.result()
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.wait(workers)
+
+    async def _work(self, judges: TurnJudges, gone: "asyncio.Future[str]") -> None:
+        while not gone.done():
+            id_ = await self._turns.unjudged()
+            try:
+                question = await asyncio.to_thread(self._turns.question, id_)
+                if question is None:
+                    continue
+                verdict = await judges.judge(*question)
+            except (LedgerError, CorruptRecord) as error:
+                self._turns.unanswerable(id_, f"its messages cannot be read: {error}")
+            except JudgingFailed as error:
+                self._say(f"a turn of a live user waits on: {error}")
+                self._later(id_)
+            except (JudgeStartFailed, JudgesClosed) as error:
+                self._turns.ask_again(id_)
+                if not gone.done():
+                    gone.set_result(str(error))
+            except BaseException:
+                self._turns.ask_again(id_)
+                raise
+            else:
+                if verdict.score is None:
+                    self._later(id_)
+                else:
+                    self._put_off.pop(id_, None)
+                    self._turns.verdict(id_, verdict)
+
+    def _later(self, id_: int) -> None:
+        """Ask about a turn again after a wait."""
+        self._turns.put_off += 1
+        delay = self._wait_s(self._put_off[id_])
+        self._put_off[id_] += 1
+
+        def ask() -> None:
+            self._timers.discard(timer)
+            if not self._turns.ask_again(id_):
+                self._put_off.pop(id_, None)
+
+        timer = asyncio.get_running_loop().call_later(delay, ask)
+        self._timers.add(timer)
+
+    def _wait_s(self, failures: int) -> float:
+        return min(LONGEST_WAIT_S, self._settings.ask_again_s * 2 ** min(failures, 30))
+
+    def _say(self, text: str) -> None:
+        self._shown += 1
+        if self._shown <= SHOWN_FAILURES:
+            self._listener.note(text)

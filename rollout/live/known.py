@@ -1,0 +1,104 @@
+"""A turn of a live user in memory, and the branch that it ends. Plain data."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from slipstream.rollout.ledger.turns import Payload, StoredTurn, TurnHead
+from slipstream.rollout.record import UNREADABLE, CorruptRecord
+
+
+class Said(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What is stored of a request and its answer, for the judge."""
+
+    session: str
+    key: str
+    messages: bytes
+    """JSON list."""
+    answer: bytes
+    """JSON."""
+
+
+_SAID = msgspec.msgpack.Decoder(Said)
+
+
+def decode_said(data: bytes) -> Said:
+    """Return what was said. Raises CorruptRecord."""
+    try:
+        return _SAID.decode(data)
+    except UNREADABLE as error:
+        raise CorruptRecord(f"not the messages of a turn: {error}") from error
+
+
+@dataclass(slots=True, eq=False)
+class KnownTurn:
+    """A turn of a session that is not over. Where its tokens are, but not the tokens."""
+
+    id: int
+    session: int
+    key: int
+    parent: "KnownTurn | None"
+    head: TurnHead
+    payload: Payload
+    score: float | None = None
+    is_scored_by_client: bool = False
+    has_followed: bool = False
+    """Whether something has come after it, or its session has ended."""
+    is_lost: bool = False
+    """Its tokens are not there: nothing that continues it can be trained."""
+
+    @property
+    def continues(self) -> "KnownTurn | None":
+        """The turn before, if the prompt of this one repeats all of its tokens."""
+        before = self.parent
+        return before if before is not None and before.head.length == self.head.shared else None
+
+    @property
+    def own_length(self) -> int:
+        """Number of tokens of its chunk."""
+        return self.head.context + self.head.sampled
+
+    @classmethod
+    def stored(cls, turn: StoredTurn, parent: "KnownTurn | None") -> "KnownTurn":
+        """Return a turn from before a restart."""
+        verdict = turn.verdict
+        return cls(
+            turn.id,
+            turn.session,
+            turn.key,
+            parent,
+            turn.head,
+            turn.payload,
+            score=None if verdict is None else verdict.score,
+            has_followed=turn.payload.next is not None,
+            is_lost=turn.is_lost,
+        )
+
+
+class BranchPart(NamedTuple):
+    """The first tokens of a turn's chunk."""
+
+    turn: KnownTurn
+    kept: int
+
+
+def branch_of(turn: KnownTurn) -> list[BranchPart]:
+    """Return what the tokens up to the end of a turn consist of, the oldest first."""
+    parts = [BranchPart(turn, turn.own_length)]
+    limit, before = turn.head.shared, turn.parent
+    while before is not None and limit > 0:
+        kept = min(before.own_length, limit - before.head.shared)
+        if kept > 0:
+            parts.append(BranchPart(before, kept))
+        limit, before = min(limit, before.head.shared), before.parent
+    return parts[::-1]
+
+
+@dataclass(slots=True)
+class Session:
+    """A session that is not over."""
+
+    turns: dict[int, KnownTurn] = field(default_factory=dict[int, KnownTurn])
+    has_ended: bool = False
+    """No further turn follows."""

@@ -1,0 +1,60 @@
+"""Numbers about live users, for metrics."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from slipstream.rollout.control.live import TurnEnd
+
+
+@dataclass(frozen=True)
+class LiveStatus:
+    """State of the turns of live users at one moment."""
+
+    waiting: int
+    """Turns after which nothing has come yet."""
+    unjudged: int
+    """Turns that wait for their verdict."""
+    ready: int
+    """Turns that wait for a training step."""
+    oldest_waiting_s: float
+    """Seconds since the end of the oldest of the answers that wait for what comes next; 0 without any."""
+    oldest_unjudged_s: float
+    oldest_ready_s: float
+    ends: Mapping[TurnEnd, int]
+    """Turns that reached each end, over the whole run."""
+    side_reasons: Mapping[str, int]
+    """Side turns of this process, by reason; empty: the client says so."""
+    verdicts: int
+    """Verdicts of judges with a score, in this process."""
+    put_off: int
+    """Number of times that a turn was put off without a verdict, in this process."""
+    judge_outages: int
+    """Number of times that judge processes could not be started, in this process."""
+    late_rewards: int
+    """Rewards of clients for turns that had ended, in this process."""
+    baseline: float | None
+    """Mean of the scores that were trained; None: nothing was, or there is no baseline."""
+    since: "SinceLastBatch"
+
+
+@dataclass
+class SinceLastBatch:
+    """What has come to an end since the last batch was taken, and the turns of that batch."""
+
+    expired_lags: list[int] = field(default_factory=list[int])
+    """Lag of each turn that has expired, in updates."""
+    expired_ages_s: list[float] = field(default_factory=list[float])
+    """Seconds since the end of its answer."""
+    trained_ages_s: list[float] = field(default_factory=list[float])
+    """Of each turn of the batch: seconds from the end of the answer until the batch was taken."""
+    scores: Sequence[float] = ()
+    """Of each turn of the batch."""
+
+
+class LiveListener(Protocol):
+    """Hears of live users. Its methods return at once and never raise."""
+
+    def note(self, text: str) -> None:
+        """Tell the user something that does not end the run."""
+        ...

@@ -1,0 +1,108 @@
+"""Judges of live turns: what a turn was worth, from what came next. A recipe names one as ``live.judge``."""
+
+import re
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from slipstream.rollout.trajectory import Messages
+
+
+class JudgedTurn(msgspec.Struct, array_like=True, frozen=True):
+    """A turn of a live user whose worth is asked for."""
+
+    session: str
+    key: str
+    """Name of the API key."""
+    messages: Messages
+    """The messages of the request that the conversation did not hold before."""
+    answer: dict[str, Any]
+    """The message that was answered."""
+    finish: str
+    """``stop`` or ``length``."""
+    tokens: int
+    """Number of sampled tokens."""
+
+    @property
+    def text(self) -> str:
+        """The text of the answer."""
+        return text_of(self.answer)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a judge says of a turn."""
+
+    score: float | None
+    """Any finite number. None: the turn cannot be judged from this, and goes on waiting."""
+    hint: str | None = None
+    """What would have made the answer better. It is stored with the turn."""
+
+
+class LiveJudge(Protocol):
+    """Judges turns of live users. Any class with this method is one; it need not inherit from ``LiveJudge``.
+
+        class Thanked:
+            async def judge(self, turn: JudgedTurn, next_state: Messages) -> Verdict:
+                said = " ".join(text_of(message) for message in next_state)
+                return Verdict(1.0 if "thanks" in said.lower() else None)
+
+    A recipe names the class and gives its arguments, or names a function with the parameters of ``judge``:
+
+        live:
+          judge: {path: my_package.judges.Thanked, args: {}}
+
+    Judges run in processes of their own (``live.judging``), as rewards do: ``slipstream.rollout.reward``
+    says what they may do there.
+    """
+
+    def judge(self, turn: JudgedTurn, next_state: Messages) -> Verdict | Awaitable[Verdict]:
+        """Return what a turn was worth.
+
+        ``next_state``: the messages of users, tools and environments that came after the turn; empty if the
+        session has ended. Raise an exception when the turn cannot be judged, for example because a server is
+        down. Neither that nor a score of None is a score of 0: the turn is asked about again later.
+        """
+        ...
+
+
+POSITIVE = r"\b(thanks?|thank you|perfect|great|exactly|that works|it works|correct|well done)\b"
+NEGATIVE = (
+    r"\b(wrong|incorrect|not what i|doesn'?t work|does not work|didn'?t work|that'?s not|try again|"
+    r"error|exception|traceback|failed)\b"
+)
+
+
+class RuleJudge:
+    """Looks for words of praise and of complaint in what came next, tool output included."""
+
+    def __init__(
+        self, positive: str = POSITIVE, negative: str = NEGATIVE, otherwise: float | None = None
+    ) -> None:
+        """``positive``, ``negative``: regular expressions, found in any case. ``otherwise``: score of a turn
+        after which neither is found, or both; None: there is no verdict.
+        """
+        self._positive = re.compile(positive, re.IGNORECASE)
+        self._negative = re.compile(negative, re.IGNORECASE)
+        self._otherwise = otherwise
+
+    async def judge(self, turn: JudgedTurn, next_state: Messages) -> Verdict:
+        """Return 1 for praise and -1 for a complaint."""
+        said = "\n".join(map(text_of, next_state))
+        praise, complaint = self._positive.search(said), self._negative.search(said)
+        if (praise is None) == (complaint is None):
+            return Verdict(self._otherwise)
+        return Verdict(1.0) if praise else Verdict(-1.0)
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """Return the text of a message, whose content is a text, or a list of parts."""
+    content: object = message.get("content")
+    if isinstance(content, str):
+        return content
+    parts: Sequence[Any] = content if isinstance(content, list) else ()
+    return "\n".join(
+        part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)
+    )

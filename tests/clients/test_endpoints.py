@@ -1,0 +1,357 @@
+"""The endpoints over plain HTTP: what is refused, sessions, ends of connections, native ones."""
+
+import json
+import threading
+import time
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.clients.openapi_bodies import bodies
+from tests.scripted_source import logprob
+
+ANNA = {"authorization": "Bearer key-anna"}
+MESSAGES = [{"role": "user", "content": "#say Hello"}]
+CHAT, COMPLETION, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+ANTHROPIC, COUNT, GENERATE = "/v1/messages", "/v1/messages/count_tokens", "/generate"
+BODIES = {
+    CHAT: {"messages": MESSAGES},
+    COMPLETION: {"prompt": "#say Hello", "max_tokens": 30},
+    RESPONSES: {"input": "#say Hello"},
+    ANTHROPIC: {"model": "m", "messages": MESSAGES, "max_tokens": 30},
+    COUNT: {"model": "m", "messages": MESSAGES},
+    GENERATE: {"text": "#say Hello"},
+}
+
+
+@pytest.fixture
+def http(gateway):
+    with httpx.Client(base_url=gateway.url, headers=ANNA, timeout=30) as client:
+        yield client
+
+
+def eventually(condition) -> None:
+    """Wait until something holds that another process does by itself."""
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it never happened")
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_endpoint_answers_its_smallest_request(http, path):
+    reply = http.post(path, json=BODIES[path])
+    assert reply.status_code == 200, reply.text
+    assert "Hello" in reply.text or path == COUNT
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"rid": "x"},
+        {"extra_key": "x"},
+        {"priority": 5},
+        {"lora_path": "x"},
+        {"custom_logit_processor": "x"},
+        {"bootstrap_host": "x"},
+        {"bootstrap_port": 1},
+        {"bootstrap_room": 1},
+        {"session_params": {"id": "x"}},
+        {"chat_template": "{{ messages }}"},
+        {"cache_salt": "x"},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_what_is_not_for_clients_is_refused_or_has_no_effect(http, gateway, path, field):
+    """Where SGLang itself does not read a field, as /v1/messages does not read most, it cannot have any."""
+    before = len(gateway.control()["arrivals"])
+    reply = http.post(path, json={**BODIES[path], **field})
+    known = "chat_template" in field or path in (CHAT, COMPLETION, GENERATE, RESPONSES)
+    read_by_responses = {
+        "extra_key",
+        "priority",
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "cache_salt",
+    }
+    if path == RESPONSES and "chat_template" not in field:
+        known = bool(read_by_responses & field.keys())
+    assert reply.status_code == (400 if known else 200), reply.text
+    if known:
+        assert next(iter(field)) in reply.text
+        assert len(gateway.control()["arrivals"]) == before
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        (CHAT, {"input_ids": [1, 2]}),
+        (CHAT, {"chat_template_kwargs": {"chat_template": "x"}}),
+        (CHAT, {"messages": [{"role": "user", "content": [
+            {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}]}]}),
+        (RESPONSES, {"input": [{"role": "user", "content": [
+            {"type": "input_image", "image_url": "http://127.0.0.1:1/x.png"}]}]}),
+        (RESPONSES, {"tools": [{"type": "mcp", "server_label": "x", "server_url": "http://127.0.0.1:1"}]}),
+        (RESPONSES, {"background": True}),
+        (RESPONSES, {"request_id": "resp_1"}),
+        (ANTHROPIC, {"mcp_servers": [{"type": "url", "url": "http://127.0.0.1:1"}]}),
+        (GENERATE, {"sampling_params": {"custom_params": {"a": 1}}}),
+        (GENERATE, {"image_data": "http://127.0.0.1:1/x.png"}),
+        (GENERATE, {"logprob_start_len": 0, "return_logprob": True}),
+        (COMPLETION, {"n": 5}),
+        (COMPLETION, {"prompt": [[1], [2], [3]], "n": 2}),
+        (COMPLETION, {"prompt": [999_999]}),
+    ],
+)  # fmt: skip
+def test_ids_templates_urls_and_crowds_are_refused(http, path, field):
+    reply = http.post(path, json={**BODIES[path], **field})
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"1", b'{"messages": 5, "prompt": {}, "input": 5}'])
+def test_a_body_that_cannot_be_read_is_a_bad_request(http, path, content):
+    assert http.post(path, content=content).status_code == 400
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_nobody_is_answered_without_a_key(gateway, path):
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "key-anna"}):
+        reply = httpx.post(gateway.url + path, json=BODIES[path], headers=headers)
+        assert reply.status_code == 401
+        assert reply.json()["error"]["type"] == "authentication_error"
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/model_info", "/workers", "/metrics"])
+def test_facts_are_for_users_and_health_is_for_everybody(gateway, http, path):
+    assert httpx.get(gateway.url + path).status_code == 401
+    assert http.get(path).status_code == 200
+    assert (
+        httpx.get(gateway.url + "/health").status_code
+        == httpx.get(gateway.url + "/healthz").status_code
+        == 200
+    )
+
+
+def test_a_body_that_is_too_long_is_refused_before_it_is_read(gateway):
+    long = b'{"messages": "' + b"x" * 70_000 + b'"}'
+    reply = httpx.post(gateway.url + CHAT, content=long, headers=ANNA)
+    assert reply.status_code == 413
+    chunked = httpx.post(gateway.url + CHAT, content=iter([long[:40_000], long[40_000:]]), headers=ANNA)
+    assert chunked.status_code == 413
+
+
+def test_other_programs_learn_about_model_and_workers(http, gateway):
+    assert http.get("/model_info").json()["weight_version"] == "4"
+    [worker] = http.get("/workers").json()["workers"]
+    assert worker["url"] == gateway.url
+    text = http.get("/metrics").text
+    assert 'slipstream_gateway_requests_total{endpoint="v1/chat/completions",status="200"}' in text
+
+
+class TestGenerate:
+    def test_ids_give_ids_and_log_probs(self, http, gateway):
+        ids = list(b"#say ab")  # not the ids of the tokenizer: any ids are read
+        reply = http.post(GENERATE, json={"input_ids": ids, "sampling_params": {"max_new_tokens": 2},
+                                          "return_logprob": True, "top_logprobs_num": 1}).json()  # fmt: skip
+        assert len(reply["output_ids"]) == 2
+        meta = reply["meta_info"]
+        assert meta["prompt_tokens"] == len(ids)
+        assert [row[1] for row in meta["output_token_logprobs"]] == reply["output_ids"]
+        assert [row[0] for row in meta["output_token_logprobs"]] == pytest.approx([logprob(0), logprob(1)])
+        assert meta["weight_versions"] == [
+            {"version": "3", "start": 0, "end": 1},
+            {"version": "4", "start": 1, "end": 2},
+        ]
+        assert gateway.control()["answers"][-1]["tokens"] == reply["output_ids"]
+
+    def test_sampling_parameters_reach_the_engine(self, http, gateway):
+        parameters = {"temperature": 0.3, "top_k": 7, "stop": ["l"], "regex": "a+", "min_new_tokens": 1}
+        reply = http.post(GENERATE, json={"text": "#say Hello", "sampling_params": parameters}).json()
+        assert reply["text"] == "He"
+        assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": "l"}
+        assert parameters.items() <= gateway.control()["requests"][-1].items()
+
+    def test_a_batch_gives_a_list(self, http):
+        reply = http.post(GENERATE, json={"text": ["#say a", "#say b"]}).json()
+        assert [part["text"] for part in reply] == ["a", "b"]
+        reply = http.post(GENERATE, json={"text": "#say a", "sampling_params": {"n": 2}}).json()
+        assert [part["text"] for part in reply] == ["a", "a"]
+
+    def test_a_stream_repeats_what_came_before(self, http):
+        with http.stream("POST", GENERATE, json={"text": "#chunk=2 #say Hello", "stream": True}) as reply:
+            events = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+        assert events[-1] == "[DONE]"
+        parts = [json.loads(event) for event in events[:-1]]
+        assert [part["text"] for part in parts] == ["He", "Hell", "Hello"]
+        assert len(parts[-1]["output_ids"]) == 6
+
+
+class TestSessions:
+    @pytest.mark.parametrize(
+        ("path", "headers", "body", "name"),
+        [
+            ("/sessions/p" + CHAT, {"x-session-id": "h"}, {"session_id": "b"}, "p"),
+            (CHAT, {"x-session-id": "h"}, {"session_id": "b"}, "h"),
+            (CHAT, {"session_id": "h2"}, {"session_id": "b"}, "h2"),
+            (CHAT, {"x-session-affinity": "h3"}, {}, "h3"),
+            (CHAT, {}, {"session_id": "größer"}, "größer"),
+            (CHAT, {"authorization": "Bearer key-side"}, {}, "the-one"),
+        ],
+    )
+    def test_a_session_is_named_in_the_answer_its_header_and_every_chunk(
+        self, http, path, headers, body, name
+    ):
+        reply = http.post(path, json={**BODIES[CHAT], **body}, headers=headers)
+        assert reply.json()["session_id"] == name
+        assert reply.headers["x-session-id"] == (name if name.isascii() else "gr%C3%B6%C3%9Fer")
+        with http.stream(
+            "POST", path, json={**BODIES[CHAT], **body, "stream": True}, headers=headers
+        ) as reply:
+            events = [line[6:] for line in reply.iter_lines() if line.startswith("data: {")]
+        assert {json.loads(event)["session_id"] for event in events} == {name}
+
+    @pytest.mark.parametrize("path", [ANTHROPIC, RESPONSES, COMPLETION, GENERATE])
+    def test_every_protocol_names_the_session_in_its_events(self, http, path):
+        body = {**BODIES[path], "stream": True, "session_id": "s"}
+        with http.stream("POST", path, json=body) as reply:
+            events = [line[6:] for line in reply.iter_lines() if line.startswith("data: {")]
+        assert events and {json.loads(event)["session_id"] for event in events} == {"s"}
+
+    def test_two_requests_without_a_name_share_no_session(self, http):
+        first, second = (http.post(CHAT, json=BODIES[CHAT]).json()["session_id"] for _ in range(2))
+        assert first != second
+
+    def test_type_and_end_are_passed_on(self, http, gateway):
+        http.post(CHAT, json={**BODIES[CHAT], "turn_type": "side", "session_done": "yes"})
+        arrival = gateway.control()["arrivals"][-1]
+        assert (arrival["turn_type"], arrival["ends_session"]) == (1, True)
+        assert http.post(CHAT, json={**BODIES[CHAT], "turn_type": "x"}).status_code == 400
+
+    def test_a_client_rewards_a_turn(self, http, gateway):
+        http.post("/sessions/rewarded" + CHAT, json=BODIES[CHAT])
+        assert http.post("/sessions/rewarded/reward", json={"reward": 0.5, "turn": 1}).status_code == 200
+        assert gateway.control()["rewards"][-1] == ["anna", "rewarded", 0.5, 1]
+        assert http.post("/sessions/nowhere/reward", json={"reward": 1}).status_code == 404
+        for reward in (None, "1", True, 1e39):
+            assert http.post("/sessions/rewarded/reward", json={"reward": reward}).status_code == 400
+
+
+class TestEnds:
+    def test_a_client_that_goes_while_it_streams_stops_the_generation(self, http, gateway):
+        cancelled = gateway.control(hold=True)["cancelled"]
+        body = {"messages": [{"role": "user", "content": "#hold #say Hello, I am long"}], "stream": True}
+        with http.stream("POST", CHAT, json=body) as reply:
+            next(reply.iter_lines())
+        eventually(lambda: gateway.control()["cancelled"] == cancelled + 1)
+        answer = gateway.control()["answers"][-1]
+        assert (answer["cancelled"], answer["text"]) == (True, "Hell")
+
+    @pytest.mark.parametrize("path", [CHAT, ANTHROPIC, RESPONSES, COMPLETION, GENERATE])
+    def test_a_client_that_goes_while_it_waits_stops_the_generation(self, http, gateway, path):
+        cancelled = gateway.control(hold=True)["cancelled"]
+        text = json.dumps(BODIES[path]).replace("#say", "#hold #say")
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(path, content=text, timeout=0.5)
+        eventually(lambda: gateway.control()["cancelled"] == cancelled + 1)
+        assert gateway.control()["answers"][-1]["cancelled"]
+        assert gateway.control()["running"] == 0
+
+    @pytest.mark.parametrize("path", [CHAT, ANTHROPIC, RESPONSES, COMPLETION, GENERATE])
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_the_last_byte_waits_until_the_turn_is_durable(self, http, gateway, path, stream):
+        recorded = len(gateway.control(hold_log=True)["answers"])
+        lines, ended = [], threading.Event()
+
+        def read() -> None:
+            with http.stream("POST", path, json={**BODIES[path], "stream": stream}) as reply:
+                lines.extend(line for line in reply.iter_lines() if line)
+            ended.set()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        try:
+            eventually(lambda: len(gateway.control()["answers"]) == recorded + 1)
+            assert not ended.wait(0.3)
+        finally:
+            gateway.control(release_log=True)
+            reader.join(30)
+        assert ended.is_set() and lines
+
+    def test_a_retry_joins_the_turn_that_runs(self, http, gateway):
+        before = gateway.control(hold=True)
+        body = {"messages": [{"role": "user", "content": "#hold #say Hello, I am long"}]}
+        replies = []
+
+        def ask(**headers: str) -> None:
+            replies.append(httpx.post(gateway.url + CHAT, json=body, headers={**ANNA, **headers}, timeout=30))
+
+        first = threading.Thread(target=ask)
+        first.start()
+        eventually(lambda: gateway.control()["running"] == 1)
+        second = threading.Thread(target=ask, kwargs={"x-stainless-retry-count": "1"})
+        second.start()
+        eventually(lambda: len(gateway.control()["arrivals"]) == len(before["arrivals"]) + 2)
+        gateway.control(release=True)
+        for thread in (first, second):
+            thread.join(30)
+        after = gateway.control(hold=True)
+        assert [r.json()["choices"][0]["message"]["content"] for r in replies] == ["Hello, I am long"] * 2
+        assert len(after["requests"]) == len(before["requests"]) + 1
+        assert len(after["answers"]) == len(before["answers"]) + 1
+        assert replies[0].json()["session_id"] == replies[1].json()["session_id"]
+
+    @pytest.mark.parametrize("path", [CHAT, ANTHROPIC, RESPONSES, COMPLETION, GENERATE])
+    def test_a_stream_that_breaks_off_ends_with_an_error(self, http, gateway, path):
+        text = json.dumps({**BODIES[path], "stream": True}).replace("#say", "#fail #say")
+        with http.stream("POST", path, content=text) as reply:
+            assert reply.status_code == 200
+            lines = list(reply.iter_lines())
+        assert any("error" in line or "failed" in line or '"abort"' in line for line in lines)
+        eventually(lambda: gateway.control()["answers"][-1]["cancelled"])
+
+    def test_an_answer_that_breaks_off_before_its_first_byte_may_be_asked_for_again(self, http):
+        text = json.dumps(BODIES[CHAT]).replace("#say", "#fail #say")
+        reply = http.post(CHAT, content=text)
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+
+
+def test_what_is_recorded_is_the_engines(http, gateway):
+    http.post(CHAT, json=BODIES[CHAT])
+    answer = gateway.control()["answers"][-1]
+    assert answer["logprobs"] == pytest.approx([logprob(i) for i in range(6)])
+    assert answer["spans"] == [[3, 3], [4, 3]]
+    assert not answer["cancelled"]
+
+
+FUZZED = [CHAT, COMPLETION, RESPONSES, ANTHROPIC, COUNT, GENERATE, "/sessions/{session}/reward"]
+
+
+@pytest.fixture(scope="module")
+def document(gateway):
+    return gateway.control(openapi=True)["openapi"]
+
+
+@pytest.mark.parametrize("path", FUZZED)
+def test_no_body_makes_the_gateway_fail(gateway, document, path):
+    gateway.control(release=True)
+
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(
+        bodies(document, path, BODIES.get(path, {"reward": 1})),
+        st.sampled_from([{}, {"x-session-id": "s"}, {"x-turn-type": "side"}]),
+    )
+    def fuzz(body, headers) -> None:
+        reply = gateway.http.post(path.replace("{session}", "s"), json=body, headers={**ANNA, **headers})
+        broken_off = reply.status_code == 503 and "cannot be finished" in reply.text  # as the script says
+        assert reply.status_code < 500 or broken_off, (body, reply.text)
+        assert reply.status_code != 422
+
+    fuzz()
+    gateway.control(hold=True)

@@ -1,0 +1,244 @@
+"""The ordinary calls of OpenAI's official client."""
+
+import json
+
+import openai
+import pytest
+
+from tests.clients.tools import CALLS, TOOLS, WEATHER
+from tests.scripted_source import logprob
+
+
+@pytest.fixture
+def client(gateway):
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="key-anna", max_retries=0) as client:
+        yield client
+
+
+def user(text: str) -> list:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_completion_has_text_usage_and_session(client):
+    raw = client.chat.completions.with_raw_response.create(model="m", messages=user("#say Hällo 😀"))
+    answer = raw.parse()
+    [choice] = answer.choices
+    assert (choice.message.content, choice.finish_reason) == ("Hällo 😀", "stop")
+    assert answer.usage.completion_tokens == len("Hällo 😀".encode()) + 1
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.session_id == raw.headers["x-session-id"]
+    assert answer.model == "m"
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_a_stream_gives_the_same_text_wherever_characters_are_cut(client, chunk):
+    text = "Grüße, 世界! 😀\n"
+    stream = client.chat.completions.create(
+        model="m",
+        messages=user(f"#chunk={chunk} #say {text}"),
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
+    assert chunks[-1].usage.completion_tokens == len(text.encode()) + 1
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    assert len({c.session_id for c in chunks}) == 1
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 500])
+@pytest.mark.parametrize("stream", [False, True])
+def test_parallel_tool_calls(client, stream, chunk):
+    messages = user(f"#chunk={chunk} #say {CALLS}")
+    if stream:
+        with client.chat.completions.stream(model="m", messages=messages, tools=TOOLS) as events:
+            completion = events.get_final_completion()
+    else:
+        completion = client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+    [choice] = completion.choices
+    assert choice.finish_reason == "tool_calls"
+    calls = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+    assert calls == [("weather", {"city": "Köln"}), ("weather", {"city": "Rom"})]
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_message_that_is_recorded_is_the_one_that_the_client_repeats(client, gateway, stream):
+    messages = user(f"#say I look.\n{CALLS}")
+    if stream:
+        with client.chat.completions.stream(model="m", messages=messages, tools=TOOLS) as events:
+            answer = events.get_final_completion().choices[0].message
+    else:
+        answer = client.chat.completions.create(model="m", messages=messages, tools=TOOLS).choices[0].message
+    recorded = gateway.control()["answers"][-1]["message"]
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "dry"} for call in answer.tool_calls]
+    client.chat.completions.create(
+        model="m", messages=[*messages, answer.model_dump(exclude_none=True), *results], tools=TOOLS
+    )
+    repeated = gateway.control()["arrivals"][-1]["messages"][1]
+    assert repeated["content"] == recorded["content"]
+    assert [call["function"]["arguments"] for call in repeated["tool_calls"]] == [
+        call["function"]["arguments"] for call in recorded["tool_calls"]
+    ]
+
+
+def test_several_answers_have_different_seeds(client, gateway):
+    before = len(gateway.control()["requests"])
+    answer = client.chat.completions.create(model="m", messages=user("#say a"), n=3, seed=5)
+    assert [choice.message.content for choice in answer.choices] == ["a"] * 3
+    assert [r["sampling_seed"] for r in gateway.control()["requests"][before:]] == [5, 6, 7]
+    stream = client.chat.completions.create(model="m", messages=user("#say abc"), n=2, stream=True)
+    texts = {0: "", 1: ""}
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == {0: "abc", 1: "abc"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probs_are_the_engines_own(client, stream):
+    settings = {"model": "m", "messages": user("#say abcd"), "logprobs": True, "top_logprobs": 2}
+    if stream:
+        content = [
+            token
+            for chunk in client.chat.completions.create(**settings, stream=True)
+            for choice in chunk.choices
+            for token in (choice.logprobs.content if choice.logprobs else None) or []
+        ]
+    else:
+        content = client.chat.completions.create(**settings).choices[0].logprobs.content
+    assert [token.token for token in content[:4]] == list("abcd")
+    assert [token.logprob for token in content] == pytest.approx([logprob(i) for i in range(5)])
+    assert [len(token.top_logprobs) for token in content] == [2] * 5
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 64])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_answer_wherever_it_is_cut(client, gateway, chunk, stream):
+    settings = {"model": "m", "messages": user(f"#chunk={chunk} #say one ENDtwo"), "stop": ["END"]}
+    if stream:
+        chunks = list(client.chat.completions.create(**settings, stream=True))
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        [choice] = client.chat.completions.create(**settings).choices
+        text, reason = choice.message.content, choice.finish_reason
+    assert (text, reason) == ("one ", "stop")
+    assert len(gateway.control()["answers"][-1]["tokens"]) == len("one END")
+
+
+def test_what_a_request_does_not_say_is_the_recipes(client, gateway):
+    client.chat.completions.create(model="m", messages=user("#say a"))
+    said = gateway.control()["requests"][-1]
+    assert (said["temperature"], said["top_p"], said["top_k"]) == (0.9, 1.0, -1)
+    assert said["prompt"] + said["max_new_tokens"] == 2048
+    answer = client.chat.completions.create(model="m", messages=user("#say abcdef"), max_tokens=3)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("abc", "length")
+    client.chat.completions.create(model="m", messages=user("#say a"), max_tokens=100_000)
+
+
+def test_roles_and_parts_of_other_clients(client, gateway):
+    client.chat.completions.create(
+        model="m",
+        messages=[
+            {"role": "developer", "content": [{"type": "text", "text": "be brief"}]},
+            {"role": "user", "content": [{"type": "text", "text": "#say a"}]},
+        ],
+    )
+    messages = gateway.control()["arrivals"][-1]["messages"]
+    assert [(m["role"], m["content"]) for m in messages] == [("system", "be brief"), ("user", "#say a")]
+
+
+def test_the_text_of_a_completion_and_its_echo(client):
+    answer = client.completions.create(model="m", prompt="#say abc", max_tokens=9, echo=True)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("#say abcabc", "stop")
+    parts = client.completions.create(model="m", prompt=["#say a", "#say b"], max_tokens=9, stream=True)
+    texts = {0: "", 1: ""}
+    for part in parts:
+        for choice in part.choices:
+            texts[choice.index] += choice.text
+    assert texts == {0: "a", 1: "b"}
+
+
+def test_models_are_listed(client):
+    assert [model.id for model in client.models.list()] == ["scripted"]
+    assert client.models.retrieve("scripted").id == "scripted"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4")
+
+
+def test_errors_are_the_clients_own_classes(client, gateway):
+    with pytest.raises(openai.BadRequestError, match="context ends at 2048") as caught:
+        client.chat.completions.create(model="m", messages=user("x" * 3000))
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").chat.completions.create(model="m", messages=user("a"))
+    with pytest.raises(openai.BadRequestError, match="the script rejects it"):
+        client.chat.completions.create(model="m", messages=user("#reject"), stream=True)
+    with pytest.raises(openai.BadRequestError, match="lora_path"):
+        client.chat.completions.create(model="m", messages=user("a"), extra_body={"lora_path": "x"})
+    gateway.control(full_for_s=3)
+    try:
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.chat.completions.create(model="m", messages=user("a"), stream=True)
+        assert caught.value.response.headers["retry-after"] == "3"
+    finally:
+        gateway.control(full_for_s=None)
+
+
+class TestResponses:
+    def test_text(self, client):
+        answer = client.responses.create(model="m", input="#say Hello", instructions="be brief")
+        assert (answer.output_text, answer.status) == ("Hello", "completed")
+        assert answer.usage.output_tokens == len("Hello") + 1
+        short = client.responses.create(model="m", input="#say Hello", max_output_tokens=2)
+        assert (short.output_text, short.status) == ("He", "incomplete")
+
+    def test_a_stream(self, client, gateway):
+        with client.responses.stream(model="m", input="#chunk=2 #say Hello") as events:
+            text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+            assert events.get_final_response().output_text == text == "Hello"
+        assert gateway.control()["answers"][-1]["message"] == {"role": "assistant", "content": "Hello"}
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_tools(self, client, gateway, stream):
+        settings = {"model": "m", "input": f"#say {CALLS}", "tools": [WEATHER]}
+        if stream:
+            with client.responses.stream(**settings) as events:
+                answer = events.until_done().get_final_response()
+        else:
+            answer = client.responses.create(**settings)
+        calls = [item for item in answer.output if item.type == "function_call"]
+        assert [json.loads(call.arguments) for call in calls] == [{"city": "Köln"}, {"city": "Rom"}]
+        outputs = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": "dry"} for call in calls
+        ]
+        again = client.responses.create(
+            model="m", input=outputs, previous_response_id=answer.id, tools=[WEATHER]
+        )
+        assert again.output_text == "ok"
+        seen = gateway.control()["arrivals"][-1]
+        assert seen["session"] == answer.session_id == again.session_id
+        assert [m["role"] for m in seen["messages"]] == ["user", "assistant", "tool", "tool"]
+
+    def test_nobody_continues_the_response_of_another_key(self, client):
+        answer = client.responses.create(model="m", input="#say secret")
+        other = client.with_options(api_key="key-berta")
+        with pytest.raises(openai.NotFoundError):
+            other.responses.create(model="m", input="#say a", previous_response_id=answer.id)
+
+
+async def _read(client, text: str) -> str:
+    stream = await client.chat.completions.create(model="m", messages=user(f"#say {text}"), stream=True)
+    return "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
+
+
+def test_many_streams_at_once(gateway):
+    import asyncio
+
+    async def main() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="key-anna") as client:
+            texts = [f"number {i}" for i in range(24)]
+            assert await asyncio.gather(*(_read(client, text) for text in texts)) == texts
+
+    asyncio.run(main())

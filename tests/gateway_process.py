@@ -1,0 +1,165 @@
+"""A gateway with scripted tokens as a process of its own, which tests and benchmarks talk to over HTTP.
+
+    python -m tests.gateway_process FOLDER '{"tool_parser": "qwen25"}'
+
+It prints its port, and ends with its standard input. Beside the application for users it has /control, which
+tells what it has seen and lets it stand still.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+
+from slipstream.rollout.engine.process import environment_without_gpu
+from tests.environment import environment
+
+CONTEXT = 2048
+START_TIMEOUT_S = 120
+
+
+class GatewayProcess:
+    """The process, as the tests see it."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.gateway_process", str(folder), json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment() | _with_path(environment_without_gpu()),
+        )
+        port = self._port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.url, timeout=30)
+
+    def _port(self) -> int:
+        assert self._process.stdout is not None
+        timer = threading.Timer(START_TIMEOUT_S, self._process.kill)
+        timer.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith(b"port "):
+                    return int(line.split()[1])
+        finally:
+            timer.cancel()
+        raise RuntimeError(f"the gateway has not started within {START_TIMEOUT_S} s; its error is above")
+
+    def control(self, **orders: Any) -> dict[str, Any]:
+        """Give orders, and return what the gateway has seen."""
+        return self.http.post("/control", json=orders).raise_for_status().json()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.http.close()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+        self._process.kill()
+        self._process.wait()
+
+
+def _with_path(variables: dict[str, str]) -> dict[str, str]:
+    path = [variables["PYTHONPATH"], environment()["PYTHONPATH"]]
+    return variables | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+async def _serve(folder: Path, settings: dict[str, Any]) -> None:
+    import uvicorn
+    from starlette.requests import Request
+    from transformers import AutoTokenizer
+
+    from slipstream.configs.schema import GatewayConfig, SamplingConfig
+    from slipstream.rollout.gateway.serving.assemble import assemble, served_model
+    from tests.plain_conversations import FixedKeys, MemoryLog, PlainConversations
+    from tests.scripted_source import ScriptedSource
+
+    gateway = GatewayConfig.model_validate(settings)
+    source = ScriptedSource(AutoTokenizer.from_pretrained(folder))
+    conversations, entries = PlainConversations(), MemoryLog()
+    serving = assemble(
+        served_model(
+            folder,
+            name="scripted",
+            context=CONTEXT,
+            gateway=gateway,
+            sampling=SamplingConfig(temperature=0.9),
+        ),
+        gateway=gateway,
+        source=source,
+        conversations=conversations,
+        entries=entries,
+        keys=FixedKeys(),
+    )
+    actions = {
+        "hold": source.hold,
+        "release": source.release,
+        "hold_log": entries.hold,
+        "release_log": entries.release,
+    }
+
+    async def control(request: Request) -> dict[str, Any]:
+        orders = await request.json()
+        for name in orders.keys() & actions.keys():
+            actions[name]()
+        if "full_for_s" in orders:
+            source.full_for_s = orders["full_for_s"]
+        return {
+            "requests": [
+                {**request.sampling, "prompt": len(request.input_ids)} for request in source.requests
+            ],
+            "cancelled": source.cancelled,
+            "running": serving.turns.answers,
+            "answers": [
+                {
+                    "session": session,
+                    "text": answer.text,
+                    "message": answer.message,
+                    "cancelled": answer.cancelled,
+                    "tokens": list(answer.tokens),
+                    "logprobs": list(answer.logprobs),
+                    "spans": list(answer.spans),
+                }
+                for session, answer in conversations.answers
+            ],
+            "arrivals": [
+                {
+                    "user": arrival.user.name,
+                    "session": arrival.session,
+                    "turn_type": arrival.turn_type,
+                    "ends_session": arrival.ends_session,
+                    "messages": list(arrival.messages),
+                    "text": arrival.text,
+                }
+                for arrival in conversations.arrivals
+            ],
+            "rewards": conversations.rewards,
+        } | ({"openapi": serving.app.openapi()} if orders.get("openapi") else {})
+
+    serving.app.add_api_route("/control", control, methods=["POST"], include_in_schema=False)
+    server = uvicorn.Server(uvicorn.Config(serving.app, host="127.0.0.1", port=0, log_level="warning"))
+    serve = asyncio.ensure_future(server.serve())
+    while not server.started and not serve.done():
+        await asyncio.sleep(0.01)  # uvicorn announces its start by this flag alone
+    print("port", server.servers[0].sockets[0].getsockname()[1], flush=True)
+    await serve
+    await serving.close()
+
+
+def _end_with_owner() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with_owner, name="end-with-owner", daemon=True).start()
+    asyncio.run(_serve(Path(sys.argv[1]), json.loads(sys.argv[2])))

@@ -1,0 +1,160 @@
+"""Whole runs whose trainer is killed: they go on to their end, with a clean audit, on the same engines."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slipstream.backend.commands.audit import audit_run
+from tests.runs.conftest import LaunchedRun
+from tests.runs.test_bad_updates import wait_for
+from tests.runs.test_run import finish, records, summary, wait_for_step
+
+Launch = Callable[..., LaunchedRun]
+
+STEPS = 14
+SETTINGS = (
+    f"run.steps={STEPS}",
+    "rollout.max_head_offpolicyness=2",
+    "checkpoint.every=2",
+    "checkpoint.keep_last=2",
+)
+
+
+def engine_processes(run: LaunchedRun) -> set[int]:
+    return set(run.pids_of("slipstream.rollout.engine.launch"))
+
+
+def collectors(run: LaunchedRun) -> set[int]:
+    return set(run.pids_of("ray::CollectorActor"))
+
+
+def kill_a_rank(run: LaunchedRun, *, last: bool = False) -> None:
+    ranks = run.pids_of("ray::TrainerActor")
+    assert ranks
+    os.kill(ranks[-1 if last else 0], signal.SIGKILL)
+
+
+def goes_on_to_its_end(run: LaunchedRun, engines: set[int], restarts: int = 1) -> None:
+    """See the run through. Its engines have never ended, and its account is right."""
+    assert finish(run) == 0, run.output()
+    found = summary(run)
+    assert (found["exit"], found["resumed"]) == ("done", 0)
+    assert (found["trainer_restarts"], found["engine_restarts"]) == (restarts, 0), run.output()
+    assert len(re.findall(r"the trainer is started again from", run.output())) == restarts
+    assert engines and not [pid for pid in engines if Path(f"/proc/{pid}").exists()]
+    audit = audit_run(run.folder, print)
+    assert audit.discrepancies == []
+    assert (audit.steps, audit.starts) == (STEPS, restarts + 1)
+    assert audit.groups["trained"] == STEPS * 4
+    assert (audit.max_head_lag or 0) <= 2
+    versions = [record["step"] for record in records(run)]
+    assert versions == sorted(set(versions)), "a version number was used twice, or went back"
+    run.assert_nothing_left()
+
+
+@pytest.mark.parametrize("layout", ["", "actor.parallel.tensor=2"], ids=["one rank", "one of two ranks"])
+def test_a_rank_killed_in_training_costs_the_steps_since_the_checkpoint(launch: Launch, layout: str):
+    run = launch(*SETTINGS, *([layout] if layout else []))
+    wait_for_step(run, 5)
+    engines, collecting = engine_processes(run), collectors(run)
+    kill_a_rank(run, last=True)
+    wait_for_step(run, 8)
+    assert engine_processes(run) == engines and collectors(run) == collecting
+    goes_on_to_its_end(run, engines)
+
+
+def test_a_rank_killed_in_the_commit_of_a_checkpoint(launch: Launch):
+    run = launch(*SETTINGS)
+    wait_for_step(run, 3)
+    engines = engine_processes(run)
+    deadline = time.monotonic() + 120
+    while not list(run.folder.glob("checkpoints/*.partial/checkpoint.json*")):
+        assert time.monotonic() < deadline and run.process.poll() is None, run.output()
+        time.sleep(0.001)
+    kill_a_rank(run)
+    goes_on_to_its_end(run, engines)
+    assert not list(run.folder.glob("checkpoints/*.partial"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["distributed", "tensor", "disk", "delta"])
+def test_a_rank_killed_in_a_publication(launch: Launch, tmp_path: Path, transport: str):
+    """With ``distributed``, a part of the weights has reached both engines: they wait for the next version.
+    """
+    held = tmp_path / "held"
+    is_held = transport == "distributed"
+    run = launch(
+        *SETTINGS,
+        "rollout.engine.count=2",
+        f"weights.transport.type={transport}",
+        "weights.transport.bucket_mb=1",
+        **({"fault": f"hold:11:{held}"} if is_held else {}),
+    )
+    if is_held:
+        wait_for(held)
+    else:
+        wait_for_step(run, 3)
+        log = run.folder / "logs" / "engine-0.log"
+        start = log.stat().st_size
+        deadline = time.monotonic() + 60
+        while b"/pause_generation" not in log.read_bytes()[start:]:
+            assert time.monotonic() < deadline, run.output()
+            time.sleep(0.001)
+    engines = engine_processes(run)
+    assert len(engines) == 2
+    kill_a_rank(run)
+    if is_held:
+        held.unlink()
+    goes_on_to_its_end(run, engines)
+    if is_held:
+        assert "engine-0 waits for the next version" in run.output()
+        assert "engine-1 waits for the next version" in run.output()
+
+
+@pytest.mark.slow
+def test_a_trainer_killed_again_and_again_ends_the_run_with_the_reason(launch: Launch):
+    run = launch(*SETTINGS, "run.trainer_restarts=1", "checkpoint.every=0")
+    wait_for_step(run, 1)
+    kill_a_rank(run)
+    wait_for_step(run, 2)
+    kill_a_rank(run)
+    assert finish(run, 120) == 1
+    assert "run.trainer_restarts allows 1 restarts from one checkpoint" in run.output()
+    assert summary(run)["exit"] == "failed"
+    assert audit_run(run.folder, print).discrepancies == []
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
+def test_a_run_is_stopped_while_its_trainer_is_restarted_and_can_be_resumed(launch: Launch):
+    run = launch(*SETTINGS)
+    wait_for_step(run, 5)
+    kill_a_rank(run)
+    deadline = time.monotonic() + 60
+    while "the trainer is started again" not in run.output():
+        assert time.monotonic() < deadline, run.output()
+        time.sleep(0.01)
+    run.process.send_signal(signal.SIGINT)
+    assert finish(run, 60) == 1
+    assert summary(run)["exit"] == "stopped"
+    assert audit_run(run.folder, print).discrepancies == []
+    run.assert_nothing_left()
+    run.end()
+    again = launch(*SETTINGS, resume=True)
+    assert finish(again) == 0, again.output()
+    assert audit_run(again.folder, print).discrepancies == []
+
+
+@pytest.mark.slow
+def test_engines_on_the_trainers_devices_go_on_without_it(launch: Launch):
+    """On CPUs the turns are taken by the same steps, with the weights kept on the host."""
+    run = launch(*SETTINGS, "rollout.engine.colocated=true", "weights.transport.type=tensor")
+    wait_for_step(run, 5)
+    engines = engine_processes(run)
+    kill_a_rank(run)
+    goes_on_to_its_end(run, engines)

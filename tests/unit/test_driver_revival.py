@@ -1,0 +1,220 @@
+"""A trainer that dies is restored while others go on: the order of steps, and what ends the run instead."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slipstream.backend.checkpoint.errors import CheckpointError
+from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.driver import revival
+from slipstream.backend.driver.revival import Revival, TrainerGone
+from slipstream.backend.driver.trainer_life import TrainerLife
+
+
+@dataclass
+class World:
+    """A trainer, its checkpoints and the way back, which write down what is asked of them."""
+
+    did: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    life: TrainerLife = field(default_factory=TrainerLife)
+    checkpoints: list[Any] = field(default_factory=list)
+    """What each look for the newest one finds: a version, None or an error. The last one stays."""
+    connections: list[Exception | None] = field(default_factory=list)
+    """What becomes of each start. Later ones succeed."""
+    restores: list[Exception | None] = field(default_factory=list)
+    responses: list[Exception | None] = field(default_factory=list)
+    step = 0
+
+    # trainer
+
+    def kill(self) -> None:
+        self.did.append("kill")
+
+    def create(self) -> None:
+        self.did.append("create")
+
+    async def connect(self) -> None:
+        await asyncio.sleep(0)
+        self._fate("connect", self.connections)
+
+    async def restore(self, folder: Path) -> int:
+        self._fate(f"restore {folder}", self.restores)
+        return 0
+
+    async def respond(self) -> None:
+        if self.responses and (error := self.responses.pop(0)) is not None:
+            raise error
+
+    # weights
+
+    @asynccontextmanager
+    async def starting(self):
+        self.did.append("turn")
+        yield
+
+    # checkpoints
+
+    async def settled(self) -> None:
+        self.did.append("settle")
+
+    async def newest(self, is_behind: Any) -> Any:
+        found = self.checkpoints.pop(0) if len(self.checkpoints) > 1 else self.checkpoints[0]
+        if isinstance(found, Exception):
+            raise found
+        if found is None:
+            return None
+        return SimpleNamespace(path=f"v{found}", record=SimpleNamespace(version=found), warnings=())
+
+    def restored(self, step: int) -> None:
+        """The next checkpoint is counted from here."""
+
+    # the way back
+
+    def is_possible(self, version: int) -> bool:
+        return True
+
+    async def to(self, version: int) -> None:
+        self.did.append(f"back to {version}")
+
+    def _fate(self, what: str, fates: list[Exception | None]) -> None:
+        self.did.append(what)
+        if fates and (error := fates.pop(0)) is not None:
+            raise error
+
+    def revival(self, restarts: int = 3) -> Revival:
+        this: Any = self
+        return Revival(this, this, this, this, restarts=restarts, note=self.notes.append)
+
+
+async def until_restored(world: World, times: int, restarts: int = 3) -> Revival:
+    """Let the trainer fail so many times, each time after it was restored."""
+    made = world.revival(restarts)
+    running = asyncio.create_task(made.run())
+    try:
+        for number in range(times):
+            world.life.fail(TrainerFailed(f"failure {number}"))
+            await next_done({running, asyncio.create_task(world.life.alive())})
+            if running.done():
+                break
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+    if not running.cancelled() and (error := running.exception()):
+        raise error
+    return made
+
+
+async def next_done(tasks: set[asyncio.Task]) -> None:
+    async with asyncio.timeout(5):
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+
+
+def leaf(error: BaseException) -> BaseException:
+    return leaf(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+def test_the_ranks_are_killed_before_anything_is_read_and_restored_behind_the_way_back():
+    world = World(checkpoints=[4])
+    made = asyncio.run(until_restored(world, 1))
+    assert world.did == ["kill", "settle", "turn", "create", "back to 4", "connect", "restore v4"]
+    assert world.life.is_alive and world.life.incarnation == 1
+    assert made.restarts == 1
+    assert world.notes == ["the trainer is started again from version 4: failure 0"]
+
+
+def test_without_a_checkpoint_the_trainer_begins_with_the_initial_weights():
+    world = World(checkpoints=[None])
+    asyncio.run(until_restored(world, 1))
+    assert world.did[-2:] == ["back to 0", "connect"]
+    assert "from the initial weights" in world.notes[0]
+
+
+def test_a_start_that_fails_is_tried_again():
+    world = World(
+        checkpoints=[4],
+        connections=[TrainerFailed("no GPU"), None],
+        restores=[CheckpointError("a file cannot be read")],
+    )
+    made = asyncio.run(until_restored(world, 1))
+    assert made.restarts == 3
+    assert world.did.count("kill") == 3, "ranks that have not come far are ended as well"
+    assert [note.rpartition(": ")[2] for note in world.notes] == [
+        "failure 0",
+        "no GPU",
+        "a file cannot be read",
+    ]
+
+
+def test_more_failures_from_one_checkpoint_than_allowed_end_the_run_with_the_last_reason():
+    world = World(checkpoints=[4])
+    with pytest.raises(ExceptionGroup) as raised:
+        asyncio.run(until_restored(world, 3, restarts=2))
+    error = leaf(raised.value)
+    assert isinstance(error, TrainerGone)
+    assert "has failed 3 times since version 4" in str(error)
+    assert "run.trainer_restarts allows 2 restarts" in str(error)
+    assert str(error).endswith("the last time: failure 2")
+    assert world.did[-2:] == ["kill", "settle"], "no trainer is started again"
+
+
+def test_a_newer_checkpoint_forgives_earlier_failures():
+    world = World(checkpoints=[4, 4, 6, 6, 8])
+    made = asyncio.run(until_restored(world, 5, restarts=2))
+    assert made.restarts == 5
+
+
+def test_no_restart_may_be_allowed():
+    with pytest.raises(ExceptionGroup) as raised:
+        asyncio.run(until_restored(World(checkpoints=[4]), 1, restarts=0))
+    assert "failure 0" in str(leaf(raised.value))
+
+
+def test_damage_that_leaves_no_checkpoint_ends_the_run():
+    with pytest.raises(ExceptionGroup) as raised:
+        asyncio.run(until_restored(World(checkpoints=[CheckpointError("all are damaged")]), 1))
+    error = leaf(raised.value)
+    assert isinstance(error, TrainerGone)
+    assert "all are damaged" in str(error) and "failure 0" in str(error)
+
+
+def test_a_way_back_that_fails_ends_the_run_and_leaves_no_start_behind():
+    """A ledger that cannot be written ends a run in any case."""
+
+    class Broken(World):
+        async def to(self, version: int) -> None:
+            raise OSError("the disk is full")
+
+        async def connect(self) -> None:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                self.did.append("start called off")
+                raise
+
+    world = Broken(checkpoints=[4])
+    with pytest.raises(ExceptionGroup) as raised:
+        asyncio.run(until_restored(world, 1))
+    assert isinstance(leaf(raised.value), OSError)
+    assert "restore v4" not in world.did
+
+
+def test_a_trainer_that_nobody_calls_is_watched(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(revival, "WATCH_S", 0.001)
+    world = World(checkpoints=[4], responses=[None, None, TrainerFailed("killed while it had nothing to do")])
+
+    async def main() -> None:
+        running = asyncio.create_task(world.revival().run())
+        async with asyncio.timeout(5):
+            while not world.life.incarnation:
+                await asyncio.sleep(0.001)
+        running.cancel()
+        await asyncio.wait({running})
+
+    asyncio.run(main())
+    assert world.notes == ["the trainer is started again from version 4: killed while it had nothing to do"]

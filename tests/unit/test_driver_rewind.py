@@ -1,0 +1,259 @@
+"""A running run goes back to an older version: nothing lost, trained twice or trained beyond the bound."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from slipstream.backend.driver.resume import RunState, begin
+from slipstream.backend.driver.rewind import Rewind
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.collect.gate import AdmissionGate, StalledRun
+from slipstream.rollout.collect.leases import Leases
+from slipstream.rollout.control.core import Loss
+from slipstream.rollout.ledger.audit import audit_ledger
+from slipstream.rollout.messages import JUDGED, TRAIN, Event, Lease, Up, Verdict
+from slipstream.rollout.record import checksum, encode, encode_chunk
+from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
+from tests.unit.doubles import Listener
+
+B, BOUND = 2, 2
+PROMPTS = [Prompt(i, f"prompt {i}") for i in range(50)]
+
+
+class Notes(Listener):
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+class Collector:
+    """Finishes each lease with tokens of the version that is served, when it is told to."""
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self.leases: list[Lease] = []
+        self.cancelled: list[int] = []
+
+    def lease(self, lease: Lease, chunks: Any) -> None:
+        self.leases.append(lease)
+
+    def cancel(self, group: int, lease: int) -> None:
+        self.cancelled.append(group)
+        taken = [each for each in self.leases if (each.group, each.lease) == (group, lease)]
+        self.leases = [each for each in self.leases if each not in taken]
+        asyncio.get_running_loop().call_soon(
+            self.world.leases.received, "collector", Up(released=len(taken)), memoryview(b"")
+        )
+
+    def finish(self, most: int = 1000) -> None:
+        """Finish what is leased, the oldest first."""
+        leases, self.leases = self.leases[:most], self.leases[most:]
+        for lease in leases:
+            chunk = encode_chunk((1,), (2, 3), [-0.5, -0.5])
+            version = self.world.gate.served
+            header = TrajectoryHeader(((UNSAMPLED, False, 1), (version, True, 3)), Finish.STOP, 0, 1.0)
+            raw = msgspec.Raw(encode(header))
+            event = Event(lease.group, lease.lease, 0, JUDGED, raw, 0, len(chunk), checksum(chunk))
+            verdict = Verdict(lease.group, lease.lease, TRAIN)
+            up = Up(events=[event], verdicts=[verdict], released=1)
+            self.world.leases.received("collector", up, memoryview(chunk))
+
+
+class World:
+    """A run without engines and trainer."""
+
+    def __init__(self, config: RunConfig, state: RunState) -> None:
+        self.listener = Notes()
+        listener: Any = self.listener
+        self.ledger = state.ledger
+        self.gate = AdmissionGate(state.control, state.intake, state.ledger, listener)
+        self.leases = Leases(self.gate, state.ledger, listener, lambda _: 100, samples=1)
+        self.collector = Collector(self)
+        inputs: Any = SimpleNamespace(prompts=PROMPTS)
+        self.rewind = Rewind(config, inputs, state.ledger, self.gate, self.leases, listener.note)
+        self.leases.joined("collector", self.collector)
+        self.leases.open()
+
+    async def step(self, most: int = 1000) -> int:
+        """Collect ``most`` groups and train one batch. Return its version."""
+        self.leases.grant()
+        self.collector.finish(most)
+        await self.ledger.flushed()
+        batch = await self.gate.batch(5)
+        for group in batch:
+            assert max(map(self.gate.lag, group.trained_tokens)) <= BOUND
+        await self.gate.step_begins()
+        version = self.gate.next_version
+        self.gate.published(version)
+        return version
+
+
+def run(tmp_path: Path, main: Callable[[World], Awaitable[None]], **rollout: object) -> None:
+    """Run ``main``, and audit what it leaves."""
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "run", "root": str(tmp_path), "steps": 100},
+            "model": {"path": "model"},
+            "data": {"path": "train.jsonl", "shuffle": False},
+            "rollout": {
+                "max_head_offpolicyness": BOUND,
+                "batch_size": B,
+                "n_samples_per_prompt": 1,
+                "reward": "slipstream.rollout.reward.FinalAnswer",
+                **rollout,
+            },
+        }
+    )
+    config.run.folder.mkdir()
+
+    async def life() -> None:
+        lease: Any = SimpleNamespace(check=lambda: None)
+        inputs: Any = SimpleNamespace(prompts=PROMPTS)
+        state = begin(config, inputs, None, lease)
+        try:
+            async with asyncio.timeout(20):
+                await main(World(config, state))
+            await state.ledger.flushed()
+        finally:
+            state.ledger.close()
+
+    asyncio.run(life())
+    assert audit_ledger(config.run.folder)[0].discrepancies == []
+
+
+CONSUMPTION = [{"type": "fifo"}, {"type": "ready_first", "on_stale": "mask"}]
+
+
+@pytest.mark.parametrize("consumption", CONSUMPTION, ids=["fifo", "mask"])
+@pytest.mark.parametrize("lost", [0, 1, 2, 3, 5])
+def test_the_run_goes_on_from_any_distance_with_the_next_number(tmp_path: Path, lost: int, consumption: dict):
+    async def main(world: World) -> None:
+        for _ in range(6):
+            await world.step()
+        await world.rewind.to(6 - lost)
+        assert (world.gate.version, world.gate.served) == (6 - lost, 6)
+        assert world.gate.counts.trained == (6 - lost) * B
+        assert world.gate.may_generate == (lost <= BOUND)
+        assert [await world.step() for _ in range(4)] == [7, 8, 9, 10]
+        assert (world.gate.step, world.gate.served) == (10 - lost, 10)
+
+    run(tmp_path, main, consumption=consumption)
+
+
+def test_the_batches_behind_the_checkpoint_are_ready_again_and_trained_without_an_engine(tmp_path: Path):
+    async def main(world: World) -> None:
+        for _ in range(6):
+            await world.step()
+        await world.rewind.to(2)
+        assert not world.collector.leases, "what an engine samples now could never be trained"
+        batch = await world.gate.batch(1)
+        assert [group.id for group in batch] == [4, 5], "the batch that was trained from version 2 before"
+
+    run(tmp_path, main)
+
+
+def test_within_the_bound_work_goes_on_with_what_was_recorded(tmp_path: Path):
+    async def main(world: World) -> None:
+        for _ in range(2):
+            await world.step(most=B)
+        world.leases.grant()
+        running = {lease.group for lease in world.collector.leases}
+        assert running
+        await world.rewind.to(1)
+        assert set(world.collector.cancelled) == running
+        assert world.collector.leases, "the engines' version lags by one update: it can be trained"
+        assert {lease.version for lease in world.collector.leases} == {2}
+
+    run(tmp_path, main)
+
+
+def test_a_late_event_of_before_counts_for_nothing(tmp_path: Path):
+    async def main(world: World) -> None:
+        await world.step()
+        world.leases.grant()
+        before = list(world.collector.leases)
+        await world.rewind.to(0)
+        world.collector.leases = before
+        void = world.leases.void_events
+        world.collector.finish()
+        assert world.leases.void_events == void + len(before)
+
+    run(tmp_path, main)
+
+
+def test_a_step_that_killed_the_trainer_twice_is_bisected(tmp_path: Path):
+    async def main(world: World) -> None:
+        await world.step()
+        for _ in range(2):
+            world.leases.grant()
+            world.collector.finish()
+            await world.ledger.flushed()
+            batch = await world.gate.batch(5)
+            await world.gate.step_begins()
+            await world.gate.step_failed("rank 0 was killed")
+            await world.rewind.to(1)
+        world.leases.grant()
+        world.collector.finish()
+        await world.ledger.flushed()
+        third = await world.gate.batch(5)
+        assert len({group.id for group in third} & {group.id for group in batch}) == 1
+
+    run(tmp_path, main)
+
+
+def test_a_run_that_nothing_can_bring_on_says_so_at_once(tmp_path: Path):
+    async def main(world: World) -> None:
+        for _ in range(6):
+            await world.step()
+        await world.rewind.to(1)
+        for group in list(world.gate._ready):
+            world.gate._core.quarantine(group)
+            del world.gate._ready[group]
+            world.ledger.lost(group, Loss.QUARANTINED)
+        with pytest.raises(StalledRun, match="engines serve version 6, whose lag 5 exceeds the bound 2"):
+            await world.gate.batch(5)
+
+    run(tmp_path, main)
+
+
+def test_a_run_that_is_not_collecting_yet_does_not_begin_to(tmp_path: Path):
+    async def main(world: World) -> None:
+        await world.leases.close()
+        await world.rewind.to(0)
+        assert not world.leases.is_open and not world.collector.leases
+
+    run(tmp_path, main)
+
+
+class Turns:
+    """Turns of live users, which hear of the way back."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    async def run(self) -> None: ...
+
+    async def called_off(self) -> None:
+        self.heard.append("called off")
+
+    def restored(self, recovered: Any, control: Any) -> None:
+        self.heard.append(f"restored to {recovered.restored}, core at {control.version}")
+
+
+def test_turns_of_live_users_go_back_too(tmp_path: Path):
+    async def main(world: World) -> None:
+        await world.step()
+        turns = Turns()
+        world.rewind._turns = turns
+        await world.rewind.to(0)
+        assert turns.heard == ["called off", "restored to 0, core at 0"]
+
+    run(tmp_path, main)

@@ -1,0 +1,333 @@
+"""The training loop and the weights that are served, when the trainer dies at every point of a step."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.driver.devices import Separate
+from slipstream.backend.driver.interrupted import Stock
+from slipstream.backend.driver.served_weights import ServedWeights
+from slipstream.backend.driver.training import training_loop
+from slipstream.bridge.publish.report import PublishReport
+from slipstream.configs.schema.run import RunSection
+from slipstream.rollout.collect.gate import ReadyGroup
+from slipstream.rollout.engine.client import EngineAddress
+from slipstream.rollout.engine.roster import EngineRoster
+from tests.unit.doubles import Collector
+
+
+@dataclass
+class Trainer:
+    """Dies in the calls that ``dies`` names, each once."""
+
+    dies: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    kills: int = 0
+
+    async def train(self, batch: Any) -> dict[str, float]:
+        self._call("train")
+        return {}
+
+    async def publish(self, version: int, engines: Any) -> PublishReport:
+        self._call(f"publish {version}")
+        return PublishReport(version, [engine.name for engine in engines])
+
+    async def logprobs(self, ids: Any) -> list[float]:
+        self._call("logprobs")
+        return []
+
+    def kill(self) -> None:
+        self.kills += 1
+
+    def _call(self, what: str) -> None:
+        self.calls.append(what)
+        if self.dies and what.startswith(self.dies[0]):
+            self.dies.pop(0)
+            raise TrainerFailed(f"killed in {what}")
+
+
+@dataclass
+class Gate:
+    """Batches without an end, from version 0 on, until ``end``."""
+
+    version: int = 0
+    served: int = 0
+    next_version: int = 0
+    is_stepping: bool = False
+    is_ended: bool = False
+    failed: list[str] = field(default_factory=list)
+    batches: asyncio.Event = field(default_factory=asyncio.Event)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    begun: int = 0
+
+    def __post_init__(self) -> None:
+        self.batches.set()
+
+    @property
+    def step(self) -> int:
+        return self.version
+
+    async def batch(self, timeout_s: float) -> list[ReadyGroup]:
+        await self.batches.wait()
+        return [] if self.is_ended else [ReadyGroup(1, ())]
+
+    async def step_begins(self) -> None:
+        self.begun += 1
+        self.next_version, self.is_stepping = self.version + 1, True
+
+    async def step_failed(self, reason: str) -> None:
+        self.failed.append(reason)
+        self.is_stepping = False
+
+    def published(self, version: int) -> None:
+        self.version = self.served = version
+        self.is_stepping = False
+
+    def lag(self, version: int) -> int:
+        return 0
+
+    def end(self) -> None:
+        self.is_ended = True
+        self.over.set()
+        self.batches.set()
+
+    async def ended(self) -> None:
+        await self.over.wait()
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def step(self, step: Any, status: Any) -> None:
+        self.steps.append(step.version)
+
+    def note(self, text: str) -> None: ...
+
+
+@dataclass
+class Checkpoints:
+    dies: bool = False
+
+    async def step_done(self, run: Any) -> None:
+        if self.dies:
+            self.dies = False
+            raise TrainerFailed("killed in a checkpoint")
+
+
+class Interrupted:
+    """Says of each engine what a publication that was cut off has left of it."""
+
+    def __init__(self, stock: Stock | None = None) -> None:
+        self.stock = stock or Stock()
+        self.asked: list[tuple[int, list[str]]] = []
+
+    async def ended(self, version: int, engines: Any) -> Stock:
+        self.asked.append((version, [engine.name for engine in engines]))
+        return self.stock
+
+
+class Client:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.address = engine(name)
+
+    async def close(self) -> None: ...
+
+
+def engine(name: str) -> EngineAddress:
+    return EngineAddress(name, f"http://{name}", 1, 100, 100, 5)
+
+
+@dataclass
+class World:
+    trainer: Trainer
+    gate: Gate
+    roster: EngineRoster
+    weights: ServedWeights
+    interrupted: Interrupted
+    listener: Listener = field(default_factory=Listener)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+
+    async def train(self, steps: int) -> None:
+        run = RunSection(name="test", steps=steps)
+        gate: Any = self.gate
+        await training_loop(
+            run, gate, self.weights, self.checkpoints, None, self.listener, lambda: None, nothing
+        )
+
+    async def revive(self, restored: int | None = None) -> None:
+        """Restore the trainer as soon as it has failed, to ``restored`` or to what it had."""
+        await self.weights.life.lost()
+        if restored is not None:
+            self.gate.version = restored
+        self.weights.life.restored()
+
+
+def world_of(*engines: str, stock: Stock | None = None, dies: tuple[str, ...] = ()) -> World:
+    gate = Gate()
+
+    class Version:
+        @property
+        def version(self) -> int:
+            return gate.served
+
+    trainer, roster, interrupted = Trainer([*dies]), EngineRoster(Version(), limit=4), Interrupted(stock)
+    for name in engines:
+        client: Any = Client(name)
+        roster.add(client)
+    weights: Any = ServedWeights(trainer, roster, Separate(), gate, interrupted=interrupted)
+    return World(trainer, gate, roster, weights, interrupted)
+
+
+async def nothing(refs: list[bytes]) -> list[bytes]:
+    return []
+
+
+def run(main: Callable[[], Any]) -> Any:
+    async def limited() -> Any:
+        async with asyncio.timeout(5):
+            return await main()
+
+    return asyncio.run(limited())
+
+
+@pytest.mark.parametrize("dies", ["train", "publish"])
+def test_a_step_in_which_the_trainer_dies_is_charged_to_its_batch_and_training_goes_on(dies: str):
+    async def main() -> None:
+        world = world_of("a", dies=(dies,))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(world.revive())
+            tasks.create_task(world.train(3))
+        assert len(world.gate.failed) == 1 and f"killed in {dies}" in world.gate.failed[0]
+        assert world.listener.steps == [1, 2, 3]
+        assert world.gate.begun == 4
+
+    run(main)
+
+
+def test_a_failure_that_is_no_steps_is_charged_to_nobody():
+    async def main() -> None:
+        world = world_of("a")
+        world.checkpoints.dies = True
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(world.revive())
+            tasks.create_task(world.train(2))
+        assert world.gate.failed == []
+        assert world.listener.steps == [1, 2], "the step was done before"
+
+    run(main)
+
+
+def test_a_loss_is_noticed_while_the_loop_waits_for_a_batch():
+    async def main() -> None:
+        world = world_of("a")
+        world.gate.batches.clear()
+        training = asyncio.create_task(world.train(1))
+        await asyncio.sleep(0.01)
+        world.weights.life.fail(TrainerFailed("killed while it waited"))
+        await asyncio.sleep(0.01)
+        assert not training.done() and world.gate.begun == 0
+        world.gate.batches.set()
+        await asyncio.sleep(0.01)
+        assert world.gate.begun == 0, "no step begins without a trainer"
+        world.weights.life.restored()
+        await training
+        assert world.gate.failed == [] and world.listener.steps == [1]
+
+    run(main)
+
+
+def test_a_run_may_be_stopped_while_the_trainer_is_restarted():
+    async def main() -> None:
+        world = world_of("a", dies=("train",))
+        training = asyncio.create_task(world.train(3))
+        await world.weights.life.lost()
+        await asyncio.sleep(0.01)
+        assert not training.done()
+        world.gate.end()
+        await training
+        assert not world.weights.life.is_alive and world.listener.steps == []
+
+    run(main)
+
+
+def test_engines_whose_weights_were_cut_off_wait_and_the_others_go_on():
+    async def main() -> None:
+        stock = Stock(outdated={"b": "a part has come"}, failed={"c": "no answer"})
+        world = world_of("a", "b", "c", stock=stock, dies=("publish",))
+        collector = Collector(world.roster)
+        with pytest.raises(TrainerFailed):
+            await world.weights.advance(None, 1)  # type: ignore[arg-type]
+        assert world.trainer.kills == 1, "nothing of a dying trainer may reach an engine any more"
+        assert world.interrupted.asked == [(0, ["a", "b", "c"])]
+        assert [client.name for client in world.roster.clients] == ["a"]
+        assert world.roster.outdated.get_nowait()[0].name == "b"
+        assert world.roster.lost.get_nowait()[0].name == "c"
+        await asyncio.sleep(0.01)
+        assert not collector.records[-1].held
+
+    run(main)
+
+
+def test_an_engine_that_starts_waits_for_a_trainer_that_holds_what_is_served():
+    """The trainer dies behind version 1 and is restored to version 0, which nobody serves any more."""
+
+    async def main() -> None:
+        world = world_of("a", dies=("nothing",))
+        await world.weights.advance(None, 1)  # type: ignore[arg-type]
+        world.weights.life.fail(TrainerFailed("killed"))
+        admitted: list[int] = []
+        late = asyncio.create_task(
+            world.weights.bring_up_to_date(engine("late"), lambda: admitted.append(world.gate.version))
+        )
+        await asyncio.sleep(0.01)
+        world.gate.version = 0
+        world.weights.life.restored()
+        await asyncio.sleep(0.01)
+        assert not late.done() and world.trainer.calls[-1] == "publish 1"
+        world.gate.published(2)
+        world.weights.life.changed()
+        assert await late is None
+        assert admitted == [2]
+        assert world.trainer.calls[-1] == "publish 2"
+
+    run(main)
+
+
+def test_requests_are_held_while_no_engine_serves_and_one_waits_for_the_trainer():
+    async def main() -> None:
+        world = world_of()
+        collector = Collector(world.roster)
+        world.weights.life.fail(TrainerFailed("killed"))
+        client: Any = Client("late")
+        late = asyncio.create_task(
+            world.weights.bring_up_to_date(client.address, lambda: world.roster.add(client))
+        )
+        await asyncio.sleep(0.01)
+        assert collector.records[-1].held, "they wait without the limit of a missing engine"
+        world.weights.life.restored()
+        await late
+        await asyncio.sleep(0.01)
+        assert not collector.records[-1].held
+
+    run(main)
+
+
+def test_a_trainer_that_dies_while_it_brings_an_engine_up_to_date_is_reported_and_waited_for():
+    async def main() -> None:
+        world = world_of("a", dies=("publish 1",))
+        world.gate.version = world.gate.served = 1
+        bringing = asyncio.create_task(world.weights.bring_up_to_date(engine("late"), lambda: None))
+        assert "killed in publish 1" in str(await world.weights.life.lost())
+        await asyncio.sleep(0.01)
+        assert world.interrupted.asked == [(1, ["late"])], "else its next update could not begin"
+        world.weights.life.restored()
+        assert await bringing is None
+        assert world.trainer.calls == ["publish 1", "publish 1"]
+
+    run(main)

@@ -1,0 +1,160 @@
+"""What a client may set, how often it may ask, and what it says about itself."""
+
+import pytest
+from starlette.datastructures import Headers
+
+from slipstream.rollout.gateway.conversations import User
+from slipstream.rollout.gateway.serving.envelope import envelope_of, key_of
+from slipstream.rollout.gateway.serving.fields import CHAT, check_fields
+from slipstream.rollout.gateway.serving.limits import Rates, Refused
+from slipstream.rollout.gateway.serving.messages import StreamedMessages, as_template_reads
+from slipstream.rollout.turns import TurnType
+
+KNOWN = dict.fromkeys([*CHAT, "rid", "lora_path", "input_ids"]) | {"background": False}
+
+
+def envelope(*, headers=None, path=None, response=None, user=None, raw=b"{}", **body):
+    return envelope_of(
+        user or User("anna"),
+        endpoint="v1/chat/completions",
+        path_session=path,
+        response_session=response,
+        headers=Headers(headers or {}),
+        body=body,
+        raw=raw,
+        now_s=0.0,
+    )
+
+
+def test_a_field_that_sglang_knows_and_the_list_does_not_is_refused():
+    with pytest.raises(Refused, match="may not set input_ids, rid") as caught:
+        check_fields({"messages": [], "rid": "x", "input_ids": [1]}, CHAT, KNOWN)
+    assert (caught.value.status, caught.value.param) == (400, "input_ids")
+
+
+def test_fields_that_nobody_knows_and_those_of_the_gateway_do_not_reach_sglang():
+    body = {"messages": [], "new_in_2031": 1, "session_id": "s", "lora_path": None, "background": False}
+    assert check_fields(body, CHAT, KNOWN) == {"messages": []}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"chat_template": "{{ 1 }}"},
+        {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        {"chat_template_kwargs": {"tokenize": True}},
+        {"chat_template_kwargs": [1]},
+        {"tools": [{"type": "mcp", "server_url": "http://elsewhere"}]},
+    ],
+)
+def test_templates_and_remote_tools_are_refused(body):
+    with pytest.raises(Refused) as caught:
+        check_fields(body, CHAT, KNOWN)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"path": "p", "headers": {"x-session-id": "h"}}, "p"),
+        ({"headers": {"session_id": "h2", "x-session-id": "h1"}, "session_id": "b"}, "h1"),
+        ({"headers": {"x-session-affinity": "h3"}, "session_id": "b"}, "h3"),
+        ({"session_id": "b", "response": "r"}, "b"),
+        ({"response": "r", "user": User("anna", session="k")}, "r"),
+        ({"user": User("anna", session="k")}, "k"),
+        ({}, None),
+    ],
+)
+def test_the_first_name_of_a_session_counts(given, expected):
+    assert envelope(**given).session == expected
+
+
+@pytest.mark.parametrize("name", ["x" * 257, "line\nbreak", 7, ["s"]])
+def test_a_name_that_is_none_is_refused(name):
+    with pytest.raises(Refused, match="session_id"):
+        envelope(session_id=name)
+
+
+@pytest.mark.parametrize("value", ["1", "true", "YES", "on", True, 1])
+def test_a_session_is_done_when_the_client_says_so(value):
+    assert envelope(session_done=value).ends_session
+    assert envelope(headers={"x-session-done": str(value)}).ends_session
+
+
+@pytest.mark.parametrize("value", ["0", "false", False, None, ""])
+def test_a_session_goes_on_otherwise(value):
+    assert not envelope(session_done=value).ends_session
+
+
+def test_the_type_of_a_turn():
+    assert envelope().turn_type is None
+    assert envelope(turn_type="side").turn_type is TurnType.SIDE
+    assert envelope(headers={"x-turn-type": "main"}, turn_type="side").turn_type is TurnType.MAIN
+    with pytest.raises(Refused, match="expected main or side"):
+        envelope(turn_type="both")
+
+
+def test_a_retry_has_the_digest_of_the_request_and_another_session_has_not():
+    first = envelope(raw=b'{"a": 1}')
+    retry = envelope(raw=b'{"a": 1}', headers={"x-stainless-retry-count": "2"})
+    assert (first.digest, first.retries, retry.retries) == (retry.digest, 0, 2)
+    assert envelope(raw=b'{"a": 1}', path="s").digest != first.digest
+    assert envelope(raw=b'{"a": 2}').digest != first.digest
+
+
+@pytest.mark.parametrize(
+    ("headers", "key"),
+    [
+        ({"authorization": "Bearer k"}, "k"),
+        ({"x-api-key": "k"}, "k"),
+        ({"authorization": "Basic k"}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_key_comes_as_openai_or_anthropic_clients_send_it(headers, key):
+    assert key_of(Headers(headers)) == key
+
+
+def test_a_key_may_send_its_rate_at_once_and_then_evenly():
+    now = [0.0]
+    rates = Rates(per_minute=6, clock=lambda: now[0])
+    for _ in range(6):
+        rates.take("anna")
+    with pytest.raises(Refused) as caught:
+        rates.take("anna")
+    assert (caught.value.status, caught.value.headers["retry-after"]) == (429, "10")
+    rates.take("berta")
+    now[0] = 10.0
+    rates.take("anna")
+    with pytest.raises(Refused):
+        rates.take("anna")
+
+
+def test_streamed_calls_are_put_together_by_their_index():
+    collected = StreamedMessages(1)
+
+    def delta(**fields):
+        collected.add({"choices": [{"index": 0, "delta": fields}]})
+
+    def call(index, arguments, name=None):
+        return {"index": index, "id": name, "function": {"name": name, "arguments": arguments}}
+
+    delta(reasoning_content="hm")
+    delta(content="so ")
+    delta(tool_calls=[call(0, "", "f")])
+    delta(tool_calls=[call(0, '{"a":')])
+    delta(tool_calls=[call(1, "{}", "g")])
+    delta(tool_calls=[call(0, " 1}")])
+    [message] = collected.messages()
+    assert (message["content"], message["reasoning_content"]) == ("so ", "hm")
+    assert [(c["function"]["name"], c["function"]["arguments"]) for c in message["tool_calls"]] == [
+        ("f", {"a": 1}),
+        ("g", {}),
+    ]
+
+
+def test_arguments_that_are_no_json_stay_as_they_are():
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"a": '}}
+    message = as_template_reads({"content": None, "tool_calls": [call]})
+    assert message["content"] == ""
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"a": '

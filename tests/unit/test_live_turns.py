@@ -1,0 +1,823 @@
+"""Live users from entries to batches and back: exactly once, never too old, and never without a verdict."""
+
+import asyncio
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from slipstream.backend.driver.training import encoded
+from slipstream.configs.schema.live import NoBaseline, RunningBaseline
+from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup, StoredTrajectory
+from slipstream.rollout.collect.intake import Intake
+from slipstream.rollout.control.core import RolloutControl
+from slipstream.rollout.control.live import TurnEnd, TurnState
+from slipstream.rollout.control.versions import VersionTree
+from slipstream.rollout.ledger.audit import audit_ledger
+from slipstream.rollout.ledger.recovery import Recovered, open_ledger
+from slipstream.rollout.ledger.segments import FOLDER
+from slipstream.rollout.ledger.turns import turn_id
+from slipstream.rollout.ledger.writer import SAMPLES
+from slipstream.rollout.live.baseline import Score, ScoreBaseline
+from slipstream.rollout.live.turns import JournalGap, LiveTurns
+from slipstream.rollout.prompts import PromptStream
+from slipstream.rollout.record import REF, checksum, encode, encode_chunk, encode_trajectory
+from slipstream.rollout.reward.live import Verdict
+from slipstream.rollout.trajectory import Completion, Finish, Prompt, Span, TrajectoryBuilder
+from slipstream.rollout.turns import Entry, Forgotten, NextState, SessionEnd, Turn, TurnType, UserReward
+from tests.unit.doubles import Listener
+
+VOCAB = 1000
+NOW = 1_000.0
+
+
+def raw(text: str) -> msgspec.Raw:
+    return msgspec.Raw(text.encode())
+
+
+class Talk:
+    """A gateway: writes entries of its journal, and knows the tokens of each branch."""
+
+    def __init__(self, name: str = "gateway") -> None:
+        self.name = name
+        self.entries: list[Entry] = []
+        self.chunks: list[bytes] = []
+        self.branches: dict[int, list[int]] = {}
+        """Token ids up to the end of each turn."""
+        self.sampled: dict[int, list[int]] = {}
+
+    def add(self, entry: Entry, chunk: bytes = b"") -> int:
+        self.entries.append(entry)
+        self.chunks.append(chunk)
+        return len(self.entries)
+
+    def turn(
+        self,
+        parent: int | None = None,
+        shared: int | None = None,
+        spans=((0, 2),),
+        session: str = "session",
+        key: str = "key",
+        **more,
+    ) -> int:
+        """Say something; ``shared``: all of the parent's branch, unless it is given."""
+        number = len(self.entries) + 1
+        before = [] if parent is None else self.branches[parent]
+        before = before[: len(before) if shared is None else shared]
+        context = [10 * number % VOCAB, 10 * number % VOCAB + 1]
+        sampled = [(100 + number) % VOCAB] * sum(n for _, n in spans)
+        self.branches[number] = before + context + sampled
+        self.sampled[number] = sampled
+        logprobs = more.pop("logprobs", [-number / 10] * len(sampled))
+        entry = Turn(
+            session,
+            key,
+            parent,
+            len(before),
+            more.pop("turn_type", TurnType.MAIN),
+            more.pop("reason", ""),
+            spans,
+            Finish.STOP,
+            more.pop("cancelled", False),
+            NOW - 20,
+            NOW - 10,
+            0,
+            raw('[{"role": "user", "content": "hello"}]'),
+            raw('{"role": "assistant", "content": "hi"}'),
+        )
+        assert not more
+        return self.add(entry, encode_chunk(context, sampled, logprobs))
+
+    def next(self, turn: int, text: str = "thanks") -> int:
+        return self.add(NextState(turn, raw(f'[{{"role": "user", "content": "{text}"}}]')))
+
+    def say(self, *arguments, score: float | None = None, **more) -> int:
+        """Say something that is followed by something."""
+        number = self.turn(*arguments, **more)
+        self.next(number)
+        if score is not None:
+            self.add(UserReward(number, score))
+        return number
+
+
+class Told(Listener):
+    """Hears notes, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+class Run:
+    """A run of live users with a ledger, in a folder that outlives it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        groups: int = 0,
+        bound: int = 2,
+        trajectories: int = 4,
+        restored: int = 0,
+        **more,
+    ):
+        self.ledger, self.recovered = open_ledger(
+            folder, batch_size=groups, n_samples=1, bound=bound, restored=restored
+        )
+        self.core = core_of(self.recovered, bound, trajectories, groups)
+        self.live = LiveTurns(
+            self.core,
+            self.ledger,
+            partial(ScoreBaseline, more.pop("baseline", NoBaseline())),
+            self.recovered.live,
+            train=more.pop("train", True),
+            vocab=VOCAB,
+            clock=lambda: NOW,
+        )
+        stream = PromptStream([Prompt(0, "")], shuffle=False, seed=0)
+        self.gate = AdmissionGate(
+            self.core,
+            Intake(stream),
+            self.ledger,
+            Told(),
+            live=self.live,
+            live_wait_s=more.pop("wait_s", 0.0),
+            failures=self.recovered.failures,
+        )
+        assert not more
+
+    async def hear(self, talk: Talk, first: int = 1) -> None:
+        self.live.take(talk.name, first, talk.entries[first - 1 :], talk.chunks[first - 1 :])
+        await self.ledger.flushed()
+        await asyncio.sleep(0)
+
+    async def judge(self, score: float = 1.0) -> list[int]:
+        """Give a verdict on every turn that waits for one. Return their numbers."""
+        asked = []
+        while (id_ := self.live._next_unjudged()) is not None:
+            asked.append(id_)
+            self.live.verdict(id_, Verdict(score))
+        await self.ledger.flushed()
+        await asyncio.sleep(0)
+        return asked
+
+    async def ready_group(self, reward: float = 1.0) -> None:
+        """Admit a group, and make it ready with one trajectory of three tokens."""
+        ticket = self.gate.admit().ticket
+        builder = TrajectoryBuilder([1, 2])
+        builder.add_completion(Completion((3, 4, 5), (-1.0,) * 3, (Span(ticket.version, 0, 3),), Finish.STOP))
+        trajectory = builder.build().judged(reward)
+        data = encode_trajectory(trajectory)
+        ref = REF.pack(*self.ledger.append(data), len(data), checksum(data))
+        self.ledger.judged(ticket.id * SAMPLES, ref, encode(trajectory.header))
+        self.ledger.ready(ticket.id, 3)
+        await self.ledger.flushed()
+        self.gate.finished([ReadyGroup(ticket.id, (StoredTrajectory(trajectory.header, ref),))])
+
+    async def batch(self):
+        """Take a batch, and return its trajectories as ranks decode them."""
+        groups = await self.gate.batch(5)
+        await self.gate.step_begins()
+
+        async def read(refs):
+            return [self.ledger.read(each) for each in refs]
+
+        return (await encoded(groups, self.gate, read)).decoded()
+
+    async def step(self):
+        batch = await self.batch()
+        self.gate.published(self.gate.next_version)
+        await self.ledger.flushed()
+        return batch
+
+
+def core_of(recovered: Recovered, bound: int, trajectories: int, groups: int = 0) -> RolloutControl:
+    return RolloutControl(
+        groups,
+        bound,
+        versions=VersionTree(recovered.versions),
+        version=recovered.restored,
+        live_trajectories=trajectories,
+    )
+
+
+@pytest.fixture
+def in_run(tmp_path):
+    """Returns a function that runs ``act(run)`` in one process's life of the run, and audits it."""
+
+    def live(act, **settings):
+        run = Run(tmp_path, **settings)
+
+        async def body():
+            await act(run)
+            await run.ledger.flushed()
+
+        try:
+            asyncio.run(body())
+        finally:
+            run.ledger.close()
+        assert audit_ledger(tmp_path)[0].discrepancies == []
+        return run
+
+    live.folder = tmp_path
+    return live
+
+
+def trained(batch) -> list[list[list[int]]]:
+    """The ids that carry loss, by turn, of each trajectory."""
+    found = []
+    for trajectory in batch.trajectories:
+        turn_T = trajectory.turn_T()
+        mask_T = trajectory.loss_mask_T
+        turns = [
+            trajectory.tokens_T[mask_T & (turn_T == turn)].tolist() for turn in np.unique(turn_T[mask_T])
+        ]
+        found.append(turns)
+    return found
+
+
+def number(entry: int) -> int:
+    return turn_id(1, entry)
+
+
+# ---- entries
+
+
+def test_an_entry_that_is_sent_again_counts_once(in_run):
+    talk = Talk()
+    talk.say()
+
+    async def act(run):
+        await run.hear(talk)
+        assert run.live.durable("gateway") == 2
+        talk.say(parent=1)
+        await run.hear(talk, first=2)
+        run.live.take("gateway", 1, talk.entries, talk.chunks)
+        assert run.core.live.states[TurnState.WAITING] == 2
+        assert run.live.durable("gateway") == 4
+        assert run.live.durable("another") == 0
+
+    in_run(act)
+
+    async def again(run):
+        assert run.live.durable("gateway") == 4
+        await run.hear(talk)
+        assert run.core.live.states[TurnState.WAITING] == 2
+
+    in_run(again)
+
+
+def test_entries_that_were_left_out_are_refused(in_run):
+    talk = Talk()
+    talk.say()
+
+    async def act(run):
+        with pytest.raises(JournalGap, match=r"from number 2 on.*expected number 1"):
+            run.live.take("gateway", 2, talk.entries[1:], talk.chunks[1:])
+
+    in_run(act)
+
+
+def test_an_entry_is_acknowledged_only_when_it_is_on_disk(in_run):
+    talk = Talk()
+    talk.say()
+
+    async def act(run):
+        run.live.take("gateway", 1, talk.entries, talk.chunks)
+        assert run.live.durable("gateway") == 0
+        told = asyncio.Event()
+        run.live.when_durable(told.set)
+        await asyncio.wait_for(told.wait(), 5)
+        assert run.live.durable("gateway") == 2
+
+    in_run(act)
+
+
+@pytest.mark.parametrize(
+    ("more", "end"),
+    [
+        ({"turn_type": TurnType.SIDE, "reason": "temperature"}, TurnEnd.SIDE),
+        ({"cancelled": True}, TurnEnd.CANCELLED),
+        ({"spans": ()}, TurnEnd.FILTERED),
+        ({"logprobs": [float("nan"), -1.0]}, TurnEnd.FAILED),
+        ({"logprobs": [0.5, -1.0]}, TurnEnd.FAILED),
+        ({"spans": ((7, 2),)}, TurnEnd.FAILED),
+    ],
+)
+def test_what_cannot_be_trained_ends_at_once(in_run, more, end):
+    talk = Talk()
+    talk.say(**more)
+
+    async def act(run):
+        await run.hear(talk)
+        assert run.core.live.ends == {end: 1}
+        assert await run.judge() == []
+        assert run.live.status().ends == {end: 1}
+
+    in_run(act)
+
+    async def again(run):
+        assert run.live.status().ends[end] == 1
+
+    in_run(again)
+
+
+def test_ids_outside_the_vocabulary_and_turns_behind_them_are_not_trained(in_run):
+    talk = Talk()
+    bad = talk.turn()
+    talk.chunks[0] = encode_chunk([VOCAB, 1], [1, 2], [-1, -1])
+    talk.say(parent=bad)
+
+    async def act(run):
+        await run.hear(talk)
+        assert run.core.live.ends == {TurnEnd.FAILED: 2}
+
+    in_run(act)
+
+    async def again(run):
+        talk.say(parent=bad)
+        await run.hear(talk, first=4)
+        assert run.core.live.ends[TurnEnd.FAILED] == 3
+
+    in_run(again)
+
+
+def test_nothing_is_judged_or_trained_if_the_recipe_says_so(in_run):
+    talk = Talk()
+    talk.say(score=1.0)
+
+    async def act(run):
+        await run.hear(talk)
+        assert run.core.live.ends == {TurnEnd.FILTERED: 1}
+
+    in_run(act, train=False)
+
+
+# ---- judging
+
+
+def test_a_turn_is_judged_when_something_has_followed_and_from_what_was_said(in_run):
+    talk = Talk()
+    talk.turn()
+
+    async def act(run):
+        await run.hear(talk)
+        assert await run.judge() == []
+        talk.next(1, "no, thanks")
+        await run.hear(talk, first=2)
+        id_ = await run.live.unjudged()
+        turn, next_state = run.live.question(id_)
+        assert (turn.session, turn.key, turn.text, turn.tokens) == ("session", "key", "hi", 2)
+        assert turn.messages == [{"role": "user", "content": "hello"}]
+        assert next_state == [{"role": "user", "content": "no, thanks"}]
+
+    in_run(act)
+
+
+def test_without_a_score_a_turn_waits_also_over_a_restart(in_run):
+    talk = Talk()
+    talk.say()
+
+    async def act(run):
+        await run.hear(talk)
+        id_ = await run.live.unjudged()
+        run.live.verdict(id_, Verdict(None))
+        assert run.live.status().unjudged == 1
+
+    in_run(act)
+
+    async def again(run):
+        assert run.live.question(await run.live.unjudged()) is not None
+        assert run.live.status().unjudged == 1
+        run.live.ask_again(number(1))
+        assert await run.judge(-1.0) == [number(1)]
+        assert run.live.status().ready == 1
+        assert run.core.live.states[TurnState.READY] == 1
+
+    in_run(again)
+
+
+def test_when_a_session_ends_its_turns_are_judged_without_a_next_state(in_run):
+    talk = Talk()
+    talk.turn()
+    talk.turn(session="other")
+    talk.add(SessionEnd("session", "key"))
+
+    async def act(run):
+        await run.hear(talk)
+        [id_] = [await run.live.unjudged()]
+        assert id_ == number(1)
+        assert run.live.question(id_)[1] == []
+
+    in_run(act)
+
+
+def test_a_reward_of_the_client_takes_the_place_of_a_verdict(in_run):
+    talk = Talk()
+    first = talk.say()
+    second = talk.say(session="other")
+
+    async def act(run):
+        await run.hear(talk)
+        run.live.verdict(number(second), Verdict(1.0))
+        talk.add(UserReward(first, -2.0))
+        talk.add(UserReward(second, -3.0))
+        talk.add(UserReward(second, float("inf")))
+        await run.hear(talk, first=5)
+        run.live.verdict(number(first), Verdict(1.0))
+        batch = await run.step()
+        assert sorted(t.reward for t in batch.trajectories) == [-3.0, -2.0]
+        talk.add(UserReward(second, 5.0))
+        await run.hear(talk, first=8)
+        assert run.live.status().late_rewards == 1
+
+    in_run(act)
+
+
+def test_a_turn_is_not_trained_before_its_score_is_on_disk(in_run):
+    talk = Talk()
+    talk.say()
+
+    async def act(run):
+        await run.hear(talk)
+        run.live.verdict(await run.live.unjudged(), Verdict(1.0))
+        assert run.core.live.states[TurnState.READY] == 0
+        await run.ledger.flushed()
+        assert run.core.live.states[TurnState.READY] == 1
+
+    in_run(act)
+
+
+# ---- trajectories
+
+
+def test_turns_of_one_branch_train_as_one_trajectory_with_their_rewards(in_run):
+    talk = Talk()
+    first = talk.say(score=1.0)
+    second = talk.say(first, score=-1.0)
+
+    async def act(run):
+        await run.hear(talk)
+        batch = await run.step()
+        [trajectory] = batch.trajectories
+        assert trajectory.tokens_T.tolist() == talk.branches[second]
+        assert trained(batch) == [[talk.sampled[first], talk.sampled[second]]]
+        assert trajectory.turn_rewards == ((4, 1.0), (8, -1.0))
+        assert trajectory.reward == 0.0
+        assert batch.turn_advantages == {0: (1.0, -1.0)}
+        np.testing.assert_allclose(
+            trajectory.logprobs_T[trajectory.loss_mask_T], [-first / 10] * 2 + [-second / 10] * 2, rtol=1e-6
+        )
+
+    in_run(act)
+
+
+@pytest.mark.parametrize("more", [{"turn_type": TurnType.SIDE}, {"cancelled": True}])
+def test_side_turns_and_cancelled_ones_are_context(in_run, more):
+    talk = Talk()
+    first = talk.say(score=1.0)
+    middle = talk.say(first, **more)
+    last = talk.say(middle, score=0.0)
+
+    async def act(run):
+        await run.hear(talk)
+        batch = await run.step()
+        [trajectory] = batch.trajectories
+        assert trajectory.tokens_T.tolist() == talk.branches[last]
+        assert trained(batch) == [[talk.sampled[first], talk.sampled[last]]]
+
+    in_run(act)
+
+
+def test_a_turn_that_was_trained_is_context_of_those_after_it(in_run):
+    talk = Talk()
+    first = talk.say(score=1.0)
+    second = talk.turn(first)
+
+    async def act(run):
+        await run.hear(talk)
+        assert trained(await run.step()) == [[talk.sampled[first]]]
+        talk.add(UserReward(second, 1.0))
+        third = talk.say(second, spans=((1, 2),), score=1.0)
+        await run.hear(talk, first=5)
+        batch = await run.step()
+        assert batch.trajectories[0].tokens_T.tolist() == talk.branches[third]
+        assert trained(batch) == [[talk.sampled[second], talk.sampled[third]]]
+
+    in_run(act)
+
+
+def test_a_branch_begins_where_history_was_rewritten(in_run):
+    """Cut within the sampled tokens of a turn, within its context, and to a single token."""
+    talk = Talk()
+    first = talk.say(score=1.0)
+    second = talk.say(first, score=2.0)
+    branches = [talk.say(second, shared=shared, score=3.0) for shared in (7, 5, 3, 1, 0)]
+
+    async def act(run):
+        await run.hear(talk)
+        batch = await run.step()
+        found = {
+            tuple(t.tokens_T.tolist()): turns
+            for t, turns in zip(batch.trajectories, trained(batch), strict=True)
+        }
+        expected = {tuple(talk.branches[each]): [talk.sampled[each]] for each in branches}
+        expected[tuple(talk.branches[second])] = [talk.sampled[first], talk.sampled[second]]
+        assert found == expected
+
+    in_run(act, trajectories=8)
+
+
+def test_a_fork_trains_the_common_turns_once(in_run):
+    talk = Talk()
+    first = talk.say(score=1.0)
+    left, right = talk.say(first, score=1.0), talk.say(first, score=1.0)
+    last = talk.say(left, score=1.0)
+
+    async def act(run):
+        await run.hear(talk)
+        batch = await run.step()
+        assert sorted(trained(batch)) == sorted(
+            [[talk.sampled[each] for each in (first, left, last)], [talk.sampled[right]]]
+        )
+
+    in_run(act)
+
+
+def test_tokens_beyond_the_bound_carry_no_loss_and_a_turn_without_others_expires(in_run):
+    talk = Talk()
+    old = talk.turn(session="sleeps")
+    busy = [talk.say(session="busy", score=0.5)]
+
+    async def act(run):
+        await run.hear(talk)
+        for version in range(1, 4):
+            await run.step()
+            heard = len(talk.entries)
+            spans = ((0, 1), (version, 2)) if version == 3 else ((version, 2),)
+            busy.append(talk.say(busy[-1], spans=spans, session="busy", score=0.5))
+            await run.hear(talk, first=heard + 1)
+        since = run.live.status().since
+        assert (since.expired_lags, since.expired_ages_s) == ([3], [10.0])
+        assert run.core.live.ends[TurnEnd.EXPIRED] == 1
+        batch = await run.step()
+        assert trained(batch) == [[talk.sampled[busy[-1]][1:]]], "one of its three tokens is too old"
+        assert old
+
+    in_run(act, bound=2)
+
+
+# ---- batches
+
+
+def test_a_batch_waits_for_turns_no_longer_than_it_shall(in_run):
+    talk = Talk()
+    talk.say(score=1.0)
+
+    async def act(run):
+        waiting = asyncio.create_task(run.gate.batch(1e-3))
+        await asyncio.sleep(0.02)
+        assert not waiting.done(), "there is nothing to train: nobody is to blame"
+        await run.hear(talk)
+        assert await asyncio.wait_for(waiting, 5) == []
+        assert len(run.gate.live_batch) == 1
+        await run.gate.step_begins()
+        run.gate.published(run.gate.next_version)
+
+    in_run(act, wait_s=0.05)
+
+
+def test_a_full_batch_waits_for_nothing(in_run):
+    talk = Talk()
+    for session in "abcde":
+        talk.say(session=session, score=1.0)
+
+    async def act(run):
+        await run.hear(talk)
+        batch = await asyncio.wait_for(run.step(), 5)
+        assert len(batch.trajectories) == 4
+        assert len(set(batch.group_N.tolist())) == 4
+
+    in_run(act, wait_s=3600.0)
+
+
+def test_a_batch_holds_its_groups_and_as_many_turns_as_there_are(in_run):
+    talk = Talk()
+    first = talk.say(score=0.25)
+
+    async def act(run):
+        await run.ready_group(0.5)
+        await run.hear(talk)
+        batch = await asyncio.wait_for(run.step(), 5)
+        assert trained(batch) == [[[3, 4, 5]], [talk.sampled[first]]]
+        assert batch.group_N.tolist() == [0, number(first)]
+        assert batch.turn_advantages == {1: (0.25,)}
+        assert [trajectory.reward for trajectory in batch.trajectories] == [0.5, 0.25]
+        await run.ready_group()
+        batch = await asyncio.wait_for(run.step(), 5)
+        assert trained(batch) == [[[3, 4, 5]]], "no turn is ready, and none is waited for any longer"
+        assert batch.turn_advantages == {}
+        for session in "abc":
+            talk.say(session=session, spans=((2, 2),), score=1.0)
+        await run.hear(talk, first=4)
+        waiting = asyncio.create_task(run.gate.batch(5))
+        await asyncio.sleep(0.1)
+        assert not waiting.done(), "turns never take the place of groups"
+        await run.ready_group()
+        await asyncio.wait_for(waiting, 5)
+        assert len(run.gate.live_batch) == 2
+        await run.gate.step_begins()
+        run.gate.published(run.gate.next_version)
+
+    in_run(act, groups=1, trajectories=2, wait_s=0.01)
+
+
+def test_a_batch_of_groups_is_not_given_up_because_of_turns(in_run):
+    """The time for a batch runs out before the time for turns."""
+
+    async def act(run):
+        await run.ready_group()
+        assert len(await run.gate.batch(0.05)) == 1
+        await run.gate.step_begins()
+        run.gate.published(run.gate.next_version)
+
+    in_run(act, groups=1, wait_s=3600.0)
+
+
+def test_a_turn_whose_step_is_lost_is_trained_again_and_the_baseline_forgets_it(in_run):
+    talk = Talk()
+    talk.say(score=1.0)
+    talk.say(1, score=3.0, session="session")
+    baseline = RunningBaseline(decay=0.5)
+
+    async def act(run):
+        await run.hear(talk)
+        await run.step()
+        heard = len(talk.entries)
+        talk.say(session="other", spans=((1, 2),), score=2.0)
+        await run.hear(talk, first=heard + 1)
+        batch = await run.step()
+        expected = 2.0 - (1.0 * 0.5 + 3.0) / 1.5
+        assert batch.turn_advantages == {0: (pytest.approx(expected),)}
+
+    in_run(act, baseline=baseline)
+
+    async def again(run):
+        assert run.live._baseline.mean == pytest.approx((1.0 * 0.5 + 3.0) / 1.5)
+        batch = await run.step()
+        assert trained(batch) == [[talk.sampled[7]]]
+
+    in_run(again, restored=1, baseline=baseline)
+
+
+def test_a_turn_that_kills_the_trainer_is_quarantined(in_run):
+    talk = Talk()
+    bad = talk.say(session="bad", score=1.0)
+    good = talk.say(session="good", score=1.0)
+
+    async def act(run):
+        await run.hear(talk)
+        for _ in range(20):
+            batch = await run.batch()
+            poisoned = talk.sampled[bad] in [turn for turns in trained(batch) for turn in turns]
+            if not poisoned:
+                run.gate.published(run.gate.next_version)
+                break
+            await run.gate.step_failed("killed")
+            run.core.give_back()
+        for _ in range(20):
+            if run.core.live.ends[TurnEnd.FAILED]:
+                break
+            heard = len(talk.entries)
+            talk.say(session=f"further {heard}", spans=((run.gate.version, 2),), score=1.0)
+            await run.hear(talk, first=heard + 1)
+            batch = await run.batch()
+            poisoned = talk.sampled[bad] in [turn for turns in trained(batch) for turn in turns]
+            if poisoned:
+                await run.gate.step_failed("killed")
+                run.core.give_back()
+            else:
+                run.gate.published(run.gate.next_version)
+        assert run.core.live.ends[TurnEnd.FAILED] == 1
+        assert not run.core.live.is_alive(number(bad))
+        assert run.core.live.ends[TurnEnd.TRAINED] >= 1
+        assert good
+
+    in_run(act, bound=16)
+
+
+# ---- forgetting
+
+
+def test_what_is_forgotten_is_never_trained_and_erased_behind_the_step_that_reads_it(in_run):
+    talk = Talk()
+    read = talk.say(session="a", score=1.0)
+    talk.say(session="b", score=1.0)
+    talk.say(session="c", key="another", score=1.0)
+
+    def stored() -> bytes:
+        return b"".join(path.read_bytes() for path in (in_run.folder / FOLDER).iterdir())
+
+    async def act(run):
+        await run.hear(talk)
+        batch = await run.batch()
+        assert len(batch.trajectories) == 1
+        heard = len(talk.entries)
+        talk.add(Forgotten(None, "key"))
+        await run.hear(talk, first=heard + 1)
+        assert stored().count(b"hello") == 3, "a step may read it"
+        run.gate.published(run.gate.next_version)
+        await run.ledger.flushed()
+        run.ledger.when_durable(lambda: None)
+        await run.ledger.flushed()
+        assert stored().count(b"hello") == 1
+        assert run.core.live.ends == {TurnEnd.TRAINED: 1, TurnEnd.FORGOTTEN: 1}
+        assert trained(await run.step()) == [[talk.sampled[7]]]
+        assert read
+
+    in_run(act, trajectories=1)
+
+    async def again(run):
+        assert run.core.live.ends[TurnEnd.FORGOTTEN] == 2, "its training is lost, and it is not trained again"
+        assert run.core.live.states[TurnState.READY] == 1
+
+    in_run(again, restored=0)
+
+
+def test_a_turn_that_continues_what_is_forgotten_is_not_trained(in_run):
+    talk = Talk()
+    first = talk.say(score=1.0)
+    talk.add(Forgotten("session", None))
+    talk.say(first, score=1.0)
+    talk.say(score=1.0)
+
+    async def act(run):
+        await run.hear(talk)
+        assert run.core.live.ends == {TurnEnd.FORGOTTEN: 1, TurnEnd.FAILED: 1}
+        assert trained(await run.step()) == [[talk.sampled[8]]]
+
+    in_run(act)
+
+
+# ---- a trainer that is restored in a running process
+
+
+def test_while_the_ledger_goes_back_entries_and_verdicts_wait(in_run):
+    talk = Talk()
+    talk.say(score=1.0)
+    asked = talk.say(session="asked")
+
+    async def act(run):
+        await run.hear(talk)
+        await run.step()
+        id_ = await run.live.unjudged()
+        assert id_ == number(asked)
+        run.live.hold()
+        heard = len(talk.entries)
+        talk.say(session="new", spans=((1, 2),))
+        run.live.take("gateway", heard + 1, talk.entries[heard:], talk.chunks[heard:])
+        told = asyncio.Event()
+        run.live.when_durable(told.set)
+        run.live.verdict(id_, Verdict(0.5))
+        recovered = await run.ledger.restarted(0, bound=2, n_samples=1)
+        assert not told.is_set()
+        assert run.live.durable("gateway") == heard
+        core = core_of(recovered, 2, 4)
+        run.live.restored(core, recovered.live)
+        run.core = core
+        await asyncio.wait_for(told.wait(), 5)
+        assert run.live.durable("gateway") == len(talk.entries)
+        await run.ledger.flushed()
+        assert core.live.states == {TurnState.WAITING: 1, TurnState.READY: 2, TurnState.TRAINING: 0}
+
+    in_run(act)
+
+
+# ---- the baseline
+
+
+def test_the_baseline_is_the_weighted_mean_of_what_was_trained():
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=50)
+    baseline = ScoreBaseline(RunningBaseline(decay=0.9))
+    baseline.trained(Score(0, score) for score in scores)
+    weights = 0.9 ** np.arange(50)[::-1]
+    expected = (weights * scores).sum() / weights.sum()
+    assert baseline.advantages([Score(0, 1.0), Score(1, 2.0)]) == pytest.approx([1 - expected, 2 - expected])
+
+
+def test_each_key_has_a_baseline_that_begins_at_the_mean_of_all():
+    baseline = ScoreBaseline(RunningBaseline(decay=0.5, per="key"), [(1, 4.0)])
+    assert baseline.advantages([Score(2, 0.0), Score(1, 0.0)]) == [-4.0, -4.0]
+    baseline.trained([Score(2, 0.0)])
+    assert baseline.advantages([Score(2, 0.0)]) == [pytest.approx(-4.0 * 0.5 / 1.5)]
+
+
+def test_before_anything_was_trained_the_batch_stands_for_what_is_unknown():
+    assert ScoreBaseline(RunningBaseline()).advantages([Score(0, 1.0), Score(1, 0.0)]) == [0.5, -0.5]
+    assert ScoreBaseline(NoBaseline()).advantages([Score(0, 1.0)]) == [1.0]

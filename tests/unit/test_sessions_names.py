@@ -1,0 +1,177 @@
+"""Names of sessions, types of turns, sameness of messages, and sampling that cannot be reproduced."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.rollout.gateway.sessions import naming
+from slipstream.rollout.gateway.sessions.sameness import digest_alone, marks_of
+from slipstream.rollout.gateway.sessions.sampling import judge_sampling
+from slipstream.rollout.turns import TurnType
+from tests.unit.talking import assistant, user
+
+
+def name(path=None, headers=None, body=None, responses=None):
+    return naming.session_name(path, headers or {}, body or {}, (responses or {}).get)
+
+
+def test_the_first_name_in_the_order_of_places_counts():
+    headers = {"x-session-id": "a", "session_id": "b", "x-session-affinity": "c"}
+    body = {"session_id": "d", "previous_response_id": "r"}
+    responses = {"r": "e"}
+    assert name("p", headers, body, responses) == "p"
+    assert name(None, headers, body, responses) == "a"
+    del headers["x-session-id"]
+    assert name(None, headers, body, responses) == "b"
+    del headers["session_id"]
+    assert name(None, headers, body, responses) == "c"
+    assert name(None, {}, body, responses) == "d"
+    assert name(None, {}, {"previous_response_id": "r"}, responses) == "e"
+    assert name(None, {}, {"previous_response_id": "unknown"}, responses) is None
+    assert name() is None
+
+
+def test_a_blank_name_is_none_and_a_number_is_a_name():
+    assert name(None, {"x-session-id": "  "}, {"session_id": 7}) == "7"
+
+
+@pytest.mark.parametrize("wrong", ["x" * 257, "a\nb", "ü", True, ["a"], {"a": 1}])
+def test_a_name_that_cannot_be_one_is_refused(wrong):
+    with pytest.raises(ValueError, match="session_id names"):
+        name(None, {}, {"session_id": wrong})
+
+
+@pytest.mark.parametrize("word", ["1", "true", "YES", " on ", 1, True])
+def test_a_session_is_done_by_header_or_body(word):
+    assert naming.session_done({}, {"session_done": word})
+    assert naming.session_done({"x-session-done": str(word)}, {})
+
+
+@pytest.mark.parametrize("word", ["0", "false", "", "no", None, 0, False, "2"])
+def test_other_words_do_not_end_a_session(word):
+    assert not naming.session_done({"x-session-done": str(word)}, {"session_done": word})
+
+
+def test_the_type_of_a_turn_is_the_headers_then_the_bodys():
+    assert naming.turn_type({"x-turn-type": "Side"}, {"turn_type": "main"}) is TurnType.SIDE
+    assert naming.turn_type({}, {"turn_type": " main "}) is TurnType.MAIN
+    assert naming.turn_type({"x-turn-type": ""}, {}) is None
+    with pytest.raises(ValueError, match="'both', expected main or side"):
+        naming.turn_type({"x-turn-type": "both"}, {})
+
+
+@pytest.mark.parametrize(("text", "count"), [("2", 2), ("", 0), ("x", 0), ("-1", 0), ("9" * 50, 0), ("²", 0)])
+def test_a_retry_count_that_is_no_number_is_none(text, count):
+    assert naming.retries({"x-stainless-retry-count": text}) == count
+
+
+def call(arguments, **more):
+    return assistant(None, tool_calls=[{"function": {"name": "f", "arguments": arguments}, **more}])
+
+
+SAME = [
+    (user("hi"), user([{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}])),
+    (user("hi"), user([{"type": "input_text", "text": "hi"}])),
+    (assistant("hi", id="1"), assistant("hi", name="bot", refusal=None, tool_calls=[])),
+    (assistant("hi", reasoning_content="so"), assistant("hi")),
+    (assistant([{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "hi"}]), assistant("hi")),
+    (assistant(None), assistant("")),
+    (assistant(None), {"role": "assistant"}),
+    ({"role": "developer", "content": "x"}, {"role": "system", "content": "x"}),
+    ({"role": "function", "content": "x"}, {"role": "tool", "content": "x", "tool_call_id": "3"}),
+    (call('{"a": 1, "b": [2.0]}', id="1"), call({"b": [2], "a": 1}, id="2", type="function")),
+    (call(""), call("{}")),
+    (call('{"a": 1}'), assistant("", function_call={"name": "f", "arguments": '{"a":1}'})),
+]
+DIFFERENT = [
+    (user("hi"), user("hi ")),
+    (user("hi"), assistant("hi")),
+    (user("hi"), {"role": "system", "content": "hi"}),
+    (user("ab"), user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])),
+    (call({"a": 1}), call({"a": True})),
+    (call({"a": 1}), call({"a": "1"})),
+    (call("{"), call('"{"')),
+    (call({}), assistant("")),
+    (user('["a", []]'), user(["a", []])),
+    (
+        user([{"type": "image_url", "image_url": {"url": "x"}}]),
+        user([{"type": "image_url", "image_url": {"url": "y"}}]),
+    ),
+]
+
+
+@pytest.mark.parametrize(("one", "two"), SAME)
+def test_messages_are_the_same_by_role_text_and_calls(one, two):
+    assert digest_alone(one) == digest_alone(two)
+
+
+@pytest.mark.parametrize(("one", "two"), DIFFERENT)
+def test_messages_differ_by_role_text_and_calls(one, two):
+    assert digest_alone(one) != digest_alone(two)
+
+
+def test_messages_that_are_nested_too_deeply_are_refused_and_never_crash():
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ValueError, match="nested too deeply"):
+        digest_alone({"role": "user", "content": [{"type": "x", "x": deep}]})
+    assert digest_alone(call("[" * 100_000)) != digest_alone(call("[" * 99_999))
+
+
+def test_half_a_surrogate_pair_has_a_digest():
+    assert digest_alone(user("\ud800")) == digest_alone(user("?"))
+
+
+@given(st.lists(st.sampled_from([m for pair in (*SAME, *DIFFERENT) for m in pair]), max_size=5), st.data())
+def test_histories_are_equal_exactly_as_far_as_their_messages_are(messages, data):
+    other = data.draw(st.lists(st.sampled_from([*messages, user("x")]), max_size=5))
+    equal = 0
+    for one, two in zip(messages, other, strict=False):
+        if digest_alone(one) != digest_alone(two):
+            break
+        equal += 1
+    marks, others = marks_of(messages), marks_of(other)
+    shared = [a.history == b.history for a, b in zip(marks, others, strict=False)]
+    assert shared == [True] * equal + [False] * (len(shared) - equal)
+
+
+REPRODUCIBLE = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": None, "top_p": None, "stop": ["x"], "max_new_tokens": 5, "sampling_seed": 3},
+    {"top_p": 1, "top_k": -1, "min_p": 0.0, "logit_bias": {}, "repetition_penalty": 1.0},
+    {"top_k": 1 << 30, "frequency_penalty": 0, "presence_penalty": 0, "min_new_tokens": 0, "regex": None},
+]
+CHANGED = {
+    "temperature": 1.0,
+    "top_p": 0.9,
+    "top_k": 40,
+    "min_p": 0.1,
+    "frequency_penalty": 0.1,
+    "presence_penalty": -0.1,
+    "repetition_penalty": 1.1,
+    "min_new_tokens": 1,
+    "logit_bias": {"5": 1.0},
+    "json_schema": "{}",
+    "regex": "a",
+    "ebnf": "root ::= 'a'",
+    "structural_tag": "{}",
+}
+
+
+@pytest.mark.parametrize("sampling", REPRODUCIBLE)
+def test_sampling_from_the_softmax_at_the_recipes_temperature_is_reproducible(sampling):
+    verdict = judge_sampling(sampling, 0.7, override=False)
+    assert not verdict.reasons and verdict.sampling["temperature"] == 0.7
+    assert judge_sampling(sampling, 0.7, override=True).overridden is False
+
+
+@pytest.mark.parametrize("changed", sorted(CHANGED))
+def test_each_parameter_that_changes_the_distribution_is_named_or_overridden(changed):
+    sampling = {changed: CHANGED[changed], "stop": ["x"]}
+    verdict = judge_sampling(sampling, 0.7, override=False)
+    assert verdict.reasons == (changed,) and verdict.sampling[changed] == CHANGED[changed]
+    verdict = judge_sampling(sampling, 0.7, override=True)
+    assert verdict.overridden and not verdict.reasons
+    assert verdict.sampling == {"temperature": 0.7, "stop": ["x"]}
