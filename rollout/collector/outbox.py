@@ -22,9 +22,9 @@ from slipstream.rollout.messages import (
     Evaluated,
     Event,
     FailedAttempt,
+    GroupVerdict,
     Status,
     Up,
-    GroupVerdict,
     as_note,
 )
 from slipstream.rollout.record import PieceHeader, checksum, encode

@@ -20,7 +20,6 @@ import aiohttp
 
 from slipstream.configs.schema import RunConfig, SamplingConfig
 from slipstream.rollout import plugins
-from slipstream.rollout.engine.descriptors import make_room
 from slipstream.rollout.collector.episodes import Episodes, check
 from slipstream.rollout.collector.evaluation import Evaluations, GreedyGenerator
 from slipstream.rollout.collector.groups import GroupCollector, NamedFilter
@@ -33,6 +32,7 @@ from slipstream.rollout.collector.watchdog import watched
 from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.connection import EngineAddress
+from slipstream.rollout.engine.descriptors import make_room
 from slipstream.rollout.engine.pool import EnginePool, GeneratingClient
 from slipstream.rollout.engine.trace import RequestTrace
 from slipstream.rollout.garbage import OF_COLLECTED_EPISODE, expect_objects, look_seldom_for_garbage

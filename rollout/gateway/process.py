@@ -45,7 +45,7 @@ from slipstream.rollout.gateway.peers import (
     shared_secret,
     write_address,
 )
-from slipstream.rollout.gateway.spec import Build, GatewaySpec, Served, GatewaySurroundings
+from slipstream.rollout.gateway.spec import Build, GatewaySpec, GatewaySurroundings, Served
 from slipstream.rollout.handover.address import DriverAddress
 from slipstream.rollout.heaps import keep_few_heaps
 

@@ -53,7 +53,7 @@ class Users:
         if parent is not None and dice.random() < 0.3:
             shared = dice.randrange(len(self.talk.branches[parent]) + 1)
         line = self.line()
-        old = [version for version in line[-4:]]
+        old = list(line[-4:])
         spans = ((self.version, dice.randint(1, 3)),)
         if dice.random() < 0.3:
             spans = ((dice.choice(old), dice.randint(1, 2)), *spans)
