@@ -404,17 +404,24 @@ class LiveTurns:
 
     def settle(self) -> bool:
         """Write down the turns that have expired. Return whether there were any."""
-        expired = self._core.live.take_expired()
+        sessions = self._write_expired()
+        for session in sessions:
+            self._drop_if_over(session)
+        return bool(sessions)
+
+    def _write_expired(self) -> set[int]:
+        """Write down the turns that have expired, and return their sessions."""
+        sessions: set[int] = set()
         now = self._clock()
-        for each in expired:
-            turn = self._turns[each.id]
+        for expired in self._core.live.take_expired():
+            turn = self._turns[expired.id]
+            sessions.add(turn.session)
             self._ledger.turns.ended(
-                each.id, TurnEnd.EXPIRED, Loss.STALE, version=self._core.version, lag=each.lag
+                turn.id, TurnEnd.EXPIRED, Loss.STALE, version=self._core.version, lag=expired.lag
             )
-            self._since.expired_lags.append(each.lag)
+            self._since.expired_lags.append(expired.lag)
             self._since.expired_ages_s.append(max(0.0, now - turn.head.ended_s))
-            self._drop_if_over(turn.session)
-        return bool(expired)
+        return sessions
 
     # ---- restarts
 
@@ -507,6 +514,7 @@ class LiveTurns:
 
     def _drop_if_over(self, id_: int) -> None:
         """Forget a session of which no turn is to be trained or continued."""
+        self._write_expired()  # it knows the turns
         session = self._sessions.get(id_)
         if session is None or not session.has_ended:
             return

@@ -6,7 +6,7 @@ from starlette.datastructures import Headers
 from slipstream.rollout.gateway.conversations import User
 from slipstream.rollout.gateway.serving.envelope import envelope_of, key_of
 from slipstream.rollout.gateway.serving.fields import CHAT, check_fields
-from slipstream.rollout.gateway.serving.limits import Rates, Refused
+from slipstream.rollout.gateway.serving.limits import Rates, Refusal
 from slipstream.rollout.gateway.serving.messages import StreamedMessages, as_template_reads
 from slipstream.rollout.turns import TurnType
 
@@ -27,7 +27,7 @@ def envelope(*, headers=None, path=None, response=None, user=None, raw=b"{}", **
 
 
 def test_a_field_that_sglang_knows_and_the_list_does_not_is_refused():
-    with pytest.raises(Refused, match="may not set input_ids, rid") as caught:
+    with pytest.raises(Refusal, match="may not set input_ids, rid") as caught:
         check_fields({"messages": [], "rid": "x", "input_ids": [1]}, CHAT, KNOWN)
     assert (caught.value.status, caught.value.param) == (400, "input_ids")
 
@@ -48,7 +48,7 @@ def test_fields_that_nobody_knows_and_those_of_the_gateway_do_not_reach_sglang()
     ],
 )
 def test_templates_and_remote_tools_are_refused(body):
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(Refusal) as caught:
         check_fields(body, CHAT, KNOWN)
     assert caught.value.status == 400
 
@@ -71,7 +71,7 @@ def test_the_first_name_of_a_session_counts(given, expected):
 
 @pytest.mark.parametrize("name", ["x" * 257, "line\nbreak", 7, ["s"]])
 def test_a_name_that_is_none_is_refused(name):
-    with pytest.raises(Refused, match="session_id"):
+    with pytest.raises(Refusal, match="session_id"):
         envelope(session_id=name)
 
 
@@ -90,7 +90,7 @@ def test_the_type_of_a_turn():
     assert envelope().turn_type is None
     assert envelope(turn_type="side").turn_type is TurnType.SIDE
     assert envelope(headers={"x-turn-type": "main"}, turn_type="side").turn_type is TurnType.MAIN
-    with pytest.raises(Refused, match="expected main or side"):
+    with pytest.raises(Refusal, match="expected main or side"):
         envelope(turn_type="both")
 
 
@@ -120,13 +120,13 @@ def test_a_key_may_send_its_rate_at_once_and_then_evenly():
     rates = Rates(per_minute=6, clock=lambda: now[0])
     for _ in range(6):
         rates.take("anna")
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(Refusal) as caught:
         rates.take("anna")
     assert (caught.value.status, caught.value.headers["retry-after"]) == (429, "10")
     rates.take("berta")
     now[0] = 10.0
     rates.take("anna")
-    with pytest.raises(Refused):
+    with pytest.raises(Refusal):
         rates.take("anna")
 
 

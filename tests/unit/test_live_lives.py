@@ -34,7 +34,8 @@ class Users:
         self.followed: set[int] = set()
         self.open: dict[str, list[int]] = {}
         """Turns that may be continued, by session."""
-        self.forgotten: set[int] = set()
+        self.forgotten: dict[int, int] = {}
+        """Entry that asks for it, by turn."""
         self.parents: dict[int, int] = {}
         """Parent of each version that was published."""
         self.version = 0
@@ -53,7 +54,7 @@ class Users:
         if parent is not None and dice.random() < 0.3:
             shared = dice.randrange(len(self.talk.branches[parent]) + 1)
         line = self.line()
-        old = list(line[-4:])
+        old = line[-4:]
         spans = ((self.version, dice.randint(1, 3)),)
         if dice.random() < 0.3:
             spans = ((dice.choice(old), dice.randint(1, 2)), *spans)
@@ -86,8 +87,8 @@ class Users:
                 for number, entry in enumerate(self.talk.entries, 1)
                 if isinstance(entry, Turn) and entry.session == session
             ]
-            self.forgotten.update(meant)
-            self.talk.add(Forgotten(session, self.dice.choice([None, "key"])))
+            entry = self.talk.add(Forgotten(session, self.dice.choice([None, "key"])))
+            self.forgotten.update(dict.fromkeys(meant, entry))
 
     # ---- versions
 
@@ -140,7 +141,10 @@ class Users:
     async def step(self, run: Run) -> None:
         if not run.core.live.available:
             return
-        batch = await run.batch()
+        try:
+            batch = await asyncio.wait_for(run.batch(), 0.5)
+        except TimeoutError:
+            return  # suspects of a failed step are withheld
         turns: list[int] = []
         for trajectory in batch.trajectories:
             turns += self.check(trajectory)
@@ -173,7 +177,7 @@ class Users:
         for turn in turns:
             entry = self.talk.entries[turn - 1]
             assert entry.turn_type is TurnType.MAIN and not entry.cancelled
-            assert turn not in self.forgotten or turn > self.delivered, "what is forgotten is not trained"
+            assert self.forgotten.get(turn, self.delivered + 1) > self.delivered, "it is forgotten"
             assert line.isdisjoint(self.trained.get(turn, ())), "trained twice"
             expected = [v for v, n in entry.spans for _ in range(n) if self.lag(v) <= BOUND]
             mask_T = trajectory.loss_mask_T & (trajectory.tokens_T == turn + 100)

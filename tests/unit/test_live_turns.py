@@ -572,6 +572,22 @@ def test_tokens_beyond_the_bound_carry_no_loss_and_a_turn_without_others_expires
     in_run(act, bound=2)
 
 
+def test_turns_of_a_session_that_is_over_may_expire_together(in_run):
+    talk = Talk()
+    first = talk.say(session="over")
+    talk.say(first, session="over")
+    talk.add(SessionEnd("over", "key"))
+    talk.say(session="busy", score=1.0)
+
+    async def act(run):
+        await run.hear(talk)
+        await run.step()
+        assert run.core.live.ends[TurnEnd.EXPIRED] == 2
+        assert run.live.status().unjudged == 0
+
+    in_run(act, bound=0)
+
+
 # ---- batches
 
 

@@ -1,1 +1,1 @@
-"""Endpoints: OpenAI's, Anthropic's and SGLang's own, by SGLang's code, with tokens from a ``TokenSource``."""
+"""Answers users in OpenAI's, Anthropic's and SGLang's protocols, by SGLang's code, from a ``TokenSource``."""

@@ -1,8 +1,9 @@
 """SGLang's endpoints, bound to one request each: they read the request, and write the answer for the client.
 
-SGLang applies the chat template, parses tool calls and reasoning and speaks the protocols. What changes here
-is where its prompts go (``Call.begin``), where its tokens come from (``StandIn.generate_request``), and that
-an answer is durable before its last byte leaves (``Call.record``). Imports SGLang.
+SGLang applies the chat template, parses tool calls and reasoning and speaks the protocols. Three things
+change here: where its prompts go (``LiveCall.begin``), where its tokens come from
+(``StandIn.generate_request``), and that an answer is durable before its last byte leaves
+(``LiveCall.record``). Imports SGLang.
 """
 
 import logging
@@ -29,8 +30,8 @@ from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingRespons
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from slipstream.rollout.gateway.conversations import ChatMessage
-from slipstream.rollout.gateway.serving.call import Call, PromptParts
-from slipstream.rollout.gateway.serving.limits import Refused
+from slipstream.rollout.gateway.serving.call import LiveCall, PromptParts
+from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.messages import StreamedMessages, as_template_reads
 from slipstream.rollout.gateway.serving.stand_in import StandIn
 
@@ -76,27 +77,27 @@ class AppliedTemplate:
 
 
 @contextmanager
-def _reading(call: Call) -> Iterator[None]:
+def _reading(call: LiveCall) -> Iterator[None]:
     """Take every error for a refusal: what a request looks like is all that the code inside depends on."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, Refused):
+        if isinstance(error, Refusal):
             call.refusal = error
         if call.refusal is None:
             log.info("a request cannot be read: %s", type(error).__name__)
             is_for_clients = isinstance(error, ValueError | TypeError) and str(error)
-            call.refusal = Refused(
+            call.refusal = Refusal(
                 400, str(error) if is_for_clients else f"the request cannot be read ({type(error).__name__})"
             )
         raise ValueError(call.refusal.message) from error
 
 
-def _begin(call: Call, prompt: PromptParts, sampling: Mapping[str, object], top_logprobs: int) -> None:
+def _begin(call: LiveCall, prompt: PromptParts, sampling: Mapping[str, object], top_logprobs: int) -> None:
     """Begin the turn of a prompt. Raises ValueError if it is refused, which SGLang's endpoints expect."""
     try:
         call.begin(prompt, sampling, top_logprobs=top_logprobs)
-    except Refused as refusal:
+    except Refusal as refusal:
         call.refusal = refusal
         raise ValueError(refusal.message) from refusal
 
@@ -105,10 +106,10 @@ class Chatting(OpenAIServingChat):
     """What SGLang's chat and Responses endpoints have in common."""
 
     tokenizer_manager: StandIn  # pyright: ignore[reportIncompatibleVariableOverride]
-    call: Call
+    call: LiveCall
     _applied: AppliedTemplate | None = None
 
-    def bound_to(self, call: Call) -> Self:
+    def bound_to(self, call: LiveCall) -> Self:
         """Return a copy that answers one request."""
         bound = copy(self)
         bound.call = call
@@ -212,20 +213,20 @@ class Messages(AnthropicServing):
 
     openai_serving_chat: Chat
 
-    def bound_to(self, call: Call) -> Self:
+    def bound_to(self, call: LiveCall) -> Self:
         """Return a copy that answers one request."""
         bound = copy(self)
         bound.openai_serving_chat = self.openai_serving_chat.bound_to(call)
         return bound
 
 
-class Completion(OpenAIServingCompletion):
+class TextCompletion(OpenAIServingCompletion):
     """/v1/completions: prompts without a chat template."""
 
     tokenizer_manager: StandIn  # pyright: ignore[reportIncompatibleVariableOverride]
-    call: Call
+    call: LiveCall
 
-    def bound_to(self, call: Call) -> Self:
+    def bound_to(self, call: LiveCall) -> Self:
         """Return a copy that answers one request."""
         bound = copy(self)
         bound.call = call
@@ -240,7 +241,7 @@ class Completion(OpenAIServingCompletion):
     ) -> tuple[GenerateReqInput, CompletionRequest]:
         with _reading(self.call):
             if request.echo and request.logprobs is not None:
-                raise Refused(
+                raise Refusal(
                     400, "echo and logprobs: the log-probs of a prompt are not computed", param="echo"
                 )
             converted, request = super()._convert_to_internal_request(request, raw_request)  # pyright: ignore

@@ -1,40 +1,23 @@
-"""The application that users reach: who may ask, how much, and which endpoint answers. No SGLang in here.
+"""Makes the applications of a gateway process: for users, and for whoever runs it. No SGLang in here."""
 
-    request ─► key ─► rate ─► body ─► fields ─► capacity ─► endpoint ─► first token ─► reply
-               401    429     413      400         429        400          400, 429
-
-Every refusal comes before the first byte of a reply, and none waits for an engine.
-"""
-
-import logging
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import orjson
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
-from slipstream.configs.schema import LimitsConfig
-from slipstream.rollout.gateway.conversations import KeyRing, UnknownTurn, User
 from slipstream.rollout.gateway.serving import replies
-from slipstream.rollout.gateway.serving.call import FULL_AGAIN_S, Call, Kitchen
-from slipstream.rollout.gateway.serving.envelope import envelope_of, key_of
-from slipstream.rollout.gateway.serving.limits import Rates, Refused
+from slipstream.rollout.gateway.serving.handling import RequestHandler
+from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
-from slipstream.rollout.gateway.serving.replies import ClientGone, EventStream, Protocols, unless_disconnected
+from slipstream.rollout.gateway.serving.replies import Protocols
 from slipstream.rollout.gateway.serving.schema import EndpointPort, describe
 from slipstream.rollout.gateway.source import TokenSource
-
-log = logging.getLogger(__name__)
-
-STORED_OWNERS = 1024
-"""Number of responses of which it is known whose they are."""
 
 
 @dataclass(frozen=True)
@@ -47,226 +30,8 @@ class ModelCard:
     created_s: int
 
 
-class Desk:
-    """Takes requests in, and sees to it that each turn it begins is left again."""
-
-    def __init__(
-        self,
-        *,
-        kitchen: Kitchen,
-        source: TokenSource,
-        keys: KeyRing,
-        limits: LimitsConfig,
-        metrics: ServingMetrics,
-        record_reward: Callable[[User, str, float, int | None], None],
-        clock: Callable[[], float] = time.time,
-        log_content: bool = False,
-    ) -> None:
-        self._kitchen = kitchen
-        self._source = source
-        self._keys = keys
-        self._limits = limits
-        self._metrics = metrics
-        self._record_reward = record_reward
-        self._clock = clock
-        self._log_content = log_content
-        self._rates = Rates(limits.requests_per_minute, time.monotonic)
-        self._owners: dict[str, tuple[str, str]] = {}
-        """User and session of each response, by its id."""
-
-    def user(self, request: Request) -> User:
-        """Return who sends a request. Raises Refused with 401."""
-        user = self._keys.user(key_of(request.headers))
-        if user is None:
-            raise Refused(401, "this request has no valid key (Authorization: Bearer KEY)")
-        return user
-
-    async def take(self, endpoint: EndpointPort, request: Request) -> Response:
-        """Answer a request."""
-        status = 500
-        try:
-            reply = await self._answer(endpoint, request)
-            status = reply.status_code
-            return reply
-        except Refused as refused:
-            status = refused.status
-            return replies.error_reply(refused, endpoint.protocol)
-        except (ClientGone, ClientDisconnect):
-            status = 499
-            self._metrics.disconnects.labels(endpoint.name).inc()
-            return Response(status_code=status)
-        finally:
-            self._metrics.requests.labels(endpoint.name, str(status)).inc()
-
-    async def _answer(self, endpoint: EndpointPort, request: Request) -> Response:
-        now_s = self._clock()
-        user = self.user(request)
-        self._rates.take(user.name)
-        raw = await read_body(request, self._limits.body_bytes)
-        body = _json(raw)
-        if self._log_content:
-            log.info("%s %s: %s", user.name, endpoint.name, raw.decode(errors="replace"))
-        parsed = endpoint.read(body, self._limits)
-        envelope = envelope_of(
-            user,
-            endpoint=endpoint.name,
-            path_session=request.path_params.get("session"),
-            response_session=self._previous(user, body),
-            headers=request.headers,
-            body=body,
-            raw=raw,
-            now_s=now_s,
-        )
-        if endpoint.generates:
-            self._check_capacity()
-        call = Call(self._kitchen, envelope)
-        is_streamed = False
-        try:
-            result = await unless_disconnected(request.receive, self._ask(endpoint, call, parsed, request))
-            if isinstance(result, AsyncIterator):
-                self._metrics.first_token_s.labels(endpoint.name).observe(self._clock() - now_s)
-            reply = self._reply(endpoint, call, result, user)
-            is_streamed = isinstance(reply, EventStream)  # which leaves its turns at its own end
-            return reply
-        except (Refused, ClientGone):
-            raise
-        except Exception as error:
-            log.exception("%s has failed", endpoint.name)
-            raise Refused(500, "internal error") from error
-        finally:
-            if not is_streamed:
-                call.close()
-
-    async def _ask(self, endpoint: EndpointPort, call: Call, parsed: Any, request: Request) -> Any:
-        """Return the reply, or the events of one whose first tokens have come. Raises Refused."""
-        try:
-            result = await endpoint.answer(call, parsed, request)
-        except Exception as error:
-            if call.refusal is None:
-                raise
-            raise call.refusal from error
-        if call.refusal is not None:
-            raise call.refusal
-        if isinstance(result, AsyncIterator):
-            await call.started()
-        return result
-
-    def _reply(self, endpoint: EndpointPort, call: Call, result: Any, user: User) -> Response:
-        headers = {"x-request-id": call.id, **replies.session_headers(call.session)}
-        if endpoint.name == "v1/responses" and call.session is not None:
-            self._own(f"resp_{call.id}", user.name, call.session)
-        if isinstance(result, AsyncIterator):
-            return EventStream(
-                result,
-                session=call.session,
-                headers=headers,
-                protocol=endpoint.protocol,
-                close=partial(self._left, endpoint, call),
-            )
-        if call.session is not None:
-            parts = result if isinstance(result, list) else [result]
-            for part in parts:
-                part["session_id"] = call.session
-        return replies.json_reply(result, headers=headers)
-
-    def _left(self, endpoint: EndpointPort, call: Call) -> None:
-        if any(answer.recorded is None for _, _, answer in call.answers):
-            self._metrics.disconnects.labels(endpoint.name).inc()
-        call.close()
-
-    def _check_capacity(self) -> None:
-        """Raises Refused with 429 if nothing can be generated now."""
-        retry_after_s = self._source.retry_after_s()
-        if retry_after_s is None and self._kitchen.turns.answers >= self._limits.concurrent:
-            retry_after_s = FULL_AGAIN_S
-        if retry_after_s is not None:
-            raise Refused(429, "no engine is free; try again", retry_after_s=retry_after_s)
-
-    # ---- responses that are named later
-
-    def _own(self, response: str, user: str, session: str) -> None:
-        self._owners[response] = (user, session)
-        if len(self._owners) > STORED_OWNERS:
-            del self._owners[next(iter(self._owners))]
-
-    def forget(self, *, user: str, session: str | None) -> list[str]:
-        """Forget the responses of a session, or of a whole user; return their ids."""
-        ids = [
-            response
-            for response, (owner, its_session) in self._owners.items()
-            if owner == user and session in (None, its_session)
-        ]
-        for response in ids:
-            del self._owners[response]
-        return ids
-
-    def _previous(self, user: User, body: dict[str, Any]) -> str | None:
-        """Return the session of the response that a request continues. Raises Refused with 404."""
-        previous = body.get("previous_response_id")
-        if previous is None:
-            return None
-        owner, session = (
-            self._owners.get(previous, (None, None)) if isinstance(previous, str) else (None, None)
-        )
-        if owner != user.name:
-            raise Refused(404, "previous_response_id: no such response", param="previous_response_id")
-        return session
-
-    # ---- rewards
-
-    async def reward(self, request: Request) -> Response:
-        """Take a client's reward of a turn of its session."""
-        try:
-            user = self.user(request)
-            self._rates.take(user.name)
-            body = _json(await read_body(request, self._limits.body_bytes))
-            reward, turn = body.get("reward"), body.get("turn")
-            if not isinstance(reward, int | float) or isinstance(reward, bool) or abs(reward) > MOST_REWARD:
-                raise Refused(400, f"reward: expected a finite number, found {reward!r}", param="reward")
-            if turn is not None and (not isinstance(turn, int) or isinstance(turn, bool) or turn < 0):
-                raise Refused(400, f"turn: expected a whole number, found {turn!r}", param="turn")
-            session = request.path_params["session"]
-            try:
-                self._record_reward(user, session, float(reward), turn)
-            except UnknownTurn as error:
-                raise Refused(404, str(error)) from error
-            return replies.json_reply({"session_id": session}, headers=replies.session_headers(session))
-        except Refused as refused:
-            return replies.error_reply(refused, Protocols.OPENAI)
-
-
-MOST_REWARD = 3.4e38
-"""Largest reward: the trainer computes in float32."""
-
-
-def _json(raw: bytes) -> dict[str, Any]:
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise Refused(400, f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise Refused(400, "expected a JSON object as the body")
-    return body
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """Return the body of a request. Raises Refused with 413 before more than ``limit`` bytes are read."""
-    too_long = Refused(413, f"the body is longer than {limit} bytes")
-    length = request.headers.get("content-length", "0")
-    if not length.isdecimal() or int(length) > limit:
-        raise too_long
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise too_long
-        parts.append(part)
-    return b"".join(parts)
-
-
 def create_app(
-    desk: Desk,
+    handler: RequestHandler,
     endpoints: Sequence[EndpointPort],
     card: ModelCard,
     *,
@@ -278,9 +43,9 @@ def create_app(
     app = FastAPI(title="Slipstream gateway", docs_url=None, redoc_url=None, openapi_url=None)
     for endpoint in endpoints:
         for prefix in ("", "/sessions/{session}") if endpoint.path.startswith("/v1/") else ("",):
-            _add(app, prefix + endpoint.path, partial(desk.take, endpoint))
-    _add(app, "/sessions/{session}/reward", desk.reward)
-    _add_state(app, desk, card, source, metrics, answers)
+            _add(app, prefix + endpoint.path, partial(handler.take, endpoint))
+    _add(app, "/sessions/{session}/reward", handler.reward)
+    _add_state(app, handler, card, source, metrics, answers)
     app.add_exception_handler(HTTPException, _http_error)  # pyright: ignore[reportArgumentType]
     app.openapi = lambda: describe(get_openapi(title=app.title, version="1", routes=app.routes), endpoints)
     return app
@@ -295,7 +60,7 @@ def _add(app: FastAPI, path: str, take: Callable[[Request], Any]) -> None:
 
 def _add_state(
     app: FastAPI,
-    desk: Desk,
+    handler: RequestHandler,
     card: ModelCard,
     source: TokenSource,
     metrics: ServingMetrics,
@@ -312,9 +77,9 @@ def _add_state(
     def known(build: Callable[[Request], Any]) -> Callable[[Request], Any]:
         async def route(request: Request) -> Response:
             try:
-                desk.user(request)
+                handler.user(request)
                 built = build(request)
-            except Refused as refused:
+            except Refusal as refused:
                 return replies.error_reply(refused, Protocols.OPENAI)
             return built if isinstance(built, Response) else replies.json_reply(built)
 
@@ -322,7 +87,7 @@ def _add_state(
 
     def one_model(request: Request) -> dict[str, Any]:
         if request.path_params["model"] != card.name:
-            raise Refused(404, f"the model is {card.name}", param="model", code="model_not_found")
+            raise Refusal(404, f"the model is {card.name}", param="model", code="model_not_found")
         return model
 
     def model_info(_request: Request) -> dict[str, Any]:
@@ -368,7 +133,7 @@ def metrics_reply(metrics: ServingMetrics, source: TokenSource, answers: Callabl
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     protocol = Protocols.ANTHROPIC if "/v1/messages" in request.url.path else Protocols.OPENAI
-    return replies.error_reply(Refused(error.status_code, str(error.detail)), protocol)
+    return replies.error_reply(Refusal(error.status_code, str(error.detail)), protocol)
 
 
 def create_admin_app(source: TokenSource, metrics: ServingMetrics, answers: Callable[[], int]) -> FastAPI:

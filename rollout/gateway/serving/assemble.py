@@ -15,9 +15,10 @@ from fastapi import FastAPI
 
 from slipstream.configs.schema import GatewayConfig, SamplingConfig
 from slipstream.rollout.gateway.conversations import Conversations, EntryLog, KeyRing, User
-from slipstream.rollout.gateway.serving.app import Desk, ModelCard, create_admin_app, create_app
-from slipstream.rollout.gateway.serving.call import Kitchen
+from slipstream.rollout.gateway.serving.app import ModelCard, create_admin_app, create_app
+from slipstream.rollout.gateway.serving.call import SharedParts
 from slipstream.rollout.gateway.serving.endpoints import Endpoints
+from slipstream.rollout.gateway.serving.handling import RequestHandler
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
 from slipstream.rollout.gateway.serving.running import RunningTurns
 from slipstream.rollout.gateway.serving.stand_in import ServedModel, StandIn
@@ -32,12 +33,12 @@ class Serving:
     admin: FastAPI
     metrics: ServingMetrics
     turns: RunningTurns
-    desk: Desk
+    handler: RequestHandler
     endpoints: Endpoints
 
     def forget(self, *, user: str, session: str | None) -> None:
         """Remove what is kept in memory of a user's session, or of all of them. Turns that run go on."""
-        for response in self.desk.forget(user=user, session=session):
+        for response in self.handler.forget(user=user, session=session):
             self.endpoints.forget(response)
 
     async def close(self) -> None:
@@ -57,7 +58,7 @@ def assemble(
     """Make both applications. Once in a process: SGLang's settings belong to the whole process."""
     stand_in = StandIn(model)
     turns = RunningTurns(source, conversations, entries)
-    kitchen = Kitchen(
+    shared = SharedParts(
         turns=turns,
         conversations=conversations,
         tokenizer=stand_in.tokenizer,  # pyright: ignore[reportArgumentType]
@@ -73,8 +74,8 @@ def assemble(
         entries.append(conversations.reward(user, session, reward, turn))
 
     metrics = ServingMetrics()
-    desk = Desk(
-        kitchen=kitchen,
+    handler = RequestHandler(
+        shared=shared,
         source=source,
         keys=keys,
         limits=gateway.limits,
@@ -85,7 +86,7 @@ def assemble(
     card = ModelCard(model.name, str(model.path), model.context, int(time.time()))
     endpoints = Endpoints(stand_in)
     app = create_app(
-        desk,
+        handler,
         endpoints.all(),
         card,
         source=source,
@@ -93,7 +94,7 @@ def assemble(
         answers=lambda: turns.answers,
     )
     admin = create_admin_app(source, metrics, lambda: turns.answers)
-    return Serving(app, admin, metrics, turns, desk, endpoints)
+    return Serving(app, admin, metrics, turns, handler, endpoints)
 
 
 def served_model(

@@ -24,8 +24,8 @@ from slipstream.rollout.gateway.conversations import (
     TooManySessions,
     User,
 )
-from slipstream.rollout.gateway.serving.limits import Refused
-from slipstream.rollout.gateway.serving.running import RunningAnswer, RunningTurn, RunningTurns, Step
+from slipstream.rollout.gateway.serving.limits import Refusal
+from slipstream.rollout.gateway.serving.running import AnswerPart, RunningAnswer, RunningTurn, RunningTurns
 from slipstream.rollout.gateway.serving.text import GrowingText
 from slipstream.rollout.gateway.source import Exhausted, Finished, Rejected, TokenRequest
 from slipstream.rollout.trajectory import Finish
@@ -44,7 +44,7 @@ FULL_AGAIN_S = 1.0
 """Seconds after which a client may ask again when this process generates all that it may."""
 
 
-class Tokenizer(Protocol):
+class TextDecoder(Protocol):
     """The part of a Hugging Face tokenizer that answers need."""
 
     def decode(
@@ -80,12 +80,12 @@ class PromptParts:
 
 
 @dataclass(frozen=True)
-class Kitchen:
+class SharedParts:
     """What all requests of a process share."""
 
     turns: RunningTurns
     conversations: Conversations
-    tokenizer: Tokenizer
+    tokenizer: TextDecoder
     limits: LimitsConfig
     context: int
     defaults: Mapping[str, object]
@@ -98,11 +98,11 @@ class Kitchen:
     """The policy version that a new request gets."""
 
 
-class Call:
+class LiveCall:
     """One HTTP request."""
 
-    def __init__(self, kitchen: Kitchen, envelope: Envelope) -> None:
-        self._kitchen = kitchen
+    def __init__(self, shared: SharedParts, envelope: Envelope) -> None:
+        self._shared = shared
         self._envelope = envelope
         self._turns: list[RunningTurn] = []
         self.one_by_one = False
@@ -110,19 +110,19 @@ class Call:
         self.id = uuid.uuid4().hex
         self.session: str | None = None
         """The session that it belongs to; known once it has begun."""
-        self.refusal: Refused | None = None
+        self.refusal: Refusal | None = None
         """Why it is not answered. SGLang's endpoints make errors of their own of the exception that says so,
         some of them with the status 500; this one counts."""
 
     # ---- prompts
 
     def begin(self, prompt: PromptParts, sampling: Mapping[str, object], *, top_logprobs: int = 0) -> None:
-        """Begin the turn of a prompt, or join the one that runs already. Raises Refused."""
+        """Begin the turn of a prompt, or join the one that runs already. Raises Refusal."""
         given = {name: value for name, value in sampling.items() if value is not None}
         choices = self._choices(given.pop("n", 1))
-        parameters = {**self._kitchen.defaults, **given}
+        parameters = {**self._shared.defaults, **given}
         if not 0 <= top_logprobs <= MOST_ALTERNATIVES:
-            raise Refused(
+            raise Refusal(
                 400,
                 f"top_logprobs: expected 0 to {MOST_ALTERNATIVES}, found {top_logprobs}",
                 param="top_logprobs",
@@ -131,44 +131,44 @@ class Call:
         joined_or_begun = self._place(prompt, parameters, choices)
         if isinstance(joined_or_begun, Joined):
             begun = joined_or_begun.begun
-            turn = self._kitchen.turns.join(begun)
+            turn = self._shared.turns.join(begun)
         else:
             begun = joined_or_begun
-            room = self._kitchen.context - len(begun.input_ids)
+            room = self._shared.context - len(begun.input_ids)
             if room < 1:
-                self._kitchen.turns.abandon(begun, choices)
+                self._shared.turns.abandon(begun, choices)
                 raise self._too_long(len(begun.input_ids))
             requests = [
                 _token_request(begun.input_ids, begun.sampling, room, top_logprobs, choice)
                 for choice in range(choices)
             ]
-            turn = self._kitchen.turns.start(begun, requests, lambda: self._new_answer(parameters))
+            turn = self._shared.turns.start(begun, requests, lambda: self._new_answer(parameters))
         self._turns.append(turn)
         self.session = begun.session
 
     def _choices(self, n: object) -> int:
         running = sum(len(turn.answers) for turn in self._turns)
-        limit = self._kitchen.limits.choices
+        limit = self._shared.limits.choices
         if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= limit - running:
-            raise Refused(400, f"n: expected a whole number from 1 to {limit} in all, found {n!r}", param="n")
-        if self._kitchen.turns.answers + n > self._kitchen.limits.concurrent:
-            raise Refused(429, "all places are taken; try again", retry_after_s=FULL_AGAIN_S)
+            raise Refusal(400, f"n: expected a whole number from 1 to {limit} in all, found {n!r}", param="n")
+        if self._shared.turns.answers + n > self._shared.limits.concurrent:
+            raise Refusal(429, "all places are taken; try again", retry_after_s=FULL_AGAIN_S)
         return n
 
     def _check(self, prompt: PromptParts, parameters: Mapping[str, object]) -> None:
         if not prompt.ids:
-            raise Refused(400, "the prompt is empty")
-        if len(prompt.ids) >= self._kitchen.context:
+            raise Refusal(400, "the prompt is empty")
+        if len(prompt.ids) >= self._shared.context:
             raise self._too_long(len(prompt.ids))
         try:
-            self._kitchen.check_sampling(parameters)
+            self._shared.check_sampling(parameters)
         except (ValueError, TypeError, AttributeError) as error:
-            raise Refused(400, f"sampling parameters: {error}") from error
+            raise Refusal(400, f"sampling parameters: {error}") from error
 
-    def _too_long(self, length: int) -> Refused:
-        return Refused(
+    def _too_long(self, length: int) -> Refusal:
+        return Refusal(
             400,
-            f"the prompt has {length} tokens, and the model's context ends at {self._kitchen.context}",
+            f"the prompt has {length} tokens, and the model's context ends at {self._shared.context}",
             code="context_length_exceeded",
         )
 
@@ -190,14 +190,14 @@ class Call:
             arrived_s=envelope.arrived_s,
         )
         try:
-            return self._kitchen.conversations.begin(arrival)
+            return self._shared.conversations.begin(arrival)
         except ValueError as error:
-            raise Refused(400, str(error)) from error
+            raise Refusal(400, str(error)) from error
         except TooManySessions as error:
-            raise Refused(429, str(error), retry_after_s=FULL_AGAIN_S) from error
+            raise Refusal(429, str(error), retry_after_s=FULL_AGAIN_S) from error
 
     def _new_answer(self, parameters: Mapping[str, object]) -> RunningAnswer:
-        tokenizer = self._kitchen.tokenizer
+        tokenizer = self._shared.tokenizer
         skip = bool(parameters.get("skip_special_tokens", True))
         spaces = bool(parameters.get("spaces_between_special_tokens", True))
         keeps_stop = bool(parameters.get("no_stop_trim", False))
@@ -214,7 +214,7 @@ class Call:
         return RunningAnswer(
             text,
             keeps_end_token=keeps_stop,
-            end_tokens=self._kitchen.end_tokens,
+            end_tokens=self._shared.end_tokens,
             one_by_one=self.one_by_one,
         )
 
@@ -226,7 +226,7 @@ class Call:
         return [(turn, choice, answer) for turn in self._turns for choice, answer in enumerate(turn.answers)]
 
     async def started(self) -> None:
-        """Wait for the first tokens. Raises Refused if there will be none."""
+        """Wait for the first tokens. Raises Refusal if there will be none."""
         try:
             for _, _, answer in self.answers[:1]:
                 await answer.started()
@@ -267,23 +267,23 @@ class Call:
                 raise ValueError(refusal.message) from error
             reason = {"type": "abort", "message": refusal.message, "status_code": HTTPStatus(refusal.status)}
             content: Content = {
-                **self._content(turn, answer, form, known, Step("", known, None)),
+                **self._content(turn, answer, form, known, AnswerPart("", known, None)),
                 "index": index,
             }
             content["meta_info"]["finish_reason"] = reason
             yield content
 
-    def _refuse(self, error: Exception) -> Refused:
+    def _refuse(self, error: Exception) -> Refusal:
         if isinstance(error, Rejected):
-            self.refusal = Refused(400, str(error))
+            self.refusal = Refusal(400, str(error))
         elif isinstance(error, Exhausted):
-            self.refusal = Refused(429, str(error), retry_after_s=error.retry_after_s)
+            self.refusal = Refusal(429, str(error), retry_after_s=error.retry_after_s)
         else:
-            self.refusal = Refused(503, "the answer cannot be finished", retry_after_s=FULL_AGAIN_S)
+            self.refusal = Refusal(503, "the answer cannot be finished", retry_after_s=FULL_AGAIN_S)
         return self.refusal
 
     def _content(
-        self, turn: RunningTurn, answer: RunningAnswer, form: "Form", known: int, step: Step
+        self, turn: RunningTurn, answer: RunningAnswer, form: "Form", known: int, step: AnswerPart
     ) -> Content:
         """Return the part of an answer between ``known`` tokens and those of ``step``."""
         meta: dict[str, Any] = {
@@ -293,7 +293,7 @@ class Call:
             "completion_tokens": step.tokens,
             "reasoning_tokens": form.reasoning_tokens(answer) if step.finish else 0,
             "cached_tokens": answer.cached_tokens,
-            "weight_version": str(answer.spans[-1][0] if answer.spans else self._kitchen.version()),
+            "weight_version": str(answer.spans[-1][0] if answer.spans else self._shared.version()),
         }
         if step.finish is not None:
             meta["weight_versions"] = _version_spans(answer.spans)
@@ -318,7 +318,7 @@ class Call:
         return content
 
     def _shown(self, token: int) -> str:
-        return self._kitchen.tokenizer.decode([token])
+        return self._shared.tokenizer.decode([token])
 
     # ---- the end
 
@@ -329,7 +329,7 @@ class Call:
         """
         await asyncio.gather(
             *(
-                self._kitchen.turns.record(turn, choice, message)
+                self._shared.turns.record(turn, choice, message)
                 for (turn, choice, answer), message in zip(self.answers, messages, strict=True)
                 if answer.finish is not None
             )
@@ -339,7 +339,7 @@ class Call:
         """Leave all turns: what is neither finished nor read by another request is cancelled."""
         turns, self._turns = self._turns, []
         for turn in turns:
-            self._kitchen.turns.leave(turn)
+            self._shared.turns.leave(turn)
 
 
 @dataclass(frozen=True)
@@ -377,11 +377,11 @@ def _token_request(
     return TokenRequest(input_ids, parameters, top_logprobs=top_logprobs)
 
 
-def _whole(answer: RunningAnswer) -> Step:
-    return Step(answer.text, len(answer.tokens), answer.finish)
+def _whole(answer: RunningAnswer) -> AnswerPart:
+    return AnswerPart(answer.text, len(answer.tokens), answer.finish)
 
 
-def _finish_reason(step: Step) -> dict[str, object]:
+def _finish_reason(step: AnswerPart) -> dict[str, object]:
     finish = step.finish
     assert isinstance(finish, Finished)
     if finish.finish is Finish.LENGTH:

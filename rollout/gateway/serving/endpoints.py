@@ -15,9 +15,9 @@ from starlette.responses import Response, StreamingResponse
 
 from slipstream.configs.schema import LimitsConfig
 from slipstream.rollout.gateway.serving import fields
-from slipstream.rollout.gateway.serving.answering import Chat, Completion, Messages, Responses
-from slipstream.rollout.gateway.serving.call import Call
-from slipstream.rollout.gateway.serving.limits import Refused
+from slipstream.rollout.gateway.serving.answering import Chat, Messages, Responses, TextCompletion
+from slipstream.rollout.gateway.serving.call import LiveCall
+from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.native import GenerateBody, Native
 from slipstream.rollout.gateway.serving.replies import Protocols
 from slipstream.rollout.gateway.serving.stand_in import StandIn
@@ -36,7 +36,7 @@ class Endpoint:
     known: Mapping[str, object]
     """The default of every field that SGLang's endpoint reads."""
     protocol: Protocols
-    answer: Callable[[Call, Any, Request], Awaitable[Result]]
+    answer: Callable[[LiveCall, Any, Request], Awaitable[Result]]
     generates: bool = True
 
     @property
@@ -44,9 +44,9 @@ class Endpoint:
         return self.path.removeprefix("/")
 
     def read(self, body: object, limits: LimitsConfig) -> BaseModel:
-        """Return a checked body. Raises Refused with 400."""
+        """Return a checked body. Raises Refusal with 400."""
         if not isinstance(body, dict):
-            raise Refused(400, "expected a JSON object as the body")
+            raise Refusal(400, "expected a JSON object as the body")
         given = fields.check_fields(body, self.allowed, self.known)  # pyright: ignore[reportUnknownArgumentType]
         _check_messages(given, limits)
         try:
@@ -54,17 +54,17 @@ class Endpoint:
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"])
-            raise Refused(400, f"{where}: {first['msg']}" if where else first["msg"], param=where) from error
+            raise Refusal(400, f"{where}: {first['msg']}" if where else first["msg"], param=where) from error
         except Exception as error:
             # SGLang's own validators meet what they do not expect before the types are checked.
-            raise Refused(400, f"the body cannot be read: {type(error).__name__}: {error}") from error
+            raise Refusal(400, f"the body cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _check_messages(given: dict[str, Any], limits: LimitsConfig) -> None:
     for name in ("messages", "input"):
         messages = given.get(name)
         if isinstance(messages, list) and len(messages) > limits.messages:
-            raise Refused(
+            raise Refusal(
                 400, f"{name}: expected at most {limits.messages}, found {len(messages)}", param=name
             )
 
@@ -76,7 +76,7 @@ class Endpoints:
         self._model = stand_in.served_model_name
         self._reads_developer = "developer" in str(stand_in.tokenizer.chat_template)
         self._chat = Chat(stand_in, stand_in.templates)  # pyright: ignore[reportArgumentType]
-        self._completion = Completion(stand_in, stand_in.templates)  # pyright: ignore[reportArgumentType]
+        self._completion = TextCompletion(stand_in, stand_in.templates)  # pyright: ignore[reportArgumentType]
         self._messages = Messages(self._chat)
         self._responses = Responses(stand_in)
         self._native = Native(stand_in)
@@ -115,7 +115,7 @@ class Endpoints:
         """Remove a response of /v1/responses from memory."""
         self._responses.forget(response)
 
-    async def _answer_chat(self, call: Call, body: ChatCompletionRequest, raw: Request) -> Result:
+    async def _answer_chat(self, call: LiveCall, body: ChatCompletionRequest, raw: Request) -> Result:
         if "model" not in body.model_fields_set:
             body.model = self._model
         if not self._reads_developer:
@@ -124,20 +124,20 @@ class Endpoints:
                     message.role = "system"
         return _result(await self._chat.bound_to(call).handle_request(body, raw))
 
-    async def _answer_completion(self, call: Call, body: CompletionRequest, raw: Request) -> Result:
+    async def _answer_completion(self, call: LiveCall, body: CompletionRequest, raw: Request) -> Result:
         if "model" not in body.model_fields_set:
             body.model = self._model
         return _result(await self._completion.bound_to(call).handle_request(body, raw))
 
-    async def _answer_responses(self, call: Call, body: ResponsesRequest, raw: Request) -> Result:
+    async def _answer_responses(self, call: LiveCall, body: ResponsesRequest, raw: Request) -> Result:
         body.model = body.model or self._model
         body.request_id = f"resp_{call.id}"
         return _result(await self._responses.bound_to(call).create_responses(body, raw))
 
-    async def _answer_messages(self, call: Call, body: AnthropicMessagesRequest, raw: Request) -> Result:
+    async def _answer_messages(self, call: LiveCall, body: AnthropicMessagesRequest, raw: Request) -> Result:
         return _result(await self._messages.bound_to(call).handle_messages(body, raw))
 
-    async def _count_tokens(self, call: Call, body: AnthropicCountTokensRequest, raw: Request) -> Result:
+    async def _count_tokens(self, call: LiveCall, body: AnthropicCountTokensRequest, raw: Request) -> Result:
         return _result(await self._messages.bound_to(call).handle_count_tokens(body, raw))
 
 
@@ -146,7 +146,7 @@ def _endpoint(
     body: type[BaseModel],
     allowed: Collection[str],
     protocol: Protocols,
-    answer: Callable[[Call, Any, Request], Awaitable[Result]],
+    answer: Callable[[LiveCall, Any, Request], Awaitable[Result]],
 ) -> Endpoint:
     return Endpoint(path, body, allowed, _defaults(body), protocol, answer)
 
@@ -156,7 +156,7 @@ def _defaults(body: type[BaseModel]) -> dict[str, object]:
 
 
 def _result(reply: Any) -> Result:
-    """Return a reply of SGLang as JSON or as events. Raises Refused for an error."""
+    """Return a reply of SGLang as JSON or as events. Raises Refusal for an error."""
     if isinstance(reply, StreamingResponse):
         return reply.body_iterator  # pyright: ignore[reportReturnType]
     if isinstance(reply, AsyncGenerator):
@@ -170,8 +170,8 @@ def _result(reply: Any) -> Result:
     return content
 
 
-def _error(content: Any, status: int) -> Refused:
+def _error(content: Any, status: int) -> Refusal:
     """Return an error of SGLang, which has several forms of them, as one of ours."""
     error = content.get("error", content)
     message = str(error.get("message"))
-    return Refused(status, message if status < 500 else "internal error", param=error.get("param"))
+    return Refusal(status, message if status < 500 else "internal error", param=error.get("param"))

@@ -6,7 +6,7 @@ from typing import Any
 
 from slipstream.rollout.gateway.conversations import User
 from slipstream.rollout.gateway.serving.call import Envelope
-from slipstream.rollout.gateway.serving.limits import Refused
+from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.turns import TurnType
 
 SESSION_HEADERS = ("x-session-id", "session_id", "x-session-affinity")
@@ -37,7 +37,7 @@ def envelope_of(
     raw: bytes,
     now_s: float,
 ) -> Envelope:
-    """Return what a request says about itself. Raises Refused with 400.
+    """Return what a request says about itself. Raises Refusal with 400.
 
     ``path_session``: the session in the URL. ``response_session``: the session of the response that the
     request names as the previous one.
@@ -66,7 +66,7 @@ def _session(
         if name is None or name == "":
             continue
         if not isinstance(name, str) or len(name) > LONGEST_NAME or not name.isprintable():
-            raise Refused(
+            raise Refusal(
                 400,
                 f"session_id: expected a printable text of at most {LONGEST_NAME} characters",
                 param="session_id",
@@ -80,7 +80,7 @@ def _turn_type(name: object) -> TurnType | None:
         return None
     turn_type = _TYPES.get(name.lower()) if isinstance(name, str) else None
     if turn_type is None:
-        raise Refused(400, f"turn_type: expected main or side, found {name!r}", param="turn_type")
+        raise Refusal(400, f"turn_type: expected main or side, found {name!r}", param="turn_type")
     return turn_type
 
 
@@ -88,7 +88,7 @@ def _flag(what: str, value: object) -> bool:
     text = "" if value is None else str(value).strip().lower()
     if text in _YES or text in _NO:
         return text in _YES
-    raise Refused(400, f"{what}: expected 1, true, yes, on, or none of them; found {value!r}", param=what)
+    raise Refusal(400, f"{what}: expected 1, true, yes, on, or none of them; found {value!r}", param=what)
 
 
 def _retries(count: str | None) -> int:

@@ -9,7 +9,7 @@ clients send them, have no effect and are left out.
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
-from slipstream.rollout.gateway.serving.limits import Refused
+from slipstream.rollout.gateway.serving.limits import Refusal
 
 SESSION = frozenset({"session_id", "turn_type", "session_done"})
 """Fields of the gateway itself, on every endpoint."""
@@ -151,7 +151,7 @@ def check_fields(
     ``known``: the default of every field that SGLang's endpoint reads. A field that is null, or has its
     default, is not set.
 
-    Raises Refused with 400 that names every field that may not be set.
+    Raises Refusal with 400 that names every field that may not be set.
     """
     given = {name: value for name, value in body.items() if value is not None and name not in SESSION}
     refused = sorted(
@@ -160,23 +160,23 @@ def check_fields(
         if name not in allowed and (name in NEVER or (name in known and value != known[name]))
     )
     if refused:
-        raise Refused(400, f"clients may not set {', '.join(refused)}", param=refused[0])
+        raise Refusal(400, f"clients may not set {', '.join(refused)}", param=refused[0])
     check_template_settings(given.get("chat_template_kwargs"))
     _check_tools(given.get("tools"))
     return {name: value for name, value in given.items() if name in allowed}
 
 
 def check_template_settings(settings: object) -> None:
-    """Raises Refused with 400 unless these are settings that a chat template may be given."""
+    """Raises Refusal with 400 unless these are settings that a chat template may be given."""
     if settings is None:
         return
     if not isinstance(settings, dict):
-        raise Refused(400, "chat_template_kwargs: expected an object", param="chat_template_kwargs")
+        raise Refusal(400, "chat_template_kwargs: expected an object", param="chat_template_kwargs")
     refused = sorted(
         str(name) for name in cast("dict[object, object]", settings) if name not in TEMPLATE_SETTINGS
     )
     if refused:
-        raise Refused(
+        raise Refusal(
             400, f"clients may not set chat_template_kwargs.{refused[0]}", param="chat_template_kwargs"
         )
 
@@ -185,4 +185,4 @@ def _check_tools(tools: object) -> None:
     for tool in cast("list[object]", tools) if isinstance(tools, list) else ():
         kind = cast("dict[str, object]", tool).get("type") if isinstance(tool, dict) else None
         if kind in REMOTE_TOOLS:
-            raise Refused(400, f"tools of the type {kind} are not run here; give functions", param="tools")
+            raise Refusal(400, f"tools of the type {kind} are not run here; give functions", param="tools")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
-class Refused(Exception):
+class Refusal(Exception):
     """A request is not answered. The message and the status are for the client."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Rates:
         """By the name of the key: as many as there are keys."""
 
     def take(self, key: str) -> None:
-        """Count a request. Raises Refused with 429 if the key has sent too many."""
+        """Count a request. Raises Refusal with 429 if the key has sent too many."""
         if self._per_minute is None:
             return
         size, per_second = max(1.0, self._per_minute), self._per_minute / 60
@@ -60,7 +60,7 @@ class Rates:
         bucket.tokens = min(size, bucket.tokens + (now_s - bucket.filled_s) * per_second)
         bucket.filled_s = now_s
         if bucket.tokens < 1:
-            raise Refused(
+            raise Refusal(
                 429,
                 f"this key may send {self._per_minute:g} requests a minute; wait for the next one",
                 retry_after_s=max(1.0, (1 - bucket.tokens) / per_second),

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.requests import Request
 
 from slipstream.rollout.gateway.serving.answering import as_batch
-from slipstream.rollout.gateway.serving.call import Call, Content, Form, PromptParts
-from slipstream.rollout.gateway.serving.limits import Refused
+from slipstream.rollout.gateway.serving.call import Content, Form, LiveCall, PromptParts
+from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.stand_in import StandIn
 
 
@@ -77,14 +77,14 @@ class Native:
     def __init__(self, stand_in: StandIn) -> None:
         self._stand_in = stand_in
 
-    async def answer(self, call: Call, body: GenerateBody, _raw: Request) -> Any:
+    async def answer(self, call: LiveCall, body: GenerateBody, _raw: Request) -> Any:
         top = body.top_logprobs_num if body.return_logprob else 0
         sampling = body.sampling_params.model_dump(exclude_none=True)
         try:
             for text, ids in self._prompts(body):
                 call.begin(PromptParts(ids, text=text), sampling, top_logprobs=top)
         except ValueError as error:
-            raise Refused(400, str(error)) from error
+            raise Refusal(400, str(error)) from error
         form = Form(call.id, body.stream, body.return_logprob, top, prompt_ids=False)
         if body.stream:
             return self._events(call, form)
@@ -101,7 +101,7 @@ class Native:
             for ids in as_batch(body.input_ids):
                 yield None, self._stand_in.checked(ids)
 
-    async def _events(self, call: Call, form: Form) -> AsyncIterator[str]:
+    async def _events(self, call: LiveCall, form: Form) -> AsyncIterator[str]:
         """Yield each answer so far, whenever it has grown: SGLang repeats what it has sent before."""
         so_far: dict[int, Content] = {}
         async for part in call.contents(form):
@@ -122,5 +122,5 @@ class Native:
         await self._record(call)
         yield "data: [DONE]\n\n"
 
-    async def _record(self, call: Call) -> None:
+    async def _record(self, call: LiveCall) -> None:
         await call.record([{"role": "assistant", "content": answer.text} for _, _, answer in call.answers])

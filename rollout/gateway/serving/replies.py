@@ -13,7 +13,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from slipstream.rollout.gateway.serving.limits import Refused
+from slipstream.rollout.gateway.serving.limits import Refusal
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ _ANTHROPIC_TYPES = {
 }
 
 
-def error_body(refused: Refused, protocol: Protocols) -> dict[str, Any]:
+def error_body(refused: Refusal, protocol: Protocols) -> dict[str, Any]:
     """Return the body of an error as the clients of a protocol expect it."""
     if protocol is Protocols.ANTHROPIC:
         kind = _ANTHROPIC_TYPES.get(refused.status, "api_error")
@@ -56,7 +56,7 @@ def error_body(refused: Refused, protocol: Protocols) -> dict[str, Any]:
     return {"error": error}
 
 
-def error_reply(refused: Refused, protocol: Protocols) -> Response:
+def error_reply(refused: Refusal, protocol: Protocols) -> Response:
     return json_reply(error_body(refused, protocol), status=refused.status, headers=refused.headers)
 
 
@@ -171,6 +171,6 @@ class EventStream(Response):
                 yield with_session(event.decode() if isinstance(event, bytes) else event, self._session)
         except Exception as error:
             log.exception("a stream has failed", exc_info=error)
-            body = error_body(Refused(500, "the answer cannot be finished"), self._protocol)
+            body = error_body(Refusal(500, "the answer cannot be finished"), self._protocol)
             name = "event: error\n" if self._protocol is Protocols.ANTHROPIC else ""
             yield f"{name}data: {orjson.dumps(body).decode()}\n\n"

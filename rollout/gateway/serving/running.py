@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AnswerPart:
     """A part of an answer that readers get at once."""
 
     text: str
@@ -71,7 +71,7 @@ class RunningAnswer:
         self.cached_tokens = 0
         self.finish: Finished | None = None
         self.failure: Exception | None = None
-        self.steps: list[Step] = []
+        self.steps: list[AnswerPart] = []
         self.recorded: asyncio.Task[None] | None = None
         """Ends when the answer is durable; None: nobody has recorded it yet."""
 
@@ -129,14 +129,14 @@ class RunningAnswer:
         text = self._text.take(final=finish is not None)
         if text or finish is not None:
             tokens = self._decoded if finish is None else len(self.tokens)
-            self.steps.append(Step(text, tokens, finish))
+            self.steps.append(AnswerPart(text, tokens, finish))
             self._changes.notify()
 
     def fail(self, error: Exception) -> None:
         self.failure = error
         self._changes.notify()
 
-    async def read(self) -> AsyncGenerator[Step]:
+    async def read(self) -> AsyncGenerator[AnswerPart]:
         """Yield all steps from the first one on. Raises the failure of the generation."""
         read = 0
 

@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from slipstream.configs.schema import LimitsConfig
-from slipstream.rollout.gateway.serving.call import Call
+from slipstream.rollout.gateway.serving.call import LiveCall
 from slipstream.rollout.gateway.serving.replies import Protocols
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -39,7 +39,7 @@ class EndpointPort(Protocol):
     @property
     def generates(self) -> bool: ...
     @property
-    def answer(self) -> Callable[[Call, Any, Request], Awaitable[Any]]: ...
+    def answer(self) -> Callable[[LiveCall, Any, Request], Awaitable[Any]]: ...
 
     def read(self, body: object, limits: LimitsConfig) -> BaseModel: ...
 

@@ -24,7 +24,7 @@ from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from slipstream.configs.schema import SamplingConfig
-from slipstream.rollout.gateway.serving.call import Call, Content, Form
+from slipstream.rollout.gateway.serving.call import Content, Form, LiveCall
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class StandIn:
     Each request has a copy with its own ``call``.
     """
 
-    call: Call
+    call: LiveCall
 
     def __init__(self, model: ServedModel) -> None:
         settings: dict[str, Any] = {
@@ -124,7 +124,7 @@ class StandIn:
         # SGLang logs requests that it refuses, with what is in them.
         logging.getLogger("sglang").setLevel(logging.CRITICAL)
 
-    def bound_to(self, call: Call) -> Self:
+    def bound_to(self, call: LiveCall) -> Self:
         """Return a copy that generates for one request."""
         bound = copy(self)
         bound.call = call

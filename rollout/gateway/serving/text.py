@@ -97,13 +97,13 @@ class GrowingText:
 
     def _find_stop(self, length: int) -> None:
         """Look for a stop string that ends behind ``length``: the one that begins first."""
-        found = [
+        matches = [
             (start, stop)
             for stop in self._stops
             if (start := self.text.find(stop, max(0, length - len(stop) + 1))) >= 0
         ]
-        if found:
-            start, stop = min(found)
+        if matches:
+            start, stop = min(matches)
             self._stop_at(stop, start)
 
     def _stop_at(self, stop: str, start: int) -> None:

@@ -1,0 +1,251 @@
+"""Takes requests of users: who may ask, how much, and which endpoint answers. No SGLang in here.
+
+    request ─► key ─► rate ─► body ─► fields ─► capacity ─► endpoint ─► first token ─► reply
+               401    429     413      400         429        400          400, 429
+
+Every refusal comes before the first byte of a reply, and none waits for an engine.
+"""
+
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any
+
+import orjson
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from slipstream.configs.schema import LimitsConfig
+from slipstream.rollout.gateway.conversations import KeyRing, UnknownTurn, User
+from slipstream.rollout.gateway.serving import replies
+from slipstream.rollout.gateway.serving.call import FULL_AGAIN_S, LiveCall, SharedParts
+from slipstream.rollout.gateway.serving.envelope import envelope_of, key_of
+from slipstream.rollout.gateway.serving.limits import Rates, Refusal
+from slipstream.rollout.gateway.serving.metrics import ServingMetrics
+from slipstream.rollout.gateway.serving.replies import ClientGone, EventStream, Protocols, unless_disconnected
+from slipstream.rollout.gateway.serving.schema import EndpointPort
+from slipstream.rollout.gateway.source import TokenSource
+
+log = logging.getLogger(__name__)
+
+STORED_OWNERS = 1024
+"""Number of responses of which it is known whose they are."""
+
+
+class RequestHandler:
+    """Takes requests in, and sees to it that each turn it begins is left again."""
+
+    def __init__(
+        self,
+        *,
+        shared: SharedParts,
+        source: TokenSource,
+        keys: KeyRing,
+        limits: LimitsConfig,
+        metrics: ServingMetrics,
+        record_reward: Callable[[User, str, float, int | None], None],
+        clock: Callable[[], float] = time.time,
+        log_content: bool = False,
+    ) -> None:
+        self._shared = shared
+        self._source = source
+        self._keys = keys
+        self._limits = limits
+        self._metrics = metrics
+        self._record_reward = record_reward
+        self._clock = clock
+        self._log_content = log_content
+        self._rates = Rates(limits.requests_per_minute, time.monotonic)
+        self._owners: dict[str, tuple[str, str]] = {}
+        """User and session of each response, by its id."""
+
+    def user(self, request: Request) -> User:
+        """Return who sends a request. Raises Refusal with 401."""
+        user = self._keys.user(key_of(request.headers))
+        if user is None:
+            raise Refusal(401, "this request has no valid key (Authorization: Bearer KEY)")
+        return user
+
+    async def take(self, endpoint: EndpointPort, request: Request) -> Response:
+        """Answer a request."""
+        status = 500
+        try:
+            reply = await self._answer(endpoint, request)
+            status = reply.status_code
+            return reply
+        except Refusal as refused:
+            status = refused.status
+            return replies.error_reply(refused, endpoint.protocol)
+        except (ClientGone, ClientDisconnect):
+            status = 499
+            self._metrics.disconnects.labels(endpoint.name).inc()
+            return Response(status_code=status)
+        finally:
+            self._metrics.requests.labels(endpoint.name, str(status)).inc()
+
+    async def _answer(self, endpoint: EndpointPort, request: Request) -> Response:
+        now_s = self._clock()
+        user = self.user(request)
+        self._rates.take(user.name)
+        raw = await read_body(request, self._limits.body_bytes)
+        body = _json(raw)
+        if self._log_content:
+            log.info("%s %s: %s", user.name, endpoint.name, raw.decode(errors="replace"))
+        parsed = endpoint.read(body, self._limits)
+        envelope = envelope_of(
+            user,
+            endpoint=endpoint.name,
+            path_session=request.path_params.get("session"),
+            response_session=self._previous(user, body),
+            headers=request.headers,
+            body=body,
+            raw=raw,
+            now_s=now_s,
+        )
+        if endpoint.generates:
+            self._check_capacity()
+        call = LiveCall(self._shared, envelope)
+        is_streamed = False
+        try:
+            result = await unless_disconnected(request.receive, self._ask(endpoint, call, parsed, request))
+            if isinstance(result, AsyncIterator):
+                self._metrics.first_token_s.labels(endpoint.name).observe(self._clock() - now_s)
+            reply = self._reply(endpoint, call, result, user)
+            is_streamed = isinstance(reply, EventStream)  # which leaves its turns at its own end
+            return reply
+        except (Refusal, ClientGone):
+            raise
+        except Exception as error:
+            log.exception("%s has failed", endpoint.name)
+            raise Refusal(500, "internal error") from error
+        finally:
+            if not is_streamed:
+                call.close()
+
+    async def _ask(self, endpoint: EndpointPort, call: LiveCall, parsed: Any, request: Request) -> Any:
+        """Return the reply, or the events of one whose first tokens have come. Raises Refusal."""
+        try:
+            result = await endpoint.answer(call, parsed, request)
+        except Exception as error:
+            if call.refusal is None:
+                raise
+            raise call.refusal from error
+        if call.refusal is not None:
+            raise call.refusal
+        if isinstance(result, AsyncIterator):
+            await call.started()
+        return result
+
+    def _reply(self, endpoint: EndpointPort, call: LiveCall, result: Any, user: User) -> Response:
+        headers = {"x-request-id": call.id, **replies.session_headers(call.session)}
+        if endpoint.name == "v1/responses" and call.session is not None:
+            self._own(f"resp_{call.id}", user.name, call.session)
+        if isinstance(result, AsyncIterator):
+            return EventStream(
+                result,
+                session=call.session,
+                headers=headers,
+                protocol=endpoint.protocol,
+                close=partial(self._left, endpoint, call),
+            )
+        if call.session is not None:
+            parts = result if isinstance(result, list) else [result]
+            for part in parts:
+                part["session_id"] = call.session
+        return replies.json_reply(result, headers=headers)
+
+    def _left(self, endpoint: EndpointPort, call: LiveCall) -> None:
+        if any(answer.recorded is None for _, _, answer in call.answers):
+            self._metrics.disconnects.labels(endpoint.name).inc()
+        call.close()
+
+    def _check_capacity(self) -> None:
+        """Raises Refusal with 429 if nothing can be generated now."""
+        retry_after_s = self._source.retry_after_s()
+        if retry_after_s is None and self._shared.turns.answers >= self._limits.concurrent:
+            retry_after_s = FULL_AGAIN_S
+        if retry_after_s is not None:
+            raise Refusal(429, "no engine is free; try again", retry_after_s=retry_after_s)
+
+    # ---- responses that are named later
+
+    def _own(self, response: str, user: str, session: str) -> None:
+        self._owners[response] = (user, session)
+        if len(self._owners) > STORED_OWNERS:
+            del self._owners[next(iter(self._owners))]
+
+    def forget(self, *, user: str, session: str | None) -> list[str]:
+        """Forget the responses of a session, or of a whole user; return their ids."""
+        ids = [
+            response
+            for response, (owner, its_session) in self._owners.items()
+            if owner == user and session in (None, its_session)
+        ]
+        for response in ids:
+            del self._owners[response]
+        return ids
+
+    def _previous(self, user: User, body: dict[str, Any]) -> str | None:
+        """Return the session of the response that a request continues. Raises Refusal with 404."""
+        previous = body.get("previous_response_id")
+        if previous is None:
+            return None
+        owner, session = (
+            self._owners.get(previous, (None, None)) if isinstance(previous, str) else (None, None)
+        )
+        if owner != user.name:
+            raise Refusal(404, "previous_response_id: no such response", param="previous_response_id")
+        return session
+
+    # ---- rewards
+
+    async def reward(self, request: Request) -> Response:
+        """Take a client's reward of a turn of its session."""
+        try:
+            user = self.user(request)
+            self._rates.take(user.name)
+            body = _json(await read_body(request, self._limits.body_bytes))
+            reward, turn = body.get("reward"), body.get("turn")
+            if not isinstance(reward, int | float) or isinstance(reward, bool) or abs(reward) > MOST_REWARD:
+                raise Refusal(400, f"reward: expected a finite number, found {reward!r}", param="reward")
+            if turn is not None and (not isinstance(turn, int) or isinstance(turn, bool) or turn < 0):
+                raise Refusal(400, f"turn: expected a whole number, found {turn!r}", param="turn")
+            session = request.path_params["session"]
+            try:
+                self._record_reward(user, session, float(reward), turn)
+            except UnknownTurn as error:
+                raise Refusal(404, str(error)) from error
+            return replies.json_reply({"session_id": session}, headers=replies.session_headers(session))
+        except Refusal as refused:
+            return replies.error_reply(refused, Protocols.OPENAI)
+
+
+MOST_REWARD = 3.4e38
+"""Largest reward: the trainer computes in float32."""
+
+
+def _json(raw: bytes) -> dict[str, Any]:
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise Refusal(400, f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise Refusal(400, "expected a JSON object as the body")
+    return body
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """Return the body of a request. Raises Refusal with 413 before more than ``limit`` bytes are read."""
+    too_long = Refusal(413, f"the body is longer than {limit} bytes")
+    length = request.headers.get("content-length", "0")
+    if not length.isdecimal() or int(length) > limit:
+        raise too_long
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise too_long
+        parts.append(part)
+    return b"".join(parts)
