@@ -1,9 +1,9 @@
 """Judges of live turns: what a turn was worth, from what came next. A recipe names one as ``live.judge``."""
 
 import re
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -102,7 +102,11 @@ def text_of(message: dict[str, Any]) -> str:
     content: object = message.get("content")
     if isinstance(content, str):
         return content
-    parts: Sequence[Any] = content if isinstance(content, list) else ()
-    return "\n".join(
-        part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)
-    )
+    parts = cast("list[object]", content) if isinstance(content, list) else []
+    texts: list[str] = []
+    for part in parts:
+        if isinstance(part, dict):
+            text = cast("dict[object, object]", part).get("text")
+            if isinstance(text, str):
+                texts.append(text)
+    return "\n".join(texts)

@@ -1,5 +1,7 @@
 """A data-parallel rank that idles in a micro-batch of a step takes part in it and adds nothing."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -74,3 +76,53 @@ def test_an_idle_micro_batch_changes_neither_gradients_nor_metrics(tmp_path):
     assert fills == [36 / 48, 36 / 200]
     assert imbalances == pytest.approx([4 / 3, 4 / 3])
     np.testing.assert_allclose(list(idle.values()), list(busy.values()), rtol=1e-4, atol=1e-6)
+
+
+def live_gradients(rank, config: RunConfig):
+    """Gradients and metrics of a step on one live trajectory, without taking it."""
+    from slipstream.backend.trainer.rank import TrainerRank
+
+    trainer = TrainerRank(config, rank)
+    trainer._trained.optimizer.step = lambda: (True, 0.0, 0)
+    trajectory_ = replace(trajectory(0), turn_rewards=((8, 1.0), (12, -1.0)))
+    batch = TrainBatch(0, (trajectory_,), np.array([-1]), None, {0: (0.5, -2.0)})
+    metrics = trainer.train(batch)
+    parameters = trainer._policy.parts[0].module.named_parameters()
+    return {name: p.main_grad.clone().numpy() for name, p in parameters}, metrics
+
+
+def test_a_batch_of_one_live_trajectory_trains_two_ranks_as_it_trains_one(tmp_path):
+    """Users may have said so little that a rank has nothing to do, and that there is only one mini-batch."""
+
+    def config(ranks: int) -> RunConfig:
+        return RunConfig.model_validate(
+            {
+                "run": {"name": "test", "steps": 1, "step_timeout_s": 60},
+                "model": {"path": str(make_checkpoint(tmp_path / str(ranks))), "dtype": "float32"},
+                "data": {"path": "unused.jsonl"},
+                "actor": {
+                    "minibatches": 2,
+                    "parallel": {"data": ranks},
+                    "optimizer": {"clip_grad": 0.0},
+                },
+                "rollout": {
+                    "max_head_offpolicyness": 4,
+                    "batch_size": 4,
+                    "n_samples_per_prompt": 2,
+                    "reward": "slipstream.rollout.reward.FinalAnswer",
+                },
+                "live": {"share": 1.0},
+            }
+        )
+
+    [(alone, expected)] = run_ranks(1, live_gradients, config(1))
+    two = run_ranks(2, live_gradients, config(2))
+    assert any(np.abs(grad).max() > 1e-3 for grad in alone.values())
+    for grads, _ in two:
+        for name, grad in alone.items():
+            np.testing.assert_allclose(grads[name], grad, rtol=1e-4, atol=1e-6, err_msg=name)
+    metrics = two[0][1]
+    assert metrics.keys() == expected.keys()
+    for name in ("train/loss", "train/tokens"):
+        assert metrics[name] == pytest.approx(expected[name])
+    assert all(np.isfinite(value) for value in metrics.values())
