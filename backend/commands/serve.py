@@ -52,13 +52,12 @@ async def _serve(config: RunConfig, resume: bool, accept_changes: bool, progress
     from slipstream.backend.driver.run import run
     from slipstream.backend.driver.serve import serve
     from slipstream.backend.driver.stop import Stopped
-    from slipstream.backend.driver.turns import make_turns
 
     try:
         if config.live is not None and config.live.train:
             await run(config, progress, resume=resume, accept_changes=accept_changes)
         else:
-            await serve(config, progress, make_turns, resume=resume, accept_changes=accept_changes)
+            await serve(config, progress, resume=resume, accept_changes=accept_changes)
     except Stopped:
         """This is how the command ends."""
 

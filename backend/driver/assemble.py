@@ -5,11 +5,9 @@ listener ──► gate ──► roster ──► trainer, devices ──► we
                                    └───────────────────────────────────────────────────────────┘
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from slipstream.backend.cluster.actors import CollectorActors, EngineActors, create_ranks
@@ -23,7 +21,7 @@ from slipstream.backend.driver.evaluation import Evaluation
 from slipstream.backend.driver.gateways import Gateways, gateway_command
 from slipstream.backend.driver.inputs import Inputs
 from slipstream.backend.driver.interrupted import InterruptedUpdates
-from slipstream.backend.driver.live import LiveUsers, Turns
+from slipstream.backend.driver.live import LiveUsers
 from slipstream.backend.driver.ports import RunListener
 from slipstream.backend.driver.resume import RunState
 from slipstream.backend.driver.revival import Revival
@@ -33,7 +31,7 @@ from slipstream.backend.driver.trainer import RankedTrainer
 from slipstream.backend.driver.verification import Verifier, probe_text
 from slipstream.backend.monitor.status import RunStatus
 from slipstream.bridge.publish.endpoint import PAUSE
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import LiveConfig, RunConfig
 from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.collect.leases import Leases
 from slipstream.rollout.collect.questions import EvaluationTasks
@@ -43,7 +41,12 @@ from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.key import Key, new_key
 from slipstream.rollout.engine.roster import FOLLOW_TIMEOUT_S, EngineRoster
 from slipstream.rollout.engine.supervisor import Supervisor
-from slipstream.rollout.handover.receiver import GatewayReceiver, LiveIntake
+from slipstream.rollout.handover.receiver import GatewayReceiver
+from slipstream.rollout.judge.pool import JudgePool
+from slipstream.rollout.live.baseline import ScoreBaseline
+from slipstream.rollout.live.judging import LiveJudging
+from slipstream.rollout.live.status import LiveListener
+from slipstream.rollout.live.turns import LiveTurns
 from slipstream.rollout.messages import SILENCE_S
 from slipstream.rollout.trajectory import Prompt
 
@@ -67,6 +70,8 @@ class Parts:
     evaluation: Evaluation | None
     checkpoints: TrainerCheckpoints
     revival: Revival
+    turns: LiveTurns | None
+    """Turns of live users; None without a gateway."""
     live: LiveUsers | None
     """None without a gateway."""
 
@@ -85,6 +90,7 @@ class Parts:
             engine_restarts=self.supervisor.restarts,
             collector_restarts=self.collectors.restarts,
             trainer_restarts=self.revival.restarts,
+            live=None if self.turns is None else self.turns.status(),
         )
 
 
@@ -95,13 +101,10 @@ def assemble(
     placement: Placement,
     logs: Path,
     listener: RunListener,
-    make_turns: Callable[[AdmissionGate], "LiveTurns"],
 ) -> Parts:
-    """Make every part. The trainer's actors exist afterwards; nothing else is started.
-
-    ``make_turns``: makes what becomes of the turns of live users. It is called if there is a gateway.
-    """
+    """Make every part. The trainer's actors exist afterwards; nothing else is started."""
     rollout = config.rollout
+    turns = live_turns(config, inputs, state) if config.gateway is not None else None
     gate = AdmissionGate(
         state.control,
         state.intake,
@@ -109,6 +112,8 @@ def assemble(
         listener,
         ready=state.groups.ready,
         failures=state.failures,
+        live=turns,
+        live_wait_s=config.live.max_wait_s if config.live is not None else 0.0,
     )
     # A workflow may hold up its collector for so long, which is ended by itself behind that.
     patience_s = 1.5 * rollout.collector_timeout_s
@@ -168,7 +173,6 @@ def assemble(
     evaluation = None
     if config.eval is not None and inputs.held_out:
         evaluation = Evaluation(config.eval, inputs.held_out, questions, listener)
-    turns = make_turns(gate) if config.gateway is not None else None
     adapts = rollout.engine.adaptive_concurrency
     return Parts(
         gate=gate,
@@ -194,30 +198,45 @@ def assemble(
             restarts=config.run.trainer_restarts,
             note=listener.note,
         ),
-        live=live_users(config, turns, key, roster, logs, listener.note) if turns is not None else None,
+        turns=turns,
+        live=None if turns is None else live_users(config, limits, turns, key, roster, logs, listener),
     )
 
 
-class LiveTurns(Turns, LiveIntake, Protocol):
-    """The turns of live users, from their intake to their training."""
+def live_turns(config: RunConfig, inputs: Inputs, state: RunState) -> LiveTurns:
+    """Make the turns of live users, as the ledger has them. Without a section ``live`` none is trained."""
+    live = config.live or LiveConfig(train=False)
+    return LiveTurns(
+        state.control,
+        state.ledger,
+        partial(ScoreBaseline, live.baseline),
+        state.turns,
+        train=live.train,
+        vocab=inputs.spec.geometry.vocab,
+    )
 
 
 def live_users(
     config: RunConfig,
+    limits: EngineLimits,
     turns: LiveTurns,
     key: Key,
     roster: EngineRoster,
     logs: Path,
-    note: Callable[[str], None],
+    listener: LiveListener,
 ) -> LiveUsers:
     """Make the live loop of a run with a gateway. ``key``: secret of the run."""
     assert config.gateway is not None
-    gateway, run = config.gateway, config.run.folder
-    commands = [gateway_command(config, number) for number in range(gateway.processes)]
+    gateway, live, run = config.gateway, config.live, config.run.folder
+    commands = [gateway_command(config, number, limits.max_length) for number in range(gateway.processes)]
+    judging = None
+    if live is not None and live.train:
+        judges = partial(JudgePool, live.judging, live.judge, logs, "live", of_turns=True)
+        judging = LiveJudging(live.judging, turns, judges, listener)
     return LiveUsers(
         GatewayReceiver(key, turns, roster, limit=gateway.limits.concurrent),
-        Gateways(commands, run, logs, note),
-        turns,
+        Gateways(commands, run, logs, listener.note),
+        judging,
         run,
         key,
     )

@@ -47,8 +47,9 @@ class GatewayGone(RuntimeError):
     """A gateway cannot start, or has failed too often."""
 
 
-def specification(config: RunConfig, number: int) -> str:
-    """Return what gateway ``number`` is told. The rest is in ``recipe.yaml`` of the run folder, and where the
+def specification(config: RunConfig, number: int, context: int) -> str:
+    """Return what gateway ``number`` is told. ``context``: largest number of tokens that the engines take,
+    those of the completion included. The rest is in ``recipe.yaml`` of the run folder, and where the
     driver listens is in ``rollout.handover.address``.
     """
     assert config.gateway is not None
@@ -56,6 +57,8 @@ def specification(config: RunConfig, number: int) -> str:
         {
             "run": str(config.run.folder.absolute()),
             "number": number,
+            "processes": config.gateway.processes,
+            "context": context,
             "linger_s": LINGER_S,
             # Also so that a gateway which has outlived other settings is not taken over.
             "model": str(config.model.path.absolute()),
@@ -64,9 +67,9 @@ def specification(config: RunConfig, number: int) -> str:
     )
 
 
-def gateway_command(config: RunConfig, number: int) -> list[str]:
-    """Return the command of gateway ``number``."""
-    return [sys.executable, "-m", MODULE, specification(config, number)]
+def gateway_command(config: RunConfig, number: int, context: int) -> list[str]:
+    """Return the command of gateway ``number``. ``context``: as in ``specification``."""
+    return [sys.executable, "-m", MODULE, specification(config, number, context)]
 
 
 class Gateways:

@@ -15,10 +15,8 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Protocol
 
-from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.engine.key import Key
 from slipstream.rollout.handover.address import DriverAddress
-from slipstream.rollout.ledger.restart import Recovered
 
 
 class Receiver(Protocol):
@@ -33,8 +31,16 @@ class Receiver(Protocol):
         ...
 
 
-class Watched(Protocol):
-    """Something that is kept running: ``driver.gateways.Gateways``."""
+class Judging(Protocol):
+    """The judging of turns: ``rollout.live.judging.LiveJudging``."""
+
+    async def run(self) -> None:
+        """Ends by cancellation only."""
+        ...
+
+
+class GatewayProcesses(Protocol):
+    """The processes that users reach: ``driver.gateways.Gateways``."""
 
     async def run(self) -> None:
         """Ends by cancellation only."""
@@ -43,33 +49,18 @@ class Watched(Protocol):
     async def stop(self) -> None: ...
 
 
-class Turns(Protocol):
-    """What becomes of turns between their intake and their training: judging, mixing, their ends."""
-
-    async def run(self) -> None:
-        """Judge turns, and end waits that take too long. Ends by cancellation only."""
-        ...
-
-    async def called_off(self) -> None:
-        """Stop judging, and record nothing of turns until ``restored``. What arrives meanwhile waits."""
-        ...
-
-    def restored(self, recovered: Recovered, control: RolloutControl) -> None:
-        """Go on with the turns of ``recovered.live``, which enter ``control`` anew: the trainer was restored.
-
-        Then take in what has arrived meanwhile.
-        """
-        ...
-
-
 class LiveUsers:
     """The parts of the live loop, in their order. Single event loop."""
 
-    def __init__(self, receiver: Receiver, gateways: Watched, turns: Turns, run: Path, key: Key) -> None:
-        """``run``: run folder. ``key``: secret that gateways show to the receiver."""
+    def __init__(
+        self, receiver: Receiver, gateways: GatewayProcesses, judging: Judging | None, run: Path, key: Key
+    ) -> None:
+        """``judging``: None if nothing is trained. ``run``: run folder. ``key``: secret that gateways show to
+        the receiver.
+        """
         self._receiver = receiver
         self._gateways = gateways
-        self.turns = turns
+        self._judging = judging
         self._run = run
         self._key = key
 
@@ -85,7 +76,8 @@ class LiveUsers:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._receiver.failed(), name="messages of gateways")
                 tasks.create_task(self._gateways.run(), name="gateways")
-                tasks.create_task(self.turns.run(), name="turns of live users")
+                if self._judging is not None:
+                    tasks.create_task(self._judging.run(), name="judging of live turns")
 
     async def stop(self) -> None:
         """End every gateway."""

@@ -29,6 +29,7 @@ from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.ledger.history import history_of
 from slipstream.rollout.ledger.lease import FolderLease
 from slipstream.rollout.ledger.recovery import Recovered, open_ledger
+from slipstream.rollout.ledger.turns import RecoveredTurns
 from slipstream.rollout.ledger.writer import Ledger
 from slipstream.rollout.prompts import PromptStream
 
@@ -47,6 +48,8 @@ class RunState:
     """Groups of each training step that has ended the trainer, in order."""
     notes: list[str]
     """Messages about the restart, for the user."""
+    turns: RecoveredTurns
+    """Turns of live users."""
 
 
 async def open_run(
@@ -135,6 +138,7 @@ def begin(
         collected.groups,
         recovered.failures,
         notes,
+        recovered.live,
     )
 
 

@@ -9,14 +9,28 @@ knows the lag of its tokens (``rollout/control/core.py``).
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 from slipstream.backend.driver.inputs import Inputs
-from slipstream.backend.driver.live import Turns
 from slipstream.backend.driver.resume import restore_collection
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.collect.leases import Leases
+from slipstream.rollout.control.core import RolloutControl
+from slipstream.rollout.ledger.turns import RecoveredTurns
 from slipstream.rollout.ledger.writer import Ledger
+
+
+class Turns(Protocol):
+    """The turns of live users: ``rollout.live.turns.LiveTurns``."""
+
+    def hold(self) -> None:
+        """Record nothing until ``restored``."""
+        ...
+
+    def restored(self, core: RolloutControl, recovered: RecoveredTurns) -> None:
+        """Go on with ``core`` and ``recovered``."""
+        ...
 
 
 class Rewind:
@@ -56,7 +70,7 @@ class Rewind:
         if was_open:
             await self._leases.close()
         if self._turns is not None:
-            await self._turns.called_off()
+            self._turns.hold()
         rollout = self._config.rollout
         recovered = await self._ledger.restarted(
             version, bound=rollout.max_head_offpolicyness, n_samples=rollout.n_samples_per_prompt
@@ -67,7 +81,7 @@ class Rewind:
         self._gate.restored(collected.control, collected.intake, collected.groups.ready, recovered.failures)
         self._leases.restored(collected.groups.continued)
         if self._turns is not None:
-            self._turns.restored(recovered, collected.control)
+            self._turns.restored(collected.control, recovered.live)
         for note in recovered.notes:
             self._note(note)
         self._note(

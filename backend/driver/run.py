@@ -31,7 +31,6 @@ from slipstream.backend.driver.run_folder import (
 from slipstream.backend.driver.serving import serving_loop
 from slipstream.backend.driver.stop import Stop, Stopped
 from slipstream.backend.driver.training import training_loop
-from slipstream.backend.driver.turns import make_turns
 from slipstream.backend.monitor.metrics import MetricsLog
 from slipstream.backend.monitor.progress import Progress
 from slipstream.backend.monitor.recorder import Recorder
@@ -94,7 +93,6 @@ async def _run(
             place(nodes, config),
             folder / LOGS,
             recorder,
-            partial(make_turns, config, state),
         )
         look_seldom_for_garbage(OF_RECORDED_EPISODE * state.control.capacity * n_samples)
         end: Literal["done", "failed", "stopped"] = "failed"

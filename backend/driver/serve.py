@@ -15,13 +15,14 @@ from contextlib import ExitStack
 from slipstream.backend.cluster.actors import EngineActors
 from slipstream.backend.cluster.placement import place_engines
 from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
-from slipstream.backend.driver.assemble import LiveTurns, ServedVersion, live_users
+from slipstream.backend.driver.assemble import ServedVersion, live_turns, live_users
 from slipstream.backend.driver.devices import Separate
 from slipstream.backend.driver.engines import EngineLimits, NoTrainer, RayEngine
-from slipstream.backend.driver.inputs import InputError, Inputs, read_inputs
+from slipstream.backend.driver.inputs import InputError, read_inputs
 from slipstream.backend.driver.job_end import stop_after_s
+from slipstream.backend.driver.live import LiveUsers
 from slipstream.backend.driver.prepare import prepare_inputs
-from slipstream.backend.driver.resume import RunState, open_run
+from slipstream.backend.driver.resume import open_run
 from slipstream.backend.driver.run_folder import LOGS, permissions, with_absolute_paths
 from slipstream.backend.driver.stop import Stop
 from slipstream.backend.driver.unlogged import Unlogged
@@ -32,9 +33,6 @@ from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.engine.key import new_key
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.supervisor import Supervisor
-
-MakeTurns = Callable[[RunConfig, RunState, AdmissionGate], LiveTurns]
-"""Makes the turns of live users of a run."""
 
 
 class InitialWeights:
@@ -49,7 +47,6 @@ class InitialWeights:
 async def serve(
     config: RunConfig,
     progress: Progress,
-    make_turns: MakeTurns,
     *,
     resume: bool = False,
     accept_changes: bool = False,
@@ -57,13 +54,12 @@ async def serve(
     """Serve until the run is stopped, which raises Stopped. Raises InputError before anything is started."""
     stop = Stop(progress, after_s=stop_after_s(config, os.environ, time.time()))
     absolute = with_absolute_paths(config)
-    await stop.run(_serve(absolute, progress, make_turns, resume, accept_changes, stop))
+    await stop.run(_serve(absolute, progress, resume, accept_changes, stop))
 
 
 async def _serve(
     config: RunConfig,
     progress: Progress,
-    make_turns: MakeTurns,
     resume: bool,
     accept_changes: bool,
     stop: Stop,
@@ -82,38 +78,36 @@ async def _serve(
                 "model.path, and choose another run.name"
             )
         listener = Unlogged(progress)
-        gate = AdmissionGate(state.control, state.intake, state.ledger, listener)
+        turns = live_turns(config, inputs, state)
+        gate = AdmissionGate(state.control, state.intake, state.ledger, listener, live=turns)
         progress.phase("starting Ray")
         nodes = stack.enter_context(ray_cluster(config, batch_bytes=0, note=progress.note))
         actors = EngineActors(config, place_engines(nodes, config), folder / LOGS)
-        await _course(config, inputs, state, gate, make_turns, actors, progress)
+        roster = EngineRoster(
+            ServedVersion(gate), limit=config.rollout.max_concurrent, epoch=state.ledger.epoch
+        )
+        limits = EngineLimits.of(config, inputs.spec.geometry)
+        live = live_users(config, limits, turns, new_key(), roster, folder / LOGS, listener)
+        await _course(config, limits, roster, live, actors, progress)
 
 
 async def _course(
     config: RunConfig,
-    inputs: Inputs,
-    state: RunState,
-    gate: AdmissionGate,
-    make_turns: MakeTurns,
+    limits: EngineLimits,
+    roster: EngineRoster,
+    live: LiveUsers,
     actors: EngineActors,
     progress: Progress,
 ) -> None:
     """Start the engines and the gateways, and keep them until cancelled."""
-    rollout, logs = config.rollout, config.run.folder / LOGS
-    roster = EngineRoster(ServedVersion(gate), limit=rollout.max_concurrent, epoch=state.ledger.epoch)
-    limits = EngineLimits.of(config, inputs.spec.geometry)
+    engines = config.rollout.engine
     supervisor = Supervisor(
-        [
-            RayEngine(number, actors, limits, NoTrainer(), Separate())
-            for number in range(rollout.engine.count)
-        ],
+        [RayEngine(number, actors, limits, NoTrainer(), Separate()) for number in range(engines.count)],
         roster,
         InitialWeights(),
-        restarts=rollout.engine.restarts,
+        restarts=engines.restarts,
         note=progress.note,
     )
-    turns = make_turns(config, state, gate)
-    live = live_users(config, turns, new_key(), roster, logs, progress.note)
     serving = asyncio.Event()
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -84,7 +84,7 @@ def test_a_rank_killed_in_the_commit_of_a_checkpoint(launch: Launch):
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["distributed", "tensor", "disk", "delta"])
 def test_a_rank_killed_in_a_publication(launch: Launch, tmp_path: Path, transport: str):
-    """With ``distributed``, a part of the weights has reached both engines: they wait for the next version."""
+    """With ``distributed``, some weights have reached both engines: they wait for the next version."""
     held = tmp_path / "held"
     is_held = transport == "distributed"
     run = launch(

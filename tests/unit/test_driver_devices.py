@@ -310,12 +310,16 @@ def test_a_trainer_that_dies_in_its_turn_leaves_the_devices_to_the_engines(momen
     async def main():
         world = world_of("a", "b")
         found, roster = await started(world, *world.engines.values())
-        with pytest.raises(TrainerFailed):
+
+        async def failing() -> None:
             async with found.training(), AsyncExitStack() as stack:
                 if moment == "sends":
                     await stack.enter_async_context(found.publishing())
                     roster.withdraw(world.engines["b"], "a part has come")  # type: ignore[arg-type]
                 raise TrainerFailed("killed")
+
+        with pytest.raises(TrainerFailed):
+            await failing()
         assert "trainer is killed" in world.did
         assert all(engine.has == ALL for engine in world.engines.values())
         assert not world.engines["a"].paused

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from slipstream.rollout.handover.address import DriverAddress
 
 @dataclass
 class Part:
-    """A receiver, gateways or turns: something that runs until it is cancelled or fails."""
+    """A receiver, gateways or judging: something that runs until it is cancelled or fails."""
 
     did: list[str]
     name: str
@@ -46,9 +45,8 @@ class World:
     def __init__(self, run: Path) -> None:
         self.did: list[str] = []
         self.receiver, self.gateways = Part(self.did, "receiver"), Part(self.did, "gateways")
-        self.turns, self.key = Part(self.did, "turns"), new_key()
-        turns: Any = self.turns
-        self.live = LiveUsers(self.receiver, self.gateways, turns, run, self.key)
+        self.judging, self.key = Part(self.did, "judging"), new_key()
+        self.live = LiveUsers(self.receiver, self.gateways, self.judging, run, self.key)
 
 
 def test_gateways_find_where_the_driver_listens_and_each_loop_is_a_task_of_its_own(tmp_path: Path):
@@ -58,10 +56,10 @@ def test_gateways_find_where_the_driver_listens_and_each_loop_is_a_task_of_its_o
         await asyncio.sleep(0.05)
         assert DriverAddress.read(tmp_path) == DriverAddress("http://127.0.0.1:1234", world.key)
         assert world.did[0] == "listens on 127.0.0.1"
-        assert set(world.did[1:]) == {"receiver runs", "gateways runs", "turns runs"}
+        assert set(world.did[1:]) == {"receiver runs", "gateways runs", "judging runs"}
         keeping.cancel()
         await asyncio.wait({keeping})
-        assert {"receiver ends", "gateways ends", "turns ends"} <= set(world.did)
+        assert {"receiver ends", "gateways ends", "judging ends"} <= set(world.did)
         assert "gateways stops" not in world.did, "users are answered until the run lets go of them"
         await world.live.stop()
         assert world.did[-1] == "gateways stops"
@@ -69,7 +67,7 @@ def test_gateways_find_where_the_driver_listens_and_each_loop_is_a_task_of_its_o
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("part", ["receiver", "gateways", "turns"])
+@pytest.mark.parametrize("part", ["receiver", "gateways", "judging"])
 def test_whatever_fails_for_good_ends_the_run_with_its_reason(tmp_path: Path, part: str):
     async def main() -> None:
         world = World(tmp_path)

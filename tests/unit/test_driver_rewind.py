@@ -16,6 +16,7 @@ from slipstream.rollout.collect.gate import AdmissionGate, StalledRun
 from slipstream.rollout.collect.leases import Leases
 from slipstream.rollout.control.core import Loss
 from slipstream.rollout.ledger.audit import audit_ledger
+from slipstream.rollout.ledger.turns import RecoveredTurns
 from slipstream.rollout.messages import JUDGED, TRAIN, Event, Lease, Up, Verdict
 from slipstream.rollout.record import checksum, encode, encode_chunk
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
@@ -239,13 +240,11 @@ class Turns:
     def __init__(self) -> None:
         self.heard: list[str] = []
 
-    async def run(self) -> None: ...
+    def hold(self) -> None:
+        self.heard.append("held")
 
-    async def called_off(self) -> None:
-        self.heard.append("called off")
-
-    def restored(self, recovered: Any, control: Any) -> None:
-        self.heard.append(f"restored to {recovered.restored}, core at {control.version}")
+    def restored(self, core: Any, recovered: RecoveredTurns) -> None:
+        self.heard.append(f"{len(recovered.turns)} turns, core at {core.version}")
 
 
 def test_turns_of_live_users_go_back_too(tmp_path: Path):
@@ -254,6 +253,6 @@ def test_turns_of_live_users_go_back_too(tmp_path: Path):
         turns = Turns()
         world.rewind._turns = turns
         await world.rewind.to(0)
-        assert turns.heard == ["called off", "restored to 0, core at 0"]
+        assert turns.heard == ["held", "0 turns, core at 0"]
 
     run(tmp_path, main)
