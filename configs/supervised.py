@@ -22,7 +22,7 @@ _ACTOR = {
 _ROLLOUT = {
     "max_head_offpolicyness": 0,
     "n_samples_per_prompt": 1,
-    "reward": "slipstream.rollout.reward.FinalAnswer",  # required and never used: there are no rollouts
+    "reward": "slipstream.rollout.reward.FinalAnswer",  # never used: there are no rollouts
     "sampling": {"max_new_tokens": 1},
 }
 

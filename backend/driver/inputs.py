@@ -35,7 +35,8 @@ class Inputs:
     prompts: list[Prompt]
     held_out: list[Prompt]
     workflow: Workflow
-    reward: Reward
+    reward: Reward | None
+    """None without prompts."""
     group_filter: GroupFilter | None
 
 
@@ -70,7 +71,7 @@ def read_inputs(config: RunConfig) -> Inputs:
         prompts=prompts,
         held_out=held_out,
         workflow=cast(Workflow, workflow),
-        reward=cast(Reward, reward),
+        reward=cast(Reward | None, reward),
         group_filter=cast(GroupFilter | None, group_filter),
     )
 

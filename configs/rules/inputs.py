@@ -51,6 +51,17 @@ def prompts_are_given(config: RunConfig) -> Iterator[Violation]:
         )
 
 
+def reward_is_given(config: RunConfig) -> Iterator[Violation]:
+    """Whoever serves live users alone has no episodes."""
+    if config.rollout.reward is None and (config.data is not None or config.eval is not None):
+        yield Violation(
+            "rollout.reward",
+            ABSENT,
+            "missing, but required: Import path of a class with the method `score` of "
+            "`slipstream.rollout.reward.Reward`, or of a function with its parameters",
+        )
+
+
 def prompts_have_a_known_format(config: RunConfig, path: str) -> Iterator[Violation]:
     file = setting(config, path, Path)
     if file is not None and file.suffix not in PROMPT_SUFFIXES:
@@ -117,6 +128,7 @@ def _is_importable(package: str) -> bool:
 RULES = (
     Rule(run_folder_can_be_made, ("run.name", "run.root")),
     Rule(prompts_are_given, ("data", "gateway", "live.train", "live.share")),
+    Rule(reward_is_given, ("rollout.reward", "data", "eval")),
     *(Rule(partial(prompts_have_a_known_format, path=path), (path,)) for path in PROMPTS),
     *(Rule(partial(prompts_exist, path=path), ("prepare", path)) for path in PROMPTS),
     *(Rule(partial(model_exists, path=path), ("prepare", POLICY, path)) for path in MODELS),

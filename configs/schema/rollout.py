@@ -220,9 +220,11 @@ class RolloutConfig(Section):
         description="Import path of a class with the method `run` of `slipstream.rollout.workflow.Workflow`, "
         "which executes one episode.",
     )
-    reward: Plugin = Field(
+    reward: Plugin | None = Field(
+        default=None,
         description="Import path of a class with the method `score` of `slipstream.rollout.reward.Reward`, "
-        "which returns the reward of an episode, or of a function with its parameters."
+        "which returns the reward of an episode, or of a function with its parameters. null: only without "
+        "prompts.",
     )
     judging: JudgingConfig = Field(
         default=JudgingConfig(), description="The processes in which the reward runs."

@@ -73,6 +73,7 @@ async def collect(
     Raises PluginError, JudgeStartFailed and OSError when the collector cannot start.
     """
     rollout = config.rollout
+    assert rollout.reward is not None, "there are no episodes without a reward"
     most_requests = make_room(rollout.max_concurrent)
     tokenizer = load_tokenizer(config.model.path)
     async with JudgePool(rollout.judging, rollout.reward, spec.logs, spec.name) as judges:

@@ -59,6 +59,6 @@ class Reward(Protocol):
         ...
 
 
-def is_accuracy(reward: Reward) -> bool:
+def is_accuracy(reward: Reward | None) -> bool:
     """Return whether the mean of the rewards is an accuracy: the class has ``is_accuracy = True``."""
     return getattr(reward, "is_accuracy", False) is True

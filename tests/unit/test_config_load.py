@@ -212,7 +212,6 @@ def test_every_required_setting_that_is_missing_is_named_at_once(recipe):
         "rollout.batch_size",
         "rollout.n_samples_per_prompt",
         "rollout.workflow.path",
-        "rollout.reward",
     }
 
 
