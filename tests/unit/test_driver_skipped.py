@@ -97,6 +97,7 @@ class Gate(Policy):
     async def step_begins(self) -> None: ...
 
     is_ended = False
+    live_batch = ()
 
     async def ended(self) -> None:
         await asyncio.Event().wait()

@@ -63,6 +63,7 @@ class Gate:
     batches: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     begun: int = 0
+    live_batch: tuple[()] = ()
 
     def __post_init__(self) -> None:
         self.batches.set()
