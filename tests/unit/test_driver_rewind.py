@@ -17,7 +17,7 @@ from slipstream.rollout.collect.leases import Leases
 from slipstream.rollout.control.core import Loss
 from slipstream.rollout.ledger.audit import audit_ledger
 from slipstream.rollout.ledger.turns import RecoveredTurns
-from slipstream.rollout.messages import JUDGED, TRAIN, Event, Lease, Up, Verdict
+from slipstream.rollout.messages import JUDGED, TRAIN, Event, GroupVerdict, Lease, Up
 from slipstream.rollout.record import checksum, encode, encode_chunk
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, TrajectoryHeader
 from tests.unit.doubles import Listener
@@ -63,7 +63,7 @@ class Collector:
             header = TrajectoryHeader(((UNSAMPLED, False, 1), (version, True, 3)), Finish.STOP, 0, 1.0)
             raw = msgspec.Raw(encode(header))
             event = Event(lease.group, lease.lease, 0, JUDGED, raw, 0, len(chunk), checksum(chunk))
-            verdict = Verdict(lease.group, lease.lease, TRAIN)
+            verdict = GroupVerdict(lease.group, lease.lease, TRAIN)
             up = Up(events=[event], verdicts=[verdict], released=1)
             self.world.leases.received("collector", up, memoryview(chunk))
 
