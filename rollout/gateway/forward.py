@@ -14,7 +14,6 @@ requests for it wait; they are refused with 503 only if that takes too long.
 import asyncio
 import hashlib
 import hmac
-import json
 import logging
 import secrets
 from collections.abc import Callable, Mapping
@@ -22,10 +21,12 @@ from contextlib import suppress
 from typing import Any, cast
 
 import aiohttp
+import orjson
 from yarl import URL
 
 from slipstream.rollout.engine.key import Application, Key, Message, Receive, Scope, Send
 from slipstream.rollout.gateway.conversations import KeyRing
+from slipstream.rollout.gateway.naming import key_of, request_of, session_name
 from slipstream.rollout.gateway.peers import GatewayAddress
 
 log = logging.getLogger(__name__)
@@ -68,10 +69,6 @@ class Owners:
         return name
 
 
-SessionName = Callable[[str | None, Mapping[str, str], Mapping[str, object]], str | None]
-"""Returns the session that a request names: in its path, its headers, or its body. Raises ValueError."""
-
-
 class Forwarding:
     """An ASGI application that sends requests of other processes' conversations on to them."""
 
@@ -80,7 +77,6 @@ class Forwarding:
         application: Application,
         owners: Owners,
         keys: KeyRing,
-        session_name: SessionName,
         address_of: Callable[[int], GatewayAddress | None],
         *,
         longest_body: int,
@@ -92,7 +88,6 @@ class Forwarding:
         self._application = application
         self._owners = owners
         self._keys = keys
-        self._session_name = session_name
         self._address_of = address_of
         self._longest_body = longest_body
         self._wait_s = wait_s
@@ -118,16 +113,17 @@ class Forwarding:
         """Return the process that a request belongs to; this one for whatever it will refuse."""
         here = self._owners.number
         headers = _headers(scope)
-        user = self._keys.user(api_key(headers))
+        user = self._keys.user(key_of(headers))
         if user is None or not body.is_whole:
             return here
         values = _values(body.data)
         try:
-            name = self._session_name(_path_session(scope["path"]), headers, values) or user.session
+            name = session_name(_path_session(scope["path"]), headers, values)
         except ValueError:
             return here
         if name is None and isinstance(response := values.get("previous_response_id"), str):
-            name = response.removeprefix("resp_")
+            name = request_of(response)
+        name = name or user.session
         return self._owners.of(f"key {user.name}" if name is None else name)
 
     async def _forward(self, owner: int, scope: Scope, body: "_Body", receive: Receive, send: Send) -> None:
@@ -222,12 +218,6 @@ class PeersOnly:
         await self._application(scope, receive, send)
 
 
-def api_key(headers: Mapping[str, str]) -> str:
-    """Return the API key of a request: OpenAI's clients and Anthropic's send it in different headers."""
-    kind, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
-
-
 class _Body:
     """The body of a request, which is read once and handed on."""
 
@@ -269,8 +259,8 @@ def _headers(scope: Scope) -> dict[str, str]:
 def _values(body: bytes) -> Mapping[str, Any]:
     """Return the body as an object, if it may name a session; else an empty one."""
     if any(name in body for name in NAMED_IN_BODY):
-        with suppress(ValueError, RecursionError):
-            values = json.loads(body)
+        with suppress(ValueError):
+            values = orjson.loads(body)
             if isinstance(values, dict):
                 return cast("dict[str, Any]", values)
     return {}

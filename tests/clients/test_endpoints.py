@@ -201,7 +201,8 @@ class TestSessions:
             (CHAT, {"x-session-id": "h"}, {"session_id": "b"}, "h"),
             (CHAT, {"session_id": "h2"}, {"session_id": "b"}, "h2"),
             (CHAT, {"x-session-affinity": "h3"}, {}, "h3"),
-            (CHAT, {}, {"session_id": "größer"}, "größer"),
+            (CHAT, {}, {"session_id": "two words ~100%"}, "two words ~100%"),
+            (CHAT, {}, {"session_id": 7}, "7"),
             (CHAT, {"authorization": "Bearer key-side"}, {}, "the-one"),
         ],
     )
@@ -210,12 +211,28 @@ class TestSessions:
     ):
         reply = http.post(path, json={**BODIES[CHAT], **body}, headers=headers)
         assert reply.json()["session_id"] == name
-        assert reply.headers["x-session-id"] == (name if name.isascii() else "gr%C3%B6%C3%9Fer")
+        assert reply.headers["x-session-id"] == name
         with http.stream(
             "POST", path, json={**BODIES[CHAT], **body, "stream": True}, headers=headers
         ) as reply:
             events = [line[6:] for line in reply.iter_lines() if line.startswith("data: {")]
         assert {json.loads(event)["session_id"] for event in events} == {name}
+
+    @pytest.mark.parametrize(
+        ("path", "headers", "name"),
+        [
+            (CHAT, {}, "größer"),
+            ("/sessions/gr%C3%B6%C3%9Fer" + CHAT, {}, None),
+            (CHAT, {"x-session-id": "größer".encode()}, None),
+            (CHAT, {"x-session-id": "größer".encode("latin-1")}, None),
+        ],
+    )
+    def test_a_name_that_a_header_could_not_return_is_refused_wherever_it_stands(
+        self, http, path, headers, name
+    ):
+        reply = http.post(path, json={**BODIES[CHAT], "session_id": name}, headers=headers)
+        assert reply.status_code == 400
+        assert "expected printable ASCII characters" in reply.json()["error"]["message"]
 
     @pytest.mark.parametrize("path", [ANTHROPIC, RESPONSES, COMPLETION, GENERATE])
     def test_every_protocol_names_the_session_in_its_events(self, http, path):

@@ -7,19 +7,17 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from enum import StrEnum
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from slipstream.rollout.gateway.naming import SESSION_HEADER
 from slipstream.rollout.gateway.serving.limits import Refusal
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-SESSION_HEADER = "x-session-id"
 
 
 class Protocols(StrEnum):
@@ -70,11 +68,8 @@ def json_reply(content: Any, *, status: int = 200, headers: Mapping[str, str] | 
 
 
 def session_headers(session: str | None) -> dict[str, str]:
-    """Return the header that names the session. What a header cannot hold is percent-encoded."""
-    return {} if session is None else {SESSION_HEADER: quote(session, safe=_VISIBLE)}
-
-
-_VISIBLE = "".join(map(chr, range(0x21, 0x7F)))
+    """Return the header that names the session."""
+    return {} if session is None else {SESSION_HEADER: session}
 
 
 def with_session(event: str, session: str | None) -> str:
