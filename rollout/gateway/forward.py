@@ -28,6 +28,8 @@ from slipstream.rollout.engine.key import Application, Key, Message, Receive, Sc
 from slipstream.rollout.gateway.conversations import KeyRing
 from slipstream.rollout.gateway.naming import key_of, request_of, session_name
 from slipstream.rollout.gateway.peers import GatewayAddress
+from slipstream.rollout.gateway.serving.limits import Refusal
+from slipstream.rollout.gateway.serving.replies import error_body, protocol_of
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,9 @@ SECRET_HEADER = b"x-slipstream-peer"
 
 WAIT_S = 30.0
 """Longest time that a request waits for a process that cannot be reached."""
+
+RETRY_S = 5.0
+"""Time after which a client should try again to reach such a process."""
 
 PAUSE_S = 0.2
 """Time between two attempts to reach a process: no event says that it listens again."""
@@ -143,7 +148,7 @@ class Forwarding:
     async def _pass_on(self, owner: int, scope: Scope, body: bytes, send: Send) -> None:
         response = await self._reached(owner, scope, body)
         if response is None:
-            await _refuse(send)
+            await _refuse(scope["path"], send)
             return
         try:
             headers = [
@@ -278,9 +283,10 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _refuse(send: Send) -> None:
-    body = b'{"error": {"message": "the process of this conversation starts again", "type": "server_error"}}'
-    await _answer(send, 503, body, [(b"retry-after", b"5")])
+async def _refuse(path: str, send: Send) -> None:
+    refused = Refusal(503, "the process of this conversation starts again", retry_after_s=RETRY_S)
+    headers = [(name.encode(), value.encode()) for name, value in refused.headers.items()]
+    await _answer(send, 503, orjson.dumps(error_body(refused, protocol_of(path))), headers)
 
 
 async def _answer(

@@ -27,15 +27,13 @@ class Protocols(StrEnum):
     ANTHROPIC = "anthropic"
 
 
-_OPENAI_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "invalid_request_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-}
+def protocol_of(path: str) -> Protocols:
+    """Return in whose words a path is answered."""
+    return Protocols.ANTHROPIC if "/v1/messages" in path else Protocols.OPENAI
+
+
+_OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
     413: "request_too_large",
@@ -46,10 +44,11 @@ _ANTHROPIC_TYPES = {
 
 def error_body(refused: Refusal, protocol: Protocols) -> dict[str, Any]:
     """Return the body of an error as the clients of a protocol expect it."""
+    other = "invalid_request_error" if refused.status < 500 else "api_error"
     if protocol is Protocols.ANTHROPIC:
-        kind = _ANTHROPIC_TYPES.get(refused.status, "api_error")
+        kind = _ANTHROPIC_TYPES.get(refused.status, other)
         return {"type": "error", "error": {"type": kind, "message": refused.message}}
-    kind = _OPENAI_TYPES.get(refused.status, "api_error")
+    kind = _OPENAI_TYPES.get(refused.status, other)
     error = {"message": refused.message, "type": kind, "param": refused.param, "code": refused.code}
     return {"error": error}
 
