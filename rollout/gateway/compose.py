@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from slipstream.rollout.engine.key import Application
 from slipstream.rollout.gateway.conversations import Recorded
 from slipstream.rollout.gateway.serving.assemble import Serving, assemble, served_model
+from slipstream.rollout.gateway.serving.metrics import SessionCollector
 from slipstream.rollout.gateway.sessions.placing import SessionLimits
 from slipstream.rollout.gateway.sessions.sessions import Sessions
 from slipstream.rollout.gateway.spec import GatewaySurroundings
@@ -63,4 +64,5 @@ def build(surroundings: GatewaySurroundings) -> ServedSessions:
         entries=journal,
         keys=surroundings.keys,
     )
+    serving.metrics.registry.register(SessionCollector(sessions))
     return ServedSessions(sessions, serving)
