@@ -121,7 +121,6 @@ async def serve(
                 served.app,
                 owners,
                 keys,
-                served.session_name,
                 lambda number: read_address(spec.run, number),
                 longest_body=gateway.limits.body_bytes,
             )

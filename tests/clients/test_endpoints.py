@@ -155,6 +155,41 @@ def test_other_programs_learn_about_model_and_workers(http, gateway):
     assert 'slipstream_gateway_requests_total{endpoint="v1/chat/completions",status="200"}' in text
 
 
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/chat", "/v1/chat/completions/", "/v2/x", "/docs", "//"])
+def test_an_unknown_path_is_not_found_in_openais_words(http, method, path):
+    reply = http.request(method, path, json={})
+    assert (reply.status_code, reply.json()["error"]["type"]) == (404, "invalid_request_error")
+
+
+def test_an_unknown_path_is_not_found_in_anthropics_words(http):
+    reply = http.post("/v1/messages/batches", json={})
+    assert reply.status_code == 404
+    assert reply.json()["type"] == "error"
+    assert reply.json()["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [(CHAT, "OPTIONS, POST"), ("/v1/models", "GET, HEAD, OPTIONS"), (ANTHROPIC, "OPTIONS, POST")],
+)
+def test_methods_that_a_path_does_not_have_are_named_with_those_that_it_has(http, path, allowed):
+    reply = http.request("DELETE", path)
+    assert (reply.status_code, reply.headers["allow"]) == (405, allowed)
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+    reply = httpx.options(str(http.base_url) + path)
+    assert (reply.status_code, reply.headers["allow"], reply.content) == (204, allowed, b"")
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/healthz", "/v1/models", "/v1/models/scripted", "/metrics", "/nowhere"]
+)
+def test_head_is_get_without_a_body(http, path):
+    got, headed = http.get(path), http.head(path)
+    assert (headed.status_code, headed.content) == (got.status_code, b"")
+    assert headed.headers["content-type"] == got.headers["content-type"]
+
+
 class TestGenerate:
     def test_ids_give_ids_and_log_probs(self, http, gateway):
         ids = list(b"#say ab")  # not the ids of the tokenizer: any ids are read
@@ -201,7 +236,8 @@ class TestSessions:
             (CHAT, {"x-session-id": "h"}, {"session_id": "b"}, "h"),
             (CHAT, {"session_id": "h2"}, {"session_id": "b"}, "h2"),
             (CHAT, {"x-session-affinity": "h3"}, {}, "h3"),
-            (CHAT, {}, {"session_id": "größer"}, "größer"),
+            (CHAT, {}, {"session_id": "two words ~100%"}, "two words ~100%"),
+            (CHAT, {}, {"session_id": 7}, "7"),
             (CHAT, {"authorization": "Bearer key-side"}, {}, "the-one"),
         ],
     )
@@ -210,12 +246,28 @@ class TestSessions:
     ):
         reply = http.post(path, json={**BODIES[CHAT], **body}, headers=headers)
         assert reply.json()["session_id"] == name
-        assert reply.headers["x-session-id"] == (name if name.isascii() else "gr%C3%B6%C3%9Fer")
+        assert reply.headers["x-session-id"] == name
         with http.stream(
             "POST", path, json={**BODIES[CHAT], **body, "stream": True}, headers=headers
         ) as reply:
             events = [line[6:] for line in reply.iter_lines() if line.startswith("data: {")]
         assert {json.loads(event)["session_id"] for event in events} == {name}
+
+    @pytest.mark.parametrize(
+        ("path", "headers", "name"),
+        [
+            (CHAT, {}, "größer"),
+            ("/sessions/gr%C3%B6%C3%9Fer" + CHAT, {}, None),
+            (CHAT, {"x-session-id": "größer".encode()}, None),
+            (CHAT, {"x-session-id": "größer".encode("latin-1")}, None),
+        ],
+    )
+    def test_a_name_that_a_header_could_not_return_is_refused_wherever_it_stands(
+        self, http, path, headers, name
+    ):
+        reply = http.post(path, json={**BODIES[CHAT], "session_id": name}, headers=headers)
+        assert reply.status_code == 400
+        assert "expected printable ASCII characters" in reply.json()["error"]["message"]
 
     @pytest.mark.parametrize("path", [ANTHROPIC, RESPONSES, COMPLETION, GENERATE])
     def test_every_protocol_names_the_session_in_its_events(self, http, path):
@@ -223,6 +275,12 @@ class TestSessions:
         with http.stream("POST", path, json=body) as reply:
             events = [line[6:] for line in reply.iter_lines() if line.startswith("data: {")]
         assert events and {json.loads(event)["session_id"] for event in events} == {"s"}
+
+    def test_models_are_below_a_session_as_well(self, http):
+        assert http.get("/sessions/s/v1/models").json() == http.get("/v1/models").json()
+        assert http.get("/sessions/s/v1/models/scripted").json()["id"] == "scripted"
+        reply = http.get("/v1/models/gpt%2F4")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
 
     def test_two_requests_without_a_name_share_no_session(self, http):
         first, second = (http.post(CHAT, json=BODIES[CHAT]).json()["session_id"] for _ in range(2))

@@ -57,7 +57,7 @@ class Answers:
 
     def end(self, begun: Begun, answer: Answer) -> list[Recorded]:
         self.ended.append(answer)
-        return [Recorded(SessionEnd(begun.session))]
+        return [Recorded(SessionEnd(begun.session, "key"))]
 
     def recorded(self, begun, choice, numbers) -> None:
         pass

@@ -18,9 +18,10 @@ from starlette.responses import Response
 
 from slipstream.configs.schema import LimitsConfig
 from slipstream.rollout.gateway.conversations import KeyRing, UnknownTurn, User
+from slipstream.rollout.gateway.naming import key_of
 from slipstream.rollout.gateway.serving import replies
 from slipstream.rollout.gateway.serving.call import FULL_AGAIN_S, LiveCall, SharedParts
-from slipstream.rollout.gateway.serving.envelope import envelope_of, key_of
+from slipstream.rollout.gateway.serving.envelope import envelope_of
 from slipstream.rollout.gateway.serving.limits import Rates, Refusal
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
 from slipstream.rollout.gateway.serving.replies import ClientGone, EventStream, Protocols, unless_disconnected
