@@ -76,7 +76,7 @@ class Restart:
         self.segments = segments
         self.history = history
         self.epoch = history.epochs
-        self.stamp = stamp
+        self.stamp: Stamp = stamp
         self.notes: list[str] = []
         self.restored = 0
         self._n_samples = n_samples

@@ -72,7 +72,7 @@ class Store:
         self._path = path
         self._log = log_of(path)
         self._epoch = epoch
-        self._stamp = stamp
+        self._stamp: Stamp = stamp
         self._segments = segments
         self._holds: Holds = holds
         self._eras: Eras = eras
