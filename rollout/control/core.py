@@ -109,13 +109,18 @@ t - k, and does not change either.
   to an engine (``may_generate``), until the engines have the weights of c. They get them under a new number,
   since numbers never go back: a copy of c is published before anything else. From then on they serve what the
   trainer holds, with no standing changed, and the proof goes on as it is.
-- Otherwise a group that an engine works on has a standing of at most t - k. An admission changes W(s) for
-  every s from t - k to t, so that a group is admitted only while all of these claims allow for one more group
-  (``_has_room``). This takes the place of 1 and 4. All other steps of the proof are about standings, whatever
-  the engines serve.
+- Otherwise a group that an engine works on has a standing of at most t - k. Ready groups that were restored
+  may have larger ones, but are trained before a group that is admitted now, because they are older. For the
+  proof, let a group count under the standing with which a younger one was admitted, if that is smaller. Then
+  an admission makes W(s) the number of all waiting groups, for every s from t - k to t. The smallest of these
+  right-hand sides is B * (eta + 1 - k), and while a batch trains, that of step t + 1 is B less. So a group is
+  admitted only while fewer than B * (eta + 1 - k) slots are held, those of the batch included (``_room``).
+  This takes the place of 1 and 4. In 3, ``Windowed`` looks at the standings themselves. Only ready groups
+  count under smaller ones, and batches take these first: a batch that leaves one of them takes B groups that
+  count under t - k or less, and for one that leaves none there is no difference.
 
-Progress: the right-hand sides from s = t - k on are B * (eta + 1 - k) and more, which is not below B. So a
-group is admitted while fewer than B groups wait, and B groups that wait are enough for a batch.
+Progress: B * (eta + 1 - k) is not below B. So a group is admitted while fewer than B slots are held, and B
+groups that wait are enough for a batch.
 
 ``ReadyFirst`` promises less: groups may be older, and their tokens with a lag above eta are not trained. But
 a group that became ready at step w is trained at step w + eta or before. Every step that does not train it
@@ -355,7 +360,7 @@ class RolloutControl:
             needed = (self.last_step - self.step) * self.batch_size
             if held >= needed + (self._surplus if needed else 0):
                 return False
-        if self.served is not None and not (self.may_generate and self._has_room(self._present)):
+        if self.served is not None and held >= self._room(self._present):
             return False
         return self.admission.may_admit(self)
 
@@ -382,16 +387,9 @@ class RolloutControl:
         """Standing of the tokens that the engines sample now."""
         return self.step if self.served is None else self._standing([self.served])
 
-    def _has_room(self, standing: int) -> bool:
-        """Return whether one more group of ``standing`` can be trained before it is overdue, as the proof has
-        it for every standing from there on.
-        """
-        waiting = sum(number for each, number in self._table.waiting.items() if each < standing)
-        for each in range(standing, self.step + 1):
-            waiting += self._table.waiting.get(each, 0)
-            if waiting >= self.batch_size * (each + self.bound + 1 - self.step) + self._surplus:
-                return False
-        return True
+    def _room(self, standing: int) -> int:
+        """Return how many groups are trained before a group of ``standing`` is overdue, from this step on."""
+        return self.batch_size * (standing + self.bound + 1 - self.step)
 
     # ---- events of one group
 
@@ -629,8 +627,7 @@ class RolloutControl:
             )
         self._restored = standing
         may_train_parts = self.consumption.on_stale in (OnStale.MASK, OnStale.TRAIN)
-        steps = (newest if may_train_parts else standing) + self.bound - self.step + 1
-        if len(self._table) >= steps * self.batch_size:
+        if len(self._table) >= self._room(newest if may_train_parts else standing):
             return None
         return self._table.add(id_, standing, requeues)
 

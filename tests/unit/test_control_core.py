@@ -443,6 +443,29 @@ def test_what_the_engines_serve_within_the_bound_is_trained_until_the_next_versi
     assert (core.version, core.served) == (4, None)
 
 
+@pytest.mark.parametrize("policy", [Fifo(), Windowed(0.0), Windowed(0.25)])
+@pytest.mark.parametrize("bound", [3, 4, 5])
+@pytest.mark.parametrize("is_training", [False, True])
+def test_no_more_groups_begin_with_an_older_version_than_can_be_trained_in_time(policy, bound, is_training):
+    """Groups that a restart has restored are trained before them, although their tokens are fresher."""
+    core = left_behind(bound, 2, consumption=policy, counts=GroupCounts(3))
+    assert all(core.restore_ready(id_, {0}) for id_ in range(3))
+    if is_training:
+        core.take_batch()
+    begun = 0
+    while core.may_admit():
+        finish(core, core.admit())
+        begun += 1
+    assert begun == max(0, 2 * (bound + 1 - 3) - 3)
+    if is_training:
+        core.published(core.begin_step())
+    while core.counts.in_flight:
+        while core.counts.in_flight < 2:
+            ready(core)
+        assert train(core)
+    assert core.take_expired() == []
+
+
 def test_restored_weights_are_published_once_more_if_nothing_else_can_be_trained():
     core = left_behind(2)
     assert not core.may_generate and not core.may_admit()

@@ -96,6 +96,8 @@ class Gate(Policy):
 
     async def step_begins(self) -> None: ...
 
+    live_batch = ()
+
     is_ended = False
     live_batch = ()
 
