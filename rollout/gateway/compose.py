@@ -27,8 +27,6 @@ class ServedSessions:
         return self._sessions.sweep(now_s)
 
     def forget(self, session: str | None, key: str | None) -> Sequence[Recorded]:
-        if key is not None:
-            self._serving.forget(user=key, session=session)
         return self._sessions.forget(session, key)
 
     async def close(self) -> None:
@@ -63,6 +61,7 @@ def build(surroundings: GatewaySurroundings) -> ServedSessions:
         conversations=sessions,
         entries=journal,
         keys=surroundings.keys,
+        mint=surroundings.mint,
     )
     serving.metrics.registry.register(SessionCollector(sessions))
     return ServedSessions(sessions, serving)

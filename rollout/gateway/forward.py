@@ -26,7 +26,7 @@ from yarl import URL
 
 from slipstream.rollout.engine.key import Application, Key, Message, Receive, Scope, Send
 from slipstream.rollout.gateway.conversations import KeyRing
-from slipstream.rollout.gateway.naming import key_of, request_of, session_name
+from slipstream.rollout.gateway.naming import addressed_request, key_of, request_of, session_name
 from slipstream.rollout.gateway.peers import GatewayAddress
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.replies import error_body, protocol_of
@@ -50,8 +50,8 @@ HOP_HEADERS = frozenset(
 )
 """Headers of one connection, which are not passed on."""
 
-NAMED_IN_BODY = (b'"session_id"', b'"previous_response_id"')
-"""A body without any of these names no session, and need not be read."""
+NAMED_IN_BODY = (b'"session_id"', b'"previous_response_id"', b'"rid"')
+"""A body without any of these names neither a session nor a request, and need not be read."""
 
 
 class Owners:
@@ -99,7 +99,9 @@ class Forwarding:
         self._session: aiohttp.ClientSession | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] == "GET":
+        if scope["type"] != "http" or (
+            scope["method"] != "POST" and addressed_request(scope["path"], {}) is None
+        ):
             await self._application(scope, receive, send)
             return
         body = _Body(receive)
@@ -123,7 +125,8 @@ class Forwarding:
             return here
         values = _values(body.data)
         try:
-            name = session_name(_path_session(scope["path"]), headers, values)
+            name = addressed_request(scope["path"], values)
+            name = name or session_name(_path_session(scope["path"]), headers, values)
         except ValueError:
             return here
         if name is None and isinstance(response := values.get("previous_response_id"), str):

@@ -106,6 +106,14 @@ def retries(headers: Mapping[str, str]) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0
 
 
+def addressed_request(path: str, body: Mapping[str, object]) -> str | None:
+    """Return the id of the request whose answer is to be shown or to be aborted; None: none is."""
+    rid = body.get("rid") if path == "/abort_request" else None
+    if path.split("/")[-3:-1] == ["v1", "responses"]:
+        rid = path.rpartition("/")[2]
+    return request_of(rid) if isinstance(rid, str) else None
+
+
 def request_of(answer: str) -> str:
     """Return the id of the request with this answer, whichever endpoint has given the answer its id."""
     for prefix in _PREFIXES:

@@ -294,11 +294,62 @@ class TestSessions:
 
     def test_a_client_rewards_a_turn(self, http, gateway):
         http.post("/sessions/rewarded" + CHAT, json=BODIES[CHAT])
-        assert http.post("/sessions/rewarded/reward", json={"reward": 0.5, "turn": 1}).status_code == 200
-        assert gateway.control()["rewards"][-1] == ["anna", "rewarded", 0.5, 1]
+        assert http.post("/sessions/rewarded/reward", json={"reward": 0.5, "turn": 0}).status_code == 200
+        assert gateway.control()["rewards"][-1] == ["anna", "rewarded", 0.5, 0]
+        assert http.post("/sessions/rewarded/reward", json={"reward": 0.5, "turn": 1}).status_code == 404
         assert http.post("/sessions/nowhere/reward", json={"reward": 1}).status_code == 404
         for reward in (None, "1", True, 1e39):
             assert http.post("/sessions/rewarded/reward", json={"reward": reward}).status_code == 400
+
+
+class TestAborts:
+    def ask(self, http, gateway, path: str, meanwhile) -> list[str]:
+        """Return the events of an answer that stands still behind its first tokens until ``meanwhile``."""
+        gateway.control(hold=True)
+        text = json.dumps({**BODIES[path], "stream": True}).replace("#say Hello", "#hold #say Hello, I go on")
+        with http.stream("POST", path, content=text) as reply:
+            meanwhile(reply.headers["x-request-id"])
+            return [line[6:] for line in reply.iter_lines() if line.startswith("data: ")]
+
+    def abort(self, http, rid: str, **headers: str) -> int:
+        reply = http.post("/abort_request", json={"rid": rid}, headers=headers)
+        assert reply.status_code == 200
+        return reply.json()["aborted"]
+
+    @pytest.mark.parametrize("path", [CHAT, ANTHROPIC, RESPONSES, COMPLETION, GENERATE])
+    def test_an_answer_ends_where_it_is_and_is_not_trained(self, http, gateway, path):
+        cancelled = gateway.control()["cancelled"]
+        events = self.ask(http, gateway, path, lambda rid: self.abort(http, rid))
+        assert not any(json.loads(event).get("error") for event in events if event != "[DONE]")
+        after = gateway.control()
+        assert (after["cancelled"], after["running"]) == (cancelled + 1, 0)
+        assert (after["answers"][-1]["cancelled"], after["answers"][-1]["text"]) == (True, "Hell")
+
+    def test_the_native_answer_says_so_and_keeps_its_tokens(self, http, gateway):
+        [*_, last, end] = self.ask(http, gateway, GENERATE, lambda rid: self.abort(http, rid))
+        assert (json.loads(last)["meta_info"]["finish_reason"]["type"], end) == ("abort", "[DONE]")
+        assert (json.loads(last)["text"], len(json.loads(last)["output_ids"])) == ("Hell", 4)
+
+    def test_a_chat_is_named_by_the_id_of_its_answer_too_and_says_that_it_was_aborted(self, http, gateway):
+        [*_, last, _] = self.ask(http, gateway, CHAT, lambda rid: self.abort(http, f"chatcmpl-{rid}"))
+        assert json.loads(last)["choices"][0]["finish_reason"] == "abort"
+
+    def test_nobody_aborts_what_another_key_has_asked(self, http, gateway):
+        def fail_to_abort(rid: str) -> None:
+            assert self.abort(http, rid, authorization="Bearer key-berta") == 0
+            assert httpx.post(gateway.url + "/abort_request", json={"rid": rid}).status_code == 401
+            gateway.control(release=True)
+
+        [*_, last, _] = self.ask(http, gateway, GENERATE, fail_to_abort)
+        assert json.loads(last)["text"] == "Hello, I go on"
+
+    @pytest.mark.parametrize("body", [{}, {"rid": 7}, {"rid": ""}, {"rid": "x", "abort_all": True}])
+    def test_a_request_is_named(self, http, body):
+        assert http.post("/abort_request", json=body).status_code == 400
+
+    def test_what_does_not_run_is_not_aborted(self, http):
+        rid = http.post(CHAT, json=BODIES[CHAT]).headers["x-request-id"]
+        assert http.post("/abort_request", json={"rid": rid}).json() == {"aborted": 0}
 
 
 class TestEnds:

@@ -221,11 +221,61 @@ class TestResponses:
         assert seen["session"] == answer.session_id == again.session_id
         assert [m["role"] for m in seen["messages"]] == ["user", "assistant", "tool", "tool"]
 
-    def test_nobody_continues_the_response_of_another_key(self, client):
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_response_can_be_retrieved_as_it_was(self, client, stream):
+        settings = {
+            "model": "m",
+            "input": f"#say I look.\n{CALLS}",
+            "tools": [WEATHER],
+            "metadata": {"a": "b"},
+        }
+        if stream:
+            [*_, end] = client.responses.create(**settings, stream=True)
+            answer = end.response
+        else:
+            answer = client.responses.create(**settings)
+        retrieved = client.responses.retrieve(answer.id)
+        assert retrieved.to_dict() == answer.to_dict()
+        assert [item.type for item in retrieved.output] == ["message", "function_call", "function_call"]
+        assert (retrieved.metadata, retrieved.session_id) == ({"a": "b"}, answer.session_id)
+
+    def test_a_conversation_goes_on_by_names_and_may_branch(self, client, gateway):
+        first = client.responses.create(model="m", input="#say one", instructions="be brief")
+        second = client.responses.create(model="m", input="#say two", previous_response_id=first.id)
+        third = client.responses.create(
+            model="m", input=[{"role": "user", "content": "#say three"}], previous_response_id=second.id
+        )
+        other = client.responses.create(model="m", input="#say other", previous_response_id=first.id)
+        assert (third.output_text, other.output_text) == ("three", "other")
+        assert third.previous_response_id == second.id
+        assert {answer.session_id for answer in (first, second, third, other)} == {first.session_id}
+        third_messages, other_messages = (
+            [(message["role"], message["content"]) for message in arrival["messages"]]
+            for arrival in gateway.control()["arrivals"][-2:]
+        )
+        one = [("user", "#say one"), ("assistant", "one")]  # instructions are those of one request
+        assert third_messages == [*one, ("user", "#say two"), ("assistant", "two"), ("user", "#say three")]
+        assert other_messages == [*one, ("user", "#say other")]
+
+    def test_nobody_sees_or_continues_the_response_of_another_key(self, client):
         answer = client.responses.create(model="m", input="#say secret")
         other = client.with_options(api_key="key-berta")
         with pytest.raises(openai.NotFoundError):
             other.responses.create(model="m", input="#say a", previous_response_id=answer.id)
+        with pytest.raises(openai.NotFoundError):
+            other.responses.retrieve(answer.id)
+        for name in (answer.id.removeprefix("resp_"), "resp_", "resp_1", answer.id + "0"):
+            with pytest.raises(openai.NotFoundError):
+                client.responses.create(model="m", input="#say a", previous_response_id=name)
+            with pytest.raises(openai.NotFoundError):
+                client.responses.retrieve(name)
+
+    def test_a_response_that_is_not_to_be_stored_has_no_name(self, client):
+        answer = client.responses.create(model="m", input="#say a", store=False)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(answer.id)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.create(model="m", input="#say a", previous_response_id=answer.id)
 
 
 async def _read(client, text: str) -> str:

@@ -13,7 +13,7 @@ from slipstream.rollout.gateway.serving.text import GrowingText
 from slipstream.rollout.gateway.source import Finished, Interrupted, TokenDelta, TokenRequest
 from slipstream.rollout.trajectory import Finish
 from slipstream.rollout.turns import SessionEnd, TurnType
-from tests.plain_conversations import MemoryLog
+from tests.watched_sessions import MemoryLog
 
 
 def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:

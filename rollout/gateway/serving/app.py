@@ -1,6 +1,6 @@
 """Makes the applications of a gateway process: for users, and for whoever runs it. No SGLang in here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -44,7 +44,12 @@ def create_app(
     app = _application("Slipstream gateway")
     for endpoint in endpoints:
         _add(app, "POST", endpoint.path, partial(handler.take, endpoint))
-    _add(app, "POST", "/sessions/{session}/reward", handler.reward)
+    for method, path, take in (
+        ("POST", "/sessions/{session}/reward", handler.reward),
+        ("POST", "/abort_request", handler.abort),
+        ("GET", "/v1/responses/{response}", handler.response),
+    ):
+        _add(app, method, path, _refusing(take))
     _add_state(app, handler, card, source, metrics, answers)
     app.openapi = lambda: describe(get_openapi(title=app.title, version="1", routes=app.routes), endpoints)
     return app
@@ -78,6 +83,20 @@ def _add(app: FastAPI, method: str, path: str, take: Callable[[Request], Any]) -
         app.add_api_route(prefix + path, route, methods=[method], name=prefix + path, response_class=Response)
 
 
+def _refusing(take: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Return a route that tells the client of refusals."""
+
+    async def route(request: Request) -> Response:
+        try:
+            return await take(request)
+        except Refusal as refused:
+            return replies.error_reply(refused, Protocols.OPENAI)
+        except ClientDisconnect:
+            return Response(status_code=499)
+
+    return route
+
+
 def _add_state(
     app: FastAPI,
     handler: RequestHandler,
@@ -96,14 +115,11 @@ def _add_state(
 
     def known(build: Callable[[Request], Any]) -> Callable[[Request], Any]:
         async def route(request: Request) -> Response:
-            try:
-                handler.user(request)
-                built = build(request)
-            except Refusal as refused:
-                return replies.error_reply(refused, Protocols.OPENAI)
+            handler.user(request)
+            built = build(request)
             return built if isinstance(built, Response) else replies.json_reply(built)
 
-        return route
+        return _refusing(route)
 
     def one_model(request: Request) -> dict[str, Any]:
         if request.path_params["model"] != card.name:
