@@ -70,4 +70,5 @@ def build(surroundings: GatewaySurroundings) -> ServedSessions:
         entries=journal,
         keys=surroundings.keys,
     )
+    serving.metrics.follow(journal)
     return ServedSessions(sessions, serving)
