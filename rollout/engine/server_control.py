@@ -46,6 +46,10 @@ class _Loads(TypedDict):
 class ServerControl(EngineConnection):
     """Every call raises EngineError when the server refuses it, EngineLost when the server does not reply."""
 
+    async def respond(self) -> None:
+        """Return when every scheduler of the server has answered."""
+        await self._get("/server_info")
+
     async def pause(self, mode: str) -> None:
         """Stop generating with ``retract``, ``in_place`` or ``abort``; new requests wait until ``resume``.
 
