@@ -73,8 +73,8 @@ class EngineRoster:
         follow_timeout_s: float = FOLLOW_TIMEOUT_S,
         gateway_timeout_s: float = GATEWAY_TIMEOUT_S,
     ) -> None:
-        """``limit``: number of requests that run at one time. ``epoch``: of the run. ``follow_timeout_s``: time
-        in which a collector follows a record, ``gateway_timeout_s``: in which a gateway does.
+        """``limit``: number of requests that run at one time. ``epoch``: of the run. ``follow_timeout_s``: in
+        which a collector follows a record; ``gateway_timeout_s``: in which a gateway does.
         """
         self._policy = policy
         self._limit = limit
