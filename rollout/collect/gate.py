@@ -117,6 +117,8 @@ class AdmissionGate:
         self._live = live
         self._live_wait_s = live_wait_s
         self._live_timer: asyncio.TimerHandle | None = None
+        self._are_users_silent = False
+        """No turn has become ready since a batch has waited for turns in vain."""
         self._core = core
         self._intake = intake
         self._journal = journal
@@ -131,7 +133,7 @@ class AdmissionGate:
         self._last_failure = ""
         self._has_changed = True
         if live is not None:
-            live.when_ready(self._changes.notify)
+            live.when_ready(self._turn_is_ready)
 
     @property
     def version(self) -> int:
@@ -385,12 +387,19 @@ class AdmissionGate:
             self._end_wait_for_turns()
         elif self._live_timer is None:
             loop = asyncio.get_running_loop()
-            self._live_timer = loop.call_later(self._live_wait_s, self._turns_wait_is_over)
+            # Where nothing comes, as while judges or gateways are down, one batch waits and not each of them.
+            wait_s = 0.0 if self._are_users_silent else self._live_wait_s
+            self._are_users_silent = True
+            self._live_timer = loop.call_later(wait_s, self._turns_wait_is_over)
 
     def _turns_wait_is_over(self) -> None:
         self._end_wait_for_turns()
         self._core.turns_wait_is_over()
         self._notify()
+
+    def _turn_is_ready(self) -> None:
+        self._are_users_silent = False
+        self._changes.notify()
 
     def _end_wait_for_turns(self) -> None:
         if self._live_timer is not None:

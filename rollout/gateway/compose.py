@@ -64,4 +64,5 @@ def build(surroundings: GatewaySurroundings) -> ServedSessions:
         mint=surroundings.mint,
     )
     serving.metrics.registry.register(SessionCollector(sessions))
+    serving.metrics.follow(journal)
     return ServedSessions(sessions, serving)

@@ -410,6 +410,26 @@ def test_a_collector_that_does_not_follow_in_time_is_reported_and_not_waited_for
     asyncio.run(main())
 
 
+def test_a_gateway_that_stands_still_is_waited_for_no_longer_than_a_gateway_may_take():
+    async def main():
+        roster = make(ControlClient("a"), follow_timeout_s=60.0, gateway_timeout_s=0.05)
+        lagging: list[str] = []
+        roster.subscribe(lambda: None, lagging.append)
+        collector = Generating(roster, "collector")
+        roster.joined("gateway", limit=4)
+        await settle()
+        collector.hears = False
+        doubting = asyncio.create_task(roster.doubt(1))
+        await asyncio.sleep(0.1)
+        assert lagging == ["gateway"], "a collector has more time"
+        assert not doubting.done()
+        collector.hear()
+        await asyncio.wait_for(doubting, 1)
+        assert not collector.lags
+
+    asyncio.run(main())
+
+
 def test_a_collector_that_follows_late_but_in_time_is_not_reported():
     async def main():
         roster = make(ControlClient("a"), follow_timeout_s=0.4)

@@ -1,4 +1,4 @@
-"""Figures of the sessions, as Prometheus reads them."""
+"""Figures of a gateway process, as Prometheus reads them."""
 
 from collections import Counter
 from dataclasses import dataclass, field, fields
@@ -49,3 +49,19 @@ def test_counters_are_shown_as_they_are_now_by_reason():
     assert expected.items() <= shown().items()
     counted.counters.branches["fork"] += 1
     assert shown()["branches_total", "fork"] == 2
+
+
+@dataclass
+class Journal:
+    last: int
+    acknowledged: int
+
+
+def test_the_journal_is_shown_as_it_is_now():
+    metrics, journal = ServingMetrics(), Journal(7, 5)
+    metrics.follow(journal)
+    text = metrics.text().decode().splitlines()
+    assert "slipstream_gateway_journal_entries 7.0" in text
+    assert "slipstream_gateway_journal_unacknowledged 2.0" in text
+    journal.acknowledged = 7
+    assert "slipstream_gateway_journal_unacknowledged 0.0" in metrics.text().decode().splitlines()

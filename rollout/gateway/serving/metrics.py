@@ -11,6 +11,20 @@ from prometheus_client.registry import Collector
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
+class JournalFigures(Protocol):
+    """How far a journal is, and the driver with it."""
+
+    @property
+    def last(self) -> int:
+        """Number of the last entry."""
+        ...
+
+    @property
+    def acknowledged(self) -> int:
+        """Number of the last entry that the driver has."""
+        ...
+
+
 class ServingMetrics:
     """All figures of one application."""
 
@@ -43,6 +57,19 @@ class ServingMetrics:
             "Policy version that a new request gets.",
             registry=self.registry,
         )
+
+    def follow(self, journal: JournalFigures) -> None:
+        """Show how far the journal is."""
+        for name, description, value in (
+            ("entries", "Entries of the journal, over its whole life.", lambda: journal.last),
+            (
+                "unacknowledged",
+                "Entries that the driver does not have yet.",
+                lambda: journal.last - journal.acknowledged,
+            ),
+        ):
+            gauge = Gauge(f"slipstream_gateway_journal_{name}", description, registry=self.registry)
+            gauge.set_function(value)
 
     def text(self) -> bytes:
         """Return all figures in Prometheus' text format."""
