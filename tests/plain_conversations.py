@@ -40,7 +40,7 @@ class PlainConversations:
     def end(self, begun: Begun, answer: Answer) -> Sequence[Recorded]:
         self._running = {digest: turn for digest, turn in self._running.items() if turn is not begun}
         self.answers.append((begun.session, answer))
-        return [Recorded(SessionEnd(begun.session))] if answer.tokens else []
+        return [Recorded(SessionEnd(begun.session, "key"))] if answer.tokens else []
 
     def recorded(self, begun: Begun, choice: int, numbers: Sequence[int]) -> None:
         pass
