@@ -82,6 +82,35 @@ def test_the_message_that_is_recorded_is_the_one_that_the_client_repeats(client,
     ]
 
 
+def test_a_call_that_was_cut_off_behind_its_name_can_be_repeated(client, gateway):
+    """Clients send it again as they have got it: without arguments."""
+    messages = user(f"#say I look.\n{CALLS}")
+    settings = {"model": "m", "tools": TOOLS}
+    with client.chat.completions.stream(messages=messages, max_tokens=35, **settings) as events:
+        with pytest.raises(openai.LengthFinishReasonError) as ended:
+            events.get_final_completion()
+    repeated = ended.value.completion.choices[0].message.model_dump(exclude_none=True)
+    [call] = repeated["tool_calls"]
+    assert call["function"]["arguments"] == ""
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "it was cut off"}
+    client.chat.completions.create(messages=[*messages, repeated, result], **settings)
+    known = gateway.control()["arrivals"][-1]["messages"][1]
+    assert known["tool_calls"][0]["function"]["name"] == "weather"
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "K', "[1]", "Köln"])
+def test_arguments_that_are_no_object_stay_what_they_are(client, gateway, arguments):
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [
+        *user("a"),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "these are no arguments"},
+    ]
+    assert client.chat.completions.create(model="m", messages=messages, tools=TOOLS).choices
+    known = gateway.control()["arrivals"][-1]["messages"][1]
+    assert known["tool_calls"][0]["function"]["arguments"] == arguments
+
+
 def test_several_answers_have_different_seeds(client, gateway):
     before = len(gateway.control()["requests"])
     answer = client.chat.completions.create(model="m", messages=user("#say a"), n=3, seed=5)

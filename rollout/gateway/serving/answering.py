@@ -17,6 +17,7 @@ from typing import Any, Protocol, Self
 import orjson
 from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
 from sglang.srt.entrypoints.harmony_utils import parse_response_input
+from sglang.srt.entrypoints.openai import serving_chat
 from sglang.srt.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
@@ -40,6 +41,23 @@ from slipstream.rollout.gateway.serving.stand_in import StandIn
 log = logging.getLogger(__name__)
 
 DATA, DONE = "data: ", "data: [DONE]"
+
+
+def _let_calls_be_repeated() -> None:
+    """Let clients repeat calls whose arguments are no JSON object, as they have got them.
+
+    An answer may be cut off within a call, and a policy may write what is no JSON. SGLang refuses every
+    request that repeats such a call, so that the conversation could never go on.
+    """
+    as_objects = serving_chat.normalize_assistant_tool_call_arguments
+
+    def as_objects_if_they_are(message: dict[str, Any], *, strict: bool = True) -> None:
+        as_objects(message, strict=False)
+
+    serving_chat.normalize_assistant_tool_call_arguments = as_objects_if_they_are
+
+
+_let_calls_be_repeated()
 
 
 class Application(Protocol):
