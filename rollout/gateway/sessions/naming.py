@@ -77,7 +77,7 @@ def turn_type(headers: Mapping[str, str], body: Mapping[str, object]) -> TurnTyp
 def session_done(headers: Mapping[str, str], body: Mapping[str, object]) -> bool:
     """Return whether a request says that it is the last one of its session.
 
-    ``X-SessionState-Done`` and ``session_done`` of the body are true if they are 1, true, yes or on.
+    ``X-Session-Done`` and ``session_done`` of the body are true if they are 1, true, yes or on.
     """
     values = (headers.get("x-session-done"), body.get("session_done"))
     return any(value is not None and str(value).strip().lower() in _YES for value in values)

@@ -74,7 +74,7 @@ class SessionTable:
         self._counters.refused += 1
         raise TooManySessions(
             f"{len(self._sessions)} sessions are open, and each has a turn that waits for its next state "
-            f"or runs; try again later, or end sessions with X-SessionState-Done"
+            f"or runs; try again later, or end sessions with X-Session-Done"
         )
 
     def used(self, session: SessionState, now_s: float) -> None:
