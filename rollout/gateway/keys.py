@@ -37,6 +37,9 @@ PREFIX = "sk-slip-"
 NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._@-")
 LONGEST_NAME = 128
 
+KEY_VARIABLE = "SGLANG_API_KEY"
+"""Environment variable of a gateway process with a further key."""
+
 ENVIRONMENT_NAME = "environment"
 """Name of the key that a process is given in its environment."""
 

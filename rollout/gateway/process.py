@@ -34,7 +34,7 @@ from slipstream.rollout.gateway.engines import Decode, EngineTokens
 from slipstream.rollout.gateway.forward import Forwarding, Owners, PeersOnly
 from slipstream.rollout.gateway.journal import TurnJournal
 from slipstream.rollout.gateway.journal_file import DamagedJournal, JournalError
-from slipstream.rollout.gateway.keys import ApiKeys, KeysError, keys_file
+from slipstream.rollout.gateway.keys import KEY_VARIABLE, ApiKeys, KeysError, keys_file
 from slipstream.rollout.gateway.link import DriverLink
 from slipstream.rollout.gateway.peers import (
     GatewayAddress,
@@ -67,9 +67,6 @@ HANDOVER_S = 2.0
 
 END_S = 9.0
 """Longest time of an orderly end, after which the process ends at once: the journal has what counts."""
-
-KEY_VARIABLE = "SGLANG_API_KEY"
-"""Environment variable with a further API key."""
 
 WRONG_INPUT = 2
 """Exit code of a process that would fail in the same way again."""
