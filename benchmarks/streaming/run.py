@@ -75,7 +75,7 @@ def recipe(load: Load, root: Path, policy: Path, port: int, admin_port: int) -> 
         "model": {"path": str(policy), "dtype": "float32"},
         "actor": {"microbatch_tokens": 4096, "optimizer": {"lr": 1e-20}},
         "rollout": {
-            "max_head_offpolicyness": 2 * load.updates,
+            "max_head_offpolicyness": 16,
             "batch_size": 4,
             "n_samples_per_prompt": 4,
             "max_concurrent": 16,

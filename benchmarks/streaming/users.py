@@ -134,7 +134,7 @@ class Users:
                         heard.pause_s = max(heard.pause_s, now - last)
                     last = now
         except (openai.OpenAIError, httpx.HTTPError, BadStream) as error:
-            heard.error = f"{type(error).__name__}: {error}"
+            heard.error = f"{type(error).__name__}: {error} ({error.__cause__!r})"
         if heard.error is None and heard.completion_tokens is None:
             heard.finish = None  # the last event of the stream is missing
 
