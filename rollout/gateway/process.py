@@ -68,6 +68,10 @@ HANDOVER_S = 2.0
 END_S = 9.0
 """Longest time of an orderly end, after which the process ends at once: the journal has what counts."""
 
+KEEP_ALIVE_S = 75
+"""Time for which an idle connection of a user stays open. Clients and balancers of load give theirs up after
+5 to 60 s: a request on a connection that the other end is just closing fails, though nothing is wrong."""
+
 WRONG_INPUT = 2
 """Exit code of a process that would fail in the same way again."""
 
@@ -265,6 +269,7 @@ class _Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 ws="none",
+                timeout_keep_alive=KEEP_ALIVE_S,
             )
         )
         host, port = listener.getsockname()[:2]
