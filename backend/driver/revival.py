@@ -1,10 +1,10 @@
 """A trainer that dies is started again in place, while the engines and the collectors go on.
 
-    lost ──► all ranks killed ──► new ranks start ─────────────────────────────► restored ──► alive
-                  │                                                                 ▲     │     ▲
-                  └► checkpoint under way settled ──► newest sound checkpoint ──────┤     └─────┤
-                                                              │                     │     a copy is published,
-                          episodes called off ──► ledger, control core, leases go back    if need be
+    lost ──► all ranks killed ──► new ranks start ────────────────────────► restored ──► published ──► alive
+                  │                                                            ▲         under a new number
+                  └► checkpoint under way settled ──► newest sound checkpoint ─┤
+                                                              │                │
+                     episodes called off ──► ledger, control core, leases go back
 
 docs/recovery.md has the states of this and what holds in each.
 """

@@ -143,7 +143,7 @@ class AdmissionGate:
     @property
     def served(self) -> int:
         """Policy version that every serving engine holds: another one than ``version`` after the trainer was
-        restored, until it publishes again.
+        restored, until a copy of its weights is published.
         """
         return self._core.version if self._core.served is None else self._core.served
 
@@ -156,9 +156,7 @@ class AdmissionGate:
 
     @property
     def may_generate(self) -> bool:
-        """Return whether what the engines sample now can be trained within the bound. If not, publish a copy
-        of the trainer's weights: ``copy_begins``.
-        """
+        """Return whether what the engines sample now can be trained within the bound."""
         return self._core.may_generate
 
     @property
@@ -319,7 +317,7 @@ class AdmissionGate:
     async def copy_begins(self) -> int:
         """Write down that the trainer's weights are about to be published under a new number, and return it.
 
-        ``published`` follows: then the engines serve again what can be trained (``may_generate``).
+        ``published`` follows: then the engines serve again what the trainer holds.
         """
         version = self._core.begin_copy()
         self._journal.copy_begins(version, self._core.version)

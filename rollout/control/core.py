@@ -101,26 +101,23 @@ While the engines serve another version
 ---------------------------------------
 
 A trainer that has died is restored from version c, while the engines go on with the version u that was
-published last: ``served``. The next version is a child of c, and the engines get it from c's next step. Until
-then each new token is of version u, whose lag k is the number of updates that are lost. Its standing is
+published last: ``served``. Numbers never go back, so that a copy of c is published before a batch is taken.
+Until then each new token is of version u, whose lag k is the number of updates that are lost. Its standing is
 t - k, and does not change either.
 
 - If k > eta, no new token could be trained. Nothing is admitted, and no group that is restored may be given
-  to an engine (``may_generate``), until the engines have the weights of c. They get them under a new number,
-  since numbers never go back: a copy of c is published before anything else. From then on they serve what the
-  trainer holds, with no standing changed, and the proof goes on as it is.
+  to an engine (``may_generate``).
 - Otherwise a group that an engine works on has a standing of at most t - k. Ready groups that were restored
   may have larger ones, but are trained before a group that is admitted now, because they are older. For the
   proof, let a group count under the standing with which a younger one was admitted, if that is smaller. Then
   an admission makes W(s) the number of all waiting groups, for every s from t - k to t. The smallest of these
-  right-hand sides is B * (eta + 1 - k), and while a batch trains, that of step t + 1 is B less. So a group is
-  admitted only while fewer than B * (eta + 1 - k) slots are held, those of the batch included (``_room``).
-  This takes the place of 1 and 4. In 3, ``Windowed`` looks at the standings themselves. Only ready groups
-  count under smaller ones, and batches take these first: a batch that leaves one of them takes B groups that
-  count under t - k or less, and for one that leaves none there is no difference.
+  right-hand sides is B * (eta + 1 - k): a group is admitted only while fewer slots are held (``_room``). This
+  takes the place of 1. In 3, ``Windowed`` looks at the standings themselves. Only ready groups count under
+  smaller ones, and batches take these first: a batch that leaves one of them takes B groups that count under
+  t - k or less, and for one that leaves none there is no difference.
 
-Progress: B * (eta + 1 - k) is not below B. So a group is admitted while fewer than B slots are held, and B
-groups that wait are enough for a batch.
+The copy waits for nobody. Once it is published, the engines serve what the trainer holds, no standing has
+changed, and the proof goes on as it is.
 
 ``ReadyFirst`` promises less: groups may be older, and their tokens with a lag above eta are not trained. But
 a group that became ready at step w is trained at step w + eta or before. Every step that does not train it
@@ -273,7 +270,7 @@ class RolloutControl:
     """Version that the trainer holds, from which the next training step starts."""
     served: int | None = None
     """Version that every serving engine has, if it is another one: the trainer was restored from ``version``,
-    and no version has been published since."""
+    and no copy of it (``begin_copy``) has been published yet."""
     last_step: int | None = None
     """Training steps of the run. No group is admitted that could not be trained by then."""
     counts: GroupCounts = field(default_factory=GroupCounts)
@@ -326,9 +323,7 @@ class RolloutControl:
 
     @property
     def may_generate(self) -> bool:
-        """Return whether what the engines sample now can be trained within the bound. If not, publish a copy
-        (``begin_copy``).
-        """
+        """Return whether what the engines sample now can be trained within the bound."""
         return self.served is None or self.lag(self.served) <= self.bound
 
     @property
@@ -431,8 +426,10 @@ class RolloutControl:
         """
         if self.is_training:
             raise ControlError("the batch before was neither published nor given back")
-        if self._begun is not None:
-            raise ControlError(f"version {self._begun} is being published, and the next step starts from it")
+        if self.served is not None:
+            raise ControlError(
+                f"the engines serve version {self.served}: publish a copy of version {self.version} first"
+            )
         self.lacks_turns = False
         if not self._groups_are_complete() or not self._turns_are_complete():
             return None
@@ -481,11 +478,11 @@ class RolloutControl:
     def begin_copy(self) -> int:
         """Take the number of a copy of ``version``, and return it.
 
-        Call it where the engines serve what can no longer be trained (``may_generate``), before any engine
-        can have the copy. ``published`` follows; if publishing it fails, the run goes on with another core.
+        Call it while the engines serve another version, before any engine can have the copy. ``published``
+        follows. If publishing the copy fails, the run goes on with another core.
         """
-        if self.is_training:
-            raise ControlError("a batch is in training: its version is the next to be published")
+        if self.served is None:
+            raise ControlError(f"the engines serve version {self.version} already")
         if self._begun is not None:
             raise ControlError(f"version {self._begun} is in the making already")
         self._begun = self.versions.begin(self.version, is_copy=True)
@@ -582,7 +579,7 @@ class RolloutControl:
     def may_have(self, versions: Collection[int]) -> frozenset[int]:
         """Return the versions of the tokens that an unfinished group has or can have, given those it has.
 
-        A group that no engine may work on before a copy is published gets no token of ``served``.
+        A group that no engine may work on before the copy is published gets no token of ``served``.
         """
         ahead = frozenset[int]() if self.served is None or not self.may_generate else {self.served}
         return frozenset(versions) | ahead

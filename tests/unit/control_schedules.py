@@ -228,7 +228,8 @@ class Schedule(RuleBasedStateMachine):
     @property
     def may_ask(self) -> bool:
         """Return whether the trainer may ask for a batch."""
-        return not self.is_training and not self.is_copying and self.core.step != self.last_step
+        is_behind = self.served != self.version
+        return not (self.is_training or is_behind) and self.core.step != self.last_step
 
     def is_masked(self) -> bool:
         return self.core.consumption.on_stale is OnStale.MASK
@@ -362,7 +363,6 @@ class Schedule(RuleBasedStateMachine):
         if isinstance(self.core.consumption, Fifo):
             assert taken == due, "admission order"
         assert len(taken) == self.batch_size
-        self.totals["batches while the engines serve another version"] += self.served != self.version
         for group, part in zip(taken, batch, strict=True):
             self.check_taken(group, part)
             del self.ready[group.id]
@@ -430,7 +430,7 @@ class Schedule(RuleBasedStateMachine):
         self.parents[version] = self.version
 
     @rule()
-    @precondition(lambda self: self.served != self.version and not self.is_training and self.made is None)
+    @precondition(lambda self: self.served != self.version and self.made is None)
     def the_restored_weights_get_a_new_number(self) -> None:
         version = self.core.begin_copy()
         self.made = version, None
@@ -495,7 +495,6 @@ class Schedule(RuleBasedStateMachine):
         lambda self: (
             self.core.consumption.on_stale is OnStale.REQUEUE
             and not self.is_training
-            and not self.is_copying
             and self.served == self.version
         )
     )
@@ -757,12 +756,10 @@ class Schedule(RuleBasedStateMachine):
     def the_trainer_is_restored_so_far_back_that_the_bound_is_exceeded(
         self, data: st.DataObject, seed: int
     ) -> None:
-        """Restore it from where the rule above seldom does, and mostly publish its weights at once."""
+        """Restore it from where the rule above seldom does."""
         self.restart(data, seed, self.served, [v for v in self.checkpoints() if self.is_too_far(v)])
         self.totals["trainer restarts"] += 1
         self.totals["trainer restarts beyond the bound"] += 1
-        if data.draw(st.integers(0, 3), "at once"):
-            self.the_restored_weights_get_a_new_number()
 
     @rule(data=st.data(), seed=st.integers(0, 1000))
     @precondition(
@@ -791,12 +788,13 @@ class Schedule(RuleBasedStateMachine):
             if self.core.may_admit() and dice.random() < 0.8:
                 self.admit(100)
             self.groups_finish(seed, dice.choice([0.0, 0.3]))
+            if self.served != self.version:
+                self.the_restored_weights_get_a_new_number()
+                self.the_new_version_is_published()
             if self.may_ask:
                 self.the_trainer_asks_for_a_batch()
             if self.is_training:
                 self.the_step_begins()
-                if self.core.may_admit() and dice.random() < 0.5:
-                    self.admit(100)
                 self.the_new_version_is_published()
 
     def checkpoints_near(self) -> list[int]:
@@ -934,10 +932,10 @@ class Schedule(RuleBasedStateMachine):
     def somebody_can_always_go_on(self) -> None:
         """Unless a group is being generated or trained, a group can start or a batch is due.
 
-        While the engines serve what is too old, the restored weights can be published.
+        While the engines serve another version than the trainer holds, a copy of this one is published.
         """
         assert self.core.may_generate != self.is_starved()
-        is_busy = bool(self.generating) or self.is_training or self.is_starved()
+        is_busy = bool(self.generating) or self.is_training or self.served != self.version
         if self.batch_size and not is_busy and self.core.step != self.last_step:
             may_train = len(self.ready) - len(self.withheld) >= self.batch_size
             assert self.core.may_admit() or may_train
@@ -967,7 +965,7 @@ class Schedule(RuleBasedStateMachine):
                 self.turns_are_judged(0, 1.0)
             if self.is_training and self.made is None:
                 self.the_step_begins()
-            if self.is_starved() and self.made is None:
+            if self.served != self.version and self.made is None:
                 self.the_restored_weights_get_a_new_number()
             if self.made is not None:
                 self.the_new_version_is_published()

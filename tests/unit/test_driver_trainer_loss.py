@@ -275,8 +275,8 @@ def test_engines_whose_weights_were_cut_off_wait_and_the_others_go_on():
     run(main)
 
 
-def test_an_engine_that_starts_waits_for_a_trainer_that_holds_what_is_served():
-    """The trainer dies behind version 1 and is restored to version 0, which nobody serves any more."""
+def test_an_engine_that_starts_waits_for_a_trainer():
+    """The trainer dies behind version 1 and is restored to version 0, which gets the number 2."""
 
     async def main() -> None:
         world = world_of("a", dies=("nothing",))
@@ -288,34 +288,14 @@ def test_an_engine_that_starts_waits_for_a_trainer_that_holds_what_is_served():
         )
         await asyncio.sleep(0.01)
         world.gate.version = 0
-        world.weights.life.restored()
+        await world.weights.publish_copy(2)
         await asyncio.sleep(0.01)
-        assert not late.done() and world.trainer.calls[-1] == "publish 1"
-        world.gate.published(2)
-        world.weights.life.changed()
+        assert (world.gate.version, world.gate.served) == (2, 2)
+        assert not late.done()
+        world.weights.life.restored()
         assert await late is None
         assert admitted == [2]
-        assert world.trainer.calls[-1] == "publish 2"
-
-    run(main)
-
-
-def test_a_copy_of_the_restored_weights_goes_to_the_engines_and_to_the_one_that_waits():
-    async def main() -> None:
-        world = world_of("a")
-        await world.weights.advance(None, 5)  # type: ignore[arg-type]
-        world.weights.life.fail(TrainerFailed("killed"))
-        world.gate.version = 2
-        admitted: list[int] = []
-        late = asyncio.create_task(
-            world.weights.bring_up_to_date(engine("late"), lambda: admitted.append(world.gate.version))
-        )
-        await world.weights.publish_copy(6)
-        assert (world.gate.version, world.gate.served) == (6, 6)
-        world.weights.life.restored()
-        assert await late is None
-        assert admitted == [6]
-        assert world.trainer.calls == ["train", "publish 5", "publish 6", "publish 6"]
+        assert world.trainer.calls == ["train", "publish 1", "publish 2", "publish 2"]
 
     run(main)
 
