@@ -257,6 +257,10 @@ def simulate(
 def audit(
     run: Annotated[Path, typer.Argument(help="The folder of a run that is not running now.")],
     as_json: Json = False,
+    hints: Annotated[
+        bool,
+        typer.Option("--hints", help="Print the hints of live users' judges instead, a line of JSON each."),
+    ] = False,
 ) -> None:
     """Recount a run from its ledger and checkpoints: nothing lost, nothing trained twice."""
     with _reported():
@@ -264,6 +268,10 @@ def audit(
         from slipstream.rollout.ledger.database import LedgerError
 
         try:
+            if hints:
+                for line in auditing.hints_as_json(run):
+                    typer.echo(line)
+                return
             account = auditing.audit_run(run, lambda text: _errors.print(text, markup=False))
         except LedgerError as error:
             raise WrongInput(str(error)) from None

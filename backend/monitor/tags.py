@@ -182,7 +182,9 @@ TAGS: dict[str, Tag] = {
         "Number of turns that are no part of the task, or whose sampling the trainer cannot reproduce.",
     ),
     "live/filtered": Tag(
-        "turns, whole run", "Number of turns with nothing to train: no sampled token, or `live.train: false`."
+        "turns, whole run",
+        "Number of turns with nothing to train: no sampled token, `live.train: false`, or the last step is "
+        "done.",
     ),
     "live/expired": Tag(
         "turns, whole run", "Number of turns that were given up because all of their tokens were too old."

@@ -83,9 +83,9 @@ class Talk:
             more.pop("cancelled", False),
             NOW - 20,
             NOW - 10,
-            0,
-            raw('[{"role": "user", "content": "hello"}]'),
-            raw('{"role": "assistant", "content": "hi"}'),
+            more.pop("kept", 0),
+            raw(f'[{{"role": "user", "content": "{more.pop("said", "hello")}"}}]'),
+            raw(f'{{"role": "assistant", "content": "{more.pop("answer", "hi")}"}}'),
         )
         assert not more
         return self.add(entry, encode_chunk(context, sampled, logprobs))
