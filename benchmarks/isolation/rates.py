@@ -79,7 +79,7 @@ class Events:
         return max(later - before for before, later in pairwise(inside))
 
     def latency_s(self, begin: float, end: float) -> tuple[float, float] | None:
-        """Return the median and the 99th percentile of the time from request to last byte, if there are any."""
+        """Return the median and the 99th percentile of the time to the last byte, if there is any."""
         inside = sorted(seconds for at, seconds in self.latencies if begin < at <= end)
         if not inside:
             return None
