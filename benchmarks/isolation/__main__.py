@@ -119,8 +119,8 @@ GAPS: Columns[Row] = {
 }
 QUEUES: Columns[Row] = {
     "": lambda row: row.name,
-    "p50, p99 before, s": lambda row: "{:.2f}, {:.2f}".format(*row.cell.latency_s),
-    "p50, p99, s": lambda row: "{:.2f}, {:.2f}".format(*row.cell.latency_harmed_s),
+    "p50, p99 before, s": lambda row: _pair(row.cell.latency_s),
+    "p50, p99, s": lambda row: _pair(row.cell.latency_harmed_s),
     **{
         name: lambda row, name=name: f"{row.cell.depths[name]:g}"
         for name in (
@@ -133,6 +133,10 @@ QUEUES: Columns[Row] = {
         )
     },
 }
+
+
+def _pair(values: tuple[float, float] | None) -> str:
+    return "-" if values is None else "{:.2f}, {:.2f}".format(*values)
 
 
 def _read(path: Path | None) -> Results:

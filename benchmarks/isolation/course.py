@@ -48,9 +48,9 @@ class Cell:
     """Of each rate: events per second, undisturbed and disturbed."""
     gaps_s: dict[str, float]
     """Of each rate: the longest time without an event while the loop was disturbed."""
-    latency_s: tuple[float, float]
+    latency_s: tuple[float, float] | None
     """Median and 99th percentile of the time to the last byte, undisturbed."""
-    latency_harmed_s: tuple[float, float]
+    latency_harmed_s: tuple[float, float] | None
     """The same, disturbed."""
     cores: tuple[float, float]
     """CPU time of the whole run per second, undisturbed and disturbed."""

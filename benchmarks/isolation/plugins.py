@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import time
 
 from slipstream.rollout.reward import FinalAnswer
@@ -26,11 +27,13 @@ class Slow:
     """
 
     def __init__(self, seconds: float) -> None:
+        """``seconds``: the mean. Times differ, so that groups do not come in waves."""
         self._seconds = seconds
+        self._rng = random.Random()
         self._episode = SingleTurn()
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> Trajectory:
-        await asyncio.sleep(self._seconds)
+        await asyncio.sleep(self._seconds * self._rng.uniform(0.8, 1.2))
         return await self._episode.run(prompt, context)
 
 

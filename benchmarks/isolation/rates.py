@@ -78,11 +78,11 @@ class Events:
         inside = [begin, *(each for each in times if begin < each < end), end]
         return max(later - before for before, later in pairwise(inside))
 
-    def latency_s(self, begin: float, end: float) -> tuple[float, float]:
-        """Return the median and the 99th percentile of the time from request to last byte."""
+    def latency_s(self, begin: float, end: float) -> tuple[float, float] | None:
+        """Return the median and the 99th percentile of the time to the last byte, if there is any."""
         inside = sorted(seconds for at, seconds in self.latencies if begin < at <= end)
         if not inside:
-            return float("nan"), float("nan")
+            return None
         return inside[len(inside) // 2], inside[min(len(inside) - 1, int(0.99 * len(inside)))]
 
     def unacknowledged(self, begin: float, end: float) -> int:

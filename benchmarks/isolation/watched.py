@@ -3,16 +3,17 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import yaml
+
+from slipstream.rollout.network import hold_port, port_of
 
 NAME = "isolation"
 START_TIMEOUT_S = 300
@@ -23,6 +24,8 @@ LOOPS = ("trainer", "judge", "gateway", "engine")
 ENGINES, ENGINE = 2, 1
 """Number of engines, and which one is disturbed."""
 LATELY_S = 5.0
+ANSWER_S = 3.0
+"""Time in which an engine must say that it is well."""
 
 BATCH, SAMPLES, BOUND = 4, 4, 8
 SLOTS = (BOUND + 1) * BATCH // 2
@@ -60,6 +63,7 @@ def recipe(root: Path, inputs: Path, port: int, admin_port: int) -> dict[str, ob
             "engine": {
                 "count": ENGINES,
                 "restarts": 100,
+                "answer_timeout_s": ANSWER_S,
                 "stream_interval": 8,
                 "args": {"max_running_requests": 128, "max_total_tokens": 16384},
             },
@@ -83,7 +87,8 @@ class WatchedRun:
     def __init__(self, root: Path, inputs: Path) -> None:
         self.root = root
         self.folder = root / NAME
-        ports = _free_ports(2)
+        self._holders = [hold_port("127.0.0.1") for _ in range(2)]
+        ports = [port_of(holder) for holder in self._holders]
         self.url, self.admin = (f"http://127.0.0.1:{port}" for port in ports)
         self.key = "isolation-" + os.urandom(16).hex()
         path = root / "recipe.yaml"
@@ -183,6 +188,8 @@ class WatchedRun:
             self._process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_TIMEOUT_S)
+        for holder in self._holders:
+            holder.close()
         if self.is_running:
             self._process.kill()
             self._process.wait()
@@ -214,20 +221,3 @@ def _path() -> str:
     """Return a PYTHONPATH on which the run finds the plugins."""
     repository = str(Path(__file__).parents[2])
     return os.pathsep.join(filter(None, [repository, os.environ.get("PYTHONPATH")]))
-
-
-def _free_ports(number: int) -> list[int]:
-    with _sockets(number) as sockets:
-        return [each.getsockname()[1] for each in sockets]
-
-
-@contextmanager
-def _sockets(number: int) -> Iterator[list[socket.socket]]:
-    sockets = [socket.socket() for _ in range(number)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        yield sockets
-    finally:
-        for each in sockets:
-            each.close()
