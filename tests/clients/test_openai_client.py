@@ -86,9 +86,11 @@ def test_a_call_that_was_cut_off_behind_its_name_can_be_repeated(client, gateway
     """Clients send it again as they have got it: without arguments."""
     messages = user(f"#say I look.\n{CALLS}")
     settings = {"model": "m", "tools": TOOLS}
-    with client.chat.completions.stream(messages=messages, max_tokens=35, **settings) as events:
-        with pytest.raises(openai.LengthFinishReasonError) as ended:
-            events.get_final_completion()
+    with (
+        client.chat.completions.stream(messages=messages, max_tokens=35, **settings) as events,
+        pytest.raises(openai.LengthFinishReasonError) as ended,
+    ):
+        events.get_final_completion()
     repeated = ended.value.completion.choices[0].message.model_dump(exclude_none=True)
     [call] = repeated["tool_calls"]
     assert call["function"]["arguments"] == ""
