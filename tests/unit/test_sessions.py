@@ -80,6 +80,78 @@ def test_an_answer_cut_off_within_a_character_makes_no_branch(gateway):
     ]
 
 
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        pytest.param("<think>so", assistant("", reasoning_content="so"), id="within the reasoning"),
+        pytest.param(
+            '<call>{"name":"f","arguments":',
+            assistant("", tool_calls=[{"function": {"name": "f", "arguments": {}}}]),
+            id="within a call",
+        ),
+    ],
+)
+def test_an_answer_that_ends_where_the_template_goes_on_begins_a_branch(gateway, answer, message):
+    """The token that ends it would else stand in the middle of what the template writes."""
+    begun = gateway.begin([user("hi")])
+    first = gateway.end(begun, f"{answer}<|end|>", message=message)
+    history = [user("hi"), message, user("x")]
+    second = gateway.talk(history, "y<|end|>")
+    assert decode(gateway.sampled[second][0]) == ChatTemplate().render(history, answer=True)
+    assert gateway.turn(second).parent == first
+    assert gateway.turn(second).shared == len(begun.input_ids) + len(encode(answer))
+
+
+def test_an_end_token_that_the_template_does_not_write_makes_no_branch(gateway):
+    other = 258  # a mark as well
+    begun = gateway.begin([user("hi")])
+    first = gateway.end(
+        begun, [*encode("yes"), other], finish=Finished(Finish.STOP, other), message=assistant("yes")
+    )
+    second = gateway.begin([user("hi"), assistant("yes"), user("x")])
+    assert second.input_ids == [
+        *begun.input_ids,
+        *gateway.sampled[first][1],
+        *encode("<|end|><|user|>x<|end|><|assistant|>"),
+    ]
+
+
+@pytest.mark.parametrize("sends_reasoning", [True, False])
+@pytest.mark.parametrize("continued", [0, 1])
+def test_of_answers_that_differ_in_their_reasoning_the_one_that_is_meant_is_repeated(
+    gateway, sends_reasoning, continued
+):
+    """Two answers to one question say the same; a client that leaves out the reasoning means the older one
+    that still waits."""
+    begun = gateway.begin([user("hi")], choices=2)
+    numbers = [
+        gateway.end(begun, f"<think>{thought}</think>Yes<|end|>", choice=choice)
+        for choice, thought in enumerate(("one", "two"))
+    ]
+    if not sends_reasoning and continued:
+        gateway.talk([user("hi"), assistant("Yes"), user("w")], "no<|end|>")
+    repeated = assistant(
+        "Yes", **({"reasoning_content": ("one", "two")[continued]} if sends_reasoning else {})
+    )
+    third = gateway.talk([user("hi"), repeated, user("x")], "no<|end|>")
+    turn = gateway.turn(third)
+    assert (turn.parent, turn.reason) == (numbers[continued], "")
+    prompt, sampled = gateway.sampled[numbers[continued]]
+    assert gateway.sampled[third][0][: turn.shared] == prompt + sampled
+    fourth = gateway.talk(
+        [user("hi"), assistant("Yes"), user("x"), assistant("no"), user("y")], "well<|end|>"
+    )
+    assert gateway.turn(fourth).parent == third
+    assert gateway.turn(fourth).reason == "", "what is repeated further back is what the turn before has seen"
+
+
+def test_reasoning_that_the_client_sends_counts_where_nothing_is_known(gateway):
+    gateway.talk([user("hi")], "<think>one</think>Yes<|end|>", session="s")
+    history = [user("other"), assistant("Yes", reasoning_content="two"), user("x")]
+    begun = gateway.begin(history, session="s")
+    assert decode(begun.input_ids) == ChatTemplate().render(history, answer=True)
+
+
 def test_blanks_that_the_server_has_stripped_begin_a_branch(gateway):
     begun = gateway.begin([user("hi")])
     first = gateway.end(begun, "well \n<|end|>", message=assistant("well"))

@@ -67,6 +67,12 @@ class ChainTurn:
         return length_of(self.tail)
 
     @property
+    def message(self) -> Mapping[str, object]:
+        """Its own answer: that of another turn may have the same node, and differ in its reasoning."""
+        sampled = None if self.tail is None else self.tail.answer
+        return self.node.message if sampled is None else sampled.message
+
+    @property
     def waits(self) -> bool:
         """True if a next state may still come and matter."""
         return self.trained and not self.paired
@@ -127,8 +133,11 @@ class SessionState:
     def canonical(self, messages: Sequence[ChatMessage], marks: Sequence[Mark]) -> list[ChatMessage]:
         """Return messages, each known one as it was first sent or answered."""
         known = messages_of(self.deepest(marks))
-        unknown = range(len(known), len(messages))
-        return known + [self.answers.get(marks[index].alone, messages[index]) for index in unknown]
+        unknown = zip(messages[len(known) :], marks[len(known) :], strict=True)
+        return known + [
+            message if message.get("reasoning_content") else self.answers.get(mark.alone, message)
+            for message, mark in unknown
+        ]
 
     def newest(self) -> list[ChainTurn]:
         """Return the newest turns, the newest first."""
