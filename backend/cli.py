@@ -137,7 +137,11 @@ def serve(
         from slipstream.backend.commands import serve as serving
 
         config = serving.load_serving(Path(recipe), overrides or [], os.environ)
-        serving.serve(config, resume=resume, accept_changed_inputs=accept_changed_inputs)
+        summary = serving.serve(config, resume=resume, accept_changed_inputs=accept_changed_inputs)
+        if summary is not None:
+            from slipstream.backend.monitor.summary import print_summary
+
+            print_summary(summary, sys.stdout, name=config.run.name)
 
 
 @app.command(rich_help_panel=RUN)

@@ -66,7 +66,8 @@ def audit_run(folder: Path, say: Callable[[str], None]) -> Audit:
 def print_audit(audit: Audit, console: Console) -> None:
     """Print the account, then every discrepancy."""
     losses = {f"  {loss}": str(count) for loss, count in audit.losses.items()}
-    console.print(pairs_table("groups", {state: str(n) for state, n in audit.groups.items()} | losses))
+    if audit.groups or not audit.turns:
+        console.print(pairs_table("groups", {state: str(n) for state, n in audit.groups.items()} | losses))
     if audit.turns:
         console.print(pairs_table("turns", {state: str(n) for state, n in audit.turns.items()}))
     lag = "no step yet" if audit.max_head_lag is None else f"largest head lag {audit.max_head_lag}"

@@ -30,6 +30,7 @@ class EngineLimits:
     vocab_size: int
     max_length: int
     request_timeout_s: float
+    answer_timeout_s: float
     stream_interval: int
     start_timeout_s: float
 
@@ -43,6 +44,7 @@ class EngineLimits:
             vocab_size=geometry.vocab,
             max_length=geometry.max_positions,
             request_timeout_s=engine.request_timeout_s + turn_s,
+            answer_timeout_s=engine.answer_timeout_s,
             stream_interval=engine.stream_interval,
             start_timeout_s=engine.start_timeout_s + START_GRACE_S,
         )
@@ -100,6 +102,7 @@ class RayEngine:
             vocab_size=limits.vocab_size,
             max_length=limits.max_length,
             timeout_s=limits.request_timeout_s,
+            answer_timeout_s=limits.answer_timeout_s,
             stream_interval=limits.stream_interval,
             key=access.key,
         )

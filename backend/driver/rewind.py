@@ -5,7 +5,8 @@
     leases open again: what is recorded goes on  ◄──────────────────────────────────────┘
 
 The engines go on with the version that they serve, which is now one of a line that is left: the control core
-knows the lag of its tokens (``rollout/control/core.py``).
+knows the lag of its tokens (``rollout/control/core.py``). If it exceeds the bound, the engines must get the
+weights of the older version, as a copy under a new number.
 """
 
 from collections.abc import Callable
@@ -63,6 +64,22 @@ class Rewind:
     def is_possible(self, version: int) -> bool:
         """Return whether the present weights are those of ``version`` or descend from them."""
         return self._gate.descends_from(version)
+
+    async def copy_begins(self) -> int | None:
+        """Return a new number for the trainer's weights, under which the engines must get them at once.
+
+        None if what the engines sample now can be trained. Raises LedgerError.
+        """
+        gate = self._gate
+        if gate.may_generate:
+            return None
+        version = await gate.copy_begins()
+        self._note(
+            f"version {gate.version} is published once more, as version {version}: the engines serve version "
+            f"{gate.served}, whose lag {gate.lag(gate.served)} exceeds the bound "
+            f"{self._config.rollout.max_head_offpolicyness}"
+        )
+        return version
 
     async def to(self, version: int) -> None:
         """Go back to ``version``. Raises LedgerError and CorruptRecord."""

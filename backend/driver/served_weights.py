@@ -8,8 +8,9 @@ What an engine samples from weights that are still to be verified is held back i
 verdict releases it into completions.
 
 A trainer that dies leaves the engines with the version that they serve. Restored from an older version, it
-gets no engine back to that one: its next version is the next that an engine holds. Engines that start
-meanwhile, or whose weights were cut off, wait for it.
+gets no engine back to that number: its next version is the next that an engine holds. That is the result of
+a step, or a copy of the restored weights (``publish_copy``). Engines that start meanwhile, or whose weights
+were cut off, wait for it.
 """
 
 import asyncio
@@ -91,15 +92,27 @@ class ServedWeights(Generic[ClientT]):
                 metrics = await self._trainer.train(batch)
                 train_s = time.monotonic() - began
                 skipped = await skipped_in(self._trainer, metrics)
-                await self.settled()
-                if self._verifier is not None and self._verifier.due(version):
-                    # The version can be verified even if the trainer does not survive its publication.
-                    expected = await self._trainer.logprobs(self._verifier.text)
-                    await verification.enter_async_context(self._verified(self._verifier, version, expected))
-                async with self._devices.publishing():
-                    report = await self._publish(version)
+                report = await self._publish_verified(version, verification)
             report.stall_s += turn.stood_s
             return Advance(version, metrics, skipped, report, train_s)
+
+    async def publish_copy(self, version: int) -> None:
+        """Bring every serving engine to the weights that the trainer holds, as ``version``.
+
+        Engines that missed it are condemned. Raises TrainerFailed, as ``advance`` does.
+        """
+        async with self._moving, AsyncExitStack() as verification, self.trainers_turn():
+            await self._publish_verified(version, verification)
+
+    async def _publish_verified(self, version: int, verification: AsyncExitStack) -> PublishReport:
+        """Publish ``version``. Its verdict is awaited behind ``verification``, by another task."""
+        await self.settled()
+        if self._verifier is not None and self._verifier.due(version):
+            # The version can be verified even if the trainer does not survive its publication.
+            expected = await self._trainer.logprobs(self._verifier.text)
+            await verification.enter_async_context(self._verified(self._verifier, version, expected))
+        async with self._devices.publishing():
+            return await self._publish(version)
 
     @asynccontextmanager
     async def _verified(self, verifier: Verifier, version: int, expected: list[float]) -> AsyncIterator[None]:

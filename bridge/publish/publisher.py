@@ -1,8 +1,9 @@
 """Publish one policy version to the engines.
 
-    prepare -> pause -> update -> resume
+    ask -> prepare -> pause -> update -> resume
 
-Generation stops only between pause and resume; requests that arrive meanwhile wait. The transport implements
+Generation stops only between pause and resume; requests that arrive meanwhile wait. An engine that has stood
+still for some time fails when it is asked, while the others still generate. The transport implements
 ``prepare`` and ``update``. An engine counts as updated only if it completes every step. An engine that fails
 a step is named in the report and never resumed, because it may hold a mixture of two versions; its owner must
 fence it off and rebuild it.
@@ -63,6 +64,7 @@ class Publisher:
     async def _publish(self, publication: Publication, buckets: BucketStream) -> None:
         # SGLang refuses to flush the cache while requests hold KV, as they do after an in-place pause.
         flush_cache = self._interrupt != "in_place"
+        await publication.each("ask", lambda engine: engine.respond())
         await self._transport.prepare(publication, buckets)
         if self._interrupt is None:
             await self._transport.update(publication, buckets, flush_cache=flush_cache)

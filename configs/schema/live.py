@@ -108,7 +108,7 @@ class LiveConfig(Section):
         default=60,
         ge=0,
         description="Seconds that a batch which lacks nothing but live trajectories waits for them. Then it "
-        "is trained with those that are there.",
+        "is trained with those that are there, and no further batch waits until a turn has become ready.",
     )
     baseline: Baseline = Field(
         default=RunningBaseline(), description="What a turn's score is compared with for its advantage."

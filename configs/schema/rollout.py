@@ -41,6 +41,12 @@ class EngineConfig(Section):
         "checked and the request is continued. Pauses for an update count, turns of a colocated trainer do "
         "not.",
     )
+    answer_timeout_s: float = Field(
+        default=20,
+        gt=0,
+        description="Seconds within which an engine must say that it is well. It is asked every few seconds. "
+        "One that does not say so is given up: its requests go on elsewhere, and it is started again.",
+    )
     stream_interval: int = Field(
         default=64,
         ge=1,

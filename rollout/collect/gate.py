@@ -117,6 +117,8 @@ class AdmissionGate:
         self._live = live
         self._live_wait_s = live_wait_s
         self._live_timer: asyncio.TimerHandle | None = None
+        self._are_users_silent = False
+        """No turn has become ready since a batch has waited for turns in vain."""
         self._core = core
         self._intake = intake
         self._journal = journal
@@ -131,7 +133,7 @@ class AdmissionGate:
         self._last_failure = ""
         self._has_changed = True
         if live is not None:
-            live.when_ready(self._changes.notify)
+            live.when_ready(self._turn_is_ready)
 
     @property
     def version(self) -> int:
@@ -141,7 +143,7 @@ class AdmissionGate:
     @property
     def served(self) -> int:
         """Policy version that every serving engine holds: another one than ``version`` after the trainer was
-        restored, until it publishes its next version.
+        restored, until it publishes again.
         """
         return self._core.version if self._core.served is None else self._core.served
 
@@ -154,7 +156,9 @@ class AdmissionGate:
 
     @property
     def may_generate(self) -> bool:
-        """Return whether what the engines sample now can be trained within the bound."""
+        """Return whether what the engines sample now can be trained within the bound. If not, publish a copy
+        of the trainer's weights: ``copy_begins``.
+        """
         return self._core.may_generate
 
     @property
@@ -312,8 +316,18 @@ class AdmissionGate:
         assert self._batch.version is not None
         return self._batch.version
 
+    async def copy_begins(self) -> int:
+        """Write down that the trainer's weights are about to be published under a new number, and return it.
+
+        ``published`` follows: then the engines serve again what can be trained (``may_generate``).
+        """
+        version = self._core.begin_copy()
+        self._journal.copy_begins(version, self._core.version)
+        await self._journal.flushed()
+        return version
+
     def published(self, version: int) -> None:
-        """Move to ``version``, trained on the last batch: every engine in the pool holds it."""
+        """Move to ``version``, which the last batch has made or a copy: every engine in the pool holds it."""
         trainings = [self._training(group) for group in self._batch.groups]
         for each in self._batch.live:
             lags = {version: self._core.lag(version) for version in each.trained_tokens}
@@ -363,13 +377,6 @@ class AdmissionGate:
             self._notify()
         self._time_the_wait_for_turns()
         if batch is None:
-            if self._core.is_stuck:
-                raise StalledRun(
-                    f"no group is left to train from version {self.version}: the engines serve version "
-                    f"{self.served}, whose lag {self._core.lag(self.served)} exceeds the bound "
-                    f"{self._core.bound}, and no version can be published without a batch; with --resume, "
-                    f"the engines begin with version {self.version}"
-                )
             return None
         groups = [_masked(self._ready.pop(taken.id), taken.stale) for taken in batch]
         return _Batch(groups, [] if self._live is None else self._live.trajectories())
@@ -380,12 +387,19 @@ class AdmissionGate:
             self._end_wait_for_turns()
         elif self._live_timer is None:
             loop = asyncio.get_running_loop()
-            self._live_timer = loop.call_later(self._live_wait_s, self._turns_wait_is_over)
+            # Where nothing comes, as while judges or gateways are down, one batch waits and not each of them.
+            wait_s = 0.0 if self._are_users_silent else self._live_wait_s
+            self._are_users_silent = True
+            self._live_timer = loop.call_later(wait_s, self._turns_wait_is_over)
 
     def _turns_wait_is_over(self) -> None:
         self._end_wait_for_turns()
         self._core.turns_wait_is_over()
         self._notify()
+
+    def _turn_is_ready(self) -> None:
+        self._are_users_silent = False
+        self._changes.notify()
 
     def _end_wait_for_turns(self) -> None:
         if self._live_timer is not None:

@@ -57,6 +57,8 @@ class EngineAddress:
     timeout_s: float
     """Longest silence about a request, in seconds. A server is silent about a request that waits in its queue
     or while it is paused for an update, so that those times have to fit in."""
+    answer_timeout_s: float = 20.0
+    """Longest time, in seconds, in which a server that serves says that it is well."""
     stream_interval: int = 64
     """Tokens between two chunks of a completion."""
     key: Key = NO_KEY

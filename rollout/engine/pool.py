@@ -193,6 +193,14 @@ class EnginePool:
         self._changes.notify()
         self._tell_driver()
 
+    def lose_touch(self) -> None:
+        """Hold back what is sampled from later versions than that of the record in force, until the next
+        record: nobody tells this process whether they are in doubt.
+        """
+        for engine in self._engines.values():
+            if engine.doubted is None:
+                engine.doubted = self.version + 1
+
     async def close(self) -> None:
         """Close the connections to all engines. Cancel the calls of ``generate`` before."""
         for engine in self._engines.values():

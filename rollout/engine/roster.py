@@ -28,6 +28,10 @@ FOLLOW_TIMEOUT_S = 60.0
 """Time within which a collector follows a routing record. One whose event loop is busy for seconds is not
 dead: it was seen to take longer than 5 seconds under load."""
 
+GATEWAY_TIMEOUT_S = 2.0
+"""Time within which a gateway follows a routing record. No code of a user's runs on its event loop. One that
+stands still holds up no update for longer: it loses its connection, and comes back by itself."""
+
 RECORDS_OF_AN_EPOCH = 1 << 32
 """Numbers of one driver's records. Those of the next driver are larger, however many the last one made."""
 
@@ -49,6 +53,7 @@ class _Serving:
 class _Collector:
     since: int
     """Number of the first record that it can have."""
+    follow_timeout_s: float
     status: PoolStatus = field(default_factory=PoolStatus)
     limit: int | None = None
     """Number of requests that it may run beside the collectors' limit; None: it has a share of that."""
@@ -66,11 +71,15 @@ class EngineRoster:
         limit: int,
         epoch: int = 0,
         follow_timeout_s: float = FOLLOW_TIMEOUT_S,
+        gateway_timeout_s: float = GATEWAY_TIMEOUT_S,
     ) -> None:
-        """``limit``: number of requests that run at one time. ``epoch``: of the run."""
+        """``limit``: number of requests that run at one time. ``epoch``: of the run. ``follow_timeout_s``: in
+        which a collector follows a record; ``gateway_timeout_s``: in which a gateway does.
+        """
         self._policy = policy
         self._limit = limit
         self._follow_timeout_s = follow_timeout_s
+        self._gateway_timeout_s = gateway_timeout_s
         self._number = epoch * RECORDS_OF_AN_EPOCH
         self._engines: dict[EngineClient, _Serving] = {}
         self._collectors: dict[str, _Collector] = {}
@@ -216,19 +225,19 @@ class EngineRoster:
         """Count a collector in, which is to be sent a record first. Its name is never used again.
 
         ``limit``: of a gateway, which follows records as a collector does: the number of requests that it may
-        run. They count for nobody's limit but its own, and their tokens not as tokens of rollouts.
+        run. They count for nobody's limit but its own.
         """
         if name in self._collectors:
             raise ValueError(f"there is a collector {name} already")
-        self._collectors[name] = _Collector(since=self._number + 1, limit=limit)
+        timeout_s = self._follow_timeout_s if limit is None else self._gateway_timeout_s
+        self._collectors[name] = _Collector(self._number + 1, timeout_s, limit=limit)
         self._new_record()
 
     def left(self, name: str) -> None:
         """Count a collector out. Whatever it has generated stays in the totals."""
         collector = self._collectors.pop(name, None)
         if collector is not None:
-            if collector.limit is None:
-                self._gone = _total([self._gone, collector.status])
+            self._gone = _total([self._gone, collector.status])
             self._new_record()
             self._changes.notify()
 
@@ -297,8 +306,13 @@ class EngineRoster:
         return sum(c.status.in_use for c in self._collectors.values() if c.limit is None)
 
     @property
+    def live_in_use(self) -> int:
+        """Number of ``generate`` calls of gateways that run."""
+        return sum(c.status.in_use for c in self._collectors.values() if c.limit is not None)
+
+    @property
     def tokens_generated(self) -> int:
-        """Number of sampled tokens. Evaluation (greedy) does not count."""
+        """Number of sampled tokens, those of gateways included. Evaluation (greedy) does not count."""
         return self._totals.tokens_generated
 
     @property
@@ -312,7 +326,7 @@ class EngineRoster:
 
     @property
     def _totals(self) -> PoolStatus:
-        return _total([self._gone, *(c.status for c in self._collectors.values() if c.limit is None)])
+        return _total([self._gone, *(c.status for c in self._collectors.values())])
 
     @property
     def _running(self) -> int:
@@ -330,9 +344,8 @@ class EngineRoster:
 
     def _announce(self) -> None:
         self._announcing = False
-        if self._collectors:
-            loop = asyncio.get_running_loop()
-            loop.call_later(self._follow_timeout_s, self._overdue, self._number)
+        for timeout_s in {collector.follow_timeout_s for collector in self._collectors.values()}:
+            asyncio.get_running_loop().call_later(timeout_s, self._overdue, self._number, timeout_s)
         for changed in self._changed:
             changed()
 
@@ -347,11 +360,12 @@ class EngineRoster:
             if not collector.lags and collector.since <= number and collector.status.number < number
         ]
 
-    def _overdue(self, number: int) -> None:
+    def _overdue(self, number: int, timeout_s: float) -> None:
+        """Wait no longer for those that had to follow a record within ``timeout_s``, and have not."""
         for name in self._behind(number):
-            log.warning(
-                "%s does not follow routing record %d within %g s", name, number, self._follow_timeout_s
-            )
+            if self._collectors[name].follow_timeout_s != timeout_s:
+                continue
+            log.warning("%s does not follow routing record %d within %g s", name, number, timeout_s)
             self._collectors[name].lags = True
             for lagging in self._lagging:
                 lagging(name)

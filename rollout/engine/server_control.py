@@ -18,9 +18,6 @@ EngineMemory = Literal["weights", "kv_cache", "cuda_graph"]
 REPLICA = "/slipstream/replica"
 """Route that ``bridge/transport/replica.py`` adds to a server."""
 
-HEALTH_TIMEOUT_S = 20.0
-"""A server that takes longer than this to say that it is well does not serve either."""
-
 
 class _Replica(TypedDict):
     folder: str
@@ -45,6 +42,10 @@ class _Loads(TypedDict):
 
 class ServerControl(EngineConnection):
     """Every call raises EngineError when the server refuses it, EngineLost when the server does not reply."""
+
+    async def respond(self) -> None:
+        """Return when every scheduler of the server has answered."""
+        await self._get("/server_info")
 
     async def pause(self, mode: str) -> None:
         """Stop generating with ``retract``, ``in_place`` or ``abort``; new requests wait until ``resume``.
@@ -194,13 +195,13 @@ class ServerControl(EngineConnection):
             raise EngineError(f"{self.name} /v1/loads: {error}") from error
 
     async def healthy(self) -> bool:
-        """Return whether the server says within ``HEALTH_TIMEOUT_S`` that it is well. Raises nothing.
+        """Return whether the server says within ``address.answer_timeout_s`` that it is well. Raises nothing.
 
         True as well while this process cannot ask, for reasons of its own: then nothing is known against the
         server.
         """
         try:
-            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+            async with asyncio.timeout(self.address.answer_timeout_s):
                 await self._get("/health")
         except NotSent:
             return True

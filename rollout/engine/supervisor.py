@@ -4,17 +4,19 @@
                              ^                                      |
                              +-------------- withdrawn -------------+
 
-An engine is in the roster only while SERVING. It is admitted while no publication can intervene. An engine is
-withdrawn when its server is well but its weights are not whole, because the trainer died while it sent them.
+An engine is in the roster only while SERVING. It is lost when its server ends or stands still (``watch.py``).
+It is admitted while no publication can intervene. An engine is withdrawn when its server is well but its
+weights are not whole, because the trainer died while it sent them.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.engine.roster import EngineRoster
+from slipstream.rollout.engine.watch import unwell
 
 
 class EngineGone(RuntimeError):
@@ -65,12 +67,15 @@ class Supervisor:
         *,
         restarts: int,
         note: Callable[[str], None],
+        watch: Callable[[EngineClient], Awaitable[str]] = unwell,
     ) -> None:
+        """``restarts``: of each engine. ``watch``: waits until a server is not well, and tells why."""
         self._engines = {handle.name: _Engine(handle) for handle in handles}
         self._roster = roster
         self._weights = weights
         self._restarts_allowed = restarts
         self._note = note
+        self._watch = watch
 
     @property
     def restarts(self) -> int:
@@ -165,9 +170,11 @@ class Supervisor:
         exit_code = asyncio.ensure_future(engine.handle.wait_exit())
         condemned = asyncio.ensure_future(engine.condemned.wait())
         outdated = asyncio.ensure_future(engine.outdated.wait())
+        assert engine.client is not None
+        silent = asyncio.ensure_future(self._watch(engine.client))
         try:
             done, _ = await asyncio.wait(
-                {exit_code, condemned, outdated}, return_when=asyncio.FIRST_COMPLETED
+                {exit_code, condemned, outdated, silent}, return_when=asyncio.FIRST_COMPLETED
             )
             if done == {outdated}:
                 return None
@@ -175,8 +182,9 @@ class Supervisor:
             await asyncio.wait({exit_code}, timeout=0.5)
             if exit_code.done():
                 return f"its server exited with code {exit_code.result()}"
-            return engine.reason
+            return silent.result() if silent in done else engine.reason
         finally:
             exit_code.cancel()
             condemned.cancel()
             outdated.cancel()
+            silent.cancel()

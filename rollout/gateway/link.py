@@ -5,6 +5,7 @@
 
 A gateway does not need the driver to serve. Without a connection it goes on with the last routing record, its
 journal grows, and it looks for the driver again and again: in the file where drivers write where they listen.
+Weights that are published meanwhile may be in doubt, so that answers from them wait for the next record.
 """
 
 import asyncio
@@ -47,6 +48,7 @@ class FollowingPool(Protocol):
 
     def status(self) -> PoolStatus: ...
     def follow(self, routing: Routing) -> None: ...
+    def lose_touch(self) -> None: ...
 
 
 class _Disconnected(Exception):
@@ -91,6 +93,7 @@ class DriverLink:
             except (_Disconnected, MalformedFrame, aiohttp.ClientError, OSError, TimeoutError) as error:
                 log.info("no connection with the driver: %s", error)
             finally:
+                self._pool.lose_touch()
                 self.connected.clear()
                 self.disconnected.set()
             pause_s = FIRST_PAUSE_S if self.connections > began else min(2 * pause_s, LONGEST_PAUSE_S)

@@ -56,6 +56,7 @@ class LiveJudging:
         """How often each turn was put off."""
         self._timers: set[asyncio.TimerHandle] = set()
         self._shown = 0
+        self._has_told_of_no_score = False
 
     async def run(self) -> None:
         """Judge until cancelled."""
@@ -120,10 +121,20 @@ class LiveJudging:
                 raise
             else:
                 if verdict.score is None:
+                    self._has_no_score(question[1])
                     self._later(id_)
                 else:
                     self._put_off.pop(id_, None)
                     self._turns.verdict(id_, verdict)
+
+    def _has_no_score(self, next_state: Messages) -> None:
+        """Tell the user, once, that the judge has no score although something has come after a turn."""
+        if next_state and not self._has_told_of_no_score:
+            self._has_told_of_no_score = True
+            self._listener.note(
+                "the judge has no score for what came after a turn of a live user; it is asked about such "
+                f"turns again, first after {self._settings.ask_again_s:g} s (metric live/put_off)"
+            )
 
     def _later(self, id_: int) -> None:
         """Ask about a turn again after a wait."""

@@ -402,6 +402,13 @@ class LiveTurns:
         self._ledger.turns.ended(id_, TurnEnd.FAILED, Loss.QUARANTINED, note=note)
         self._erase()
 
+    def training_ends(self) -> None:
+        """Train none of the turns that come from now on: the run has done its last step.
+
+        They would wait without end, because no version makes them too old.
+        """
+        self._train = False
+
     def settle(self) -> bool:
         """Write down the turns that have expired. Return whether there were any."""
         sessions = self._write_expired()

@@ -78,12 +78,17 @@ class NoPool:
 
     def __init__(self) -> None:
         self.record = None
+        self.is_in_touch = False
 
     def status(self) -> PoolStatus:
         return PoolStatus(number=self.record.number if self.record else 0)
 
     def follow(self, routing) -> None:
         self.record = routing
+        self.is_in_touch = True
+
+    def lose_touch(self) -> None:
+        self.is_in_touch = False
 
 
 async def drive(run: Path) -> None:

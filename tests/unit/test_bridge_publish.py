@@ -86,6 +86,9 @@ class FakeEngine:
     async def leave_group(self, group):
         await self._do("leave", group)
 
+    async def respond(self):
+        await self._do("ask")
+
     async def pause(self, mode):
         await self._do("pause", mode)
 
@@ -173,6 +176,7 @@ def publish(publisher, version, engines, buckets):
 def test_the_steps_of_a_publication_happen_in_order(world):
     report = publish(publisher(), 7, [FakeEngine(world, "a")], FakeExport(world))
     assert [event for event in world.log if event[0] == "a" and event[1] != "received"] == [
+        ("a", "ask"),
         ("a", "join", "slipstream-weights-1", 1, 2),
         ("a", "pause", "retract"),
         ("a", "begin"),
@@ -183,7 +187,7 @@ def test_the_steps_of_a_publication_happen_in_order(world):
         ("a", "resume"),
     ]
     assert (report.version, report.updated, report.failed, report.bytes_sent) == (7, ["a"], {}, 24)
-    assert list(report.parts_s) == ["gather", "join", "pause", "begin", "send", "end", "resume"]
+    assert list(report.parts_s) == ["ask", "gather", "join", "pause", "begin", "send", "end", "resume"]
     stall = sum(report.parts_s[part] for part in ("pause", "begin", "send", "end", "resume"))
     assert report.stall_s == pytest.approx(stall, rel=0.1, abs=0.05)
     assert report.total_s >= sum(report.parts_s.values())
@@ -240,6 +244,16 @@ def test_an_engine_that_is_lost_before_the_weights_are_sent_drops_out_and_the_ot
     assert [event[4] for event in world.did("join")] == [4, 4, 4, 3, 3]
     assert world.names("leave") == ["a", "c"]
     assert buckets.exhausted
+
+
+@pytest.mark.parametrize("trouble", [ConnectionError("gone"), "hangs"], ids=["is gone", "hangs"])
+def test_nobody_stands_still_for_an_engine_that_does_not_answer(world, trouble):
+    engines = [FakeEngine(world, "a"), FakeEngine(world, "b", ask=trouble), FakeEngine(world, "c")]
+    report = publish(publisher(), 1, engines, FakeExport(world))
+    assert report.updated == ["a", "c"]
+    assert report.failed.keys() == {"b"}
+    assert world.names("pause") == world.names("receive")[::3] == ["a", "c"]
+    assert [event[4] for event in world.did("join")] == [3, 3], "the group is formed without it"
 
 
 def test_an_engine_that_refuses_to_join_does_not_keep_the_others_waiting(world):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slipstream.backend.simulate import clock
 from slipstream.rollout.changes import Changes
 from slipstream.rollout.collect.gate import (
     LEAST_FAILURES,
@@ -584,3 +585,57 @@ def test_what_is_there_is_taken_without_suspending():
         assert stop.value.value == "it"
 
     asyncio.run(main())
+
+
+# ---- turns of live users
+
+
+class Turns:
+    """The turns of live users, as a batch needs them."""
+
+    def __init__(self, core: RolloutControl) -> None:
+        self._core = core
+        self._then: list[Any] = []
+
+    def become_ready(self, *ids: int) -> None:
+        for id_ in ids:
+            self._core.live.arrived(id_, [self._core.version])
+            self._core.live.ready(id_)
+        for then in self._then:
+            then()
+
+    def when_ready(self, then) -> None:
+        self._then.append(then)
+
+    def trajectories(self) -> list[Any]:
+        return []
+
+    def trained(self, batch) -> None:
+        pass
+
+    def settle(self) -> bool:
+        return False
+
+
+def test_while_no_turn_becomes_ready_one_batch_waits_and_not_each_of_them():
+    core = RolloutControl(1, 1, live_trajectories=2)
+    turns: Any = Turns(core)
+    gate = gate_of(core, live=turns, live_wait_s=60)
+
+    async def run() -> None:
+        now = asyncio.get_running_loop().time
+
+        async def waited() -> float:
+            gate.finished([group(await slot(gate))])
+            began = now()
+            assert len(await gate.batch(1000)) == 1
+            await published(gate)
+            return now() - began
+
+        assert [await waited() for _ in range(3)] == [60, 0, 0]
+        turns.become_ready(-1)
+        assert [await waited() for _ in range(2)] == [60, 0], "a user has spoken: another one may"
+        turns.become_ready(-2, -3)
+        assert await waited() == 0, "nothing is missing"
+
+    clock.run(run())

@@ -63,6 +63,7 @@ class Gate:
     batches: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     begun: int = 0
+    live_batch: tuple[()] = ()
 
     def __post_init__(self) -> None:
         self.batches.set()
@@ -295,6 +296,41 @@ def test_an_engine_that_starts_waits_for_a_trainer_that_holds_what_is_served():
         assert await late is None
         assert admitted == [2]
         assert world.trainer.calls[-1] == "publish 2"
+
+    run(main)
+
+
+def test_a_copy_of_the_restored_weights_goes_to_the_engines_and_to_the_one_that_waits():
+    async def main() -> None:
+        world = world_of("a")
+        await world.weights.advance(None, 5)  # type: ignore[arg-type]
+        world.weights.life.fail(TrainerFailed("killed"))
+        world.gate.version = 2
+        admitted: list[int] = []
+        late = asyncio.create_task(
+            world.weights.bring_up_to_date(engine("late"), lambda: admitted.append(world.gate.version))
+        )
+        await world.weights.publish_copy(6)
+        assert (world.gate.version, world.gate.served) == (6, 6)
+        world.weights.life.restored()
+        assert await late is None
+        assert admitted == [6]
+        assert world.trainer.calls == ["train", "publish 5", "publish 6", "publish 6"]
+
+    run(main)
+
+
+def test_a_copy_that_the_trainer_does_not_survive_leaves_the_engines_as_any_publication_does():
+    async def main() -> None:
+        stock = Stock(outdated={"b": "a part has come"})
+        world = world_of("a", "b", stock=stock, dies=("publish 6",))
+        await world.weights.advance(None, 5)  # type: ignore[arg-type]
+        world.gate.version = 2
+        with pytest.raises(TrainerFailed):
+            await world.weights.publish_copy(6)
+        assert (world.gate.version, world.gate.served) == (2, 5)
+        assert world.interrupted.asked == [(5, ["a", "b"])]
+        assert [client.name for client in world.roster.clients] == ["a"]
 
     run(main)
 

@@ -31,9 +31,16 @@ VOCAB = 30_000
 SAMPLING = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=4)
 
 
-def address(url: str, timeout_s: float = 5) -> EngineAddress:
+def address(url: str, timeout_s: float = 5, answer_timeout_s: float = 5) -> EngineAddress:
     return EngineAddress(
-        "engine-0", url, 1, vocab_size=VOCAB, max_length=20, timeout_s=timeout_s, stream_interval=16
+        "engine-0",
+        url,
+        1,
+        vocab_size=VOCAB,
+        max_length=20,
+        timeout_s=timeout_s,
+        answer_timeout_s=answer_timeout_s,
+        stream_interval=16,
     )
 
 
@@ -111,7 +118,7 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(reply, timeout_s: float = 5):
+async def serving(reply, timeout_s: float = 5, **limits: float):
     server = Server(reply)
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", server.handle)
@@ -121,7 +128,7 @@ async def serving(reply, timeout_s: float = 5):
     await site.start()
     port = runner.addresses[0][1]
     try:
-        async with EngineClient(address(f"http://127.0.0.1:{port}", timeout_s)) as client:
+        async with EngineClient(address(f"http://127.0.0.1:{port}", timeout_s, **limits)) as client:
             yield server, client
     finally:
         await runner.cleanup()
@@ -349,6 +356,17 @@ def test_an_http_error_is_the_servers_own_message(status):
         async with serving(reply) as (_, client):
             with pytest.raises(EngineError, match=f"/generate: HTTP {status}: the scheduler says no"):
                 await ask(client, [1], version=0)
+            assert not await client.healthy()
+
+    asyncio.run(main())
+
+
+def test_a_server_that_stands_still_is_not_well():
+    async def reply(request):
+        await asyncio.sleep(60)
+
+    async def main():
+        async with serving(reply, answer_timeout_s=0.05) as (_, client):
             assert not await client.healthy()
 
     asyncio.run(main())

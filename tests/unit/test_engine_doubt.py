@@ -318,3 +318,26 @@ def test_whatever_happens_no_token_that_was_told_is_taken_back_and_none_of_wrong
             assert after[: len(before)] == before
 
     asyncio.run(main())
+
+
+def test_out_of_touch_with_the_driver_tokens_of_versions_that_no_record_has_told_of_are_held_back():
+    async def main():
+        engine = FakeEngine()
+        driver = Driver(engine, max_concurrent=2)
+        older, seen = watched(driver)
+        newer, _ = watched(driver)
+        await settle()
+        engine.grow(part(1))
+        assert [each.tokens for each in seen] == [(1,)]
+        driver.pool.lose_touch()
+        engine.grow(mixed(0, 0, finish=Finish.PARTIAL))
+        assert len(seen) == 1, "while it grows, versions are lower bounds"
+        engine.end(mixed(0, 0, 0))
+        assert await older == mixed(0, 0, 0)
+        engine.end(mixed(0, 1))
+        await settle()
+        assert not newer.done()
+        driver.send()
+        assert await newer == mixed(0, 1)
+
+    asyncio.run(main())

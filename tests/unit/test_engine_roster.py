@@ -410,6 +410,26 @@ def test_a_collector_that_does_not_follow_in_time_is_reported_and_not_waited_for
     asyncio.run(main())
 
 
+def test_a_gateway_that_stands_still_is_waited_for_no_longer_than_a_gateway_may_take():
+    async def main():
+        roster = make(ControlClient("a"), follow_timeout_s=60.0, gateway_timeout_s=0.05)
+        lagging: list[str] = []
+        roster.subscribe(lambda: None, lagging.append)
+        collector = Generating(roster, "collector")
+        roster.joined("gateway", limit=4)
+        await settle()
+        collector.hears = False
+        doubting = asyncio.create_task(roster.doubt(1))
+        await asyncio.sleep(0.1)
+        assert lagging == ["gateway"], "a collector has more time"
+        assert not doubting.done()
+        collector.hear()
+        await asyncio.wait_for(doubting, 1)
+        assert not collector.lags
+
+    asyncio.run(main())
+
+
 def test_a_collector_that_follows_late_but_in_time_is_not_reported():
     async def main():
         roster = make(ControlClient("a"), follow_timeout_s=0.4)
@@ -553,6 +573,23 @@ def test_totals_are_of_all_collectors_also_of_those_that_are_gone():
         roster.reported("second", PoolStatus(1, 2, 1, 7, 1, 2))
         assert roster.in_use == 2
         assert (roster.tokens_generated, roster.tokens_continued, roster.requests_resent) == (17, 5, 3)
+
+    asyncio.run(main())
+
+
+def test_what_users_get_counts_as_generated_and_not_as_requests_of_rollouts():
+    """The controller of concurrency sets rollouts alone against their limit."""
+
+    async def main():
+        roster = make()
+        roster.joined("collector")
+        roster.joined("gateway", limit=64)
+        roster.reported("collector", PoolStatus(1, 3, 2, 10, 4, 1))
+        roster.reported("gateway", PoolStatus(1, 20, 18, 100, 30, 2))
+        assert (roster.in_use, roster.live_in_use) == (3, 20)
+        roster.left("gateway")
+        assert (roster.in_use, roster.live_in_use) == (3, 0)
+        assert (roster.tokens_generated, roster.tokens_continued, roster.requests_resent) == (110, 34, 3)
 
     asyncio.run(main())
 

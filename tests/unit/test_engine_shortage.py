@@ -72,11 +72,9 @@ def test_a_process_without_descriptors_waits_and_gives_up_no_engine(few_descript
     assert "no engine is to blame" in message
 
 
-def test_a_server_that_cannot_be_asked_counts_as_well(few_descriptors, monkeypatch):
-    monkeypatch.setattr("slipstream.rollout.engine.server_control.HEALTH_TIMEOUT_S", 0.2)
-
+def test_a_server_that_cannot_be_asked_counts_as_well(few_descriptors):
     async def main():
-        async with test_engine_client.serving(REPLY) as (_, client):
+        async with test_engine_client.serving(REPLY, answer_timeout_s=0.2) as (_, client):
             sockets = use_up_descriptors()
             is_well = await client.healthy()
             for each in sockets:

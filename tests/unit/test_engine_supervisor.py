@@ -56,8 +56,15 @@ class World:
         self.may_sync = asyncio.Event()
         self.may_sync.set()
         self.serving = asyncio.Event()
+        self.unwell: asyncio.Queue[str] = asyncio.Queue()
+        """Why a server is not well, when the test says so."""
         self.supervisor = Supervisor(
-            self.handles, self.roster, self, restarts=restarts, note=self.notes.append
+            self.handles,
+            self.roster,
+            self,
+            restarts=restarts,
+            note=self.notes.append,
+            watch=lambda client: self.unwell.get(),
         )
 
     async def bring_up_to_date(self, address, admit):
@@ -174,6 +181,17 @@ def test_a_condemned_engine_leaves_the_roster_and_is_started_again():
             await until(lambda: len(world.urls) == 2)
             assert world.handles[0].starts == 1
             assert world.notes == ["engine-1 is started again: receive of version 3: no answer"]
+
+    asyncio.run(main())
+
+
+def test_a_server_that_stands_still_is_started_again_although_nobody_asks_it_for_anything():
+    async def main():
+        async with supervised() as world:
+            await world.serving.wait()
+            world.unwell.put_nowait("it does not say that it is well")
+            await until(lambda: world.urls == ["http://127.0.0.1:2"])
+            assert world.notes == ["engine-0 is started again: it does not say that it is well"]
 
     asyncio.run(main())
 

@@ -165,12 +165,15 @@ def test_a_gateway_without_a_driver_goes_on_and_hands_over_later(world):
             await journal.durable(journal.append([turn("a")])[-1])
             async with world.driver(first):
                 await until(lambda: first.numbers == [1])
+                await until(lambda: world.pool.is_in_touch)
+            await until(link.disconnected.is_set)
+            assert not world.pool.is_in_touch
             await journal.durable(journal.append([turn("b")])[-1])
-            assert not link.connected.is_set()
             async with world.driver(second):
                 await until(lambda: second.numbers == [1, 2])
                 await journal.durable(journal.append([turn("c")])[-1])
                 await until(lambda: journal.acknowledged == 3)
+                await until(lambda: world.pool.is_in_touch)
             assert link.connections == 2
         async with world.gateway() as (journal, _), world.driver(second):
             await journal.durable(journal.append([turn("d")])[-1])

@@ -99,6 +99,16 @@ def test_a_turn_without_a_score_is_asked_about_again(tmp_path):
     assert score == -1.0
 
 
+def test_the_user_is_told_once_of_turns_without_a_score(tmp_path):
+    judges = Judges()
+    judges.answers |= {"a": [Verdict(None)], "b": [Verdict(None)]}
+    run = judged(tmp_path, judges, "a", "b", ask_again_s=0.03)
+    assert run.notes == [
+        "the judge has no score for what came after a turn of a live user; it is asked about such turns "
+        "again, first after 0.03 s (metric live/put_off)"
+    ]
+
+
 def test_a_failure_leaves_a_turn_waiting_and_tells_the_user(tmp_path):
     judges = Judges()
     judges.answers["broken"] = [JudgingFailed("the judge has raised"), Verdict(0.5)]

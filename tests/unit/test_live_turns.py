@@ -358,6 +358,23 @@ def test_nothing_is_judged_or_trained_if_the_recipe_says_so(in_run):
     in_run(act, train=False)
 
 
+def test_turns_behind_the_last_step_are_filtered_and_those_before_it_stay(in_run):
+    """They would wait for ever: no version makes them too old."""
+
+    async def act(run):
+        talk = Talk()
+        talk.say()
+        await run.hear(talk)
+        run.live.training_ends()
+        talk.say(parent=1)
+        await run.hear(talk, first=3)
+        assert run.core.live.ends == {TurnEnd.FILTERED: 1}
+        assert await run.judge() == [number(1)]
+        assert run.live.status().ready == 1
+
+    in_run(act)
+
+
 # ---- judging
 
 

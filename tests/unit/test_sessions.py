@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from slipstream.rollout.branches import RecordedTurn, branches_of, messages_of_turn, rebuild
-from slipstream.rollout.gateway.conversations import Joined, TooManySessions, UnknownTurn, User
+from slipstream.rollout.gateway.conversations import Joined, NamedAnswer, TooManySessions, UnknownTurn, User
 from slipstream.rollout.gateway.sessions.placing import SessionLimits
 from slipstream.rollout.gateway.source import Finished
 from slipstream.rollout.record import decode_chunks
@@ -391,11 +391,45 @@ def test_the_longest_history_places_a_request(gateway):
     assert gateway.begin([*history, user("x"), assistant("b"), user("y")]).session == one.session
 
 
-def test_a_response_leads_to_its_session_for_the_same_key_only(gateway):
-    begun = gateway.begin([user("hi")])
-    gateway.sessions.answered(begun, "resp_1")
-    assert gateway.sessions.session_of_response(User("key"), "resp_1") == begun.session
-    assert gateway.sessions.session_of_response(User("other"), "resp_1") is None
+def named(gateway, request, *, key="key"):
+    return gateway.sessions.answer_of(User(key), request)
+
+
+def test_an_answer_is_named_by_its_key_alone_also_after_a_kill(gateway):
+    begun = gateway.begin([user("hi")], request="1")
+    assert named(gateway, "1") is None, "it has not ended"
+    first = gateway.end(begun, ODD, exchange=b'{"a": 1}')
+    second = gateway.end(
+        gateway.begin([user("x")], request="2", previous="1", session=begun.session), ODD, exchange=b"{}"
+    )
+    gateway.end(gateway.begin([user("y")], request="3", session=begun.session), ODD)
+    for _ in range(2):
+        assert named(gateway, "1") == NamedAnswer(begun.session, first, "")
+        assert named(gateway, "2") == NamedAnswer(begun.session, second, "1")
+        assert named(gateway, "1", key="other") is named(gateway, "3") is None
+        gateway.restart()
+    assert bytes(gateway.turn(first).exchange) == b'{"a": 1}'
+
+
+def test_an_answer_has_no_name_any_more_when_its_session_has_ended_or_is_forgotten(gateway):
+    for request, how in (("1", "end"), ("2", "forget"), ("3", "done")):
+        begun = gateway.begin([user(request)], request=request, ends_session=how == "done")
+        gateway.end(begun, ODD, exchange=b"{}")
+        if how == "end":
+            gateway.append(gateway.sessions.end_session(User("key"), begun.session))
+        elif how == "forget":
+            gateway.append(gateway.sessions.forget(begun.session, "key"))
+        assert named(gateway, request) is None
+    gateway.restart()
+    assert [named(gateway, request) for request in "123"] == [None] * 3
+
+
+def test_an_evicted_session_keeps_the_names_of_its_answers():
+    gateway = Gateway(limits=SessionLimits(1000, 1, 1800.0))
+    number = gateway.end(gateway.begin([user("hi")], request="1"), ODD, exchange=b"{}")
+    gateway.talk([user("x" * 50)], ODD)
+    assert gateway.sessions.counters.evicted_histories
+    assert named(gateway, "1").turn == number
 
 
 def test_a_prefilled_answer_may_be_repeated_in_one_piece(gateway):

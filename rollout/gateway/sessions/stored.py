@@ -11,13 +11,15 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.rollout.gateway.conversations import ChatMessage
+from slipstream.rollout.gateway.conversations import ChatMessage, NamedAnswer
 from slipstream.rollout.gateway.sessions.chains import Segment, length_of, size_of
 from slipstream.rollout.gateway.sessions.sameness import Mark, marks_of, role_of
 
 _TURN_BYTES = 600
 _MESSAGE_BYTES = 600
 """Memory of a turn, and of a message, beside ids and text."""
+_NAMED_BYTES = 400
+"""Memory of an answer that can be named."""
 _SEARCHED = 64
 """Turns that are looked at, the newest first, where no digest leads to the turn."""
 
@@ -100,8 +102,8 @@ class SessionState:
     """Numbers of turns that waited for a next state when it was cleared, by the digest of their history."""
     histories: list[bytes] = field(default_factory=list[bytes])
     """Digests under which the histories of all sessions have this one."""
-    responses: list[str] = field(default_factory=list[str])
-    """Responses that name it."""
+    named: dict[str, NamedAnswer] = field(default_factory=dict[str, NamedAnswer])
+    """Answers that later requests can name, by the ids of their requests."""
     running: int = 0
     """Requests that have not ended."""
     ending: bool = False
@@ -171,6 +173,11 @@ class SessionState:
         if merged is None or answer.before is None:
             return [answer]
         return [answer, self.add_answer(answer.before.before, merged)]
+
+    def name_answer(self, request: str, turn: int, previous: str) -> None:
+        """Note that later requests can name the answer to a request."""
+        self.named[request] = NamedAnswer(self.name, turn, previous)
+        self.size += _NAMED_BYTES
 
     def pair(self, turn: ChainTurn) -> None:
         """Note that the next state of a turn is recorded."""
