@@ -1,6 +1,6 @@
 """Users read streams while the weights change: every answer must arrive whole, in every interrupt mode.
 
-  python -m benchmarks.streaming [--clients 200] [--updates 20] [--modes retract in_place abort drain] [--kill]
+    python -m benchmarks.streaming [--clients N] [--updates N] [--modes retract in_place abort drain] [--kill]
 
 For each mode, `slipstream serve` runs two engines, a trainer and a gateway, and learns from its users. They
 read streams of several protocols all the time, and what they have got is compared with the gateway's journal.

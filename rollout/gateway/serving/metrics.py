@@ -77,7 +77,7 @@ class ServingMetrics:
 
 
 @dataclass(frozen=True)
-class Figure:
+class SessionFigure:
     """How a field of ``SessionCounters`` is shown."""
 
     name: str
@@ -87,21 +87,25 @@ class Figure:
 
 
 SESSION_FIGURES = {
-    "minted": Figure("sessions_begun", "Sessions of requests that named none and continued none."),
-    "by_history": Figure("requests_by_history", "Requests that were placed by their history."),
-    "ambiguous": Figure("ambiguous_histories", "Requests that began a session because several have theirs."),
-    "joined": Figure("retries_joined", "Retries that joined a running request."),
-    "abandoned": Figure("answers_abandoned", "Answers that were never sampled."),
-    "turns": Figure("turns", "Turns that have ended: main, side and cancelled.", "type"),
-    "side": Figure("side_turns", "Side turns that the client has not asked for.", "reason"),
-    "overridden": Figure("turns_overridden", "Main turns that were sampled as the recipe says."),
-    "branches": Figure("branches", "Turns that began a branch.", "reason"),
-    "next_states": Figure("next_states", "Next states that were recorded."),
-    "unpaired": Figure("next_states_unpaired", "Next states that no turn waited for."),
-    "ended": Figure("sessions_ended", "Sessions that have ended: client, idle and evicted.", "reason"),
-    "evicted_histories": Figure("sessions_cleared", "Sessions without their histories, to save memory."),
-    "evicted_tokens": Figure("tokens_evicted", "Tokens of the chains of evicted sessions."),
-    "refused": Figure("sessions_refused", "Requests for which no session could be evicted."),
+    "minted": SessionFigure("sessions_begun", "Sessions of requests that named none and continued none."),
+    "by_history": SessionFigure("requests_by_history", "Requests that were placed by their history."),
+    "ambiguous": SessionFigure(
+        "ambiguous_histories", "Requests that began a session because several have theirs."
+    ),
+    "joined": SessionFigure("retries_joined", "Retries that joined a running request."),
+    "abandoned": SessionFigure("answers_abandoned", "Answers that were never sampled."),
+    "turns": SessionFigure("turns", "Turns that have ended: main, side and cancelled.", "type"),
+    "side": SessionFigure("side_turns", "Side turns that the client has not asked for.", "reason"),
+    "overridden": SessionFigure("turns_overridden", "Main turns that were sampled as the recipe says."),
+    "branches": SessionFigure("branches", "Turns that began a branch.", "reason"),
+    "next_states": SessionFigure("next_states", "Next states that were recorded."),
+    "unpaired": SessionFigure("next_states_unpaired", "Next states that no turn waited for."),
+    "ended": SessionFigure("sessions_ended", "Sessions that have ended: client, idle and evicted.", "reason"),
+    "evicted_histories": SessionFigure(
+        "sessions_cleared", "Sessions without their histories, to save memory."
+    ),
+    "evicted_tokens": SessionFigure("tokens_evicted", "Tokens of the chains of evicted sessions."),
+    "refused": SessionFigure("sessions_refused", "Requests for which no session could be evicted."),
 }
 """Every field of ``SessionCounters``, by its name."""
 
