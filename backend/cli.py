@@ -130,7 +130,7 @@ def serve(
 ) -> None:
     """Serve a recipe's policy to users, without its prompts, and learn from them if it has a section live.
 
-    HOST, PORT and SERVED_MODEL_NAME in the environment replace the recipe's.
+    HOST, PORT, SERVED_MODEL_NAME and PRM_M in the environment replace the recipe's.
     """
     with _reported():
         _check_options(resume, accept_changed_inputs)

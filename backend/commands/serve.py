@@ -23,6 +23,9 @@ VARIABLES = {
 """Environment variables of OpenClaw-RL's servers, and the settings that take their values. A gateway reads
 SGLANG_API_KEY itself."""
 
+VOTES = ("PRM_M", "live.judging.votes")
+"""The same for recipes that learn from users."""
+
 
 def load_serving(recipe: Path, overrides: Sequence[str], variables: Mapping[str, str]) -> RunConfig:
     """Load a recipe as ``slipstream serve`` runs it: without prompts, and with a gateway.
@@ -40,6 +43,8 @@ def load_serving(recipe: Path, overrides: Sequence[str], variables: Mapping[str,
     live = sections.get("live")
     if isinstance(live, dict) and cast("dict[str, object]", live).get("train", True) is True:
         serving.append("live.share=1")
+        if VOTES[0] in variables:
+            serving.insert(0, f"{VOTES[1]}={_yaml(variables[VOTES[0]])}")
     return load_recipe(recipe, serving)
 
 

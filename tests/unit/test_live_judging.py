@@ -9,6 +9,7 @@ from slipstream.rollout.control.live import TurnState
 from slipstream.rollout.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed
 from slipstream.rollout.judge.pool import JudgePool
 from slipstream.rollout.live.judging import LiveJudging
+from slipstream.rollout.live.votes import elected
 from slipstream.rollout.reward.live import Verdict, text_of
 from tests.unit.test_live_turns import Run, Talk, Told, number
 
@@ -195,3 +196,24 @@ def test_an_outage_of_real_judge_processes_is_no_score(tmp_path):
         run.ledger.close()
     assert "down" in told.notes[0]
     assert run.live.status().verdicts == 1
+
+
+def test_the_strict_plurality_of_several_votes_counts(tmp_path: Path):
+    judges = Judges()
+    judges.answers["mostly good"] = [Verdict(1.0), Verdict(-1.0), Verdict(1.0, "short"), Verdict(None)]
+    judges.answers["tied, then bad"] = [
+        Verdict(1.0),
+        Verdict(-1.0),
+        *[Verdict(None)] * 2,
+        *[Verdict(-1.0)] * 4,
+    ]
+    judges.answers["one fails"] = [JudgingFailed("no"), Verdict(0.5, "hint"), *[Verdict(None)] * 2]
+    run = judged(tmp_path, judges, *judges.answers, votes=4, concurrency=8)
+    assert [run.live._turns[number(2 * place - 1)].score for place in (1, 2, 3)] == [1.0, -1.0, 0.5]
+    assert len(judges.asked) == 16, "a turn without a verdict is asked about again, with all votes"
+
+
+def test_votes_agree_as_an_election_does():
+    assert elected([]) == elected([Verdict(None, "no score")]) == Verdict(None)
+    assert elected([Verdict(1.0), Verdict(0.0)]) == Verdict(None)
+    assert elected([Verdict(0.0, "a"), Verdict(1.0, "longest"), Verdict(0.0, "ab")]) == Verdict(0.0, "ab")
