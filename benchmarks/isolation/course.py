@@ -173,10 +173,15 @@ class Course:
     def _since(self, span: tuple[float, float]) -> tuple[float, float]:
         return round(span[0] - self._began, 1), round(span[1] - self._began, 1)
 
-    def _mean(self, tag: str, measured: "_Measured") -> float:
-        begin, end = measured.span
-        values = [record[tag] for record in self._run.records() if begin < record["time"] <= end]
-        return round(sum(values) / len(values), 3) if values else 0.0
+    def _means(self, tag: str, calm: "_Measured", harmed: "_Measured") -> tuple[float, float]:
+        """Return the mean of a metric over the training steps of both times."""
+        records = self._run.records()
+
+        def mean(span: tuple[float, float]) -> float:
+            values = [record[tag] for record in records if span[0] < record["time"] <= span[1]]
+            return round(sum(values) / len(values), 3) if values else 0.0
+
+        return mean(calm.span), mean(harmed.span)
 
     def _depths(self, begin: float, end: float) -> dict[str, float]:
         """Return the largest depth, and age in seconds, of each queue of the run in a time."""

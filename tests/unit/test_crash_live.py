@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -101,10 +102,10 @@ def test_an_answer_without_content_is_known_by_its_session_and_its_length(lives)
     lives.says("over", "one", "only")
     lives.talk.add(SessionEnd("over", "key"))
     lives.ends()
-    with sqlite3.connect(lives.folder / LEDGER) as ledger:
+    with closing(sqlite3.connect(lives.folder / LEDGER)) as ledger, ledger:
         changed = ledger.execute("UPDATE turns SET gone = 1 WHERE id = ?", (number(7),))
         assert changed.rowcount == 1
-    with sqlite3.connect(lives.journal.path) as journal:
+    with closing(sqlite3.connect(lives.journal.path)) as journal, journal:
         journal.execute("DELETE FROM entries WHERE session = 'over'")
     assert lives.account().is_clean
     lives.got("over", "two", "more")
@@ -132,7 +133,7 @@ def test_a_turn_that_was_trained_twice_is_found(lives):
     lives.says("d", "one", "liked too", score=1.0)
     lives.ends(steps=1)
     liked = number(7)
-    with sqlite3.connect(lives.folder / LEDGER) as ledger:
+    with closing(sqlite3.connect(lives.folder / LEDGER)) as ledger, ledger:
         trained = dict(ledger.execute("SELECT group_id, version FROM trainings"))
         assert set(trained) == {liked, number(10)}
         ledger.execute("INSERT INTO versions (version, parent, epoch, published) VALUES (2, 1, 0, 1)")
