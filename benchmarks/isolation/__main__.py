@@ -121,6 +121,8 @@ QUEUES: Columns[Row] = {
     "": lambda row: row.name,
     "p50, p99 before, s": lambda row: _pair(row.cell.latency_s),
     "p50, p99, s": lambda row: _pair(row.cell.latency_harmed_s),
+    "publication before, s": lambda row: _pair((row.cell.publication_s[0], row.cell.stall_s[0])),
+    "publication, s": lambda row: _pair((row.cell.publication_s[1], row.cell.stall_s[1])),
     **{
         name: lambda row, name=name: f"{row.cell.depths[name]:g}"
         for name in (

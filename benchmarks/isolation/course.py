@@ -26,6 +26,7 @@ STEADY_S = 10.0
 """A run is steady when it has gone at SHARE of its rates for so long."""
 SHARE = 0.85
 RECOVERY_TIMEOUT_S = 180.0
+CPU_EVERY_S = 5.0
 
 USERS = 12
 EVERY_S = 3.0
@@ -54,6 +55,10 @@ class Cell:
     """The same, disturbed."""
     cores: tuple[float, float]
     """CPU time of the whole run per second, undisturbed and disturbed."""
+    publication_s: tuple[float, float]
+    """Mean time of a publication, undisturbed and disturbed."""
+    stall_s: tuple[float, float]
+    """Mean time for which engines stand still in a publication, undisturbed and disturbed."""
     depths: dict[str, float]
     """Largest depth of each queue from the beginning of the disturbance until the run was steady again."""
 
@@ -129,6 +134,11 @@ class Course:
             events.latency_s(*calm.span),
             events.latency_s(*harmed.span),
             (calm.cores, harmed.cores),
+            (self._mean("perf/weight_update_s", calm), self._mean("perf/weight_update_s", harmed)),
+            (
+                self._mean("perf/weight_update_stall_s", calm),
+                self._mean("perf/weight_update_stall_s", harmed),
+            ),
             self._depths(begin, time.time()),
         )
 
@@ -150,13 +160,28 @@ class Course:
         return time.monotonic() - began
 
     def _measured(self, seconds: float) -> "_Measured":
-        begin, cpu_s = time.time(), self._run.cpu_s()
-        time.sleep(seconds)
-        end, used_s = time.time(), self._run.cpu_s() - cpu_s
+        begin = time.time()
+        before = self._run.cpu_s()
+        last = dict(before)
+        while (left := begin + seconds - time.time()) > 0:
+            time.sleep(min(left, CPU_EVERY_S))
+            last |= self._run.cpu_s()  # those of processes that have ended stay as they were
+        used_s = sum(total_s - before.get(pid, 0.0) for pid, total_s in last.items())
+        end = time.time()
         return _Measured((begin, end), round(used_s / (end - begin), 2))
 
     def _since(self, span: tuple[float, float]) -> tuple[float, float]:
         return round(span[0] - self._began, 1), round(span[1] - self._began, 1)
+
+    def _means(self, tag: str, calm: "_Measured", harmed: "_Measured") -> tuple[float, float]:
+        """Return the mean of a metric over the training steps of both times."""
+        records = self._run.records()
+
+        def mean(span: tuple[float, float]) -> float:
+            values = [record[tag] for record in records if span[0] < record["time"] <= span[1]]
+            return round(sum(values) / len(values), 3) if values else 0.0
+
+        return mean(calm.span), mean(harmed.span)
 
     def _depths(self, begin: float, end: float) -> dict[str, float]:
         """Return the largest depth, and age in seconds, of each queue of the run in a time."""

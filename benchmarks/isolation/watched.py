@@ -172,14 +172,14 @@ class WatchedRun:
             return self._driver.children(recursive=True)
         return []
 
-    def cpu_s(self) -> float:
-        """Return the CPU time of all processes of the run so far."""
-        total = 0.0
+    def cpu_s(self) -> dict[int, float]:
+        """Return the CPU time of each process of the run so far."""
+        seconds: dict[int, float] = {}
         for process in (self._driver, *self.descendants()):
             with suppress(psutil.Error):
                 times = process.cpu_times()
-                total += times.user + times.system
-        return total
+                seconds[process.pid] = times.user + times.system
+        return seconds
 
     def end(self) -> None:
         """End the run in an orderly way, and kill what is left after END_TIMEOUT_S."""

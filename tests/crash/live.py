@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -52,7 +52,7 @@ USERS = 12
 STARTED_S = 240
 """From a start to an answer on a busy machine."""
 END_S = 120
-ANSWERS = 12
+ANSWERS = 48
 """Answers between two kills, unless the second one hits what has just been started."""
 TELLING = 8
 """Tokens from which on an answer is like no other: they are sampled from random weights."""
@@ -135,7 +135,9 @@ class LiveSweep:
         finally:
             for start in self._starts:
                 start.end()
-        return account(self.folder, self.answers)
+        found = account(self.folder, self.answers)
+        found.discrepancies += audited(self.folder)
+        return found
 
     def _start(self) -> None:
         command = run_command("serve", str(self._recipe), "--resume")
@@ -256,19 +258,25 @@ class Recorded:
     text: str | None
 
 
-def account(folder: Path, answers: list[Answered]) -> Account:
-    """Compare what users have got with what journal and ledger have. The run has ended."""
+def audited(folder: Path) -> list[str]:
+    """Return the discrepancies that ``slipstream audit`` finds in a run that has ended."""
     command = run_command("audit", str(folder), "--json")
     audit = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if not audit.stdout:
         raise LiveSweepFailed(f"audit: {audit.stderr}")
-    found = Account(acknowledged=len(answers), discrepancies=json.loads(audit.stdout)["discrepancies"])
+    return json.loads(audit.stdout)["discrepancies"]
+
+
+def account(folder: Path, answers: Sequence[Answered]) -> Account:
+    """Compare what users have got with what journal and ledger have. The run has ended."""
+    found = Account(acknowledged=len(answers))
     journals, keys = journal_turns(folder, found)
     with closing(open_for_reading(folder / LEDGER)) as ledger:
         records = Records(ledger, folder)
         turns = ledger_turns(records, journals)
         twice(records, found)
     found.recorded = len(turns)
+    turns += in_journal_only(journals, {turn.id for turn in turns})
     [key] = keys or {"none"}
     unmatched: dict[int, list[Recorded]] = defaultdict(list)
     for turn in turns:
@@ -299,7 +307,7 @@ def _is_of(turn: Recorded, answer: Answered) -> bool:
 def journal_turns(folder: Path, found: Account) -> tuple[dict[int, Turn], set[str]]:
     """Return the turns that the journal keeps, by their numbers in the ledger, and the names of their keys.
 
-    The ledger must have all of its entries.
+    It is a discrepancy if the ledger lacks any of its entries.
     """
     with closing(open_for_reading(folder / LEDGER)) as ledger:
         rows = ledger.execute("SELECT id, name, durable FROM gateways")
@@ -337,6 +345,20 @@ def ledger_turns(records: Records, journal: dict[int, Turn]) -> list[Recorded]:
         turns.append(Recorded(id_, session, sampled, said, text))
     segments.close()
     return turns
+
+
+def in_journal_only(journal: dict[int, Turn], known: set[int]) -> list[Recorded]:
+    """Return the turns that are in the journal and not among those ``known``."""
+    return [
+        Recorded(
+            id_,
+            session_of(named(turn.key), named(turn.session)),
+            sum(tokens for _, tokens in turn.spans),
+            *_content(bytes(turn.messages), bytes(turn.answer)),
+        )
+        for id_, turn in journal.items()
+        if id_ not in known
+    ]
 
 
 def _content(messages: bytes, answer: bytes) -> tuple[str, str]:

@@ -53,7 +53,20 @@ def test_what_a_disturbance_starves_is_not_held_against_the_others():
 
 def test_a_picture_is_drawn():
     rates = dict.fromkeys(RATES, (1.0, 0.9))
-    cell = Cell("judge", "slowed", (0.0, 30.0), (30.0, 60.0), rates, {}, None, (0.1, 0.2), (0.5, 0.5), {})
+    cell = Cell(
+        "judge",
+        "slowed",
+        (0.0, 30.0),
+        (30.0, 60.0),
+        rates,
+        {},
+        None,
+        (0.1, 0.2),
+        (0.5, 0.5),
+        (0.1, 0.1),
+        (0.1, 0.1),
+        {},
+    )
     assert cell.shares == dict.fromkeys(others("judge"), 0.9)
     events = Events({"steps": [float(second) for second in range(70)]})
     assert draw([LoopRun("judge", [cell], events, [])]).startswith(b"\x89PNG")
