@@ -116,13 +116,15 @@ def test_streamed_calls_are_put_together_by_their_index():
         return {"index": index, "id": name, "function": {"name": name, "arguments": arguments}}
 
     delta(reasoning_content="hm")
-    delta(content="so ")
+    delta(content="\n\nso \n")
     delta(tool_calls=[call(0, "", "f")])
     delta(tool_calls=[call(0, '{"a":')])
     delta(tool_calls=[call(1, "{}", "g")])
     delta(tool_calls=[call(0, " 1}")])
     [message] = collected.messages()
-    assert (message["content"], message["reasoning_content"]) == ("so ", "hm")
+    assert (message["content"], message["reasoning_content"]) == ("so", "hm"), (
+        "the blanks before a call are the template's"
+    )
     assert [(c["function"]["name"], c["function"]["arguments"]) for c in message["tool_calls"]] == [
         ("f", {"a": 1}),
         ("g", {}),

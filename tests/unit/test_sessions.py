@@ -145,11 +145,41 @@ def test_of_answers_that_differ_in_their_reasoning_the_one_that_is_meant_is_repe
     assert gateway.turn(fourth).reason == "", "what is repeated further back is what the turn before has seen"
 
 
+@pytest.mark.parametrize("continued", [0, 1])
+def test_of_equal_calls_those_with_the_ids_that_the_client_repeats_are_meant(gateway, continued):
+    begun = gateway.begin([user("hi")], choices=2)
+    function = {"name": "f", "arguments": {"a": 1}}
+    numbers = [
+        gateway.end(
+            begun,
+            f"{written_call(function)}<|end|>",
+            choice=choice,
+            message=assistant("", tool_calls=[{"id": f"call-{choice}", "function": function}]),
+        )
+        for choice in (0, 1)
+    ]
+    repeated = assistant("", tool_calls=[{"id": f"call-{continued}", "function": function}])
+    third = gateway.talk([user("hi"), repeated, tool("1")], "no<|end|>")
+    assert gateway.turn(third).parent == numbers[continued]
+    assert gateway.next_states() == {numbers[continued]: ["1"]}
+
+
 def test_reasoning_that_the_client_sends_counts_where_nothing_is_known(gateway):
     gateway.talk([user("hi")], "<think>one</think>Yes<|end|>", session="s")
     history = [user("other"), assistant("Yes", reasoning_content="two"), user("x")]
     begun = gateway.begin(history, session="s")
     assert decode(begun.input_ids) == ChatTemplate().render(history, answer=True)
+
+
+@pytest.mark.parametrize("first", ["<think>one</think>ok<|end|>", "ok<|end|>"])
+def test_reasoning_of_equal_answers_is_not_mixed_up_where_nothing_is_known(gateway, first):
+    gateway.talk([user("a")], "<think>two</think>well<|end|>", session="s")
+    gateway.talk([user("b")], first, session="s")
+    gateway.talk([user("c")], "<think>three</think>ok<|end|>", session="s")
+    history = [user("other"), assistant("well"), user("x"), assistant("ok"), user("y")]
+    begun = gateway.begin(history, session="s")
+    known = [history[0], assistant("well", reasoning_content="two"), *history[2:]]
+    assert decode(begun.input_ids) == ChatTemplate().render(known, answer=True)
 
 
 def test_blanks_that_the_server_has_stripped_begin_a_branch(gateway):

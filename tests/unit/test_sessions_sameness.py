@@ -19,6 +19,8 @@ SAME = [
     (assistant("hi", id="1"), assistant("hi", name="bot", refusal=None, tool_calls=[])),
     (assistant("hi", reasoning_content="so"), assistant("hi")),
     (assistant([{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "hi"}]), assistant("hi")),
+    (assistant("\n\nhi \n"), assistant("hi")),
+    (assistant("\n\n"), assistant(None)),
     (assistant(None), assistant("")),
     (assistant(None), {"role": "assistant"}),
     ({"role": "developer", "content": "x"}, {"role": "system", "content": "x"}),

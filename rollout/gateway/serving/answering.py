@@ -52,6 +52,10 @@ def _let_calls_be_repeated() -> None:
     as_objects = serving_chat.normalize_assistant_tool_call_arguments
 
     def as_objects_if_they_are(message: dict[str, Any], *, strict: bool = True) -> None:
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and function.get("arguments") == "":
+                function["arguments"] = {}
         as_objects(message, strict=False)
 
     serving_chat.normalize_assistant_tool_call_arguments = as_objects_if_they_are
@@ -120,6 +124,18 @@ def _begin(call: LiveCall, prompt: PromptParts, sampling: Mapping[str, object], 
         raise ValueError(refusal.message) from refusal
 
 
+def _join_answers(messages: Sequence[Any]) -> None:
+    """Make one text of the texts of each answer, which clients of some protocols repeat in several parts.
+
+    SGLang would put blanks between them, and the answer would not be known again.
+    """
+    for message in messages:
+        parts = message.content
+        if message.role == "assistant" and isinstance(parts, list):
+            if all(getattr(part, "type", None) == "text" for part in parts):
+                message.content = "".join(part.text for part in parts)
+
+
 class Chatting(OpenAIServingChat):
     """What SGLang's chat and Responses endpoints have in common."""
 
@@ -135,8 +151,11 @@ class Chatting(OpenAIServingChat):
         return bound
 
     def supports_native_reasoning_history(self) -> bool:
-        template = str(getattr(self.tokenizer_manager.tokenizer, "chat_template", ""))
-        return "reasoning_content" in template or super().supports_native_reasoning_history()
+        """Return True: reasoning is never a part of the text of an answer, whatever protocol repeats it.
+
+        Else an answer would not be known again where the template does not read ``reasoning_content``.
+        """
+        return True
 
     def _resolve_lora_path(self, request_model: str, explicit_lora_path: object) -> None:
         """No name of a model means an adapter."""
@@ -145,6 +164,7 @@ class Chatting(OpenAIServingChat):
         self, request: ChatCompletionRequest, is_multimodal: bool
     ) -> MessageProcessingResult:
         with _reading(self.call):
+            _join_answers(request.messages)
             return super()._process_messages(request, is_multimodal)
 
     def _render_and_encode_chat_template(

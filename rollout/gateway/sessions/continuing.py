@@ -27,7 +27,7 @@ from slipstream.rollout.gateway.sessions.chains import (
     repeats,
     segments_of,
 )
-from slipstream.rollout.gateway.sessions.sameness import Mark, role_of
+from slipstream.rollout.gateway.sessions.sameness import Mark, ids_of_calls, role_of
 from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState, common_depth, messages_of
 
 
@@ -110,9 +110,12 @@ def predecessor_of_chat(
 
 
 def _meant(turns: Sequence[ChainTurn], answer: ChatMessage) -> Sequence[ChainTurn]:
-    """Return the turns, of those with one answer, whose reasoning a client repeats with it; all if none."""
-    reasoning = _reasoning_of(answer)
-    return [turn for turn in turns if reasoning and _reasoning_of(turn.message) == reasoning] or turns
+    """Return the turns, of those with equal answers, that a client means: with the ids of calls and with the
+    reasoning that it repeats, if any has them."""
+    for tell in (ids_of_calls, _reasoning_of):
+        told = tell(answer)
+        turns = [turn for turn in turns if told and tell(turn.message) == told] or turns
+    return turns
 
 
 def _reasoning_of(message: Mapping[str, object]) -> str:

@@ -100,8 +100,10 @@ class SessionState:
     """Messages by the digest of their history."""
     turns: list[ChainTurn] = field(default_factory=list[ChainTurn])
     """In the order in which they ended."""
-    answers: dict[bytes, ChatMessage] = field(default_factory=dict[bytes, ChatMessage])
-    """Answers with reasoning, which clients leave out, by their digests."""
+    answers: "dict[bytes, Mapping[str, object] | None]" = field(
+        default_factory=dict[bytes, "Mapping[str, object] | None"]
+    )
+    """Answers with the reasoning that clients leave out, by their digests; None: several differ in it."""
     numbers: "array[int]" = field(default_factory=lambda: array("q"))
     """Numbers of the entries of all its turns, in order."""
     cleared: dict[bytes, list[int]] = field(default_factory=dict[bytes, list[int]])
@@ -135,7 +137,7 @@ class SessionState:
         known = messages_of(self.deepest(marks))
         unknown = zip(messages[len(known) :], marks[len(known) :], strict=True)
         return known + [
-            message if message.get("reasoning_content") else self.answers.get(mark.alone, message)
+            message if message.get("reasoning_content") else dict(self.answers.get(mark.alone) or message)
             for message, mark in unknown
         ]
 
@@ -168,12 +170,16 @@ class SessionState:
         self.turns.append(turn)
         for node in self.endings(turn.node):
             node.turns.append(turn)
-        if turn.node.message.get("reasoning_content"):
-            self.answers[turn.node.mark.alone] = turn.node.message
+        self._keep_reasoning(turn.node.mark.alone, turn.message)
         self.waiting += turn.waits
         self.size += _TURN_BYTES
         for segment in (turn.tail, None if turn.tail is None else turn.tail.before):
             self.size += 0 if segment is None else size_of(segment)
+
+    def _keep_reasoning(self, alone: bytes, answer: Mapping[str, object]) -> None:
+        known = self.answers.setdefault(alone, answer)
+        if known is not None and known.get("reasoning_content") != answer.get("reasoning_content"):
+            self.answers[alone] = None
 
     def endings(self, answer: MessageNode) -> list[MessageNode]:
         """Return an answer; and, if the client had given its beginning, both as the one message that clients
