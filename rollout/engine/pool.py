@@ -18,7 +18,7 @@ which one is in force.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.rollout.changes import Changes
@@ -86,6 +86,8 @@ class _Engine:
     """Number of malformed replies since the last good one."""
     lost: str | None = None
     """Why it is out of use; None while it serves."""
+    growths: "set[_Growth]" = field(default_factory=set["_Growth"])
+    """Completions that it generates."""
 
 
 class _Growth:
@@ -182,10 +184,15 @@ class EnginePool:
         self._number, self.version = routing.number, routing.version
         self._requests.size = min(routing.limit, self._most_requests or routing.limit)
         before = self._engines
+        doubted = [engine for engine in before.values() if engine.doubted is not None]
         self._engines = {serving.address.name: self._engine(serving) for serving in routing.engines}
         for engine in before.values():
             if self._engines.get(engine.name) is not engine:
                 self._close(engine, "the driver has given it up")
+        for engine in doubted:
+            if engine.doubted is None:  # the next doubt may come before the next token
+                for growth in list(engine.growths):
+                    growth.tell()
         if routing.held != self.held:
             self.held = routing.held
             if self._on_held is not None:
@@ -268,6 +275,7 @@ class EnginePool:
 
         try:
             try:
+                engine.growths.add(growth)
                 with watched(engine.name, len(input_ids) + length, completion, self._trace) as watch:
                     await engine.client.generate(
                         input_ids,
@@ -289,6 +297,7 @@ class EnginePool:
                 attested = cut.attested
                 raise
             finally:
+                engine.growths.discard(growth)
                 self._release(engine)
             await self._vouched_for(engine, growth)
         except BaseException:

@@ -139,7 +139,9 @@ def test_a_request_that_was_only_sampled_in_doubt_begins_again():
     asyncio.run(main())
 
 
-def test_growth_in_doubt_is_told_to_nobody_until_the_next_after_the_verdict():
+def test_growth_in_doubt_is_told_to_nobody_until_the_verdict_and_then_at_once():
+    """Users see an update as a pause: it must not last until after the next update."""
+
     async def main():
         engine = FakeEngine()
         driver = Driver(engine)
@@ -150,8 +152,14 @@ def test_growth_in_doubt_is_told_to_nobody_until_the_next_after_the_verdict():
         engine.grow(part(1, 2, version=4))  # perhaps newer than it says
         assert [len(so_far.tokens) for so_far in seen] == [1]
         driver.trust(engine)
+        assert [len(so_far.tokens) for so_far in seen] == [1, 2]
+        driver.doubt(6)
         engine.grow(part(1, 2, 3, version=4))
-        assert [len(so_far.tokens) for so_far in seen] == [1, 3]
+        driver.doubt(7)
+        assert [len(so_far.tokens) for so_far in seen] == [1, 2], "7 may be in use already"
+        driver.trust(engine)
+        engine.grow(part(1, 2, 3, 4, version=4))
+        assert [len(so_far.tokens) for so_far in seen] == [1, 2, 3, 4]
         engine.end(mixed(4, 5, 5))
         await task
 
