@@ -237,9 +237,9 @@ class EnginePool:
         """
         self.tokens_continued += len(completion.tokens)
         growth, silences, begin = _Growth(completion, grown), 0, len(completion.tokens)
-        if completion.tokens_left(sampling.max_new_tokens):
+        if completion.is_due(sampling.max_new_tokens):
             async with self._requests:
-                while completion.tokens_left(sampling.max_new_tokens):
+                while completion.is_due(sampling.max_new_tokens):
                     length = len(completion.tokens)
                     try:
                         await self._ask(input_ids, sampling, growth, greedy)

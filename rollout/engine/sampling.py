@@ -45,11 +45,19 @@ def starts_over(sampling: Sampling) -> bool:
 
 
 def request_fields(
-    sampling: Sampling, *, done: int, tokens_left: int, greedy: bool, stream_interval: int
+    sampling: Sampling,
+    *,
+    done: int,
+    tokens_left: int,
+    greedy: bool,
+    stream_interval: int,
+    scores_prompt: bool = False,
 ) -> dict[str, object]:
     """Return the fields of a request that say how it is sampled and queued.
 
     ``done``: number of tokens that the completion has already. ``tokens_left``: number that may follow.
+    ``scores_prompt``: the reply has the log-probs of the prompt. SGLang repeats them in each chunk, so that
+    there are fewer chunks then.
     """
     if isinstance(sampling, SamplingConfig):
         parameters: dict[str, object] = {
@@ -60,10 +68,13 @@ def request_fields(
             "stream_interval": stream_interval,
         }
         return {"sampling_params": parameters}
-    parameters = {"stream_interval": 1, **sampling.parameters, "max_new_tokens": tokens_left}
+    interval = stream_interval if scores_prompt else 1
+    parameters = {"stream_interval": interval, **sampling.parameters, "max_new_tokens": tokens_left}
     if done and parameters.get("min_new_tokens"):
         parameters["min_new_tokens"] = max(0, cast(int, parameters["min_new_tokens"]) - done)
     fields: dict[str, object] = {"sampling_params": parameters, "priority": sampling.priority}
     if sampling.top_logprobs:
         fields["top_logprobs_num"] = sampling.top_logprobs
+    if scores_prompt:
+        fields["logprob_start_len"] = 0
     return fields

@@ -87,6 +87,42 @@ def test_a_whole_completion_is_read():
     assert parse_completion(REPLY) == COMPLETION
 
 
+SCORED = {
+    "prompt_tokens": 3,
+    "input_token_logprobs": [[None, 5, None], [-1.0, 6, None], [-2.0, 7, None]],
+    "input_top_logprobs": [None, [[-0.5, 9, None]], [[-0.25, 8, None]]],
+}
+
+
+def test_the_log_probs_of_a_prompt_are_read_where_they_are_wanted():
+    for wanted in (True, False):
+        stream, completion = stream_of()
+        completion.wants_prompt = wanted
+        stream.add(chunk(1, 1, 3, **SCORED))
+        stream.add(chunk(2, 1, 3, **SCORED))  # every chunk repeats them
+        assert not completion.wants_prompt
+        assert completion.prompt_logprobs == [None, -1.0, -2.0][: 3 * wanted]
+        assert completion.prompt_alternatives == [(), ((-0.5, 9),), ((-0.25, 8),)][: 3 * wanted]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"input_token_logprobs": []},
+        {"input_token_logprobs": [[None, 5, None]]},
+        {"input_token_logprobs": [[None, 5, None], [None, 6, None], [-2.0, 7, None]]},
+        {"input_token_logprobs": [[None, 5, None], [float("nan"), 6, None], [-2.0, 7, None]]},
+        {"input_token_logprobs": [[None, 5, None], [0.5, 6, None], [-2.0, 7, None]]},
+    ],
+)
+def test_a_prompt_without_all_of_its_log_probs_is_malformed(changed):
+    stream, completion = stream_of()
+    completion.wants_prompt = True
+    with pytest.raises(ValueError, match=r"of the prompt are missing|prompt tokens"):
+        stream.add(chunk(1, 1, 3, STOP, weight_versions=attested((3, 0, 1)), **SCORED | changed))
+    assert not completion.tokens and completion.wants_prompt
+
+
 def test_a_missing_retraction_count_is_zero():
     for value in (None, 0):
         assert parse_completion(reply(num_retractions=value)).retractions == 0
