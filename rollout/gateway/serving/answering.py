@@ -138,9 +138,10 @@ def _join_answers(messages: Sequence[Any]) -> None:
     """
     for message in messages:
         parts = message.content
-        if message.role == "assistant" and isinstance(parts, list):
-            if all(getattr(part, "type", None) == "text" for part in parts):
-                message.content = "".join(part.text for part in parts)
+        if message.role != "assistant" or not isinstance(parts, list):
+            continue
+        if all(getattr(part, "type", None) == "text" for part in parts):
+            message.content = "".join(part.text for part in parts)
 
 
 class Chatting(OpenAIServingChat):
