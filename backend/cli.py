@@ -130,14 +130,18 @@ def serve(
 ) -> None:
     """Serve a recipe's policy to users, without its prompts, and learn from them if it has a section live.
 
-    HOST, PORT and SERVED_MODEL_NAME in the environment replace the recipe's.
+    HOST, PORT, SERVED_MODEL_NAME and PRM_M in the environment replace the recipe's.
     """
     with _reported():
         _check_options(resume, accept_changed_inputs)
         from slipstream.backend.commands import serve as serving
 
         config = serving.load_serving(Path(recipe), overrides or [], os.environ)
-        serving.serve(config, resume=resume, accept_changed_inputs=accept_changed_inputs)
+        summary = serving.serve(config, resume=resume, accept_changed_inputs=accept_changed_inputs)
+        if summary is not None:
+            from slipstream.backend.monitor.summary import print_summary
+
+            print_summary(summary, sys.stdout, name=config.run.name)
 
 
 @app.command(rich_help_panel=RUN)
@@ -253,6 +257,10 @@ def simulate(
 def audit(
     run: Annotated[Path, typer.Argument(help="The folder of a run that is not running now.")],
     as_json: Json = False,
+    hints: Annotated[
+        bool,
+        typer.Option("--hints", help="Print the hints of live users' judges instead, a line of JSON each."),
+    ] = False,
 ) -> None:
     """Recount a run from its ledger and checkpoints: nothing lost, nothing trained twice."""
     with _reported():
@@ -260,6 +268,10 @@ def audit(
         from slipstream.rollout.ledger.database import LedgerError
 
         try:
+            if hints:
+                for line in auditing.hints_as_json(run):
+                    typer.echo(line)
+                return
             account = auditing.audit_run(run, lambda text: _errors.print(text, markup=False))
         except LedgerError as error:
             raise WrongInput(str(error)) from None

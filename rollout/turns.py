@@ -62,6 +62,12 @@ class Turn(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """JSON list: the messages of the request behind the first ``kept``."""
     answer: msgspec.Raw
     """JSON: the message that was answered."""
+    response: str = ""
+    """Id of the answer for requests that name it later; empty: they cannot."""
+    previous: str = ""
+    """``response`` of the turn that the request continues by name; empty: it named none."""
+    exchange: msgspec.Raw = msgspec.Raw(b"")
+    """JSON, where there is a ``response``: what the request has added, and the reply that the client got."""
 
 
 class NextState(msgspec.Struct, array_like=True, frozen=True, gc=False):

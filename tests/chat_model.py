@@ -31,7 +31,7 @@ _MESSAGES = """\
 {%- if message.role == 'assistant' %}
 {{- '<|im_start|>assistant\\n' }}
 THINKING
-{{- message.content }}
+{{- message.content.lstrip('\\n') if message.reasoning_content else message.content }}
 {%- for call in message.tool_calls or [] %}
 {{- '\\n' if message.content or not loop.first else '' }}
 {{- '<tool_call>\\n{"name": ' + (call.function.name | tojson) }}
@@ -48,12 +48,12 @@ THINKING
 """
 _KEPT = """\
 {%- if message.reasoning_content %}
-{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+{{- '<think>\\n' + message.reasoning_content.strip('\\n') + '\\n</think>\\n\\n' }}
 {%- endif %}
 """
 _REMOVED = """\
 {%- if message.reasoning_content and loop.last %}
-{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+{{- '<think>\\n' + message.reasoning_content.strip('\\n') + '\\n</think>\\n\\n' }}
 {%- endif %}
 """
 APPENDING = _SYSTEM + _MESSAGES.replace("THINKING\n", _KEPT)

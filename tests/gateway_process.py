@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +23,7 @@ from slipstream.rollout.engine.process import environment_without_gpu
 from tests.environment import environment
 
 CONTEXT = 2048
+TEMPERATURE = 0.9
 START_TIMEOUT_S = 120
 
 
@@ -80,25 +82,27 @@ async def _serve(folder: Path, settings: dict[str, Any]) -> None:
 
     from slipstream.configs.schema import GatewayConfig, SamplingConfig
     from slipstream.rollout.gateway.serving.assemble import assemble, served_model
-    from tests.plain_conversations import FixedKeys, MemoryLog, PlainConversations
     from tests.scripted_source import ScriptedSource
+    from tests.watched_sessions import FixedKeys, MemoryLog, WatchedSessions
 
     gateway = GatewayConfig.model_validate(settings)
-    source = ScriptedSource(AutoTokenizer.from_pretrained(folder))
-    conversations, entries = PlainConversations(), MemoryLog()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    source = ScriptedSource(tokenizer)
+    conversations, entries = WatchedSessions(TEMPERATURE, tokenizer.decode), MemoryLog()
     serving = assemble(
         served_model(
             folder,
             name="scripted",
             context=CONTEXT,
             gateway=gateway,
-            sampling=SamplingConfig(temperature=0.9),
+            sampling=SamplingConfig(temperature=TEMPERATURE),
         ),
         gateway=gateway,
         source=source,
         conversations=conversations,
         entries=entries,
         keys=FixedKeys(),
+        mint=lambda: uuid.uuid4().hex,
     )
     actions = {
         "hold": source.hold,

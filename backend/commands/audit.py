@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from slipstream.rollout.ledger.audit import Audit, audit_ledger
 from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.ledger.history import history_of
 from slipstream.rollout.ledger.lease import wait_until_free
+from slipstream.rollout.ledger.turn_hints import hints_of
 
 
 def audit_run(folder: Path, say: Callable[[str], None]) -> Audit:
@@ -63,10 +64,17 @@ def audit_run(folder: Path, say: Callable[[str], None]) -> Audit:
     return audit
 
 
+def hints_as_json(folder: Path) -> Iterator[str]:
+    """Yield the hints of the judges of a run, a line of JSON each. Raises LedgerError."""
+    for hint in hints_of(folder):
+        yield json.dumps(asdict(hint), ensure_ascii=False)
+
+
 def print_audit(audit: Audit, console: Console) -> None:
     """Print the account, then every discrepancy."""
     losses = {f"  {loss}": str(count) for loss, count in audit.losses.items()}
-    console.print(pairs_table("groups", {state: str(n) for state, n in audit.groups.items()} | losses))
+    if audit.groups or not audit.turns:
+        console.print(pairs_table("groups", {state: str(n) for state, n in audit.groups.items()} | losses))
     if audit.turns:
         console.print(pairs_table("turns", {state: str(n) for state, n in audit.turns.items()}))
     lag = "no step yet" if audit.max_head_lag is None else f"largest head lag {audit.max_head_lag}"

@@ -10,6 +10,7 @@ from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.commands.preflight import check_start
 from slipstream.backend.commands.run import attended
 from slipstream.backend.monitor.progress import Progress
+from slipstream.backend.monitor.summary import RunSummary, read_summary
 from slipstream.configs.document import read_document
 from slipstream.configs.load import load_recipe
 from slipstream.configs.schema import RunConfig
@@ -21,6 +22,9 @@ VARIABLES = {
 }
 """Environment variables of OpenClaw-RL's servers, and the settings that take their values. A gateway reads
 SGLANG_API_KEY itself."""
+
+VOTES = ("PRM_M", "live.judging.votes")
+"""The same for recipes that learn from users."""
 
 
 def load_serving(recipe: Path, overrides: Sequence[str], variables: Mapping[str, str]) -> RunConfig:
@@ -39,13 +43,21 @@ def load_serving(recipe: Path, overrides: Sequence[str], variables: Mapping[str,
     live = sections.get("live")
     if isinstance(live, dict) and cast("dict[str, object]", live).get("train", True) is True:
         serving.append("live.share=1")
+        if VOTES[0] in variables:
+            serving.insert(0, f"{VOTES[1]}={_yaml(variables[VOTES[0]])}")
     return load_recipe(recipe, serving)
 
 
-def serve(config: RunConfig, *, resume: bool = False, accept_changed_inputs: bool = False) -> None:
-    """Serve until stopped. Raises as ``check_start`` and ``attended``."""
+def serve(
+    config: RunConfig, *, resume: bool = False, accept_changed_inputs: bool = False
+) -> RunSummary | None:
+    """Serve until stopped. Return the account of a run that trains.
+
+    Raises as ``check_start`` and ``attended``.
+    """
     check_start(config)
     attended(config, partial(_serve, config, resume, accept_changed_inputs))
+    return read_summary(config.run.folder) if _trains(config) else None
 
 
 async def _serve(config: RunConfig, resume: bool, accept_changes: bool, progress: Progress) -> None:
@@ -54,7 +66,7 @@ async def _serve(config: RunConfig, resume: bool, accept_changes: bool, progress
     from slipstream.backend.driver.stop import Stopped
 
     try:
-        if config.live is not None and config.live.train:
+        if _trains(config):
             await run(config, progress, resume=resume, accept_changes=accept_changes)
         else:
             await serve(config, progress, resume=resume, accept_changes=accept_changes)
@@ -62,9 +74,13 @@ async def _serve(config: RunConfig, resume: bool, accept_changes: bool, progress
         """This is how the command ends."""
 
 
+def _trains(config: RunConfig) -> bool:
+    return config.live is not None and config.live.train
+
+
 def check_has_prompts(config: RunConfig) -> None:
     """Raise WrongInput for a recipe that ``slipstream train`` cannot run: it has nothing to train on."""
-    if config.data is None and (config.live is None or not config.live.train):
+    if config.data is None and not _trains(config):
         raise WrongInput(
             "data: expected the prompts to train on; `slipstream serve` serves a policy without training it"
         )

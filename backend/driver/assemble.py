@@ -91,6 +91,7 @@ class Parts:
             collector_restarts=self.collectors.restarts,
             trainer_restarts=self.revival.restarts,
             live=None if self.turns is None else self.turns.status(),
+            live_requests_running=self.roster.live_in_use,
         )
 
 

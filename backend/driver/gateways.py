@@ -15,11 +15,13 @@ ends its gateways.
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from slipstream.backend.cluster.kept_process import KeptProcess
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout.gateway.keys import KEY_VARIABLE, KeysError, keys_file, read_keys
 
 MODULE = "slipstream.rollout.gateway.process"
 """Program of a gateway. Its argument is the JSON of ``specification``."""
@@ -65,6 +67,18 @@ def specification(config: RunConfig, number: int, context: int) -> str:
             "gateway": config.gateway.model_dump(mode="json"),
         }
     )
+
+
+def announcement(config: RunConfig, environment: Mapping[str, str]) -> str:
+    """Return where users reach the gateways, and what they lack to do so. ``environment``: of the driver."""
+    gateway = config.gateway
+    assert gateway is not None
+    host = f"[{gateway.host}]" if ":" in gateway.host else gateway.host
+    text = f"users reach http://{host}:{gateway.port}/v1"
+    with suppress(KeysError):  # a gateway says why it cannot read them
+        if not environment.get(KEY_VARIABLE) and all(key.revoked for key in read_keys(keys_file(config))):
+            text += "; every request is refused until there is an API key: `slipstream key add`"
+    return text
 
 
 def gateway_command(config: RunConfig, number: int, context: int) -> list[str]:

@@ -31,7 +31,7 @@ class Receiver(Protocol):
         ...
 
 
-class Judging(Protocol):
+class JudgingLoop(Protocol):
     """The judging of turns: ``rollout.live.judging.LiveJudging``."""
 
     async def run(self) -> None:
@@ -53,7 +53,7 @@ class LiveUsers:
     """The parts of the live loop, in their order. Single event loop."""
 
     def __init__(
-        self, receiver: Receiver, gateways: GatewayProcesses, judging: Judging | None, run: Path, key: Key
+        self, receiver: Receiver, gateways: GatewayProcesses, judging: JudgingLoop | None, run: Path, key: Key
     ) -> None:
         """``judging``: None if nothing is trained. ``run``: run folder. ``key``: secret that gateways show to
         the receiver.

@@ -178,7 +178,7 @@ def restore_collection(
         rollout,
         steps=config.run.steps,
         live=config.live,
-        versions=VersionTree(recovered.versions),
+        versions=VersionTree(recovered.versions, recovered.copies),
         version=recovered.restored,
         served=served,
         counts=recovered.counts,

@@ -1,10 +1,10 @@
 """A trainer that dies is started again in place, while the engines and the collectors go on.
 
-    lost ──► all ranks killed ──► new ranks start ─────────────────────────────► restored ──► alive
-                  │                                                                 ▲
-                  └► checkpoint under way settled ──► newest sound checkpoint ──────┤
-                                                              │                     │
-                          episodes called off ──► ledger, control core, leases go back
+    lost ──► all ranks killed ──► new ranks start ────────────────────────► restored ──► published ──► alive
+                  │                                                            ▲         under a new number
+                  └► checkpoint under way settled ──► newest sound checkpoint ─┤
+                                                              │                │
+                     episodes called off ──► ledger, control core, leases go back
 
 docs/recovery.md has the states of this and what holds in each.
 """
@@ -107,6 +107,8 @@ class Revival:
                 await connecting
             if checkpoint is not None:
                 await self._trainer.restore(checkpoint.path)
+        if (copy := await self._rewind.copy_begins()) is not None:
+            await self._weights.publish_copy(copy)
 
     async def _newest(self, error: Exception) -> FoundCheckpoint | None:
         """Return the checkpoint to restore; None for the initial weights. Raises TrainerGone."""

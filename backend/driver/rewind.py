@@ -5,7 +5,8 @@
     leases open again: what is recorded goes on  ◄──────────────────────────────────────┘
 
 The engines go on with the version that they serve, which is now one of a line that is left: the control core
-knows the lag of its tokens (``rollout/control/core.py``).
+knows the lag of its tokens (``rollout/control/core.py``). Then they get the restored weights, under a number
+of their own.
 """
 
 from collections.abc import Callable
@@ -63,6 +64,13 @@ class Rewind:
     def is_possible(self, version: int) -> bool:
         """Return whether the present weights are those of ``version`` or descend from them."""
         return self._gate.descends_from(version)
+
+    async def copy_begins(self) -> int | None:
+        """Return a new number for the trainer's weights, under which the engines must get them at once.
+
+        None if the engines serve them already. Raises LedgerError.
+        """
+        return None if self._gate.served == self._gate.version else await self._gate.copy_begins()
 
     async def to(self, version: int) -> None:
         """Go back to ``version``. Raises LedgerError and CorruptRecord."""

@@ -17,6 +17,7 @@ from slipstream.backend.cluster.placement import place
 from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
 from slipstream.backend.driver.assemble import Parts, assemble
 from slipstream.backend.driver.collection import collection_loop, keep_collecting
+from slipstream.backend.driver.gateways import announcement
 from slipstream.backend.driver.inputs import read_inputs
 from slipstream.backend.driver.job_end import stop_after_s
 from slipstream.backend.driver.prepare import prepare_inputs
@@ -84,7 +85,7 @@ async def _run(
             trace,
             started=started,
             resumed=state.ledger.epoch,
-            is_accuracy=is_accuracy(inputs.reward),
+            is_accuracy=bool(inputs.prompts or inputs.held_out) and is_accuracy(inputs.reward),
         )
         parts = assemble(
             config,
@@ -146,6 +147,8 @@ async def _course(
                 await parts.trainer.restore(state.checkpoint.path)
         revival_task = tasks.create_task(parts.revival.run(), name="revival")
         await serving.wait()
+        if config.gateway is not None:
+            progress.note(announcement(config, os.environ))
         if parts.collectors.count:
             await parts.server.first_collector(config.rollout.engine.start_timeout_s)
         if evaluation is not None and not state.ledger.epoch:
@@ -159,7 +162,8 @@ async def _course(
             await _train(config, parts, state, recorder, tasks, stop)
             recorder.training_ends()
             is_done = await _finished(config, parts, progress, stop)
-        if config.data is None and not stop.asked:
+        if parts.turns is not None and config.data is None and not stop.asked:
+            parts.turns.training_ends()
             progress.phase("trained to the last step; serving until Ctrl-C or SIGTERM")
             with stop.by("stopping", parts.gate.end):
                 await parts.gate.ended()

@@ -18,6 +18,7 @@ from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
 from slipstream.backend.driver.assemble import ServedVersion, live_turns, live_users
 from slipstream.backend.driver.devices import Separate
 from slipstream.backend.driver.engines import EngineLimits, NoTrainer, RayEngine
+from slipstream.backend.driver.gateways import announcement
 from slipstream.backend.driver.inputs import InputError, read_inputs
 from slipstream.backend.driver.job_end import stop_after_s
 from slipstream.backend.driver.live import LiveUsers
@@ -115,6 +116,7 @@ async def _course(
             tasks.create_task(live.keep(driver_address(config)), name="live users")
             tasks.create_task(supervisor.run(serving), name="supervisor")
             await serving.wait()
+            progress.note(announcement(config, os.environ))
             progress.phase("serving until Ctrl-C or SIGTERM")
     finally:
         await asyncio.shield(live.stop())

@@ -8,8 +8,8 @@ What an engine samples from weights that are still to be verified is held back i
 verdict releases it into completions.
 
 A trainer that dies leaves the engines with the version that they serve. Restored from an older version, it
-gets no engine back to that one: its next version is the next that an engine holds. Engines that start
-meanwhile, or whose weights were cut off, wait for it.
+gets no engine back to that number: the engines get a copy of its weights as the next version. Engines that
+start meanwhile, or whose weights were cut off, wait for it.
 """
 
 import asyncio
@@ -91,15 +91,27 @@ class ServedWeights(Generic[ClientT]):
                 metrics = await self._trainer.train(batch)
                 train_s = time.monotonic() - began
                 skipped = await skipped_in(self._trainer, metrics)
-                await self.settled()
-                if self._verifier is not None and self._verifier.due(version):
-                    # The version can be verified even if the trainer does not survive its publication.
-                    expected = await self._trainer.logprobs(self._verifier.text)
-                    await verification.enter_async_context(self._verified(self._verifier, version, expected))
-                async with self._devices.publishing():
-                    report = await self._publish(version)
+                report = await self._publish_verified(version, verification)
             report.stall_s += turn.stood_s
             return Advance(version, metrics, skipped, report, train_s)
+
+    async def publish_copy(self, version: int) -> None:
+        """Bring every serving engine to the weights that the trainer holds, as ``version``.
+
+        Engines that missed it are condemned. Raises TrainerFailed, as ``advance`` does.
+        """
+        async with self._moving, AsyncExitStack() as verification, self.trainers_turn():
+            await self._publish_verified(version, verification)
+
+    async def _publish_verified(self, version: int, verification: AsyncExitStack) -> PublishReport:
+        """Publish ``version``. Its verdict is awaited behind ``verification``, by another task."""
+        await self.settled()
+        if self._verifier is not None and self._verifier.due(version):
+            # The version can be verified even if the trainer does not survive its publication.
+            expected = await self._trainer.logprobs(self._verifier.text)
+            await verification.enter_async_context(self._verified(self._verifier, version, expected))
+        async with self._devices.publishing():
+            return await self._publish(version)
 
     @asynccontextmanager
     async def _verified(self, verifier: Verifier, version: int, expected: list[float]) -> AsyncIterator[None]:
@@ -143,30 +155,22 @@ class ServedWeights(Generic[ClientT]):
     async def bring_up_to_date(self, engine: EngineAddress, admit: Callable[[], None]) -> str | None:
         """Bring an engine that holds the initial weights to the current version, then ``admit`` it.
 
-        Return None, or why it was not admitted. Waits while there is no trainer, or one that holds an older
-        version than the engines that serve. Raises WeightsMismatch when trainer and engine compute different
-        log-probs from the initial weights.
+        Return None, or why it was not admitted. Waits while there is no trainer. Raises WeightsMismatch when
+        trainer and engine compute different log-probs from the initial weights.
         """
         while True:
-            if not self._has_served_version():
+            if not self.life.is_alive:
                 with self._roster.awaited():
-                    await self.life.alive(self._is_served_version)
+                    await self.life.alive()
             try:
                 async with self._moving:
-                    if self._has_served_version():
+                    if self.life.is_alive:
                         return await self._bring_up_to_date(engine, admit)
             except TrainerFailed as error:
                 self._trainer.kill()
                 self.life.fail(error)
                 if self._interrupted is not None:  # else its next update could not begin
                     await self._interrupted.ended(self._owner.version, [engine])
-
-    def _has_served_version(self) -> bool:
-        """Return whether the trainer lives and holds the version that the engines serve."""
-        return self.life.is_alive and self._is_served_version()
-
-    def _is_served_version(self) -> bool:
-        return self._owner.version == self._owner.served
 
     async def _bring_up_to_date(self, engine: EngineAddress, admit: Callable[[], None]) -> str | None:
         version = self._owner.version
@@ -201,7 +205,6 @@ class ServedWeights(Generic[ClientT]):
                 self._roster.condemn(client, report.failed[client.name])
         self._owner.published(version)
         self._roster.announce()
-        self.life.changed()
         return report
 
     async def _take_stock(self, addresses: Sequence[EngineAddress]) -> None:

@@ -5,13 +5,8 @@ whoever calls it ──fail──► LOST ──► revival: killed, started aga
                             └──── training, engines to be brought up to date: wait ┘
 """
 
-from collections.abc import Callable
-from typing import TypeVar
-
 from slipstream.backend.cluster.errors import TrainerFailed
 from slipstream.rollout.changes import Changes
-
-T = TypeVar("T")
 
 
 class TrainerLife:
@@ -35,19 +30,15 @@ class TrainerLife:
             self._changes.notify()
 
     def restored(self) -> None:
-        """Note that a new trainer has the state of a checkpoint."""
+        """Note that a new trainer has the state of a checkpoint, which the engines serve, too."""
         self._error = None
         self.incarnation += 1
-        self._changes.notify()
-
-    def changed(self) -> None:
-        """Let whoever waits look again: the trainer has published a version, or the run ends."""
         self._changes.notify()
 
     async def lost(self) -> TrainerFailed:
         """Wait until the trainer has failed. Return the reason."""
         return await self._changes.first(lambda: self._error)
 
-    async def alive(self, condition: Callable[[], bool] = lambda: True) -> None:
-        """Wait until the trainer is alive and ``condition`` holds. Its restart has time-outs."""
-        await self._changes.first(lambda: True if self.is_alive and condition() else None)
+    async def alive(self) -> None:
+        """Wait until the trainer is alive. Its restart has time-outs."""
+        await self._changes.first(lambda: self.is_alive or None)

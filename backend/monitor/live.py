@@ -7,10 +7,14 @@ from slipstream.rollout.control.live import TurnEnd
 from slipstream.rollout.live.status import LiveStatus
 
 
-def live_metrics(status: LiveStatus) -> dict[str, Value]:
-    """Return the metrics of a training step, by the tags of ``tags.py``."""
+def live_metrics(status: LiveStatus, requests_running: int) -> dict[str, Value]:
+    """Return the metrics of a training step, by the tags of ``tags.py``.
+
+    ``requests_running``: number of requests of users that engines are serving.
+    """
     since = status.since
     metrics: dict[str, Value] = {
+        "live/requests_running": requests_running,
         "live/turns_waiting": status.waiting,
         "live/turns_unjudged": status.unjudged,
         "live/turns_ready": status.ready,

@@ -13,7 +13,7 @@ from slipstream.backend.monitor.live import live_metrics
 from slipstream.backend.monitor.metrics import MetricsLog, Value
 from slipstream.backend.monitor.progress import HeldOut, Progress
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
-from slipstream.backend.monitor.summary import GroupTotals, RunSummary
+from slipstream.backend.monitor.summary import GroupTotals, RunSummary, turn_totals
 from slipstream.backend.monitor.trace import TraceLog
 from slipstream.backend.monitor.units import mean
 from slipstream.bridge.publish.report import PublishReport
@@ -137,7 +137,7 @@ class Recorder:
                 **staleness,
                 **_length_metrics(trajectories),
                 **_status_metrics(status),
-                **({} if status.live is None else live_metrics(status.live)),
+                **({} if status.live is None else live_metrics(status.live, status.live_requests_running)),
                 "rollout/episode_retries": totals.episode_retries,
                 "rollout/retractions": totals.retractions,
                 "lost/tokens_masked": totals.tokens_masked,
@@ -219,6 +219,7 @@ class Recorder:
             trainer_restarts=status.trainer_restarts,
             trainer_wait_fraction=min(1.0, totals.wait_s / training_s) if training_s else None,
             groups=GroupTotals(**asdict(counts)),
+            turns=None if status.live is None else turn_totals(status.live),
         )
 
 

@@ -23,14 +23,17 @@ class RunStatus:
     states: Mapping[State, int]
     """Groups that have not ended, by state."""
     tokens_generated: int
-    """Sampled by this process's engines; evaluation does not count."""
+    """Sampled by this process's engines, for users too; evaluation does not count."""
     requests_running: int
+    """For rollouts."""
     requests_limit: int
     requests_resent: int
     engine_restarts: int
     collector_restarts: int
     live: LiveStatus | None = None
     """Turns of the users of a gateway; None: there is no gateway."""
+    live_requests_running: int = 0
+    """For users."""
     trainer_restarts: int = 0
 
 

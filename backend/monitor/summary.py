@@ -4,14 +4,24 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal, TextIO
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    ValidationError,
+)
 from rich.box import ROUNDED
 from rich.console import Console
 from rich.text import Text
 
 from slipstream.backend.monitor.tables import pairs_table
 from slipstream.backend.monitor.units import count, reward, seconds
+from slipstream.rollout.control.live import TurnEnd
 from slipstream.rollout.durable import write_durably
+from slipstream.rollout.live.status import LiveStatus
 
 SUMMARY_FILE = "summary.json"
 
@@ -41,6 +51,27 @@ class GroupTotals(_Strict):
     failed: NonNegativeInt
 
 
+class TurnTotals(_Strict):
+    """Number of turns of live users in the whole run, by what has become of them (``docs/live.md``)."""
+
+    trained: NonNegativeInt
+    side: NonNegativeInt
+    filtered: NonNegativeInt
+    expired: NonNegativeInt
+    failed: NonNegativeInt
+    cancelled: NonNegativeInt
+    forgotten: NonNegativeInt
+    waiting: NonNegativeInt
+    unjudged: NonNegativeInt
+    ready: NonNegativeInt
+
+
+def turn_totals(status: LiveStatus) -> TurnTotals:
+    """Return how many turns there are of each kind."""
+    ends = {end.value: status.ends.get(end, 0) for end in TurnEnd}
+    return TurnTotals(**ends, waiting=status.waiting, unjudged=status.unjudged, ready=status.ready)
+
+
 class RunSummary(_Strict):
     """A finished run. Fields that need a training step or an evaluation are None without one."""
 
@@ -61,13 +92,13 @@ class RunSummary(_Strict):
         description="Share of trained trajectories with tokens of more than one version."
     )
     tokens_generated: NonNegativeInt = Field(
-        description="Response tokens that the engines generated, evaluations excluded."
+        description="Response tokens that the engines generated, for users too, evaluations excluded."
     )
     tokens_trained: NonNegativeInt = Field(description="Number of tokens that carried loss.")
     versions: int = Field(description="The last policy version.")
     resumed: NonNegativeInt = Field(
-        description="Restarts before this process, of the run or of its trainer alone. All fields but groups "
-        "and versions are about this process."
+        description="Restarts before this process, of the run or of its trainer alone. All fields but "
+        "groups, turns and versions are about this process."
     )
     stall_s_mean: Measured = Field(description="Mean seconds for which generation stood still per version.")
     engine_restarts: NonNegativeInt = Field(description="Number of engines that were restarted.")
@@ -76,6 +107,7 @@ class RunSummary(_Strict):
     )
     trainer_wait_fraction: Measured = Field(description="Share of training_s spent waiting for batches.")
     groups: GroupTotals
+    turns: TurnTotals | None = Field(description="Turns of the users of a gateway; null: there is none.")
 
 
 def write_summary(folder: Path, summary: RunSummary) -> Path:
@@ -83,6 +115,14 @@ def write_summary(folder: Path, summary: RunSummary) -> Path:
     path = folder / SUMMARY_FILE
     write_durably(path, summary.model_dump_json(indent=2) + "\n")
     return path
+
+
+def read_summary(folder: Path) -> RunSummary | None:
+    """Return the account of the run in a folder; None: there is none that can be read."""
+    try:
+        return RunSummary.model_validate_json((folder / SUMMARY_FILE).read_bytes())
+    except (OSError, ValidationError):
+        return None
 
 
 def print_summary(summary: RunSummary, stream: TextIO, *, name: str) -> None:
@@ -138,6 +178,12 @@ def summary_rows(summary: RunSummary) -> dict[str, str]:
     rows["engines"] = f"{summary.engine_restarts} restarts"
     if summary.trainer_restarts:
         rows["trainer restarts"] = str(summary.trainer_restarts)
-    groups = ", ".join(f"{number} {what}" for what, number in summary.groups if number or what == "trained")
-    rows["groups"] = groups
+    if summary.groups.admitted or summary.turns is None:
+        rows["groups"] = _totals(summary.groups)
+    if summary.turns is not None:
+        rows["turns"] = _totals(summary.turns)
     return rows
+
+
+def _totals(totals: GroupTotals | TurnTotals) -> str:
+    return ", ".join(f"{number} {what}" for what, number in totals if number or what == "trained")

@@ -85,7 +85,9 @@ TAGS: dict[str, Tag] = {
         "Number of groups that were lost because all attempts at one of their episodes failed.",
     ),
     "rollout/groups_in_flight": Tag("groups, now", "Number of admitted groups that are not finished."),
-    "rollout/requests_running": Tag("requests, now", "Number of requests that engines are serving."),
+    "rollout/requests_running": Tag(
+        "requests, now", "Number of requests of rollouts that engines are serving."
+    ),
     "rollout/requests_limit": Tag(
         "requests, now",
         "Largest permitted number of running requests: `rollout.max_concurrent`, or fewer if the KV memory "
@@ -163,6 +165,7 @@ TAGS: dict[str, Tag] = {
         "histogram",
     ),
     # live
+    "live/requests_running": Tag("requests, now", "Number of requests of users that engines are serving."),
     "live/turns_waiting": Tag(
         "turns, now", "Number of turns of live users after which nothing has come yet."
     ),
@@ -179,7 +182,9 @@ TAGS: dict[str, Tag] = {
         "Number of turns that are no part of the task, or whose sampling the trainer cannot reproduce.",
     ),
     "live/filtered": Tag(
-        "turns, whole run", "Number of turns with nothing to train: no sampled token, or `live.train: false`."
+        "turns, whole run",
+        "Number of turns with nothing to train: no sampled token, `live.train: false`, or the last step is "
+        "done.",
     ),
     "live/expired": Tag(
         "turns, whole run", "Number of turns that were given up because all of their tokens were too old."
@@ -342,7 +347,9 @@ TAGS: dict[str, Tag] = {
     ),
     "perf/train_s": Tag("s", "Duration of training on the batch: log-probs, gradients, optimizer."),
     "perf/generate_tokens_per_s": Tag(
-        "tokens/s", "Response tokens that all engines together generated per second since the previous step."
+        "tokens/s",
+        "Response tokens that all engines together generated per second since the previous step, for users "
+        "too.",
     ),
     "perf/train_tokens_per_s": Tag("tokens/s", "`train/tokens` / `perf/train_s`."),
     "perf/train_tflops": Tag(

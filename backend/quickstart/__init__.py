@@ -21,8 +21,8 @@ WARM_START_STEPS = 300
 
 def prepare(
     model_path: Path,
-    data_path: Path,
-    eval_path: Path,
+    data_path: Path | None = None,
+    eval_path: Path | None = None,
     *,
     seed: int = 0,
     say: Callable[[str], None] = print,
@@ -31,17 +31,19 @@ def prepare(
     """Write the parts that do not exist yet, each determined by `seed`. Raises ValueError for equal paths.
 
     `model_path` becomes a Hugging Face checkpoint directory, `data_path` and `eval_path` become JSON lines of
-    `{"prompt": ..., "label": ...}`. No prompt is in both, even if they are written with different seeds.
+    `{"prompt": ..., "label": ...}`, and are left out if they are None. No prompt is in both, even if they are
+    written with different seeds.
 
     Parts are built beside their place and renamed when all are done: a part that exists is complete, whatever
     interrupted a preparation. `say` receives progress lines.
     """
-    builders: dict[Path, Callable[[Path], None]] = {
-        data_path: lambda path: write_problems(path, task.train_set(seed, TRAIN_PROBLEMS)),
-        eval_path: lambda path: write_problems(path, task.held_out_set(seed, HELD_OUT_PROBLEMS)),
-        model_path: lambda path: write_policy(path, seed, steps=warm_start_steps, say=say),
-    }
-    if len(builders) < 3:
+    parts: list[tuple[Path | None, Callable[[Path], None]]] = [
+        (data_path, lambda path: write_problems(path, task.train_set(seed, TRAIN_PROBLEMS))),
+        (eval_path, lambda path: write_problems(path, task.held_out_set(seed, HELD_OUT_PROBLEMS))),
+        (model_path, lambda path: write_policy(path, seed, steps=warm_start_steps, say=say)),
+    ]
+    builders = {path: build for path, build in parts if path is not None}
+    if len(builders) < sum(path is not None for path, _ in parts):
         raise ValueError(
             f"the three parts need three different paths, found {model_path}, {data_path}, {eval_path}"
         )

@@ -45,6 +45,13 @@ class LiveJudgingConfig(JudgingConfig):
         gt=0,
         description="Seconds that a judge process may take to import and construct it.",
     )
+    votes: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Number of times that the judge is asked about each turn, for one that samples. The "
+        "score that most of its verdicts have counts; where two lead, the turn has no verdict yet.",
+    )
     ask_again_s: float = Field(
         default=60,
         gt=0,

@@ -143,7 +143,7 @@ class AdmissionGate:
     @property
     def served(self) -> int:
         """Policy version that every serving engine holds: another one than ``version`` after the trainer was
-        restored, until it publishes its next version.
+        restored, until a copy of its weights is published.
         """
         return self._core.version if self._core.served is None else self._core.served
 
@@ -314,8 +314,18 @@ class AdmissionGate:
         assert self._batch.version is not None
         return self._batch.version
 
+    async def copy_begins(self) -> int:
+        """Write down that the trainer's weights are about to be published under a new number, and return it.
+
+        ``published`` follows: then the engines serve again what the trainer holds.
+        """
+        version = self._core.begin_copy()
+        self._journal.copy_begins(version, self._core.version)
+        await self._journal.flushed()
+        return version
+
     def published(self, version: int) -> None:
-        """Move to ``version``, trained on the last batch: every engine in the pool holds it."""
+        """Move to ``version``, which the last batch has made or a copy: every engine in the pool holds it."""
         trainings = [self._training(group) for group in self._batch.groups]
         for each in self._batch.live:
             lags = {version: self._core.lag(version) for version in each.trained_tokens}
@@ -365,13 +375,6 @@ class AdmissionGate:
             self._notify()
         self._time_the_wait_for_turns()
         if batch is None:
-            if self._core.is_stuck:
-                raise StalledRun(
-                    f"no group is left to train from version {self.version}: the engines serve version "
-                    f"{self.served}, whose lag {self._core.lag(self.served)} exceeds the bound "
-                    f"{self._core.bound}, and no version can be published without a batch; with --resume, "
-                    f"the engines begin with version {self.version}"
-                )
             return None
         groups = [_masked(self._ready.pop(taken.id), taken.stale) for taken in batch]
         return _Batch(groups, [] if self._live is None else self._live.trajectories())

@@ -33,6 +33,8 @@ ancestor of v and c. The path leads from v up to a and from there down to c:
 - One version has no standing yet: the one that the step is making. Engines take it one after the other,
   before ``published`` says so. Published, it has the standing t + 1; given back, it is a dead branch of c and
   has the standing 2 * t - (t + 1) = t - 1. The core counts its tokens only when this is decided.
+- A copy of c (``begin_copy``) is no update away from c: it has the standing t, and so has every other version
+  the one that it had before. Published, the copy takes the place of c, and t remains.
 
 The standing of a group is the smallest that its tokens have or can get: t at admission, because engines serve
 version c or its descendants on the present line from then on, or that of ``served``; for a group that a
@@ -99,20 +101,23 @@ While the engines serve another version
 ---------------------------------------
 
 A trainer that has died is restored from version c, while the engines go on with the version u that was
-published last: ``served``. The next version is a child of c, and the engines get it from c's next step. Until
-then each new token is of version u, whose lag k is the number of updates that are lost. Its standing is
+published last: ``served``. Numbers never go back, so that a copy of c is published before a batch is taken.
+Until then each new token is of version u, whose lag k is the number of updates that are lost. Its standing is
 t - k, and does not change either.
 
 - If k > eta, no new token could be trained. Nothing is admitted, and no group that is restored may be given
-  to an engine before the next publication (``may_generate``).
-- Otherwise a group that an engine works on has a standing of at most t - k. An admission changes W(s) for
-  every s from t - k to t, so that a group is admitted only while all of these claims allow for one more group
-  (``_has_room``). This takes the place of 1 and 4. All other steps of the proof are about standings, whatever
-  the engines serve.
+  to an engine (``may_generate``).
+- Otherwise a group that an engine works on has a standing of at most t - k. Ready groups that were restored
+  may have larger ones, but are trained before a group that is admitted now, because they are older. For the
+  proof, let a group count under the standing with which a younger one was admitted, if that is smaller. Then
+  an admission makes W(s) the number of all waiting groups, for every s from t - k to t. The smallest of these
+  right-hand sides is B * (eta + 1 - k): a group is admitted only while fewer slots are held (``_room``). This
+  takes the place of 1. In 3, ``Windowed`` looks at the standings themselves. Only ready groups count under
+  smaller ones, and batches take these first: a batch that leaves one of them takes B groups that count under
+  t - k or less, and for one that leaves none there is no difference.
 
-Progress: B groups are ready, because a restart restores the batch that was trained from c before, unless
-some are withheld or quarantined, or were damaged. If k > eta, nothing else can become ready, and a batch is
-made of what is ready, however little that is. If nothing is, the run is stuck (``is_stuck``).
+The copy waits for nobody. Once it is published, the engines serve what the trainer holds, no standing has
+changed, and the proof goes on as it is.
 
 ``ReadyFirst`` promises less: groups may be older, and their tokens with a lag above eta are not trained. But
 a group that became ready at step w is trained at step w + eta or before. Every step that does not train it
@@ -164,7 +169,7 @@ from enum import StrEnum
 from slipstream.rollout.control.admission import AdmissionPolicy, Slots
 from slipstream.rollout.control.consumption import ConsumptionPolicy, Due, Fifo, OnStale
 from slipstream.rollout.control.errors import ControlError
-from slipstream.rollout.control.live import LiveDoor, TurnEnd, TurnState
+from slipstream.rollout.control.live import LiveDoor, TurnEnd
 from slipstream.rollout.control.slots import OPEN, Slot, SlotTable, State
 from slipstream.rollout.control.versions import VersionTree
 
@@ -260,12 +265,12 @@ class RolloutControl:
     over_sampling: float = 1.0
     """Groups admitted per group that a batch needs. Groups that no batch needed in time are given up."""
     versions: VersionTree = field(default_factory=VersionTree)
-    """All versions of the run; ``begin_step`` adds to them."""
+    """All versions of the run; ``begin_step`` and ``begin_copy`` add to them."""
     version: int = 0
     """Version that the trainer holds, from which the next training step starts."""
     served: int | None = None
     """Version that every serving engine has, if it is another one: the trainer was restored from ``version``,
-    and no version has been published since."""
+    and no copy of it (``begin_copy``) has been published yet."""
     last_step: int | None = None
     """Training steps of the run. No group is admitted that could not be trained by then."""
     counts: GroupCounts = field(default_factory=GroupCounts)
@@ -282,7 +287,7 @@ class RolloutControl:
     """True if the last ``take_batch`` lacked nothing but turns: ``turns_wait_is_over`` lets it go on."""
     _is_wait_over: bool = False
     _begun: int | None = None
-    """Version that the step in progress is making."""
+    """Version that the step in progress is making, or copy that is being published."""
     _table: SlotTable = field(default_factory=SlotTable)
     _training: list[Slot] = field(default_factory=list[Slot])
     _restored: int | None = None
@@ -304,7 +309,7 @@ class RolloutControl:
 
     @property
     def version_in_the_making(self) -> int | None:
-        """Version that the step in progress is making."""
+        """Version that the step in progress is making, or copy that is being published."""
         return self._begun
 
     @property
@@ -320,12 +325,6 @@ class RolloutControl:
     def may_generate(self) -> bool:
         """Return whether what the engines sample now can be trained within the bound."""
         return self.served is None or self.lag(self.served) <= self.bound
-
-    @property
-    def is_stuck(self) -> bool:
-        """Return whether no further batch can ever be taken."""
-        live = self.live.available or self.live.states[TurnState.WAITING]
-        return not (self.may_generate or self._table.trainable or live or self.is_training)
 
     @property
     def held(self) -> int:
@@ -356,7 +355,7 @@ class RolloutControl:
             needed = (self.last_step - self.step) * self.batch_size
             if held >= needed + (self._surplus if needed else 0):
                 return False
-        if self.served is not None and not (self.may_generate and self._has_room(self._present)):
+        if self.served is not None and held >= self._room(self._present):
             return False
         return self.admission.may_admit(self)
 
@@ -383,16 +382,9 @@ class RolloutControl:
         """Standing of the tokens that the engines sample now."""
         return self.step if self.served is None else self._standing([self.served])
 
-    def _has_room(self, standing: int) -> bool:
-        """Return whether one more group of ``standing`` can be trained before it is overdue, as the proof has
-        it for every standing from there on.
-        """
-        waiting = sum(number for each, number in self._table.waiting.items() if each < standing)
-        for each in range(standing, self.step + 1):
-            waiting += self._table.waiting.get(each, 0)
-            if waiting >= self.batch_size * (each + self.bound + 1 - self.step) + self._surplus:
-                return False
-        return True
+    def _room(self, standing: int) -> int:
+        """Return how many groups are trained before a group of ``standing`` is overdue, from this step on."""
+        return self.batch_size * (standing + self.bound + 1 - self.step)
 
     # ---- events of one group
 
@@ -430,34 +422,30 @@ class RolloutControl:
     def take_batch(self) -> list[Taken] | None:
         """Return the next ``batch_size`` groups, oldest first, or None while the policy waits, or for turns.
 
-        There are fewer groups where nothing else can become ready (``may_generate``). The turns of the batch
-        are in ``live.training``. Groups may expire on the way: see ``take_expired``.
+        The turns of the batch are in ``live.training``. Groups may expire on the way: see ``take_expired``.
         """
         if self.is_training:
             raise ControlError("the batch before was neither published nor given back")
+        if self.served is not None:
+            raise ControlError(
+                f"the engines serve version {self.served}: publish a copy of version {self.version} first"
+            )
         self.lacks_turns = False
         if not self._groups_are_complete() or not self._turns_are_complete():
             return None
         self.live.take()
-        size = min(self.batch_size, self._table.trainable)
-        self._training = [self._table.take_oldest_ready() for _ in range(size)]
+        self._training = [self._table.take_oldest_ready() for _ in range(self.batch_size)]
         if self.consumption.on_stale is not OnStale.MASK:
             return [Taken(slot.id) for slot in self._training]
         return [Taken(slot.id, self._stale(slot)) for slot in self._training]
 
     def _groups_are_complete(self) -> bool:
         due = Due(self.batch_size, self.bound, self.step, self._surplus)
-        if not self._is_complete(due):
+        if not self.consumption.complete(self._table, due):
             return False
         if self.consumption.on_stale in (None, OnStale.TRAIN):
             return True
         self._treat_stale(self.consumption.on_stale)
-        return self._is_complete(due)
-
-    def _is_complete(self, due: Due) -> bool:
-        """Return whether the groups that are ready make the next batch."""
-        if not self.may_generate:  # no group that is not ready can become ready before the next version
-            return self._table.trainable > 0 or self.live.available > 0
         return self.consumption.complete(self._table, due)
 
     def _turns_are_complete(self) -> bool:
@@ -487,10 +475,23 @@ class RolloutControl:
         self._begun = self.versions.begin(self.version)
         return self._begun
 
+    def begin_copy(self) -> int:
+        """Take the number of a copy of ``version``, and return it.
+
+        Call it while the engines serve another version, before any engine can have the copy. ``published``
+        follows. If publishing the copy fails, the run goes on with another core.
+        """
+        if self.served is None:
+            raise ControlError(f"the engines serve version {self.version} already")
+        if self._begun is not None:
+            raise ControlError(f"version {self._begun} is in the making already")
+        self._begun = self.versions.begin(self.version, is_copy=True)
+        return self._begun
+
     def published(self, version: int) -> None:
-        """Record that every serving engine has the version that the step has made, and free its slots."""
+        """Record that every serving engine has the version that was begun; free the slots of its batch."""
         if version != self._begun:
-            making = "no step has begun" if self._begun is None else f"the step makes version {self._begun}"
+            making = "no version was begun" if self._begun is None else f"version {self._begun} was begun"
             raise ControlError(f"version {version} cannot follow version {self.version}: {making}")
         for slot in self._training:
             self._table.remove(slot)
@@ -578,7 +579,7 @@ class RolloutControl:
     def may_have(self, versions: Collection[int]) -> frozenset[int]:
         """Return the versions of the tokens that an unfinished group has or can have, given those it has.
 
-        A group that no engine may work on before the next publication gets no token of ``served``.
+        A group that no engine may work on before the copy is published gets no token of ``served``.
         """
         ahead = frozenset[int]() if self.served is None or not self.may_generate else {self.served}
         return frozenset(versions) | ahead
@@ -623,8 +624,7 @@ class RolloutControl:
             )
         self._restored = standing
         may_train_parts = self.consumption.on_stale in (OnStale.MASK, OnStale.TRAIN)
-        steps = (newest if may_train_parts else standing) + self.bound - self.step + 1
-        if len(self._table) >= steps * self.batch_size:
+        if len(self._table) >= self._room(newest if may_train_parts else standing):
             return None
         return self._table.add(id_, standing, requeues)
 

@@ -14,15 +14,21 @@ serve c again, and the next version is a child of c. So versions form a tree:
 The distance between two versions is the number of updates on the path between them: up to their last common
 ancestor and down again. From 6 to 11 it is 2 + 2, from 8 to 10 it is 1 + 1, from 3 to 11 it is 3.
 
+A *copy* is a version without an update: a further name for the weights of its parent, from which it has the
+distance 0. The weights of a restored trainer get one where engines must have them that hold a larger version.
+
     >>> tree = VersionTree({1: 0, 2: 1})
     >>> tree.begin(parent=1)
     3
     >>> tree.distance(2, 3)
     2
+    >>> copy = tree.begin(parent=1, is_copy=True)
+    >>> tree.distance(1, copy), tree.distance(2, copy)
+    (0, 1)
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import cast
 
 from slipstream.rollout.control.errors import ControlError, UnknownVersion
@@ -31,13 +37,16 @@ from slipstream.rollout.control.errors import ControlError, UnknownVersion
 class VersionTree:
     """Policy versions of a run and their parents.
 
-    The tree is stored as *lines*: consecutive numbers, each the parent of the next. An uninterrupted run is
-    one line, and each restart begins another one. The cost of a query depends on the number of lines on its
-    path, and not on the number of versions.
+    The tree is stored as *lines*: consecutive numbers, each the parent of the next, and one update away from
+    it. An uninterrupted run is one line, and each restart and each copy begins another one. The cost of a
+    query depends on the number of lines on its path, and not on the number of versions.
     """
 
-    def __init__(self, parents: Mapping[int, int] | Iterable[tuple[int, int]] = ()) -> None:
+    def __init__(
+        self, parents: Mapping[int, int] | Iterable[tuple[int, int]] = (), copies: Collection[int] = ()
+    ) -> None:
         """``parents``: version and parent of every version that was ever begun, published or not.
+        ``copies``: the copies among them.
 
         Version 0 is always there. Raises ControlError when a version occurs twice, and UnknownVersion when a
         parent was not begun before its child.
@@ -58,7 +67,7 @@ class VersionTree:
                     f"version {version} has the parent {parent}, but version {last} was begun already: "
                     "each version above 0 is begun once"
                 )
-            self._add(version, parent)
+            self._add(version, parent, is_copy=version in copies)
             last = version
 
     @property
@@ -66,14 +75,17 @@ class VersionTree:
         """Number of the next version, which was never begun before."""
         return self._ends[-1] + 1
 
-    def begin(self, parent: int) -> int:
+    def begin(self, parent: int, *, is_copy: bool = False) -> int:
         """Take the number ``next`` for a child of ``parent``, and return it. Raises UnknownVersion."""
         version = self.next
-        self._add(version, parent)
+        self._add(version, parent, is_copy=is_copy)
         return version
 
     def parent(self, version: int) -> int | None:
-        """Return the version whose weights ``version`` started from; None for 0. Raises UnknownVersion."""
+        """Return the version whose weights ``version`` started from, or has if it is a copy; None for 0.
+
+        Raises UnknownVersion.
+        """
         line = self._line(version)
         if version > self._starts[line]:
             return version - 1
@@ -97,11 +109,11 @@ class VersionTree:
         """
         return self._last_common_ancestor(version, of) == version
 
-    def _add(self, version: int, parent: int) -> None:
-        if parent == self._ends[-1] == version - 1:
+    def _add(self, version: int, parent: int, *, is_copy: bool) -> None:
+        if parent == self._ends[-1] == version - 1 and not is_copy:
             self._ends[-1] = version
             return
-        depth = self.updates(parent) + 1
+        depth = self.updates(parent) + (not is_copy)
         self._starts.append(version)
         self._ends.append(version)
         self._forks.append(parent)

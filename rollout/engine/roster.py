@@ -225,7 +225,7 @@ class EngineRoster:
         """Count a collector in, which is to be sent a record first. Its name is never used again.
 
         ``limit``: of a gateway, which follows records as a collector does: the number of requests that it may
-        run. They count for nobody's limit but its own, and their tokens not as tokens of rollouts.
+        run. They count for nobody's limit but its own.
         """
         if name in self._collectors:
             raise ValueError(f"there is a collector {name} already")
@@ -237,8 +237,7 @@ class EngineRoster:
         """Count a collector out. Whatever it has generated stays in the totals."""
         collector = self._collectors.pop(name, None)
         if collector is not None:
-            if collector.limit is None:
-                self._gone = _total([self._gone, collector.status])
+            self._gone = _total([self._gone, collector.status])
             self._new_record()
             self._changes.notify()
 
@@ -307,8 +306,13 @@ class EngineRoster:
         return sum(c.status.in_use for c in self._collectors.values() if c.limit is None)
 
     @property
+    def live_in_use(self) -> int:
+        """Number of ``generate`` calls of gateways that run."""
+        return sum(c.status.in_use for c in self._collectors.values() if c.limit is not None)
+
+    @property
     def tokens_generated(self) -> int:
-        """Number of sampled tokens. Evaluation (greedy) does not count."""
+        """Number of sampled tokens, those of gateways included. Evaluation (greedy) does not count."""
         return self._totals.tokens_generated
 
     @property
@@ -322,7 +326,7 @@ class EngineRoster:
 
     @property
     def _totals(self) -> PoolStatus:
-        return _total([self._gone, *(c.status for c in self._collectors.values() if c.limit is None)])
+        return _total([self._gone, *(c.status for c in self._collectors.values())])
 
     @property
     def _running(self) -> int:

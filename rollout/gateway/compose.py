@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from slipstream.rollout.engine.key import Application
 from slipstream.rollout.gateway.conversations import Recorded
-from slipstream.rollout.gateway.forward import SessionName
 from slipstream.rollout.gateway.serving.assemble import Serving, assemble, served_model
-from slipstream.rollout.gateway.sessions.naming import session_name
+from slipstream.rollout.gateway.serving.metrics import SessionCollector
 from slipstream.rollout.gateway.sessions.placing import SessionLimits
 from slipstream.rollout.gateway.sessions.sessions import Sessions
 from slipstream.rollout.gateway.spec import GatewaySurroundings
@@ -24,17 +23,10 @@ class ServedSessions:
         self.app: Application = serving.app
         self.figures: Application = serving.admin
 
-    @property
-    def session_name(self) -> SessionName:
-        # A response belongs to the process that has made its id: ``Forwarding`` looks at that.
-        return lambda path, headers, body: session_name(path, headers, body, lambda response: None)
-
     def sweep(self, now_s: float) -> Sequence[Recorded]:
         return self._sessions.sweep(now_s)
 
     def forget(self, session: str | None, key: str | None) -> Sequence[Recorded]:
-        if key is not None:
-            self._serving.forget(user=key, session=session)
         return self._sessions.forget(session, key)
 
     async def close(self) -> None:
@@ -69,6 +61,8 @@ def build(surroundings: GatewaySurroundings) -> ServedSessions:
         conversations=sessions,
         entries=journal,
         keys=surroundings.keys,
+        mint=surroundings.mint,
     )
+    serving.metrics.registry.register(SessionCollector(sessions))
     serving.metrics.follow(journal)
     return ServedSessions(sessions, serving)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from slipstream.rollout.gateway.source import Finished
-from slipstream.rollout.turns import Entry, TurnType
+from slipstream.rollout.turns import Entry, Turn, TurnType
 
 ChatMessage = dict[str, Any]
 """A message as the chat template reads it: `role`, `content`, and with an assistant `tool_calls`, whose
@@ -78,6 +78,10 @@ class Arrival:
     """Number of answers to this prompt."""
     arrived_s: float
     """Seconds since the epoch at which the request arrived."""
+    request: str = ""
+    """Id of the request, which its answer is named after."""
+    previous: str = ""
+    """Id of the request whose answer this one names as the one before; empty: it names none."""
 
 
 @dataclass(eq=False)
@@ -94,6 +98,8 @@ class Begun:
     """Why it is a side turn or begins a branch; for metrics and logs."""
     entries: Sequence["Recorded"] = ()
     """What the arrival itself adds to the journal: next states of earlier turns."""
+    request: str = ""
+    """Id of the request that has begun it. Whoever joins it gets the same answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +137,19 @@ class Answer:
     """The client has gone before the end."""
     ended_s: float = field(default=0.0)
     """Seconds since the epoch."""
+    exchange: bytes = b""
+    """JSON to be kept with the turn, so that later requests can name the answer; empty: they cannot."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedAnswer:
+    """An answer that later requests can name."""
+
+    session: str
+    turn: int
+    """Number of the entry of its turn."""
+    previous: str
+    """Id of the request whose answer it continues by name; empty: it continues none."""
 
 
 class TooManySessions(RuntimeError):
@@ -164,6 +183,10 @@ class Conversations(Protocol):
         """End a session without a request. Raises UnknownTurn."""
         ...
 
+    def answer_of(self, user: User, request: str) -> NamedAnswer | None:
+        """Return the answer to a request of this user; None: none that can be named, or not any more."""
+        ...
+
 
 class EntryLog(Protocol):
     """The journal, as far as the endpoints need it."""
@@ -174,6 +197,10 @@ class EntryLog(Protocol):
 
     async def durable(self, number: int) -> None:
         """Wait until the entry of this number, and all before it, survive the end of the process."""
+        ...
+
+    async def turns(self, numbers: Sequence[int]) -> Sequence[Turn]:
+        """Return the turns with these numbers. Raises UnknownTurn if one of them is not kept any more."""
         ...
 
 

@@ -14,7 +14,6 @@ requests for it wait; they are refused with 503 only if that takes too long.
 import asyncio
 import hashlib
 import hmac
-import json
 import logging
 import secrets
 from collections.abc import Callable, Mapping
@@ -22,11 +21,15 @@ from contextlib import suppress
 from typing import Any, cast
 
 import aiohttp
+import orjson
 from yarl import URL
 
 from slipstream.rollout.engine.key import Application, Key, Message, Receive, Scope, Send
 from slipstream.rollout.gateway.conversations import KeyRing
+from slipstream.rollout.gateway.naming import addressed_request, key_of, request_of, session_name
 from slipstream.rollout.gateway.peers import GatewayAddress
+from slipstream.rollout.gateway.serving.limits import Refusal
+from slipstream.rollout.gateway.serving.replies import error_body, protocol_of
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,9 @@ SECRET_HEADER = b"x-slipstream-peer"
 WAIT_S = 30.0
 """Longest time that a request waits for a process that cannot be reached."""
 
+RETRY_S = 5.0
+"""Time after which a client should try again to reach such a process."""
+
 PAUSE_S = 0.2
 """Time between two attempts to reach a process: no event says that it listens again."""
 
@@ -44,8 +50,8 @@ HOP_HEADERS = frozenset(
 )
 """Headers of one connection, which are not passed on."""
 
-NAMED_IN_BODY = (b'"session_id"', b'"previous_response_id"')
-"""A body without any of these names no session, and need not be read."""
+NAMED_IN_BODY = (b'"session_id"', b'"previous_response_id"', b'"rid"')
+"""A body without any of these names neither a session nor a request, and need not be read."""
 
 
 class Owners:
@@ -68,10 +74,6 @@ class Owners:
         return name
 
 
-SessionName = Callable[[str | None, Mapping[str, str], Mapping[str, object]], str | None]
-"""Returns the session that a request names: in its path, its headers, or its body. Raises ValueError."""
-
-
 class Forwarding:
     """An ASGI application that sends requests of other processes' conversations on to them."""
 
@@ -80,7 +82,6 @@ class Forwarding:
         application: Application,
         owners: Owners,
         keys: KeyRing,
-        session_name: SessionName,
         address_of: Callable[[int], GatewayAddress | None],
         *,
         longest_body: int,
@@ -92,14 +93,15 @@ class Forwarding:
         self._application = application
         self._owners = owners
         self._keys = keys
-        self._session_name = session_name
         self._address_of = address_of
         self._longest_body = longest_body
         self._wait_s = wait_s
         self._session: aiohttp.ClientSession | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] == "GET":
+        if scope["type"] != "http" or (
+            scope["method"] != "POST" and addressed_request(scope["path"], {}) is None
+        ):
             await self._application(scope, receive, send)
             return
         body = _Body(receive)
@@ -118,16 +120,18 @@ class Forwarding:
         """Return the process that a request belongs to; this one for whatever it will refuse."""
         here = self._owners.number
         headers = _headers(scope)
-        user = self._keys.user(api_key(headers))
+        user = self._keys.user(key_of(headers))
         if user is None or not body.is_whole:
             return here
         values = _values(body.data)
         try:
-            name = self._session_name(_path_session(scope["path"]), headers, values) or user.session
+            name = addressed_request(scope["path"], values)
+            name = name or session_name(_path_session(scope["path"]), headers, values)
         except ValueError:
             return here
         if name is None and isinstance(response := values.get("previous_response_id"), str):
-            name = response.removeprefix("resp_")
+            name = request_of(response)
+        name = name or user.session
         return self._owners.of(f"key {user.name}" if name is None else name)
 
     async def _forward(self, owner: int, scope: Scope, body: "_Body", receive: Receive, send: Send) -> None:
@@ -147,7 +151,7 @@ class Forwarding:
     async def _pass_on(self, owner: int, scope: Scope, body: bytes, send: Send) -> None:
         response = await self._reached(owner, scope, body)
         if response is None:
-            await _refuse(send)
+            await _refuse(scope["path"], send)
             return
         try:
             headers = [
@@ -222,12 +226,6 @@ class PeersOnly:
         await self._application(scope, receive, send)
 
 
-def api_key(headers: Mapping[str, str]) -> str:
-    """Return the API key of a request: OpenAI's clients and Anthropic's send it in different headers."""
-    kind, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
-
-
 class _Body:
     """The body of a request, which is read once and handed on."""
 
@@ -269,8 +267,8 @@ def _headers(scope: Scope) -> dict[str, str]:
 def _values(body: bytes) -> Mapping[str, Any]:
     """Return the body as an object, if it may name a session; else an empty one."""
     if any(name in body for name in NAMED_IN_BODY):
-        with suppress(ValueError, RecursionError):
-            values = json.loads(body)
+        with suppress(ValueError):
+            values = orjson.loads(body)
             if isinstance(values, dict):
                 return cast("dict[str, Any]", values)
     return {}
@@ -288,9 +286,10 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _refuse(send: Send) -> None:
-    body = b'{"error": {"message": "the process of this conversation starts again", "type": "server_error"}}'
-    await _answer(send, 503, body, [(b"retry-after", b"5")])
+async def _refuse(path: str, send: Send) -> None:
+    refused = Refusal(503, "the process of this conversation starts again", retry_after_s=RETRY_S)
+    headers = [(name.encode(), value.encode()) for name, value in refused.headers.items()]
+    await _answer(send, 503, orjson.dumps(error_body(refused, protocol_of(path))), headers)
 
 
 async def _answer(

@@ -20,6 +20,7 @@ from sqlite3 import Error
 from typing import Protocol
 
 from slipstream.rollout.changes import Changes
+from slipstream.rollout.gateway.conversations import UnknownTurn
 from slipstream.rollout.gateway.journal_file import (
     READ_BYTES,
     DamagedJournal,
@@ -28,7 +29,7 @@ from slipstream.rollout.gateway.journal_file import (
     Row,
     explained,
 )
-from slipstream.rollout.turns import Entry
+from slipstream.rollout.turns import Entry, Turn
 
 TIDY_S = 1.0
 """Shortest time between two removals of what nobody needs."""
@@ -153,6 +154,20 @@ class TurnJournal:
         job = _Read(after, most_bytes)
         self._jobs.put(job)
         return await job.future
+
+    async def turns(self, numbers: Sequence[int]) -> list[Turn]:
+        """Return the turns with these numbers.
+
+        Raises UnknownTurn if one of them is not kept any more, and JournalError.
+        """
+        found = await asyncio.gather(*(self.read(number - 1, 1) for number in numbers))
+        turns: list[Turn] = []
+        for number, rows in zip(numbers, found, strict=True):
+            entry = rows[0].entry() if rows and rows[0].number == number else None
+            if not isinstance(entry, Turn):
+                raise UnknownTurn(f"turn {number} is not kept any more")
+            turns.append(entry)
+        return turns
 
     def acknowledge(self, number: int) -> None:
         """Note that the driver has all entries up to ``number``.

@@ -26,6 +26,7 @@ import msgspec
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.durable import write_durably
 from slipstream.rollout.gateway.conversations import User
+from slipstream.rollout.gateway.naming import checked_name
 from slipstream.rollout.record import UNREADABLE
 from slipstream.rollout.turns import TurnType
 
@@ -35,6 +36,9 @@ PREFIX = "sk-slip-"
 
 NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._@-")
 LONGEST_NAME = 128
+
+KEY_VARIABLE = "SGLANG_API_KEY"
+"""Environment variable of a gateway process with a further key."""
 
 ENVIRONMENT_NAME = "environment"
 """Name of the key that a process is given in its environment."""
@@ -141,6 +145,10 @@ def add_key(path: Path, name: str, *, session: str | None = None, turn_type: Tur
         )
     if name == ENVIRONMENT_NAME:
         raise KeysError(f"the name {name!r} is that of a key in a gateway's environment: choose another name")
+    try:
+        session = checked_name("--session", session)
+    except ValueError as error:
+        raise KeysError(str(error)) from error
     secret, id_ = secrets.token_urlsafe(32), secrets.token_hex(5)
     with _locked(path):
         keys = read_keys(path)

@@ -34,7 +34,7 @@ from slipstream.rollout.gateway.engines import Decode, EngineTokens
 from slipstream.rollout.gateway.forward import Forwarding, Owners, PeersOnly
 from slipstream.rollout.gateway.journal import TurnJournal
 from slipstream.rollout.gateway.journal_file import DamagedJournal, JournalError
-from slipstream.rollout.gateway.keys import ApiKeys, KeysError, keys_file
+from slipstream.rollout.gateway.keys import KEY_VARIABLE, ApiKeys, KeysError, keys_file
 from slipstream.rollout.gateway.link import DriverLink
 from slipstream.rollout.gateway.peers import (
     GatewayAddress,
@@ -68,8 +68,9 @@ HANDOVER_S = 2.0
 END_S = 9.0
 """Longest time of an orderly end, after which the process ends at once: the journal has what counts."""
 
-KEY_VARIABLE = "SGLANG_API_KEY"
-"""Environment variable with a further API key."""
+KEEP_ALIVE_S = 75
+"""Time for which an idle connection of a user stays open. Clients and balancers of load give theirs up after
+5 to 60 s: a request on a connection that the other end is just closing fails, though nothing is wrong."""
 
 WRONG_INPUT = 2
 """Exit code of a process that would fail in the same way again."""
@@ -121,7 +122,6 @@ async def serve(
                 served.app,
                 owners,
                 keys,
-                served.session_name,
                 lambda number: read_address(spec.run, number),
                 longest_body=gateway.limits.body_bytes,
             )
@@ -269,6 +269,7 @@ class _Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 ws="none",
+                timeout_keep_alive=KEEP_ALIVE_S,
             )
         )
         host, port = listener.getsockname()[:2]

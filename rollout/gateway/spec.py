@@ -14,7 +14,6 @@ from slipstream.configs.schema import GatewayConfig, RunConfig
 from slipstream.rollout.engine.key import Application
 from slipstream.rollout.gateway.conversations import KeyRing, Recorded
 from slipstream.rollout.gateway.engines import Decode
-from slipstream.rollout.gateway.forward import SessionName
 from slipstream.rollout.gateway.journal import TurnJournal
 from slipstream.rollout.gateway.source import TokenSource
 
@@ -87,11 +86,6 @@ class Served(Protocol):
     @property
     def figures(self) -> Application:
         """What shows figures and changes nothing."""
-        ...
-
-    @property
-    def session_name(self) -> SessionName:
-        """Returns the session that a request names."""
         ...
 
     def sweep(self, now_s: float) -> Sequence[Recorded]:

@@ -41,7 +41,7 @@ class Lineage:
     """The training steps that today's weights descend from."""
 
     versions: list[int]
-    """Versions that these steps published."""
+    """Versions that these steps published, and copies between them."""
     trained: dict[int, int]
     """Number of groups trained, by version, also of steps that a restart has undone."""
     parents: dict[int, int]
@@ -101,14 +101,15 @@ def audit_ledger(folder: Path) -> tuple[Audit, Lineage]:
 
 
 def _measured(records: Records) -> Audit:
+    steps = records.published - records.copies
     lag: int | None = records.connection.execute("SELECT max(head_lag) FROM trainings").fetchone()[0]
     return Audit(
         groups=records.counts("SELECT state, count(*) FROM groups GROUP BY state ORDER BY state"),
         losses=records.counts("SELECT loss, count(*) FROM groups WHERE loss IS NOT NULL GROUP BY loss"),
         turns=records.counts("SELECT state, count(*) FROM turns GROUP BY state ORDER BY state"),
         starts=len(records.epochs),
-        steps=len(records.line),
-        steps_lost=len(records.published) - len(records.published.intersection(records.line)),
+        steps=len(steps.intersection(records.line)),
+        steps_lost=len(steps.difference(records.line)),
         tokens={
             "trained": records.number("SELECT sum(tokens) FROM trainings"),
             "masked": records.number("SELECT sum(masked) FROM trainings"),

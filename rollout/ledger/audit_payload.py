@@ -11,7 +11,7 @@ from struct import error as struct_error
 
 from slipstream.rollout.ledger.audit_training import tokens_by_version
 from slipstream.rollout.ledger.database import BrokenSeal, LedgerError, few
-from slipstream.rollout.ledger.lineage import INITIAL, BrokenTree, distance
+from slipstream.rollout.ledger.lineage import INITIAL, BrokenTree
 from slipstream.rollout.ledger.records import Records
 from slipstream.rollout.ledger.samples import JUDGED, NAMES, SAMPLES, Fold, OpenSample, StoredRow, is_intact
 from slipstream.rollout.ledger.segments import FOLDER, Segments
@@ -187,7 +187,7 @@ class _Stored:
         """Return whether tokens of ``version`` carry loss in the step that made version ``step``."""
         start = self._records.parents.get(step, INITIAL)
         bound = self._bounds.get(self._epochs.get(step, -1), -1)
-        return distance(self._records.parents, version, start) <= bound
+        return self._records.distance(version, start) <= bound
 
 
 def _name(key: int) -> str:

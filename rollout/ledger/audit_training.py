@@ -5,12 +5,11 @@ Lags are distances in the tree of versions. They are computed here from the rows
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from struct import iter_unpack
 
 from slipstream.rollout.ledger.database import BrokenSeal, crc_of, few, unsealed
 from slipstream.rollout.ledger.history import batch_groups
-from slipstream.rollout.ledger.lineage import INITIAL, BrokenTree, deepest_line, distance
+from slipstream.rollout.ledger.lineage import INITIAL, BrokenTree
 from slipstream.rollout.ledger.records import Epoch, Records, Version
 
 
@@ -41,7 +40,7 @@ def _start_is_right(records: Records, epoch: Epoch, before: int) -> Iterator[str
     restored = epoch.restored
     if restored != INITIAL and (restored not in records.published or restored > before):
         yield f"start {epoch.number}: it restores version {restored}, which had not been published"
-    step = len(deepest_line(records.parents, restored))
+    step = records.updates(restored)
     if epoch.step != step:
         yield (
             f"start {epoch.number}: {epoch.step} training steps are recorded behind version {restored}, "
@@ -92,12 +91,9 @@ def trained_once(records: Records) -> Iterator[str]:
 
 
 def batches_are_trained(records: Records) -> Iterator[str]:
-    """Each published version was trained on its batch, and no other version on any group or turn.
+    """Each published version but copies was trained on its batch, and no other version on any group or turn.
 
-    A batch has fewer groups than the recipe's when it is a part of one that has failed: so the group is found
-    that kills the trainer. The first batch of a start may have fewer, too, if the version published last
-    before it is farther from the restored one than the bound: the engines may serve it still, and then
-    nothing else can become ready. A batch may have any number of turns, but must not be empty.
+    A batch has as many groups as the recipe says, and any number of turns. It must not be empty.
     """
     batches: dict[int, tuple[int, ...]] = {}
     rows: Iterable[tuple[int, bytes]] = records.connection.execute("SELECT version, groups FROM batches")
@@ -122,37 +118,14 @@ def batches_are_trained(records: Records) -> Iterator[str]:
     ]
     if wrong:
         yield f"{len(wrong)} steps did not train the groups of their batch: versions {few(wrong)}"
+    if trained_copies := sorted(records.copies.intersection(batches)):
+        yield f"{len(trained_copies)} copies have a batch of their own: versions {few(trained_copies)}"
     size = records.meta("batch_size")
-    failed = [
-        frozenset(batches.get(version, ()))
-        for (version,) in records.connection.execute("SELECT DISTINCT version FROM failures")
-    ]
-    starved = set(_starved(records))
     if empty := [version for version, batch in batches.items() if not batch]:
         yield f"{len(empty)} steps had an empty batch: versions {few(empty)}"
-    groups_of = {version: [id_ for id_ in batch if id_ >= 0] for version, batch in batches.items()}
-    odd = [
-        version
-        for version, groups in groups_of.items()
-        if len(groups) != size
-        and not (
-            len(groups) < (size or 0)
-            and (version in starved or any(part.issuperset(groups) for part in failed))
-        )
-    ]
+    odd = [version for version, batch in batches.items() if sum(id_ >= 0 for id_ in batch) != size]
     if odd:
         yield f"{len(odd)} steps did not train {size} groups: versions {few(odd)}"
-
-
-def _starved(records: Records) -> Iterator[int]:
-    """Yield the versions whose step could wait for no group that was still being generated."""
-    served = INITIAL
-    for epoch in records.epochs:
-        begun = [version for version in records.versions if version.epoch == epoch.number]
-        with suppress(BrokenTree):
-            if distance(records.parents, served, epoch.restored) > epoch.bound:
-                yield from (version.number for version in begun if version.parent == epoch.restored)
-        served = max([served, *(version.number for version in begun if version.is_published)])
 
 
 def lags_are_right(records: Records) -> Iterator[str]:
@@ -173,7 +146,7 @@ def lags_are_right(records: Records) -> Iterator[str]:
             for token_version in trained:
                 pair = (token_version, records.parents.get(version, -1))
                 if pair not in distances:
-                    distances[pair] = distance(records.parents, *pair)
+                    distances[pair] = records.distance(*pair)
                 lag = max(lag, distances[pair])
         except (BrokenSeal, BrokenTree) as error:
             wrong.append(f"{label}: {error}")

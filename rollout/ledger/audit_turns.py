@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from slipstream.rollout.ledger.audit_training import tokens_by_version
 from slipstream.rollout.ledger.database import TURN_STATES, BrokenSeal, crc_of, few, unsealed
-from slipstream.rollout.ledger.lineage import INITIAL, BrokenTree, distance
+from slipstream.rollout.ledger.lineage import INITIAL, BrokenTree
 from slipstream.rollout.ledger.records import Records
 from slipstream.rollout.ledger.segments import FOLDER, Segments
 from slipstream.rollout.ledger.turns import KEPT, TurnHead, decode_head, decode_verdict, entry_of, gateway_of
@@ -193,7 +193,7 @@ class _Auditor:
         bound = self._bounds.get(self._epochs.get(step, -1), -1)
         expected: dict[int, int] = {}
         for version, tokens in head.spans:
-            if tokens and distance(self._records.parents, version, start) <= bound:
+            if tokens and self._records.distance(version, start) <= bound:
                 expected[version] = expected.get(version, 0) + tokens
         if recorded != expected:
             return f"trained tokens by version: {recorded} are recorded, its spans give {expected}"
@@ -202,7 +202,7 @@ class _Auditor:
     def _problem_of_expiry(self, turn: _Stored, head: TurnHead) -> str | None:
         if turn.version is None or turn.lag is None:
             return "it has expired, but nothing says how old it was"
-        lags = [distance(self._records.parents, version, turn.version) for version in head.versions]
+        lags = [self._records.distance(version, turn.version) for version in head.versions]
         bound = min(self._bounds.values(), default=-1)
         if min(lags, default=-1) != turn.lag:
             return f"it has expired with a lag of {turn.lag}, the tree has {min(lags, default=-1)}"

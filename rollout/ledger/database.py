@@ -23,7 +23,7 @@ from slipstream.rollout.ledger.locks import fcntl_error
 LEDGER = "ledger.sqlite"
 """Name of the ledger's file in the run folder."""
 
-FORMAT = 4
+FORMAT = 5
 
 PAGE_BYTES = 1024
 """Size of a page. A commit writes a few pages, however little has changed on each."""
@@ -52,7 +52,7 @@ def _checksum(*columns: str) -> str:
 
 CHECKSUMS = {
     "epochs": ("epoch", _checksum("epoch", "restored", "step", "bound")),
-    "versions": ("version", _checksum("version", "parent", "epoch", "published")),
+    "versions": ("version", _checksum("version", "parent", "epoch", "copy", "published")),
     "groups": (
         "id",
         _checksum(
@@ -120,10 +120,11 @@ CREATE TABLE versions (             -- one row per version that was begun, whose
     version INTEGER PRIMARY KEY,
     parent INTEGER NOT NULL,        -- version whose weights its update starts from
     epoch INTEGER NOT NULL,
+    copy INTEGER NOT NULL,          -- 1: no update has made it, its weights are those of its parent
     published INTEGER NOT NULL,     -- 0 while it is unknown which engines have the version
     {_column("versions")}
 ) STRICT;
-CREATE TABLE batches (              -- the batch of each version that was begun by a training step
+CREATE TABLE batches (              -- the batch of each version that was begun by a training step: of no copy
     version INTEGER PRIMARY KEY,
     groups BLOB NOT NULL            -- sealed: ids of the groups, and of turns (below 0), packed as i8
 ) STRICT;

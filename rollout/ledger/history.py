@@ -45,6 +45,8 @@ class History:
     """Version published last, or restored by the last start."""
     parents: dict[int, int]
     """Parent of every version that was ever begun."""
+    copies: set[int]
+    """Versions whose weights are those of their parents."""
     published: set[int]
     trained: dict[int, int]
     """Number of groups and turns trained, by version."""
@@ -92,13 +94,16 @@ def history_of(folder: Path) -> History:
 
 def read_history(connection: sqlite3.Connection, path: Path) -> History:
     """Read the history of a run from its open ledger. Raises LedgerError."""
-    versions: Iterable[tuple[int, int, int]] = connection.execute(
-        "SELECT version, parent, published FROM versions ORDER BY version"
+    versions: Iterable[tuple[int, int, int, int]] = connection.execute(
+        "SELECT version, parent, copy, published FROM versions ORDER BY version"
     )
     parents: dict[int, int] = {}
+    copies: set[int] = set()
     published: set[int] = set()
-    for version, parent, is_published in versions:
+    for version, parent, is_copy, is_published in versions:
         parents[version] = parent
+        if is_copy:
+            copies.add(version)
         if is_published:
             published.add(version)
     trained: list[tuple[int, int]] = connection.execute(
@@ -115,6 +120,7 @@ def read_history(connection: sqlite3.Connection, path: Path) -> History:
         epochs=epochs,
         newest=newest_version(connection),
         parents=parents,
+        copies=copies,
         published=published,
         trained=dict(trained),
         failed_steps=_failed_steps(connection, path),

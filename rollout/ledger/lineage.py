@@ -2,10 +2,10 @@
 
 Each version but the first, 0, has a parent: the version whose weights its update started from. The *line* of
 a version is the path from 0 to it. A restart leaves the versions behind that are not on the line of the
-version that it restores.
+version that it restores. A *copy* has the weights of its parent: no update leads to it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 INITIAL = 0
 """Version of the initial weights."""
@@ -16,7 +16,7 @@ class BrokenTree(ValueError):
 
 
 def line_of(parents: Mapping[int, int], version: int) -> list[int]:
-    """Return the versions from the first update to ``version``, without version 0. Raises BrokenTree."""
+    """Return the versions from 0, left out, to ``version``. Raises BrokenTree."""
     line: list[int] = []
     while version != INITIAL:
         parent = parents.get(version)
@@ -38,7 +38,7 @@ def deepest_line(parents: Mapping[int, int], version: int) -> list[int]:
     return line[::-1]
 
 
-def distance(parents: Mapping[int, int], one_end: int, other_end: int) -> int:
+def distance(parents: Mapping[int, int], copies: Collection[int], one_end: int, other_end: int) -> int:
     """Return the number of updates on the path between two versions. Raises BrokenTree.
 
     A parent has a smaller number than its children, so that the larger of two different versions is never an
@@ -50,6 +50,6 @@ def distance(parents: Mapping[int, int], one_end: int, other_end: int) -> int:
         parent = parents.get(high)
         if parent is None or parent >= high or low < INITIAL:
             raise BrokenTree(f"version {high} has no parent that was begun before it")
+        updates += high not in copies
         low, high = sorted((low, parent))
-        updates += 1
     return updates

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from slipstream.rollout.ledger.database import LEDGER, few
 from slipstream.rollout.ledger.history import newest_version
-from slipstream.rollout.ledger.lineage import deepest_line
+from slipstream.rollout.ledger.lineage import deepest_line, distance
 from slipstream.rollout.ledger.stamp import Stamp, stored_stamp
 
 
@@ -26,6 +26,8 @@ class Version(NamedTuple):
     number: int
     parent: int
     epoch: int
+    is_copy: bool
+    """Its weights are those of its parent."""
     is_published: bool
 
 
@@ -41,12 +43,13 @@ class Records:
             for row in connection.execute("SELECT epoch, restored, step, bound FROM epochs ORDER BY epoch")
         ]
         self.versions = [
-            Version(number, parent, epoch, bool(is_published))
-            for number, parent, epoch, is_published in connection.execute(
-                "SELECT version, parent, epoch, published FROM versions ORDER BY version"
+            Version(number, parent, epoch, bool(is_copy), bool(is_published))
+            for number, parent, epoch, is_copy, is_published in connection.execute(
+                "SELECT version, parent, epoch, copy, published FROM versions ORDER BY version"
             )
         ]
         self.parents = {version.number: version.parent for version in self.versions}
+        self.copies = {version.number for version in self.versions if version.is_copy}
         self.published = {version.number for version in self.versions if version.is_published}
         self.line = deepest_line(self.parents, newest_version(connection))
         """Versions that today's weights descend from, with their own."""
@@ -56,6 +59,14 @@ class Records:
         self.trained_groups = self.numbers(
             "SELECT version, count(*) FROM trainings WHERE group_id >= 0 GROUP BY version"
         )
+
+    def distance(self, one_end: int, other_end: int) -> int:
+        """Return the number of updates on the path between two versions. Raises BrokenTree."""
+        return distance(self.parents, self.copies, one_end, other_end)
+
+    def updates(self, version: int) -> int:
+        """Return the number of updates behind a version, as far as its line is known."""
+        return len(set(deepest_line(self.parents, version)) - self.copies)
 
     def meta(self, key: str) -> int | None:
         row = self.connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()

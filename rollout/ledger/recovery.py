@@ -143,7 +143,7 @@ class _Opening(Restart):
         begun = max((begun for _, begun in markers), default=0)
         for version in range(self.stamp.begun + 1, begun + 1):
             self.connection.execute(
-                "INSERT INTO versions VALUES (?, ?, ?, 0)", (version, self.restored, self.epoch)
+                "INSERT INTO versions VALUES (?, ?, ?, 0, 0)", (version, self.restored, self.epoch)
             )
             self.history.parents[version] = self.restored
         self.stamp = replace(self.stamp, sequence=last + 1, begun=max(begun, self.stamp.begun))

@@ -40,6 +40,8 @@ class Recovered:
     """Training steps behind the restored version."""
     versions: list[tuple[int, int]]
     """(version, parent) of every version that was ever begun, in ascending order."""
+    copies: set[int]
+    """The versions whose weights are those of their parents."""
     position: int
     """Number of prompts drawn from the prompt set."""
     counts: GroupCounts
@@ -74,22 +76,24 @@ class Restart:
         self.segments = segments
         self.history = history
         self.epoch = history.epochs
-        self.stamp = stamp
+        self.stamp: Stamp = stamp
         self.notes: list[str] = []
         self.restored = 0
         self._n_samples = n_samples
         self._line: list[int] = []
+        self._step = 0
 
     def begin_epoch(self, restored: int, bound: int) -> None:
         """Begin an epoch that goes on from ``restored``."""
         self._line = self.history.line_of(restored)
+        self._step = len(set(self._line) - self.history.copies)
         self.restored = restored
         self.connection.execute(
             "INSERT INTO epochs VALUES (?, ?, ?, ?, ?, ?)",
             (
                 self.epoch,
                 restored,
-                len(self._line),
+                self._step,
                 bound,
                 datetime.now(UTC).isoformat(timespec="seconds"),
                 f"{socket.gethostname()}:{os.getpid()}",
@@ -168,8 +172,9 @@ class Restart:
         return Recovered(
             epoch=self.epoch,
             restored=self.restored,
-            step=len(self._line),
+            step=self._step,
             versions=sorted(self.history.parents.items()),
+            copies=self.history.copies,
             position=position,
             counts=GroupCounts(sum(states.values()), *ends),
             losses=counted,

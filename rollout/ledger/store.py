@@ -72,7 +72,7 @@ class Store:
         self._path = path
         self._log = log_of(path)
         self._epoch = epoch
-        self._stamp = stamp
+        self._stamp: Stamp = stamp
         self._segments = segments
         self._holds: Holds = holds
         self._eras: Eras = eras
@@ -88,7 +88,7 @@ class Store:
     def commit(self, events: Transaction) -> None:
         """Write a transaction. When this returns, it survives a power cut."""
         self._guard()
-        begun = max([self._stamp.begun, *(version for version, _, _ in events.steps)])
+        begun = max([self._stamp.begun, *(version for version, _, _ in events.begun)])
         for part in events.parts:
             self._segments.write(part, events.sequence, begun)
         with self._transaction(events.sequence):
@@ -251,11 +251,15 @@ class Store:
     def _write_steps(self, events: Transaction) -> None:
         execute = self._connection.execute
         stamp = self._stamp
-        for version, parent, groups in events.steps:
-            execute("INSERT INTO versions VALUES (?, ?, ?, 0)", (version, parent, self._epoch))
+        for version, parent, groups in events.begun:
+            is_copy = groups is None
+            execute("INSERT INTO versions VALUES (?, ?, ?, ?, 0)", (version, parent, self._epoch, is_copy))
+            stamp = replace(stamp, begun=max(stamp.begun, version))
+            if groups is None:
+                continue
             ids = pack(f"<{len(groups)}q", *groups)
             execute("INSERT INTO batches VALUES (?, ?)", (version, sealed(ids, crc_of(version))))
-            stamp = replace(stamp, begun=max(stamp.begun, version), batches=stamp.batches + 1)
+            stamp = replace(stamp, batches=stamp.batches + 1)
         for version, reason in events.failures:
             execute("INSERT INTO failures VALUES (?, ?, ?)", (version, self._epoch, reason))
         for version, trainings in events.published:

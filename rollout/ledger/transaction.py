@@ -115,6 +115,7 @@ class Transaction:
     """Events in the order of their arrival, by kind. ``Store.commit`` decides the order of the kinds."""
 
     __slots__ = (
+        "begun",
         "checkpoints",
         "discards",
         "ended",
@@ -128,7 +129,6 @@ class Transaction:
         "samples",
         "sequence",
         "states",
-        "steps",
         "then",
         "turns",
         "waiters",
@@ -147,8 +147,8 @@ class Transaction:
         """Ids of groups that are lost."""
         self.discards: list[tuple[int, int, int]] = []
         """Group id, tokens given up, and the number of events in ``samples`` before."""
-        self.steps: list[tuple[int, int, Sequence[int]]] = []
-        """version, parent, group ids"""
+        self.begun: list[tuple[int, int, Sequence[int] | None]] = []
+        """version, parent, group ids; None: the version is a copy of its parent"""
         self.failures: list[tuple[int, str]] = []
         """version, reason"""
         self.published: list[tuple[int, Sequence[Training]]] = []

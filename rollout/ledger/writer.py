@@ -206,8 +206,18 @@ class Ledger:
         ``parent``: version that the step starts from. ``groups``: ids of the groups of the batch, and of its
         turns.
         """
+        self._begins(version, parent, tuple(groups))
+
+    def copy_begins(self, version: int, parent: int) -> None:
+        """Record that an engine may hold ``version``, the weights of ``parent``, from now on.
+
+        Wait for ``flushed`` before it can.
+        """
+        self._begins(version, parent, None)
+
+    def _begins(self, version: int, parent: int, groups: Sequence[int] | None) -> None:
         events = self._events()
-        events.steps.append((version, parent, tuple(groups)))
+        events.begun.append((version, parent, groups))
         self._part(events)  # the segment tells of the version, should the database lose this transaction
         self._begun = max(self._begun, version)
 

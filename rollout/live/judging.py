@@ -20,6 +20,7 @@ from slipstream.rollout.judge.errors import JudgesClosed, JudgeStartFailed, Judg
 from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.live.status import LiveListener
 from slipstream.rollout.live.turns import LiveTurns
+from slipstream.rollout.live.votes import elected
 from slipstream.rollout.record import CorruptRecord
 from slipstream.rollout.reward.live import JudgedTurn, Verdict
 from slipstream.rollout.trajectory import Messages
@@ -56,6 +57,7 @@ class LiveJudging:
         """How often each turn was put off."""
         self._timers: set[asyncio.TimerHandle] = set()
         self._shown = 0
+        self._has_told_of_no_score = False
 
     async def run(self) -> None:
         """Judge until cancelled."""
@@ -82,7 +84,8 @@ class LiveJudging:
         """Judge turns until the judges are gone. Return why they are."""
         loop = asyncio.get_running_loop()
         gone: asyncio.Future[str] = loop.create_future()
-        at_a_time = self._settings.processes * self._settings.concurrency
+        settings = self._settings
+        at_a_time = max(1, settings.processes * settings.concurrency // settings.votes)
         workers = [
             loop.create_task(self._work(judges, gone), name=f"judging live turns {number}")
             for number in range(at_a_time)
@@ -105,7 +108,7 @@ class LiveJudging:
                 question = await asyncio.to_thread(self._turns.question, id_)
                 if question is None:
                     continue
-                verdict = await judges.judge(*question)
+                verdict = await self._ask(judges, *question)
             except (LedgerError, CorruptRecord) as error:
                 self._turns.unanswerable(id_, f"its messages cannot be read: {error}")
             except JudgingFailed as error:
@@ -120,10 +123,35 @@ class LiveJudging:
                 raise
             else:
                 if verdict.score is None:
+                    self._has_no_score(question[1])
                     self._later(id_)
                 else:
                     self._put_off.pop(id_, None)
                     self._turns.verdict(id_, verdict)
+
+    async def _ask(self, judges: TurnJudges, turn: JudgedTurn, next_state: Messages) -> Verdict:
+        """Return the verdict of all votes. One that fails does not count, unless all do.
+
+        Raises JudgingFailed, JudgeStartFailed and JudgesClosed.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            votes = [tasks.create_task(_vote(judges, turn, next_state)) for _ in range(self._settings.votes)]
+        given = [vote.result() for vote in votes]
+        verdicts = [vote for vote in given if isinstance(vote, Verdict)]
+        failures = [vote for vote in given if not isinstance(vote, Verdict)]
+        for failure in failures:
+            if not isinstance(failure, JudgingFailed) or not verdicts:
+                raise failure
+        return elected(verdicts)
+
+    def _has_no_score(self, next_state: Messages) -> None:
+        """Tell the user, once, that the judge has no score although something has come after a turn."""
+        if next_state and not self._has_told_of_no_score:
+            self._has_told_of_no_score = True
+            self._listener.note(
+                "the judge has no score for what came after a turn of a live user; it is asked about such "
+                f"turns again, first after {self._settings.ask_again_s:g} s (metric live/put_off)"
+            )
 
     def _later(self, id_: int) -> None:
         """Ask about a turn again after a wait."""
@@ -146,3 +174,13 @@ class LiveJudging:
         self._shown += 1
         if self._shown <= SHOWN_FAILURES:
             self._listener.note(text)
+
+
+async def _vote(
+    judges: TurnJudges, turn: JudgedTurn, next_state: Messages
+) -> Verdict | JudgingFailed | JudgeStartFailed | JudgesClosed:
+    """Return a verdict, or why there is none."""
+    try:
+        return await judges.judge(turn, next_state)
+    except (JudgingFailed, JudgeStartFailed, JudgesClosed) as error:
+        return error

@@ -14,6 +14,8 @@ class Said(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     session: str
     key: str
+    kept: int
+    """Messages of the conversation before that the request repeats: ``Turn.kept``."""
     messages: bytes
     """JSON list."""
     answer: bytes

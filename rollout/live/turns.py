@@ -8,7 +8,6 @@ Single event loop. What gateways send is recorded at once, and what is trained i
 ledger goes back to an older version (``hold``), nothing is recorded: entries wait, unacknowledged.
 """
 
-import json
 import math
 import time
 from collections import Counter, deque
@@ -37,7 +36,8 @@ from slipstream.rollout.ledger.turns import (
 )
 from slipstream.rollout.live.baseline import Score, ScoreBaseline
 from slipstream.rollout.live.batches import LiveTrajectory, live_trajectory
-from slipstream.rollout.live.known import KnownTurn, Said, Session, decode_said
+from slipstream.rollout.live.conversation import question_of
+from slipstream.rollout.live.known import KnownTurn, Said, Session
 from slipstream.rollout.live.status import LiveStatus, SinceLastBatch
 from slipstream.rollout.record import CorruptRecord, decode_chunks, encode
 from slipstream.rollout.reward.live import JudgedTurn, Verdict
@@ -168,16 +168,18 @@ class LiveTurns:
         session = session_of(key, named(entry.session))
         parent_id = None if entry.parent is None else turn_id(gateway, entry.parent)
         parent = None if parent_id is None else self._turns.get(parent_id)
+        if parent is not None and parent.session != session:
+            parent = None
         context, problem = self._checked(entry, chunk)
         is_lost = problem is not None
-        if parent_id is not None and not _can_continue(entry.shared, session, parent):
+        if parent_id is not None and not _can_continue(entry.shared, parent):
             problem, is_lost = problem or "the tokens before it are not there", entry.shared > 0 or is_lost
         elif entry.parent is None and entry.shared:
             problem, is_lost = problem or f"it shares {entry.shared} tokens with no turn", True
         head = TurnHead(entry.shared, context, entry.spans, entry.finish, entry.ended_s, not is_lost)
         problem = problem or self._version_problem(head)
         end, loss = self._end_at_once(entry, head, problem)
-        said = encode(Said(entry.session, entry.key, bytes(entry.messages), bytes(entry.answer)))
+        said = encode(Said(entry.session, entry.key, entry.kept, bytes(entry.messages), bytes(entry.answer)))
         payload = self._ledger.turns.turn(
             id_,
             session,
@@ -299,17 +301,7 @@ class LiveTurns:
         turn = self._turns.get(id_)
         if turn is None or not self._needs_verdict(turn):
             return None
-        payload = turn.payload
-        assert payload.said is not None
-        assert payload.next is not None
-        said = decode_said(self._ledger.read(payload.said))
-        followed = self._ledger.read(payload.next)
-        try:
-            messages, answer, next_state = map(json.loads, (said.messages, said.answer, followed))
-        except ValueError as error:
-            raise CorruptRecord(f"the messages of a turn are no JSON: {error}") from error
-        finish, tokens = turn.head.finish.value, turn.head.sampled
-        return JudgedTurn(said.session, said.key, messages, answer, finish, tokens), next_state
+        return question_of(turn, self._ledger.read)
 
     def verdict(self, id_: int, verdict: Verdict) -> None:
         """Take a verdict with a score, unless the turn needs none any more."""
@@ -401,6 +393,13 @@ class LiveTurns:
         """Write down that a turn is given up because it kills the trainer."""
         self._ledger.turns.ended(id_, TurnEnd.FAILED, Loss.QUARANTINED, note=note)
         self._erase()
+
+    def training_ends(self) -> None:
+        """Train none of the turns that come from now on: the run has done its last step.
+
+        They would wait without end, because no version makes them too old.
+        """
+        self._train = False
 
     def settle(self) -> bool:
         """Write down the turns that have expired. Return whether there were any."""
@@ -529,9 +528,9 @@ class LiveTurns:
             then()
 
 
-def _can_continue(shared: int, session: int, parent: KnownTurn | None) -> bool:
-    """Return whether a turn of ``session`` can share so many tokens with a parent."""
-    if parent is None or parent.session != session:
+def _can_continue(shared: int, parent: KnownTurn | None) -> bool:
+    """Return whether a turn can share so many tokens with its parent; None: there is no such turn."""
+    if parent is None:
         return False
     return not shared or (not parent.is_lost and shared <= parent.head.length)
 

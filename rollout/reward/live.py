@@ -16,14 +16,24 @@ class JudgedTurn(msgspec.Struct, array_like=True, frozen=True):
     session: str
     key: str
     """Name of the API key."""
+    history: Messages
+    """The conversation before, answers included, as the request repeats it."""
     messages: Messages
-    """The messages of the request that the conversation did not hold before."""
+    """The messages of the request behind those."""
     answer: dict[str, Any]
     """The message that was answered."""
     finish: str
     """``stop`` or ``length``."""
     tokens: int
     """Number of sampled tokens."""
+    left_out: int = 0
+    """Number of messages before ``history``: a judge is shown a mebibyte of it at most, and nothing that is
+    damaged."""
+
+    @property
+    def conversation(self) -> Messages:
+        """All messages up to the answer, the answer included."""
+        return [*self.history, *self.messages, self.answer]
 
     @property
     def text(self) -> str:

@@ -155,6 +155,41 @@ def test_other_programs_learn_about_model_and_workers(http, gateway):
     assert 'slipstream_gateway_requests_total{endpoint="v1/chat/completions",status="200"}' in text
 
 
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/chat", "/v1/chat/completions/", "/v2/x", "/docs", "//"])
+def test_an_unknown_path_is_not_found_in_openais_words(http, method, path):
+    reply = http.request(method, path, json={})
+    assert (reply.status_code, reply.json()["error"]["type"]) == (404, "invalid_request_error")
+
+
+def test_an_unknown_path_is_not_found_in_anthropics_words(http):
+    reply = http.post("/v1/messages/batches", json={})
+    assert reply.status_code == 404
+    assert reply.json()["type"] == "error"
+    assert reply.json()["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [(CHAT, "OPTIONS, POST"), ("/v1/models", "GET, HEAD, OPTIONS"), (ANTHROPIC, "OPTIONS, POST")],
+)
+def test_methods_that_a_path_does_not_have_are_named_with_those_that_it_has(http, path, allowed):
+    reply = http.request("DELETE", path)
+    assert (reply.status_code, reply.headers["allow"]) == (405, allowed)
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+    reply = httpx.options(str(http.base_url) + path)
+    assert (reply.status_code, reply.headers["allow"], reply.content) == (204, allowed, b"")
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/healthz", "/v1/models", "/v1/models/scripted", "/metrics", "/nowhere"]
+)
+def test_head_is_get_without_a_body(http, path):
+    got, headed = http.get(path), http.head(path)
+    assert (headed.status_code, headed.content) == (got.status_code, b"")
+    assert headed.headers["content-type"] == got.headers["content-type"]
+
+
 class TestGenerate:
     def test_ids_give_ids_and_log_probs(self, http, gateway):
         ids = list(b"#say ab")  # not the ids of the tokenizer: any ids are read
@@ -201,7 +236,8 @@ class TestSessions:
             (CHAT, {"x-session-id": "h"}, {"session_id": "b"}, "h"),
             (CHAT, {"session_id": "h2"}, {"session_id": "b"}, "h2"),
             (CHAT, {"x-session-affinity": "h3"}, {}, "h3"),
-            (CHAT, {}, {"session_id": "größer"}, "größer"),
+            (CHAT, {}, {"session_id": "two words ~100%"}, "two words ~100%"),
+            (CHAT, {}, {"session_id": 7}, "7"),
             (CHAT, {"authorization": "Bearer key-side"}, {}, "the-one"),
         ],
     )
@@ -210,12 +246,28 @@ class TestSessions:
     ):
         reply = http.post(path, json={**BODIES[CHAT], **body}, headers=headers)
         assert reply.json()["session_id"] == name
-        assert reply.headers["x-session-id"] == (name if name.isascii() else "gr%C3%B6%C3%9Fer")
+        assert reply.headers["x-session-id"] == name
         with http.stream(
             "POST", path, json={**BODIES[CHAT], **body, "stream": True}, headers=headers
         ) as reply:
             events = [line[6:] for line in reply.iter_lines() if line.startswith("data: {")]
         assert {json.loads(event)["session_id"] for event in events} == {name}
+
+    @pytest.mark.parametrize(
+        ("path", "headers", "name"),
+        [
+            (CHAT, {}, "größer"),
+            ("/sessions/gr%C3%B6%C3%9Fer" + CHAT, {}, None),
+            (CHAT, {"x-session-id": "größer".encode()}, None),
+            (CHAT, {"x-session-id": "größer".encode("latin-1")}, None),
+        ],
+    )
+    def test_a_name_that_a_header_could_not_return_is_refused_wherever_it_stands(
+        self, http, path, headers, name
+    ):
+        reply = http.post(path, json={**BODIES[CHAT], "session_id": name}, headers=headers)
+        assert reply.status_code == 400
+        assert "expected printable ASCII characters" in reply.json()["error"]["message"]
 
     @pytest.mark.parametrize("path", [ANTHROPIC, RESPONSES, COMPLETION, GENERATE])
     def test_every_protocol_names_the_session_in_its_events(self, http, path):
@@ -223,6 +275,12 @@ class TestSessions:
         with http.stream("POST", path, json=body) as reply:
             events = [line[6:] for line in reply.iter_lines() if line.startswith("data: {")]
         assert events and {json.loads(event)["session_id"] for event in events} == {"s"}
+
+    def test_models_are_below_a_session_as_well(self, http):
+        assert http.get("/sessions/s/v1/models").json() == http.get("/v1/models").json()
+        assert http.get("/sessions/s/v1/models/scripted").json()["id"] == "scripted"
+        reply = http.get("/v1/models/gpt%2F4")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
 
     def test_two_requests_without_a_name_share_no_session(self, http):
         first, second = (http.post(CHAT, json=BODIES[CHAT]).json()["session_id"] for _ in range(2))
@@ -236,11 +294,62 @@ class TestSessions:
 
     def test_a_client_rewards_a_turn(self, http, gateway):
         http.post("/sessions/rewarded" + CHAT, json=BODIES[CHAT])
-        assert http.post("/sessions/rewarded/reward", json={"reward": 0.5, "turn": 1}).status_code == 200
-        assert gateway.control()["rewards"][-1] == ["anna", "rewarded", 0.5, 1]
+        assert http.post("/sessions/rewarded/reward", json={"reward": 0.5, "turn": 0}).status_code == 200
+        assert gateway.control()["rewards"][-1] == ["anna", "rewarded", 0.5, 0]
+        assert http.post("/sessions/rewarded/reward", json={"reward": 0.5, "turn": 1}).status_code == 404
         assert http.post("/sessions/nowhere/reward", json={"reward": 1}).status_code == 404
         for reward in (None, "1", True, 1e39):
             assert http.post("/sessions/rewarded/reward", json={"reward": reward}).status_code == 400
+
+
+class TestAborts:
+    def ask(self, http, gateway, path: str, meanwhile) -> list[str]:
+        """Return the events of an answer that stands still behind its first tokens until ``meanwhile``."""
+        gateway.control(hold=True)
+        text = json.dumps({**BODIES[path], "stream": True}).replace("#say Hello", "#hold #say Hello, I go on")
+        with http.stream("POST", path, content=text) as reply:
+            meanwhile(reply.headers["x-request-id"])
+            return [line[6:] for line in reply.iter_lines() if line.startswith("data: ")]
+
+    def abort(self, http, rid: str, **headers: str) -> int:
+        reply = http.post("/abort_request", json={"rid": rid}, headers=headers)
+        assert reply.status_code == 200
+        return reply.json()["aborted"]
+
+    @pytest.mark.parametrize("path", [CHAT, ANTHROPIC, RESPONSES, COMPLETION, GENERATE])
+    def test_an_answer_ends_where_it_is_and_is_not_trained(self, http, gateway, path):
+        cancelled = gateway.control()["cancelled"]
+        events = self.ask(http, gateway, path, lambda rid: self.abort(http, rid))
+        assert not any(json.loads(event).get("error") for event in events if event != "[DONE]")
+        after = gateway.control()
+        assert (after["cancelled"], after["running"]) == (cancelled + 1, 0)
+        assert (after["answers"][-1]["cancelled"], after["answers"][-1]["text"]) == (True, "Hell")
+
+    def test_the_native_answer_says_so_and_keeps_its_tokens(self, http, gateway):
+        [*_, last, end] = self.ask(http, gateway, GENERATE, lambda rid: self.abort(http, rid))
+        assert (json.loads(last)["meta_info"]["finish_reason"]["type"], end) == ("abort", "[DONE]")
+        assert (json.loads(last)["text"], len(json.loads(last)["output_ids"])) == ("Hell", 4)
+
+    def test_a_chat_is_named_by_the_id_of_its_answer_too_and_says_that_it_was_aborted(self, http, gateway):
+        [*_, last, _] = self.ask(http, gateway, CHAT, lambda rid: self.abort(http, f"chatcmpl-{rid}"))
+        assert json.loads(last)["choices"][0]["finish_reason"] == "abort"
+
+    def test_nobody_aborts_what_another_key_has_asked(self, http, gateway):
+        def fail_to_abort(rid: str) -> None:
+            assert self.abort(http, rid, authorization="Bearer key-berta") == 0
+            assert httpx.post(gateway.url + "/abort_request", json={"rid": rid}).status_code == 401
+            gateway.control(release=True)
+
+        [*_, last, _] = self.ask(http, gateway, GENERATE, fail_to_abort)
+        assert json.loads(last)["text"] == "Hello, I go on"
+
+    @pytest.mark.parametrize("body", [{}, {"rid": 7}, {"rid": ""}, {"rid": "x", "abort_all": True}])
+    def test_a_request_is_named(self, http, body):
+        assert http.post("/abort_request", json=body).status_code == 400
+
+    def test_what_does_not_run_is_not_aborted(self, http):
+        rid = http.post(CHAT, json=BODIES[CHAT]).headers["x-request-id"]
+        assert http.post("/abort_request", json={"rid": rid}).json() == {"aborted": 0}
 
 
 class TestEnds:

@@ -82,6 +82,37 @@ def test_the_message_that_is_recorded_is_the_one_that_the_client_repeats(client,
     ]
 
 
+def test_a_call_that_was_cut_off_behind_its_name_can_be_repeated(client, gateway):
+    """Clients send it again as they have got it: without arguments."""
+    messages = user(f"#say I look.\n{CALLS}")
+    settings = {"model": "m", "tools": TOOLS}
+    with (
+        client.chat.completions.stream(messages=messages, max_tokens=35, **settings) as events,
+        pytest.raises(openai.LengthFinishReasonError) as ended,
+    ):
+        events.get_final_completion()
+    repeated = ended.value.completion.choices[0].message.model_dump(exclude_none=True)
+    [call] = repeated["tool_calls"]
+    assert call["function"]["arguments"] == ""
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "it was cut off"}
+    client.chat.completions.create(messages=[*messages, repeated, result], **settings)
+    known = gateway.control()["arrivals"][-1]["messages"][1]
+    assert known["tool_calls"][0]["function"] == {"name": "weather", "arguments": {}}
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "K', "[1]", "Köln"])
+def test_arguments_that_are_no_object_stay_what_they_are(client, gateway, arguments):
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [
+        *user("a"),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "these are no arguments"},
+    ]
+    assert client.chat.completions.create(model="m", messages=messages, tools=TOOLS).choices
+    known = gateway.control()["arrivals"][-1]["messages"][1]
+    assert known["tool_calls"][0]["function"]["arguments"] == arguments
+
+
 def test_several_answers_have_different_seeds(client, gateway):
     before = len(gateway.control()["requests"])
     answer = client.chat.completions.create(model="m", messages=user("#say a"), n=3, seed=5)
@@ -221,11 +252,61 @@ class TestResponses:
         assert seen["session"] == answer.session_id == again.session_id
         assert [m["role"] for m in seen["messages"]] == ["user", "assistant", "tool", "tool"]
 
-    def test_nobody_continues_the_response_of_another_key(self, client):
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_response_can_be_retrieved_as_it_was(self, client, stream):
+        settings = {
+            "model": "m",
+            "input": f"#say I look.\n{CALLS}",
+            "tools": [WEATHER],
+            "metadata": {"a": "b"},
+        }
+        if stream:
+            [*_, end] = client.responses.create(**settings, stream=True)
+            answer = end.response
+        else:
+            answer = client.responses.create(**settings)
+        retrieved = client.responses.retrieve(answer.id)
+        assert retrieved.to_dict() == answer.to_dict()
+        assert [item.type for item in retrieved.output] == ["message", "function_call", "function_call"]
+        assert (retrieved.metadata, retrieved.session_id) == ({"a": "b"}, answer.session_id)
+
+    def test_a_conversation_goes_on_by_names_and_may_branch(self, client, gateway):
+        first = client.responses.create(model="m", input="#say one", instructions="be brief")
+        second = client.responses.create(model="m", input="#say two", previous_response_id=first.id)
+        third = client.responses.create(
+            model="m", input=[{"role": "user", "content": "#say three"}], previous_response_id=second.id
+        )
+        other = client.responses.create(model="m", input="#say other", previous_response_id=first.id)
+        assert (third.output_text, other.output_text) == ("three", "other")
+        assert third.previous_response_id == second.id
+        assert {answer.session_id for answer in (first, second, third, other)} == {first.session_id}
+        third_messages, other_messages = (
+            [(message["role"], message["content"]) for message in arrival["messages"]]
+            for arrival in gateway.control()["arrivals"][-2:]
+        )
+        one = [("user", "#say one"), ("assistant", "one")]  # instructions are those of one request
+        assert third_messages == [*one, ("user", "#say two"), ("assistant", "two"), ("user", "#say three")]
+        assert other_messages == [*one, ("user", "#say other")]
+
+    def test_nobody_sees_or_continues_the_response_of_another_key(self, client):
         answer = client.responses.create(model="m", input="#say secret")
         other = client.with_options(api_key="key-berta")
         with pytest.raises(openai.NotFoundError):
             other.responses.create(model="m", input="#say a", previous_response_id=answer.id)
+        with pytest.raises(openai.NotFoundError):
+            other.responses.retrieve(answer.id)
+        for name in (answer.id.removeprefix("resp_"), "resp_", "resp_1", answer.id + "0"):
+            with pytest.raises(openai.NotFoundError):
+                client.responses.create(model="m", input="#say a", previous_response_id=name)
+            with pytest.raises(openai.NotFoundError):
+                client.responses.retrieve(name)
+
+    def test_a_response_that_is_not_to_be_stored_has_no_name(self, client):
+        answer = client.responses.create(model="m", input="#say a", store=False)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(answer.id)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.create(model="m", input="#say a", previous_response_id=answer.id)
 
 
 async def _read(client, text: str) -> str:

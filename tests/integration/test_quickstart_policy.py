@@ -69,6 +69,12 @@ def test_parts_that_exist_are_kept_and_missing_ones_are_made(tmp_path: Path):
     assert len(parts[2].read_text().splitlines()) == quickstart.HELD_OUT_PROBLEMS
 
 
+def test_a_run_that_reads_no_prompts_gets_a_policy_alone(tmp_path: Path):
+    """As does `slipstream serve`, which leaves the prompts of a recipe out."""
+    quickstart.prepare(tmp_path / "model", say=lambda line: None, warm_start_steps=STEPS)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_an_interrupted_preparation_leaves_nothing(tmp_path: Path):
     def interrupt(line: str) -> None:
         if "parameters" in line:

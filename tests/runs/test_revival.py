@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.backend.commands.audit import audit_run
+from slipstream.rollout.ledger.history import history_of
 from tests.runs.conftest import LaunchedRun
 from tests.runs.test_bad_updates import wait_for
 from tests.runs.test_run import finish, records, summary, wait_for_step
@@ -66,6 +67,18 @@ def test_a_rank_killed_in_training_costs_the_steps_since_the_checkpoint(launch: 
     wait_for_step(run, 8)
     assert engine_processes(run) == engines and collectors(run) == collecting
     goes_on_to_its_end(run, engines)
+
+
+def test_a_trainer_restored_farther_back_than_the_bound_is_published_under_a_new_number(launch: Launch):
+    """It begins with the initial weights, and nothing that the engines sample can be trained any more."""
+    run = launch(*SETTINGS, "rollout.max_head_offpolicyness=1", "checkpoint.every=0")
+    wait_for_step(run, 5)
+    engines = engine_processes(run)
+    kill_a_rank(run)
+    goes_on_to_its_end(run, engines)
+    history = history_of(run.folder)
+    (copy,) = history.copies
+    assert copy > 5 and history.parents[copy] == 0 and history.is_on_line(copy)
 
 
 def test_a_rank_killed_in_the_commit_of_a_checkpoint(launch: Launch):

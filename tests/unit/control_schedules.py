@@ -61,8 +61,16 @@ class Updates:
         self._made_by[version] = self._made_by[started_from] | {update}
         return update
 
+    def copied(self, version: int, parent: int) -> None:
+        """Note that ``version`` has the weights of ``parent``."""
+        assert version > max(self._made_by), f"version {version} does not count up"
+        self._made_by[version] = self._made_by[parent]
+
     def behind(self, version: int) -> frozenset[int]:
         return self._made_by[version]
+
+    def steps(self, version: int) -> int:
+        return len(self._made_by[version])
 
     def between(self, a: int, b: int) -> int:
         return len(self._made_by[a] ^ self._made_by[b])
@@ -149,13 +157,13 @@ class Schedule(RuleBasedStateMachine):
         self.groups: dict[int, Episodes] = {}
         self.turns: dict[int, Said] = {}
         self.unstarted: set[int] = set()
-        self.begin_life(version=0, parents={})
         self.parents: dict[int, int] = {}
-        self.has_small_batches = False
+        self.copies: set[int] = set()
+        self.begin_life(version=0)
         self.restarts = 0
         self.totals["examples"] += 1
 
-    def begin_life(self, version: int, parents: dict[int, int], served: int | None = None) -> None:
+    def begin_life(self, version: int, served: int | None = None) -> None:
         """``served``: version that engines which have outlived the trainer go on with."""
         ended = Counter(group.loss.end for group in self.groups.values() if group.loss is not None)
         trained = sum(self.is_trained(group, version) for group in self.groups.values())
@@ -169,7 +177,7 @@ class Schedule(RuleBasedStateMachine):
             ADMISSIONS[self.admission](),
             POLICIES[self.policy](),
             self.over_sampling,
-            VersionTree(parents),
+            VersionTree(self.parents, self.copies),
             version,
             None if served == version else served,
             self.last_step,
@@ -189,8 +197,8 @@ class Schedule(RuleBasedStateMachine):
         self.is_training = False
         self.expired_in_this_life: set[int] = set()
         self.withheld: set[int] = set()
-        self.made: tuple[int, int] | None = None
-        """Version and number of the update in progress."""
+        self.made: tuple[int, int | None] | None = None
+        """Version in the making and the number of its update, None for a copy."""
         self.is_exposed = False
         """True while some engines have the version in the making already."""
         self.is_disturbed = False
@@ -211,6 +219,17 @@ class Schedule(RuleBasedStateMachine):
     def is_starved(self) -> bool:
         """Return whether the engines serve what nobody can train, so that no group is worked on."""
         return self.lag(self.served) > self.eta
+
+    @property
+    def is_copying(self) -> bool:
+        """Return whether a copy of the restored weights is being published."""
+        return self.made is not None and not self.is_training
+
+    @property
+    def may_ask(self) -> bool:
+        """Return whether the trainer may ask for a batch."""
+        is_behind = self.served != self.version
+        return not (self.is_training or is_behind) and self.core.step != self.last_step
 
     def is_masked(self) -> bool:
         return self.core.consumption.on_stale is OnStale.MASK
@@ -240,6 +259,9 @@ class Schedule(RuleBasedStateMachine):
             group.order = next(self.orders)
             self.generating[ticket.id] = group
             self.core.generating(ticket.id)
+            self.totals["groups admitted while the engines serve another version"] += (
+                self.served != self.version
+            )
 
     def owed(self) -> list[int]:
         """Return the requeued groups that no group has replaced, also those from before a restart."""
@@ -311,19 +333,17 @@ class Schedule(RuleBasedStateMachine):
         return sorted((g for g in groups if g.id not in self.withheld), key=lambda group: group.order)
 
     @rule()
-    @precondition(lambda self: not self.is_training and self.core.step != self.last_step)
+    @precondition(lambda self: self.may_ask)
     def the_trainer_asks_for_a_batch(self) -> None:
         due = self.in_order([*self.generating.values(), *self.ready.values()])[: self.batch_size]
         batch = self.core.take_batch()
         self.note_expired()
         ready = self.in_order(self.ready.values())
         is_taken = batch is not None or self.core.lacks_turns or self.has_nothing_to_train()
-        if self.is_starved():
-            assert self.core.may_generate is False
-            may_train = bool(ready) or self.core.live.available > 0
-            assert is_taken == may_train or self.has_nothing_to_train(), "nothing else can become ready"
-        elif self.core.consumption.on_stale is None:
+        if self.core.consumption.on_stale is None:
             is_complete = len(due) == self.batch_size and all(group.id in self.ready for group in due)
+            # Groups that return may stand in front of others whose deadlines are sooner.
+            is_complete = is_complete and not (self.was_behind and self.is_disturbed)
             assert is_taken or not is_complete, "the oldest groups are ready: nobody waits for more"
         else:
             assert is_taken == (len(ready) >= self.batch_size), "any ready groups will do"
@@ -340,11 +360,9 @@ class Schedule(RuleBasedStateMachine):
         self.take_turns()
         taken = [self.groups[t.id] for t in batch]
         assert taken == ready[: self.batch_size], "the oldest ready groups, oldest first"
-        if isinstance(self.core.consumption, Fifo) and not self.is_starved():
+        if isinstance(self.core.consumption, Fifo):
             assert taken == due, "admission order"
-        assert len(taken) == self.batch_size or self.is_starved()
-        self.has_small_batches = self.has_small_batches or len(taken) < self.batch_size
-        self.totals["batches while the engines serve another version"] += self.served != self.version
+        assert len(taken) == self.batch_size
         for group, part in zip(taken, batch, strict=True):
             self.check_taken(group, part)
             del self.ready[group.id]
@@ -412,6 +430,16 @@ class Schedule(RuleBasedStateMachine):
         self.parents[version] = self.version
 
     @rule()
+    @precondition(lambda self: self.served != self.version and self.made is None)
+    def the_restored_weights_get_a_new_number(self) -> None:
+        version = self.core.begin_copy()
+        self.made = version, None
+        self.updates.copied(version, self.version)
+        self.parents[version] = self.version
+        self.copies.add(version)
+        self.totals["copies"] += 1
+
+    @rule()
     @precondition(lambda self: self.made is not None and not self.is_exposed)
     def some_engines_take_the_new_version(self) -> None:
         self.is_exposed = True
@@ -424,17 +452,16 @@ class Schedule(RuleBasedStateMachine):
         self.core.published(version)
         self.version = self.served = version
         self.published.add(version)
-        for group in self.training:
-            group.trained_by.append(update)
-        for turn in self.turns_in_training:
-            turn.trained_by.append(update)
+        for each in [*self.training, *self.turns_in_training]:
+            assert update is not None, "a copy trains nothing"
+            each.trained_by.append(update)
         self.training, self.made, self.is_exposed = [], None, False
         self.turns_in_training, self.is_training = [], False
         self.note_expired()
         self.check_lags()
 
     def check_lags(self) -> None:
-        assert self.core.step == len(self.updates.behind(self.version))
+        assert self.core.step == self.updates.steps(self.version)
         for version in self.updates.versions():
             assert self.core.lag(version) == self.lag(version)
 
@@ -443,7 +470,7 @@ class Schedule(RuleBasedStateMachine):
         kept=st.sampled_from([0.0, 0.1, 0.5]),
         end=st.sampled_from(["published", "published", "published", "given back"]),
     )
-    @precondition(lambda self: not self.is_training and self.core.step != self.last_step)
+    @precondition(lambda self: self.may_ask)
     def a_whole_step(self, seed: int, kept: float, end: str) -> None:
         """Do what mostly happens, so that a schedule gets far."""
         if self.core.may_admit():
@@ -520,7 +547,7 @@ class Schedule(RuleBasedStateMachine):
     @precondition(lambda self: self.live_trajectories)
     def users_say_something(self, seed: int, number: int) -> None:
         dice = random.Random(seed)
-        served = [self.version] if self.made is None or not self.is_exposed else [self.version, self.made[0]]
+        served = [self.served] if self.made is None or not self.is_exposed else [self.served, self.made[0]]
         for _ in range(number):
             known = list(self.turns.values())
             before = dice.choice(known[-8:]) if known and dice.random() < 0.7 else None
@@ -621,7 +648,7 @@ class Schedule(RuleBasedStateMachine):
         self.note_expired()
 
     @rule(data=st.data())
-    @precondition(lambda self: self.trainable() and self.trainer_may_die)
+    @precondition(lambda self: self.trainable() and self.trainer_may_die and not self.is_copying)
     def a_turn_is_quarantined(self, data: st.DataObject) -> None:
         if data.draw(st.integers(0, 3), "rarely"):
             return
@@ -668,7 +695,7 @@ class Schedule(RuleBasedStateMachine):
         self.totals["batches given back"] += 1
 
     @rule(data=st.data())
-    @precondition(lambda self: (self.training or self.ready) and self.trainer_may_die)
+    @precondition(lambda self: (self.training or self.ready) and self.trainer_may_die and not self.is_copying)
     def a_group_is_quarantined(self, data: st.DataObject) -> None:
         if data.draw(st.integers(0, 3), "rarely"):
             return
@@ -718,14 +745,81 @@ class Schedule(RuleBasedStateMachine):
         self.totals["trainer restarts"] += 1
         self.totals["trainer restarts beyond the bound"] += self.is_starved()
 
-    def restart(self, data: st.DataObject, seed: int, served: int | None) -> None:
+    @rule(data=st.data(), seed=st.integers(0, 1000))
+    @precondition(
+        lambda self: (
+            self.restarts < MOST_RESTARTS
+            and self.trainer_may_die
+            and self.is_too_far(min(self.checkpoints(), key=self.updates.steps))
+        )
+    )
+    def the_trainer_is_restored_so_far_back_that_the_bound_is_exceeded(
+        self, data: st.DataObject, seed: int
+    ) -> None:
+        """Restore it from where the rule above seldom does."""
+        self.restart(data, seed, self.served, [v for v in self.checkpoints() if self.is_too_far(v)])
+        self.totals["trainer restarts"] += 1
+        self.totals["trainer restarts beyond the bound"] += 1
+
+    @rule(data=st.data(), seed=st.integers(0, 1000))
+    @precondition(
+        lambda self: self.restarts < MOST_RESTARTS and self.trainer_may_die and self.checkpoints_near()
+    )
+    def the_trainer_is_restored_where_groups_can_begin_with_an_older_version(
+        self, data: st.DataObject, seed: int
+    ) -> None:
+        """Groups are filtered or trained before, so that others begin, and soon reach their deadlines."""
+        dice = random.Random(seed)
+        for group in [*self.generating.values()]:
+            if dice.random() < 0.8:
+                self.core.filtered(group.id)
+                self.generating.pop(group.id).loss = Loss.FILTERED
+        while dice.random() < 0.9 and self.may_ask:
+            self.the_trainer_asks_for_a_batch()
+            if not self.is_training:
+                break
+            self.the_step_begins()
+            self.the_new_version_is_published()
+        if not self.checkpoints_near():
+            return
+        self.restart(data, seed, self.served, self.checkpoints_near())
+        self.totals["trainer restarts"] += 1
+        for _ in range(self.eta + 2):
+            if self.core.may_admit() and dice.random() < 0.8:
+                self.admit(100)
+            self.groups_finish(seed, dice.choice([0.0, 0.3]))
+            if self.served != self.version:
+                self.the_restored_weights_get_a_new_number()
+                self.the_new_version_is_published()
+            if self.may_ask:
+                self.the_trainer_asks_for_a_batch()
+            if self.is_training:
+                self.the_step_begins()
+                self.the_new_version_is_published()
+
+    def checkpoints_near(self) -> list[int]:
+        """Return the versions from which a trainer can train what the engines serve, but has to hurry."""
+        return [v for v in self.checkpoints() if 0 < self.updates.between(v, self.served) <= self.eta]
+
+    def checkpoints(self) -> list[int]:
+        """Return the versions that a restart can go on from."""
         line = self.updates.behind(self.version)
-        checkpoints = [version for version in self.published if self.updates.behind(version) <= line]
-        restored = data.draw(st.sampled_from(sorted(checkpoints, reverse=True)), "checkpoint")
+        return [version for version in self.published if self.updates.behind(version) <= line]
+
+    def is_too_far(self, version: int) -> bool:
+        """Return whether a trainer that is restored from ``version`` cannot train what the engines serve."""
+        return self.updates.between(version, self.served) > self.eta
+
+    def restart(
+        self, data: st.DataObject, seed: int, served: int | None, checkpoints: Collection[int] = ()
+    ) -> None:
+        """``checkpoints``: to choose from; none: all."""
+        versions = sorted(checkpoints or self.checkpoints(), reverse=True)
+        restored = data.draw(st.sampled_from(versions), "checkpoint")
         dice = random.Random(seed)
         was_generating = set(self.generating) | self.unstarted
         self.restarts += 1
-        self.begin_life(restored, self.parents, served)
+        self.begin_life(restored, served)
         left = [g for g in self.groups.values() if g.loss is None and not self.is_trained(g, restored)]
         begun: list[tuple[Episodes, set[int]]] = []
         fresh: list[Episodes] = []
@@ -818,7 +912,7 @@ class Schedule(RuleBasedStateMachine):
         trained = {group.id for group in self.groups.values() if self.is_trained(group, self.version)}
         assert counts.admitted == len(self.groups)
         assert counts.trained == len(trained)
-        assert len(trained) == self.core.step * self.batch_size or self.has_small_batches
+        assert len(trained) == self.core.step * self.batch_size
         assert (counts.filtered, counts.expired, counts.failed) == (
             ended[State.FILTERED],
             ended[State.EXPIRED],
@@ -836,14 +930,15 @@ class Schedule(RuleBasedStateMachine):
 
     @invariant()
     def somebody_can_always_go_on(self) -> None:
-        """Unless a group is being generated or trained, a group can start or a batch is due."""
-        if self.batch_size and not self.generating and not self.is_training:
-            if self.core.step == self.last_step:
-                return
-            batch = 1 if self.is_starved() else self.batch_size
-            may_train = len(self.ready) - len(self.withheld) >= batch
-            may_train = may_train or (self.is_starved() and self.core.live.available > 0)
-            assert self.core.may_admit() or may_train or self.core.is_stuck
+        """Unless a group is being generated or trained, a group can start or a batch is due.
+
+        While the engines serve another version than the trainer holds, a copy of this one is published.
+        """
+        assert self.core.may_generate != self.is_starved()
+        is_busy = bool(self.generating) or self.is_training or self.served != self.version
+        if self.batch_size and not is_busy and self.core.step != self.last_step:
+            may_train = len(self.ready) - len(self.withheld) >= self.batch_size
+            assert self.core.may_admit() or may_train
 
     def is_consistent(self) -> bool:
         """Return False after an event that was cut short by a violation."""
@@ -868,19 +963,18 @@ class Schedule(RuleBasedStateMachine):
             if self.live_trajectories:
                 self.users_say_something(number, 4)
                 self.turns_are_judged(0, 1.0)
-            if self.is_training:
-                if self.made is None:
-                    self.the_step_begins()
+            if self.is_training and self.made is None:
+                self.the_step_begins()
+            if self.served != self.version and self.made is None:
+                self.the_restored_weights_get_a_new_number()
+            if self.made is not None:
                 self.the_new_version_is_published()
             self.every_group_is_accounted_for()
             if self.core.step == goal:
                 break
             if self.core.may_admit():
                 self.admit(100)
-            if self.core.is_stuck:
-                assert self.is_starved() and not self.ready
-                return
-            for group in list(self.generating.values() if not self.is_starved() else ()):
+            for group in list(self.generating.values()):
                 self.finish(group, dice)
             self.the_trainer_asks_for_a_batch()
         assert self.core.step == goal, "the run has come to a stop"

@@ -32,13 +32,6 @@ class Endpoints:
         self._closing = asyncio.Event()
         self._running = 0
 
-    @property
-    def session_name(self):
-        def name(path, headers, body):
-            return path or headers.get("x-session-id") or body.get("session_id")
-
-        return name
-
     async def figures(self, scope, receive, send) -> None:
         await self._reply(send, {"restored": self.restored, "last": self._journal.last})
 

@@ -50,6 +50,17 @@ def test_what_it_trains_on_is_live_users_alone(recipe):
     assert untrained.live is not None and untrained.live.share == 0.25
 
 
+def test_the_number_of_votes_is_read_where_there_is_a_judge(recipe):
+    judged = load_serving(recipe(live={}), [], {"PRM_M": "3"}).live
+    assert judged is not None and judged.judging.votes == 3
+    assert load_serving(recipe(), [], {"PRM_M": "3"}).live is None
+    judged = load_serving(recipe(live={}), ["live.judging.votes=5"], {"PRM_M": "3"}).live
+    assert judged is not None and judged.judging.votes == 5
+    with pytest.raises(RecipeError) as raised:
+        load_serving(recipe(live={}), [], {"PRM_M": "many"})
+    assert "live.judging.votes" in str(raised.value)
+
+
 def test_variables_of_other_servers_are_read_and_overrides_win(recipe):
     variables = {"HOST": "0.0.0.0", "PORT": "4000", "SERVED_MODEL_NAME": "claw", "PATH": "/bin"}
     gateway = load_serving(recipe(gateway={"port": 1}), [], variables).gateway

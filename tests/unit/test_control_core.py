@@ -1,5 +1,7 @@
 """The control core by hand-written schedules: admission, batches, restarts, a trainer that dies."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,7 @@ from slipstream.rollout.control.core import (
 )
 from slipstream.rollout.control.errors import ControlError, UnknownVersion
 from slipstream.rollout.control.filters import MixedRewards
+from slipstream.rollout.control.live import TakenTurn
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.control.versions import VersionTree
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
@@ -416,6 +419,124 @@ def test_tokens_of_a_version_that_was_given_back_lie_on_a_branch(policy, is_with
     assert core.take_batch() == [Taken(other.id)]
 
 
+def left_behind(
+    bound: int, batch_size: int = 1, *, live_trajectories: int = 0, **policies: Any
+) -> RolloutControl:
+    """Return the core of a trainer that was restored to version 0, while the engines serve version 3."""
+    return RolloutControl(
+        batch_size,
+        bound,
+        versions=VersionTree({1: 0, 2: 1, 3: 2}),
+        served=3,
+        live_trajectories=live_trajectories,
+        **policies,
+    )
+
+
+def test_what_the_engines_serve_within_the_bound_is_trained():
+    core = left_behind(3)
+    assert core.may_generate
+    ticket = core.admit()
+    assert ticket == Ticket(0, 3) and core.lag(3) == 3
+    finish(core, ticket)
+    core.published(core.begin_copy())
+    assert train(core) == [0]
+
+
+@pytest.mark.parametrize("policy", [Fifo(), Windowed(0.0), Windowed(0.25)])
+@pytest.mark.parametrize("bound", [3, 4, 5])
+def test_no_more_groups_begin_with_an_older_version_than_can_be_trained_in_time(policy, bound):
+    """Groups that a restart has restored are trained before them, although their tokens are fresher."""
+    core = left_behind(bound, 2, consumption=policy, counts=GroupCounts(3))
+    assert all(core.restore_ready(id_, {0}) for id_ in range(3))
+    begun = 0
+    while core.may_admit():
+        finish(core, core.admit())
+        begun += 1
+    assert begun == max(0, 2 * (bound + 1 - 3) - 3)
+    core.published(core.begin_copy())
+    while core.counts.in_flight:
+        while core.counts.in_flight < 2:
+            ready(core)
+        assert train(core)
+    assert core.take_expired() == []
+
+
+def test_restored_weights_are_published_under_a_new_number():
+    core = left_behind(2)
+    assert not core.may_generate and not core.may_admit()
+    assert core.begin_copy() == 4
+    assert core.version_in_the_making == 4 and not core.may_admit()
+    core.published(4)
+    assert (core.version, core.served, core.step) == (4, None, 0), "no step was trained"
+    assert [core.lag(version) for version in range(5)] == [0, 1, 2, 3, 0]
+    ticket = core.admit()
+    assert ticket == Ticket(0, 4)
+    finish(core, ticket)
+    assert train(core) == [0]
+    assert (core.version, core.step) == (5, 1)
+
+
+@pytest.mark.parametrize("policy", [Fifo(), Windowed(0.25), ReadyFirst(OnStale.MASK)])
+@pytest.mark.parametrize("bound", [0, 2])
+def test_a_batch_is_whole_also_if_less_is_left_of_it(policy, bound):
+    """The volume gate counts what was trained: behind a smaller batch it would admit too many groups."""
+    core = left_behind(bound, 2, admission=VolumeGate(), consumption=policy, counts=GroupCounts(1))
+    assert core.restore_ready(0, {0})
+    core.published(core.begin_copy())
+    assert core.take_batch() is None
+    for _ in range(4):
+        while core.may_admit():
+            ready(core)
+        assert train(core)
+    assert core.counts.trained == core.step * 2
+    assert core.take_expired() == []
+
+
+def test_turns_of_live_users_go_on_when_the_engines_serve_the_restored_weights():
+    core = left_behind(2, 0, live_trajectories=1)
+    core.live.arrived(-1, {3})
+    assert [turn.id for turn in core.live.take_expired()] == [-1], "the answer cannot be trained any more"
+    core.begin_copy()
+    core.live.arrived(-2, {3, 4})
+    core.live.arrived(-3, {4})
+    core.published(4)
+    core.live.ready(-2)
+    assert core.take_batch() == []
+    assert core.live.training == [(TakenTurn(-2, frozenset({3})),)]
+    core.published(core.begin_step())
+    core.live.ready(-3)
+    assert core.take_batch() == [] and core.lag(4) == 1
+    assert core.live.training == [(TakenTurn(-3),)]
+
+
+def test_a_group_that_goes_on_after_the_restored_weights_were_published_has_fresh_tokens():
+    core = left_behind(2)
+    assert core.may_have({0}) == {0}, "no engine works on it before"
+    assert core.restore_open(1, {0, 3}) is None
+    assert core.restore_open(0, {0}) == Ticket(0, 0)
+    core.published(core.begin_copy())
+    core.finished(0, {0, 4})
+    assert core.take_batch() == [Taken(0)]
+
+
+def test_no_batch_is_taken_before_the_engines_serve_the_restored_weights():
+    core = left_behind(3)
+    core.restore_ready(0, {0})
+    expected = "the engines serve version 3: publish a copy of version 0 first"
+    with pytest.raises(ControlError, match=expected):
+        core.take_batch()
+    core.begin_copy()
+    with pytest.raises(ControlError, match="version 4 is in the making"):
+        core.begin_copy()
+    with pytest.raises(ControlError, match=expected):
+        core.take_batch()
+    core.published(4)
+    with pytest.raises(ControlError, match="the engines serve version 4 already"):
+        core.begin_copy()
+    assert core.take_batch() == [Taken(0)]
+
+
 def test_tokens_of_the_version_in_the_making_are_fresh_once_it_is_published():
     core = RolloutControl(1, 1)
     first, second = core.admit(), core.admit()
@@ -531,10 +652,10 @@ def training(core: RolloutControl) -> None:
         (lambda core: core.begin_step(), "no batch is in training"),
         (lambda core: (ready(core), core.begin_step()), "no batch is in training"),
         (lambda core: (training(core), core.begin_step(), core.begin_step()), "it makes version 1"),
-        (lambda core: core.published(1), "version 1 cannot follow version 0: no step has begun"),
-        (lambda core: (training(core), core.published(1)), "cannot follow version 0: no step has begun"),
-        (lambda core: (training(core), core.begin_step(), core.published(2)), "the step makes version 1"),
-        (lambda core: (training(core), core.begin_step(), core.published(0)), "the step makes version 1"),
+        (lambda core: core.published(1), "version 1 cannot follow version 0: no version was begun"),
+        (lambda core: (training(core), core.published(1)), "cannot follow version 0: no version was begun"),
+        (lambda core: (training(core), core.begin_step(), core.published(2)), "version 1 was begun"),
+        (lambda core: (training(core), core.begin_step(), core.published(0)), "version 1 was begun"),
         (lambda core: core.give_back(), "no batch is in training"),
         (lambda core: (ready(core), core.give_back()), "no batch is in training"),
         (lambda core: core.quarantine(0), "group 0 is neither ready nor in training"),

@@ -148,6 +148,35 @@ def test_parents_and_updates_of_every_version():
     assert [tree.updates(version) for version in range(12)] == depths
 
 
+# ---- copies
+
+
+def test_a_copy_is_a_further_name_for_the_weights_of_its_parent():
+    """Versions 5 and 6 were lost, and 7 is a copy of 4.
+
+    0 - 1 - 2 - 3 - 4 - 5 - 6
+                    + = 7 - 8 - 9
+    """
+    tree = VersionTree({1: 0, 2: 1, 3: 2, 4: 3, 5: 4, 6: 5})
+    assert tree.begin(4, is_copy=True) == 7
+    assert [tree.begin(7), tree.begin(8)] == [8, 9]
+    assert (tree.updates(7), tree.updates(9), tree.parent(7)) == (4, 6, 4)
+    assert [tree.distance(version, 7) for version in (4, 3, 6, 8, 9)] == [0, 1, 2, 1, 2]
+    assert [tree.distance(version, 9) for version in (4, 3, 6, 8, 7)] == [2, 3, 4, 1, 2]
+    assert tree.is_ancestor(4, of=9) and tree.is_ancestor(7, of=9) and not tree.is_ancestor(6, of=9)
+
+
+def test_two_copies_of_one_version_are_the_same_weights():
+    """The trainer has died while it published version 2, and 3 is published instead."""
+    tree = VersionTree([(1, 0), (2, 0), (3, 0), (4, 3)], copies={2, 3})
+    assert (tree.distance(2, 3), tree.distance(2, 4), tree.distance(1, 2)) == (0, 1, 1)
+
+
+def test_a_copy_of_the_version_with_the_number_before_is_no_update():
+    tree = VersionTree([(1, 0), (2, 1), (3, 2)], copies=[2])
+    assert (tree.updates(2), tree.updates(3), tree.distance(1, 3)) == (1, 2, 1)
+
+
 # ---- numbers
 
 

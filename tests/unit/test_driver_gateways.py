@@ -14,7 +14,10 @@ import pytest
 
 from slipstream.backend.cluster.guard import VARIABLE
 from slipstream.backend.cluster.kept_process import KeptProcess
-from slipstream.backend.driver.gateways import GatewayGone, Gateways
+from slipstream.backend.driver.gateways import GatewayGone, Gateways, announcement
+from slipstream.configs.schema import GatewayConfig, RunConfig
+from slipstream.configs.schema.run import RunSection
+from slipstream.rollout.gateway.keys import add_key, keys_file, revoke_key
 
 SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 DEAF = [
@@ -49,6 +52,22 @@ def run(main: Callable[[], Awaitable[None]]) -> None:
             await main()
 
     asyncio.run(limited())
+
+
+def test_the_announcement_says_where_users_reach_the_gateways_and_that_they_need_a_key(tmp_path: Path):
+    config = RunConfig.model_construct(
+        run=RunSection(name="served", root=tmp_path, steps=1), gateway=GatewayConfig(host="::1", port=4000)
+    )
+    where = "users reach http://[::1]:4000/v1"
+    refused = f"{where}; every request is refused until there is an API key: `slipstream key add`"
+    assert announcement(config, {}) == refused
+    assert announcement(config, {"SGLANG_API_KEY": "secret"}) == where
+    add_key(keys_file(config), "ann")
+    assert announcement(config, {}) == where
+    revoke_key(keys_file(config), "ann")
+    assert announcement(config, {}) == refused
+    keys_file(config).write_text("no keys")
+    assert announcement(config, {}) == where, "the gateway says what is wrong with the file"
 
 
 class World:

@@ -29,6 +29,9 @@ class World:
     """What becomes of each start. Later ones succeed."""
     restores: list[Exception | None] = field(default_factory=list)
     responses: list[Exception | None] = field(default_factory=list)
+    copies: list[int] = field(default_factory=list)
+    """New numbers that restored weights need, one for each time that the way back was gone."""
+    publications: list[Exception | None] = field(default_factory=list)
     step = 0
 
     # trainer
@@ -58,6 +61,10 @@ class World:
         self.did.append("turn")
         yield
 
+    async def publish_copy(self, version: int) -> None:
+        assert not self.life.is_alive, "nobody trains before"
+        self._fate(f"publish {version}", self.publications)
+
     # checkpoints
 
     async def settled(self) -> None:
@@ -81,6 +88,9 @@ class World:
 
     async def to(self, version: int) -> None:
         self.did.append(f"back to {version}")
+
+    async def copy_begins(self) -> int | None:
+        return self.copies.pop(0) if self.copies else None
 
     def _fate(self, what: str, fates: list[Exception | None]) -> None:
         self.did.append(what)
@@ -133,6 +143,26 @@ def test_without_a_checkpoint_the_trainer_begins_with_the_initial_weights():
     asyncio.run(until_restored(world, 1))
     assert world.did[-2:] == ["back to 0", "connect"]
     assert "from the initial weights" in world.notes[0]
+
+
+def test_restored_weights_are_published_before_anybody_trains_if_the_engines_have_to_get_them():
+    world = World(checkpoints=[4], copies=[9])
+    asyncio.run(until_restored(world, 1))
+    assert world.did[-3:] == ["connect", "restore v4", "publish 9"]
+    assert world.life.is_alive
+
+
+def test_a_trainer_that_dies_while_it_publishes_its_restored_weights_is_started_again():
+    world = World(checkpoints=[4], copies=[9, 10], publications=[TrainerFailed("killed in publish 9"), None])
+    made = asyncio.run(until_restored(world, 1))
+    assert made.restarts == 2
+    assert [what for what in world.did if what.startswith(("kill", "publish"))] == [
+        "kill",
+        "publish 9",
+        "kill",
+        "publish 10",
+    ]
+    assert world.notes[-1].endswith("killed in publish 9")
 
 
 def test_a_start_that_fails_is_tried_again():

@@ -12,7 +12,7 @@ import pytest
 from slipstream.backend.driver.resume import RunState, begin
 from slipstream.backend.driver.rewind import Rewind
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.collect.gate import AdmissionGate, StalledRun
+from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.collect.leases import Leases
 from slipstream.rollout.control.core import Loss
 from slipstream.rollout.ledger.audit import audit_ledger
@@ -142,9 +142,16 @@ def test_the_run_goes_on_from_any_distance_with_the_next_number(tmp_path: Path, 
         await world.rewind.to(6 - lost)
         assert (world.gate.version, world.gate.served) == (6 - lost, 6)
         assert world.gate.counts.trained == (6 - lost) * B
-        assert world.gate.may_generate == (lost <= BOUND)
-        assert [await world.step() for _ in range(4)] == [7, 8, 9, 10]
-        assert (world.gate.step, world.gate.served) == (10 - lost, 10)
+        copy = await world.rewind.copy_begins()
+        assert copy == (7 if lost else None)
+        if copy is not None:
+            if lost > BOUND:
+                assert not world.collector.leases, "what an engine samples now could never be trained"
+            assert (world.gate.version, world.gate.served) == (6 - lost, 6), "until every engine has it"
+            world.gate.published(copy)
+        first = 7 if copy is None else 8
+        assert [await world.step() for _ in range(4)] == [first, first + 1, first + 2, first + 3]
+        assert (world.gate.step, world.gate.served) == (10 - lost, first + 3)
 
     run(tmp_path, main, consumption=consumption)
 
@@ -154,7 +161,9 @@ def test_the_batches_behind_the_checkpoint_are_ready_again_and_trained_without_a
         for _ in range(6):
             await world.step()
         await world.rewind.to(2)
-        assert not world.collector.leases, "what an engine samples now could never be trained"
+        copy = await world.rewind.copy_begins()
+        assert copy == 7
+        world.gate.published(copy)
         batch = await world.gate.batch(1)
         assert [group.id for group in batch] == [4, 5], "the batch that was trained from version 2 before"
 
@@ -210,7 +219,7 @@ def test_a_step_that_killed_the_trainer_twice_is_bisected(tmp_path: Path):
     run(tmp_path, main)
 
 
-def test_a_run_that_nothing_can_bring_on_says_so_at_once(tmp_path: Path):
+def test_a_run_of_which_nothing_is_left_to_train_collects_from_the_restored_weights(tmp_path: Path):
     async def main(world: World) -> None:
         for _ in range(6):
             await world.step()
@@ -219,8 +228,33 @@ def test_a_run_that_nothing_can_bring_on_says_so_at_once(tmp_path: Path):
             world.gate._core.quarantine(group)
             del world.gate._ready[group]
             world.ledger.lost(group, Loss.QUARANTINED)
-        with pytest.raises(StalledRun, match="engines serve version 6, whose lag 5 exceeds the bound 2"):
-            await world.gate.batch(5)
+        copy = await world.rewind.copy_begins()
+        assert copy is not None
+        world.gate.published(copy)
+        world.leases.grant()
+        assert {lease.version for lease in world.collector.leases} == {copy}
+        assert await world.step() == 8
+
+    run(tmp_path, main)
+
+
+def test_a_trainer_that_dies_while_its_restored_weights_are_published_goes_back_again(tmp_path: Path):
+    async def main(world: World) -> None:
+        for _ in range(6):
+            await world.step()
+        await world.rewind.to(2)
+        assert await world.rewind.copy_begins() == 7
+        await world.rewind.to(2)
+        copy = await world.rewind.copy_begins()
+        assert copy == 8 and world.gate.lag(7) == world.gate.lag(8) == 0
+        world.gate.published(copy)
+        assert await world.step() == 9
+        await world.rewind.to(2)
+        assert world.gate.lag(9) == 1, "one update behind the copy"
+        copy = await world.rewind.copy_begins()
+        assert copy == 10
+        world.gate.published(copy)
+        assert [await world.step() for _ in range(3)] == [11, 12, 13]
 
     run(tmp_path, main)
 

@@ -96,7 +96,10 @@ class Gate(Policy):
 
     async def step_begins(self) -> None: ...
 
+    live_batch = ()
+
     is_ended = False
+    live_batch = ()
 
     async def ended(self) -> None:
         await asyncio.Event().wait()

@@ -63,6 +63,7 @@ class Gate:
     batches: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     begun: int = 0
+    live_batch: tuple[()] = ()
 
     def __post_init__(self) -> None:
         self.batches.set()
@@ -274,8 +275,8 @@ def test_engines_whose_weights_were_cut_off_wait_and_the_others_go_on():
     run(main)
 
 
-def test_an_engine_that_starts_waits_for_a_trainer_that_holds_what_is_served():
-    """The trainer dies behind version 1 and is restored to version 0, which nobody serves any more."""
+def test_an_engine_that_starts_waits_for_a_trainer():
+    """The trainer dies behind version 1 and is restored to version 0, which gets the number 2."""
 
     async def main() -> None:
         world = world_of("a", dies=("nothing",))
@@ -287,14 +288,29 @@ def test_an_engine_that_starts_waits_for_a_trainer_that_holds_what_is_served():
         )
         await asyncio.sleep(0.01)
         world.gate.version = 0
-        world.weights.life.restored()
+        await world.weights.publish_copy(2)
         await asyncio.sleep(0.01)
-        assert not late.done() and world.trainer.calls[-1] == "publish 1"
-        world.gate.published(2)
-        world.weights.life.changed()
+        assert (world.gate.version, world.gate.served) == (2, 2)
+        assert not late.done()
+        world.weights.life.restored()
         assert await late is None
         assert admitted == [2]
-        assert world.trainer.calls[-1] == "publish 2"
+        assert world.trainer.calls == ["train", "publish 1", "publish 2", "publish 2"]
+
+    run(main)
+
+
+def test_a_copy_that_the_trainer_does_not_survive_leaves_the_engines_as_any_publication_does():
+    async def main() -> None:
+        stock = Stock(outdated={"b": "a part has come"})
+        world = world_of("a", "b", stock=stock, dies=("publish 6",))
+        await world.weights.advance(None, 5)  # type: ignore[arg-type]
+        world.gate.version = 2
+        with pytest.raises(TrainerFailed):
+            await world.weights.publish_copy(6)
+        assert (world.gate.version, world.gate.served) == (2, 5)
+        assert world.interrupted.asked == [(5, ["a", "b"])]
+        assert [client.name for client in world.roster.clients] == ["a"]
 
     run(main)
 

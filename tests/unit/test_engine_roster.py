@@ -577,6 +577,23 @@ def test_totals_are_of_all_collectors_also_of_those_that_are_gone():
     asyncio.run(main())
 
 
+def test_what_users_get_counts_as_generated_and_not_as_requests_of_rollouts():
+    """The controller of concurrency sets rollouts alone against their limit."""
+
+    async def main():
+        roster = make()
+        roster.joined("collector")
+        roster.joined("gateway", limit=64)
+        roster.reported("collector", PoolStatus(1, 3, 2, 10, 4, 1))
+        roster.reported("gateway", PoolStatus(1, 20, 18, 100, 30, 2))
+        assert (roster.in_use, roster.live_in_use) == (3, 20)
+        roster.left("gateway")
+        assert (roster.in_use, roster.live_in_use) == (3, 0)
+        assert (roster.tokens_generated, roster.tokens_continued, roster.requests_resent) == (110, 34, 3)
+
+    asyncio.run(main())
+
+
 def test_two_collectors_of_one_name_are_a_mistake():
     async def main():
         roster = make()

@@ -99,6 +99,13 @@ def test_a_name_is_never_given_again(path):
     assert [(key.name, key.hash, bool(key.revoked)) for key in read_keys(path)] == [("ann", "", True)]
 
 
+def test_a_key_is_made_for_no_session_that_could_not_be_named(path):
+    with pytest.raises(KeysError, match="--session names the session 'größer'"):
+        add_key(path, "ann", session="größer")
+    key = add_key(path, "ann", session=" s ")
+    assert ApiKeys(path).user(key).session == "s"
+
+
 @pytest.mark.parametrize("name", ["", "a b", "x" * 129, "ann\n", "environment", "é"])
 def test_a_name_that_cannot_be_one_is_refused(path, name):
     with pytest.raises(KeysError, match="name"):

@@ -10,7 +10,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 
 import aiohttp
@@ -169,6 +170,22 @@ def test_an_end_is_orderly_and_what_ran_is_recorded(tmp_path):
         file = JournalFile.open(journal_of(running.run, 0), "gateway-0")
         assert [row.entry().cancelled for row in file.rows(0)] == [False, True]
         file.close()
+
+
+def test_an_idle_connection_stays_open_for_longer_than_openais_client_keeps_it(tmp_path):
+    """Else a request may be sent on a connection that is just being closed, and fail."""
+    with gateways(tmp_path) as running:
+        running.start()
+        assert running.config.gateway is not None
+        connection = HTTPConnection("127.0.0.1", running.config.gateway.port, timeout=20)
+        with closing(connection):
+            connection.connect()
+            opened = connection.sock
+            for pause_s in (0, 6):
+                time.sleep(pause_s)
+                connection.request("POST", "/v1/x", b"{}", {"Authorization": f"Bearer {running.key}"})
+                assert connection.getresponse().read()
+                assert connection.sock is opened, "it was closed, and opened anew"
 
 
 def test_sessions_are_there_again_after_a_kill(tmp_path):

@@ -13,7 +13,7 @@ from slipstream.rollout.gateway.serving.text import GrowingText
 from slipstream.rollout.gateway.source import Finished, Interrupted, TokenDelta, TokenRequest
 from slipstream.rollout.trajectory import Finish
 from slipstream.rollout.turns import SessionEnd, TurnType
-from tests.plain_conversations import MemoryLog
+from tests.watched_sessions import MemoryLog
 
 
 def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -57,7 +57,7 @@ class Answers:
 
     def end(self, begun: Begun, answer: Answer) -> list[Recorded]:
         self.ended.append(answer)
-        return [Recorded(SessionEnd(begun.session))]
+        return [Recorded(SessionEnd(begun.session, "key"))]
 
     def recorded(self, begun, choice, numbers) -> None:
         pass

@@ -12,7 +12,7 @@ from slipstream.rollout.reward.live import JudgedTurn, RuleJudge, Verdict
 
 ASKED = [{"role": "user", "content": "What is 2+2?"}]
 ANSWER = {"role": "assistant", "content": [{"type": "text", "text": "5"}]}
-TURN = JudgedTurn("session", "alice", ASKED, ANSWER, "stop", 3)
+TURN = JudgedTurn("session", "alice", [], ASKED, ANSWER, "stop", 3)
 
 
 def user(text: str) -> list[dict]:

@@ -225,18 +225,44 @@ def test_batches_of_the_wrong_size_are_found(folder):
     assert "5 steps did not train 2 groups: versions 1, 2, 3, 4, 5" in findings(folder)
 
 
-def test_parts_of_a_batch_that_has_failed_may_be_trained_alone(tmp_path):
-    async def act(ledger: Ledger) -> None:
-        for id_ in range(2):
-            ready_group(ledger, id_, [0])
-        ledger.step_begins(1, 0, [0, 1])
-        ledger.step_failed(1, "a rank was killed")
-        train(ledger, 2, 0, 0, [0])
+def copied(folder):
+    """Write the ledger of a run that goes on from version 1, whose weights are published as version 4.
 
-    in_ledger(tmp_path, act, batch_size=2)
-    assert findings(tmp_path) == []
-    change(tmp_path, "DELETE FROM failures")
-    assert findings(tmp_path) == ["1 steps did not train 2 groups: versions 2"]
+    0 - 1 - 2 - 3
+        + = 4 - 5 - 6
+    """
+
+    async def act(ledger: Ledger) -> None:
+        for version in range(1, 4):
+            ready_group(ledger, version - 1, [version - 1], version - 1)
+            train(ledger, version, version - 1, version - 1, [version - 1])
+        await ledger.restarted(1, bound=BATCH["bound"], n_samples=BATCH["n_samples"])
+        ledger.copy_begins(4, 1)
+        ledger.published(4, [])
+        train(ledger, 5, 4, 1, [1], lag=0)
+        train(ledger, 6, 5, 2, [2], lag=2)
+
+    in_ledger(folder, act)
+    return folder
+
+
+def test_the_weights_of_a_copy_are_those_of_its_parent(tmp_path):
+    audit, lineage = audit_ledger(copied(tmp_path))
+    assert audit.discrepancies == []
+    assert (audit.steps, audit.steps_lost, audit.max_head_lag) == (3, 2, 2)
+    assert lineage.versions == [1, 4, 5, 6]
+    assert [lineage.trained_by(version) for version in (1, 4, 5, 6)] == [1, 1, 2, 3]
+
+
+def test_a_copy_that_is_none_is_found(tmp_path):
+    change(copied(tmp_path), "UPDATE versions SET copy = 0 WHERE version = 4")
+    assert findings(tmp_path)[:2] == [
+        "2 trainings are labelled wrong: group 1 in version 5: the head lag 0 is recorded, the tree has 1, "
+        "group 2 in version 6: the head lag 2 is recorded, the tree has 3",
+        "1 groups or turns were trained beyond the bound that was in force: 2",
+    ]
+    change(tmp_path, "UPDATE versions SET copy = 1 WHERE version = 5")
+    assert "1 copies have a batch of their own: versions 5" in findings(tmp_path)
 
 
 def test_tokens_that_were_too_old_are_accounted_for(tmp_path):
@@ -288,7 +314,7 @@ class Life(RuleBasedStateMachine):
     def open(self, restored: int) -> None:
         self.ledger, recovered = open_ledger(self.folder, **BATCH, restored=restored, segment_bytes=2_000)
         assert recovered.notes == []
-        self.tree = VersionTree(recovered.versions)
+        self.tree = VersionTree(recovered.versions, recovered.copies)
         assert recovered.step == self.tree.updates(restored)
         self.version = restored
         self.next = recovered.counts.admitted
@@ -365,6 +391,18 @@ class Life(RuleBasedStateMachine):
         self.published.add(version)
         self.kept.add(version)
 
+    @rule(complete=st.sampled_from([True, True, True, False]))
+    def publish_a_copy(self, complete):
+        version = self.tree.begin(self.version, is_copy=True)
+        self.ledger.copy_begins(version, self.version)
+        if not complete:
+            self.restart(self.version)
+            return
+        self.ledger.published(version, [])
+        self.version = version
+        self.published.add(version)
+        self.kept.add(version)
+
     @rule(data=st.data())
     def release(self, data):
         self.wait()
@@ -392,6 +430,7 @@ class Life(RuleBasedStateMachine):
     def audit(self):
         audit, lineage = audit_ledger(self.folder)
         assert audit.discrepancies == []
+        assert audit.steps == self.tree.updates(self.version)
         assert lineage.versions == [
             v for v in sorted(self.published) if v and self.tree.is_ancestor(v, self.version)
         ]

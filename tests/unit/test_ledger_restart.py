@@ -30,6 +30,7 @@ def state_of(recovered: Recovered) -> dict[str, object]:
     return {
         "step": recovered.step,
         "versions": recovered.versions,
+        "copies": recovered.copies,
         "position": recovered.position,
         "counts": recovered.counts,
         "losses": recovered.losses,
@@ -56,8 +57,10 @@ def test_a_running_process_goes_on_as_a_resumed_one_does(tmp_path: Path, restore
         await three_steps(ledger)
         ledger.admitted(Ticket(5, 3), 5)
         ledger.lost(5, Loss.REQUEUED)
-        ledger.step_begins(4, 3, [3])
-        ledger.step_failed(4, "rank 0 was killed")
+        ledger.copy_begins(4, 3)
+        ledger.published(4, [])
+        ledger.step_begins(5, 4, [3])
+        ledger.step_failed(5, "rank 0 was killed")
         await ledger.flushed()
 
     async def running(ledger: Ledger) -> Recovered:
@@ -73,7 +76,7 @@ def test_a_running_process_goes_on_as_a_resumed_one_does(tmp_path: Path, restore
     )
     ledger.close()
     assert state_of(going_on) == state_of(resumed)
-    assert going_on.epoch == 1
+    assert (going_on.epoch, going_on.step, going_on.copies) == (1, restored, {4})
     assert going_on.failures == [(3,)]
     for folder in ("running", "killed"):
         assert audit_ledger(tmp_path / folder)[0].discrepancies == []

@@ -13,6 +13,7 @@ from slipstream.rollout.ledger.audit import audit_ledger
 from slipstream.rollout.ledger.history import history_of
 from slipstream.rollout.ledger.recovery import LEDGER, Recovered, open_ledger
 from slipstream.rollout.ledger.segments import FOLDER
+from slipstream.rollout.ledger.turn_hints import StoredHint, hints_of
 from slipstream.rollout.ledger.turns import (
     CLIENT,
     JUDGE,
@@ -134,6 +135,24 @@ def test_a_turn_and_the_number_of_its_entry_are_read_again(tmp_path):
     assert first.payload.next is not None
     assert live.ended_sessions == {BOB}
     assert live.counts == {"unjudged": 1, "waiting": 1, "ready": 1}
+
+
+def test_hints_are_read_with_the_scores_that_they_explain_until_they_are_forgotten(tmp_path):
+    async def act(ledger):
+        add(ledger, 1)
+        for entry, session, hint in [(2, ALICE, "shorter"), (3, BOB, "be kind"), (4, ALICE, None)]:
+            ledger.turns.judged(add(ledger, entry, session=session), entry / 10, JUDGE, hint)
+
+    in_ledger(tmp_path, act)
+    alices = StoredHint("gateway", 2, "ready", 0.2, "shorter")
+    assert list(hints_of(tmp_path)) == [alices, StoredHint("gateway", 3, "ready", 0.3, "be kind")]
+
+    async def forget(ledger):
+        ledger.turns.forget(named("bob's session"), None, number(5))
+        ledger.turns.may_erase()
+
+    in_ledger(tmp_path, forget)
+    assert list(hints_of(tmp_path)) == [alices]
 
 
 def test_gateways_keep_their_numbers(tmp_path):

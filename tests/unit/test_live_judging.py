@@ -9,6 +9,7 @@ from slipstream.rollout.control.live import TurnState
 from slipstream.rollout.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed
 from slipstream.rollout.judge.pool import JudgePool
 from slipstream.rollout.live.judging import LiveJudging
+from slipstream.rollout.live.votes import elected
 from slipstream.rollout.reward.live import Verdict, text_of
 from tests.unit.test_live_turns import Run, Talk, Told, number
 
@@ -99,6 +100,16 @@ def test_a_turn_without_a_score_is_asked_about_again(tmp_path):
     assert score == -1.0
 
 
+def test_the_user_is_told_once_of_turns_without_a_score(tmp_path):
+    judges = Judges()
+    judges.answers |= {"a": [Verdict(None)], "b": [Verdict(None)]}
+    run = judged(tmp_path, judges, "a", "b", ask_again_s=0.03)
+    assert run.notes == [
+        "the judge has no score for what came after a turn of a live user; it is asked about such turns "
+        "again, first after 0.03 s (metric live/put_off)"
+    ]
+
+
 def test_a_failure_leaves_a_turn_waiting_and_tells_the_user(tmp_path):
     judges = Judges()
     judges.answers["broken"] = [JudgingFailed("the judge has raised"), Verdict(0.5)]
@@ -185,3 +196,24 @@ def test_an_outage_of_real_judge_processes_is_no_score(tmp_path):
         run.ledger.close()
     assert "down" in told.notes[0]
     assert run.live.status().verdicts == 1
+
+
+def test_the_strict_plurality_of_several_votes_counts(tmp_path: Path):
+    judges = Judges()
+    judges.answers["mostly good"] = [Verdict(1.0), Verdict(-1.0), Verdict(1.0, "short"), Verdict(None)]
+    judges.answers["tied, then bad"] = [
+        Verdict(1.0),
+        Verdict(-1.0),
+        *[Verdict(None)] * 2,
+        *[Verdict(-1.0)] * 4,
+    ]
+    judges.answers["one fails"] = [JudgingFailed("no"), Verdict(0.5, "hint"), *[Verdict(None)] * 2]
+    run = judged(tmp_path, judges, *judges.answers, votes=4, concurrency=8)
+    assert [run.live._turns[number(2 * place - 1)].score for place in (1, 2, 3)] == [1.0, -1.0, 0.5]
+    assert len(judges.asked) == 16, "a turn without a verdict is asked about again, with all votes"
+
+
+def test_votes_agree_as_an_election_does():
+    assert elected([]) == elected([Verdict(None, "no score")]) == Verdict(None)
+    assert elected([Verdict(1.0), Verdict(0.0)]) == Verdict(None)
+    assert elected([Verdict(0.0, "a"), Verdict(1.0, "longest"), Verdict(0.0, "ab")]) == Verdict(0.0, "ab")

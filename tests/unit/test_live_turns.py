@@ -83,9 +83,9 @@ class Talk:
             more.pop("cancelled", False),
             NOW - 20,
             NOW - 10,
-            0,
-            raw('[{"role": "user", "content": "hello"}]'),
-            raw('{"role": "assistant", "content": "hi"}'),
+            more.pop("kept", 0),
+            raw(f'[{{"role": "user", "content": "{more.pop("said", "hello")}"}}]'),
+            raw(f'{{"role": "assistant", "content": "{more.pop("answer", "hi")}"}}'),
         )
         assert not more
         return self.add(entry, encode_chunk(context, sampled, logprobs))
@@ -196,12 +196,15 @@ class Run:
         return batch
 
 
-def core_of(recovered: Recovered, bound: int, trajectories: int, groups: int = 0) -> RolloutControl:
+def core_of(
+    recovered: Recovered, bound: int, trajectories: int, groups: int = 0, served: int | None = None
+) -> RolloutControl:
     return RolloutControl(
         groups,
         bound,
-        versions=VersionTree(recovered.versions),
+        versions=VersionTree(recovered.versions, recovered.copies),
         version=recovered.restored,
+        served=served,
         live_trajectories=trajectories,
     )
 
@@ -356,6 +359,23 @@ def test_nothing_is_judged_or_trained_if_the_recipe_says_so(in_run):
         assert run.core.live.ends == {TurnEnd.FILTERED: 1}
 
     in_run(act, train=False)
+
+
+def test_turns_behind_the_last_step_are_filtered_and_those_before_it_stay(in_run):
+    """They would wait for ever: no version makes them too old."""
+
+    async def act(run):
+        talk = Talk()
+        talk.say()
+        await run.hear(talk)
+        run.live.training_ends()
+        talk.say(parent=1)
+        await run.hear(talk, first=3)
+        assert run.core.live.ends == {TurnEnd.FILTERED: 1}
+        assert await run.judge() == [number(1)]
+        assert run.live.status().ready == 1
+
+    in_run(act)
 
 
 # ---- judging
@@ -810,6 +830,38 @@ def test_while_the_ledger_goes_back_entries_and_verdicts_wait(in_run):
         assert run.live.durable("gateway") == len(talk.entries)
         await run.ledger.flushed()
         assert core.live.states == {TurnState.WAITING: 1, TurnState.READY: 2, TurnState.TRAINING: 0}
+
+    in_run(act)
+
+
+def test_users_are_learned_from_again_when_the_engines_serve_the_restored_weights(in_run):
+    """Without groups: the trainer is restored three updates back, beyond the bound of 2."""
+    talk = Talk()
+
+    async def act(run):
+        for version in range(3):
+            talk.say(spans=((version, 2),), session=f"before {version}", score=1.0)
+            await run.hear(talk, first=3 * version + 1)
+            await run.step()
+        run.live.hold()
+        recovered = await run.ledger.restarted(0, bound=2, n_samples=1)
+        core = core_of(recovered, 2, 4, served=3)
+        run.gate.restored(core, Intake(PromptStream([Prompt(0, "")], shuffle=False, seed=0)), [], [])
+        run.live.restored(core, recovered.live)
+        heard = len(talk.entries)
+        old = talk.say(spans=((3, 2),), session="old", score=1.0)
+        await run.hear(talk, first=heard + 1)
+        assert core.live.ends[TurnEnd.EXPIRED] == 1 and not core.live.is_alive(number(old))
+        assert not run.gate.may_generate
+        copy = await run.gate.copy_begins()
+        run.gate.published(copy)
+        assert (run.gate.version, run.gate.step) == (4, 0)
+        heard = len(talk.entries)
+        new = talk.say(spans=((4, 2),), session="new", score=1.0)
+        await run.hear(talk, first=heard + 1)
+        batch = await asyncio.wait_for(run.step(), 5)
+        assert talk.sampled[new] in [turn for turns in trained(batch) for turn in turns]
+        assert (run.gate.version, run.gate.step) == (5, 1)
 
     in_run(act)
 

@@ -12,7 +12,9 @@ from slipstream.backend.monitor.recorder import Recorder
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.core import GroupCounts, Loss
+from slipstream.rollout.control.live import TurnEnd
 from slipstream.rollout.control.slots import State
+from slipstream.rollout.live.status import LiveStatus, SinceLastBatch
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
 
 
@@ -243,6 +245,7 @@ def test_the_summary_adds_the_run_up():
     fakes.set(engine_restarts=1)
     summary = fakes.recorder.summary("done", fakes.status).model_dump()
     assert summary.pop("groups") == {"admitted": 5, "trained": 3, "filtered": 1, "expired": 0, "failed": 1}
+    assert summary.pop("turns") is None
     assert summary == pytest.approx(
         {
             "exit": "done",
@@ -265,6 +268,39 @@ def test_the_summary_adds_the_run_up():
             "trainer_wait_fraction": 5 / 20,
         }
     )
+
+
+def test_the_turns_of_users_are_in_the_metrics_and_in_the_summary():
+    fakes = Fakes()
+    fakes.recorder.training_begins(fakes.status)
+    since = SinceLastBatch(trained_ages_s=[2.0, 4.0], scores=[1.0, -1.0, 1.0, 1.0])
+    ends = {TurnEnd.TRAINED: 4, TurnEnd.SIDE: 9}
+    live = LiveStatus(3, 2, 1, 8.0, 5.0, 4.0, ends, {"temperature": 9}, 5, 7, 0, 1, 0.25, since)
+    fakes.set(live=live, live_requests_running=6)
+    logged = fakes.step(two_groups(), 5)
+    assert {tag: value for tag, value in logged.items() if tag.startswith("live/")} == {
+        "live/requests_running": 6,
+        "live/turns_waiting": 3,
+        "live/turns_unjudged": 2,
+        "live/turns_ready": 1,
+        "live/oldest_waiting_s": 8.0,
+        "live/oldest_unjudged_s": 5.0,
+        "live/oldest_ready_s": 4.0,
+        **{f"live/{end}": 0 for end in TurnEnd},
+        "live/trained": 4,
+        "live/side": 9,
+        "live/verdicts": 5,
+        "live/put_off": 7,
+        "live/judge_outages": 0,
+        "live/late_rewards": 1,
+        "live/batch_turns": 4,
+        "live/score_mean": 0.5,
+        "live/trained_age_s": 3.0,
+        "live/baseline": 0.25,
+    }
+    summary = fakes.recorder.summary("stopped", fakes.status)
+    totals = {name: n for name, n in summary.turns.model_dump().items() if n}
+    assert totals == {"trained": 4, "side": 9, "waiting": 3, "unjudged": 2, "ready": 1}
 
 
 def test_a_run_that_never_trained_has_no_training_in_its_summary():

@@ -9,7 +9,9 @@ from pydantic import ValidationError
 from slipstream.backend.monitor.summary import (
     GroupTotals,
     RunSummary,
+    TurnTotals,
     print_summary,
+    read_summary,
     summary_rows,
     write_summary,
 )
@@ -34,7 +36,10 @@ FIELDS = {
     "trainer_restarts": 0,
     "trainer_wait_fraction": 0.11,
     "groups": {"admitted": 836, "trained": 800, "filtered": 12, "expired": 0, "failed": 1},
+    "turns": None,
 }
+NO_GROUPS = dict.fromkeys(GroupTotals.model_fields, 0)
+TURNS = dict.fromkeys(TurnTotals.model_fields, 0)
 EARLY_FAILURE = FIELDS | {
     "exit": "failed",
     "steps": 0,
@@ -170,6 +175,27 @@ def test_plain_summary_is_ascii_and_complete():
         "  engines     0 restarts",
         "  groups      836 admitted, 800 trained, 12 filtered, 1 failed",
     ]
+
+
+def test_a_run_of_live_users_counts_turns_and_no_groups():
+    turns = TURNS | {"trained": 640, "side": 700, "ready": 9}
+    rows = summary_rows(RunSummary(**FIELDS | {"groups": NO_GROUPS, "turns": turns}))
+    assert rows["turns"] == "640 trained, 700 side, 9 ready"
+    assert "groups" not in rows
+    mixed = summary_rows(RunSummary(**FIELDS | {"turns": TURNS}))
+    assert (mixed["groups"], mixed["turns"]) == (
+        "836 admitted, 800 trained, 12 filtered, 1 failed",
+        "0 trained",
+    )
+
+
+def test_a_summary_is_read_back_and_one_that_is_none_is_not(tmp_path):
+    assert read_summary(tmp_path) is None
+    summary = RunSummary(**FIELDS | {"turns": TURNS})
+    path = write_summary(tmp_path, summary)
+    assert read_summary(tmp_path) == summary
+    path.write_text("{")
+    assert read_summary(tmp_path) is None
 
 
 def test_a_run_that_failed_before_its_first_step_has_a_summary_too():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from slipstream.rollout.branches import RecordedTurn, branches_of, messages_of_turn, rebuild
-from slipstream.rollout.gateway.conversations import Joined, TooManySessions, UnknownTurn, User
+from slipstream.rollout.gateway.conversations import Joined, NamedAnswer, TooManySessions, UnknownTurn, User
 from slipstream.rollout.gateway.sessions.placing import SessionLimits
 from slipstream.rollout.gateway.source import Finished
 from slipstream.rollout.record import decode_chunks
@@ -78,6 +78,108 @@ def test_an_answer_cut_off_within_a_character_makes_no_branch(gateway):
         0xE2,
         0x82,
     ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        pytest.param("<think>so", assistant("", reasoning_content="so"), id="within the reasoning"),
+        pytest.param(
+            '<call>{"name":"f","arguments":',
+            assistant("", tool_calls=[{"function": {"name": "f", "arguments": {}}}]),
+            id="within a call",
+        ),
+    ],
+)
+def test_an_answer_that_ends_where_the_template_goes_on_begins_a_branch(gateway, answer, message):
+    """The token that ends it would else stand in the middle of what the template writes."""
+    begun = gateway.begin([user("hi")])
+    first = gateway.end(begun, f"{answer}<|end|>", message=message)
+    history = [user("hi"), message, user("x")]
+    second = gateway.talk(history, "y<|end|>")
+    assert decode(gateway.sampled[second][0]) == ChatTemplate().render(history, answer=True)
+    assert gateway.turn(second).parent == first
+    assert gateway.turn(second).shared == len(begun.input_ids) + len(encode(answer))
+
+
+def test_an_end_token_that_the_template_does_not_write_makes_no_branch(gateway):
+    other = 258  # a mark as well
+    begun = gateway.begin([user("hi")])
+    first = gateway.end(
+        begun, [*encode("yes"), other], finish=Finished(Finish.STOP, other), message=assistant("yes")
+    )
+    second = gateway.begin([user("hi"), assistant("yes"), user("x")])
+    assert second.input_ids == [
+        *begun.input_ids,
+        *gateway.sampled[first][1],
+        *encode("<|end|><|user|>x<|end|><|assistant|>"),
+    ]
+
+
+@pytest.mark.parametrize("sends_reasoning", [True, False])
+@pytest.mark.parametrize("continued", [0, 1])
+def test_of_answers_that_differ_in_their_reasoning_the_one_that_is_meant_is_repeated(
+    gateway, sends_reasoning, continued
+):
+    """Two answers to one question say the same; a client that leaves out the reasoning means the older one
+    that still waits."""
+    begun = gateway.begin([user("hi")], choices=2)
+    numbers = [
+        gateway.end(begun, f"<think>{thought}</think>Yes<|end|>", choice=choice)
+        for choice, thought in enumerate(("one", "two"))
+    ]
+    if not sends_reasoning and continued:
+        gateway.talk([user("hi"), assistant("Yes"), user("w")], "no<|end|>")
+    repeated = assistant(
+        "Yes", **({"reasoning_content": ("one", "two")[continued]} if sends_reasoning else {})
+    )
+    third = gateway.talk([user("hi"), repeated, user("x")], "no<|end|>")
+    turn = gateway.turn(third)
+    assert (turn.parent, turn.reason) == (numbers[continued], "")
+    prompt, sampled = gateway.sampled[numbers[continued]]
+    assert gateway.sampled[third][0][: turn.shared] == prompt + sampled
+    fourth = gateway.talk(
+        [user("hi"), assistant("Yes"), user("x"), assistant("no"), user("y")], "well<|end|>"
+    )
+    assert gateway.turn(fourth).parent == third
+    assert gateway.turn(fourth).reason == "", "what is repeated further back is what the turn before has seen"
+
+
+@pytest.mark.parametrize("continued", [0, 1])
+def test_of_equal_calls_those_with_the_ids_that_the_client_repeats_are_meant(gateway, continued):
+    begun = gateway.begin([user("hi")], choices=2)
+    function = {"name": "f", "arguments": {"a": 1}}
+    numbers = [
+        gateway.end(
+            begun,
+            f"{written_call(function)}<|end|>",
+            choice=choice,
+            message=assistant("", tool_calls=[{"id": f"call-{choice}", "function": function}]),
+        )
+        for choice in (0, 1)
+    ]
+    repeated = assistant("", tool_calls=[{"id": f"call-{continued}", "function": function}])
+    third = gateway.talk([user("hi"), repeated, tool("1")], "no<|end|>")
+    assert gateway.turn(third).parent == numbers[continued]
+    assert gateway.next_states() == {numbers[continued]: ["1"]}
+
+
+def test_reasoning_that_the_client_sends_counts_where_nothing_is_known(gateway):
+    gateway.talk([user("hi")], "<think>one</think>Yes<|end|>", session="s")
+    history = [user("other"), assistant("Yes", reasoning_content="two"), user("x")]
+    begun = gateway.begin(history, session="s")
+    assert decode(begun.input_ids) == ChatTemplate().render(history, answer=True)
+
+
+@pytest.mark.parametrize("first", ["<think>one</think>ok<|end|>", "ok<|end|>"])
+def test_reasoning_of_equal_answers_is_not_mixed_up_where_nothing_is_known(gateway, first):
+    gateway.talk([user("a")], "<think>two</think>well<|end|>", session="s")
+    gateway.talk([user("b")], first, session="s")
+    gateway.talk([user("c")], "<think>three</think>ok<|end|>", session="s")
+    history = [user("other"), assistant("well"), user("x"), assistant("ok"), user("y")]
+    begun = gateway.begin(history, session="s")
+    known = [history[0], assistant("well", reasoning_content="two"), *history[2:]]
+    assert decode(begun.input_ids) == ChatTemplate().render(known, answer=True)
 
 
 def test_blanks_that_the_server_has_stripped_begin_a_branch(gateway):
@@ -391,11 +493,45 @@ def test_the_longest_history_places_a_request(gateway):
     assert gateway.begin([*history, user("x"), assistant("b"), user("y")]).session == one.session
 
 
-def test_a_response_leads_to_its_session_for_the_same_key_only(gateway):
-    begun = gateway.begin([user("hi")])
-    gateway.sessions.answered(begun, "resp_1")
-    assert gateway.sessions.session_of_response(User("key"), "resp_1") == begun.session
-    assert gateway.sessions.session_of_response(User("other"), "resp_1") is None
+def named(gateway, request, *, key="key"):
+    return gateway.sessions.answer_of(User(key), request)
+
+
+def test_an_answer_is_named_by_its_key_alone_also_after_a_kill(gateway):
+    begun = gateway.begin([user("hi")], request="1")
+    assert named(gateway, "1") is None, "it has not ended"
+    first = gateway.end(begun, ODD, exchange=b'{"a": 1}')
+    second = gateway.end(
+        gateway.begin([user("x")], request="2", previous="1", session=begun.session), ODD, exchange=b"{}"
+    )
+    gateway.end(gateway.begin([user("y")], request="3", session=begun.session), ODD)
+    for _ in range(2):
+        assert named(gateway, "1") == NamedAnswer(begun.session, first, "")
+        assert named(gateway, "2") == NamedAnswer(begun.session, second, "1")
+        assert named(gateway, "1", key="other") is named(gateway, "3") is None
+        gateway.restart()
+    assert bytes(gateway.turn(first).exchange) == b'{"a": 1}'
+
+
+def test_an_answer_has_no_name_any_more_when_its_session_has_ended_or_is_forgotten(gateway):
+    for request, how in (("1", "end"), ("2", "forget"), ("3", "done")):
+        begun = gateway.begin([user(request)], request=request, ends_session=how == "done")
+        gateway.end(begun, ODD, exchange=b"{}")
+        if how == "end":
+            gateway.append(gateway.sessions.end_session(User("key"), begun.session))
+        elif how == "forget":
+            gateway.append(gateway.sessions.forget(begun.session, "key"))
+        assert named(gateway, request) is None
+    gateway.restart()
+    assert [named(gateway, request) for request in "123"] == [None] * 3
+
+
+def test_an_evicted_session_keeps_the_names_of_its_answers():
+    gateway = Gateway(limits=SessionLimits(1000, 1, 1800.0))
+    number = gateway.end(gateway.begin([user("hi")], request="1"), ODD, exchange=b"{}")
+    gateway.talk([user("x" * 50)], ODD)
+    assert gateway.sessions.counters.evicted_histories
+    assert named(gateway, "1").turn == number
 
 
 def test_a_prefilled_answer_may_be_repeated_in_one_piece(gateway):

@@ -11,10 +11,13 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from copy import copy
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Protocol, Self
 
 import orjson
 from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
+from sglang.srt.entrypoints.harmony_utils import parse_response_input
+from sglang.srt.entrypoints.openai import serving_chat
 from sglang.srt.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
@@ -38,8 +41,27 @@ from slipstream.rollout.gateway.serving.stand_in import StandIn
 log = logging.getLogger(__name__)
 
 DATA, DONE = "data: ", "data: [DONE]"
-STORED_RESPONSES = 1024
-"""Number of responses that a client may still name as ``previous_response_id``."""
+
+
+def _let_calls_be_repeated() -> None:
+    """Let clients repeat calls whose arguments are no JSON object, as they have got them.
+
+    An answer may be cut off within a call, and a policy may write what is no JSON. SGLang refuses every
+    request that repeats such a call, so that the conversation could never go on.
+    """
+    as_objects = serving_chat.normalize_assistant_tool_call_arguments
+
+    def as_objects_if_they_are(message: dict[str, Any], *, strict: bool = True) -> None:
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and function.get("arguments") == "":
+                function["arguments"] = {}
+        as_objects(message, strict=False)
+
+    serving_chat.normalize_assistant_tool_call_arguments = as_objects_if_they_are
+
+
+_let_calls_be_repeated()
 
 
 class Application(Protocol):
@@ -102,6 +124,18 @@ def _begin(call: LiveCall, prompt: PromptParts, sampling: Mapping[str, object], 
         raise ValueError(refusal.message) from refusal
 
 
+def _join_answers(messages: Sequence[Any]) -> None:
+    """Make one text of the texts of each answer, which clients of some protocols repeat in several parts.
+
+    SGLang would put blanks between them, and the answer would not be known again.
+    """
+    for message in messages:
+        parts = message.content
+        if message.role == "assistant" and isinstance(parts, list):
+            if all(getattr(part, "type", None) == "text" for part in parts):
+                message.content = "".join(part.text for part in parts)
+
+
 class Chatting(OpenAIServingChat):
     """What SGLang's chat and Responses endpoints have in common."""
 
@@ -117,8 +151,11 @@ class Chatting(OpenAIServingChat):
         return bound
 
     def supports_native_reasoning_history(self) -> bool:
-        template = str(getattr(self.tokenizer_manager.tokenizer, "chat_template", ""))
-        return "reasoning_content" in template or super().supports_native_reasoning_history()
+        """Return True: reasoning is never a part of the text of an answer, whatever protocol repeats it.
+
+        Else an answer would not be known again where the template does not read ``reasoning_content``.
+        """
+        return True
 
     def _resolve_lora_path(self, request_model: str, explicit_lora_path: object) -> None:
         """No name of a model means an adapter."""
@@ -127,6 +164,7 @@ class Chatting(OpenAIServingChat):
         self, request: ChatCompletionRequest, is_multimodal: bool
     ) -> MessageProcessingResult:
         with _reading(self.call):
+            _join_answers(request.messages)
             return super()._process_messages(request, is_multimodal)
 
     def _render_and_encode_chat_template(
@@ -292,15 +330,28 @@ class TextCompletion(OpenAIServingCompletion):
 class Responses(Chatting, OpenAIServingResponses):
     """/v1/responses."""
 
+    _is_stored = False
+    """Later requests may name the response."""
+
     def __init__(self, stand_in: StandIn) -> None:
         OpenAIServingResponses.__init__(self, stand_in, stand_in.templates)  # pyright: ignore[reportArgumentType]
-        self.response_store = _Newest(STORED_RESPONSES)
-        self.msg_store = _Newest(STORED_RESPONSES)
 
-    def forget(self, response: str) -> None:
-        """Remove a response and what led to it from memory."""
-        self.response_store.pop(response, None)
-        self.msg_store.pop(response, None)
+    def continuing(self, call: LiveCall, exchanges: Sequence[Mapping[str, Any]]) -> Self:
+        """Return a copy that answers one request, which continues ``exchanges``.
+
+        SGLang keeps responses in memory, by their ids. The copy has just those that the request needs, and
+        whatever it adds to them goes with it: what is kept is in the journal.
+        """
+        bound = self.bound_to(call)
+        bound.response_store, bound.msg_store = {}, {}
+        if exchanges:
+            items: list[Any] = []
+            for exchange in exchanges:
+                items += [*exchange["input"], *exchange["response"]["output"]]
+            last: Any = SimpleNamespace(id=exchanges[-1]["response"]["id"], output=items)
+            bound.response_store[last.id] = last
+            bound.msg_store[last.id] = _harmony_messages(items) if self.use_harmony else items
+        return bound
 
     @classmethod
     def _normalize_response_message_for_chat(cls, message: Any) -> Any:
@@ -322,6 +373,7 @@ class Responses(Chatting, OpenAIServingResponses):
                 sampling["skip_special_tokens"] = False
             self.call.one_by_one = bool(request.stream) and self._is_parsed(bool(request.tools))
         self._begin(processed.prompt_ids, sampling, request.top_logprobs or 0)
+        self._name(request)
         return made
 
     def _make_request_with_harmony(self, request: ResponsesRequest, prev_response: Any) -> Any:
@@ -329,7 +381,12 @@ class Responses(Chatting, OpenAIServingResponses):
             made = super()._make_request_with_harmony(request, prev_response)
             sampling = self._sampling(request, request.stop, None)
         self._begin(made[-1][0], sampling, 0)
+        self._name(request)
         return made
+
+    def _name(self, request: ResponsesRequest) -> None:
+        request.request_id = f"resp_{self.call.answer_id}"
+        self._is_stored = bool(request.store)
 
     def _sampling(self, request: ResponsesRequest, stop: Any, constraint: Any) -> dict[str, Any]:
         """Return the sampling parameters as SGLang makes them later, with exactly the length asked for."""
@@ -344,7 +401,7 @@ class Responses(Chatting, OpenAIServingResponses):
     async def responses_full_generator(self, request: ResponsesRequest, *args: Any, **settings: Any) -> Any:
         response = await super().responses_full_generator(request, *args, **settings)
         if isinstance(response, ResponsesResponse):
-            await self._record([item.model_dump(exclude_none=True) for item in response.output])
+            await self._record(response.model_dump(mode="json", by_alias=True))
         return response
 
     async def responses_stream_generator_non_harmony(
@@ -368,13 +425,20 @@ class Responses(Chatting, OpenAIServingResponses):
     async def _record_at_end(self, event: str) -> None:
         kind, _, data = event.partition("\n")
         if kind in ("event: response.completed", "event: response.incomplete"):
-            await self._record(orjson.loads(data.removeprefix(DATA))["response"]["output"])
+            await self._record(orjson.loads(data.removeprefix(DATA))["response"])
 
-    async def _record(self, items: Sequence[Mapping[str, Any]]) -> None:
-        parts = [self._normalize_response_message_for_chat(dict(item)) for item in items]
+    async def _record(self, response: dict[str, Any]) -> None:
+        """Record the answer with the response that the client gets, so that it can be named later."""
+        parts = [self._normalize_response_message_for_chat(dict(item)) for item in response["output"]]
         merged = self._merge_consecutive_assistant_messages([part for part in parts if part is not None])
         message = merged[-1] if merged else {}
-        await self.call.record([as_template_reads({**message, "content": _text(message.get("content"))})])
+        given = self.call.body["input"]
+        added = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        exchange = {"input": added, "response": response}
+        await self.call.record(
+            [as_template_reads({**message, "content": _text(message.get("content"))})],
+            orjson.dumps(exchange) if self._is_stored and response["status"] != "failed" else b"",
+        )
 
 
 def _text(content: Any) -> str:
@@ -389,15 +453,11 @@ def as_batch(ids: Any) -> list[list[int]]:
     return ids if ids and isinstance(ids[0], list) else [ids]
 
 
-class _Newest(dict[str, Any]):
-    """A dictionary that forgets its oldest entries."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self._size = size
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.pop(key, None)
-        super().__setitem__(key, value)
-        if len(self) > self._size:
-            del self[next(iter(self))]
+def _harmony_messages(items: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return the items of a conversation as gpt-oss reads them."""
+    before: list[Any] = []
+    messages: list[Any] = []
+    for item in items:
+        messages.append(parse_response_input(dict(item), before))  # pyright: ignore[reportArgumentType]
+        before.append(item)
+    return messages

@@ -1,6 +1,6 @@
 """Makes the applications of a gateway process: for users, and for whoever runs it. No SGLang in here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -8,14 +8,15 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from slipstream.rollout.gateway.serving import replies
 from slipstream.rollout.gateway.serving.handling import RequestHandler
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
-from slipstream.rollout.gateway.serving.replies import Protocols
+from slipstream.rollout.gateway.serving.replies import Protocols, protocol_of
 from slipstream.rollout.gateway.serving.schema import EndpointPort, describe
 from slipstream.rollout.gateway.source import TokenSource
 
@@ -40,22 +41,60 @@ def create_app(
     answers: Callable[[], int],
 ) -> FastAPI:
     """Return the application for users."""
-    app = FastAPI(title="Slipstream gateway", docs_url=None, redoc_url=None, openapi_url=None)
+    app = _application("Slipstream gateway")
     for endpoint in endpoints:
-        for prefix in ("", "/sessions/{session}") if endpoint.path.startswith("/v1/") else ("",):
-            _add(app, prefix + endpoint.path, partial(handler.take, endpoint))
-    _add(app, "/sessions/{session}/reward", handler.reward)
+        _add(app, "POST", endpoint.path, partial(handler.take, endpoint))
+    for method, path, take in (
+        ("POST", "/sessions/{session}/reward", handler.reward),
+        ("POST", "/abort_request", handler.abort),
+        ("GET", "/v1/responses/{response}", handler.response),
+    ):
+        _add(app, method, path, _refusing(take))
     _add_state(app, handler, card, source, metrics, answers)
-    app.add_exception_handler(HTTPException, _http_error)  # pyright: ignore[reportArgumentType]
     app.openapi = lambda: describe(get_openapi(title=app.title, version="1", routes=app.routes), endpoints)
     return app
 
 
-def _add(app: FastAPI, path: str, take: Callable[[Request], Any]) -> None:
+def _application(title: str) -> FastAPI:
+    app = FastAPI(title=title, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.add_exception_handler(HTTPException, _http_error)  # pyright: ignore[reportArgumentType]
+    app.add_middleware(HeadAsGet)
+    return app
+
+
+class HeadAsGet:
+    """Answers HEAD as GET. The server leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
+        await self._app({**scope, "method": "GET"} if is_head else scope, receive, send)
+
+
+def _add(app: FastAPI, method: str, path: str, take: Callable[[Request], Any]) -> None:
+    """Add a route. What is below /v1 is below the path of a session as well."""
+
     async def route(request: Request) -> Response:
         return await take(request)
 
-    app.add_api_route(path, route, methods=["POST"], name=path, response_class=Response)
+    for prefix in ("", "/sessions/{session}") if path.startswith("/v1/") else ("",):
+        app.add_api_route(prefix + path, route, methods=[method], name=prefix + path, response_class=Response)
+
+
+def _refusing(take: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """Return a route that tells the client of refusals."""
+
+    async def route(request: Request) -> Response:
+        try:
+            return await take(request)
+        except Refusal as refused:
+            return replies.error_reply(refused, Protocols.OPENAI)
+        except ClientDisconnect:
+            return Response(status_code=499)
+
+    return route
 
 
 def _add_state(
@@ -76,14 +115,11 @@ def _add_state(
 
     def known(build: Callable[[Request], Any]) -> Callable[[Request], Any]:
         async def route(request: Request) -> Response:
-            try:
-                handler.user(request)
-                built = build(request)
-            except Refusal as refused:
-                return replies.error_reply(refused, Protocols.OPENAI)
+            handler.user(request)
+            built = build(request)
             return built if isinstance(built, Response) else replies.json_reply(built)
 
-        return route
+        return _refusing(route)
 
     def one_model(request: Request) -> dict[str, Any]:
         if request.path_params["model"] != card.name:
@@ -121,7 +157,7 @@ def _add_state(
         "/workers": known(workers),
         "/metrics": known(figures),
     }.items():
-        app.add_api_route(path, route, methods=["GET"], name=path, response_class=Response)
+        _add(app, "GET", path, route)
 
 
 def metrics_reply(metrics: ServingMetrics, source: TokenSource, answers: Callable[[], int]) -> Response:
@@ -132,13 +168,22 @@ def metrics_reply(metrics: ServingMetrics, source: TokenSource, answers: Callabl
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    protocol = Protocols.ANTHROPIC if "/v1/messages" in request.url.path else Protocols.OPENAI
-    return replies.error_reply(Refusal(error.status_code, str(error.detail)), protocol)
+    """Refuse what has no route, in the words of the protocol. OPTIONS is no error where there is a route."""
+    headers = dict(error.headers or {})
+    if "Allow" in headers:
+        methods = {name.strip() for name in headers["Allow"].split(",")} | {"OPTIONS"}
+        headers["Allow"] = ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers=headers)
+    message = f"{request.method} {request.url.path}: {str(error.detail).lower()}"
+    reply = replies.error_reply(Refusal(error.status_code, message), protocol_of(request.url.path))
+    reply.headers.update(headers)
+    return reply
 
 
 def create_admin_app(source: TokenSource, metrics: ServingMetrics, answers: Callable[[], int]) -> FastAPI:
     """Return the application for whoever runs the gateway. It has no keys: it listens on loopback only."""
-    app = FastAPI(title="Slipstream gateway, administration", docs_url=None, redoc_url=None, openapi_url=None)
+    app = _application("Slipstream gateway, administration")
 
     async def figures(_request: Request) -> Response:
         return metrics_reply(metrics, source, answers)
@@ -149,5 +194,5 @@ def create_admin_app(source: TokenSource, metrics: ServingMetrics, answers: Call
         )
 
     for path, route in {"/metrics": figures, "/state": state, "/healthz": state}.items():
-        app.add_api_route(path, route, methods=["GET"], name=path, response_class=Response)
+        _add(app, "GET", path, route)
     return app

@@ -8,6 +8,7 @@ The process needs the environment variables of ``engine.process.environment_with
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,13 +34,6 @@ class Serving:
     admin: FastAPI
     metrics: ServingMetrics
     turns: RunningTurns
-    handler: RequestHandler
-    endpoints: Endpoints
-
-    def forget(self, *, user: str, session: str | None) -> None:
-        """Remove what is kept in memory of a user's session, or of all of them. Turns that run go on."""
-        for response in self.handler.forget(user=user, session=session):
-            self.endpoints.forget(response)
 
     async def close(self) -> None:
         """Cancel all turns that run, and wait until they are recorded."""
@@ -54,8 +48,12 @@ def assemble(
     conversations: Conversations,
     entries: EntryLog,
     keys: KeyRing,
+    mint: Callable[[], str],
 ) -> Serving:
-    """Make both applications. Once in a process: SGLang's settings belong to the whole process."""
+    """Make both applications. Once in a process: SGLang's settings belong to the whole process.
+
+    ``mint`` returns ids of requests, which nobody can guess.
+    """
     stand_in = StandIn(model)
     turns = RunningTurns(source, conversations, entries)
     shared = SharedParts(
@@ -68,6 +66,8 @@ def assemble(
         check_sampling=stand_in.check_sampling,
         end_tokens=frozenset(stand_in.tokenizer.all_special_ids),
         version=lambda: source.version,
+        entries=entries,
+        mint=mint,
     )
 
     def record_reward(user: User, session: str, reward: float, turn: int | None) -> None:
@@ -84,17 +84,16 @@ def assemble(
         log_content=gateway.log_content,
     )
     card = ModelCard(model.name, str(model.path), model.context, int(time.time()))
-    endpoints = Endpoints(stand_in)
     app = create_app(
         handler,
-        endpoints.all(),
+        Endpoints(stand_in).all(),
         card,
         source=source,
         metrics=metrics,
         answers=lambda: turns.answers,
     )
     admin = create_admin_app(source, metrics, lambda: turns.answers)
-    return Serving(app, admin, metrics, turns, handler, endpoints)
+    return Serving(app, admin, metrics, turns)
 
 
 def served_model(

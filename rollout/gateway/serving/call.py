@@ -7,21 +7,24 @@ Knows neither HTTP nor SGLang's classes, only the form in which SGLang's tokeniz
 """
 
 import asyncio
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Protocol
 
+import orjson
+
 from slipstream.configs.schema import LimitsConfig
 from slipstream.rollout.gateway.conversations import (
     Arrival,
     ChatMessage,
     Conversations,
+    EntryLog,
     Joined,
     Template,
     TooManySessions,
+    UnknownTurn,
     User,
 )
 from slipstream.rollout.gateway.serving.limits import Refusal
@@ -96,23 +99,56 @@ class SharedParts:
     """Token ids that may end an answer."""
     version: Callable[[], int]
     """The policy version that a new request gets."""
+    entries: EntryLog
+    mint: Callable[[], str]
+    """Returns an id that nobody can guess and that belongs to this process."""
 
 
 class LiveCall:
     """One HTTP request."""
 
-    def __init__(self, shared: SharedParts, envelope: Envelope) -> None:
+    def __init__(
+        self, shared: SharedParts, envelope: Envelope, body: Mapping[str, Any], previous: str = ""
+    ) -> None:
+        """``body``: as the client has sent it. ``previous``: id of the request whose answer it names as the
+        one before.
+        """
         self._shared = shared
         self._envelope = envelope
+        self.body = body
+        self._previous = previous
         self._turns: list[RunningTurn] = []
         self.one_by_one = False
         """The answers are parsed while they are streamed."""
-        self.id = uuid.uuid4().hex
+        self.id = shared.mint()
+        self.answer_id = self.id
+        """What the answer is named after: the id of the request that has begun the turn."""
         self.session: str | None = None
         """The session that it belongs to; known once it has begun."""
         self.refusal: Refusal | None = None
         """Why it is not answered. SGLang's endpoints make errors of their own of the exception that says so,
         some of them with the status 500; this one counts."""
+
+    # ---- what came before
+
+    async def exchanges(self) -> list[dict[str, Any]]:
+        """Return the exchanges that lead to the answer which the request names, the first one first.
+
+        Raises Refusal with 404 if one of them is not kept any more.
+        """
+        numbers: list[int] = []
+        request = self._previous
+        try:
+            while request:
+                answer = self._shared.conversations.answer_of(self._envelope.user, request)
+                if answer is None:
+                    raise UnknownTurn(f"the answer to {request} is not kept any more")
+                numbers.append(answer.turn)
+                request = answer.previous
+            turns = await self._shared.entries.turns(numbers[::-1])
+        except UnknownTurn as error:
+            raise Refusal(404, f"previous_response_id: {error}", param="previous_response_id") from error
+        return [orjson.loads(bytes(turn.exchange)) for turn in turns]
 
     # ---- prompts
 
@@ -145,6 +181,7 @@ class LiveCall:
             turn = self._shared.turns.start(begun, requests, lambda: self._new_answer(parameters))
         self._turns.append(turn)
         self.session = begun.session
+        self.answer_id = begun.request
 
     def _choices(self, n: object) -> int:
         running = sum(len(turn.answers) for turn in self._turns)
@@ -188,6 +225,8 @@ class LiveCall:
             sampling={name: value for name, value in parameters.items() if name not in TEXT_ONLY},
             choices=choices,
             arrived_s=envelope.arrived_s,
+            request=self.id,
+            previous=self._previous,
         )
         try:
             return self._shared.conversations.begin(arrival)
@@ -322,18 +361,23 @@ class LiveCall:
 
     # ---- the end
 
-    async def record(self, messages: Sequence[ChatMessage]) -> None:
+    async def record(self, messages: Sequence[ChatMessage], exchange: bytes = b"") -> None:
         """Record all answers with the messages that the client has got, and wait until they are durable.
 
-        Answers that have failed are left out, and end as cancelled.
+        Answers that have failed are left out, and end as cancelled. ``exchange``: JSON by which a later
+        request that names the answer knows what came before; empty: none can name it.
         """
         await asyncio.gather(
             *(
-                self._shared.turns.record(turn, choice, message)
+                self._shared.turns.record(turn, choice, message, exchange)
                 for (turn, choice, answer), message in zip(self.answers, messages, strict=True)
                 if answer.finish is not None
             )
         )
+
+    def abort(self) -> int:
+        """End all answers where they are. Return the number of those that had not ended."""
+        return sum(self._shared.turns.abort(turn) for turn in self._turns)
 
     def close(self) -> None:
         """Leave all turns: what is neither finished nor read by another request is cancelled."""
@@ -386,6 +430,8 @@ def _finish_reason(step: AnswerPart) -> dict[str, object]:
     assert isinstance(finish, Finished)
     if finish.finish is Finish.LENGTH:
         return {"type": "length", "length": step.tokens}
+    if finish.finish is Finish.PARTIAL:
+        return {"type": "abort", "message": "aborted by its client"}
     return {"type": "stop", "matched": finish.matched}
 
 

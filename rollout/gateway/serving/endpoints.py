@@ -111,10 +111,6 @@ class Endpoints:
             ),
         )
 
-    def forget(self, response: str) -> None:
-        """Remove a response of /v1/responses from memory."""
-        self._responses.forget(response)
-
     async def _answer_chat(self, call: LiveCall, body: ChatCompletionRequest, raw: Request) -> Result:
         if "model" not in body.model_fields_set:
             body.model = self._model
@@ -131,8 +127,8 @@ class Endpoints:
 
     async def _answer_responses(self, call: LiveCall, body: ResponsesRequest, raw: Request) -> Result:
         body.model = body.model or self._model
-        body.request_id = f"resp_{call.id}"
-        return _result(await self._responses.bound_to(call).create_responses(body, raw))
+        bound = self._responses.continuing(call, await call.exchanges())
+        return _result(await bound.create_responses(body, raw))
 
     async def _answer_messages(self, call: LiveCall, body: AnthropicMessagesRequest, raw: Request) -> Result:
         return _result(await self._messages.bound_to(call).handle_messages(body, raw))

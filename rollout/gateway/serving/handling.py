@@ -17,20 +17,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from slipstream.configs.schema import LimitsConfig
-from slipstream.rollout.gateway.conversations import KeyRing, UnknownTurn, User
+from slipstream.rollout.gateway.conversations import KeyRing, NamedAnswer, UnknownTurn, User
+from slipstream.rollout.gateway.naming import key_of, request_of
 from slipstream.rollout.gateway.serving import replies
 from slipstream.rollout.gateway.serving.call import FULL_AGAIN_S, LiveCall, SharedParts
-from slipstream.rollout.gateway.serving.envelope import envelope_of, key_of
+from slipstream.rollout.gateway.serving.envelope import envelope_of
 from slipstream.rollout.gateway.serving.limits import Rates, Refusal
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
-from slipstream.rollout.gateway.serving.replies import ClientGone, EventStream, Protocols, unless_disconnected
+from slipstream.rollout.gateway.serving.replies import ClientGone, EventStream, unless_disconnected
 from slipstream.rollout.gateway.serving.schema import EndpointPort
 from slipstream.rollout.gateway.source import TokenSource
 
 log = logging.getLogger(__name__)
-
-STORED_OWNERS = 1024
-"""Number of responses of which it is known whose they are."""
 
 
 class RequestHandler:
@@ -57,8 +55,8 @@ class RequestHandler:
         self._clock = clock
         self._log_content = log_content
         self._rates = Rates(limits.requests_per_minute, time.monotonic)
-        self._owners: dict[str, tuple[str, str]] = {}
-        """User and session of each response, by its id."""
+        self._calls: dict[LiveCall, str] = {}
+        """Requests that run, and the names of their users."""
 
     def user(self, request: Request) -> User:
         """Return who sends a request. Raises Refusal with 401."""
@@ -93,11 +91,12 @@ class RequestHandler:
         if self._log_content:
             log.info("%s %s: %s", user.name, endpoint.name, raw.decode(errors="replace"))
         parsed = endpoint.read(body, self._limits)
+        previous, session = self._previous(user, body)
         envelope = envelope_of(
             user,
             endpoint=endpoint.name,
             path_session=request.path_params.get("session"),
-            response_session=self._previous(user, body),
+            response_session=session,
             headers=request.headers,
             body=body,
             raw=raw,
@@ -105,13 +104,14 @@ class RequestHandler:
         )
         if endpoint.generates:
             self._check_capacity()
-        call = LiveCall(self._shared, envelope)
+        call = LiveCall(self._shared, envelope, body, previous)
+        self._calls[call] = user.name
         is_streamed = False
         try:
             result = await unless_disconnected(request.receive, self._ask(endpoint, call, parsed, request))
             if isinstance(result, AsyncIterator):
                 self._metrics.first_token_s.labels(endpoint.name).observe(self._clock() - now_s)
-            reply = self._reply(endpoint, call, result, user)
+            reply = self._reply(endpoint, call, result)
             is_streamed = isinstance(reply, EventStream)  # which leaves its turns at its own end
             return reply
         except (Refusal, ClientGone):
@@ -121,7 +121,7 @@ class RequestHandler:
             raise Refusal(500, "internal error") from error
         finally:
             if not is_streamed:
-                call.close()
+                self._close(call)
 
     async def _ask(self, endpoint: EndpointPort, call: LiveCall, parsed: Any, request: Request) -> Any:
         """Return the reply, or the events of one whose first tokens have come. Raises Refusal."""
@@ -137,10 +137,8 @@ class RequestHandler:
             await call.started()
         return result
 
-    def _reply(self, endpoint: EndpointPort, call: LiveCall, result: Any, user: User) -> Response:
+    def _reply(self, endpoint: EndpointPort, call: LiveCall, result: Any) -> Response:
         headers = {"x-request-id": call.id, **replies.session_headers(call.session)}
-        if endpoint.name == "v1/responses" and call.session is not None:
-            self._own(f"resp_{call.id}", user.name, call.session)
         if isinstance(result, AsyncIterator):
             return EventStream(
                 result,
@@ -158,6 +156,10 @@ class RequestHandler:
     def _left(self, endpoint: EndpointPort, call: LiveCall) -> None:
         if any(answer.recorded is None for _, _, answer in call.answers):
             self._metrics.disconnects.labels(endpoint.name).inc()
+        self._close(call)
+
+    def _close(self, call: LiveCall) -> None:
+        del self._calls[call]
         call.close()
 
     def _check_capacity(self) -> None:
@@ -168,58 +170,83 @@ class RequestHandler:
         if retry_after_s is not None:
             raise Refusal(429, "no engine is free; try again", retry_after_s=retry_after_s)
 
-    # ---- responses that are named later
+    # ---- answers that are named later
 
-    def _own(self, response: str, user: str, session: str) -> None:
-        self._owners[response] = (user, session)
-        if len(self._owners) > STORED_OWNERS:
-            del self._owners[next(iter(self._owners))]
+    def _previous(self, user: User, body: dict[str, Any]) -> tuple[str, str | None]:
+        """Return the request whose answer a request continues by name, and its session.
 
-    def forget(self, *, user: str, session: str | None) -> list[str]:
-        """Forget the responses of a session, or of a whole user; return their ids."""
-        ids = [
-            response
-            for response, (owner, its_session) in self._owners.items()
-            if owner == user and session in (None, its_session)
-        ]
-        for response in ids:
-            del self._owners[response]
-        return ids
-
-    def _previous(self, user: User, body: dict[str, Any]) -> str | None:
-        """Return the session of the response that a request continues. Raises Refusal with 404."""
+        Empty and None: it names none. Raises Refusal with 404.
+        """
         previous = body.get("previous_response_id")
         if previous is None:
-            return None
-        owner, session = (
-            self._owners.get(previous, (None, None)) if isinstance(previous, str) else (None, None)
-        )
-        if owner != user.name:
+            return "", None
+        request, answer = self._named(user, previous)
+        if answer is None:
             raise Refusal(404, "previous_response_id: no such response", param="previous_response_id")
-        return session
+        return request, answer.session
+
+    def _named(self, user: User, response: object) -> tuple[str, NamedAnswer | None]:
+        """Return the request of a response, and the answer to it if this user can name it."""
+        if not isinstance(response, str) or not response.startswith(RESPONSE):
+            return "", None
+        request = response.removeprefix(RESPONSE)
+        return request, self._shared.conversations.answer_of(user, request)
+
+    async def response(self, request: Request) -> Response:
+        """Return a response as the client has got it."""
+        user = self.user(request)
+        self._rates.take(user.name)
+        session = request.path_params.get("session")
+        _, answer = self._named(user, request.path_params["response"])
+        if answer is None or session not in (None, answer.session):
+            raise Refusal(404, "no such response", param="response_id")
+        try:
+            [turn] = await self._shared.entries.turns([answer.turn])
+        except UnknownTurn as error:
+            raise Refusal(404, f"no such response: {error}", param="response_id") from error
+        content = orjson.loads(bytes(turn.exchange))["response"] | {"session_id": answer.session}
+        return replies.json_reply(content, headers=replies.session_headers(answer.session))
+
+    # ---- aborts
+
+    async def abort(self, request: Request) -> Response:
+        """End the answers of a request of the same user where they are, as SGLang's /abort_request does."""
+        user = self.user(request)
+        body = _json(await read_body(request, self._limits.body_bytes))
+        rid = body.get("rid")
+        if body.get("abort_all"):
+            raise Refusal(400, "clients may not set abort_all: name each request", param="abort_all")
+        if not isinstance(rid, str) or not rid:
+            raise Refusal(400, "rid: expected the id of a request or of its answer", param="rid")
+        aborted = [
+            call.abort()
+            for call, owner in self._calls.items()
+            if owner == user.name and request_of(rid) in (call.id, call.answer_id)
+        ]
+        return replies.json_reply({"aborted": sum(aborted)})
 
     # ---- rewards
 
     async def reward(self, request: Request) -> Response:
         """Take a client's reward of a turn of its session."""
+        user = self.user(request)
+        self._rates.take(user.name)
+        body = _json(await read_body(request, self._limits.body_bytes))
+        reward, turn = body.get("reward"), body.get("turn")
+        if not isinstance(reward, int | float) or isinstance(reward, bool) or abs(reward) > MOST_REWARD:
+            raise Refusal(400, f"reward: expected a finite number, found {reward!r}", param="reward")
+        if turn is not None and (not isinstance(turn, int) or isinstance(turn, bool) or turn < 0):
+            raise Refusal(400, f"turn: expected a whole number, found {turn!r}", param="turn")
+        session = request.path_params["session"]
         try:
-            user = self.user(request)
-            self._rates.take(user.name)
-            body = _json(await read_body(request, self._limits.body_bytes))
-            reward, turn = body.get("reward"), body.get("turn")
-            if not isinstance(reward, int | float) or isinstance(reward, bool) or abs(reward) > MOST_REWARD:
-                raise Refusal(400, f"reward: expected a finite number, found {reward!r}", param="reward")
-            if turn is not None and (not isinstance(turn, int) or isinstance(turn, bool) or turn < 0):
-                raise Refusal(400, f"turn: expected a whole number, found {turn!r}", param="turn")
-            session = request.path_params["session"]
-            try:
-                self._record_reward(user, session, float(reward), turn)
-            except UnknownTurn as error:
-                raise Refusal(404, str(error)) from error
-            return replies.json_reply({"session_id": session}, headers=replies.session_headers(session))
-        except Refusal as refused:
-            return replies.error_reply(refused, Protocols.OPENAI)
+            self._record_reward(user, session, float(reward), turn)
+        except UnknownTurn as error:
+            raise Refusal(404, str(error)) from error
+        return replies.json_reply({"session_id": session}, headers=replies.session_headers(session))
 
+
+RESPONSE = "resp_"
+"""Beginning of the id of a response. The id of its request follows."""
 
 MOST_REWARD = 3.4e38
 """Largest reward: the trainer computes in float32."""

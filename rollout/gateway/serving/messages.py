@@ -12,11 +12,15 @@ from slipstream.rollout.gateway.conversations import ChatMessage
 
 
 def as_template_reads(message: Mapping[str, Any]) -> ChatMessage:
-    """Return an assistant's message of OpenAI's chat protocol as the chat template reads it."""
+    """Return an assistant's message of OpenAI's chat protocol as the chat template reads it.
+
+    The blanks before a call are the template's own, as SGLang has it when it does not stream.
+    """
     read: ChatMessage = {"role": "assistant", "content": message.get("content") or ""}
     if reasoning := message.get("reasoning_content"):
         read["reasoning_content"] = reasoning
     if calls := message.get("tool_calls"):
+        read["content"] = read["content"].strip()
         read["tool_calls"] = [_call(call) for call in calls]
     return read
 

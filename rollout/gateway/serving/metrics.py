@@ -1,8 +1,12 @@
 """Figures of a gateway process for Prometheus. No figure names a user, a session or a content."""
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -70,3 +74,76 @@ class ServingMetrics:
     def text(self) -> bytes:
         """Return all figures in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+@dataclass(frozen=True)
+class SessionFigure:
+    """How a field of ``SessionCounters`` is shown."""
+
+    name: str
+    help: str
+    label: str | None = None
+    """Name of the label by which a field with several numbers is divided."""
+
+
+SESSION_FIGURES = {
+    "minted": SessionFigure("sessions_begun", "Sessions of requests that named none and continued none."),
+    "by_history": SessionFigure("requests_by_history", "Requests that were placed by their history."),
+    "ambiguous": SessionFigure(
+        "ambiguous_histories", "Requests that began a session because several have theirs."
+    ),
+    "joined": SessionFigure("retries_joined", "Retries that joined a running request."),
+    "abandoned": SessionFigure("answers_abandoned", "Answers that were never sampled."),
+    "turns": SessionFigure("turns", "Turns that have ended: main, side and cancelled.", "type"),
+    "side": SessionFigure("side_turns", "Side turns that the client has not asked for.", "reason"),
+    "overridden": SessionFigure("turns_overridden", "Main turns that were sampled as the recipe says."),
+    "branches": SessionFigure("branches", "Turns that began a branch.", "reason"),
+    "next_states": SessionFigure("next_states", "Next states that were recorded."),
+    "unpaired": SessionFigure("next_states_unpaired", "Next states that no turn waited for."),
+    "ended": SessionFigure("sessions_ended", "Sessions that have ended: client, idle and evicted.", "reason"),
+    "evicted_histories": SessionFigure(
+        "sessions_cleared", "Sessions without their histories, to save memory."
+    ),
+    "evicted_tokens": SessionFigure("tokens_evicted", "Tokens of the chains of evicted sessions."),
+    "refused": SessionFigure("sessions_refused", "Requests for which no session could be evicted."),
+}
+"""Every field of ``SessionCounters``, by its name."""
+
+
+class SessionsPort(Protocol):
+    """The part of ``Sessions`` that is shown."""
+
+    @property
+    def counters(self) -> object: ...
+    @property
+    def sessions(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+
+class SessionCollector(Collector):
+    """Shows the counters of the sessions as they are when somebody looks."""
+
+    def __init__(self, sessions: SessionsPort) -> None:
+        self._sessions = sessions
+
+    def collect(self) -> Iterator[Metric]:
+        counters = self._sessions.counters
+        for field, figure in SESSION_FIGURES.items():
+            family = CounterMetricFamily(
+                f"slipstream_gateway_{figure.name}",
+                figure.help,
+                labels=() if figure.label is None else (figure.label,),
+            )
+            value: int | Mapping[str, int] = getattr(counters, field)
+            if isinstance(value, int):
+                family.add_metric((), value)
+            else:
+                for name, number in sorted(value.items()):
+                    family.add_metric((name,), number)
+            yield family
+        for name, what, value in (
+            ("sessions", "Sessions that are kept.", self._sessions.sessions),
+            ("session_bytes", "Memory of the stored histories.", self._sessions.size),
+        ):
+            yield GaugeMetricFamily(f"slipstream_gateway_{name}", what, value)

@@ -7,19 +7,17 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from enum import StrEnum
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from slipstream.rollout.gateway.naming import SESSION_HEADER
 from slipstream.rollout.gateway.serving.limits import Refusal
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-SESSION_HEADER = "x-session-id"
 
 
 class Protocols(StrEnum):
@@ -29,15 +27,13 @@ class Protocols(StrEnum):
     ANTHROPIC = "anthropic"
 
 
-_OPENAI_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "invalid_request_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-}
+def protocol_of(path: str) -> Protocols:
+    """Return in whose words a path is answered."""
+    return Protocols.ANTHROPIC if "/v1/messages" in path else Protocols.OPENAI
+
+
+_OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
     413: "request_too_large",
@@ -48,10 +44,11 @@ _ANTHROPIC_TYPES = {
 
 def error_body(refused: Refusal, protocol: Protocols) -> dict[str, Any]:
     """Return the body of an error as the clients of a protocol expect it."""
+    other = "invalid_request_error" if refused.status < 500 else "api_error"
     if protocol is Protocols.ANTHROPIC:
-        kind = _ANTHROPIC_TYPES.get(refused.status, "api_error")
+        kind = _ANTHROPIC_TYPES.get(refused.status, other)
         return {"type": "error", "error": {"type": kind, "message": refused.message}}
-    kind = _OPENAI_TYPES.get(refused.status, "api_error")
+    kind = _OPENAI_TYPES.get(refused.status, other)
     error = {"message": refused.message, "type": kind, "param": refused.param, "code": refused.code}
     return {"error": error}
 
@@ -70,11 +67,8 @@ def json_reply(content: Any, *, status: int = 200, headers: Mapping[str, str] | 
 
 
 def session_headers(session: str | None) -> dict[str, str]:
-    """Return the header that names the session. What a header cannot hold is percent-encoded."""
-    return {} if session is None else {SESSION_HEADER: quote(session, safe=_VISIBLE)}
-
-
-_VISIBLE = "".join(map(chr, range(0x21, 0x7F)))
+    """Return the header that names the session."""
+    return {} if session is None else {SESSION_HEADER: session}
 
 
 def with_session(event: str, session: str | None) -> str:

@@ -132,6 +132,15 @@ class RunningAnswer:
             self.steps.append(AnswerPart(text, tokens, finish))
             self._changes.notify()
 
+    def abort(self) -> None:
+        """End the answer where it is, unless it has ended."""
+        if not self.is_over:
+            self.add(TokenDelta((), (), self.spans, finish=Finished(Finish.PARTIAL)))
+
+    @property
+    def is_aborted(self) -> bool:
+        return self.finish is not None and self.finish.finish is Finish.PARTIAL
+
     def fail(self, error: Exception) -> None:
         self.failure = error
         self._changes.notify()
@@ -252,13 +261,24 @@ class RunningTurns:
         except Exception as error:
             answer.fail(error)
 
-    async def record(self, turn: RunningTurn, choice: int, message: ChatMessage) -> None:
+    async def record(
+        self, turn: RunningTurn, choice: int, message: ChatMessage, exchange: bytes = b""
+    ) -> None:
         """Record an answer that has ended, and wait until it is durable. The first message counts."""
         answer = turn.answers[choice]
         if answer.recorded is None:
-            self._record(turn, choice, message, cancelled=False)
+            self._record(turn, choice, message, exchange, cancelled=answer.is_aborted)
         assert answer.recorded is not None
         await asyncio.shield(answer.recorded)
+
+    def abort(self, turn: RunningTurn) -> int:
+        """End the answers of a turn where they are. Return the number of those that had not ended."""
+        running = [answer for answer in turn.answers if not answer.is_over]
+        for task in turn.tasks:
+            task.cancel()
+        for answer in running:
+            answer.abort()
+        return len(running)
 
     def leave(self, turn: RunningTurn) -> None:
         """End to read a turn. What its last reader leaves unrecorded is cancelled."""
@@ -270,7 +290,7 @@ class RunningTurns:
         for choice, answer in enumerate(turn.answers):
             if answer.recorded is None:
                 message = {"role": "assistant", "content": answer.text}
-                self._record(turn, choice, message, cancelled=True)
+                self._record(turn, choice, message, b"", cancelled=True)
         del self._turns[turn.begun]
 
     async def close(self) -> None:
@@ -280,7 +300,9 @@ class RunningTurns:
             self.leave(turn)
         await asyncio.gather(*self._recording, return_exceptions=True)
 
-    def _record(self, turn: RunningTurn, choice: int, message: ChatMessage, *, cancelled: bool) -> None:
+    def _record(
+        self, turn: RunningTurn, choice: int, message: ChatMessage, exchange: bytes, *, cancelled: bool
+    ) -> None:
         answer = turn.answers[choice]
         records = self._conversations.end(
             turn.begun,
@@ -294,6 +316,7 @@ class RunningTurns:
                 message,
                 cancelled,
                 self._clock(),
+                exchange,
             ),
         )
         numbers = self._entries.append(records)

@@ -16,6 +16,11 @@ _OWN: dict[str, Any] = {
     "turn_type": {"enum": ["main", "side"]},
     "session_done": {"enum": [True, False, "1", "true", "yes", "on"]},
 }
+_ABORT: dict[str, Any] = {
+    "type": "object",
+    "required": ["rid"],
+    "properties": {"rid": {"type": "string"}, "abort_all": {"const": False}},
+}
 _REWARD: dict[str, Any] = {
     "type": "object",
     "required": ["reward"],
@@ -59,6 +64,7 @@ def describe(document: dict[str, Any], endpoints: Sequence[EndpointPort]) -> dic
             if path in document["paths"]:
                 _set_body(document["paths"][path]["post"], reference)
     _set_body(document["paths"]["/sessions/{session}/reward"]["post"], _REWARD)
+    _set_body(document["paths"]["/abort_request"]["post"], _ABORT)
     return document
 
 

@@ -1,6 +1,5 @@
 """Sessions: which conversation a request continues, and which ids its prompt consists of.
 
-    naming      names of sessions and types of turns, as clients give them
     sameness    digests that are equal for equal messages
     chains      ids and text of a branch; the ids of a prompt that continues it
     sampling    what the trainer cannot reproduce

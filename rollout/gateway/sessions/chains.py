@@ -28,6 +28,9 @@ Decode = Callable[[Sequence[int]], str]
 Encode = Callable[[str], Sequence[int]]
 """Returns the ids of a part of a rendered text."""
 
+Closing = Callable[[], str]
+"""Returns what the template writes behind the text of an answer."""
+
 _BYTES_PER_ID = 8
 """Memory of an id: four bytes, and about four characters of text."""
 _SEGMENT_BYTES = 300
@@ -107,9 +110,11 @@ def ids_of(tail: Segment | None) -> "array[int]":
     return ids
 
 
-def continue_text(tail: Segment | None, prompt: str, encode: Encode, decode: Decode) -> Extended:
+def continue_text(
+    tail: Segment | None, prompt: str, encode: Encode, decode: Decode, closing: Closing = str
+) -> Extended:
     """Return the prompt with the text ``prompt``, whose ids are as much of the chain as its text repeats."""
-    last, offset, differs = _repeated(tail, prompt, decode)
+    last, offset, differs = _repeated(tail, prompt, decode, closing)
     rest = encode(prompt[offset:]) if offset < len(prompt) else ()
     shared = length_of(last)
     if differs is not None:
@@ -154,7 +159,7 @@ def resume(tail: Segment | None, shared: int, context: Sequence[int]) -> Segment
 
 
 def _repeated(
-    tail: Segment | None, prompt: str, decode: Decode
+    tail: Segment | None, prompt: str, decode: Decode, closing: Closing = str
 ) -> tuple[Segment | None, int, Segment | None]:
     """Return the last segment that a text repeats, where it ends there, and the segment behind it."""
     last: Segment | None = None
@@ -163,7 +168,7 @@ def _repeated(
         text = _text(segment, decode)
         if prompt.startswith(text, offset):
             end = offset + len(text)
-        elif (cut := _cut(segment, text, prompt, offset, decode)) is not None:
+        elif (cut := _cut(segment, text, prompt, offset, decode, closing)) is not None:
             end = offset + cut
         else:
             return last, offset, segment
@@ -178,27 +183,39 @@ def _text(segment: Segment, decode: Decode) -> str:
     return text
 
 
-def _cut(segment: Segment, text: str, prompt: str, offset: int, decode: Decode) -> int | None:
-    """Return how many characters of an answer's text a prompt repeats, if the rest is only how it ended."""
+def _cut(
+    segment: Segment, text: str, prompt: str, offset: int, decode: Decode, closing: Closing
+) -> int | None:
+    """Return how many characters of an answer's text a prompt repeats, if the rest is only how it ended.
+
+    What ended it stays in the ids, so that the template must write no more of the answer behind it.
+    """
     for cut, forbidden in _cuts(segment, text, decode):
-        if prompt.startswith(text[:cut], offset) and not (
-            forbidden and prompt.startswith(forbidden, offset + cut)
+        end = offset + cut
+        if (
+            prompt.startswith(text[:cut], offset)
+            and not (forbidden and prompt.startswith(forbidden, end))
+            and (_is_cut_off(segment) or prompt.startswith(closing(), end))
         ):
             return cut
     return None
 
 
+def _is_cut_off(segment: Segment) -> bool:
+    return segment.answer is not None and segment.answer.finish is Finish.LENGTH
+
+
 def _cuts(segment: Segment, text: str, decode: Decode) -> list[tuple[int, str]]:
     """Return how much of an answer's text counts as the answer; and what must not follow it in the prompt.
 
-    - The answer ended with a token that the template does not write, or not in this place.
+    - The answer ended with a token that the template does not write.
     - It ended with a stop string, which is cut off its message. If the template goes on with the answer's own
       last token, that is not why the rest is missing.
     - It was cut off within a character.
     """
     if segment.answer is None or not segment.ids:
         return []
-    if segment.answer.finish is Finish.LENGTH:
+    if _is_cut_off(segment):
         whole = len(text.rstrip("\ufffd"))
         return [(whole, "")] if whole < len(text) else []
     if segment.answer.finish is not Finish.STOP:

@@ -12,11 +12,12 @@ The prompt is as much of the predecessor's chain as its text repeats, and then w
 where something is not repeated, or where another trained turn continues the predecessor already.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache, partial
 
-from slipstream.rollout.gateway.conversations import Arrival, ChatMessage
+from slipstream.rollout.gateway.conversations import Arrival, ChatMessage, Template
 from slipstream.rollout.gateway.sessions.chains import (
     Decode,
     Extended,
@@ -26,7 +27,7 @@ from slipstream.rollout.gateway.sessions.chains import (
     repeats,
     segments_of,
 )
-from slipstream.rollout.gateway.sessions.sameness import Mark, role_of
+from slipstream.rollout.gateway.sessions.sameness import Mark, ids_of_calls, role_of
 from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState, common_depth, messages_of
 
 
@@ -95,8 +96,9 @@ def predecessor_of_chat(
         history = marks[depth - 1].history
         node = session.nodes.get(history)
         if node is not None and node.turns:
-            turns = [turn for turn in node.turns if turn.waits]
-            return Predecessor(turns[0] if turns else node.turns[-1], messages[depth:], exact=True)
+            meant = _meant(node.turns, messages[depth - 1])
+            turns = [turn for turn in meant if turn.waits]
+            return Predecessor(turns[0] if turns else meant[-1], messages[depth:], exact=True)
         if history in session.cleared:
             return Predecessor(None, messages[depth:], evicted=history)
     if last_answer < 0:
@@ -105,6 +107,20 @@ def predecessor_of_chat(
     if turn is not None:
         return Predecessor(turn, messages[last_answer + 1 :] if certain else ())
     return Predecessor(_behind_known(session, marks))
+
+
+def _meant(turns: Sequence[ChainTurn], answer: ChatMessage) -> Sequence[ChainTurn]:
+    """Return the turns, of those with equal answers, that a client means: with the ids of calls and with the
+    reasoning that it repeats, if any has them."""
+    for tell in (ids_of_calls, _reasoning_of):
+        told = tell(answer)
+        turns = [turn for turn in turns if told and tell(turn.message) == told] or turns
+    return turns
+
+
+def _reasoning_of(message: Mapping[str, object]) -> str:
+    reasoning = message.get("reasoning_content")
+    return reasoning.strip() if isinstance(reasoning, str) else ""
 
 
 def _with_answer(session: SessionState, marks: Sequence[Mark], last: int) -> tuple[ChainTurn | None, bool]:
@@ -143,8 +159,8 @@ def prompt_of_chat(
     session: SessionState, arrival: Arrival, marks: Sequence[Mark], before: Predecessor, decode: Decode
 ) -> PromptPlan:
     """Return the prompt of a conversation that continues ``before``."""
-    messages = session.canonical(arrival.messages, marks)
     turn = before.turn
+    messages = _as_answered(session.canonical(arrival.messages, marks), marks, turn)
     extended = _extended_chat(None if turn is None else turn.tail, arrival, messages, decode)
     if turn is None:
         reason = BranchReason.EVICTED if before.evicted else BranchReason.NEW if session.turns else None
@@ -155,15 +171,47 @@ def prompt_of_chat(
     return PromptPlan(extended.tail, turn, extended.shared, messages, common_depth(turn.node, marks), reason)
 
 
+def _as_answered(
+    messages: list[ChatMessage], marks: Sequence[Mark], turn: ChainTurn | None
+) -> list[ChatMessage]:
+    """Return messages, with the answers of the turns on the way to ``turn`` in the place of equal ones."""
+    placed: set[int] = set()
+    while turn is not None:
+        place = turn.node.depth - 1
+        is_repeated = place < len(marks) and marks[place].history == turn.node.mark.history
+        if is_repeated and place not in placed:
+            messages[place] = dict(turn.message)
+            placed.add(place)
+        turn = turn.parent
+    return messages
+
+
 def _extended_chat(
     tail: Segment | None, arrival: Arrival, messages: Sequence[ChatMessage], decode: Decode
 ) -> Extended:
     if arrival.template is None or arrival.text is None:
         return continue_ids(tail, arrival.prompt_ids)
+    template = arrival.template
     if messages == list(arrival.messages):
-        return _extended(tail, arrival, decode)
-    text = arrival.template.render(messages, answer=True)
-    return continue_text(tail, text, arrival.template.encode, decode)
+        if tail is None:
+            return _anew(arrival.prompt_ids, arrival.text)
+        text = arrival.text
+    else:
+        text = template.render(messages, answer=True)
+    return continue_text(tail, text, template.encode, decode, cache(partial(_closing, template)))
+
+
+def _closing(template: Template) -> str:
+    """Return what a template writes behind the text of an answer; empty if that cannot be told."""
+    question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}
+    try:
+        _, found, closing = template.render([question, answer], answer=False).rpartition(_ANSWER)
+    except ValueError:
+        return ""
+    return closing if found else ""
+
+
+_ANSWER = "An answer."
 
 
 def _anew(ids: Sequence[int], text: str | None) -> Extended:

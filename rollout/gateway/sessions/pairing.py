@@ -80,14 +80,14 @@ def expected_of(
     if role_of(repeated) != "assistant" or not rest or len(reaction_of(rest)) < len(rest):
         return None
     text = text_of(repeated)
-    return Expected(marks[place].alone, text if alone and isinstance(text, str) else "", rest)
+    return Expected(marks[place].alone, text.strip() if alone and isinstance(text, str) else "", rest)
 
 
 def fulfilled(turn: ChainTurn, expected: Sequence[Expected]) -> Sequence[ChatMessage]:
     """Return the next state of a turn that has just ended, among those that waited for it."""
     text = text_of(turn.node.message)
     for item in expected:
-        begins = isinstance(text, str) and item.beginning and text.startswith(item.beginning)
+        begins = isinstance(text, str) and item.beginning and text.strip().startswith(item.beginning)
         if item.alone == turn.node.mark.alone or begins:
             return item.reaction
     return ()

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slipstream.rollout.gateway.conversations import TooManySessions
+from slipstream.rollout.gateway.conversations import NamedAnswer, TooManySessions
 from slipstream.rollout.gateway.sessions.counters import SessionCounters
 from slipstream.rollout.gateway.sessions.sameness import Mark
 from slipstream.rollout.gateway.sessions.stored import SessionState
@@ -49,7 +49,8 @@ class SessionTable:
         self._histories: dict[tuple[str, bytes], OrderedDict[Id, SessionState]] = {}
         """By key and history: the sessions in which a turn ends there. Those in which it waits for its next
         state are first."""
-        self._responses: dict[tuple[str, str], SessionState] = {}
+        self._named: dict[tuple[str, str], SessionState] = {}
+        """Sessions by key and by the ids of requests whose answers can be named."""
         self.size = 0
 
     def __len__(self) -> int:
@@ -74,7 +75,7 @@ class SessionTable:
         self._counters.refused += 1
         raise TooManySessions(
             f"{len(self._sessions)} sessions are open, and each has a turn that waits for its next state "
-            f"or runs; try again later, or end sessions with X-SessionState-Done"
+            f"or runs; try again later, or end sessions with X-Session-Done"
         )
 
     def used(self, session: SessionState, now_s: float) -> None:
@@ -140,6 +141,7 @@ class SessionTable:
         self.clear(session)
         session.cleared.clear()
         self._unlist(session, frozenset())
+        self._forget_names(session)
         session.waiting = 0
         session.ending, session.ended = False, True
         self.used(session, session.used_s)
@@ -157,8 +159,7 @@ class SessionTable:
         self.size -= session.size
         session.size = 0
         self._unlist(session, frozenset())
-        for response in session.responses:
-            self._responses.pop((session.key, response), None)
+        self._forget_names(session)
         for table in (self._sessions, self._removable, self._filled):
             table.pop((session.key, session.name), None)
 
@@ -175,16 +176,22 @@ class SessionTable:
         if sessions is not None and (session.key, session.name) in sessions:
             sessions.move_to_end((session.key, session.name))
 
-    def list_response(self, session: SessionState, response: str) -> None:
-        """Note that a response belongs to a session."""
-        if (session.key, response) not in self._responses:
-            session.responses.append(response)
-        self._responses[session.key, response] = session
+    def name_answer(self, session: SessionState, request: str, turn: int, previous: str) -> None:
+        """Note that later requests can name the answer to a request, whose entry has the number ``turn``."""
+        before = session.size
+        session.name_answer(request, turn, previous)
+        self.account(session, before)
+        self._named[session.key, request] = session
 
-    def session_of_response(self, key: str, response: str) -> str | None:
-        """Return the name of the session of a response; None: it is not known."""
-        session = self._responses.get((key, response))
-        return None if session is None else session.name
+    def answer_of(self, key: str, request: str) -> NamedAnswer | None:
+        """Return the answer to a request; None: none that can be named, or not any more."""
+        session = self._named.get((key, request))
+        return None if session is None else session.named[request]
+
+    def _forget_names(self, session: SessionState) -> None:
+        for request in session.named:
+            del self._named[session.key, request]
+        session.named.clear()
 
     def find(self, key: str, marks: Sequence[Mark]) -> SessionState | None:
         """Return the session with the longest stored history with which a conversation begins.

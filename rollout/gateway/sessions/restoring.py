@@ -63,6 +63,8 @@ class Restoring:
             for node in session.endings(turn.node):
                 self._table.list_history(session, node.mark.history)
             self._table.account(session, size)
+        if entry.response:
+            self._table.name_answer(session, entry.response, number, entry.previous)
         self._table.used(session, entry.ended_s)
 
 

@@ -23,6 +23,9 @@ class Running(Begun):
     """Digests of the messages of the prompt."""
     ends_session: bool
     arrived_s: float
+    previous: str
+    named: bool = False
+    """Later requests can name its answer."""
     open: set[int]
     """Answers that have not ended, by their places."""
     expected: list[Expected] = field(default_factory=list[Expected])

@@ -1,9 +1,9 @@
 """Digests that are equal for equal messages, and for equal beginnings of conversations.
 
 Two messages are the same if their role, text and tool calls are. Calls are compared as JSON values. Ids, the
-order of keys, reasoning, names and settings of caches do not count: clients change or drop them when they
-send a message again. ``developer`` is another word for ``system``, and ``function`` for ``tool``. One part of
-text is the same as the text itself.
+order of keys, reasoning, names, settings of caches and blanks around an answer do not count: clients change or
+drop them when they send a message again. ``developer`` is another word for ``system``, and ``function`` for
+``tool``. One part of text is the same as the text itself.
 """
 
 import json
@@ -39,6 +39,8 @@ def digest_alone(message: Mapping[str, object]) -> bytes:
     """Return a digest that is equal for equal messages. Raises ValueError for JSON nested too deeply."""
     role = role_of(message).encode("utf-8", "replace")
     text = text_of(message)
+    if role == b"assistant" and isinstance(text, str):
+        text = text.strip()
     calls = _calls(message)
     if isinstance(text, str) and not calls:
         return blake2b(b"%b\0%b" % (role, text.encode("utf-8", "replace")), digest_size=16).digest()
@@ -80,6 +82,13 @@ def text_of(message: Mapping[str, object]) -> str | list[object]:
     if not parts:
         return ""
     return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts
+
+
+def ids_of_calls(message: Mapping[str, object]) -> list[object]:
+    """Return the ids of the tool calls of a message."""
+    calls = message.get("tool_calls")
+    items = cast("list[object]", calls) if isinstance(calls, list) else []
+    return [cast("dict[str, object]", call).get("id") for call in items if isinstance(call, dict)]
 
 
 def _calls(message: Mapping[str, object]) -> list[object]:

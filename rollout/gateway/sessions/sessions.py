@@ -13,11 +13,14 @@ from dataclasses import replace
 from math import isfinite
 from typing import TypeVar
 
+import msgspec
+
 from slipstream.rollout.gateway.conversations import (
     Answer,
     Arrival,
     Begun,
     Joined,
+    NamedAnswer,
     Recorded,
     UnknownTurn,
     User,
@@ -133,6 +136,8 @@ class Sessions:
         turn.number = numbers[position]
         session = running.home
         session.numbers.append(turn.number)
+        if running.named and not (session.forgotten or session.ended):
+            self._table.name_answer(session, running.request, turn.number, running.previous)
         reaction = running.reactions.pop(choice, ())
         if reaction:
             self.counters.next_states += 1
@@ -192,15 +197,9 @@ class Sessions:
         self._due.append(Recorded(Forgotten(session, key)))
         return self._leave()
 
-    def answered(self, begun: Begun, response: str) -> None:
-        """Note the id of a response, which a later request may give as ``previous_response_id``."""
-        session = running_of(begun).home
-        if not session.forgotten:
-            self._table.list_response(session, response)
-
-    def session_of_response(self, user: User, response: str) -> str | None:
-        """Return the session of a response of this user; None: it is not known."""
-        return self._table.session_of_response(user.name, response)
+    def answer_of(self, user: User, request: str) -> NamedAnswer | None:
+        """Return the answer to a request of this user; None: none that can be named, or not any more."""
+        return self._table.answer_of(user.name, request)
 
     def restore(self, entries: Iterable[tuple[int, Recorded]]) -> Sequence[Recorded]:
         """Take numbered entries of the journal, in order, before the first request.
@@ -292,6 +291,8 @@ class Sessions:
             marks=(),
             ends_session=arrival.ends_session,
             arrived_s=arrival.arrived_s,
+            request=arrival.request,
+            previous=arrival.previous,
             open=set(range(arrival.choices)),
         )
         if verdict.overridden:
@@ -343,7 +344,11 @@ class Sessions:
             kept=prompt.kept,
             messages=as_json(prompt.messages[prompt.kept :]),
             answer=as_json(answer.message),
+            response=running.request if answer.exchange else "",
+            previous=running.previous if answer.exchange else "",
+            exchange=msgspec.Raw(answer.exchange),
         )
+        running.named = bool(answer.exchange)
         return Recorded(entry, sample.chunk)
 
     def _count(self, turn: ChainTurn, sample: Sample, answer: Answer, prompt: PromptPlan) -> str:

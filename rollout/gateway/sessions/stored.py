@@ -11,13 +11,15 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.rollout.gateway.conversations import ChatMessage
+from slipstream.rollout.gateway.conversations import ChatMessage, NamedAnswer
 from slipstream.rollout.gateway.sessions.chains import Segment, length_of, size_of
 from slipstream.rollout.gateway.sessions.sameness import Mark, marks_of, role_of
 
 _TURN_BYTES = 600
 _MESSAGE_BYTES = 600
 """Memory of a turn, and of a message, beside ids and text."""
+_NAMED_BYTES = 400
+"""Memory of an answer that can be named."""
 _SEARCHED = 64
 """Turns that are looked at, the newest first, where no digest leads to the turn."""
 
@@ -65,6 +67,12 @@ class ChainTurn:
         return length_of(self.tail)
 
     @property
+    def message(self) -> Mapping[str, object]:
+        """Its own answer: that of another turn may have the same node, and differ in its reasoning."""
+        sampled = None if self.tail is None else self.tail.answer
+        return self.node.message if sampled is None else sampled.message
+
+    @property
     def waits(self) -> bool:
         """True if a next state may still come and matter."""
         return self.trained and not self.paired
@@ -92,16 +100,18 @@ class SessionState:
     """Messages by the digest of their history."""
     turns: list[ChainTurn] = field(default_factory=list[ChainTurn])
     """In the order in which they ended."""
-    answers: dict[bytes, ChatMessage] = field(default_factory=dict[bytes, ChatMessage])
-    """Answers with reasoning, which clients leave out, by their digests."""
+    answers: "dict[bytes, Mapping[str, object] | None]" = field(
+        default_factory=dict[bytes, "Mapping[str, object] | None"]
+    )
+    """Answers with the reasoning that clients leave out, by their digests; None: several differ in it."""
     numbers: "array[int]" = field(default_factory=lambda: array("q"))
     """Numbers of the entries of all its turns, in order."""
     cleared: dict[bytes, list[int]] = field(default_factory=dict[bytes, list[int]])
     """Numbers of turns that waited for a next state when it was cleared, by the digest of their history."""
     histories: list[bytes] = field(default_factory=list[bytes])
     """Digests under which the histories of all sessions have this one."""
-    responses: list[str] = field(default_factory=list[str])
-    """Responses that name it."""
+    named: dict[str, NamedAnswer] = field(default_factory=dict[str, NamedAnswer])
+    """Answers that later requests can name, by the ids of their requests."""
     running: int = 0
     """Requests that have not ended."""
     ending: bool = False
@@ -125,8 +135,11 @@ class SessionState:
     def canonical(self, messages: Sequence[ChatMessage], marks: Sequence[Mark]) -> list[ChatMessage]:
         """Return messages, each known one as it was first sent or answered."""
         known = messages_of(self.deepest(marks))
-        unknown = range(len(known), len(messages))
-        return known + [self.answers.get(marks[index].alone, messages[index]) for index in unknown]
+        unknown = zip(messages[len(known) :], marks[len(known) :], strict=True)
+        return known + [
+            message if message.get("reasoning_content") else dict(self.answers.get(mark.alone) or message)
+            for message, mark in unknown
+        ]
 
     def newest(self) -> list[ChainTurn]:
         """Return the newest turns, the newest first."""
@@ -157,12 +170,16 @@ class SessionState:
         self.turns.append(turn)
         for node in self.endings(turn.node):
             node.turns.append(turn)
-        if turn.node.message.get("reasoning_content"):
-            self.answers[turn.node.mark.alone] = turn.node.message
+        self._keep_reasoning(turn.node.mark.alone, turn.message)
         self.waiting += turn.waits
         self.size += _TURN_BYTES
         for segment in (turn.tail, None if turn.tail is None else turn.tail.before):
             self.size += 0 if segment is None else size_of(segment)
+
+    def _keep_reasoning(self, alone: bytes, answer: Mapping[str, object]) -> None:
+        known = self.answers.setdefault(alone, answer)
+        if known is not None and known.get("reasoning_content") != answer.get("reasoning_content"):
+            self.answers[alone] = None
 
     def endings(self, answer: MessageNode) -> list[MessageNode]:
         """Return an answer; and, if the client had given its beginning, both as the one message that clients
@@ -171,6 +188,11 @@ class SessionState:
         if merged is None or answer.before is None:
             return [answer]
         return [answer, self.add_answer(answer.before.before, merged)]
+
+    def name_answer(self, request: str, turn: int, previous: str) -> None:
+        """Note that later requests can name the answer to a request."""
+        self.named[request] = NamedAnswer(self.name, turn, previous)
+        self.size += _NAMED_BYTES
 
     def pair(self, turn: ChainTurn) -> None:
         """Note that the next state of a turn is recorded."""

@@ -1,7 +1,10 @@
-"""Sessions and a journal in memory that do the least, for tests of the endpoints alone."""
+"""What surrounds the endpoints of a gateway in tests: sessions that tell what they have seen, a journal in
+memory, and keys that are known.
+"""
 
 import asyncio
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 from slipstream.rollout.gateway.conversations import (
     Answer,
@@ -12,44 +15,39 @@ from slipstream.rollout.gateway.conversations import (
     UnknownTurn,
     User,
 )
-from slipstream.rollout.turns import SessionEnd, TurnType
+from slipstream.rollout.gateway.sessions.placing import SessionLimits
+from slipstream.rollout.gateway.sessions.sessions import Sessions
+from slipstream.rollout.turns import Turn, TurnType
 
 
-class PlainConversations:
-    """Every request is a turn by itself, in the session that it names or in a new one."""
+class WatchedSessions(Sessions):
+    """Sessions, and everything that arrived and was answered."""
 
-    def __init__(self) -> None:
+    def __init__(self, temperature: float, decode: Callable[[Sequence[int]], str]) -> None:
+        names = itertools.count()
+        super().__init__(
+            SessionLimits(1000, 1 << 30, 3600.0),
+            temperature=temperature,
+            override=False,
+            decode=decode,
+            mint=lambda: f"minted-{next(names)}",
+        )
         self.arrivals: list[Arrival] = []
         self.answers: list[tuple[str, Answer]] = []
         self.rewards: list[tuple[str, str, float, int | None]] = []
-        self._running: dict[bytes, Begun] = {}
 
     def begin(self, arrival: Arrival) -> Begun | Joined:
         self.arrivals.append(arrival)
-        if arrival.retries and (running := self._running.get(arrival.digest)):
-            return Joined(running)
-        begun = Begun(
-            arrival.session or f"minted-{len(self.arrivals)}",
-            arrival.prompt_ids,
-            arrival.sampling,
-            arrival.user.turn_type if arrival.turn_type is None else arrival.turn_type,
-        )
-        self._running[arrival.digest] = begun
-        return begun
+        return super().begin(arrival)
 
     def end(self, begun: Begun, answer: Answer) -> Sequence[Recorded]:
-        self._running = {digest: turn for digest, turn in self._running.items() if turn is not begun}
         self.answers.append((begun.session, answer))
-        return [Recorded(SessionEnd(begun.session))] if answer.tokens else []
-
-    def recorded(self, begun: Begun, choice: int, numbers: Sequence[int]) -> None:
-        pass
+        return super().end(begun, answer)
 
     def reward(self, user: User, session: str, reward: float, turn: int | None) -> Sequence[Recorded]:
-        if session not in {name for name, _ in self.answers}:
-            raise UnknownTurn(f"no session {session}")
+        entries = super().reward(user, session, reward, turn)
         self.rewards.append((user.name, session, reward, turn))
-        return []
+        return entries
 
 
 class MemoryLog:
@@ -67,6 +65,13 @@ class MemoryLog:
 
     async def durable(self, number: int) -> None:
         await self._durable.wait()
+
+    async def turns(self, numbers: Sequence[int]) -> list[Turn]:
+        entries = [self.entries[number - 1].entry for number in numbers]
+        turns = [entry for entry in entries if isinstance(entry, Turn)]
+        if len(turns) < len(entries):
+            raise UnknownTurn("one of the entries is no turn")
+        return turns
 
     def hold(self) -> None:
         self._durable.clear()

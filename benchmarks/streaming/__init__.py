@@ -1,0 +1,1 @@
+"""Streaming answers through updates of the weights: ``python -m benchmarks.streaming``."""

@@ -1,0 +1,75 @@
+"""What a judge is asked about a turn: the conversation up to it, and what came next. Nothing is changed.
+
+    request of a turn = the first ``kept`` messages of (request and answer of its parent), then its own
+
+Of each turn, its own messages are stored and no others. Those before are read along the parents, the newest
+first, until there is no room for more.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from slipstream.rollout.ledger.database import LedgerError
+from slipstream.rollout.live.known import KnownTurn, decode_said
+from slipstream.rollout.record import CorruptRecord
+from slipstream.rollout.reward.live import JudgedTurn
+from slipstream.rollout.trajectory import Messages
+
+LONGEST_HISTORY = 1 << 20
+"""Bytes of the turns before, as they are stored. Those that do not fit any more are left out."""
+
+Read = Callable[[bytes], bytes]
+"""Returns the payload that references point to. Raises LedgerError."""
+
+
+def question_of(turn: KnownTurn, read: Read, longest: int = LONGEST_HISTORY) -> tuple[JudgedTurn, Messages]:
+    """Return what a judge is asked about a turn after which something has come.
+
+    Raises LedgerError and CorruptRecord when the turn itself cannot be read.
+    """
+    assert turn.payload.said is not None
+    assert turn.payload.next is not None
+    said = decode_said(read(turn.payload.said))
+    history = history_of(turn, said.kept, read, longest)
+    judged = JudgedTurn(
+        said.session,
+        said.key,
+        history,
+        _decoded(said.messages),
+        _decoded(said.answer),
+        turn.head.finish.value,
+        turn.head.sampled,
+        said.kept - len(history),
+    )
+    return judged, _decoded(read(turn.payload.next))
+
+
+def history_of(turn: KnownTurn, kept: int, read: Read, longest: int = LONGEST_HISTORY) -> Messages:
+    """Return the newest of the ``kept`` messages before a turn's own, as far as there is room for them.
+
+    A turn that is damaged, or that the session does not have, ends them.
+    """
+    newest_first: list[Messages] = []
+    before, room = turn.parent, longest
+    while kept and before is not None and before.payload.said is not None:
+        try:
+            data = read(before.payload.said)
+            room -= len(data)
+            if room < 0:
+                break
+            said = decode_said(data)
+            stored = [*_decoded(said.messages), _decoded(said.answer)]
+        except (LedgerError, CorruptRecord):
+            break
+        newest_first.append(stored[: max(0, kept - said.kept)])
+        kept = min(kept, said.kept)
+        before = before.parent
+    return [message for messages in reversed(newest_first) for message in messages]
+
+
+def _decoded(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptRecord(f"the messages of a turn are no JSON: {error}") from error
