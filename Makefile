@@ -5,6 +5,7 @@
 # make crash-cases                every known harm to a run once: kills, stops, damage (more than an hour); ONLY="damage"
 # make soak                       memory over hours of a simulated run and ten minutes of a real one
 # make crash-sweep N=200 SEED=1   kills runs N times, audits and resumes each (about half a minute per kill)
+# make crash-live N=100 SEED=1    kills gateway and driver N times while users talk (a minute per kill of the driver)
 # make test-slow    tests of minutes each: engines that do not answer for one, further kills and layouts
 # make test-other-megatron   the trainer's parity and optimizer tests on Megatron-Core 0.19.2, which Python 3.11 does not get
 # make staleness-study   how methods learn from stale batches (over an hour; goes on where it was stopped)
@@ -21,7 +22,7 @@ ENVIRONMENT := configs/environment
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off
 GPU ?=
 
-.PHONY: quickstart test test-others test-runs test-fast test-slow test-other-megatron property-sweep crash-cases crash-sweep soak staleness-study lint format install clean constraints lock lock-check
+.PHONY: quickstart test test-others test-runs test-fast test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live soak staleness-study lint format install clean constraints lock lock-check
 .DELETE_ON_ERROR:
 
 quickstart: install
@@ -59,6 +60,9 @@ crash-cases: install
 
 crash-sweep: install
 	$(BIN)/python -m tests.crash.sweep --kills $(or $(N),200) --seed $(or $(SEED),1)
+
+crash-live: install
+	$(BIN)/python -m tests.crash.live --kills $(or $(N),100) --seed $(or $(SEED),1)
 
 soak: install
 	$(BIN)/python -m tests.crash.soak

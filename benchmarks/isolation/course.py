@@ -115,6 +115,8 @@ class Course:
         find = partial(self._run.processes, loop)
         if not find():
             sys.exit(f"no process of the {loop} was found:\n{self._run.output()[-2000:]}")
+        if (loop, kind) == ("trainer", "stopped"):
+            self._await_publication()
         with disturbed(kind, find):
             harmed = self._measured(DISTURBED_S)
         events = self._watch.events()
@@ -141,6 +143,13 @@ class Course:
             ),
             self._depths(begin, time.time()),
         )
+
+    def _await_publication(self) -> None:
+        """Return just behind a publication: engines stand still in it as long as the trainer does."""
+        steps = len(self._run.step_times())
+        deadline = time.monotonic() + STEADY_S
+        while len(self._run.step_times()) == steps and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def steady(self, expected: dict[str, float] | None) -> float:
         """Wait until the run goes at its expected rates; return how long that took."""

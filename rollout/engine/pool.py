@@ -1,9 +1,9 @@
 """The serving engines, seen by workflows as one generator. Every generating process has a pool of its own.
 
-A request goes to the least loaded engine. When that engine is lost or aborts the request, the tokens
-generated so far become the prefix of a further request to any engine. While no engine serves, requests wait.
-An engine is lost when it does not answer, when its weights are wrong, or when nothing but malformed replies
-come from it.
+A request goes to the least loaded engine; a slow one counts as loaded (``pace.py``). When that engine is
+lost or aborts the request, the tokens generated so far become the prefix of a further request to any engine.
+While no engine serves, requests wait. An engine is lost when it does not answer, when its weights are wrong,
+or when nothing but malformed replies come from it.
 
     limit -> engine -> complete
                ^ |
@@ -33,6 +33,7 @@ from slipstream.rollout.engine.client import (
 from slipstream.rollout.engine.completion import Aborted
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.limit import Limit
+from slipstream.rollout.engine.pace import Pace, weights
 from slipstream.rollout.engine.routing import LostEngine, PoolStatus, Routing, ServingEngine
 from slipstream.rollout.engine.sampling import Sampling, starts_over
 from slipstream.rollout.engine.trace import RequestTrace, watched
@@ -82,6 +83,7 @@ class _Engine:
     client: GeneratingClient
     doubted: int | None
     load: int = 0
+    pace: Pace = field(default_factory=Pace)
     malformed: int = 0
     """Number of malformed replies since the last good one."""
     lost: str | None = None
@@ -267,6 +269,8 @@ class EnginePool:
         engine = await self._acquire()
         completion = growth.completion
         length, attested = len(completion.tokens), False
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
 
         def grown() -> None:
             watch.grown()
@@ -287,6 +291,7 @@ class EnginePool:
                         grown=grown,
                     )
                 attested, engine.malformed = True, 0
+                engine.pace.took(clock() - began_s, len(completion.tokens) - length, clock())
             except Malformed as error:
                 self._blame(engine, growth, error)
                 raise
@@ -392,7 +397,9 @@ class EnginePool:
         serving = [engine for engine in self._engines.values() if engine.lost is None]
         if self.held or not serving:
             return None
-        engine = min(serving, key=lambda engine: engine.load)
+        weight_of = weights([engine.pace for engine in serving], asyncio.get_running_loop().time())
+        loads = [(engine.load + 1) * each for engine, each in zip(serving, weight_of, strict=True)]
+        engine = serving[loads.index(min(loads))]
         engine.load += 1
         return engine
 

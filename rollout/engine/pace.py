@@ -1,0 +1,54 @@
+"""How long an engine takes for a token, seen from the requests of one process. Pure.
+
+The least loaded engine is not the best one if it is slow: an engine that takes ten times as long would have
+as many requests as the others, and each of those would take ten times as long. Small differences come from
+lengths and from chance. So only an engine that is several times slower than the fastest one gets less.
+"""
+
+from collections.abc import Sequence
+
+SLOW = 3.0
+"""An engine that takes so many times as long for a token as the fastest one is slow."""
+
+LEAST_S = 1e-3
+"""No engine is slow that takes less for a token: what is measured then is chance."""
+
+KEPT = 0.8
+"""Share of what is known that remains behind each further request: the last five count."""
+
+REQUESTS = 3
+"""Requests from which on an engine's time for a token is known."""
+
+FORGET_S = 30.0
+"""Time without a request behind which an engine counts as unknown: it may be well again."""
+
+
+class Pace:
+    """The pace of one engine."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._tokens = 0.0
+        self._requests = 0
+        self._last_s = 0.0
+
+    def took(self, seconds: float, tokens: int, now_s: float) -> None:
+        """Take in a request that is done, and how long it took for so many tokens."""
+        self._seconds = self._seconds * KEPT + seconds
+        self._tokens = self._tokens * KEPT + tokens
+        self._requests += 1
+        self._last_s = now_s
+
+    def per_token_s(self, now_s: float) -> float | None:
+        """Return the seconds that a token takes; None: that is not known."""
+        if self._requests < REQUESTS or not self._tokens or now_s - self._last_s > FORGET_S:
+            return None
+        return self._seconds / self._tokens
+
+
+def weights(paces: Sequence[Pace], now_s: float) -> list[float]:
+    """Return, for each engine, how many requests of another one a request of this one stands for."""
+    times = [pace.per_token_s(now_s) for pace in paces]
+    fastest = min((each for each in times if each), default=0.0)
+    slow_s = max(SLOW * fastest, LEAST_S)
+    return [each / fastest if each and each >= slow_s else 1.0 for each in times]
