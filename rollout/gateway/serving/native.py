@@ -5,7 +5,6 @@ from typing import Any
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from starlette.requests import Request
 
 from slipstream.rollout.gateway.serving.answering import as_batch
 from slipstream.rollout.gateway.serving.call import Content, Form, LiveCall, PromptParts
@@ -81,7 +80,7 @@ class Native:
     def __init__(self, stand_in: StandIn) -> None:
         self._stand_in = stand_in
 
-    async def answer(self, call: LiveCall, body: GenerateBody, _raw: Request) -> Any:
+    async def answer(self, call: LiveCall, body: GenerateBody) -> Any:
         top = body.top_logprobs_num if body.return_logprob else 0
         sampling = body.sampling_params.model_dump(exclude_none=True)
         try:
