@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections import Counter
 
-from benchmarks.live_users import THANKS, WRONG, Shuffle
+from benchmarks.quickstart_users import THANKS, WRONG, Shuffle
 
 
 def test_shuffled_words_keep_their_rates_and_mean_nothing():
