@@ -136,11 +136,8 @@ class Course:
             events.latency_s(*calm.span),
             events.latency_s(*harmed.span),
             (calm.cores, harmed.cores),
-            (self._mean("perf/weight_update_s", calm), self._mean("perf/weight_update_s", harmed)),
-            (
-                self._mean("perf/weight_update_stall_s", calm),
-                self._mean("perf/weight_update_stall_s", harmed),
-            ),
+            self._means("perf/weight_update_s", calm, harmed),
+            self._means("perf/weight_update_stall_s", calm, harmed),
             self._depths(begin, time.time()),
         )
 
