@@ -17,6 +17,10 @@ from slipstream.configs.schema import SamplingConfig
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 """Parameters that constrain a completion to a grammar, which SGLang begins with the first new token."""
 
+BEGUN = 1
+"""Added to the priority of a live request that goes on: its user reads already, and others wait to begin. So
+small a difference lets no request take the place of a running one."""
+
 
 @dataclass(frozen=True, slots=True)
 class LiveSampling:
@@ -72,7 +76,8 @@ def request_fields(
     parameters = {"stream_interval": interval, **sampling.parameters, "max_new_tokens": tokens_left}
     if done and parameters.get("min_new_tokens"):
         parameters["min_new_tokens"] = max(0, cast(int, parameters["min_new_tokens"]) - done)
-    fields: dict[str, object] = {"sampling_params": parameters, "priority": sampling.priority}
+    priority = sampling.priority + BEGUN * bool(done)
+    fields: dict[str, object] = {"sampling_params": parameters, "priority": priority}
     if sampling.top_logprobs:
         fields["top_logprobs_num"] = sampling.top_logprobs
     if scores_prompt:

@@ -307,3 +307,4 @@ def test_the_fields_of_a_live_request():
         later = request_fields(sampling, done=done, tokens_left=8 - done, greedy=False, stream_interval=64)
         assert later["sampling_params"]["min_new_tokens"] == least
         assert later["sampling_params"]["max_new_tokens"] == 8 - done
+        assert later["priority"] == 101, "an answer that has begun goes before those that have not"
