@@ -41,7 +41,7 @@ FLOORS = {
         {"changes", "durable", "garbage", "gpu_environment", "heaps", "network", "temporary", "trajectory"},
         {"control", "plugins", "prompts", "record", "reward"},
         {"turns"},
-        {"branches", "engine", "judge", "ledger", "workflow"},
+        {"engine", "judge", "ledger", "workflow"},
         {"live", "messages"},
         {"handover"},
         {"collect", "collector", "gateway"},

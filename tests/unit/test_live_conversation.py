@@ -2,12 +2,12 @@
 
 import random
 
-from slipstream.rollout.branches import messages_of_turn
 from slipstream.rollout.control.live import TurnEnd
 from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.live.conversation import history_of, question_of
 from slipstream.rollout.reward.live import JudgedTurn, text_of
 from slipstream.rollout.turns import Turn
+from tests.unit.branches import messages_of_turn
 from tests.unit.test_live_turns import Run, Talk, in_run, number
 
 __all__ = ["in_run"]

@@ -1,4 +1,4 @@
-"""Branches of a session: which turns train together, and the tokens of each branch.
+"""Branches of a session by the entries of its journal alone: an oracle for sessions, which decide as they go.
 
     t1 ─► t2 ─► t4        one branch: each prompt repeats all tokens of the turn before
      │     └──► t5        a branch: it repeats all of t2, which t4 continues already
