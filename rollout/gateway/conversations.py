@@ -66,12 +66,15 @@ class Arrival:
     """How often the client says that it has sent this request before (``x-stainless-retry-count``)."""
     messages: Sequence[ChatMessage]
     """As the template reads them. Empty where the client has sent text or ids instead of a chat."""
-    prompt_ids: Sequence[int]
-    """The whole prompt as rendered and tokenized anew."""
+    prompt_ids: Sequence[int] | None
+    """The whole prompt as it was sent, or tokenized anew. None: ``template`` encodes as much of ``text`` as
+    is needed."""
     text: str | None
     """The whole prompt as rendered; None where the client has sent ids, or where no template made the ids."""
     template: Template | None
     """None where no template made the ids."""
+    most_tokens: int
+    """Length of the longest prompt that leaves room for an answer."""
     sampling: Mapping[str, object]
     """Sampling parameters under SGLang's names, without ``n``."""
     choices: int
@@ -152,6 +155,14 @@ class NamedAnswer:
     """Id of the request whose answer it continues by name; empty: it continues none."""
 
 
+class PromptTooLong(ValueError):
+    """A prompt leaves no room for an answer."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"the prompt has {tokens} tokens")
+        self.tokens = tokens
+
+
 class TooManySessions(RuntimeError):
     """A cap on sessions or their bytes is reached, and nothing may be evicted."""
 
@@ -164,7 +175,11 @@ class Conversations(Protocol):
     """All sessions of one gateway process. Plain calls on one event loop: none of them waits."""
 
     def begin(self, arrival: Arrival) -> Begun | Joined:
-        """Place a request. Raises ValueError for what the client did wrong, and TooManySessions."""
+        """Place a request, which then has room for an answer of a token at least.
+
+        Raises PromptTooLong and another ValueError for what the client did wrong, and TooManySessions:
+        nothing has changed then.
+        """
         ...
 
     def end(self, begun: Begun, answer: Answer) -> Sequence[Recorded]:

@@ -149,11 +149,12 @@ class Gateway:
             "digest": b"",
             "retries": 0,
             "messages": messages,
-            "prompt_ids": () if "prompt_ids" in changes else encode(text or ""),
+            "prompt_ids": None if messages else encode(text or ""),
             "text": text,
             "template": template,
             "sampling": {"temperature": 1.0},
             "choices": 1,
+            "most_tokens": 100_000,
             "arrived_s": self.now,
         }
         return Arrival(**(values | changes))

@@ -204,13 +204,6 @@ async def test_a_failure_reaches_the_reader_after_what_came_before_it():
 
 
 @on_a_loop
-async def test_a_turn_without_room_is_recorded_as_cancelled_for_each_choice():
-    scene = Scene()
-    scene.turns.abandon(scene.begun, 2)
-    assert [(answer.choice, answer.cancelled) for answer in scene.answers.ended] == [(0, True), (1, True)]
-
-
-@on_a_loop
 async def test_closing_cancels_all_turns_and_waits_until_they_are_durable():
     scene = Scene()
     scene.log.hold()

@@ -5,7 +5,14 @@ import json
 import numpy as np
 import pytest
 
-from slipstream.rollout.gateway.conversations import Joined, NamedAnswer, TooManySessions, UnknownTurn, User
+from slipstream.rollout.gateway.conversations import (
+    Joined,
+    NamedAnswer,
+    PromptTooLong,
+    TooManySessions,
+    UnknownTurn,
+    User,
+)
 from slipstream.rollout.gateway.sessions.placing import SessionLimits
 from slipstream.rollout.gateway.source import Finished
 from slipstream.rollout.record import decode_chunks
@@ -445,7 +452,7 @@ def test_a_retry_joins_the_running_turn_and_nothing_else_does(gateway):
     ):
         begin = gateway.sessions.begin(gateway.arrival([user("hi")], **({"digest": b"d"} | changes)))
         assert not isinstance(begin, Joined), changes
-        gateway.sessions.abandon(begin, gateway.now)
+        gateway.end(begin, ODD)
     gateway.end(begun, ODD)
     assert not isinstance(gateway.sessions.begin(gateway.arrival(digest=b"d", retries=3)), Joined)
 
@@ -625,10 +632,18 @@ def test_what_is_forgotten_leaves_no_trace_and_running_answers_are_not_recorded(
     assert gateway.sessions.sessions == 0
 
 
-def test_an_abandoned_request_leaves_nothing(gateway):
-    begun = gateway.begin([user("hi")])
-    assert gateway.sessions.abandon(begun, gateway.now) == []
-    assert gateway.sessions.sessions == 0 and gateway.sessions.counters.abandoned == 1
+def test_a_prompt_without_room_for_an_answer_is_refused_and_leaves_nothing(gateway):
+    gateway.talk([user("hi")], ODD, session="s")
+    history = [user("hi"), assistant("Hello"), user("more")]
+    length = len(gateway.begin(history, session="s").input_ids)
+    entries, sessions = len(gateway.journal), gateway.sessions.sessions
+    for session in ("s", "new"):
+        arrival = gateway.arrival(history, session=session, most_tokens=length - 3)
+        with pytest.raises(PromptTooLong) as refused:
+            gateway.sessions.begin(arrival)
+        assert refused.value.tokens >= length - 2
+    assert (len(gateway.journal), gateway.sessions.sessions) == (entries, sessions)
+    assert gateway.begin(history, session="s", most_tokens=length).input_ids
 
 
 def test_a_refused_prompt_leaves_nothing(gateway):
@@ -703,8 +718,7 @@ def test_a_session_of_300_turns_encodes_each_text_a_few_times_only(gateway, temp
     text = "a rather long question " * 5
     for place in range(300):
         messages.append(user(f"{text}{place}"))
-        ids = {} if place == 0 else {"prompt_ids": ()}  # only the first prompt has no chain to continue
-        gateway.talk(messages, f"<think>so {place}</think>answer {place}<|end|>", template=template, **ids)
+        gateway.talk(messages, f"<think>so {place}</think>answer {place}<|end|>", template=template)
         messages.append(assistant(f"answer {place}"))
     assert template.rendered <= 4 * 300 * len(text)
     turns = recorded_turns(gateway)

@@ -12,7 +12,7 @@ from contextlib import aclosing, contextmanager
 from copy import copy
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 import orjson
 from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
@@ -73,14 +73,13 @@ class Application(Protocol):
 
 @dataclass(frozen=True)
 class AppliedTemplate:
-    """A chat template with the tools and settings of one request, and the prompt that it has made."""
+    """A chat template with the tools and settings of one request, and the text that it has made."""
 
     tokenizer: Application
     messages: Sequence[ChatMessage]
     settings: Mapping[str, Any]
     encoding: Mapping[str, Any]
     text: str
-    ids: Sequence[int]
 
     def render(self, messages: Sequence[ChatMessage], *, answer: bool) -> str:
         try:
@@ -137,10 +136,8 @@ def _join_answers(messages: Sequence[Any]) -> None:
     SGLang would put blanks between them, and the answer would not be known again.
     """
     for message in messages:
-        parts = message.content
-        if message.role != "assistant" or not isinstance(parts, list):
-            continue
-        if all(getattr(part, "type", None) == "text" for part in parts):
+        parts = message.content if message.role == "assistant" else None
+        if isinstance(parts, list) and all(getattr(part, "type", None) == "text" for part in parts):
             message.content = "".join(part.text for part in parts)
 
 
@@ -149,6 +146,9 @@ class Chatting(OpenAIServingChat):
 
     tokenizer_manager: StandIn  # pyright: ignore[reportIncompatibleVariableOverride]
     call: LiveCall
+    encodes_prompts = False
+    """Prompts are given to SGLang as ids. Else as text: the ids that a conversation repeats are known, and
+    only the others are encoded."""
     _applied: AppliedTemplate | None = None
 
     def bound_to(self, call: LiveCall) -> Self:
@@ -183,7 +183,7 @@ class Chatting(OpenAIServingChat):
         template_kwargs: dict[str, Any],
         encode_kwargs: dict[str, Any],
         use_cache: bool,
-    ) -> tuple[list[int], str | None]:
+    ) -> tuple[Any, str | None]:
         tokenizer: Any = self.tokenizer_manager.tokenizer
         if self._prompt_text_round_trip_is_lossy:
             return super()._render_and_encode_chat_template(
@@ -197,21 +197,26 @@ class Chatting(OpenAIServingChat):
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, return_dict=False, **settings
         )
-        ids = tokenizer.encode(text, **encode_kwargs)
-        self._applied = AppliedTemplate(tokenizer, messages, settings, encode_kwargs, text, ids)
-        return ids, None
+        applied = self._applied = AppliedTemplate(tokenizer, messages, settings, encode_kwargs, text)
+        return applied.encode(text) if self.encodes_prompts else text, None
+
+    def _append_assistant_prefix_to_prompt_ids(self, prompt_ids: Any, assistant_prefix: str) -> list[int]:
+        if self._applied is not None and isinstance(prompt_ids, str):
+            prompt_ids = self._applied.encode(prompt_ids)
+        return super()._append_assistant_prefix_to_prompt_ids(prompt_ids, assistant_prefix)
 
     def _is_parsed(self, has_tools: bool) -> bool:
         """Return whether a parser splits the text of the answer."""
         return bool(self.reasoning_parser or (has_tools and self.tool_call_parser))
 
-    def _begin(self, prompt_ids: Sequence[int], sampling: Mapping[str, object], top_logprobs: int) -> None:
+    def _parts(self, prompt: object) -> PromptParts:
+        """Return a prompt: the text that the template has made, or ids. Raises ValueError otherwise."""
         applied = self._applied
-        if applied is not None and applied.ids == prompt_ids:
-            prompt = PromptParts(prompt_ids, applied.messages, applied.text, applied)
-        else:
-            prompt = PromptParts(prompt_ids, applied.messages if applied else ())
-        _begin(self.call, prompt, sampling, top_logprobs)
+        if applied is not None and isinstance(prompt, str):
+            return PromptParts(None, applied.messages, applied.text, applied)
+        if not isinstance(prompt, list):
+            raise ValueError("only text is read here")
+        return PromptParts(cast("list[int]", prompt), applied.messages if applied else ())
 
 
 class Chat(Chatting):
@@ -222,12 +227,12 @@ class Chat(Chatting):
     ) -> tuple[GenerateReqInput, ChatCompletionRequest]:
         with _reading(self.call):
             converted, request = super()._convert_to_internal_request(request, raw_request)  # pyright: ignore
-            if not isinstance(converted.input_ids, list):
-                raise ValueError("only text is read here")
             self.call.one_by_one = bool(request.stream) and self._is_parsed(
                 bool(self._effective_tools(request))
             )
-        self._begin(converted.input_ids, dict(converted.sampling_params), request.top_logprobs or 0)  # pyright: ignore
+            prompt = self._parts(converted.input_ids if converted.text is None else converted.text)
+        sampling: Any = converted.sampling_params
+        _begin(self.call, prompt, dict(sampling), request.top_logprobs or 0)
         return converted, request
 
     async def _generate_chat_stream(
@@ -263,6 +268,12 @@ class Messages(AnthropicServing):
         """Return a copy that answers one request."""
         bound = copy(self)
         bound.openai_serving_chat = self.openai_serving_chat.bound_to(call)
+        return bound
+
+    def counting(self, call: LiveCall) -> Self:
+        """Return a copy that counts the tokens of one request."""
+        bound = self.bound_to(call)
+        bound.openai_serving_chat.encodes_prompts = True
         return bound
 
 
@@ -373,21 +384,22 @@ class Responses(Chatting, OpenAIServingResponses):
 
     async def _make_request(self, request: ResponsesRequest, prev_response: Any, tokenizer: Any) -> Any:
         with _reading(self.call):
-            made: Any = await super()._make_request(request, prev_response, tokenizer)
-            processed = made[-1]
+            messages, _, _, processed = await super()._make_request(request, prev_response, tokenizer)
             sampling = self._sampling(request, processed.stop, processed.tool_call_constraint)
             if not processed.skip_special_tokens:
                 sampling["skip_special_tokens"] = False
             self.call.one_by_one = bool(request.stream) and self._is_parsed(bool(request.tools))
-        self._begin(processed.prompt_ids, sampling, request.top_logprobs or 0)
+            prompt = self._parts(processed.prompt_ids)
+        _begin(self.call, prompt, sampling, request.top_logprobs or 0)
         self._name(request)
-        return made
+        prompts = [list(self.call.input_ids)]
+        return messages, prompts, prompts, processed
 
     def _make_request_with_harmony(self, request: ResponsesRequest, prev_response: Any) -> Any:
         with _reading(self.call):
             made = super()._make_request_with_harmony(request, prev_response)
             sampling = self._sampling(request, request.stop, None)
-        self._begin(made[-1][0], sampling, 0)
+        _begin(self.call, PromptParts(made[-1][0]), sampling, 0)
         self._name(request)
         return made
 

@@ -22,6 +22,7 @@ from slipstream.rollout.gateway.conversations import (
     Conversations,
     EntryLog,
     Joined,
+    PromptTooLong,
     Template,
     TooManySessions,
     UnknownTurn,
@@ -76,7 +77,8 @@ class Envelope:
 class PromptParts:
     """A prompt as the endpoint has made it of the request."""
 
-    ids: Sequence[int]
+    ids: Sequence[int] | None
+    """None: ``template`` encodes ``text``, as far as that is needed."""
     messages: Sequence[ChatMessage] = ()
     text: str | None = None
     template: Template | None = None
@@ -178,9 +180,6 @@ class LiveCall:
         else:
             begun = joined_or_begun
             room = self._shared.context - len(begun.input_ids)
-            if room < 1:
-                self._shared.turns.abandon(begun, choices)
-                raise self._too_long(len(begun.input_ids))
             requests = [
                 TokenRequest(
                     begun.input_ids,
@@ -205,10 +204,8 @@ class LiveCall:
         return n
 
     def _check(self, prompt: PromptParts, parameters: Mapping[str, object]) -> None:
-        if not prompt.ids:
+        if not prompt.ids and not prompt.text:
             raise Refusal(400, "the prompt is empty")
-        if len(prompt.ids) >= self._shared.context:
-            raise self._too_long(len(prompt.ids))
         try:
             self._shared.check_sampling(parameters)
         except (ValueError, TypeError, AttributeError) as error:
@@ -239,9 +236,12 @@ class LiveCall:
             arrived_s=envelope.arrived_s,
             request=self.id,
             previous=self._previous,
+            most_tokens=self._shared.context - 1,
         )
         try:
             return self._shared.conversations.begin(arrival)
+        except PromptTooLong as error:
+            raise self._too_long(error.tokens) from error
         except ValueError as error:
             raise Refusal(400, str(error)) from error
         except TooManySessions as error:
@@ -270,6 +270,11 @@ class LiveCall:
         )
 
     # ---- answers
+
+    @property
+    def input_ids(self) -> Sequence[int]:
+        """The ids of the first prompt."""
+        return self._turns[0].begun.input_ids
 
     @property
     def answers(self) -> list[tuple[RunningTurn, int, RunningAnswer]]:

@@ -134,7 +134,7 @@ class Endpoints:
         return _result(await self._messages.bound_to(call).handle_messages(body, _no_headers()))
 
     async def _count_tokens(self, call: LiveCall, body: AnthropicCountTokensRequest) -> Result:
-        return _result(await self._messages.bound_to(call).handle_count_tokens(body, _no_headers()))
+        return _result(await self._messages.counting(call).handle_count_tokens(body, _no_headers()))
 
 
 def _no_headers() -> Any:

@@ -93,7 +93,6 @@ SESSION_FIGURES = {
         "ambiguous_histories", "Requests that began a session because several have theirs."
     ),
     "joined": SessionFigure("retries_joined", "Retries that joined a running request."),
-    "abandoned": SessionFigure("answers_abandoned", "Answers that were never sampled."),
     "turns": SessionFigure("turns", "Turns that have ended: main, side and cancelled.", "type"),
     "side": SessionFigure("side_turns", "Side turns that the client has not asked for.", "reason"),
     "overridden": SessionFigure("turns_overridden", "Main turns that were sampled as the recipe says."),

@@ -242,10 +242,6 @@ class RunningTurns:
         turn.readers += 1
         return turn
 
-    def abandon(self, begun: Begun, choices: int) -> None:
-        """End a turn for which nothing is generated."""
-        self.leave(self._add(begun, [RunningAnswer(GrowingText(str)) for _ in range(choices)]))
-
     def _add(self, begun: Begun, answers: Sequence[RunningAnswer]) -> RunningTurn:
         """Record what the arrival adds to the journal, and return a turn with one reader."""
         if begun.entries:

@@ -190,11 +190,11 @@ def _extended_chat(
     tail: Segment | None, arrival: Arrival, messages: Sequence[ChatMessage], decode: Decode
 ) -> Extended:
     if arrival.template is None or arrival.text is None:
-        return continue_ids(tail, arrival.prompt_ids)
+        return continue_ids(tail, _ids_of(arrival))
     template = arrival.template
     if messages == list(arrival.messages):
         if tail is None:
-            return _anew(arrival.prompt_ids, arrival.text)
+            return _anew(_ids_of(arrival), arrival.text)
         text = arrival.text
     else:
         text = template.render(messages, answer=True)
@@ -212,6 +212,15 @@ def _closing(template: Template) -> str:
 
 
 _ANSWER = "An answer."
+
+
+def _ids_of(arrival: Arrival) -> Sequence[int]:
+    """Return the ids of the whole prompt, tokenized anew."""
+    if arrival.prompt_ids is not None:
+        return arrival.prompt_ids
+    if arrival.template is None or arrival.text is None:
+        raise ValueError("a prompt has neither ids nor a text that its template could encode")
+    return arrival.template.encode(arrival.text)
 
 
 def _anew(ids: Sequence[int], text: str | None) -> Extended:
@@ -246,7 +255,7 @@ def prompt_of_ids(session: SessionState, arrival: Arrival, decode: Decode) -> tu
     """
     turn, extended = _longest(session, arrival, decode)
     whole = turn is not None and extended.shared == turn.length
-    added = arrival.prompt_ids if turn is None or not whole else _behind(extended, turn)
+    added = _ids_of(arrival) if turn is None or not whole else _behind(extended, turn)
     message: ChatMessage = {"role": "user", "content": decode(list(added))}
     if turn is None:
         reason = BranchReason.NEW if session.turns else None
@@ -271,8 +280,9 @@ def _longest(session: SessionState, arrival: Arrival, decode: Decode) -> tuple[C
     repeats its prompt."""
     turns = session.newest()
     text = None if arrival.template is None else arrival.text
+    ids = () if text is not None else _ids_of(arrival)
     for turn in turns:
-        if repeats(turn.tail, arrival.prompt_ids, text, decode):
+        if repeats(turn.tail, ids, text, decode):
             return turn, _extended(turn.tail, arrival, decode)
     if turns:
         extended = _extended(turns[0].tail, arrival, decode)
@@ -283,7 +293,7 @@ def _longest(session: SessionState, arrival: Arrival, decode: Decode) -> tuple[C
 
 def _extended(tail: Segment | None, arrival: Arrival, decode: Decode) -> Extended:
     if arrival.text is None or arrival.template is None:
-        return continue_ids(tail, arrival.prompt_ids)
+        return continue_ids(tail, _ids_of(arrival))
     if tail is None:
-        return _anew(arrival.prompt_ids, arrival.text)
+        return _anew(_ids_of(arrival), arrival.text)
     return continue_text(tail, arrival.text, arrival.template.encode, decode)

@@ -16,8 +16,6 @@ class SessionCounters:
     """Requests whose history several sessions have, so that they began a new one."""
     joined: int = 0
     """Retries that joined a running request."""
-    abandoned: int = 0
-    """Answers that were never sampled."""
     turns: Counter[str] = field(default_factory=Counter[str])
     """Turns, by ``main``, ``side`` and ``cancelled``."""
     side: Counter[str] = field(default_factory=Counter[str])

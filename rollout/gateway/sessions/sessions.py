@@ -2,7 +2,7 @@
 
     begin   place the request in a session, record the next state that it brings, choose its prompt
     end     store an answer, return its entry
-    recorded, abandon, sweep, reward, end_session, forget, restore
+    recorded, sweep, reward, end_session, forget, restore
 
 Entries leave in the return values of ``begin``, ``end``, ``sweep`` and the others, and the caller appends
 them to the journal at once and in this order. What arises elsewhere leaves with the next of these calls.
@@ -21,6 +21,7 @@ from slipstream.rollout.gateway.conversations import (
     Begun,
     Joined,
     NamedAnswer,
+    PromptTooLong,
     Recorded,
     UnknownTurn,
     User,
@@ -89,7 +90,10 @@ class Sessions:
         return self._table.size
 
     def begin(self, arrival: Arrival) -> Running | Joined:
-        """Place a request. Raises ValueError for what the client did wrong, and TooManySessions."""
+        """Place a request.
+
+        Raises PromptTooLong and another ValueError for what the client did wrong, and TooManySessions.
+        """
         running = self._joined(arrival)
         if running is not None:
             running.retries = arrival.retries
@@ -102,6 +106,8 @@ class Sessions:
             arrival.sampling, self._temperature, override=self._override and declared is TurnType.MAIN
         )
         prompt, before = self._prompt(session, arrival, marks)
+        if length_of(prompt.tail) > arrival.most_tokens:
+            raise PromptTooLong(length_of(prompt.tail))
         if self._table.get(session.key, session.name) is None:
             self._make_room()
             self._table.add(session)
@@ -144,17 +150,6 @@ class Sessions:
             self._due.append(Recorded(NextState(turn.number, as_json(reaction))))
         self._close_if_over(session)
         self._shrink()
-
-    def abandon(self, begun: Begun, now_s: float) -> Sequence[Recorded]:
-        """Give up the answers of a request that have not ended. None of their tokens is recorded."""
-        running = running_of(begun)
-        self.counters.abandoned += len(running.open)
-        running.open.clear()
-        self._finish(running, now_s)
-        session = running.home
-        if not session.running and not session.numbers and not session.turns:
-            self._table.remove(session)
-        return self._leave()
 
     def sweep(self, now_s: float) -> Sequence[Recorded]:
         """End the sessions that have rested for too long."""
