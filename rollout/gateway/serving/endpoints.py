@@ -131,10 +131,25 @@ class Endpoints:
         return _result(await bound.create_responses(body, _no_headers()))
 
     async def _answer_messages(self, call: LiveCall, body: AnthropicMessagesRequest) -> Result:
+        _drop_attribution(body)
         return _result(await self._messages.bound_to(call).handle_messages(body, _no_headers()))
 
     async def _count_tokens(self, call: LiveCall, body: AnthropicCountTokensRequest) -> Result:
+        _drop_attribution(body)
         return _result(await self._messages.counting(call).handle_count_tokens(body, _no_headers()))
+
+
+def _drop_attribution(body: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> None:
+    """Take out the block with which Claude Code begins its system message, for Anthropic's own servers.
+
+    It is no instruction, and differs from request to request: no prompt would repeat the one before.
+    """
+    if isinstance(body.system, list):
+        body.system = [
+            block
+            for block in body.system
+            if not str(getattr(block, "text", "")).startswith("x-anthropic-billing-header:")
+        ]
 
 
 def _no_headers() -> Any:
