@@ -1,7 +1,7 @@
 """One request on its way: what it is called, the turns that it begins, and their answers in SGLang's form.
 
     arrives ──► begin (once for each prompt) ──► contents ──► SGLang's endpoint ──► record ──► last byte
-                  └─ or joins a turn that runs                                         └─ or close: cancelled
+                  └─ or joins a turn that runs                                         └─ or end: cancelled
 
 Knows neither HTTP nor SGLang's classes, only the form in which SGLang's tokenizer manager hands out answers.
 """
@@ -120,6 +120,7 @@ class LiveCall:
         self.body = body
         self._previous = previous
         self._turns: list[RunningTurn] = []
+        self._contents: list[AsyncGenerator[Content | list[Content]]] = []
         self.one_by_one = False
         """The answers are parsed while they are streamed."""
         self.id = shared.mint()
@@ -289,11 +290,17 @@ class LiveCall:
         except Exception as error:
             raise self._refuse(error) from error
 
-    async def contents(self, form: "Form") -> AsyncGenerator[Content | list[Content]]:
+    def contents(self, form: "Form") -> AsyncGenerator[Content | list[Content]]:
         """Yield the answers in SGLang's form: all at the end, or each part with its ``index`` as it comes.
 
-        Raises ValueError, with which SGLang's endpoints refuse a request; ``refusal`` says more.
+        Raises ValueError, with which SGLang's endpoints refuse a request; ``refusal`` says more. Ends with
+        ``end`` at the latest: SGLang's generators do not close those that they read.
         """
+        contents = self._read(form)
+        self._contents.append(contents)
+        return contents
+
+    async def _read(self, form: "Form") -> AsyncGenerator[Content | list[Content]]:
         if form.stream:
             parts = [self._parts(index, form) for index in range(len(self.answers))]
             async with aclosing(_merged(parts)) as merged:
@@ -402,11 +409,15 @@ class LiveCall:
         """End all answers where they are. Return the number of those that had not ended."""
         return sum(self._shared.turns.abort(turn) for turn in self._turns)
 
-    def close(self) -> None:
+    async def end(self) -> None:
         """Leave all turns: what is neither finished nor read by another request is cancelled."""
-        turns, self._turns = self._turns, []
-        for turn in turns:
-            self._shared.turns.leave(turn)
+        try:
+            for contents in self._contents:
+                await contents.aclose()
+        finally:
+            turns, self._turns = self._turns, []
+            for turn in turns:
+                self._shared.turns.leave(turn)
 
 
 @dataclass(frozen=True)

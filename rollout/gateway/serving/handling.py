@@ -121,7 +121,7 @@ class RequestHandler:
             raise Refusal(500, "internal error") from error
         finally:
             if not is_streamed:
-                self._close(call)
+                await self._end(call)
 
     async def _ask(self, endpoint: EndpointPort, call: LiveCall, parsed: Any) -> Any:
         """Return the reply, or the events of one whose first tokens have come. Raises Refusal."""
@@ -153,14 +153,14 @@ class RequestHandler:
                 part["session_id"] = call.session
         return replies.json_reply(result, headers=headers)
 
-    def _left(self, endpoint: EndpointPort, call: LiveCall) -> None:
+    async def _left(self, endpoint: EndpointPort, call: LiveCall) -> None:
         if any(answer.recorded is None for _, _, answer in call.answers):
             self._metrics.disconnects.labels(endpoint.name).inc()
-        self._close(call)
+        await self._end(call)
 
-    def _close(self, call: LiveCall) -> None:
+    async def _end(self, call: LiveCall) -> None:
         del self._calls[call]
-        call.close()
+        await call.end()
 
     def _check_capacity(self) -> None:
         """Raises Refusal with 429 if nothing can be generated now."""

@@ -131,7 +131,7 @@ class EventStream(Response):
         session: str | None,
         headers: Mapping[str, str],
         protocol: Protocols,
-        close: Callable[[], None],
+        close: Callable[[], Awaitable[None]],
     ) -> None:
         self._events = events
         self._session = session
@@ -150,7 +150,7 @@ class EventStream(Response):
             await _cancel(sending, watching)
             if isinstance(self._events, AsyncGenerator):
                 await self._events.aclose()
-            self._close()
+            await self._close()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
