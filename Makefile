@@ -3,6 +3,7 @@
 # make test-fast    the unit tests only: no engine, no Ray, no Slurm; under three minutes
 # make property-sweep SEEDS=20 N=2000   random schedules of the control core, N for each seed (some minutes)
 # make crash-cases                every known harm to a run once: kills, stops, damage (more than an hour); ONLY="damage"
+# make exactness N=1000 SEED=1    random conversations: is what is trained what the engines have sampled? (some minutes)
 # make soak                       memory over hours of a simulated run and ten minutes of a real one
 # make crash-sweep N=200 SEED=1   kills runs N times, audits and resumes each (about half a minute per kill)
 # make crash-live N=100 SEED=1    kills gateway and driver N times while users talk (a minute per kill of the driver)
@@ -22,7 +23,7 @@ ENVIRONMENT := configs/environment
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off
 GPU ?=
 
-.PHONY: quickstart test test-others test-runs test-fast test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live soak staleness-study lint format install clean constraints lock lock-check
+.PHONY: quickstart test test-others test-runs test-fast test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness soak staleness-study lint format install clean constraints lock lock-check
 .DELETE_ON_ERROR:
 
 quickstart: install
@@ -34,7 +35,7 @@ test: install $(VENV)/.triton
 	@$(MAKE) --jobs=2 --keep-going --output-sync=target --no-print-directory test-runs test-others
 
 test-others: install $(VENV)/.triton
-	$(BIN)/python -m pytest tests/unit tests/integration tests/gpu tests/cluster
+	$(BIN)/python -m pytest tests/unit tests/clients tests/integration tests/gpu tests/cluster
 
 test-runs: install
 	$(BIN)/python -m pytest tests/runs
@@ -63,6 +64,9 @@ crash-sweep: install
 
 crash-live: install
 	$(BIN)/python -m tests.crash.live --kills $(or $(N),100) --seed $(or $(SEED),1)
+
+exactness: install
+	$(BIN)/python -m tests.exactness --conversations $(or $(N),1000) --seed $(or $(SEED),1)
 
 soak: install
 	$(BIN)/python -m tests.crash.soak

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -26,6 +27,41 @@ from tests.environment import environment
 CONTEXT = 2048
 TEMPERATURE = 0.9
 START_TIMEOUT_S = 120
+
+
+class Recorded:
+    """The journal of a gateway, and the prompts of its engine."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.turns: dict[int, dict[str, Any]] = {int(n): turn for n, turn in values["turns"].items()}
+        self.next_states = {int(n): messages for n, messages in values["next_states"].items()}
+        self.ended: list[str] = values["ended"]
+        """Sessions that have ended."""
+        self.prompts: list[list[int]] = values["prompts"]
+        self.encoded: int = values["encoded"]
+        """Number of characters that were encoded."""
+
+    def of(self, session: str) -> list[tuple[int, dict[str, Any]]]:
+        """Return the turns of a session with their numbers, in order."""
+        return [(number, turn) for number, turn in self.turns.items() if turn["session"] == session]
+
+    def ids(self, number: int) -> list[int]:
+        """Return the ids of a turn: prompt and answer."""
+        turn = self.turns[number]
+        before = [] if turn["parent"] is None else self.ids(turn["parent"])[: turn["shared"]]
+        return before + turn["context"] + turn["sampled"]
+
+    def continues(self, number: int) -> int | None:
+        """Return the turn whose ids a turn repeats whole; None: it begins a branch.
+
+        Checks that an engine was given these ids.
+        """
+        turn = self.turns[number]
+        ids = self.ids(number)
+        assert ids[: len(ids) - len(turn["sampled"])] in self.prompts
+        parent = turn["parent"]
+        is_whole = parent is not None and turn["shared"] == len(self.ids(parent))
+        return parent if is_whole else None
 
 
 class GatewayProcess:
@@ -57,6 +93,10 @@ class GatewayProcess:
     def control(self, **orders: Any) -> dict[str, Any]:
         """Give orders, and return what the gateway has seen."""
         return self.http.post("/control", json=orders).raise_for_status().json()
+
+    def recorded(self) -> "Recorded":
+        """Return what is in the journal, and which prompts the engine was given."""
+        return Recorded(self.control(recorded=True))
 
     def __enter__(self) -> Self:
         return self
@@ -98,15 +138,17 @@ async def _serve(folder: Path, settings: dict[str, Any]) -> None:
     from tests.watched_sessions import FixedKeys, MemoryLog, WatchedSessions
 
     exceptions = _Exceptions()
+    context = settings.pop("context", CONTEXT)
     gateway = GatewayConfig.model_validate(settings)
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    encoded = _count_encoded(type(tokenizer))
     source = ScriptedSource(tokenizer)
     conversations, entries = WatchedSessions(TEMPERATURE, tokenizer.decode), MemoryLog()
     serving = assemble(
         served_model(
             folder,
             name="scripted",
-            context=CONTEXT,
+            context=context,
             gateway=gateway,
             sampling=SamplingConfig(temperature=TEMPERATURE),
         ),
@@ -130,6 +172,8 @@ async def _serve(folder: Path, settings: dict[str, Any]) -> None:
             actions[name]()
         if "full_for_s" in orders:
             source.full_for_s = orders["full_for_s"]
+        if orders.get("recorded"):
+            return {"encoded": encoded[0], **_recorded(entries.entries, source.requests)}
         return {
             "requests": [
                 {**request.sampling, "prompt": len(request.input_ids)} for request in source.requests
@@ -173,6 +217,51 @@ async def _serve(folder: Path, settings: dict[str, Any]) -> None:
     print("port", server.servers[0].sockets[0].getsockname()[1], flush=True)
     await serve
     await serving.close()
+
+
+def _count_encoded(tokenizer: type[Any]) -> list[int]:
+    """Return a list whose one number is that of the characters which were encoded so far."""
+    encoded, encode = [0], tokenizer.encode
+
+    def counting(self: Any, text: str, *args: Any, **settings: Any) -> list[int]:
+        encoded[0] += len(text)
+        return encode(self, text, *args, **settings)
+
+    tokenizer.encode = counting
+    return encoded
+
+
+def _recorded(entries: Sequence[Any], requests: Sequence[Any]) -> dict[str, Any]:
+    """Return the journal, by the numbers of its entries, and the prompts that the engine was given."""
+    from slipstream.rollout.record import decode_chunks
+    from slipstream.rollout.turns import NextState, SessionEnd, Turn
+
+    turns: dict[int, dict[str, Any]] = {}
+    next_states: dict[int, Any] = {}
+    for number, recorded in enumerate(entries, 1):
+        match recorded.entry:
+            case Turn() as turn:
+                [chunk] = decode_chunks(recorded.chunk)
+                turns[number] = {
+                    "session": turn.session,
+                    "parent": turn.parent,
+                    "shared": turn.shared,
+                    "kept": turn.kept,
+                    "type": turn.turn_type.name.lower(),
+                    "reason": turn.reason,
+                    "cancelled": turn.cancelled,
+                    "messages": json.loads(bytes(turn.messages)),
+                    "answer": json.loads(bytes(turn.answer)),
+                    "context": chunk.context.tolist(),
+                    "sampled": chunk.tokens.tolist(),
+                }
+            case NextState() as state:
+                next_states[state.turn] = json.loads(bytes(state.messages))
+            case _:
+                pass
+    ends = [item.entry.session for item in entries if isinstance(item.entry, SessionEnd)]
+    prompts = [list(request.input_ids) for request in requests]
+    return {"turns": turns, "next_states": next_states, "ended": ends, "prompts": prompts}
 
 
 def _end_with_owner() -> None:

@@ -20,3 +20,12 @@ def gateway(chat_model: Path) -> Iterator[GatewayProcess]:
         chat_model, tool_parser="qwen25", limits={"choices": 4, "body_bytes": 65536}
     ) as process:
         yield process
+
+
+@pytest.fixture(scope="session")
+def thinking(chat_model: Path) -> Iterator[GatewayProcess]:
+    """A gateway whose answers begin with reasoning."""
+    with GatewayProcess(
+        chat_model, tool_parser="qwen25", reasoning_parser="qwen3", context=100_000
+    ) as process:
+        yield process

@@ -5,16 +5,9 @@ import openai
 import pytest
 
 from tests.clients.tools import CALLS, PARAMETERS, TOOLS
-from tests.gateway_process import GatewayProcess
 
 THOUGHT = "<think>\nI look.\n</think>\n\n"
 MESSAGES = [{"role": "user", "content": f"#chunk=6 #say {THOUGHT}{CALLS}"}]
-
-
-@pytest.fixture(scope="module")
-def thinking(chat_model):
-    with GatewayProcess(chat_model, tool_parser="qwen25", reasoning_parser="qwen3") as process:
-        yield process
 
 
 @pytest.fixture

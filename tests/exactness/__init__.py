@@ -1,0 +1,1 @@
+"""Random conversations through everything from the endpoint to the batch, against the engines' records."""
