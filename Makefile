@@ -4,6 +4,7 @@
 # make property-sweep SEEDS=20 N=2000   random schedules of the control core, N for each seed (some minutes)
 # make crash-cases                every known harm to a run once: kills, stops, damage (more than an hour); ONLY="damage"
 # make soak                       memory over hours of a simulated run and ten minutes of a real one
+# make gateway-memory             memory of a gateway and of the driver's live users over 20,000 turns (some minutes)
 # make crash-sweep N=200 SEED=1   kills runs N times, audits and resumes each (about half a minute per kill)
 # make test-slow    tests of minutes each: engines that do not answer for one, further kills and layouts
 # make test-other-megatron   the trainer's parity and optimizer tests on Megatron-Core 0.19.2, which Python 3.11 does not get
@@ -21,7 +22,7 @@ ENVIRONMENT := configs/environment
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off
 GPU ?=
 
-.PHONY: quickstart test test-others test-runs test-fast test-slow test-other-megatron property-sweep crash-cases crash-sweep soak staleness-study lint format install clean constraints lock lock-check
+.PHONY: quickstart test test-others test-runs test-fast test-slow test-other-megatron property-sweep crash-cases crash-sweep soak gateway-memory staleness-study lint format install clean constraints lock lock-check
 .DELETE_ON_ERROR:
 
 quickstart: install
@@ -62,6 +63,9 @@ crash-sweep: install
 
 soak: install
 	$(BIN)/python -m tests.crash.soak
+
+gateway-memory: install
+	$(BIN)/python -m tests.gateway_memory
 
 staleness-study: install
 	$(BIN)/python -m benchmarks.staleness_study
