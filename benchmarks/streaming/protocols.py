@@ -10,6 +10,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import httpx2
 import openai
 
 from benchmarks.streaming.answers import Heard, Span
@@ -35,12 +36,12 @@ class BadStream(Exception):
     """A stream takes back what it has sent, or says that it has failed."""
 
 
-FAILURES = (openai.OpenAIError, anthropic.AnthropicError, httpx.HTTPError, BadStream)
+FAILURES = (openai.OpenAIError, anthropic.AnthropicError, httpx.HTTPError, httpx2.HTTPError, BadStream)
 
 
 @dataclass(frozen=True)
 class Clients:
-    """Clients that share their connections."""
+    """The clients of a user. Anthropic's has connections of its own, because it uses another library."""
 
     http: httpx.AsyncClient
     openai: openai.AsyncOpenAI
@@ -48,15 +49,10 @@ class Clients:
 
     @classmethod
     def of(cls, http: httpx.AsyncClient, url: str, key: str) -> "Clients":
-        settings: dict[str, Any] = {
-            "api_key": key,
-            "max_retries": 0,
-            "http_client": http,
-            "timeout": PATIENCE_S,
-        }
+        settings: dict[str, Any] = {"api_key": key, "max_retries": 0, "timeout": PATIENCE_S}
         return cls(
             http,
-            openai.AsyncOpenAI(base_url=f"{url}/v1", **settings),
+            openai.AsyncOpenAI(base_url=f"{url}/v1", http_client=http, **settings),
             anthropic.AsyncAnthropic(base_url=url, **settings),
         )
 
