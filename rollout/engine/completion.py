@@ -11,9 +11,10 @@ The version comes from the engine itself, never from the time at which a token a
 So a completion whose last chunk is missing has *lower bounds* for versions: the tokens of a chunk
 get the version reported with the chunk before, and those of the first chunk a version that the engine had
 when the request was sent. Versions only grow, so a token may be newer than its number says, but never older:
-lag may be overstated, but never understated. (Tokens that follow a chunk could only be older than the version
-reported with it if an update fitted between the sampling of its last token and its handing out. That takes
-milliseconds, an update several round trips.)
+lag may be overstated, but never understated. No token so far is newer than the version that is reported with
+its chunk (``newest``): the server has that before it samples from the weights. (Tokens that follow a chunk
+could only be older than the version reported with it if an update fitted between the sampling of its last
+token and its handing out. That takes milliseconds, an update several round trips.)
 
 With `stream` the server sends a chunk with the first token, a chunk after every `stream_interval` further
 tokens, and a last chunk with the reason of the end. With `incremental_streaming_output`, which
@@ -170,7 +171,7 @@ class CompletionStream:
         if prompt is not None:
             completion.prompt_logprobs, completion.prompt_alternatives = prompt
             completion.wants_prompt = False
-        self._reported = reported
+        self._reported = completion.newest = reported
         if retractions:
             completion.retractions = self._retractions_before + retractions
         if spans is not None:

@@ -32,6 +32,7 @@ class GrowingCompletion:
         "finish",
         "logprobs",
         "matched",
+        "newest",
         "prompt_alternatives",
         "prompt_logprobs",
         "resumed",
@@ -64,6 +65,8 @@ class GrowingCompletion:
         """Number of prompt tokens that the first engine had in its cache."""
         self.resumed = 0
         """Number of tokens behind which the latest request goes on; 0: it is the first request."""
+        self.newest: int | None = None
+        """No token of the latest request is of a later version; None: that is not known."""
 
     def add(self, version: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Append tokens of one version. Raises ValueError when there are not as many log-probs."""

@@ -268,13 +268,15 @@ class EnginePool:
         """
         engine = await self._acquire()
         completion = growth.completion
+        completion.newest = None
         length, attested = len(completion.tokens), False
         clock = asyncio.get_running_loop().time
         began_s = clock()
 
         def grown() -> None:
             watch.grown()
-            if engine.doubted is None:  # while it is not, versions are lower bounds: any token may be newer
+            newest = completion.newest  # versions are lower bounds: of the weights in doubt may be any token
+            if engine.doubted is None or (newest is not None and newest < engine.doubted):
                 growth.tell()
 
         try:

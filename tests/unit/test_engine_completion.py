@@ -297,6 +297,14 @@ def test_no_token_of_a_partial_completion_is_said_to_be_newer_than_it_is(tokens_
         assert all(stamp <= true for stamp, true in zip(stamped, history, strict=True))
 
 
+def test_no_token_so_far_is_newer_than_the_version_that_is_reported_with_it():
+    stream, completion = stream_of(version=3)
+    assert completion.newest is None
+    for total, version in ((1, 3), (3, 3), (4, 5)):
+        stream.add(chunk(total, 1 if total != 3 else 2, version))
+        assert completion.newest == version
+
+
 def test_the_last_chunks_own_versions_replace_all_of_them():
     stream, completion = stream_of()
     stream.add(chunk(2, 2, 1))

@@ -195,5 +195,5 @@ def _labels(metadata: object) -> dict[str, str]:
 def _check_tools(tools: object) -> None:
     for tool in cast("list[object]", tools) if isinstance(tools, list) else ():
         kind = cast("dict[str, object]", tool).get("type") if isinstance(tool, dict) else None
-        if kind in REMOTE_TOOLS:
+        if isinstance(kind, str) and kind in REMOTE_TOOLS:
             raise Refusal(400, f"tools of the type {kind} are not run here; give functions", param="tools")

@@ -114,11 +114,6 @@ class RequestHandler:
             reply = self._reply(endpoint, call, result)
             is_streamed = isinstance(reply, EventStream)  # which leaves its turns at its own end
             return reply
-        except (Refusal, ClientGone):
-            raise
-        except Exception as error:
-            log.exception("%s has failed", endpoint.name)
-            raise Refusal(500, "internal error") from error
         finally:
             if not is_streamed:
                 await self._end(call)
