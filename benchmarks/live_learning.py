@@ -39,7 +39,7 @@ USERS = 64
 HELD_OUT = 300
 """Held-out problems: the standard error of an accuracy is at most 2.9 percentage points."""
 
-BATCH, STEPS = 64, 32
+BATCH, STEPS = 64, 48
 """Turns of a training step, and training steps."""
 
 START_TIMEOUT_S, STEPS_TIMEOUT_S, END_TIMEOUT_S = 300, 600, 120
