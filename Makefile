@@ -4,6 +4,7 @@
 # make property-sweep SEEDS=20 N=2000   random schedules of the control core, N for each seed (some minutes)
 # make crash-cases                every known harm to a run once: kills, stops, damage (more than an hour); ONLY="damage"
 # make soak                       memory over hours of a simulated run and ten minutes of a real one
+# make gateway-memory             memory of a gateway and of the driver's live users over 20,000 turns (some minutes)
 # make crash-sweep N=200 SEED=1   kills runs N times, audits and resumes each (about half a minute per kill)
 # make crash-live N=100 SEED=1    kills gateway and driver N times while users talk (a minute per kill of the driver)
 # make test-slow    tests of minutes each: engines that do not answer for one, further kills and layouts
@@ -22,7 +23,7 @@ ENVIRONMENT := configs/environment
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off
 GPU ?=
 
-.PHONY: quickstart test test-others test-runs test-fast test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live soak staleness-study lint format install clean constraints lock lock-check
+.PHONY: quickstart test test-others test-runs test-fast test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live soak gateway-memory staleness-study lint format install clean constraints lock lock-check
 .DELETE_ON_ERROR:
 
 quickstart: install
@@ -66,6 +67,9 @@ crash-live: install
 
 soak: install
 	$(BIN)/python -m tests.crash.soak
+
+gateway-memory: install
+	$(BIN)/python -m tests.gateway_memory
 
 staleness-study: install
 	$(BIN)/python -m benchmarks.staleness_study

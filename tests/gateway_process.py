@@ -8,6 +8,7 @@ tells what it has seen and lets it stand still.
 
 import asyncio
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -75,6 +76,17 @@ def _with_path(variables: dict[str, str]) -> dict[str, str]:
     return variables | {"PYTHONPATH": os.pathsep.join(path)}
 
 
+class _Exceptions(logging.Handler):
+    """Keeps the errors that are logged: the application answers them with 500, or breaks off a stream."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(logging.Formatter().format(record))
+
+
 async def _serve(folder: Path, settings: dict[str, Any]) -> None:
     import uvicorn
     from starlette.requests import Request
@@ -85,6 +97,7 @@ async def _serve(folder: Path, settings: dict[str, Any]) -> None:
     from tests.scripted_source import ScriptedSource
     from tests.watched_sessions import FixedKeys, MemoryLog, WatchedSessions
 
+    exceptions = _Exceptions()
     gateway = GatewayConfig.model_validate(settings)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     source = ScriptedSource(tokenizer)
@@ -122,6 +135,7 @@ async def _serve(folder: Path, settings: dict[str, Any]) -> None:
                 {**request.sampling, "prompt": len(request.input_ids)} for request in source.requests
             ],
             "cancelled": source.cancelled,
+            "exceptions": exceptions.texts,
             "running": serving.turns.answers,
             "answers": [
                 {
@@ -151,6 +165,8 @@ async def _serve(folder: Path, settings: dict[str, Any]) -> None:
 
     serving.app.add_api_route("/control", control, methods=["POST"], include_in_schema=False)
     server = uvicorn.Server(uvicorn.Config(serving.app, host="127.0.0.1", port=0, log_level="warning"))
+    for name in (None, "uvicorn"):  # which hands nothing on to the root
+        logging.getLogger(name).addHandler(exceptions)
     serve = asyncio.ensure_future(server.serve())
     while not server.started and not serve.done():
         await asyncio.sleep(0.01)  # uvicorn announces its start by this flag alone

@@ -11,7 +11,7 @@ Everything is a function of the prompt, so that a request that is sent again get
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from slipstream.rollout.gateway.source import Finished, Interrupted, Rejected, TokenDelta, TokenRequest
 from slipstream.rollout.trajectory import Finish
@@ -69,7 +69,7 @@ class ScriptedSource:
             ids, finish = ids[:limit], Finished(Finish.LENGTH)
         size = int(script.get("chunk", 4))
         try:
-            for start in range(0, len(ids), size):
+            for start in range(0, max(len(ids), 1), size):
                 await asyncio.sleep(self._delay_s)
                 end = min(start + size, len(ids))
                 yield self._delta(ids, start, end, request, finish if end == len(ids) else None)
@@ -104,4 +104,15 @@ class ScriptedSource:
             tops if request.top_logprobs else (),
             cached_tokens=0,
             finish=finish,
+            **(_scores(request) if request.scores_prompt and not start else {}),
         )
+
+
+def _scores(request: TokenRequest) -> dict[str, Any]:
+    """Return the log-probs of a prompt, and alternatives to its tokens; None and () for the first."""
+    logprobs = [logprob(position) for position in range(1, len(request.input_ids))]
+    tops = [
+        tuple((value - rank, token) for rank in range(request.top_logprobs))
+        for value, token in zip(logprobs, request.input_ids[1:], strict=True)
+    ]
+    return {"prompt_logprobs": [None, *logprobs], "prompt_top_logprobs": [(), *tops]}

@@ -29,6 +29,8 @@ class Heard:
     limit: int
     """Largest number of tokens that was asked for."""
     greedy: bool = False
+    is_unnamed: bool = False
+    """The request has not named its session."""
     stops: Sequence[str] = ()
     text: str = ""
     finish: str | None = None

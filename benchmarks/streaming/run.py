@@ -147,18 +147,14 @@ class Served:
 async def serve(load: Load, users: Users, served: Served) -> None:
     """Let users talk until every version was served, and ask once more for greedy answers."""
     await served.version(0, START_TIMEOUT_S)
-    talking = asyncio.create_task(users.talk(load.clients))
-    try:
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(users.talk(load.clients), name="users")
         if load.kills:
             await served.version(load.updates // 2, UPDATES_TIMEOUT_S)
             served.kill_engine()
         await served.version(load.updates, UPDATES_TIMEOUT_S)
         await asyncio.sleep(AFTERWARDS_S)
         users.enough.set()
-        await talking
-    finally:
-        talking.cancel()
-        await asyncio.wait({talking})
     await users.repeat()
 
 

@@ -103,6 +103,7 @@ class EngineClient(ServerControl):
                 tokens_left=max_new_tokens,
                 greedy=greedy,
                 stream_interval=self.address.stream_interval,
+                scores_prompt=completion.wants_prompt,
             ),
         }
         stream = CompletionStream(completion, version, self.address.vocab_size)

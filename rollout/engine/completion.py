@@ -11,9 +11,10 @@ The version comes from the engine itself, never from the time at which a token a
 So a completion whose last chunk is missing has *lower bounds* for versions: the tokens of a chunk
 get the version reported with the chunk before, and those of the first chunk a version that the engine had
 when the request was sent. Versions only grow, so a token may be newer than its number says, but never older:
-lag may be overstated, but never understated. (Tokens that follow a chunk could only be older than the version
-reported with it if an update fitted between the sampling of its last token and its handing out. That takes
-milliseconds, an update several round trips.)
+lag may be overstated, but never understated. No token so far is newer than the version that is reported with
+its chunk (``newest``): the server has that before it samples from the weights. (Tokens that follow a chunk
+could only be older than the version reported with it if an update fitted between the sampling of its last
+token and its handing out. That takes milliseconds, an update several round trips.)
 
 With `stream` the server sends a chunk with the first token, a chunk after every `stream_interval` further
 tokens, and a last chunk with the reason of the end. With `incremental_streaming_output`, which
@@ -61,6 +62,7 @@ class _Meta(TypedDict):
     weight_version: str
     weight_versions: list[_VersionSpan]
     """In the last chunk only."""
+    prompt_tokens: int
     completion_tokens: int
     """Total over all chunks so far."""
     num_retractions: NotRequired[int | None]
@@ -69,8 +71,10 @@ class _Meta(TypedDict):
     output_top_logprobs: NotRequired[Sequence[Sequence[tuple[float, int, object]] | None]]
     """The likeliest tokens at each position, where they were asked for."""
     cached_tokens: NotRequired[int | None]
-    input_token_logprobs: Sequence[tuple[float, int, object]]
+    input_token_logprobs: Sequence[tuple[float | None, int, object]]
     """Only where it was asked for. The log-prob of the first token is None."""
+    input_top_logprobs: NotRequired[Sequence[Sequence[tuple[float, int, object]] | None]]
+    """The likeliest tokens at each position of the prompt, where they were asked for."""
 
 
 class _Failure(TypedDict):
@@ -147,6 +151,9 @@ class CompletionStream:
         if not aborted:
             self._check_ids(list(chunk["output_ids"]), tokens)
         alternatives = _alternatives(meta, len(tokens))
+        prompt = _prompt(meta) if self._completion.wants_prompt else None
+        if prompt is None and self._completion.wants_prompt and reason is not None and not aborted:
+            raise ValueError("the log-probs of the prompt are missing")
         finish, matched, spans, reported = Finish.PARTIAL, None, None, self._reported
         if reason is None:
             reported = int(meta["weight_version"])
@@ -161,7 +168,10 @@ class CompletionStream:
             completion.cached_tokens = int(meta.get("cached_tokens") or 0)
         completion.add(self._reported, tokens, logprobs)
         completion.alternatives += alternatives
-        self._reported = reported
+        if prompt is not None:
+            completion.prompt_logprobs, completion.prompt_alternatives = prompt
+            completion.wants_prompt = False
+        self._reported = completion.newest = reported
         if retractions:
             completion.retractions = self._retractions_before + retractions
         if spans is not None:
@@ -240,10 +250,24 @@ def _alternatives(meta: _Meta, new: int) -> list[Alternatives]:
         return []
     if len(given) < new:
         raise ValueError(f"alternatives to {len(given)} tokens, expected {new}")
-    return [
-        tuple((float(entry[0]), int(entry[1])) for entry in position or ())
-        for position in given[len(given) - new :]
-    ]
+    return [_position(position) for position in given[len(given) - new :]]
+
+
+def _position(given: Sequence[tuple[float, int, object]] | None) -> Alternatives:
+    return tuple((float(entry[0]), int(entry[1])) for entry in given or ())
+
+
+def _prompt(meta: _Meta) -> tuple[list[float | None], list[Alternatives]] | None:
+    """Return the log-probs of the prompt, and the alternatives to its tokens; None: they have not come."""
+    given = meta.get("input_token_logprobs")
+    if not given:
+        return None
+    logprobs = [None if entry[0] is None else float(entry[0]) for entry in given]
+    if len(logprobs) != int(meta["prompt_tokens"]) or any(
+        logprob is None or not LOWEST_LOGPROB <= logprob <= HIGHEST_LOGPROB for logprob in logprobs[1:]
+    ):
+        raise ValueError(f"log-probs of {len(logprobs)} of {meta['prompt_tokens']} prompt tokens")
+    return logprobs, [_position(position) for position in meta.get("input_top_logprobs") or ()]
 
 
 def _spans(reported: list[_VersionSpan], length: int) -> list[tuple[int, int]]:
@@ -276,7 +300,7 @@ def parse_prompt_logprobs(reply: object, length: int, version: int | None = None
         if reason["type"] == "abort":
             raise Aborted(f"generation was aborted: {reason.get('message', '')}")
         _first, *rest = meta["input_token_logprobs"]
-        logprobs = [float(logprob) for logprob, *_ in rest]
+        logprobs = [float(cast(float, logprob)) for logprob, *_ in rest]
         if version is not None and int(meta["weight_version"]) != version:
             raise ValueError(f"log-probs of version {meta['weight_version']}, expected {version}")
     except (LookupError, TypeError, AttributeError) as error:

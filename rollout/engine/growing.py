@@ -32,10 +32,14 @@ class GrowingCompletion:
         "finish",
         "logprobs",
         "matched",
+        "newest",
+        "prompt_alternatives",
+        "prompt_logprobs",
         "resumed",
         "retractions",
         "runs",
         "tokens",
+        "wants_prompt",
     )
 
     def __init__(self) -> None:
@@ -51,10 +55,18 @@ class GrowingCompletion:
         self.retractions = 0
         self.alternatives: list[Alternatives] = []
         """The likeliest tokens at each position, where they were asked for."""
+        self.wants_prompt = False
+        """The log-probs of the prompt are wanted, and have not come yet."""
+        self.prompt_logprobs: list[float | None] = []
+        """Log-prob of each prompt token, given those before it; None for the first. Empty: not wanted."""
+        self.prompt_alternatives: list[Alternatives] = []
+        """The likeliest tokens at each position of the prompt, where they were asked for."""
         self.cached_tokens = 0
         """Number of prompt tokens that the first engine had in its cache."""
         self.resumed = 0
         """Number of tokens behind which the latest request goes on; 0: it is the first request."""
+        self.newest: int | None = None
+        """No token of the latest request is of a later version; None: that is not known."""
 
     def add(self, version: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Append tokens of one version. Raises ValueError when there are not as many log-probs."""
@@ -107,6 +119,10 @@ class GrowingCompletion:
     def tokens_left(self, budget: int) -> int:
         """Return how many tokens of ``budget`` may still be generated; 0 when the completion has ended."""
         return max(0, budget - len(self.tokens)) if self.finish is Finish.PARTIAL else 0
+
+    def is_due(self, budget: int) -> bool:
+        """Return whether a request for it must be sent: there is something that is still to come."""
+        return self.finish is Finish.PARTIAL and (self.wants_prompt or self.tokens_left(budget) > 0)
 
     def ended(self) -> None:
         """Note that nothing is added any more: a completion that is partial has used up its budget."""

@@ -88,6 +88,8 @@ class _Engine:
     """Number of malformed replies since the last good one."""
     lost: str | None = None
     """Why it is out of use; None while it serves."""
+    growths: "set[_Growth]" = field(default_factory=set["_Growth"])
+    """Completions that it generates."""
 
 
 class _Growth:
@@ -184,10 +186,15 @@ class EnginePool:
         self._number, self.version = routing.number, routing.version
         self._requests.size = min(routing.limit, self._most_requests or routing.limit)
         before = self._engines
+        doubted = [engine for engine in before.values() if engine.doubted is not None]
         self._engines = {serving.address.name: self._engine(serving) for serving in routing.engines}
         for engine in before.values():
             if self._engines.get(engine.name) is not engine:
                 self._close(engine, "the driver has given it up")
+        for engine in doubted:
+            if engine.doubted is None:  # the next doubt may come before the next token
+                for growth in list(engine.growths):
+                    growth.tell()
         if routing.held != self.held:
             self.held = routing.held
             if self._on_held is not None:
@@ -232,9 +239,9 @@ class EnginePool:
         """
         self.tokens_continued += len(completion.tokens)
         growth, silences, begin = _Growth(completion, grown), 0, len(completion.tokens)
-        if completion.tokens_left(sampling.max_new_tokens):
+        if completion.is_due(sampling.max_new_tokens):
             async with self._requests:
-                while completion.tokens_left(sampling.max_new_tokens):
+                while completion.is_due(sampling.max_new_tokens):
                     length = len(completion.tokens)
                     try:
                         await self._ask(input_ids, sampling, growth, greedy)
@@ -261,17 +268,20 @@ class EnginePool:
         """
         engine = await self._acquire()
         completion = growth.completion
+        completion.newest = None
         length, attested = len(completion.tokens), False
         clock = asyncio.get_running_loop().time
         began_s = clock()
 
         def grown() -> None:
             watch.grown()
-            if engine.doubted is None:  # while it is not, versions are lower bounds: any token may be newer
+            newest = completion.newest  # versions are lower bounds: of the weights in doubt may be any token
+            if engine.doubted is None or (newest is not None and newest < engine.doubted):
                 growth.tell()
 
         try:
             try:
+                engine.growths.add(growth)
                 with watched(engine.name, len(input_ids) + length, completion, self._trace) as watch:
                     await engine.client.generate(
                         input_ids,
@@ -294,6 +304,7 @@ class EnginePool:
                 attested = cut.attested
                 raise
             finally:
+                engine.growths.discard(growth)
                 self._release(engine)
             await self._vouched_for(engine, growth)
         except BaseException:

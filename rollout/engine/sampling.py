@@ -17,6 +17,10 @@ from slipstream.configs.schema import SamplingConfig
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 """Parameters that constrain a completion to a grammar, which SGLang begins with the first new token."""
 
+BEGUN = 1
+"""Added to the priority of a live request that goes on: its user reads already, and others wait to begin. So
+small a difference lets no request take the place of a running one."""
+
 
 @dataclass(frozen=True, slots=True)
 class LiveSampling:
@@ -45,11 +49,19 @@ def starts_over(sampling: Sampling) -> bool:
 
 
 def request_fields(
-    sampling: Sampling, *, done: int, tokens_left: int, greedy: bool, stream_interval: int
+    sampling: Sampling,
+    *,
+    done: int,
+    tokens_left: int,
+    greedy: bool,
+    stream_interval: int,
+    scores_prompt: bool = False,
 ) -> dict[str, object]:
     """Return the fields of a request that say how it is sampled and queued.
 
     ``done``: number of tokens that the completion has already. ``tokens_left``: number that may follow.
+    ``scores_prompt``: the reply has the log-probs of the prompt. SGLang repeats them in each chunk, so that
+    there are fewer chunks then.
     """
     if isinstance(sampling, SamplingConfig):
         parameters: dict[str, object] = {
@@ -60,10 +72,14 @@ def request_fields(
             "stream_interval": stream_interval,
         }
         return {"sampling_params": parameters}
-    parameters = {"stream_interval": 1, **sampling.parameters, "max_new_tokens": tokens_left}
+    interval = stream_interval if scores_prompt else 1
+    parameters = {"stream_interval": interval, **sampling.parameters, "max_new_tokens": tokens_left}
     if done and parameters.get("min_new_tokens"):
         parameters["min_new_tokens"] = max(0, cast(int, parameters["min_new_tokens"]) - done)
-    fields: dict[str, object] = {"sampling_params": parameters, "priority": sampling.priority}
+    priority = sampling.priority + BEGUN * bool(done)
+    fields: dict[str, object] = {"sampling_params": parameters, "priority": priority}
     if sampling.top_logprobs:
         fields["top_logprobs_num"] = sampling.top_logprobs
+    if scores_prompt:
+        fields["logprob_start_len"] = 0
     return fields

@@ -89,6 +89,7 @@ class EngineTokens:
             raise Exhausted("no engine has room for another request", retry_s)
         stops = Stops(sampling, self._decode)
         reader = _Reader(GrowingCompletion(), stops)
+        reader.completion.wants_prompt = request.scores_prompt
         generating = asyncio.create_task(
             self._pool.generate(
                 request.input_ids,
@@ -166,6 +167,8 @@ class _Reader:
         """(tokens, match) of a stop string that no engine has seen."""
         self._stops = stops
         self._read = 0
+        self._is_first = True
+        """No delta has been handed on."""
         self._end = 0
         """Number of tokens that may be handed on."""
 
@@ -191,6 +194,7 @@ class _Reader:
     def _until(self, end: int, finish: Finished | None = None) -> TokenDelta:
         completion, begin = self.completion, self._read
         self._read = end
+        is_first, self._is_first = self._is_first, False
         return TokenDelta(
             completion.tokens[begin:end].tolist(),
             completion.logprobs[begin:end].tolist(),
@@ -198,6 +202,8 @@ class _Reader:
             completion.alternatives[begin:end],
             completion.cached_tokens,
             finish,
+            completion.prompt_logprobs if is_first else (),
+            completion.prompt_alternatives if is_first else (),
         )
 
 

@@ -47,6 +47,8 @@ class TokenRequest:
     """Engines take waiting requests in the order of falling priority."""
     top_logprobs: int = 0
     """Number of alternatives to report for each token."""
+    scores_prompt: bool = False
+    """The log-probs of the prompt's tokens are wanted, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,10 @@ class TokenDelta:
     cached_tokens: int = 0
     """Number of prompt tokens that the engine had in its cache."""
     finish: Finished | None = None
+    prompt_logprobs: Sequence[float | None] = ()
+    """In the first delta, if the request has asked for them: of each prompt token, given those before it."""
+    prompt_top_logprobs: Sequence[Alternatives] = ()
+    """The likeliest tokens at the same positions, if the request has asked for alternatives."""
 
 
 class TokenSource(Protocol):

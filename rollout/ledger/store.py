@@ -98,6 +98,7 @@ class Store:
             new = self._turns.write(events.turns)
             self._stamp = replace(self._stamp, turns=self._stamp.turns + new)
             self._write_steps(events)
+            self._turns.close_over(events.turns)
         if events.restart is not None:
             self._restart(events.restart)
 

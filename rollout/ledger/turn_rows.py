@@ -58,7 +58,10 @@ class TurnRows:
         """Whether payload of forgotten turns may be left, as after a restart."""
 
     def write(self, events: TurnEvents) -> int:
-        """Write all events but trainings. Return the number of new turns."""
+        """Write all events but trainings. Return the number of new turns.
+
+        ``close_over`` is due when trainings are written.
+        """
         if not events:
             return 0
         many = self._connection.executemany
@@ -98,8 +101,11 @@ class TurnRows:
         for forget in events.forget:
             self._forget(forget)
         self._must_erase = self._must_erase or events.may_erase
-        self.close({*events.sessions, *self._sessions_of(id_ for *_, id_ in events.ended)})
         return len(events.rows)
+
+    def close_over(self, events: TurnEvents) -> None:
+        """Close the sessions that were ended by the events, or whose last turn was."""
+        self.close({*events.sessions, *self._sessions_of(id_ for *_, id_ in events.ended)})
 
     def _forget(self, forget: Forget) -> None:
         """End the turns that are to be forgotten, and mark their payload."""

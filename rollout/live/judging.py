@@ -10,7 +10,6 @@ ledger, and expires there if it becomes too old.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
@@ -53,8 +52,6 @@ class LiveJudging:
         self._turns = turns
         self._judges = judges
         self._listener = listener
-        self._put_off: Counter[int] = Counter()
-        """How often each turn was put off."""
         self._timers: set[asyncio.TimerHandle] = set()
         self._shown = 0
         self._has_told_of_no_score = False
@@ -126,7 +123,6 @@ class LiveJudging:
                     self._has_no_score(question[1])
                     self._later(id_)
                 else:
-                    self._put_off.pop(id_, None)
                     self._turns.verdict(id_, verdict)
 
     async def _ask(self, judges: TurnJudges, turn: JudgedTurn, next_state: Messages) -> Verdict:
@@ -155,14 +151,11 @@ class LiveJudging:
 
     def _later(self, id_: int) -> None:
         """Ask about a turn again after a wait."""
-        self._turns.put_off += 1
-        delay = self._wait_s(self._put_off[id_])
-        self._put_off[id_] += 1
+        delay = self._wait_s(self._turns.put_off(id_))
 
         def ask() -> None:
             self._timers.discard(timer)
-            if not self._turns.ask_again(id_):
-                self._put_off.pop(id_, None)
+            self._turns.ask_again(id_)
 
         timer = asyncio.get_running_loop().call_later(delay, ask)
         self._timers.add(timer)

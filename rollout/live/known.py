@@ -49,6 +49,8 @@ class KnownTurn:
     """Whether something has come after it, or its session has ended."""
     is_lost: bool = False
     """Its tokens are not there: nothing that continues it can be trained."""
+    put_off: int = 0
+    """How often a judge had no verdict on it."""
 
     @property
     def continues(self) -> "KnownTurn | None":
@@ -104,3 +106,13 @@ class Session:
     turns: dict[int, KnownTurn] = field(default_factory=dict[int, KnownTurn])
     has_ended: bool = False
     """No further turn follows."""
+    is_forgotten: bool = False
+    """It has ended by being forgotten, and the ledger is to hear of its end when nothing of it is read."""
+
+    def goes_on(self) -> None:
+        """Note that a turn has come."""
+        self.has_ended = self.is_forgotten = False
+
+    def forget(self) -> None:
+        """Note that the session was forgotten."""
+        self.has_ended = self.is_forgotten = True

@@ -100,7 +100,7 @@ class LiveTurns:
         self._taken: dict[str, int] = {}
         self._durable: dict[str, int] = {}
         self._side_reasons: Counter[str] = Counter()
-        self._late_rewards = self._verdicts = self.put_off = self.judge_outages = 0
+        self._late_rewards = self._verdicts = self._put_off = self.judge_outages = 0
         self._since = SinceLastBatch()
         for gateway in recovered.gateways:
             self._taken[gateway.name] = self._durable[gateway.name] = gateway.durable
@@ -194,7 +194,7 @@ class LiveTurns:
         )
         turn = KnownTurn(id_, session, key, parent, head, payload, is_lost=is_lost)
         self._remember(turn)
-        self._sessions[session].has_ended = False
+        self._sessions[session].goes_on()
         before = turn.continues
         link = None if before is None else before.id
         if end is None:
@@ -282,6 +282,7 @@ class LiveTurns:
                 is_meant = is_meant and turn.session == session_of(turn.key, name)
             if is_meant:
                 turn.is_lost = True
+                self._sessions[turn.session].forget()
                 self._core.live.ended(turn.id, TurnEnd.FORGOTTEN)
         self._erase()
         for id_ in list(self._sessions):
@@ -322,13 +323,20 @@ class LiveTurns:
             self._ledger.turns.ended(id_, TurnEnd.FAILED, Loss.FAILED, note=problem)
             self._drop_if_over(self._turns[id_].session)
 
-    def ask_again(self, id_: int) -> bool:
-        """Put a turn back onto the queue. Return False if it needs no verdict any more."""
+    def put_off(self, id_: int) -> int:
+        """Note that a turn gets no verdict for the time being. Return how often that was so before."""
+        self._put_off += 1
         turn = self._turns.get(id_)
-        if turn is None or not self._needs_verdict(turn):
-            return False
-        self._ask(id_)
-        return True
+        if turn is None:
+            return 0
+        turn.put_off += 1
+        return turn.put_off - 1
+
+    def ask_again(self, id_: int) -> None:
+        """Put a turn back onto the queue, if it still needs a verdict."""
+        turn = self._turns.get(id_)
+        if turn is not None and self._needs_verdict(turn):
+            self._ask(id_)
 
     def _needs_verdict(self, turn: KnownTurn) -> bool:
         is_waiting = self._core.live.is_waiting(turn.id)
@@ -464,6 +472,10 @@ class LiveTurns:
         for id_ in recovered.ended_sessions:
             if id_ in self._sessions:
                 self._sessions[id_].has_ended = True
+        for session in self._sessions.values():
+            *_, newest = session.turns.values()
+            if not newest.payload.all:  # nothing that continues it could be trained
+                session.forget()
         self.settle()
         for id_ in list(self._sessions):
             self._drop_if_over(id_)
@@ -490,7 +502,7 @@ class LiveTurns:
             ends=dict(self._core.live.ends),
             side_reasons=dict(self._side_reasons),
             verdicts=self._verdicts,
-            put_off=self.put_off,
+            put_off=self._put_off,
             judge_outages=self.judge_outages,
             late_rewards=self._late_rewards,
             baseline=self._baseline.mean,
@@ -522,6 +534,8 @@ class LiveTurns:
             for turn in session.turns:
                 del self._turns[turn]
             del self._sessions[id_]
+            if session.is_forgotten:
+                self._ledger.turns.session_ended(id_)
 
     def _notify_ready(self) -> None:
         for then in self._ready_listeners:

@@ -102,7 +102,8 @@ def test_what_is_not_for_clients_is_refused_or_has_no_effect(http, gateway, path
         (ANTHROPIC, {"mcp_servers": [{"type": "url", "url": "http://127.0.0.1:1"}]}),
         (GENERATE, {"sampling_params": {"custom_params": {"a": 1}}}),
         (GENERATE, {"image_data": "http://127.0.0.1:1/x.png"}),
-        (GENERATE, {"logprob_start_len": 0, "return_logprob": True}),
+        (GENERATE, {"logprob_start_len": 3, "return_logprob": True}),
+        (COMPLETION, {"echo": True, "logprobs": 0}),
         (COMPLETION, {"n": 5}),
         (COMPLETION, {"prompt": [[1], [2], [3]], "n": 2}),
         (COMPLETION, {"prompt": [999_999]}),
@@ -205,6 +206,23 @@ class TestGenerate:
             {"version": "4", "start": 1, "end": 2},
         ]
         assert gateway.control()["answers"][-1]["tokens"] == reply["output_ids"]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_prompt_is_scored_also_without_a_new_token(self, http, stream):
+        body = {
+            "input_ids": list(range(64, 70)),
+            "sampling_params": {"max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "stream": stream,
+        }
+        text = http.post(GENERATE, json=body).text
+        reply = json.loads(text.removeprefix("data: ").partition("\n")[0])
+        rows = reply["meta_info"]["input_token_logprobs"]
+        assert [row[1] for row in rows] == body["input_ids"]
+        assert rows[0][0] is None
+        assert [row[0] for row in rows[1:]] == pytest.approx([logprob(place) for place in range(1, 6)])
+        assert reply["output_ids"] == []
 
     def test_sampling_parameters_reach_the_engine(self, http, gateway):
         parameters = {"temperature": 0.3, "top_k": 7, "stop": ["l"], "regex": "a+", "min_new_tokens": 1}

@@ -191,6 +191,29 @@ def test_the_text_of_a_completion_and_its_echo(client):
     assert texts == {0: "a", 1: "b"}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_the_log_probs_of_an_echo(client, stream, max_tokens):
+    """As programs ask that score given answers."""
+    prompt = "#chunk=1 #say abc"
+    settings = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "echo": True, "logprobs": 2}
+    if stream:
+        choices = [part.choices[0] for part in client.completions.create(**settings, stream=True)]
+    else:
+        choices = client.completions.create(**settings).choices
+    assert "".join(choice.text for choice in choices) == prompt + "abc"[:max_tokens]
+    tokens, logprobs, tops = (
+        [value for choice in choices if choice.logprobs for value in getattr(choice.logprobs, name)]
+        for name in ("tokens", "token_logprobs", "top_logprobs")
+    )
+    assert "".join(tokens) == prompt + "abc"[:max_tokens]
+    assert logprobs[0] is None
+    given, sampled = range(1, len(prompt)), range(max_tokens)
+    assert logprobs[1:] == pytest.approx([logprob(place) for part in (given, sampled) for place in part])
+    assert [top is None for top in tops] == [True] + [False] * (len(tops) - 1)
+    assert len(tops) == len(logprobs)
+
+
 def test_models_are_listed(client):
     assert [model.id for model in client.models.list()] == ["scripted"]
     assert client.models.retrieve("scripted").id == "scripted"

@@ -14,133 +14,30 @@ memory at the end that it had after a tenth of the turns.
 import argparse
 import asyncio
 import json
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import aiohttp
-import yaml
 from rich.console import Console
 
 from slipstream.backend.monitor.tables import Columns, rows_table
-from slipstream.configs.schema import RunConfig
 from slipstream.rollout.gateway.keys import add_key
-from slipstream.rollout.gateway.peers import GatewayAddress, read_address
 from slipstream.rollout.network import hold_port, port_of
 from tests.chat_model import write_chat_model
-from tests.crash.soak import unique_mb
-from tests.environment import environment
 from tests.gateway_memory.engine import ScriptedEngine
+from tests.gateway_memory.programs import Program, gateway_of, recipe, started
 from tests.gateway_memory.users import Users
 
 ALLOWED = 1.2
 PARTS = 10
 """Times at which memory is looked at: after every tenth of the turns."""
-SAMPLES = 5
-SAMPLE_S = 0.5
 IDLE_S = 8.0
-START_TIMEOUT_S = 120.0
-END_TIMEOUT_S = 60.0
-CONTEXT = 4096
-
-
-def recipe(root: Path, policy: Path, port: int, admin_port: int) -> RunConfig:
-    """Return the recipe of which the gateway takes its settings."""
-    return RunConfig.model_validate(
-        {
-            "run": {"name": "memory", "root": str(root), "steps": 1},
-            "model": {"path": str(policy)},
-            "rollout": {"max_head_offpolicyness": 4, "batch_size": 8, "n_samples_per_prompt": 2},
-            "gateway": {
-                "port": port,
-                "admin_port": admin_port,
-                "idle_timeout_s": IDLE_S,
-                "limits": {"sessions": 400, "session_bytes": 1_048_576},
-            },
-            "live": {"share": 1},
-        }
-    )
-
-
-class Program:
-    """A program of this repository as a process of its own."""
-
-    def __init__(self, name: str, *command: str, log: Path) -> None:
-        self.name = name
-        self._log = log
-        with log.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", *command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=environment(),
-            )
-        self.mb: list[float] = []
-        """Memory behind each part of the turns."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_TIMEOUT_S)
-        self._process.kill()
-        self._process.wait()
-
-    def check(self) -> None:
-        """Raise RuntimeError if the process has ended."""
-        if self._process.poll() is not None:
-            raise RuntimeError(f"{self.name} has ended:\n{self._log.read_text()[-3000:]}")
-
-    def line(self) -> str:
-        """Return the next line that the process prints. Blocks."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline().decode()
-        if not line:
-            self._process.wait(END_TIMEOUT_S)
-            self.check()
-        return line
-
-    async def status(self) -> dict[str, Any]:
-        """Return what the process says of itself."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(b"\n")
-        self._process.stdin.flush()
-        return json.loads(await asyncio.to_thread(self.line))
-
-    async def sample(self) -> None:
-        """Look at the memory a few times, and remember the median."""
-        samples: list[float] = []
-        for _ in range(SAMPLES):
-            self.check()
-            samples.append(unique_mb([self._process.pid]))
-            await asyncio.sleep(SAMPLE_S)
-        self.mb.append(statistics.median(samples))
-
-    @property
-    def ratio(self) -> float:
-        return self.mb[-1] / self.mb[0]
-
-
-async def started(gateway: Program, run: Path) -> GatewayAddress:
-    """Wait until users can reach the gateway and it has an engine. Return where it listens."""
-    async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as http:
-        while True:
-            gateway.check()
-            address = read_address(run, 0)
-            if address is not None:
-                async with http.get(f"{address.admin}/state") as reply:
-                    if (await reply.json())["retry_after_s"] is None:
-                        return address
-            await asyncio.sleep(0.1)
+LIMITS = {"sessions": 400, "session_bytes": 1_048_576}
+"""Limits of the gateway, so that sessions are evicted and cleared."""
 
 
 async def measure(turns: int, users: int, scratch: Path) -> tuple[list[Program], Users, dict[str, Any]]:
@@ -150,17 +47,13 @@ async def measure(turns: int, users: int, scratch: Path) -> tuple[list[Program],
     key = add_key(scratch / "memory.keys.json", "users")
     with ExitStack() as stack:
         ports = [port_of(stack.enter_context(hold_port("127.0.0.1"))) for _ in range(2)]
-        config = recipe(scratch, policy, *ports)
+        config = recipe(scratch, policy, *ports, idle_timeout_s=IDLE_S, limits=LIMITS)
         run = config.run.folder
-        run.mkdir()
-        (run / "recipe.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
         async with engine.serving() as url:
             arguments = ("tests.gateway_memory.driver", str(run), url, str(engine.vocab))
             driver = stack.enter_context(Program("driver", *arguments, log=scratch / "driver.log"))
             await asyncio.to_thread(driver.line)
-            values = {"run": str(run), "number": 0, "processes": 1, "context": CONTEXT, "linger_s": 60}
-            arguments = ("slipstream.rollout.gateway.process", json.dumps(values))
-            gateway = stack.enter_context(Program("gateway", *arguments, log=scratch / "gateway.log"))
+            gateway = stack.enter_context(gateway_of(config, scratch / "gateway.log"))
             address = await started(gateway, run)
             talking = Users(address.url, key, address.admin, address.secret)
             for part in range(1, PARTS + 1):

@@ -162,7 +162,6 @@ class Driver:
             "standings": len(door._by_standing),
             "withheld": len(door._withheld),
             "expired": len(door._expired),
-            "put off": len(self.judging._put_off),
             "timers": len(self.judging._timers),
             "sessions of the ledger": len(self.ledger._store._holds.segments),
         }

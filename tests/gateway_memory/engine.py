@@ -2,8 +2,9 @@
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import orjson
 from aiohttp import web
@@ -13,21 +14,29 @@ from tests.chat_model import END, build_tokenizer
 PIECE = 8
 """Tokens of an event."""
 
-SLOW = 41
-"""``max_new_tokens`` with which events come one by one, so that a user can leave before the end."""
-SLOW_S = 0.2
+PROMPTS = 100
+"""Number of requests that are remembered."""
 
 
 class ScriptedEngine:
-    """Answers with 8 to 40 letters, and with the version that it was told last."""
+    """Answers with 8 to 40 letters, and with the version that it was told last.
 
-    def __init__(self, seed: int = 0) -> None:
+    With ``ignore_eos`` an answer is as long as it may be, and comes slowly, so that a user can leave before
+    its end.
+    """
+
+    def __init__(self, seed: int = 0, slow_s: float = 0.2) -> None:
+        """``slow_s``: time between the events of a slow answer, unless they are ``released``."""
         tokenizer = build_tokenizer()
         self.vocab = len(tokenizer)
         self._end = tokenizer.convert_tokens_to_ids(END)
         self._letters = tokenizer.encode("abcdefghijklmnopqrstuvwxyz ")
         self._dice = random.Random(seed)
+        self._slow_s = slow_s
+        self.released = asyncio.Event()
         self.version = 0
+        self.prompts: deque[list[int]] = deque(maxlen=PROMPTS)
+        """Ids of the requests, the newest last."""
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
@@ -37,7 +46,7 @@ class ScriptedEngine:
         app.router.add_post("/version", self._take_version)
         app.router.add_post("/abort_request", self._done)
         app.router.add_get("/health", self._done)
-        runner = web.AppRunner(app, access_log=None)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
         await runner.setup()
         try:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -54,15 +63,20 @@ class ScriptedEngine:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read())
-        limit = body["sampling_params"]["max_new_tokens"]
-        ids = [*self._dice.choices(self._letters, k=self._dice.randint(8, 40)), self._end][:limit]
+        sampling = body["sampling_params"]
+        limit, is_slow = sampling["max_new_tokens"], bool(sampling.get("ignore_eos"))
+        self.prompts.append(body["input_ids"])
+        length = limit if is_slow else self._dice.randint(8, 40)
+        ids = [*self._dice.choices(self._letters, k=length), self._end][:limit]
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await reply.prepare(request)
-        for start in range(0, len(ids), PIECE):
-            await reply.write(self._event(ids, start, min(start + PIECE, len(ids))))
-            if limit == SLOW:
-                await asyncio.sleep(SLOW_S)
-        await reply.write(b"data: [DONE]\n\n")
+        with suppress(ConnectionError):  # whoever has asked is gone
+            for start in range(0, len(ids), PIECE):
+                await reply.write(self._event(ids, start, min(start + PIECE, len(ids))))
+                if is_slow:
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self.released.wait(), self._slow_s)
+            await reply.write(b"data: [DONE]\n\n")
         return reply
 
     def _event(self, ids: list[int], start: int, end: int) -> bytes:

@@ -8,8 +8,6 @@ from typing import Any
 
 import aiohttp
 
-from tests.gateway_memory.engine import SLOW
-
 AWAY = 0.3
 """Share of the sessions that nobody ends: they end by their idle time-out, or are evicted."""
 
@@ -111,7 +109,7 @@ class Users:
     async def _hang_up(self, http: aiohttp.ClientSession, number: int) -> None:
         """Leave before the end of the answer."""
         messages = [{"role": "user", "content": f"Never mind {number}"}]
-        body = {"messages": messages, "max_tokens": SLOW, "stream": True}
+        body = {"messages": messages, "max_tokens": 40, "ignore_eos": True, "stream": True}
         async with http.post("/v1/chat/completions", json=body) as reply:
             await reply.content.readany()
             reply.close()

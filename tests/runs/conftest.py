@@ -161,14 +161,20 @@ FAULTS = Path(__file__).parents[1] / "faults"
 
 
 def start_run(
-    inputs: Path, root: Path, name: str, *overrides: str, resume: bool = False, fault: str | None = None
+    inputs: Path,
+    root: Path,
+    name: str,
+    *overrides: str,
+    resume: bool = False,
+    fault: str | None = None,
+    by: str = "train",
 ) -> LaunchedRun:
     """Start, or resume, a small run of the quickstart recipe on ``inputs`` below ``root``.
 
-    ``fault``: a harm done to it (``tests/faults/sitecustomize.py``).
+    ``fault``: a harm done to it (``tests/faults/sitecustomize.py``). ``by``: the command that runs it.
     """
     command = run_command(
-        "train",
+        by,
         "quickstart",
         f"run.root={root}",
         f"run.name={name}",

@@ -104,10 +104,14 @@ class FakeEngine:
         if not self.ignores_close:
             self.end(EngineLost("closed"), n=len(self.requests))
 
-    def grow(self, reply: Completion) -> None:
-        """Let the reply to the oldest running request have grown to ``reply``."""
+    def grow(self, reply: Completion, newest: int | None = None) -> None:
+        """Let the reply to the oldest running request have grown to ``reply``.
+
+        ``newest``: the engine's version when it hands the reply out, if it says that.
+        """
         request = next(request for request in self.requests if not request.future.done())
         request.becomes(reply)
+        request.completion.newest = newest
         request.grown()
 
     def end(self, outcome=COMPLETION, reply: Completion | None = None, n: int = 1) -> None:

@@ -136,7 +136,9 @@ def test_a_turn_that_was_trained_twice_is_found(lives):
     with closing(sqlite3.connect(lives.folder / LEDGER)) as ledger, ledger:
         trained = dict(ledger.execute("SELECT group_id, version FROM trainings"))
         assert set(trained) == {liked, number(10)}
-        ledger.execute("INSERT INTO versions (version, parent, epoch, published) VALUES (2, 1, 0, 1)")
+        ledger.execute(
+            "INSERT INTO versions (version, parent, epoch, copy, published) VALUES (2, 1, 0, 0, 1)"
+        )
         ledger.execute(
             "INSERT INTO trainings SELECT 2, group_id, head_lag, tokens, masked, versions FROM trainings "
             "WHERE group_id = ?",

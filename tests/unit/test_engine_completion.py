@@ -87,6 +87,42 @@ def test_a_whole_completion_is_read():
     assert parse_completion(REPLY) == COMPLETION
 
 
+SCORED = {
+    "prompt_tokens": 3,
+    "input_token_logprobs": [[None, 5, None], [-1.0, 6, None], [-2.0, 7, None]],
+    "input_top_logprobs": [None, [[-0.5, 9, None]], [[-0.25, 8, None]]],
+}
+
+
+def test_the_log_probs_of_a_prompt_are_read_where_they_are_wanted():
+    for wanted in (True, False):
+        stream, completion = stream_of()
+        completion.wants_prompt = wanted
+        stream.add(chunk(1, 1, 3, **SCORED))
+        stream.add(chunk(2, 1, 3, **SCORED))  # every chunk repeats them
+        assert not completion.wants_prompt
+        assert completion.prompt_logprobs == [None, -1.0, -2.0][: 3 * wanted]
+        assert completion.prompt_alternatives == [(), ((-0.5, 9),), ((-0.25, 8),)][: 3 * wanted]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"input_token_logprobs": []},
+        {"input_token_logprobs": [[None, 5, None]]},
+        {"input_token_logprobs": [[None, 5, None], [None, 6, None], [-2.0, 7, None]]},
+        {"input_token_logprobs": [[None, 5, None], [float("nan"), 6, None], [-2.0, 7, None]]},
+        {"input_token_logprobs": [[None, 5, None], [0.5, 6, None], [-2.0, 7, None]]},
+    ],
+)
+def test_a_prompt_without_all_of_its_log_probs_is_malformed(changed):
+    stream, completion = stream_of()
+    completion.wants_prompt = True
+    with pytest.raises(ValueError, match=r"of the prompt are missing|prompt tokens"):
+        stream.add(chunk(1, 1, 3, STOP, weight_versions=attested((3, 0, 1)), **SCORED | changed))
+    assert not completion.tokens and completion.wants_prompt
+
+
 def test_a_missing_retraction_count_is_zero():
     for value in (None, 0):
         assert parse_completion(reply(num_retractions=value)).retractions == 0
@@ -259,6 +295,14 @@ def test_no_token_of_a_partial_completion_is_said_to_be_newer_than_it_is(tokens_
         stamped = completion.completion().versions()
         assert len(stamped) == len(history)
         assert all(stamp <= true for stamp, true in zip(stamped, history, strict=True))
+
+
+def test_no_token_so_far_is_newer_than_the_version_that_is_reported_with_it():
+    stream, completion = stream_of(version=3)
+    assert completion.newest is None
+    for total, version in ((1, 3), (3, 3), (4, 5)):
+        stream.add(chunk(total, 1 if total != 3 else 2, version))
+        assert completion.newest == version
 
 
 def test_the_last_chunks_own_versions_replace_all_of_them():

@@ -139,7 +139,9 @@ def test_a_request_that_was_only_sampled_in_doubt_begins_again():
     asyncio.run(main())
 
 
-def test_growth_in_doubt_is_told_to_nobody_until_the_next_after_the_verdict():
+def test_growth_in_doubt_is_told_to_nobody_until_the_verdict_and_then_at_once():
+    """Users see an update as a pause: it must not last until after the next update."""
+
     async def main():
         engine = FakeEngine()
         driver = Driver(engine)
@@ -150,9 +152,44 @@ def test_growth_in_doubt_is_told_to_nobody_until_the_next_after_the_verdict():
         engine.grow(part(1, 2, version=4))  # perhaps newer than it says
         assert [len(so_far.tokens) for so_far in seen] == [1]
         driver.trust(engine)
+        assert [len(so_far.tokens) for so_far in seen] == [1, 2]
+        driver.doubt(6)
         engine.grow(part(1, 2, 3, version=4))
-        assert [len(so_far.tokens) for so_far in seen] == [1, 3]
+        driver.doubt(7)
+        assert [len(so_far.tokens) for so_far in seen] == [1, 2], "7 may be in use already"
+        driver.trust(engine)
+        engine.grow(part(1, 2, 3, 4, version=4))
+        assert [len(so_far.tokens) for so_far in seen] == [1, 2, 3, 4]
         engine.end(mixed(4, 5, 5))
+        await task
+
+    asyncio.run(main())
+
+
+def test_growth_of_older_versions_than_that_in_doubt_is_told_at_once():
+    """From the doubt to the update lies the preparation, or the end of all requests: users do not wait."""
+
+    async def main():
+        engine = FakeEngine()
+        driver = Driver(engine)
+        task, seen = watched(driver)
+        await settle()
+        engine.grow(part(1, version=4), newest=4)
+        driver.doubt(5)
+        engine.grow(part(1, 2, version=4), newest=4)
+        assert [len(so_far.tokens) for so_far in seen] == [1, 2]
+        engine.grow(part(1, 2, 3, version=4), newest=5)
+        assert [len(so_far.tokens) for so_far in seen] == [1, 2]
+        driver.remove(engine)
+        other = FakeEngine("other")
+        driver.add(other)
+        await settle()
+        assert other.asked[0]["ids"] == [7, 1, 2]
+        driver.doubt(6)
+        other.grow(part(3, version=4))
+        assert [len(so_far.tokens) for so_far in seen] == [1, 2], "it is not known how new it is"
+        other.end(mixed(5, 6))
+        driver.trust(other)
         await task
 
     asyncio.run(main())
@@ -264,27 +301,27 @@ def test_without_a_verdict_in_time_the_engine_is_given_up():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_happens_no_token_that_was_told_is_taken_back_and_none_of_wrong_weights_is_told(seed):
-    """Tokens name the engine, and whether its weights were right: wrong ones are odd."""
+    """Tokens name the version, and whether its weights were right: wrong ones are odd."""
     chance = random.Random(seed)
 
     async def main():
         driver = Driver(max_concurrent=1)
         task, seen = watched(driver, sampling=SamplingConfig(max_new_tokens=60))
-        version, engine, wrong, history = 0, None, False, []
+        version, engine, held, wrong, history = 0, None, 0, False, []
         for _ in range(400):
             await settle()
             if task.done():
                 break
             if engine is None:
-                engine, wrong, history = FakeEngine(f"engine-{version}"), False, []
+                engine, held, wrong, history = FakeEngine(f"engine-{version}"), version, False, []
                 driver.add(engine)
                 await settle()
             doubted = driver._serving[engine].doubted
             event = chance.choice(
-                ["grow", "grow", "grow", "end", "abort", "silence", "lose", "doubt", "judge"]
+                ["grow", "grow", "grow", "end", "abort", "silence", "lose", "doubt", "update", "judge"]
             )
             if event in ("grow", "end", "abort") and engine.running:
-                history += [(2 * version + wrong, version)] * chance.randint(1, 3)
+                history += [(2 * held + wrong, held)] * chance.randint(1, 3)
             exact = GrowingCompletion()
             for token, v in history:
                 exact.add(v, [token], [-float(token)])
@@ -292,14 +329,15 @@ def test_whatever_happens_no_token_that_was_told_is_taken_back_and_none_of_wrong
             if event == "doubt" and doubted is None:
                 version += 1
                 driver.doubt(version)
-                wrong = chance.random() < 0.5
-            elif event in ("judge", "lose") and doubted is not None:
+            elif event == "update" and held < version:
+                held, wrong = version, chance.random() < 0.5
+            elif ((event == "judge" and held == version) or event == "lose") and doubted is not None:
                 driver.remove(engine) if wrong or event == "lose" else driver.trust(engine)
                 engine = None if wrong or event == "lose" else engine
             elif not engine.running:
                 continue
             elif event == "grow":
-                engine.grow(bounds)
+                engine.grow(bounds, newest=chance.choice([None, held]))
             elif event == "end":
                 exact.finish = Finish.STOP if chance.random() < 0.2 else Finish.LENGTH
                 engine.end(exact.completion())

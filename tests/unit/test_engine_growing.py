@@ -18,6 +18,16 @@ from slipstream.rollout.engine.routing import Routing, ServingEngine
 from slipstream.rollout.trajectory import Completion, Finish, Span
 from tests.unit.test_engine_completion import STOP, attested, chunk
 
+
+def test_a_request_is_due_until_everything_that_is_wanted_has_come():
+    completion = GrowingCompletion()
+    assert completion.is_due(1) and not completion.is_due(0)
+    completion.wants_prompt = True
+    assert completion.is_due(0)
+    completion.ended()
+    assert not completion.is_due(1)
+
+
 tokens_with_versions = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 3)), max_size=40)
 
 

@@ -97,6 +97,29 @@ def test_what_comes_while_the_user_is_slow_is_one_delta():
     run(main)
 
 
+@pytest.mark.parametrize("max_new_tokens", [0, 4])
+def test_the_log_probs_of_a_prompt_come_with_the_first_delta_also_without_a_new_token(max_new_tokens):
+    async def main():
+        engine = FakeEngine()
+        asked = TokenRequest([7, 8], {"max_new_tokens": max_new_tokens}, top_logprobs=1, scores_prompt=True)
+        asking = Asking(Driver(engine), asked)
+        await settle()
+        completion = engine.requests[0].completion
+        assert completion.wants_prompt
+        completion.prompt_logprobs, completion.prompt_alternatives = [None, -1.0], [(), ((-0.5, 3),)]
+        completion.wants_prompt = False
+        if max_new_tokens:
+            engine.grow(part(1))
+            await settle()
+        engine.end(whole(1, 2) if max_new_tokens else whole(finish=Finish.LENGTH))
+        first, *rest = await asking.task
+        assert (first.prompt_logprobs, first.prompt_top_logprobs) == ([None, -1.0], [(), ((-0.5, 3),)])
+        assert all(not delta.prompt_logprobs for delta in rest)
+        assert asking.all == [1, 2][:max_new_tokens]
+
+    run(main)
+
+
 @pytest.mark.parametrize("loss", [EngineLost("gone"), Aborted("stop")], ids=["lost", "aborted"])
 def test_a_lost_engine_is_a_pause_and_the_request_goes_on_from_its_prefix(loss):
     async def main():
@@ -275,7 +298,13 @@ def test_the_fields_of_a_live_request():
         "priority": 100,
         "top_logprobs_num": 2,
     }
+    scoring = request_fields(
+        sampling, done=0, tokens_left=8, greedy=False, stream_interval=64, scores_prompt=True
+    )
+    assert scoring["logprob_start_len"] == 0
+    assert scoring["sampling_params"]["stream_interval"] == 64, "every chunk repeats them"
     for done, least in ((3, 2), (7, 0)):
         later = request_fields(sampling, done=done, tokens_left=8 - done, greedy=False, stream_interval=64)
         assert later["sampling_params"]["min_new_tokens"] == least
         assert later["sampling_params"]["max_new_tokens"] == 8 - done
+        assert later["priority"] == 101, "an answer that has begun goes before those that have not"

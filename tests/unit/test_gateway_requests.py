@@ -45,9 +45,11 @@ def test_fields_that_nobody_knows_and_those_of_the_gateway_do_not_reach_sglang()
         {"chat_template_kwargs": {"tokenize": True}},
         {"chat_template_kwargs": [1]},
         {"tools": [{"type": "mcp", "server_url": "http://elsewhere"}]},
+        {"metadata": {"a": 1}},
+        {"metadata": "a"},
     ],
 )
-def test_templates_and_remote_tools_are_refused(body):
+def test_templates_remote_tools_and_labels_that_are_no_texts_are_refused(body):
     with pytest.raises(Refusal) as caught:
         check_fields(body, CHAT, KNOWN)
     assert caught.value.status == 400

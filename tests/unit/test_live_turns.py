@@ -1,6 +1,8 @@
 """Live users from entries to batches and back: exactly once, never too old, and never without a verdict."""
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.live import TurnEnd, TurnState
 from slipstream.rollout.control.versions import VersionTree
 from slipstream.rollout.ledger.audit import audit_ledger
+from slipstream.rollout.ledger.database import LEDGER
 from slipstream.rollout.ledger.recovery import Recovered, open_ledger
 from slipstream.rollout.ledger.segments import FOLDER
 from slipstream.rollout.ledger.turns import turn_id
@@ -798,6 +801,72 @@ def test_a_turn_that_continues_what_is_forgotten_is_not_trained(in_run):
         assert trained(await run.step()) == [[talk.sampled[8]]]
 
     in_run(act)
+
+
+def sessions_in(folder: Path) -> int:
+    """Return the number of sessions of which the ledger keeps something."""
+    with closing(sqlite3.connect(folder / LEDGER)) as connection:
+        [(count,)] = connection.execute("SELECT count(*) FROM sessions")
+    return count
+
+
+def test_nothing_is_kept_of_a_session_that_is_forgotten(in_run):
+    talk = Talk()
+    talk.say(session="a", turn_type=TurnType.SIDE)
+    talk.turn(1, session="a")
+    talk.add(Forgotten("a", None))
+
+    async def act(run):
+        await run.hear(talk)
+        assert run.live._sessions == {}
+        assert run.live._turns == {}
+        await run.ledger.flushed()
+
+    in_run(act)
+    assert sessions_in(in_run.folder) == 0
+
+
+def test_a_session_that_is_forgotten_in_training_is_kept_until_its_step_is_over(in_run):
+    talk = Talk()
+    talk.say(session="a", score=1.0)
+
+    async def act(run):
+        await run.hear(talk)
+        await run.gate.batch(5)
+        talk.add(Forgotten(None, "key"))
+        await run.hear(talk, first=4)
+        await run.gate.step_begins()
+        assert [run.ledger.read(each.refs) for each in run.gate.live_batch]
+        [count] = run.ledger._store._connection.execute("SELECT count(*) FROM sessions").fetchone()
+        assert count == 1
+        run.gate.published(run.gate.next_version)
+        assert run.live._turns == {}
+        run.ledger.release(run.gate.version)
+        await run.ledger.flushed()
+
+    in_run(act)
+    assert sessions_in(in_run.folder) == 0
+
+
+def test_a_session_that_was_forgotten_in_a_step_that_is_lost_is_over_after_a_restart(in_run):
+    talk = Talk()
+    talk.say(session="a", score=1.0)
+
+    async def act(run):
+        await run.hear(talk)
+        await run.gate.batch(5)
+        await run.gate.step_begins()
+        talk.add(Forgotten("a", "key"))
+        await run.hear(talk, first=4)
+
+    in_run(act)
+    assert sessions_in(in_run.folder) == 1
+
+    async def again(run):
+        assert run.live._turns == {}
+
+    in_run(again)
+    assert sessions_in(in_run.folder) == 0
 
 
 # ---- a trainer that is restored in a running process

@@ -115,10 +115,17 @@ def _reading(call: LiveCall) -> Iterator[None]:
         raise ValueError(call.refusal.message) from error
 
 
-def _begin(call: LiveCall, prompt: PromptParts, sampling: Mapping[str, object], top_logprobs: int) -> None:
+def _begin(
+    call: LiveCall,
+    prompt: PromptParts,
+    sampling: Mapping[str, object],
+    top_logprobs: int,
+    *,
+    scores_prompt: bool = False,
+) -> None:
     """Begin the turn of a prompt. Raises ValueError if it is refused, which SGLang's endpoints expect."""
     try:
-        call.begin(prompt, sampling, top_logprobs=top_logprobs)
+        call.begin(prompt, sampling, top_logprobs=top_logprobs, scores_prompt=scores_prompt)
     except Refusal as refusal:
         call.refusal = refusal
         raise ValueError(refusal.message) from refusal
@@ -131,9 +138,10 @@ def _join_answers(messages: Sequence[Any]) -> None:
     """
     for message in messages:
         parts = message.content
-        if message.role == "assistant" and isinstance(parts, list):
-            if all(getattr(part, "type", None) == "text" for part in parts):
-                message.content = "".join(part.text for part in parts)
+        if message.role != "assistant" or not isinstance(parts, list):
+            continue
+        if all(getattr(part, "type", None) == "text" for part in parts):
+            message.content = "".join(part.text for part in parts)
 
 
 class Chatting(OpenAIServingChat):
@@ -278,10 +286,9 @@ class TextCompletion(OpenAIServingCompletion):
         self, request: CompletionRequest, raw_request: object = None
     ) -> tuple[GenerateReqInput, CompletionRequest]:
         with _reading(self.call):
-            if request.echo and request.logprobs is not None:
-                raise Refusal(
-                    400, "echo and logprobs: the log-probs of a prompt are not computed", param="echo"
-                )
+            scores_prompt = bool(request.echo) and request.logprobs is not None
+            if scores_prompt and not request.logprobs:
+                raise Refusal(400, "logprobs: expected at least 1 with echo, found 0", param="logprobs")
             converted, request = super()._convert_to_internal_request(request, raw_request)  # pyright: ignore
             sampling = {
                 name: value
@@ -290,7 +297,7 @@ class TextCompletion(OpenAIServingCompletion):
             }
             prompts = [PromptParts(ids, text=text) for text, ids in self._prompts(converted)]
         for prompt in prompts:
-            _begin(self.call, prompt, sampling, request.logprobs or 0)
+            _begin(self.call, prompt, sampling, request.logprobs or 0, scores_prompt=scores_prompt)
         converted.rid = f"cmpl-{self.call.id}"
         return converted, request
 

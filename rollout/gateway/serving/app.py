@@ -58,6 +58,7 @@ def create_app(
 def _application(title: str) -> FastAPI:
     app = FastAPI(title=title, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_exception_handler(HTTPException, _http_error)  # pyright: ignore[reportArgumentType]
+    app.add_exception_handler(Exception, _failed)
     app.add_middleware(HeadAsGet)
     return app
 
@@ -179,6 +180,11 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     reply = replies.error_reply(Refusal(error.status_code, message), protocol_of(request.url.path))
     reply.headers.update(headers)
     return reply
+
+
+async def _failed(request: Request, _error: Exception) -> Response:
+    """Tell the client of a mistake of ours. The server logs it."""
+    return replies.error_reply(Refusal(500, "internal error"), protocol_of(request.url.path))
 
 
 def create_admin_app(source: TokenSource, metrics: ServingMetrics, answers: Callable[[], int]) -> FastAPI:

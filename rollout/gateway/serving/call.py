@@ -30,7 +30,7 @@ from slipstream.rollout.gateway.conversations import (
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.running import AnswerPart, RunningAnswer, RunningTurn, RunningTurns
 from slipstream.rollout.gateway.serving.text import GrowingText
-from slipstream.rollout.gateway.source import Exhausted, Finished, Rejected, TokenRequest
+from slipstream.rollout.gateway.source import Alternatives, Exhausted, Finished, Rejected, TokenRequest
 from slipstream.rollout.trajectory import Finish
 from slipstream.rollout.turns import TurnType
 
@@ -152,7 +152,14 @@ class LiveCall:
 
     # ---- prompts
 
-    def begin(self, prompt: PromptParts, sampling: Mapping[str, object], *, top_logprobs: int = 0) -> None:
+    def begin(
+        self,
+        prompt: PromptParts,
+        sampling: Mapping[str, object],
+        *,
+        top_logprobs: int = 0,
+        scores_prompt: bool = False,
+    ) -> None:
         """Begin the turn of a prompt, or join the one that runs already. Raises Refusal."""
         given = {name: value for name, value in sampling.items() if value is not None}
         choices = self._choices(given.pop("n", 1))
@@ -175,7 +182,12 @@ class LiveCall:
                 self._shared.turns.abandon(begun, choices)
                 raise self._too_long(len(begun.input_ids))
             requests = [
-                _token_request(begun.input_ids, begun.sampling, room, top_logprobs, choice)
+                TokenRequest(
+                    begun.input_ids,
+                    _parameters(begun.sampling, room, choice),
+                    top_logprobs=top_logprobs,
+                    scores_prompt=scores_prompt,
+                )
                 for choice in range(choices)
             ]
             turn = self._shared.turns.start(begun, requests, lambda: self._new_answer(parameters))
@@ -347,14 +359,20 @@ class LiveCall:
                 "input_token_logprobs": [],
             }
         if form.top_logprobs:
-            meta["output_top_logprobs"] = [
-                [(logprob, token, self._shown(token)) for logprob, token in row]
-                for row in answer.top_logprobs[new]
+            meta["output_top_logprobs"] = self._shown_rows(answer.top_logprobs[new])
+        if answer.prompt_logprobs and not known:
+            meta["input_token_logprobs"] = [
+                (logprob, token, self._shown(token))
+                for logprob, token in zip(answer.prompt_logprobs, turn.begun.input_ids, strict=True)
             ]
+            meta["input_top_logprobs"] = self._shown_rows(answer.prompt_top_logprobs)
         content: Content = {"text": step.text, "output_ids": answer.tokens[new], "meta_info": meta}
         if form.prompt_ids:
             content["prompt_token_ids"] = list(turn.begun.input_ids)
         return content
+
+    def _shown_rows(self, rows: Sequence[Alternatives]) -> list[list[tuple[float, int, str]] | None]:
+        return [[(logprob, token, self._shown(token)) for logprob, token in row] or None for row in rows]
 
     def _shown(self, token: int) -> str:
         return self._shared.tokenizer.decode([token])
@@ -407,9 +425,8 @@ class Form:
             return len(answer.tokens)
 
 
-def _token_request(
-    input_ids: Sequence[int], sampling: Mapping[str, object], room: int, top_logprobs: int, choice: int
-) -> TokenRequest:
+def _parameters(sampling: Mapping[str, object], room: int, choice: int) -> dict[str, object]:
+    """Return the sampling parameters of one of several answers, for which ``room`` tokens are left."""
     parameters = dict(sampling)
     limit = parameters.get("max_new_tokens")
     length = parameters["max_new_tokens"] = min(limit, room) if isinstance(limit, int) else room
@@ -418,7 +435,7 @@ def _token_request(
     seed = parameters.get("sampling_seed")
     if isinstance(seed, int) and choice:
         parameters["sampling_seed"] = seed + choice  # else all answers would be the same
-    return TokenRequest(input_ids, parameters, top_logprobs=top_logprobs)
+    return parameters
 
 
 def _whole(answer: RunningAnswer) -> AnswerPart:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -10,7 +11,6 @@ from pydantic import BaseModel, ValidationError
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
-from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from slipstream.configs.schema import LimitsConfig
@@ -36,7 +36,7 @@ class Endpoint:
     known: Mapping[str, object]
     """The default of every field that SGLang's endpoint reads."""
     protocol: Protocols
-    answer: Callable[[LiveCall, Any, Request], Awaitable[Result]]
+    answer: Callable[[LiveCall, Any], Awaitable[Result]]
     generates: bool = True
 
     @property
@@ -111,30 +111,37 @@ class Endpoints:
             ),
         )
 
-    async def _answer_chat(self, call: LiveCall, body: ChatCompletionRequest, raw: Request) -> Result:
+    async def _answer_chat(self, call: LiveCall, body: ChatCompletionRequest) -> Result:
         if "model" not in body.model_fields_set:
             body.model = self._model
         if not self._reads_developer:
             for message in body.messages:
                 if message.role == "developer":
                     message.role = "system"
-        return _result(await self._chat.bound_to(call).handle_request(body, raw))
+        return _result(await self._chat.bound_to(call).handle_request(body, _no_headers()))
 
-    async def _answer_completion(self, call: LiveCall, body: CompletionRequest, raw: Request) -> Result:
+    async def _answer_completion(self, call: LiveCall, body: CompletionRequest) -> Result:
         if "model" not in body.model_fields_set:
             body.model = self._model
-        return _result(await self._completion.bound_to(call).handle_request(body, raw))
+        return _result(await self._completion.bound_to(call).handle_request(body, _no_headers()))
 
-    async def _answer_responses(self, call: LiveCall, body: ResponsesRequest, raw: Request) -> Result:
+    async def _answer_responses(self, call: LiveCall, body: ResponsesRequest) -> Result:
         body.model = body.model or self._model
         bound = self._responses.continuing(call, await call.exchanges())
-        return _result(await bound.create_responses(body, raw))
+        return _result(await bound.create_responses(body, _no_headers()))
 
-    async def _answer_messages(self, call: LiveCall, body: AnthropicMessagesRequest, raw: Request) -> Result:
-        return _result(await self._messages.bound_to(call).handle_messages(body, raw))
+    async def _answer_messages(self, call: LiveCall, body: AnthropicMessagesRequest) -> Result:
+        return _result(await self._messages.bound_to(call).handle_messages(body, _no_headers()))
 
-    async def _count_tokens(self, call: LiveCall, body: AnthropicCountTokensRequest, raw: Request) -> Result:
-        return _result(await self._messages.bound_to(call).handle_count_tokens(body, raw))
+    async def _count_tokens(self, call: LiveCall, body: AnthropicCountTokensRequest) -> Result:
+        return _result(await self._messages.bound_to(call).handle_count_tokens(body, _no_headers()))
+
+
+def _no_headers() -> Any:
+    """Return the request as SGLang's endpoints see it: their headers, which are none of ours, are not for
+    clients. They can name requests, priorities and ranks.
+    """
+    return SimpleNamespace(headers={}, state=SimpleNamespace())
 
 
 def _endpoint(
@@ -142,7 +149,7 @@ def _endpoint(
     body: type[BaseModel],
     allowed: Collection[str],
     protocol: Protocols,
-    answer: Callable[[LiveCall, Any, Request], Awaitable[Result]],
+    answer: Callable[[LiveCall, Any], Awaitable[Result]],
 ) -> Endpoint:
     return Endpoint(path, body, allowed, _defaults(body), protocol, answer)
 

@@ -162,6 +162,8 @@ def check_fields(
     if refused:
         raise Refusal(400, f"clients may not set {', '.join(refused)}", param=refused[0])
     check_template_settings(given.get("chat_template_kwargs"))
+    if "metadata" in given:
+        given["metadata"] = _labels(given["metadata"])
     _check_tools(given.get("tools"))
     return {name: value for name, value in given.items() if name in allowed}
 
@@ -181,8 +183,17 @@ def check_template_settings(settings: object) -> None:
         )
 
 
+def _labels(metadata: object) -> dict[str, str]:
+    """Return the labels of a request, as OpenAI and Anthropic have them. Raises Refusal with 400."""
+    labels = cast("dict[str, object]", metadata) if isinstance(metadata, dict) else {"": metadata}
+    given = {name: value for name, value in labels.items() if value is not None}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in given.values()):
+        raise Refusal(400, "metadata: expected an object whose values are texts", param="metadata")
+    return cast("dict[str, str]", given)
+
+
 def _check_tools(tools: object) -> None:
     for tool in cast("list[object]", tools) if isinstance(tools, list) else ():
         kind = cast("dict[str, object]", tool).get("type") if isinstance(tool, dict) else None
-        if kind in REMOTE_TOOLS:
+        if isinstance(kind, str) and kind in REMOTE_TOOLS:
             raise Refusal(400, f"tools of the type {kind} are not run here; give functions", param="tools")

@@ -108,25 +108,20 @@ class RequestHandler:
         self._calls[call] = user.name
         is_streamed = False
         try:
-            result = await unless_disconnected(request.receive, self._ask(endpoint, call, parsed, request))
+            result = await unless_disconnected(request.receive, self._ask(endpoint, call, parsed))
             if isinstance(result, AsyncIterator):
                 self._metrics.first_token_s.labels(endpoint.name).observe(self._clock() - now_s)
             reply = self._reply(endpoint, call, result)
             is_streamed = isinstance(reply, EventStream)  # which leaves its turns at its own end
             return reply
-        except (Refusal, ClientGone):
-            raise
-        except Exception as error:
-            log.exception("%s has failed", endpoint.name)
-            raise Refusal(500, "internal error") from error
         finally:
             if not is_streamed:
                 self._close(call)
 
-    async def _ask(self, endpoint: EndpointPort, call: LiveCall, parsed: Any, request: Request) -> Any:
+    async def _ask(self, endpoint: EndpointPort, call: LiveCall, parsed: Any) -> Any:
         """Return the reply, or the events of one whose first tokens have come. Raises Refusal."""
         try:
-            result = await endpoint.answer(call, parsed, request)
+            result = await endpoint.answer(call, parsed)
         except Exception as error:
             if call.refusal is None:
                 raise

@@ -5,7 +5,6 @@ from typing import Any
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from starlette.requests import Request
 
 from slipstream.rollout.gateway.serving.answering import as_batch
 from slipstream.rollout.gateway.serving.call import Content, Form, LiveCall, PromptParts
@@ -61,9 +60,13 @@ class GenerateBody(BaseModel):
     def _has_one_prompt(self) -> "GenerateBody":
         if (self.text is None) == (self.input_ids is None) or self.text == []:
             raise ValueError("expected either text or input_ids")
-        if self.logprob_start_len != -1:
-            raise ValueError("logprob_start_len: expected -1; the log-probs of a prompt are not computed")
+        if self.logprob_start_len not in (-1, 0):
+            raise ValueError("logprob_start_len: expected 0, for the log-probs of the whole prompt, or -1")
         return self
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.return_logprob and self.logprob_start_len == 0
 
     @property
     def is_batch(self) -> bool:
@@ -77,12 +80,17 @@ class Native:
     def __init__(self, stand_in: StandIn) -> None:
         self._stand_in = stand_in
 
-    async def answer(self, call: LiveCall, body: GenerateBody, _raw: Request) -> Any:
+    async def answer(self, call: LiveCall, body: GenerateBody) -> Any:
         top = body.top_logprobs_num if body.return_logprob else 0
         sampling = body.sampling_params.model_dump(exclude_none=True)
         try:
             for text, ids in self._prompts(body):
-                call.begin(PromptParts(ids, text=text), sampling, top_logprobs=top)
+                call.begin(
+                    PromptParts(ids, text=text),
+                    sampling,
+                    top_logprobs=top,
+                    scores_prompt=body.scores_prompt,
+                )
         except ValueError as error:
             raise Refusal(400, str(error)) from error
         form = Form(call.id, body.stream, body.return_logprob, top, prompt_ids=False)
@@ -112,6 +120,9 @@ class Native:
             for name in ("output_token_logprobs", "output_top_logprobs"):
                 if name in meta:
                     meta[name] = before.get(name, []) + meta[name]
+            for name in ("input_token_logprobs", "input_top_logprobs"):
+                if name in before:
+                    meta[name] = before[name]
             whole |= {
                 "text": whole["text"] + part["text"],
                 "output_ids": whole["output_ids"] + part["output_ids"],

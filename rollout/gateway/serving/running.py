@@ -67,6 +67,9 @@ class RunningAnswer:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.top_logprobs: list[Alternatives] = []
+        self.prompt_logprobs: Sequence[float | None] = ()
+        """Log-prob of each prompt token, if they were asked for; None for the first."""
+        self.prompt_top_logprobs: Sequence[Alternatives] = ()
         self.spans: Sequence[tuple[int, int]] = ()
         self.cached_tokens = 0
         self.finish: Finished | None = None
@@ -89,6 +92,8 @@ class RunningAnswer:
         self.logprobs += delta.logprobs
         self.top_logprobs += delta.top_logprobs
         self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        if delta.prompt_logprobs:
+            self.prompt_logprobs, self.prompt_top_logprobs = delta.prompt_logprobs, delta.prompt_top_logprobs
         shown = self._shown(delta.finish)
         size = 1 if self._one_by_one else max(1, shown - self._decoded)
         for start in range(self._decoded, shown, size):

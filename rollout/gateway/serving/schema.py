@@ -4,7 +4,6 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from pydantic import BaseModel
-from starlette.requests import Request
 
 from slipstream.configs.schema import LimitsConfig
 from slipstream.rollout.gateway.serving.call import LiveCall
@@ -44,7 +43,7 @@ class EndpointPort(Protocol):
     @property
     def generates(self) -> bool: ...
     @property
-    def answer(self) -> Callable[[LiveCall, Any, Request], Awaitable[Any]]: ...
+    def answer(self) -> Callable[[LiveCall, Any], Awaitable[Any]]: ...
 
     def read(self, body: object, limits: LimitsConfig) -> BaseModel: ...
 

@@ -1,9 +1,9 @@
 """Digests that are equal for equal messages, and for equal beginnings of conversations.
 
-Two messages are the same if their role, text and tool calls are. Calls are compared as JSON values. Ids, the
-order of keys, reasoning, names, settings of caches and blanks around an answer do not count: clients change or
-drop them when they send a message again. ``developer`` is another word for ``system``, and ``function`` for
-``tool``. One part of text is the same as the text itself.
+Two messages are the same if their role, text and tool calls are. Calls are compared as JSON values. Ids,
+the order of keys, reasoning, names, settings of caches and blanks around an answer do not count: clients
+change or drop them when they send a message again. ``developer`` is another word for ``system``, and
+``function`` for ``tool``. One part of text is the same as the text itself.
 """
 
 import json

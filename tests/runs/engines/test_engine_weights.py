@@ -17,6 +17,7 @@ from slipstream.rollout.engine.client import EngineAddress, EngineClient, Engine
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.engine.roster import EngineRoster
+from slipstream.rollout.engine.sampling import LiveSampling
 from slipstream.rollout.trajectory import Completion, Finish
 from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.models import reference_logprobs, reference_model
@@ -121,6 +122,26 @@ def spare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spare]:
     server = Spare(tmp_path_factory.mktemp("spare"))
     yield server
     server.stop()
+
+
+@pytest.mark.parametrize("max_new_tokens", [0, 12])
+def test_a_live_request_may_have_its_prompt_scored(server: Server, max_new_tokens: int):
+    """The log-probs come with the stream, also without a token, and are those of a plain question."""
+    ids = [5, 9, 12, 7, 30, 2, 11]
+
+    async def scored(client: EngineClient) -> GrowingCompletion:
+        completion = GrowingCompletion()
+        completion.wants_prompt = True
+        sampling = LiveSampling(max_new_tokens, {"ignore_eos": True}, priority=0, top_logprobs=2)
+        await client.generate(ids, sampling, completion, version=0)
+        return completion
+
+    completion, plain = server.ask(scored, lambda client: client.prompt_logprobs(ids))
+    assert len(completion.tokens) == max_new_tokens
+    first, *rest = completion.prompt_logprobs
+    assert first is None
+    assert rest == pytest.approx(plain, abs=1e-5)
+    assert [len(position) for position in completion.prompt_alternatives] == [0] + [2] * (len(ids) - 1)
 
 
 @pytest.fixture(scope="module")

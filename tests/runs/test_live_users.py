@@ -1,0 +1,98 @@
+"""A whole run that learns from users alone: what they got is in the ledger once, and is what was trained."""
+
+import asyncio
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.quickstart_users import LONGEST_ANSWER, THANKS, WRONG, Conversations, Users
+from slipstream.backend.commands.audit import audit_run
+from slipstream.backend.quickstart.task import train_problems
+from slipstream.backend.quickstart.tokenizer import EOS, IDS, build_tokenizer, prompt_text
+from slipstream.rollout.gateway.keys import add_key
+from slipstream.rollout.ledger.database import LEDGER, open_for_reading
+from slipstream.rollout.ledger.segments import FOLDER, Segments
+from slipstream.rollout.ledger.stamp import read_stamp
+from slipstream.rollout.ledger.turns import named, session_of
+from slipstream.rollout.record import REF, decode_chunks
+from tests.ports import held_port
+from tests.runs.conftest import LaunchedRun
+from tests.runs.test_run import finish, records, summary
+
+STEPS, BATCH, USERS = 3, 8, 16
+
+Launch = Callable[..., LaunchedRun]
+
+
+async def talk(run: LaunchedRun, url: str, key: str) -> Users:
+    """Have users talk until the run has done its steps. They praise and complain at random."""
+    conversations, rng = Conversations(url, key), random.Random(1)
+
+    async def said(_: str) -> str:
+        return rng.choice([THANKS, WRONG])
+
+    users = Users(conversations, train_problems(random.Random(1)), USERS, said)
+    await conversations.ready(120)
+    async with asyncio.timeout(120), users.talking():
+        while not (run.folder / "metrics.jsonl").exists() or len(records(run)) < STEPS:
+            assert run.process.poll() is None, run.output()
+            await asyncio.sleep(0.2)
+    await conversations.close()
+    return users
+
+
+def stored_turns(folder: Path) -> dict[int, list[tuple[str, list[int], list[int]]]]:
+    """State, context and sampled ids of all turns that are no side turns, by session."""
+    path = folder / LEDGER
+    ledger = open_for_reading(path)
+    segments = Segments(folder / FOLDER, read_stamp(ledger, path).run)
+    turns: dict[int, list[tuple[str, list[int], list[int]]]] = {}
+    for session, state, ref in ledger.execute(
+        "SELECT session, state, chunk FROM turns WHERE state != 'side' ORDER BY -id"
+    ):
+        [chunk] = decode_chunks(segments.read(*REF.unpack(ref)))
+        turns.setdefault(session, []).append((state, chunk.context.tolist(), chunk.tokens.tolist()))
+    ledger.close()
+    return turns
+
+
+@pytest.mark.timeout(300)
+def test_what_users_got_is_in_the_ledger_once_and_is_what_was_trained(launch: Launch, tmp_path: Path):
+    key = add_key(tmp_path / "run.keys.json", "ann")
+    port = held_port()
+    run = launch(
+        f"run.steps={STEPS}",
+        f"rollout.batch_size={BATCH}",
+        "live={}",
+        f"gateway.port={port}",
+        f"gateway.admin_port={held_port()}",
+        by="serve",
+    )
+    users = asyncio.run(talk(run, f"http://127.0.0.1:{port}", key))
+    run.process.send_signal(signal.SIGTERM)
+    assert finish(run) == 0, run.output()
+    run.assert_nothing_left()
+
+    audit = audit_run(run.folder, print)
+    assert audit.discrepancies == []
+    assert (audit.steps, audit.turns["trained"]) == (STEPS, STEPS * BATCH)
+    assert summary(run)["turns"]["trained"] == STEPS * BATCH
+    assert summary(run)["tokens_generated"] > summary(run)["tokens_trained"] > 0
+
+    turns, tokenizer = stored_turns(run.folder), build_tokenizer()
+    assert len(users.answers) >= STEPS * BATCH
+    for session, (problem, answer) in users.answers.items():
+        (_, context, sampled), *others = turns.pop(session_of(named("ann"), named(session)))
+        assert [state for state, _, _ in others] in ([], ["cancelled"]), "of the user's last words"
+        assert context == tokenizer.encode(prompt_text(problem.prompt))
+        assert tokenizer.decode(sampled, skip_special_tokens=True) == answer.text
+        assert len(sampled) == LONGEST_ANSWER or sampled[-1] == IDS[EOS]
+    # The rest was never answered to its end: users have left.
+    assert {state for each in turns.values() for state, _, _ in each} <= {"cancelled", "waiting"}
+    # The trainer has trained what the engines have sampled, and computes for it what they did.
+    trained = [step for step in records(run) if "mismatch/logprob_abs_max" in step]
+    assert trained and np.max([step["mismatch/logprob_abs_max"] for step in trained]) < 1e-4
