@@ -95,10 +95,12 @@ class Crowd:
             session = f"{self.name}-{number}-{conversation}"
             ends = rng.random() < self.habits.ends
             history: Messages = []
-            for turn in range(self.habits.turns):
+            # First conversations are of all lengths, so that they do not end all at one time.
+            turns = self.habits.turns if conversation else 1 + number % self.habits.turns
+            for turn in range(turns):
                 await asyncio.sleep(next(ticks))
                 history.append({"role": "user", "content": self.habits.says(rng)})
-                is_last = ends and turn + 1 == self.habits.turns
+                is_last = ends and turn + 1 == turns
                 answer = await self._ask(http, session, history, is_last)
                 history.append({"role": "assistant", "content": answer.text})
                 self.answered(answer)

@@ -24,7 +24,7 @@ MEANS = {
 
 WIDTH, LEFT, RIGHT = 2400, 150, 60
 HEAD, PANEL, ABOVE, BELOW, FOOT = 190, 330, 60, 70, 20
-BIN_S = 5.0
+BIN_S = 8.0
 HIGHEST = 1.6
 """Upper end of the axis of rates."""
 
@@ -71,5 +71,5 @@ def _points(events: Events, name: str, undisturbed: float, begin: float, end: fl
     at = begin
     while at + BIN_S <= end:
         points.append((at + BIN_S / 2, min(HIGHEST, events.rate(name, at, at + BIN_S) / undisturbed)))
-        at += BIN_S / 2
+        at += BIN_S / 4
     return points

@@ -33,7 +33,7 @@ class Slow:
         self._episode = SingleTurn()
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> Trajectory:
-        await asyncio.sleep(self._seconds * self._rng.uniform(0.8, 1.2))
+        await asyncio.sleep(self._seconds * self._rng.uniform(0.65, 1.35))
         return await self._episode.run(prompt, context)
 
 

@@ -173,19 +173,21 @@ async def talking(gateway: Gateway, answers: int, **more) -> tuple[list[Answered
 
 def test_a_conversation_goes_on_with_what_was_answered_and_its_end_is_told():
     gateway = Gateway()
-    answered, _ = asyncio.run(talking(gateway, 3))
-    first, second, third = gateway.bodies[:3]
+    answered, _ = asyncio.run(talking(gateway, 4))
+    short, first, second, third = gateway.bodies[:4]
+    assert (len(short["messages"]), short["session_done"]) == (1, True), "all lengths come first"
     assert [message["role"] for message in second["messages"]] == ["user", "assistant", "user"]
-    assert second["messages"][1]["content"] == "answer1"
-    assert (first["session_id"], second["session_id"], third["session_id"]) == (
-        "user-0-0",
+    assert second["messages"][1]["content"] == "answer2"
+    assert [body["session_id"] for body in (short, first, second, third)] == [
         "user-0-0",
         "user-0-1",
-    )
+        "user-0-1",
+        "user-0-2",
+    ]
     assert ("session_done" in first, second["session_done"]) == (False, True)
-    assert [(a.session, a.said, a.text, a.tokens) for a in answered[:2]] == [
-        ("user-0-0", first["messages"][0]["content"], "answer1", 7),
-        ("user-0-0", second["messages"][2]["content"], "answer2", 7),
+    assert [(a.session, a.said, a.text, a.tokens) for a in answered[1:3]] == [
+        ("user-0-1", first["messages"][0]["content"], "answer2", 7),
+        ("user-0-1", second["messages"][2]["content"], "answer3", 7),
     ]
 
 
