@@ -315,7 +315,10 @@ class TestSessions:
         assert http.post("/sessions/rewarded/reward", json={"reward": 0.5, "turn": 0}).status_code == 200
         assert gateway.control()["rewards"][-1] == ["anna", "rewarded", 0.5, 0]
         assert http.post("/sessions/rewarded/reward", json={"reward": 0.5, "turn": 1}).status_code == 404
+        assert http.post("/sessions/%20rewarded/reward", json={"reward": 0.25}).status_code == 200
+        assert gateway.control()["rewards"][-1] == ["anna", "rewarded", 0.25, None]
         assert http.post("/sessions/nowhere/reward", json={"reward": 1}).status_code == 404
+        assert http.post("/sessions/%C3%BC/reward", json={"reward": 1}).status_code == 400
         for reward in (None, "1", True, 1e39):
             assert http.post("/sessions/rewarded/reward", json={"reward": reward}).status_code == 400
 

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from slipstream.configs.schema import LimitsConfig
 from slipstream.rollout.gateway.conversations import KeyRing, NamedAnswer, UnknownTurn, User
-from slipstream.rollout.gateway.naming import key_of, request_of
+from slipstream.rollout.gateway.naming import checked_name, key_of, request_of
 from slipstream.rollout.gateway.serving import replies
 from slipstream.rollout.gateway.serving.call import FULL_AGAIN_S, LiveCall, SharedParts
 from slipstream.rollout.gateway.serving.envelope import envelope_of
@@ -95,7 +95,7 @@ class RequestHandler:
         envelope = envelope_of(
             user,
             endpoint=endpoint.name,
-            path_session=request.path_params.get("session"),
+            path_session=_path_session(request),
             response_session=session,
             headers=request.headers,
             body=body,
@@ -191,7 +191,7 @@ class RequestHandler:
         """Return a response as the client has got it."""
         user = self.user(request)
         self._rates.take(user.name)
-        session = request.path_params.get("session")
+        session = _path_session(request)
         _, answer = self._named(user, request.path_params["response"])
         if answer is None or session not in (None, answer.session):
             raise Refusal(404, "no such response", param="response_id")
@@ -232,7 +232,7 @@ class RequestHandler:
             raise Refusal(400, f"reward: expected a finite number, found {reward!r}", param="reward")
         if turn is not None and (not isinstance(turn, int) or isinstance(turn, bool) or turn < 0):
             raise Refusal(400, f"turn: expected a whole number, found {turn!r}", param="turn")
-        session = request.path_params["session"]
+        session = _path_session(request) or ""
         try:
             self._record_reward(user, session, float(reward), turn)
         except UnknownTurn as error:
@@ -245,6 +245,14 @@ RESPONSE = "resp_"
 
 MOST_REWARD = 3.4e38
 """Largest reward: the trainer computes in float32."""
+
+
+def _path_session(request: Request) -> str | None:
+    """Return the session in the path of a request; None: there is none. Raises Refusal with 400."""
+    try:
+        return checked_name("the path", request.path_params.get("session"))
+    except ValueError as error:
+        raise Refusal(400, str(error)) from error
 
 
 def _json(raw: bytes) -> dict[str, Any]:
