@@ -89,8 +89,10 @@ class Account:
     crossing: int = 0
     """Answers with tokens of several versions."""
     versions: set[int] = field(default_factory=set[int])
-    first_s: float = 0.0
-    pause_s: float = 0.0
+    firsts_s: list[float] = field(default_factory=list[float])
+    """Time to the first part of each answer."""
+    pauses_s: list[float] = field(default_factory=list[float])
+    """Longest time between two parts of each answer."""
     examples: list[str] = field(default_factory=list[str])
     """Some of what is wrong, in words."""
 
@@ -127,64 +129,65 @@ class Reading:
         return "nothing"
 
 
-def account(heard: Iterable[Heard], recorded: Mapping[str, Sequence[Recorded]], reading: Reading) -> Account:
+def account_of(heard: Iterable[Heard], recorded: Mapping[str, Sequence[Recorded]], reading: Reading) -> Account:
     """Compare answers with the turns of their sessions, both in order."""
-    found = Account()
+    sums = Account()
     by_session: dict[str, list[Heard]] = defaultdict(list)
     for answer in heard:
         by_session[answer.session].append(answer)
     for session, answers in by_session.items():
         turns = recorded.get(session, ())
         if len(turns) > len(answers):
-            found.duplicated += len(turns) - len(answers)
-            found.note(f"session {session} has {len(turns)} turns, and {len(answers)} answers were heard")
+            sums.duplicated += len(turns) - len(answers)
+            sums.note(f"session {session} has {len(turns)} turns, and {len(answers)} answers were heard")
         for place, answer in enumerate(answers):
-            _compare(found, answer, turns[place] if place < len(turns) else None, reading)
-    _compare_greedy(found, by_session, recorded)
-    return found
+            _compare(sums, answer, turns[place] if place < len(turns) else None, reading)
+    _compare_greedy(sums, by_session, recorded)
+    return sums
 
 
-def _compare(found: Account, heard: Heard, recorded: Recorded | None, reading: Reading) -> None:
-    found.answers += 1
-    found.first_s, found.pause_s = max(found.first_s, heard.first_s), max(found.pause_s, heard.pause_s)
+def _compare(sums: Account, heard: Heard, recorded: Recorded | None, reading: Reading) -> None:
+    sums.answers += 1
     if heard.error is not None or recorded is None:
-        found.failed += 1
-        found.note(f"session {heard.session}: {heard.error or 'not recorded'}")
+        sums.failed += 1
+        sums.note(f"session {heard.session}: {heard.error or 'not recorded'}")
         return
+    sums.firsts_s.append(heard.first_s)
+    sums.pauses_s.append(heard.pause_s)
     ids, spans = recorded.ids, list(recorded.turn.spans)
-    found.tokens += len(ids)
-    found.versions.update(version for version, _ in spans)
-    found.crossing += len(spans) > 1
+    sums.tokens += len(ids)
+    sums.versions.update(version for version, _ in spans)
+    sums.crossing += len(spans) > 1
     text = reading.text(ids, heard.stops)
     if heard.finish is None or recorded.turn.cancelled:
-        found.truncated += 1
+        sums.truncated += 1
     elif heard.text == text and heard.ids in (None, ids):
-        _check_end(found, heard, recorded, reading)
+        _check_end(sums, heard, recorded, reading)
         return
     elif _is_part(heard, text, ids):
-        found.truncated += 1
+        sums.truncated += 1
     elif len(heard.text) > len(text) or (heard.ids is not None and len(heard.ids) > len(ids)):
-        found.duplicated += 1
+        sums.duplicated += 1
     else:
-        found.altered += 1
-    found.note(f"session {heard.session}, {spans}: {heard.text!r} ({heard.finish}), expected {text!r}")
+        sums.altered += 1
+    sums.note(f"session {heard.session}, {spans}: {heard.text!r} ({heard.finish}), expected {text!r}")
 
 
-def _check_end(found: Account, heard: Heard, recorded: Recorded, reading: Reading) -> None:
+def _check_end(sums: Account, heard: Heard, recorded: Recorded, reading: Reading) -> None:
     """Check everything about an answer but its ids and its text."""
     turn, ids = recorded.turn, recorded.ids
     finish, prompt = reading.finish(heard, ids), turn.shared + len(recorded.context)
     numbers = (heard.finish, turn.finish.value, heard.prompt_tokens, heard.completion_tokens)
     if numbers != (finish, finish, prompt, len(ids)):
-        found.ends_wrong += 1
-        found.note(f"session {heard.session}: {numbers}, expected {(finish, finish, prompt, len(ids))}")
+        sums.ends_wrong += 1
+        sums.note(f"session {heard.session}: {numbers}, expected {(finish, finish, prompt, len(ids))}")
     spans = list(turn.spans)
     is_tiled = sum(tokens for _, tokens in spans) == len(ids) == len(recorded.logprobs)
     is_ordered = all(before < after for (before, _), (after, _) in pairwise(spans))
     is_same = heard.spans in (None, spans) and heard.logprobs in (None, recorded.logprobs)
     if not (is_tiled and is_ordered and is_same):
-        found.spans_wrong += 1
-        found.note(f"session {heard.session}: {spans} of {len(ids)} tokens, and {heard.spans} was heard")
+        sums.spans_wrong += 1
+        sums.note(f"session {heard.session}: {spans} of {len(ids)} tokens, and {heard.spans} was heard")
 
 
 def _is_part(heard: Heard, text: str, ids: list[int]) -> bool:
@@ -193,7 +196,7 @@ def _is_part(heard: Heard, text: str, ids: list[int]) -> bool:
 
 
 def _compare_greedy(
-    found: Account, by_session: Mapping[str, Sequence[Heard]], recorded: Mapping[str, Sequence[Recorded]]
+    sums: Account, by_session: Mapping[str, Sequence[Heard]], recorded: Mapping[str, Sequence[Recorded]]
 ) -> None:
     """Compare greedy answers to the same ids with the first of them."""
     firsts: dict[tuple[int, ...], tuple[list[int], list[float]]] = {}
@@ -203,22 +206,22 @@ def _compare_greedy(
             this = (turn.ids, turn.logprobs)
             other = answer.repeats or firsts.setdefault(tuple(turn.context), this)
             if other is not this:
-                _compare_repeat(found, session, this, other)
+                _compare_repeat(sums, session, this, other)
 
 
 def _compare_repeat(
-    found: Account,
+    sums: Account,
     session: str,
     this: tuple[list[int], list[float]],
     other: tuple[list[int], list[float]],
 ) -> None:
-    found.repeats += 1
+    sums.repeats += 1
     if this[0] == other[0]:
         return
     pairs = enumerate(zip(this[0], other[0], strict=False))
-    place = next((place for place, (one, another) in pairs if one != another), None)
+    place = next((place for place, (token, other_token) in pairs if token != other_token), None)
     if place is not None and abs(this[1][place] - other[1][place]) < TIE:
-        found.ties += 1
+        sums.ties += 1
         return
-    found.repeats_wrong += 1
-    found.note(f"session {session}: a greedy answer is {this[0]}, and another one to the same ids {other[0]}")
+    sums.repeats_wrong += 1
+    sums.note(f"session {session}: a greedy answer is {this[0]}, and another to the same ids {other[0]}")

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import yaml
 
-from benchmarks.streaming.answers import Account, Reading, Recorded, account
+from benchmarks.streaming.answers import Account, Reading, Recorded, account_of
 from benchmarks.streaming.policy import write_policy
 from benchmarks.streaming.users import PROMPTS, Users
 from slipstream.backend.commands.audit import audit_run
@@ -61,7 +61,7 @@ class Load:
 class Result:
     """What a run has come to."""
 
-    found: Account
+    account: Account
     updates: int
     """Versions after the initial one of which users have got tokens."""
     is_audit_clean: bool
@@ -114,9 +114,9 @@ def measure(load: Load, scratch: Path) -> Result:
             asyncio.run(serve(load, users, Served(run, f"http://127.0.0.1:{port_of(second)}/state")))
     end = tokenizer.convert_tokens_to_ids(END)
     reading = Reading(lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True), end)
-    found = account(users.heard, turns_of(folder), reading)
+    sums = account_of(users.heard, turns_of(folder), reading)
     audit = audit_run(folder, lambda _: None)
-    return Result(found, len(found.versions - {0}), not audit.discrepancies)
+    return Result(sums, len(sums.versions - {0}), not audit.discrepancies)
 
 
 class Served:

@@ -142,11 +142,11 @@ def test_a_user_waits_for_an_engine_in_an_answer_and_is_refused_at_once_before_o
             assert await given.refusals() == no_engine
 
             first, client, life = await given.engine()
-            async with given.stream() as one, given.stream() as another:
+            async with given.stream() as long, given.stream() as longer:
                 full = [(path, 429, f"{RETRY_FULL_S:.0f}") for path in REQUESTS for _ in range(2)]
                 assert await given.refusals() == full
                 assert len(first.prompts) == PLACES, "no refused request has reached the engine"
-                assert another.finish is None
+                assert longer.finish is None
 
                 # The engine dies, and there is no other: both answers wait, and nothing begins.
                 await life.aclose()
@@ -156,7 +156,7 @@ def test_a_user_waits_for_an_engine_in_an_answer_and_is_refused_at_once_before_o
 
                 second, client, life = await given.engine()
                 second.released.set()
-                for stream in (one, another):
+                for stream in (long, longer):
                     head = stream.ids[:PIECE]
                     await stream.grown(LENGTH)
                     assert stream.ids[:PIECE] == head

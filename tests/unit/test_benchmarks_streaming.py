@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from benchmarks.streaming.answers import Heard, Reading, Recorded, account
+from benchmarks.streaming.answers import Heard, Reading, Recorded, account_of
 from slipstream.rollout.trajectory import Finish
 from slipstream.rollout.turns import Turn, TurnType
 
@@ -50,16 +50,16 @@ HEARD = Heard(
 
 
 def wrong(*heard: Heard, turns=(TURN,)) -> dict[str, int]:
-    found = account(heard, {"s": turns}, READING)
-    return {name: number for name in WRONG if (number := getattr(found, name))}
+    sums = account_of(heard, {"s": turns}, READING)
+    return {name: number for name in WRONG if (number := getattr(sums, name))}
 
 
 def test_an_answer_that_is_right_counts_as_nothing_else():
-    found = account(
+    sums = account_of(
         [HEARD, replace(HEARD, ids=None, logprobs=None, spans=None)], {"s": [TURN, TURN]}, READING
     )
-    assert found.is_clean
-    assert (found.answers, found.tokens, found.crossing, found.versions) == (2, 8, 2, {3, 4})
+    assert sums.is_clean
+    assert (sums.answers, sums.tokens, sums.crossing, sums.versions) == (2, 8, 2, {3, 4})
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_greedy_answers_to_the_same_ids_are_the_same_up_to_ties():
     tie = recorded(1, 2, 5, END, spans=[(3, 2), (4, 2)], logprobs=[-1.0, -1.0, -1.00001, -1.0])
     for turn, expected in ((TURN, (1, 0, 0)), (other, (1, 1, 0)), (tie, (1, 0, 1))):
         heard = replace(again, text=READING.text(turn.ids, ()), ids=turn.ids, logprobs=turn.logprobs)
-        found = account([first, heard], {"first": [TURN], "again": [turn]}, READING)
-        assert (found.repeats, found.repeats_wrong, found.ties) == expected
+        sums = account_of([first, heard], {"first": [TURN], "again": [turn]}, READING)
+        assert (sums.repeats, sums.repeats_wrong, sums.ties) == expected
     whole = replace(again, repeats=([1, 2, 3, END], [-1.0] * 4))
-    assert account([whole], {"again": [TURN]}, READING).repeats == 1
-    assert account([whole], {"again": [other]}, READING).repeats_wrong == 1
+    assert account_of([whole], {"again": [TURN]}, READING).repeats == 1
+    assert account_of([whole], {"again": [other]}, READING).repeats_wrong == 1
