@@ -129,7 +129,9 @@ class Reading:
         return "nothing"
 
 
-def account_of(heard: Iterable[Heard], recorded: Mapping[str, Sequence[Recorded]], reading: Reading) -> Account:
+def account_of(
+    heard: Iterable[Heard], recorded: Mapping[str, Sequence[Recorded]], reading: Reading
+) -> Account:
     """Compare answers with the turns of their sessions, both in order."""
     sums = Account()
     by_session: dict[str, list[Heard]] = defaultdict(list)

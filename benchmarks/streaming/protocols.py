@@ -138,8 +138,8 @@ async def message(clients: Clients, heard: Heard, content: str) -> AsyncIterator
         messages=[{"role": "user", "content": content}],
         max_tokens=heard.limit,
         stream=True,
-        temperature=0.0 if heard.greedy else anthropic.omit,
         extra_headers=_session(heard),
+        extra_body={"temperature": 0.0} if heard.greedy else None,
     )
     prompt_tokens = 0
     async with stream:
