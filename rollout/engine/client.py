@@ -110,7 +110,7 @@ class EngineClient(ServerControl):
         length = len(completion.tokens)
         try:
             async with aclosing(self._chunks(rid, body, stream)) as chunks:
-                while not await anext(chunks):
+                async for _ in chunks:
                     if grown is not None and len(completion.tokens) > length:
                         length = len(completion.tokens)
                         grown()
@@ -128,13 +128,15 @@ class EngineClient(ServerControl):
 
     async def _chunks(
         self, rid: str, body: dict[str, object], stream: CompletionStream
-    ) -> AsyncGenerator[bool]:
-        """Add each chunk to ``stream`` and yield whether it was the last one. Raises as ``generate`` does."""
+    ) -> AsyncGenerator[None]:
+        """Add each chunk to ``stream``, and yield after each but the last one. Raises as ``generate`` does."""
         self._check_open("/generate")
         try:
             async with self._streamed("/generate", body) as chunks:
                 async for chunk in chunks:
-                    yield stream.add(chunk)
+                    if stream.add(chunk):
+                        return
+                    yield
             # A server that goes away ends the stream in the same way as a server that is done.
             raise aiohttp.ClientPayloadError("the stream stopped before its end")
         except TimeoutError as error:

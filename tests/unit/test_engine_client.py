@@ -647,6 +647,40 @@ def test_an_idle_server_that_closes_a_kept_connection_is_not_lost():
     asyncio.run(main())
 
 
+def test_completions_one_after_another_share_a_connection():
+    async def main():
+        async with serving(streaming(*WHOLE, 0.02, DONE)) as (server, client):
+            for _ in range(3):
+                await ask(client, [1], version=3)
+            assert len(server.connections) == 1
+
+    asyncio.run(main())
+
+
+def test_a_completion_that_meets_the_end_of_a_kept_connection_is_asked_for_again():
+    """A server that stood still closes what it finds idle before it looks for requests."""
+    served = []
+
+    async def once_per_connection(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(line for line in head.splitlines() if line.lower().startswith(b"content-length"))
+        served.append(json.loads(await reader.readexactly(int(length.split(b":")[1]))))
+        body = b"".join(map(event, WHOLE)) + DONE
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await reader.read(1)  # of the next request
+        writer.transport.abort()
+
+    async def main():
+        server = await asyncio.start_server(once_per_connection, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, EngineClient(address(f"http://127.0.0.1:{port}")) as client:
+            for _ in range(3):
+                assert (await ask(client, [1], version=3)).finish is Finish.STOP
+        assert len(served) == 3
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("chunks", [[], THREE], ids=["before the completion", "within the completion"])
 def test_closing_the_client_ends_its_running_requests_as_lost(chunks):
     """So that an engine that is condemned does not keep its requests until their time-out."""

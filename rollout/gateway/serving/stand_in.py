@@ -60,6 +60,7 @@ class ModelFacts:
 
     def __init__(self, model: ServedModel) -> None:
         self.hf_config = AutoConfig.from_pretrained(model.path)
+        self.vocab_size = int(self.hf_config.get_text_config().vocab_size)
         self.context_len = model.context
         self._defaults = {
             "temperature": model.sampling.temperature,
@@ -166,14 +167,15 @@ class StandIn:
 
     def checked(self, ids: Sequence[int]) -> list[int]:
         """Return ids that a client has sent. Raises ValueError for one outside the vocabulary."""
-        outside = [token for token in ids if not 0 <= token < self.vocab_size]
+        size = self.vocab_size
+        outside = [token for token in ids if not 0 <= token < size]
         if outside:
-            raise ValueError(f"token id {outside[0]} is outside the vocabulary of {self.vocab_size}")
+            raise ValueError(f"token id {outside[0]} is outside the vocabulary of {size}")
         return list(ids)
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model_config.hf_config.get_text_config().vocab_size)
+        return self.model_config.vocab_size
 
     def config_value(self, name: str) -> str | None:
         """Return a setting that SGLang would change at run time."""
