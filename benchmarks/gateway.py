@@ -38,7 +38,7 @@ from tests.live_run import LiveRun
 INTERVAL_S = 0.02
 TOKENS = 32
 CONCURRENT = (1, 8, 32)
-LEAST_REQUESTS = 32
+LEAST_REQUESTS = 16
 """Requests of a side in a round."""
 ROUNDS = 5
 WARM_UP = 64

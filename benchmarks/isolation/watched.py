@@ -30,6 +30,9 @@ ANSWER_S = 3.0
 BATCH, SAMPLES, BOUND = 4, 4, 8
 SLOTS = (BOUND + 1) * BATCH // 2
 """Groups at one time: half of a batch are groups."""
+CHECKPOINTS = 3
+"""Steps between two checkpoints. Two such times are within the bound: what is sampled while a killed trainer
+is restored can be trained. Turns for which it is too late are not judged."""
 EPISODE_S = 8.0
 """Time that an episode takes before it asks: nearly all of its life, so that ``SLOTS / EPISODE_S`` groups are
 ready in a second."""
@@ -77,7 +80,7 @@ def recipe(root: Path, inputs: Path, port: int, admin_port: int) -> dict[str, ob
             "share": 0.5,
             "max_wait_s": 1.0,
         },
-        "checkpoint": {"every": 10, "keep_last": 2},
+        "checkpoint": {"every": CHECKPOINTS, "keep_last": 2},
     }
 
 

@@ -58,7 +58,13 @@ def goes_on_to_its_end(run: LaunchedRun, engines: set[int], restarts: int = 1) -
     run.assert_nothing_left()
 
 
-@pytest.mark.parametrize("layout", ["", "actor.parallel.tensor=2"], ids=["one rank", "one of two ranks"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("", id="one rank"),
+        pytest.param("actor.parallel.tensor=2", id="one of two ranks", marks=pytest.mark.slow),
+    ],
+)
 def test_a_rank_killed_in_training_costs_the_steps_since_the_checkpoint(launch: Launch, layout: str):
     run = launch(*SETTINGS, *([layout] if layout else []))
     wait_for_step(run, 5)
@@ -81,6 +87,7 @@ def test_a_trainer_restored_farther_back_than_the_bound_is_published_under_a_new
     assert copy > 5 and history.parents[copy] == 0 and history.is_on_line(copy)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_while_a_checkpoint_is_written(launch: Launch):
     run = launch(*SETTINGS)
     wait_for_step(run, 3)
