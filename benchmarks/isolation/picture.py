@@ -47,7 +47,7 @@ def draw(runs: Sequence[LoopRun]) -> bytes:
 
 def _draw_run(figure: Figure, run: LoopRun, top: float) -> None:
     begin = min(cell.calm[0] for cell in run.cells)
-    end = max(cell.harmed[1] for cell in run.cells) + 15
+    end = max(cell.harmed[1] for cell in run.cells)
     chart = Chart(figure, LEFT, top, WIDTH - RIGHT, top + PANEL, (begin, end), (0.0, HIGHEST))
     what = "one of two engines" if run.loop == "engine" else f"the {run.loop}"
     figure.text((LEFT, top - 44), f"{what} is disturbed", size=30)

@@ -13,6 +13,7 @@ from http import HTTPStatus
 from typing import Self, cast
 
 import aiohttp
+import orjson
 
 from slipstream.rollout.engine.key import NO_KEY, Key
 from slipstream.rollout.engine.shortage import SHORTAGES, is_local, pauses
@@ -251,7 +252,9 @@ async def events(data: AsyncIterable[bytes]) -> AsyncIterator[object]:
 
 
 def _json(text: bytes) -> object:
+    with suppress(ValueError):
+        return orjson.loads(text)
     try:
-        return json.loads(text)
+        return json.loads(text)  # which reads NaN, too
     except ValueError as error:
         raise ValueError(f"not JSON: {error}: {text[:500].decode(errors='replace')}") from error

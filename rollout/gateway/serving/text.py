@@ -16,6 +16,10 @@ PATIENCE = 16
 """Number of tokens after which bytes that are no character are taken for what they are."""
 
 
+WINDOW = 8
+"""Number of decoded tokens from which on fewer are decoded again with what follows."""
+
+
 class GrowingText:
     """Decodes tokens as they come."""
 
@@ -87,8 +91,12 @@ class GrowingText:
             end, new = len(self._ids), self._text_until(len(self._ids))
         length = len(self.text)
         self.text += new
-        self._context, self._read = self._read, end
-        self._context_text = self._decode(self._ids[self._context : end])
+        if end - self._context < WINDOW and not new.endswith(INCOMPLETE):
+            self._read = end
+            self._context_text += new
+        else:
+            self._context, self._read = self._read, end
+            self._context_text = self._decode(self._ids[self._context : end])
         self._find_stop(length)
 
     def _text_until(self, end: int) -> str:
