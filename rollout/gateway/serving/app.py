@@ -1,12 +1,13 @@
 """Makes the applications of a gateway process: for users, and for whoever runs it. No SGLang in here."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -63,6 +64,13 @@ def _application(title: str) -> FastAPI:
     return app
 
 
+class DirectRoute(APIRoute):
+    """Gives its endpoint the request and nothing else, in which FastAPI would look for parameters."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        return self.endpoint
+
+
 class HeadAsGet:
     """Answers HEAD as GET. The server leaves the body out."""
 
@@ -81,7 +89,14 @@ def _add(app: FastAPI, method: str, path: str, take: Callable[[Request], Any]) -
         return await take(request)
 
     for prefix in ("", "/sessions/{session}") if path.startswith("/v1/") else ("",):
-        app.add_api_route(prefix + path, route, methods=[method], name=prefix + path, response_class=Response)
+        app.router.add_api_route(
+            prefix + path,
+            route,
+            methods=[method],
+            name=prefix + path,
+            response_class=Response,
+            route_class_override=DirectRoute,
+        )
 
 
 def _refusing(take: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
