@@ -8,9 +8,8 @@ KILLS = (
     LiveKill(0, "gateway", "under load", 0.5),
     LiveKill(1, "driver", "under load", 0.5),
     LiveKill(2, "gateway", "just started", 5.0),
-    LiveKill(3, "gateway", "under load", 0.5),
 )
-"""The third one hits the gateway that has outlived its driver, while the next driver starts."""
+"""The last one hits the gateway that has outlived its driver, while the next driver starts."""
 
 
 def test_no_acknowledged_turn_is_lost_or_trained_twice(tmp_path: Path):
@@ -18,5 +17,5 @@ def test_no_acknowledged_turn_is_lost_or_trained_twice(tmp_path: Path):
     found = sweep.run(KILLS)
     assert found.is_clean, found
     assert sweep.hits.total() == len(KILLS)
-    assert found.acknowledged > 100
+    assert found.acknowledged > 60
     assert found.trained > 0

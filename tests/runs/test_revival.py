@@ -58,13 +58,8 @@ def goes_on_to_its_end(run: LaunchedRun, engines: set[int], restarts: int = 1) -
     run.assert_nothing_left()
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param("", id="one rank"),
-        pytest.param("actor.parallel.tensor=2", id="one of two ranks", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["", "actor.parallel.tensor=2"], ids=["one rank", "one of two ranks"])
 def test_a_rank_killed_in_training_costs_the_steps_since_the_checkpoint(launch: Launch, layout: str):
     run = launch(*SETTINGS, *([layout] if layout else []))
     wait_for_step(run, 5)
