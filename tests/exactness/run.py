@@ -90,6 +90,8 @@ class Run:
             most_tokens=scene.most_tokens,
         )
         self.restarts = Counter[str]()
+        self._is_over = False
+        """No trouble begins any more."""
 
     def _driver(self, restored: int = 0) -> Driver:
         return Driver(
@@ -124,9 +126,10 @@ class Run:
                 await each
                 self.driver.check()
         finally:
+            # Not cancelled: what is being started again would stay as it is.
+            self._is_over = True
             if troubling is not None:
-                troubling.cancel()
-                await asyncio.gather(troubling, return_exceptions=True)
+                await troubling
             await asyncio.gather(*talking, return_exceptions=True)
         await self.gateway.end_sessions()
         async with asyncio.timeout(SETTLE_S):
@@ -142,6 +145,8 @@ class Run:
             begun = self.world.asked
             while self.world.asked < begun + draw.randint(15, 40):
                 await asyncio.sleep(0.005)
+                if self._is_over:
+                    return
             trouble = draw.choice(["engine", "engine", "gateway", "driver", "rewind"])
             self.restarts[trouble] += 1
             match trouble:
