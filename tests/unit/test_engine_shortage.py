@@ -52,7 +52,6 @@ def use_up_descriptors() -> list[socket.socket]:
 def test_a_process_without_descriptors_waits_and_gives_up_no_engine(few_descriptors, caplog):
     async def main():
         async with test_engine_sickness.serving(REPLY) as (server, pool):
-            assert await ask(pool) == COMPLETION
             sockets = use_up_descriptors()
             asking = [asyncio.create_task(ask(pool)) for _ in range(4)]
             await asyncio.wait(asking, timeout=0.5)
@@ -63,7 +62,7 @@ def test_a_process_without_descriptors_waits_and_gives_up_no_engine(few_descript
             assert not any(task.done() for task in asking), "the requests wait"
             assert await asyncio.gather(*asking) == [COMPLETION] * 4
             assert pool.status().lost == ()
-            assert len(server.requests) == 5, "each request was sent once"
+            assert len(server.requests) == 4, "each request was sent once"
 
     with caplog.at_level(logging.WARNING, "slipstream"):
         asyncio.run(main())
