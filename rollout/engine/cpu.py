@@ -47,4 +47,6 @@ def _stand_in_paths() -> list[str]:
 
 
 def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    """Return whether there is a triton that is no stand-in: this process may have stand-ins itself."""
+    spec = importlib.util.find_spec("triton")
+    return spec is not None and STAND_INS not in Path(spec.origin or "").parents
