@@ -129,7 +129,7 @@ class EngineClient(ServerControl):
     async def _chunks(
         self, rid: str, body: dict[str, object], stream: CompletionStream
     ) -> AsyncGenerator[None]:
-        """Add each chunk to ``stream``, and yield after each but the last one. Raises as ``generate`` does."""
+        """Add each chunk to ``stream``, and yield after each but the last. Raises as ``generate`` does."""
         self._check_open("/generate")
         try:
             async with self._streamed("/generate", body) as chunks:

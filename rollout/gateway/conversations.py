@@ -3,7 +3,7 @@
     begun = conversations.begin(arrival)      # which ids go to the engine, in which session, as which turn
     ... the engine generates; the answer is parsed for the client ...
     entries = conversations.end(begun, answer)
-    numbers = log.append(entries);  conversations.recorded(begun, numbers)
+    numbers = log.append(entries);  log.append(conversations.recorded(begun, numbers))
     await log.durable(numbers[-1])     # and only then does the last byte of the answer leave
 
 Plain data and protocols: nothing here knows HTTP, engines or disks. ``serving/`` calls, ``sessions/`` decides
@@ -186,8 +186,10 @@ class Conversations(Protocol):
         """Store an answer and return what is to be recorded of it. Called once for each choice."""
         ...
 
-    def recorded(self, begun: Begun, choice: int, numbers: Sequence[int]) -> None:
-        """Learn the numbers of the entries that ``end`` has returned."""
+    def recorded(self, begun: Begun, choice: int, numbers: Sequence[int]) -> Sequence[Recorded]:
+        """Learn the numbers of the entries that ``end`` has returned. Return what is to be recorded next: it
+        names one of them.
+        """
         ...
 
     def reward(self, user: User, session: str, reward: float, turn: int | None) -> Sequence[Recorded]:

@@ -184,7 +184,7 @@ class Gateway:
         values |= changes
         entries = self.sessions.end(begun, Answer(**values))
         numbers = self.append(entries)
-        self.sessions.recorded(begun, values["choice"], numbers)
+        self.append(self.sessions.recorded(begun, values["choice"], numbers))
         turns = [
             number for number, item in zip(numbers, entries, strict=True) if isinstance(item.entry, Turn)
         ]

@@ -140,6 +140,7 @@ class Gateway:
                 prompt_ids=encode(text),
                 text=text,
                 template=self.template,
+                most_tokens=1 << 20,
                 sampling={"temperature": 1.0},
                 choices=choices,
                 arrived_s=self.time(),

@@ -59,8 +59,8 @@ class Answers:
         self.ended.append(answer)
         return [Recorded(SessionEnd(begun.session, "key"))]
 
-    def recorded(self, begun, choice, numbers) -> None:
-        pass
+    def recorded(self, begun, choice, numbers) -> tuple[()]:
+        return ()
 
 
 class Scene:

@@ -130,15 +130,20 @@ def _begin(
         raise ValueError(refusal.message) from refusal
 
 
-def _join_answers(messages: Sequence[Any]) -> None:
-    """Make one text of the texts of each answer, which clients of some protocols repeat in several parts.
+def _read_answers(messages: Sequence[Any]) -> None:
+    """Read the answers that a client repeats as they were recorded: see ``as_template_reads``.
 
-    SGLang would put blanks between them, and the answer would not be known again.
+    Clients of some protocols repeat an answer in several parts, between whose texts SGLang would put blanks,
+    and streams have the blanks before a call.
     """
     for message in messages:
-        parts = message.content if message.role == "assistant" else None
+        if message.role != "assistant":
+            continue
+        parts = message.content
         if isinstance(parts, list) and all(getattr(part, "type", None) == "text" for part in parts):
             message.content = "".join(part.text for part in parts)
+        if isinstance(message.content, str) and getattr(message, "tool_calls", None):
+            message.content = message.content.strip()
 
 
 class Chatting(OpenAIServingChat):
@@ -172,7 +177,7 @@ class Chatting(OpenAIServingChat):
         self, request: ChatCompletionRequest, is_multimodal: bool
     ) -> MessageProcessingResult:
         with _reading(self.call):
-            _join_answers(request.messages)
+            _read_answers(request.messages)
             return super()._process_messages(request, is_multimodal)
 
     def _render_and_encode_chat_template(

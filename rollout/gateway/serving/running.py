@@ -321,7 +321,9 @@ class RunningTurns:
             ),
         )
         numbers = self._entries.append(records)
-        self._conversations.recorded(turn.begun, choice, numbers)
+        more = self._conversations.recorded(turn.begun, choice, numbers)
+        if more:
+            numbers = self._entries.append(more)
         answer.recorded = asyncio.get_running_loop().create_task(
             self._durable(numbers), name=f"recording a turn of session {turn.begun.session}"
         )

@@ -133,11 +133,11 @@ class Sessions:
         self._finish(running, answer.ended_s)
         return self._leave()
 
-    def recorded(self, begun: Begun, choice: int, numbers: Sequence[int]) -> None:
-        """Learn the numbers of the entries that ``end`` has returned."""
+    def recorded(self, begun: Begun, choice: int, numbers: Sequence[int]) -> Sequence[Recorded]:
+        """Learn the numbers of the entries that ``end`` has returned. Return what is to be recorded next."""
         running = running_of(begun)
         if choice not in running.stored:
-            return
+            return ()
         turn, position = running.stored.pop(choice)
         turn.number = numbers[position]
         session = running.home
@@ -150,6 +150,7 @@ class Sessions:
             self._due.append(Recorded(NextState(turn.number, as_json(reaction))))
         self._close_if_over(session)
         self._shrink()
+        return self._leave()
 
     def sweep(self, now_s: float) -> Sequence[Recorded]:
         """End the sessions that have rested for too long."""
