@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -167,10 +168,18 @@ def test_several_ranks_on_a_cpu_have_a_core_each_as_far_as_there_are_cores(monke
     assert cpu.environment(3)["SGLANG_CPU_OMP_THREADS_BIND"] == expected
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_triton_is_replaced_only_where_it_is_missing(monkeypatch, installed):
+@pytest.mark.parametrize(
+    ("origin", "installed"),
+    [
+        ("/site-packages/triton/__init__.py", True),
+        (None, False),
+        (str(cpu.STAND_INS / "triton_missing" / "triton" / "__init__.py"), False),
+    ],
+)
+def test_triton_is_replaced_only_where_it_is_missing(monkeypatch, origin, installed):
+    found = origin and ModuleSpec("triton", None, origin=origin)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
     paths = cpu.environment(1)["PYTHONPATH"].split(os.pathsep)
     assert paths == [str(cpu.STAND_INS / name) for name in ["common"] + ["triton_missing"] * (not installed)]
     assert all(Path(path).is_dir() for path in paths)

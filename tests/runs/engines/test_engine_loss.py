@@ -6,6 +6,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.leftovers import members, shared_memory_of
@@ -36,6 +38,7 @@ def test_a_server_that_has_served_ends_without_a_diagnosis_when_its_detokenizer_
         assert asyncio.run(exit_code()) != 0
 
 
+@pytest.mark.slow
 def test_a_server_whose_scheduler_is_killed_while_it_starts_leaves_no_shared_memory(
     checkpoint: Path, tmp_path: Path
 ):
