@@ -73,12 +73,15 @@ def _as_object(arguments: str) -> Any:
 
 
 def _is_ambiguous(history: Sequence[Message], known: Sequence[Message]) -> bool:
-    """Return whether another answer says the same as one in a history, after another reasoning."""
-    reasonings: dict[str, set[str]] = {}
+    """Return whether another answer says the same as one in a history, after another reasoning, with other
+    ids of its calls, or with another order of their arguments.
+    """
+    forms: dict[str, set[str]] = {}
     for message in (*known, *history):
         if message["role"] == "assistant":
-            reasonings.setdefault(_said(message), set()).add(message.get("reasoning_content", ""))
-    return any(len(reasonings[_said(m)]) > 1 for m in history if m["role"] == "assistant")
+            form = json.dumps([message.get("reasoning_content", ""), message.get("tool_calls")])
+            forms.setdefault(_said(message), set()).add(form)
+    return any(len(forms[_said(m)]) > 1 for m in history if m["role"] == "assistant")
 
 
 def _said(message: Message) -> str:
