@@ -232,10 +232,11 @@ def _kind(status: int) -> type[EngineError]:
 
 
 async def _read_to_end(response: aiohttp.ClientResponse) -> None:
+    """Read the rest of a reply that nobody needs, unless that takes too long."""
     with suppress(TimeoutError, aiohttp.ClientError, OSError):
         async with asyncio.timeout(END_S):
             async for _ in response.content.iter_any():
-                """What follows the end of the completion."""
+                pass  # the completion has come: only the end of the reply is missing
 
 
 async def events(data: AsyncIterable[bytes]) -> AsyncIterator[object]:

@@ -35,7 +35,7 @@ NEUTRAL = {"top_p": 1, "top_k": -1, "n": None, "max_tokens": None, "stop": None,
 
 @dataclass
 class World:
-    """What all clients share."""
+    """The gateway under test and the parts of the harness that all clients use."""
 
     gateway: Gateway
     oracle: Oracle

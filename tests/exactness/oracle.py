@@ -1,4 +1,4 @@
-"""What must be so, judged from the engines' own records and from what the clients have sent and got.
+"""Judges what is trained by the records of the engines, and by what the clients have sent and got.
 
 Nothing here asks the code under test how turns hang together. A trajectory is right if each part of it that
 was sampled is, together with everything before it, exactly one completion of an engine.

@@ -16,7 +16,7 @@ Message = dict[str, Any]
 
 @dataclass
 class Request:
-    """What a client wants."""
+    """A request of a client, before it is written in a protocol."""
 
     messages: list[Message] = field(default_factory=list[Message])
     prompt: Any = None
@@ -33,7 +33,7 @@ class Request:
 
 @dataclass
 class Answered:
-    """What a client has got."""
+    """A reply as its client has read it."""
 
     messages: list[Message]
     """One for each choice."""

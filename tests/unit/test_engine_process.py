@@ -177,9 +177,9 @@ def test_several_ranks_on_a_cpu_have_a_core_each_as_far_as_there_are_cores(monke
     ],
 )
 def test_triton_is_replaced_only_where_it_is_missing(monkeypatch, origin, installed):
-    found = origin and ModuleSpec("triton", None, origin=origin)
+    spec = ModuleSpec("triton", None, origin=origin) if origin else None
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     paths = cpu.environment(1)["PYTHONPATH"].split(os.pathsep)
     assert paths == [str(cpu.STAND_INS / name) for name in ["common"] + ["triton_missing"] * (not installed)]
     assert all(Path(path).is_dir() for path in paths)

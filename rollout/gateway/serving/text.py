@@ -15,9 +15,8 @@ INCOMPLETE = "\ufffd"
 PATIENCE = 16
 """Number of tokens after which bytes that are no character are taken for what they are."""
 
-
 WINDOW = 8
-"""Number of decoded tokens from which on fewer are decoded again with what follows."""
+"""Largest number of tokens that are decoded again with those that follow."""
 
 
 class GrowingText:
