@@ -122,6 +122,7 @@ class Client:
         prefix, named, fields = self._names(protocol)
         body = protocol.body(replace(request, more=request.more | fields))
         asked = asked or self.asked(request, history)
+        self._prompts.sent(request.messages)
         ASKED_BY.set(asked.number)
         exchange = Exchange(self.world.gateway, prefix + protocol.path, body, {**named, **(headers or {})})
         async with asyncio.timeout(TURN_TIMEOUT_S), exchange:
@@ -206,10 +207,10 @@ class Client:
     ) -> None:
         """Keep the histories that end with the answers."""
         if not branch.odd:
-            known = [message for each in self.branches for message in each.messages]
-            self._prompts.check(asked, request, history, known)
+            self._prompts.check(asked, request, history)
         for message in answered.messages:
             messages = [*history, message]
+            self._prompts.answered(asked, messages)
             response = None if answered.response is None else (answered.response, len(messages))
             self.branches.append(Branch(messages, response, branch.odd or self._is_odd(asked)))
 

@@ -1,42 +1,74 @@
-"""Compares the text of a prompt with what the chat template makes of the client's own history."""
+"""Compares the text of a prompt with what the chat template makes of the client's own history.
+
+A message is the same message wherever role, text and calls (as JSON values) are, behind the same messages;
+what clients leave out or change when they repeat it are its forms. The template is given
+
+- an answer of the same session behind the same messages as it was answered, whatever the client repeats;
+- any other answer, for example behind a question that was rewritten, or in a session that began when one
+  was, in a form in which it was sent there, or in which an equal answer was given.
+"""
 
 import json
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from itertools import islice, product
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from tests.exactness.oracle import Asked, Oracle
+from tests.exactness.oracle import ROLES, Asked, Oracle, text_of
 from tests.exactness.protocols import Message, Request
+
+MOST_RENDERED = 500
+"""Combinations of forms that are tried. Where there are more, a prompt is not checked."""
 
 
 class PromptCheck:
-    """Known answers count as they were given, what the gateway does not know as it was sent.
-
-    Blanks around answers do not count.
-    """
+    """All forms of the messages of one client. Blanks around answers do not count."""
 
     def __init__(self, tokenizer: Any, oracle: Oracle) -> None:
         self._tokenizer = tokenizer
         self._oracle = oracle
+        self._sent: dict[str, list[Message]] = defaultdict(list)
+        """By their histories."""
+        self._answered: dict[tuple[str | None, str], list[Message]] = defaultdict(list)
+        """By sessions and histories."""
+        self._answers: dict[str, list[Message]] = defaultdict(list)
+        """By what they say."""
 
-    def check(
-        self, asked: Asked, request: Request, history: Sequence[Message], known: Sequence[Message]
-    ) -> None:
-        """Look at the prompt that an engine was given for a request.
+    def sent(self, messages: Sequence[Message]) -> None:
+        """Note the forms of the messages of a request."""
+        for message, history in zip(messages, _histories(messages), strict=True):
+            _add(self._sent[history], message)
 
-        ``known``: all messages that the client has in any history.
+    def answered(self, asked: Asked, messages: Sequence[Message]) -> None:
+        """Note the last of these messages, which is the answer to a request."""
+        *_, history = _histories(messages)
+        _add(self._answered[asked.session, history], messages[-1])
+        _add(self._answers[_said(messages[-1])], messages[-1])
+
+    def check(self, asked: Asked, request: Request, history: Sequence[Message]) -> None:
+        """Look at the prompt that an engine was given for a request, before its answer is noted.
+
+        ``history``: its messages as the client knows them.
         """
         records = self._oracle.records.asked_by(asked.number)
-        if not records or _is_ambiguous(history, known) or _are_mixed(history, request.messages):
-            return
-        if request.previous is not None and any(map(_says_nothing, history)):
-            return  # there is no item for an answer that says nothing
-        allowed = {self._rendered(history, request), self._rendered(request.messages, request)}
+        if not records or (request.previous is not None and any(map(_says_nothing, history))):
+            return  # /v1/responses has no item for an answer that says nothing
+        forms = [
+            self._answered.get((asked.session, key)) or self._sent[key] + self._answers[_said(known)]
+            for known, key in zip(history, _histories(history), strict=True)
+        ]
         text = self._tokenizer.decode(list(records[0].prompt))
-        if _without_blanks(text) not in map(_without_blanks, allowed):
-            example = " or ".join(_difference(text, other) for other in allowed)
+        others: list[str] = []
+        for messages in islice(product(*forms), MOST_RENDERED):
+            other = self._rendered(messages, request)
+            if _without_blanks(text) == _without_blanks(other):
+                return
+            others.append(other)
+        if len(others) < MOST_RENDERED:
+            example = " or ".join(_difference(text, other) for other in others[:4])
             self._oracle.findings.wrong("wrong_prompts", f"{asked.number}: {example}")
 
     def _rendered(self, messages: Sequence[Message], request: Request) -> str:
@@ -72,33 +104,41 @@ def _as_object(arguments: str) -> Any:
         return arguments
 
 
-def _is_ambiguous(history: Sequence[Message], known: Sequence[Message]) -> bool:
-    """Return whether another answer says the same as one in a history, after another reasoning, with other
-    ids of its calls, or with another order of their arguments.
-    """
-    forms: dict[str, set[str]] = {}
-    for message in (*known, *history):
-        if message["role"] == "assistant":
-            form = json.dumps([message.get("reasoning_content", ""), message.get("tool_calls")])
-            forms.setdefault(_said(message), set()).add(form)
-    return any(len(forms[_said(m)]) > 1 for m in history if m["role"] == "assistant")
+def _histories(messages: Sequence[Message]) -> Iterator[str]:
+    """Return for each message what it and all messages before it say."""
+    history = ""
+    for message in messages:
+        history += _said(message)
+        yield history
 
 
 def _said(message: Message) -> str:
+    """Return what is equal in all forms of a message."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]
-    calls = [[function["name"], _as_object(function["arguments"])] for function in functions]
-    return json.dumps([message["content"].strip(), calls], sort_keys=True)
+    calls = [[function["name"], _plain(_as_object(function["arguments"]))] for function in functions]
+    role = message["role"]
+    text = text_of(message)
+    said = text.strip() if role == "assistant" else text
+    return json.dumps([ROLES.get(role, role), said, calls], sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    """Return a JSON value in which 2.0 is 2."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _add(forms: list[Message], message: Message) -> None:
+    if message not in forms:
+        forms.append(message)
 
 
 def _says_nothing(message: Message) -> bool:
     parts = (message["content"], message.get("tool_calls"), message.get("reasoning_content"))
     return message["role"] == "assistant" and not any(parts)
-
-
-def _are_mixed(history: Sequence[Message], sent: Sequence[Message]) -> bool:
-    """Return whether some reasoning was left out, and some was not."""
-    thought = [message for message in history if message.get("reasoning_content")]
-    return len(thought) > 1 and 0 < sum("reasoning_content" in message for message in sent) < len(thought)
 
 
 def _without_blanks(text: str) -> str:
