@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +30,8 @@ REFUSALS = (
     "no engine has room",
 )
 """Texts of refusals for which the script of a run gives reasons."""
+ERROR = re.compile(r'"error": ?\{|event: (error|response\.failed)|"type": ?"abort"')
+"""How the reply to a request ends that has failed behind its first byte. Quotes in answers are escaped."""
 NEUTRAL = {"top_p": 1, "top_k": -1, "n": None, "max_tokens": None, "stop": None, "seed": None}
 """Sampling that the trainer can reproduce; None: with any value."""
 
@@ -190,8 +193,10 @@ class Client:
                 return None
             if early is not None and not early.done() and (beginning := protocol.text_of_part(text)):
                 early.set_result(beginning)
-        if _is_broken(text):
+        if ERROR.search(text):
             asked.outcome = "broken"
+            if not any(reason in text for reason in REFUSALS):
+                self.world.oracle.findings.wrong("wrong_answers", f"a stream has failed: {text[-500:]}")
             return None
         return text
 
@@ -274,9 +279,3 @@ def _is_object(arguments: str) -> bool:
         return isinstance(json.loads(arguments), dict)
     except ValueError:
         return False
-
-
-def _is_broken(text: str) -> bool:
-    """Return whether a stream has ended with an error."""
-    marks = ('"error":{', "event: error", "response.failed", '"type":"abort"')
-    return "cannot be finished" in text and any(mark in text for mark in marks)

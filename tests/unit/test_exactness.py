@@ -11,12 +11,6 @@ from tests.environment import ROOT, environment
 CONVERSATIONS = 42
 """Seven for each chat template."""
 
-RARE = pytest.mark.xfail(
-    strict=False,
-    reason="a few in ten thousand turns have a finding that is not explained (docs/benchmarks.md)",
-)
-
-
 @pytest.fixture(scope="module")
 def report() -> dict:
     command = [sys.executable, "-m", "tests.exactness", "--conversations", str(CONVERSATIONS), "--seed", "2"]
@@ -36,9 +30,9 @@ def report() -> dict:
         "untrainable_trained",
         "wrong_versions",
         "wrong_questions",
-        pytest.param("wrong_prompts", marks=RARE),
+        "wrong_prompts",
         "wrong_answers",
-        pytest.param("lost_turns", marks=RARE),
+        "lost_turns",
     ],
 )
 def test_nothing_is_wrong(report, wrong):
