@@ -446,6 +446,20 @@ class TestEnds:
         assert any("error" in line or "failed" in line or '"abort"' in line for line in lines)
         eventually(lambda: gateway.control()["answers"][-1]["cancelled"])
 
+    @pytest.mark.parametrize(
+        ("path", "name", "spares_others"), [(COMPLETION, "prompt", False), (GENERATE, "text", True)]
+    )
+    def test_an_answer_beside_one_that_breaks_off_is_trained_if_its_client_has_got_it(
+        self, http, gateway, path, name, spares_others
+    ):
+        """OpenAI's streams end with an error for all answers, SGLang's with an end of each."""
+        body = {name: ["#say ok", "#chunk=1 #fail #say Hello"], "stream": True}
+        with http.stream("POST", path, json=body) as reply:
+            assert "cannot be finished" in reply.read().decode()
+        eventually(lambda: gateway.control()["running"] == 0)
+        cancelled = {answer["text"]: answer["cancelled"] for answer in gateway.control()["answers"][-2:]}
+        assert cancelled == {"ok": not spares_others, "H": True}
+
     def test_an_answer_that_breaks_off_before_its_first_byte_may_be_asked_for_again(self, http):
         text = json.dumps(BODIES[CHAT]).replace("#say", "#fail #say")
         reply = http.post(CHAT, content=text)

@@ -70,7 +70,7 @@ class Branch:
     response: tuple[str, int] | None = None
     """Its response and its number of messages, where /v1/responses has answered."""
     odd: bool = False
-    """An answer in it ended in a way that its text does not show: its ids may stand for more."""
+    """It has the beginning of an answer in the place of the answer."""
 
 
 class Client:
@@ -194,7 +194,8 @@ class Client:
             if early is not None and not early.done() and (beginning := protocol.text_of_part(text)):
                 early.set_result(beginning)
         if ERROR.search(text):
-            asked.outcome = "broken"
+            is_partial = protocol is GENERATE and "[DONE]" in text
+            asked.outcome = "partial" if is_partial else "broken"
             if not any(reason in text for reason in REFUSALS):
                 self.world.oracle.findings.wrong("wrong_answers", f"a stream has failed: {text[-500:]}")
             return None
@@ -215,9 +216,9 @@ class Client:
             self._prompts.check(asked, request, history)
         for message in answered.messages:
             messages = [*history, message]
-            self._prompts.answered(asked, messages)
+            self._prompts.answered(asked, messages, is_odd=self._is_odd(asked))
             response = None if answered.response is None else (answered.response, len(messages))
-            self.branches.append(Branch(messages, response, branch.odd or self._is_odd(asked)))
+            self.branches.append(Branch(messages, response, branch.odd))
 
     def _is_odd(self, asked: Asked) -> bool:
         """Return whether an answer has ended with something that the template does not write."""

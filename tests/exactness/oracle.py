@@ -37,7 +37,8 @@ class Asked:
     """Texts of the answers that have come, without blanks around them."""
     has_stops: bool = False
     outcome: str = "running"
-    """``answered``; ``left``: the client has gone; ``refused`` or ``broken``; ``joined``: a retry."""
+    """``answered``; ``left``: the client has gone; ``refused`` or ``broken``; ``partial``: some answers of
+    several have come."""
 
 
 class Taught(NamedTuple):
@@ -253,7 +254,7 @@ class Oracle:
             if asked.outcome == "answered":
                 certain += 1
                 possible += 1
-            elif asked.outcome == "left":
+            elif asked.outcome in ("left", "partial"):
                 possible += 1
         return certain, possible
 

@@ -36,15 +36,22 @@ class PromptCheck:
         """By sessions and histories."""
         self._answers: dict[str, list[Message]] = defaultdict(list)
         """By what they say."""
+        self._odd: set[tuple[str | None, str]] = set()
+        """Sessions and histories with answers that have ended in a way that their texts do not show."""
 
     def sent(self, messages: Sequence[Message]) -> None:
         """Note the forms of the messages of a request."""
         for message, history in zip(messages, _histories(messages), strict=True):
             _add(self._sent[history], message)
 
-    def answered(self, asked: Asked, messages: Sequence[Message]) -> None:
-        """Note the last of these messages, which is the answer to a request."""
+    def answered(self, asked: Asked, messages: Sequence[Message], *, is_odd: bool) -> None:
+        """Note the last of these messages, which is the answer to a request.
+
+        ``is_odd``: its ids may stand for more than its text.
+        """
         *_, history = _histories(messages)
+        if is_odd:
+            self._odd.add((asked.session, history))
         _add(self._answered[asked.session, history], messages[-1])
         _add(self._answers[_said(messages[-1])], messages[-1])
 
@@ -56,6 +63,8 @@ class PromptCheck:
         records = self._oracle.records.asked_by(asked.number)
         if not records or (request.previous is not None and any(map(_says_nothing, history))):
             return  # /v1/responses has no item for an answer that says nothing
+        if any((asked.session, said) in self._odd for said in _histories(history)):
+            return
         forms = [
             self._answered.get((asked.session, key)) or self._sent[key] + self._answers[_said(known)]
             for known, key in zip(history, _histories(history), strict=True)

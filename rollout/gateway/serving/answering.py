@@ -248,7 +248,8 @@ class Chat(Chatting):
         async with aclosing(events):
             async for event in events:
                 if event.startswith(DONE):
-                    await self.call.record(collected.messages())
+                    if self.call.refusal is None:  # else the reply has ended with an error, for all answers
+                        await self.call.record(collected.messages())
                 elif event.startswith(DATA):
                     collected.add(orjson.loads(event[len(DATA) :]))
                 yield event
@@ -332,7 +333,7 @@ class TextCompletion(OpenAIServingCompletion):
         events = super()._generate_completion_stream(adapted_request, request, raw_request)  # pyright: ignore
         async with aclosing(events):
             async for event in events:
-                if event.startswith(DONE):
+                if event.startswith(DONE) and self.call.refusal is None:
                     await self._record()
                 yield event
 
