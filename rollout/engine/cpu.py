@@ -2,12 +2,14 @@
 
 Without AMX every SGLang layer takes its native PyTorch path. Only two things are missing then: packages that
 SGLang imports and that have no CPU build, for which ``stand_ins/`` has replacements, and settings that fit
-small CPUs.
+small CPUs. One thing is better: a process without CUDA can be forked.
 """
 
 import importlib.util
+import multiprocessing
 import os
 from pathlib import Path
+from typing import Any
 
 STAND_INS = Path(__file__).with_name("stand_ins")
 """Folders for the PYTHONPATH of the server's process only: they would break torch.compile elsewhere."""
@@ -38,6 +40,23 @@ def environment(tensor_parallel: int) -> dict[str, str]:
             str(cores[rank % len(cores)]) for rank in range(tensor_parallel)
         )
     return variables
+
+
+def fork_processes() -> None:
+    """Let the server's processes begin as copies of the one that has imported SGLang.
+
+    SGLang spawns them, because CUDA does not survive a fork: each imports SGLang again, for six seconds of a
+    core and 200 MB.
+    """
+    from sglang.srt.entrypoints import engine
+
+    prepare = engine._set_envs_and_config  # it sets SGLang's own start method
+
+    def prepare_for_forks(server_args: Any) -> None:
+        prepare(server_args)
+        multiprocessing.set_start_method("fork", force=True)
+
+    engine._set_envs_and_config = prepare_for_forks
 
 
 def _stand_in_paths() -> list[str]:

@@ -24,6 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slipstream.rollout.engine import cpu
 from slipstream.rollout.engine.key import Key, KeyRequired
 from slipstream.rollout.engine.leftovers import announced, kill_group
 
@@ -142,6 +143,8 @@ def main() -> None:
         _add_routes(**replica)
     _require_key(key)
     _announce_shared_memory(temporary)
+    if settings["server"]["device"] == "cpu":
+        cpu.fork_processes()
     store = _open_store()
     try:
         # SGLang needs the key as well, because it calls some of its own routes.

@@ -11,6 +11,7 @@ from tests.environment import ROOT, environment
 CONVERSATIONS = 42
 """Seven for each chat template."""
 
+
 @pytest.fixture(scope="module")
 def report() -> dict:
     command = [sys.executable, "-m", "tests.exactness", "--conversations", str(CONVERSATIONS), "--seed", "2"]
