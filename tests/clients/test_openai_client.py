@@ -62,6 +62,21 @@ def test_parallel_tool_calls(client, stream, chunk):
     assert len({call.id for call in choice.message.tool_calls}) == 2
 
 
+@pytest.mark.parametrize("chunk", [1, 50])
+@pytest.mark.parametrize(
+    ("written", "city"),
+    [("\\ud83d\\ude00", "😀"), ("\\ud83d-\\ude00", "\ufffd-\ufffd"), ("\\\\ud83d", "\\ud83d")],
+)
+def test_escaped_surrogates_in_streamed_calls(client, chunk, written, city):
+    """Half a character would end the stream with an error: JSON cannot carry it."""
+    call = f'<tool_call>\n{{"name": "weather", "arguments": {{"city": "{written}"}}}}\n</tool_call>'
+    messages = user(f"#chunk={chunk} #say {call}")
+    with client.chat.completions.stream(model="m", messages=messages, tools=TOOLS) as events:
+        [choice] = events.get_final_completion().choices
+    [called] = choice.message.tool_calls
+    assert json.loads(called.function.arguments) == {"city": city}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_message_that_is_recorded_is_the_one_that_the_client_repeats(client, gateway, stream):
     messages = user(f"#say I look.\n{CALLS}")

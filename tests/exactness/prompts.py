@@ -61,8 +61,8 @@ class PromptCheck:
         ``history``: its messages as the client knows them.
         """
         records = self._oracle.records.asked_by(asked.number)
-        if not records or (request.previous is not None and any(map(_says_nothing, history))):
-            return  # /v1/responses has no item for an answer that says nothing
+        if not records or any(_says_nothing(message) or _breaks_off(message) for message in history):
+            return
         if any((asked.session, said) in self._odd for said in _histories(history)):
             return
         forms = [
@@ -146,8 +146,15 @@ def _add(forms: list[Message], message: Message) -> None:
 
 
 def _says_nothing(message: Message) -> bool:
+    """Return whether an answer has no parts: /v1/responses and /v1/messages leave it out."""
     parts = (message["content"], message.get("tool_calls"), message.get("reasoning_content"))
     return message["role"] == "assistant" and not any(parts)
+
+
+def _breaks_off(message: Message) -> bool:
+    """Return whether an answer has a call that is no JSON: how much of it a client gets depends on chunks."""
+    arguments = [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
+    return any(isinstance(_as_object(text), str) for text in arguments)
 
 
 def _without_blanks(text: str) -> str:

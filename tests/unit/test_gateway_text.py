@@ -1,5 +1,7 @@
 """Text of live completions is that of all tokens up to a stop string, whatever way they are cut."""
 
+import json
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -40,6 +42,30 @@ def test_text_is_the_same_wherever_characters_are_cut(text, ends):
     parts, used = streamed(GrowingText(decode), cut(text.encode(), ends))
     assert "".join(parts) == text
     assert used == len(text.encode())
+
+
+ESCAPES = [
+    "a",
+    "\\\\",
+    "\\n",
+    "\\ud83d\\ude00",
+    "\\uD83D",
+    "\\ude00",
+    "\\u00fc",
+    "\\udbff\\udfff",
+    "\\\\ud83d",
+    "ü",
+]
+
+
+@given(st.lists(st.sampled_from(ESCAPES), max_size=8).map("".join), CUTS)
+def test_no_part_of_json_has_half_a_character(text, ends):
+    parts, _ = streamed(GrowingText(decode, whole_pairs=True), cut(text.encode(), ends))
+    for end in range(len(parts) + 1):
+        with suppress(json.JSONDecodeError):  # cut within another escape
+            json.loads(f'"{"".join(parts[:end])}"').encode()
+    characters = json.loads(f'"{text}"').encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    assert json.loads(f'"{"".join(parts)}"') == characters
 
 
 @given(st.binary(max_size=60), CUTS)

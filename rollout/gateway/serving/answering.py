@@ -40,7 +40,7 @@ from slipstream.rollout.gateway.serving.stand_in import StandIn
 
 log = logging.getLogger(__name__)
 
-DATA, DONE = "data: ", "data: [DONE]"
+DATA, ERROR, DONE = "data: ", 'data: {"error"', "data: [DONE]"
 
 
 def _let_calls_be_repeated() -> None:
@@ -243,12 +243,14 @@ class Chat(Chatting):
     async def _generate_chat_stream(
         self, adapted_request: GenerateReqInput, request: ChatCompletionRequest, raw_request: object
     ) -> AsyncGenerator[str]:
-        collected = StreamedMessages(len(self.call.answers))
+        collected, has_failed = StreamedMessages(len(self.call.answers)), False
         events = super()._generate_chat_stream(adapted_request, request, raw_request)  # pyright: ignore
         async with aclosing(events):
             async for event in events:
-                if event.startswith(DONE):
-                    if self.call.refusal is None:  # else the reply has ended with an error, for all answers
+                if event.startswith(ERROR):
+                    has_failed = True  # for all answers
+                elif event.startswith(DONE):
+                    if not has_failed:
                         await self.call.record(collected.messages())
                 elif event.startswith(DATA):
                     collected.add(orjson.loads(event[len(DATA) :]))
@@ -330,10 +332,12 @@ class TextCompletion(OpenAIServingCompletion):
     async def _generate_completion_stream(
         self, adapted_request: GenerateReqInput, request: CompletionRequest, raw_request: object
     ) -> AsyncGenerator[str]:
+        has_failed = False
         events = super()._generate_completion_stream(adapted_request, request, raw_request)  # pyright: ignore
         async with aclosing(events):
             async for event in events:
-                if event.startswith(DONE) and self.call.refusal is None:
+                has_failed = has_failed or event.startswith(ERROR)
+                if event.startswith(DONE) and not has_failed:
                     await self._record()
                 yield event
 

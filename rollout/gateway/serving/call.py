@@ -262,6 +262,7 @@ class LiveCall:
             decode,
             stops=[stops] if isinstance(stops, str) else list(stops),  # pyright: ignore[reportArgumentType]
             keep_stop=keeps_stop,
+            whole_pairs=self.one_by_one,
         )
         return RunningAnswer(
             text,

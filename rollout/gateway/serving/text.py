@@ -7,6 +7,7 @@ Text is only ever added: an incomplete character waits for its other bytes, and 
 string waits until it is one or not.
 """
 
+import re
 from collections.abc import Callable, Sequence
 
 INCOMPLETE = "\ufffd"
@@ -18,15 +19,33 @@ PATIENCE = 16
 WINDOW = 8
 """Largest number of tokens that are decoded again with those that follow."""
 
+_ESCAPE = r"(?<!\\)((?:\\\\)*)"
+"""Where a backslash begins an escape: an even number of backslashes is before it."""
+
+_HIGH, _LOW = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_LOW_BEGUN = r"(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?"
+_PAIR_BEGUN = re.compile(_ESCAPE + rf"(\\(?:u(?:[dD][0-9a-fA-F]{{0,2}})?)?|{_HIGH}{_LOW_BEGUN})$")
+_PAIR_OR_HALF = re.compile(_ESCAPE + f"({_HIGH}{_LOW}|{_HIGH}|{_LOW})")
+_LONGEST_PAIR = 12
+
 
 class GrowingText:
     """Decodes tokens as they come."""
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], *, stops: Sequence[str] = (), keep_stop: bool = False
+        self,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        stops: Sequence[str] = (),
+        keep_stop: bool = False,
+        whole_pairs: bool = False,
     ) -> None:
-        """``keep_stop``: the stop string that ends the text stays in it."""
+        """``keep_stop``: the stop string that ends the text stays in it. ``whole_pairs``: ``take`` returns
+        both halves of a surrogate pair that is written as JSON escapes together, and U+FFFD for a half alone.
+        SGLang's streaming parsers read each part of a tool call as JSON, and cannot send half a character.
+        """
         self._decode = decode
+        self._whole_pairs = whole_pairs
         self._stops = [stop for stop in stops if stop]
         self._keep_stop = keep_stop
         self._ids: list[int] = []
@@ -68,7 +87,8 @@ class GrowingText:
         """Return the text since the last call. Unless ``final``, a possible start of a stop string waits."""
         ready = len(self.text) if final or self.matched is not None else len(self.text) - self._held()
         start, self._given = self._given, max(ready, self._given)
-        return self.text[start:ready]
+        taken = self.text[start:ready]
+        return _without_halves(taken) if self._whole_pairs else taken
 
     def _extend(self, tokens: Sequence[int]) -> None:
         self._ids += tokens
@@ -118,7 +138,11 @@ class GrowingText:
         self.text = self.text[: start + len(stop) if self._keep_stop else start]
 
     def _held(self) -> int:
-        """Return the length of the longest end of the text with which a stop string begins."""
+        """Return the length of the longest end of the text with which a stop string, or a pair, begins."""
+        pair = _PAIR_BEGUN.search(self.text[self._given :]) if self._whole_pairs else None
+        return max(0 if pair is None else len(pair[2]), self._held_by_stops())
+
+    def _held_by_stops(self) -> int:
         return max(
             (
                 length
@@ -136,3 +160,12 @@ class GrowingText:
         length, self._read, self._context, self._context_text, self.text = state
         del self._ids[length:]
         self.matched = None
+
+
+def _without_halves(text: str) -> str:
+    """Return a text with U+FFFD in the place of each escaped half of a surrogate pair that stands alone."""
+
+    def whole(escape: re.Match[str]) -> str:
+        return escape[0] if len(escape[2]) == _LONGEST_PAIR else escape[1] + INCOMPLETE
+
+    return _PAIR_OR_HALF.sub(whole, text) if "\\u" in text else text
