@@ -24,6 +24,10 @@ SERVER_ARGS: dict[str, object] = {
 """ServerArgs for the CPU; the recipe's ``rollout.engine.args`` override them."""
 
 
+PREPARE = f"{__name__}.fork_processes"
+"""Import path of what is done in the server's process before the server starts."""
+
+
 def environment(tensor_parallel: int) -> dict[str, str]:
     """Return the additional environment variables of the server's process."""
     variables = {

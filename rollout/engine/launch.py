@@ -1,9 +1,11 @@
 """The SGLang server as a program that cannot outlive the process that started it.
 
-    python -m slipstream.rollout.engine.launch '{"server": {...}, "replica": null, "temporary": "/tmp/x"}'
+    python -m slipstream.rollout.engine.launch \\
+        '{"server": {...}, "prepare": null, "replica": null, "temporary": "/tmp/x"}'
 
-``server`` has fields of SGLang's ServerArgs. ``replica`` is null, or has the import path of a function that
-adds routes for a copy of the weights to the server (``mount``), and the folder of that copy (``folder``).
+``server`` has fields of SGLang's ServerArgs. ``prepare`` is null, or the import path of a function that
+changes SGLang before the server starts. ``replica`` is null, or has the import path of a function that adds
+routes for a copy of the weights to the server (``mount``), and the folder of that copy (``folder``).
 ``temporary`` is an empty folder for temporary files, which is removed at the end.
 
 Standard input is a pipe from the owner. Its first line is the key that every request must carry. It closes
@@ -22,9 +24,8 @@ import threading
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from slipstream.rollout.engine import cpu
 from slipstream.rollout.engine.key import Key, KeyRequired
 from slipstream.rollout.engine.leftovers import announced, kill_group
 
@@ -86,8 +87,13 @@ def _open_store() -> "TCPStore":
 def _add_routes(mount: str, folder: str) -> None:
     from sglang.srt.entrypoints.http_server import app
 
-    module, _, name = mount.rpartition(".")
-    getattr(importlib.import_module(module), name)(app, folder)
+    _resolved(mount)(app, folder)
+
+
+def _resolved(path: str) -> Any:
+    """Return the function at an import path."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 def _use_for_temporary_files(folder: str) -> None:
@@ -139,12 +145,12 @@ def main() -> None:
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import kill_process_tree
 
+    if settings["prepare"]:
+        _resolved(settings["prepare"])()
     if replica:
         _add_routes(**replica)
     _require_key(key)
     _announce_shared_memory(temporary)
-    if settings["server"]["device"] == "cpu":
-        cpu.fork_processes()
     store = _open_store()
     try:
         # SGLang needs the key as well, because it calls some of its own routes.

@@ -134,7 +134,12 @@ class ServerProcess:
             self._folders.append(OwnedFolder(Path(spec.replica.memory), spec.label))
             replica = {"mount": spec.replica.mount, "folder": str(self._folders[-1].path)}
         self._shared_memory: set[Path] = set()
-        arguments = {"server": server_args(spec), "replica": replica, "temporary": str(self._temporary.path)}
+        arguments = {
+            "server": server_args(spec),
+            "prepare": cpu.PREPARE if spec.device == "cpu" else None,
+            "replica": replica,
+            "temporary": str(self._temporary.path),
+        }
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [*launcher, json.dumps(arguments)],
