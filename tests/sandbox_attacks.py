@@ -62,7 +62,11 @@ class Attack:
 ATTACKS = (
     Attack("fork bomb", "import os\nwhile time.time() < END: os.fork()", ("processes",)),
     Attack(
-        "fork bomb in a shell", "b(){ b|b& };b; sleep 9", ("processes",), shell=True, needs_namespaces=True
+        "fork bomb in a shell",
+        "b(){ b|b& };b; sleep 9",
+        ("processes", "wall"),
+        shell=True,
+        needs_namespaces=True,
     ),
     Attack(
         "fork bomb of detached processes",
