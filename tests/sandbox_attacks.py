@@ -27,7 +27,7 @@ from slipstream.rollout.sandbox.wire import Limits
 
 MB = 1 << 20
 LIMITS = Limits(
-    wall_s=1.5,
+    wall_s=20.0,
     cpu_s=0.3,
     memory=128 * MB,
     processes=24,
@@ -37,10 +37,10 @@ LIMITS = Limits(
     output=1 << 16,
 )
 PROMPT_S = 5.0
-"""Seconds, beyond the limit of 1.5, in which an attack must have been ended, on a busy machine."""
+"""Seconds beyond its time in which an attack must have been ended, on a busy machine."""
 
 
-PRELUDE = "import time; END = time.time() + 6\n"
+PRELUDE = "import time; END = time.time() + 15\n"
 """Begins each program. A bomb ends by itself at END, should nothing contain it."""
 
 
@@ -57,6 +57,11 @@ class Attack:
     """Whether it must have failed; None: as it ends."""
     needs_namespaces: bool = False
     """Whether it is contained with namespaces only."""
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds that it may take. Only what nothing else ends should use them up, on a busy machine too."""
+        return 1.0 if "wall" in self.limits else LIMITS.wall_s
 
 
 ATTACKS = (
@@ -397,7 +402,7 @@ async def problems_of(attack: Attack, machine: Machine) -> list[str]:
             await sandbox.upload("attack.py", f"{PRELUDE}{program}".encode())
         command = ["sh", "-c", program] if attack.shell else ["python3", "-I", "-S", "attack.py"]
         start = time.monotonic()
-        result = await sandbox.exec(command)
+        result = await sandbox.exec(command, wall_s=attack.wall_s)
         seconds = time.monotonic() - start
         problems = list(problems_in(attack, result, seconds))
         if attack.name == "links to the machine":
@@ -423,7 +428,7 @@ def problems_in(attack: Attack, result: ExecResult, seconds: float) -> Iterator[
         yield f"expected failed to be {attack.fails}: {shown}"
     if "ESCAPED" in result.stdout or os.environ["SLIPSTREAM_ATTACK_SECRET"] in result.stdout:
         yield f"it has escaped: {shown}"
-    if seconds > LIMITS.wall_s + PROMPT_S:
+    if seconds > attack.wall_s + PROMPT_S:
         yield f"it has taken {seconds:.1f} s"
     if len(result.stdout) > LIMITS.output + 100:
         yield f"{len(result.stdout)} characters of output"
