@@ -168,7 +168,7 @@ while True:
     Attack(
         "endless loops of several processes",
         "import os\nos.fork(); os.fork()\nwhile True: pass",
-        ("cpu", "wall"),
+        ("cpu",),
     ),
     Attack(
         "endless sleep that ignores signals",
