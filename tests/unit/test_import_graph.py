@@ -38,8 +38,10 @@ FLOORS = {
     ),
     "bridge": ({"hf"}, {"model"}, {"families", "shards"}, {"publish"}, {"transport"}),
     "rollout": (
-        {"changes", "durable", "garbage", "gpu_environment", "heaps", "network", "temporary", "trajectory"},
-        {"control", "plugins", "prompts", "record", "reward"},
+        {"changes", "durable", "garbage", "gpu_environment", "heaps", "linux", "network", "plugins"}
+        | {"temporary", "trajectory"},
+        {"sandbox"},
+        {"control", "prompts", "record", "reward"},
         {"turns"},
         {"engine", "judge", "ledger", "workflow"},
         {"live", "messages"},
