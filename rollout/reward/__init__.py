@@ -1,12 +1,52 @@
 """Rewards: what an episode is worth. A recipe names one by import path; ``docs/rewards.md`` shows them."""
 
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
 
-from slipstream.rollout.reward.final_answer import FinalAnswer
 from slipstream.rollout.trajectory import Prompt, Trajectory
 
-__all__ = ["FinalAnswer", "GroupReward", "Reward", "RewardValue", "is_accuracy"]
+if TYPE_CHECKING:
+    from slipstream.rollout.reward.choice import Choice
+    from slipstream.rollout.reward.final_answer import FinalAnswer
+    from slipstream.rollout.reward.mathematics import MathVerify
+    from slipstream.rollout.reward.remote import Remote
+    from slipstream.rollout.reward.texts import F1, Exact, Regex
+    from slipstream.rollout.reward.weighted import Weighted
+
+__all__ = [
+    "F1",
+    "Choice",
+    "Exact",
+    "FinalAnswer",
+    "GroupReward",
+    "MathVerify",
+    "Regex",
+    "Remote",
+    "Reward",
+    "RewardValue",
+    "Weighted",
+    "is_accuracy",
+]
+
+_MODULES = {
+    "Choice": "choice",
+    "Exact": "texts",
+    "F1": "texts",
+    "FinalAnswer": "final_answer",
+    "MathVerify": "mathematics",
+    "Regex": "texts",
+    "Remote": "remote",
+    "Weighted": "weighted",
+}
+"""Modules of the rewards that ship. A judge process imports the one that it needs: SymPy takes a second."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
 
 RewardValue = float | Mapping[str, float | str]
 """A number, or a mapping of numbers. In a mapping, ``rollout.reward_key`` names the number that trains; the

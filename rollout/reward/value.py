@@ -38,6 +38,11 @@ class Judgement:
     """The other numbers, by name."""
 
 
+def is_part_name(name: str) -> bool:
+    """Return whether a further number of a reward may have this name."""
+    return _NAME.fullmatch(name) is not None and name not in RESERVED
+
+
 def number_of(value: Any) -> float:
     """Return what a reward returned as a float. Raises NoNumber, and whatever a type of the user's raises."""
     if isinstance(value, np.ndarray | np.generic):
