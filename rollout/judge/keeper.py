@@ -13,7 +13,6 @@ The judge is a fork of the keeper and dies with it. What this module imports is 
 light.
 """
 
-import ctypes
 import os
 import resource
 import select
@@ -26,13 +25,17 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from slipstream.rollout.judge.output import TAIL, BoundedLog
+from slipstream.rollout.linux import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_NAME,
+    PR_SET_PDEATHSIG,
+    children_of,
+    prctl,
+)
 
 REPORT = struct.Struct("<iII")
 """Wait status of the judge, and the lengths of the two texts that follow: its crash dump, and the end of its
 output."""
-
-_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
-"""From linux/prctl.h."""
 
 _ENDINGS = ((signal.SIGTERM, 0.5), (signal.SIGKILL, 5.0))
 """Signals to the processes that a judge leaves behind, and the seconds to wait for their effect. Python's
@@ -47,8 +50,6 @@ _LONGEST_CRASH = 1 << 20
 
 _OOM_SCORE = "500"
 """When the machine runs out of memory, the kernel should choose a judge and not its pool."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def keep(lifeline_fd: int, connection_fd: int, owner: int, scratch: str, log: str) -> None:
@@ -66,8 +67,8 @@ def keep(lifeline_fd: int, connection_fd: int, owner: int, scratch: str, log: st
     # The kernel sends SIGTERM when the thread ends that has started this process. Only if its process has
     # ended too is the judge ended.
     signal.signal(signal.SIGTERM, _only_wake)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     output_reader, output_writer = os.pipe()
     crash_reader, crash_writer = os.pipe()
 
@@ -85,7 +86,7 @@ def keep(lifeline_fd: int, connection_fd: int, owner: int, scratch: str, log: st
 
     for fd in (connection_fd, output_writer, crash_writer):
         os.close(fd)
-    _prctl(_PR_SET_NAME, b"judge-keeper")
+    prctl(PR_SET_NAME, b"judge-keeper")
     watch = _Watch(judge, owner, lifeline, wakeup_reader, output_reader, crash_reader, BoundedLog(log))
     status = watch.until_the_end()
     watch.end_children()
@@ -95,7 +96,7 @@ def keep(lifeline_fd: int, connection_fd: int, owner: int, scratch: str, log: st
 
 def _become_judge(keeper: int, output: int) -> None:
     """Turn this fork of the keeper into a process of its own that can only harm itself."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != keeper:  # it ended before the line above
         os._exit(1)
     os.setsid()
@@ -107,7 +108,7 @@ def _become_judge(keeper: int, output: int) -> None:
     os.dup2(output, 2)
     os.close(output)
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore  # a crash would lose what is buffered
-    _prctl(_PR_SET_NAME, b"judge")
+    prctl(PR_SET_NAME, b"judge")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write(_OOM_SCORE)
@@ -150,7 +151,7 @@ class _Watch:
         for end, seconds in _ENDINGS:
             deadline = time.monotonic() + seconds
             while self._has_children() and (left := deadline - time.monotonic()) > 0:
-                for child in _children_of(os.getpid()):
+                for child in children_of(os.getpid()):
                     with suppress(ProcessLookupError):
                         os.kill(child, end)
                 self._handle_events(left)
@@ -218,17 +219,6 @@ def _ended() -> Iterator[tuple[int, int]]:
             yield ended
 
 
-def _children_of(parent: int) -> list[int]:
-    children: list[int] = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):  # processes come and go
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-            if int(fields[1]) == parent and fields[0] != b"Z":
-                children.append(int(pid))
-    return children
-
-
 def _remove(folder: str) -> None:
     try:
         os.rmdir(folder)
@@ -240,10 +230,3 @@ def _remove(folder: str) -> None:
 
 def _only_wake(number: int, frame: object) -> None:
     """Handle a signal by nothing: its arrival ends the wait of the loop."""
-
-
-def _prctl(option: int, value: int | bytes) -> None:
-    argument = ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
-    if _libc.prctl(option, argument, *map(ctypes.c_ulong, (0, 0, 0))):
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl({option}): {os.strerror(number)}")

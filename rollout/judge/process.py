@@ -28,6 +28,7 @@ from slipstream.rollout.judge.wire import (
     StartFailure,
     framed,
 )
+from slipstream.rollout.linux import kill_users_of
 from slipstream.rollout.temporary import OwnedFolder
 
 GRACE_S = 2.0
@@ -236,7 +237,7 @@ class JudgeProcess:
                 self._keeper.wait(GRACE_S)
         if self._scratch is not None:
             if self._scratch.path.exists():  # its keeper was killed
-                _kill_users_of(str(self._scratch.path))
+                kill_users_of(str(self._scratch.path))
             self._scratch.remove()
         for transport in (self._connection.transport, self._lifeline.transport):
             if transport is not None:
@@ -245,15 +246,6 @@ class JudgeProcess:
 
 def _start_failed(setup: JudgeSetup, reason: str) -> JudgeStartFailed:
     return JudgeStartFailed(f"the reward {setup.path} cannot be started: {reason}")
-
-
-def _kill_users_of(scratch: str) -> None:
-    """Kill every process that has ``scratch`` as its folder for temporary files."""
-    variable = f"TMPDIR={scratch}".encode()
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        with suppress(OSError):  # processes come and go
-            if variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                os.kill(pid, signal.SIGKILL)
 
 
 def _tail(log: Path) -> str:

@@ -38,17 +38,9 @@ FLOORS = {
     ),
     "bridge": ({"hf"}, {"model"}, {"families", "shards"}, {"publish"}, {"transport"}),
     "rollout": (
-        {
-            "changes",
-            "durable",
-            "garbage",
-            "gpu_environment",
-            "heaps",
-            "network",
-            "plugins",
-            "temporary",
-            "trajectory",
-        },
+        {"changes", "durable", "garbage", "gpu_environment", "heaps", "linux", "network", "plugins"}
+        | {"temporary", "trajectory"},
+        {"sandbox"},
         {"control", "prompts", "record", "reward"},
         {"turns"},
         {"engine", "judge", "ledger", "workflow"},

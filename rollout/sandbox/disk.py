@@ -1,0 +1,52 @@
+"""The files of a sandbox: how much there is of them."""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+
+from slipstream.rollout.sandbox import root
+from slipstream.rollout.sandbox.enclosure import Enclosure
+from slipstream.rollout.sandbox.interface import LimitName
+
+_MOST_ENTRIES = 20_000
+"""Files that are looked at, and with them the time that it takes. More of them are too many."""
+
+
+class Disk:
+    """Compares the files of a sandbox with their limits."""
+
+    def __init__(self, enclosure: Enclosure, size: int, file_size: int) -> None:
+        """``size``: bytes of all files together; ``file_size``: bytes of the largest."""
+        self._enclosure = enclosure
+        self._size = size
+        self._file_size = file_size
+
+    def exceeded(self, thorough: bool = False) -> LimitName | None:
+        """Return the limit that files have reached. ``thorough``: look at each file."""
+        if self._enclosure.has_namespaces:
+            status = os.statvfs(self._enclosure.folder)
+            if status.f_bavail == 0 or status.f_favail == 0:
+                return "disk"
+            if not thorough:
+                return None
+        count, used, largest = 0, 0, 0
+        for status in self._entries():
+            count += 1
+            used += status.st_blocks * 512
+            largest = max(largest, status.st_size if stat.S_ISREG(status.st_mode) else 0)
+        if count > _MOST_ENTRIES or used > self._size:
+            return "disk"
+        return "file_size" if thorough and largest >= self._file_size else None
+
+    def _entries(self) -> Iterator[os.stat_result]:
+        todo = [self._enclosure.folder, self._enclosure.temporary]
+        todo += [root.SHARED] if self._enclosure.has_namespaces else []
+        count = 0
+        while todo and count <= _MOST_ENTRIES:
+            with suppress(OSError):  # files come and go
+                for entry in os.scandir(todo.pop()):
+                    count += 1
+                    if entry.is_dir(follow_symlinks=False):
+                        todo.append(entry.path)
+                    yield entry.stat(follow_symlinks=False)

@@ -1,0 +1,224 @@
+"""The process that clones a box for each sandbox, so that none has to start Python. No foreign code is here.
+
+    owner ──control: one descriptor for each new sandbox──► keeper ──clone──► box ──connection── owner
+
+It finds out once what the kernel allows. When its owner ends, by kill -9 too, it does as well, and all boxes
+end with it. Until then it ends what a box leaves behind that was killed.
+
+It has one thread and few imports, because every box is a copy of it.
+"""
+
+import gc
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NoReturn
+
+from slipstream.rollout.linux import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, PR_SET_PDEATHSIG, children_of, prctl
+from slipstream.rollout.sandbox import box, kernel
+from slipstream.rollout.sandbox.enclosure import NAMESPACES, map_users
+from slipstream.rollout.sandbox.interface import Isolation, Level
+from slipstream.rollout.sandbox.wire import (
+    ANSWER,
+    Answer,
+    Created,
+    Exec,
+    Failure,
+    Limits,
+    Setup,
+    frame,
+    receive,
+)
+
+_TRIAL = Setup(Limits(5.0, 5.0, 1 << 30, 64, 64, 1 << 20, 1 << 20, 1 << 10), (), ())
+_TRIAL_S = 10.0
+"""Seconds for the sandbox that shows whether an isolation works."""
+
+_END_S = 5.0
+"""Seconds in which boxes end by themselves when the owner has. Then they are killed."""
+
+
+def keep(control_fd: int, owner: int) -> None:
+    """Clone boxes until ``owner``, the process at the other end of ``control_fd``, ends. Never returns."""
+    control = socket.socket(fileno=control_fd)
+    control.set_inheritable(False)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    wakeup_reader, wakeup_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wakeup_writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, _only_wake)
+    # The kernel sends SIGTERM when the thread ends that has started this process. Only if its process has
+    # ended too is the owner gone.
+    signal.signal(signal.SIGTERM, _only_wake)
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_NAME, b"sandbox-keeper")
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # a copy of this process should write to as little of its memory as possible
+    _Keeper(control, owner, wakeup_reader, wakeup_writer).run()
+    os._exit(0)
+
+
+class _Keeper:
+    """The loop of the keeper, and the boxes that live."""
+
+    def __init__(self, control: socket.socket, owner: int, wakeup: int, wakeup_writer: int) -> None:
+        self._control = control
+        self._owner = owner
+        self._wakeup = wakeup
+        self._wakeup_writer = wakeup_writer
+        # Each box has the reader, and sees by it that the keeper ends.
+        self._alive, self._alive_writer = os.pipe()
+        self._boxes: set[int] = set()
+        self._isolation: Isolation | None = None
+
+    def run(self) -> None:
+        """Clone a box for each descriptor that comes, until the owner ends."""
+        poll = select.poll()
+        for fd in (self._control.fileno(), self._wakeup):
+            poll.register(fd, select.POLLIN)
+        while os.getppid() == self._owner:
+            for fd, _ in poll.poll():
+                if fd == self._wakeup:
+                    self._reap()
+                elif not self._take():
+                    self._end()
+                    return
+        self._end()
+
+    def _take(self) -> bool:
+        """Clone a box for the next connection. Return whether there was one: False is the owner's end."""
+        data, fds, _, _ = socket.recv_fds(self._control, 1, 1)
+        if not fds:
+            return bool(data)
+        with socket.socket(fileno=fds[0]) as connection:
+            try:
+                if self._isolation is None:
+                    self._isolation = self._best_isolation()
+                self._clone(connection, self._isolation)
+            except OSError as error:
+                with suppress(OSError):
+                    connection.sendall(frame(Failure(f"no process can be started: {error}")))
+        return True
+
+    def _clone(self, connection: socket.socket, isolation: Isolation) -> int:
+        """Clone a box. It begins when it has its users. Raises OSError."""
+        has_namespaces = isolation.level == "namespaces"
+        begin, beginner = os.pipe()
+        try:
+            pid = kernel.clone(NAMESPACES if has_namespaces else 0)
+            if pid == 0:
+                self._become_box(connection, isolation, begin, beginner)
+            self._boxes.add(pid)
+            if has_namespaces:
+                map_users(pid)
+            os.write(beginner, b"\0")
+            return pid
+        finally:  # a box without users sees the end of the pipe
+            os.close(begin)
+            os.close(beginner)
+
+    def _become_box(
+        self, connection: socket.socket, isolation: Isolation, begin: int, beginner: int
+    ) -> NoReturn:
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for fd in (beginner, self._wakeup, self._wakeup_writer, self._alive_writer):
+                os.close(fd)
+            self._control.close()
+            if os.read(begin, 1):
+                os.close(begin)
+                prctl(PR_SET_NAME, b"sandbox-box")
+                box.serve(connection, self._alive, isolation)
+        finally:
+            os._exit(0)
+
+    # -- What the kernel allows
+
+    def _best_isolation(self) -> Isolation:
+        """Return the best isolation that works here, and why no better one does."""
+        reasons: list[str] = []
+        levels: tuple[Level, ...] = ("namespaces", "user") if os.geteuid() == 0 else ("namespaces",)
+        for level in levels:
+            isolation = Isolation(level, "; ".join(reasons))
+            problem = self._try(isolation)
+            if problem is None:
+                return isolation
+            reasons.append(f"no {level}: {problem}")
+        return Isolation("none", "; ".join(reasons))
+
+    def _try(self, isolation: Isolation) -> str | None:
+        """Run a command in a sandbox. Return what goes wrong; None: nothing."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.settimeout(_TRIAL_S)
+            try:
+                self._clone(theirs, isolation)
+                theirs.close()
+                ours.sendall(frame(_TRIAL))
+                answer = _answer(ours)
+                if isinstance(answer, Created):
+                    ours.sendall(frame(Exec(("true",), b"", {}, _TRIAL_S)))
+                    answer = _answer(ours)
+            except OSError as error:
+                return str(error)
+        if answer is None:
+            return "its process has ended"
+        return answer.reason if isinstance(answer, Failure) else None
+
+    # -- Ends
+
+    def _reap(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._wakeup, 4096)
+        for pid, status in _ended():
+            if pid in self._boxes:
+                self._boxes.remove(pid)
+                if os.WIFSIGNALED(status):
+                    self._kill_strays()
+
+    def _kill_strays(self) -> None:
+        """Kill what a killed box has left: its children are the keeper's now."""
+        while strays := set(children_of(os.getpid())) - self._boxes:
+            for pid in strays:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for pid in strays:
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
+
+    def _end(self) -> None:
+        """Let the boxes end, for a bounded time."""
+        os.close(self._alive_writer)
+        poll = select.poll()
+        poll.register(self._wakeup, select.POLLIN)
+        deadline = time.monotonic() + _END_S
+        while self._boxes and (left := deadline - time.monotonic()) > 0:
+            poll.poll(left * 1000)
+            self._reap()
+        for pid in self._boxes:
+            os.kill(pid, signal.SIGKILL)
+        self._boxes.clear()
+        self._kill_strays()
+
+
+def _answer(connection: socket.socket) -> Answer | None:
+    data = receive(connection)
+    return None if data is None else ANSWER.decode(data)
+
+
+def _ended() -> Iterator[tuple[int, int]]:
+    """Yield every child that has ended, adopted ones included, with its wait status."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended
+
+
+def _only_wake(number: int, frame: object) -> None:
+    """Handle a signal by nothing: its arrival ends the wait of the loop."""

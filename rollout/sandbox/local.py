@@ -1,0 +1,192 @@
+"""A sandbox of processes on this machine."""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from slipstream.rollout.sandbox import process
+from slipstream.rollout.sandbox.interface import ExecResult, Isolation, SandboxFailed, SandboxRefused
+from slipstream.rollout.sandbox.wire import (
+    ANSWER,
+    LENGTH,
+    Answer,
+    Content,
+    Created,
+    Done,
+    Download,
+    Exec,
+    Executed,
+    Failure,
+    Limits,
+    Refusal,
+    Request,
+    Setup,
+    Upload,
+    frame,
+)
+
+log = logging.getLogger(__name__)
+
+CREATE_S = 30.0
+"""Seconds until a sandbox must exist."""
+
+ANSWER_S = 30.0
+"""Seconds, beyond those of the command, until a sandbox must have answered. It has hung up by then."""
+
+CLOSE_S = 10.0
+"""Seconds until everything in a closed sandbox must have ended."""
+
+_A = TypeVar("_A", bound=Answer)
+
+
+class LocalSandbox:
+    """A ``Sandbox`` of processes on this machine, which the kernel keeps apart as far as it can.
+
+    It ends with this process, by kill -9 too.
+    """
+
+    def __init__(self, limits: Limits, readable: Sequence[str] = (), require_isolation: bool = False) -> None:
+        """``readable``: folders that commands may read, beyond those of the system and of Python.
+
+        ``require_isolation``: refuse to be created where the kernel allows no namespaces.
+        """
+        self._setup = Setup(limits, tuple(map(os.path.abspath, readable)), _prefixes())
+        self._require_isolation = require_isolation
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._turn = asyncio.Lock()
+        self._is_closed = False
+        self.isolation: Isolation | None = None
+        """How far commands are kept from the machine; None before ``create``."""
+
+    async def create(self) -> Isolation:
+        """Make the sandbox. Raises SandboxFailed."""
+        if self._streams is not None or self._is_closed:
+            raise SandboxFailed("the sandbox was created before")
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                await process.keeper().hand_over(theirs)
+            except BaseException:
+                ours.close()
+                raise
+        self._streams = await asyncio.open_unix_connection(sock=ours)
+        isolation = (await self._ask(self._setup, Created, CREATE_S)).isolation
+        if isolation.level != "namespaces":
+            if self._require_isolation:
+                await self.close()
+                raise SandboxFailed(
+                    f"this machine allows no sandbox with namespaces ({isolation.reason}). Allow user "
+                    "namespaces (docs/sandbox.md), or set `require_isolation: false` if the code is trusted"
+                )
+            _warn_once(isolation)
+        self.isolation = isolation
+        return isolation
+
+    async def exec(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        wall_s: float | None = None,
+    ) -> ExecResult:
+        """Run a command and wait for its end, see ``Sandbox.exec``."""
+        limit = self._setup.limits.wall_s
+        seconds = limit if wall_s is None else min(wall_s, limit)
+        request = Exec(checked_command(command), stdin, dict(env or {}), seconds)
+        return (await self._ask(request, Executed, seconds + ANSWER_S)).result
+
+    async def upload(self, path: str, data: bytes) -> None:
+        """Write a file, see ``Sandbox.upload``."""
+        await self._ask(Upload(path, data), Done, ANSWER_S)
+
+    async def download(self, path: str) -> bytes:
+        """Return a file, see ``Sandbox.download``."""
+        return (await self._ask(Download(path), Content, ANSWER_S)).data
+
+    async def close(self) -> None:
+        """End the sandbox with everything in it."""
+        self._is_closed = True
+        if self._streams is None:
+            return
+        reader, writer = self._streams
+        self._streams = None
+        with suppress(OSError, TimeoutError):
+            writer.write_eof()
+            async with asyncio.timeout(CLOSE_S):
+                while await reader.read(1 << 16):
+                    """An answer that nobody waits for."""
+        self._abort(writer)
+
+    async def _ask(self, request: Request, expected: type[_A], seconds: float) -> _A:
+        """Send a request and return its answer. Raises SandboxRefused, SandboxFailed."""
+        async with self._turn:
+            if self._streams is None:
+                raise SandboxFailed(
+                    "the sandbox is closed" if self._is_closed else "the sandbox is not created"
+                )
+            reader, writer = self._streams
+            try:
+                async with asyncio.timeout(seconds):
+                    writer.write(frame(request))
+                    await writer.drain()
+                    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                    answer = ANSWER.decode(await reader.readexactly(length))
+            except BaseException as error:
+                # An answer that comes later would be taken for that of the next request.
+                self._is_closed, self._streams = True, None
+                self._abort(writer)
+                if isinstance(error, TimeoutError):
+                    text = f"its process has not answered a {type(request).__name__} in {seconds:g} s"
+                    raise SandboxFailed(text) from error
+                if isinstance(error, OSError | EOFError):
+                    raise SandboxFailed("its process has ended") from error
+                raise
+        if isinstance(answer, Refusal):
+            raise SandboxRefused(answer.reason)
+        if isinstance(answer, expected):
+            return answer
+        await self.close()
+        raise SandboxFailed(answer.reason if isinstance(answer, Failure) else f"it answers with {answer!r}")
+
+    @staticmethod
+    def _abort(writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+
+def checked_command(command: Sequence[str]) -> tuple[str, ...]:
+    """Return a command that can be run. Raises SandboxRefused."""
+    if isinstance(command, str) or not command or not command[0]:
+        raise SandboxRefused(
+            f"{command!r} is no command; expected a program and its arguments, such as ['sh', '-c', 'ls']"
+        )
+    if any("\0" in part for part in command):
+        raise SandboxRefused(f"the command {command!r} contains a NUL character")
+    return tuple(command)
+
+
+_warned = False
+
+
+def _warn_once(isolation: Isolation) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        log.warning(
+            "sandboxes have no namespaces here (%s): commands have the isolation %r of docs/sandbox.md, "
+            "which does not keep hostile code from the machine",
+            isolation.reason,
+            isolation.level,
+        )
+
+
+def _prefixes() -> tuple[str, ...]:
+    """Return the folders of this Python, and where links to them lead."""
+    names = (sys.prefix, sys.base_prefix)
+    paths = dict.fromkeys([*names, *map(os.path.realpath, names)])
+    return tuple(path for path in paths if path != "/")

@@ -1,0 +1,293 @@
+"""Runs one command in a box, and ends it at its limits.
+
+    box ──clone──► init ──fork──► command ──► whatever it starts
+     ▲              │                │
+     └── status ────┘   output ──────┘
+
+init is process 1 of the command's namespace of process ids: when the box kills it, the kernel kills the rest.
+It reports the command's wait status and then waits for that. Where there are no namespaces it is a subreaper.
+"""
+
+import fcntl
+import os
+import resource
+import select
+import signal
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from math import ceil
+from typing import NoReturn
+
+from slipstream.rollout.linux import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_NAME,
+    PR_SET_NO_NEW_PRIVS,
+    PR_SET_PDEATHSIG,
+    prctl,
+)
+from slipstream.rollout.sandbox import filter as system_calls
+from slipstream.rollout.sandbox import kernel, root, usage
+from slipstream.rollout.sandbox.disk import Disk
+from slipstream.rollout.sandbox.enclosure import Enclosure
+from slipstream.rollout.sandbox.interface import ExecResult, LimitName, SandboxFailed
+from slipstream.rollout.sandbox.output import Output
+from slipstream.rollout.sandbox.wire import Exec, Limits
+
+_ENDED, _NOT_STARTED = b"E", b"F"
+"""Begin of a report: of the wait status of a command, and of why it could not be started."""
+_STATUS = struct.Struct("<ci")
+
+_FIRST_LOOK_S, _LONGEST_BETWEEN_S = 0.01, 0.05
+"""Seconds until the use of memory, time and processes is looked at, which double up to the second. A process
+that fills memory as fast as a core can has some 100 MB more by then."""
+
+_REST = 4
+"""Times that a look must take before the next one, which makes looking cost at most a fifth of a core."""
+
+_SPARE_TASKS = 16
+"""Processes beyond the limit before the kernel refuses more, so that it shows that a command wanted them."""
+
+_SPARE_MEMORY = 2
+"""Multiple of the memory limit at which the kernel fails allocations of one process, should it fill memory
+faster than it is looked at."""
+
+_KERNEL_COUNTS_BY_NAMESPACE = (5, 14)
+"""Version of Linux from which RLIMIT_NPROC counts the processes of a user namespace and not of a user."""
+
+_BY_SIGNAL: dict[int, LimitName] = {
+    signal.SIGXCPU: "cpu",
+    signal.SIGXFSZ: "file_size",
+    signal.SIGSYS: "memory",
+}
+"""Limits that the kernel itself enforces by a signal."""
+
+
+class OwnerGone(Exception):
+    """Whoever waits for the command has ended. It is killed."""
+
+
+class Run:
+    """One execution of a command."""
+
+    def __init__(self, request: Exec, limits: Limits, enclosure: Enclosure, owners: tuple[int, ...]) -> None:
+        """``owners``: descriptors that become readable when nobody waits for the result any more."""
+        self._request = request
+        self._limits = limits
+        self._enclosure = enclosure
+        self._owners = owners
+        self._disk = Disk(enclosure, limits.disk, limits.file_size)
+        self._poll = select.poll()
+        self._report = b""
+        self._limit: LimitName | None = None
+
+    def result(self) -> ExecResult:
+        """Run the command to its end. Raises SandboxFailed, and OwnerGone; nothing is left then either."""
+        status_reader, status_writer = os.pipe()
+        stdout, stderr = Output(self._limits.output), Output(self._limits.output)
+        stdin = _sealed(self._request.stdin)
+        start = time.monotonic()
+        init = kernel.clone(kernel.CLONE_NEWPID | kernel.CLONE_NEWNS if self._enclosure.has_namespaces else 0)
+        if init == 0:
+            os.close(status_reader)
+            _act(lambda: self._init(status_writer, (stdin, stdout.writer, stderr.writer)), status_writer)
+        for fd in (stdin, status_writer, stdout.writer, stderr.writer):
+            os.close(fd)
+        try:
+            self._watch(init, status_reader, {output.reader: output for output in (stdout, stderr)}, start)
+            seconds = time.monotonic() - start
+            self._take_stock(init)
+        finally:
+            os.kill(init, signal.SIGKILL)
+            os.waitpid(init, 0)
+            self._enclosure.end_all()
+            os.close(status_reader)
+            was_cut = [output.finish() for output in (stdout, stderr)]
+        if any(was_cut) and self._limit is None:
+            self._limit = "output"
+        code = self._exit_code()
+        return ExecResult(code, stdout.text(), stderr.text(), self._reason(code), round(seconds, 6))
+
+    # -- In the box
+
+    def _watch(self, init: int, status: int, outputs: dict[int, Output], start: float) -> None:
+        """Wait until the command has ended, or a limit is reached."""
+        for fd in (status, *outputs, *self._owners):
+            self._poll.register(fd, select.POLLIN)
+        deadline = start + min(self._limits.wall_s, self._request.wall_s)
+        interval = _FIRST_LOOK_S
+        next_look = start + interval
+        while self._limit is None:
+            events = self._poll.poll(max(0.0, min(deadline, next_look) - time.monotonic()) * 1000)
+            for fd, _ in events:
+                if fd in outputs:
+                    self._read(fd, outputs[fd])
+                elif fd == status:
+                    self._report = os.read(status, 4096)
+                    return
+                else:
+                    raise OwnerGone
+            now = time.monotonic()
+            if now >= deadline:
+                self._limit = "wall"
+            elif now >= next_look:
+                self._limit = self._limit or self._exceeded(usage.below(init)) or self._disk.exceeded()
+                interval = min(2 * interval, _LONGEST_BETWEEN_S)
+                looked = time.monotonic()
+                next_look = looked + max(interval, _REST * (looked - now))
+
+    def _read(self, fd: int, output: Output) -> None:
+        if not output.read():
+            self._poll.unregister(fd)
+        if output.is_full:
+            self._limit = "output"
+
+    def _exceeded(self, used: usage.Usage) -> LimitName | None:
+        if used.tasks > self._limits.processes:
+            return "processes"
+        if used.cpu_s > self._limits.cpu_s:
+            return "cpu"
+        if used.resident > self._limits.memory and usage.memory_of(used.pids) > self._limits.memory:
+            return "memory"
+        return None
+
+    def _take_stock(self, init: int) -> None:
+        """Look at what an ended command has left, before it is killed: it may be beyond a limit."""
+        if self._limit is None:
+            self._limit = self._exceeded(usage.below(init))
+
+    def _exit_code(self) -> int:
+        if self._report.startswith(_NOT_STARTED):
+            raise SandboxFailed(f"the command cannot be started: {self._report[1:].decode(errors='replace')}")
+        if (
+            len(self._report) < _STATUS.size
+        ):  # it was killed, or has killed init where nothing keeps it from that
+            return -signal.SIGKILL
+        _, status = _STATUS.unpack_from(self._report)
+        return os.waitstatus_to_exitcode(status)
+
+    def _reason(self, code: int) -> LimitName | None:
+        """Return the limit that has ended the command. A shell reports a signal N of its child as 128 + N."""
+        if self._limit is None and code != 0:
+            return _BY_SIGNAL.get(-code if code < 0 else code - 128) or self._disk.exceeded(thorough=True)
+        return self._limit
+
+    # -- In init
+
+    def _init(self, status: int, streams: tuple[int, int, int]) -> None:
+        """Start the command, report its end, and wait to be killed."""
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        box = select.poll()
+        box.register(status, 0)
+        if box.poll(0):  # nobody reads the status: the box has ended before the call above
+            os._exit(1)
+        prctl(PR_SET_NAME, b"sandbox-init")
+        if self._enclosure.has_namespaces:
+            root.mount_processes()
+        else:
+            prctl(PR_SET_CHILD_SUBREAPER, 1)
+        command = os.fork()
+        if command == 0:
+            _act(lambda: self._become_command(streams), status)
+        for fd in streams:
+            os.close(fd)
+        while True:
+            try:
+                pid, wait_status = os.wait()
+            except ChildProcessError:
+                break
+            if pid == command:
+                os.write(status, _STATUS.pack(_ENDED, wait_status))
+        while True:
+            signal.pause()
+
+    # -- In the command
+
+    def _become_command(self, streams: tuple[int, int, int]) -> None:
+        """Give up everything that the box has and the command may not have, then become the command."""
+        os.setsid()
+        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        for number, fd in enumerate(streams):
+            os.dup2(fd, number)
+        os.umask(0o022)
+        os.chdir(self._enclosure.folder)
+        self._limit_resources()
+        if self._enclosure.switches:
+            os.setgroups([])
+            os.setresgid(*[self._enclosure.user] * 3)
+            os.setresuid(*[self._enclosure.user] * 3)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of users resets it
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
+        if self._enclosure.filter_program is not None:
+            system_calls.install(self._enclosure.filter_program)
+        command = self._request.command
+        try:
+            os.execvpe(command[0], command, self._environment())
+        except (OSError, ValueError) as error:
+            os.write(2, f"{command[0]}: {getattr(error, 'strerror', error)}\n".encode())
+            os._exit(127)
+
+    def _limit_resources(self) -> None:
+        limits = self._limits
+        seconds = ceil(limits.cpu_s)
+        _limit(resource.RLIMIT_CPU, seconds, seconds + 1)
+        _limit(resource.RLIMIT_DATA, _SPARE_MEMORY * limits.memory)
+        _limit(resource.RLIMIT_FSIZE, limits.file_size)
+        _limit(resource.RLIMIT_NOFILE, limits.open_files)
+        _limit(resource.RLIMIT_NPROC, limits.processes + _SPARE_TASKS + self._tasks_that_count())
+        _limit(resource.RLIMIT_CORE, 0)
+        _limit(resource.RLIMIT_MEMLOCK, 1 << 16)
+
+    def _tasks_that_count(self) -> int:
+        """Return the number of processes that the kernel counts to those of the command."""
+        if self._enclosure.switches or (self._enclosure.has_namespaces and _counts_by_namespace()):
+            return 0
+        return usage.tasks_of(os.geteuid())
+
+    def _environment(self) -> dict[str, str]:
+        enclosure = self._enclosure
+        return {
+            "PATH": enclosure.path,
+            "HOME": enclosure.folder,
+            "TMPDIR": enclosure.temporary,
+            "USER": "sandbox",
+            "LANG": "C.UTF-8",
+        } | self._request.env
+
+
+def _act(play: Callable[[], None], status: int) -> NoReturn:
+    """Run what a new process is for, and end it. What goes wrong is the box's to report."""
+    try:
+        play()
+    except BaseException as error:
+        with suppress(OSError):
+            os.write(status, _NOT_STARTED + f"{type(error).__name__}: {error}".encode()[:2000])
+    finally:
+        os._exit(1)
+
+
+def _sealed(data: bytes) -> int:
+    """Return a descriptor for reading ``data``, whose memory nobody can make grow."""
+    file = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+    os.lseek(file, 0, os.SEEK_SET)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+    return file
+
+
+def _limit(kind: int, soft: int, hard: int | None = None) -> None:
+    _, largest = resource.getrlimit(kind)
+    hard = soft if hard is None else hard
+    if largest != resource.RLIM_INFINITY:
+        soft, hard = min(soft, largest), min(hard, largest)
+    resource.setrlimit(kind, (soft, hard))
+
+
+def _counts_by_namespace() -> bool:
+    version = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+    return version >= _KERNEL_COUNTS_BY_NAMESPACE
