@@ -8,6 +8,7 @@ from slipstream.rollout.trajectory import Prompt, Trajectory
 
 if TYPE_CHECKING:
     from slipstream.rollout.reward.choice import Choice
+    from slipstream.rollout.reward.code_tests import CodeTests
     from slipstream.rollout.reward.final_answer import FinalAnswer
     from slipstream.rollout.reward.mathematics import MathVerify
     from slipstream.rollout.reward.remote import Remote
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "F1",
     "Choice",
+    "CodeTests",
     "Exact",
     "FinalAnswer",
     "GroupReward",
@@ -31,6 +33,7 @@ __all__ = [
 
 _MODULES = {
     "Choice": "choice",
+    "CodeTests": "code_tests",
     "Exact": "texts",
     "F1": "texts",
     "FinalAnswer": "final_answer",

@@ -1,10 +1,10 @@
-"""Finds the answer in a response: a pure text function for every usual form. Linear in the length of a response.
+"""Finds the answer in a response, in the usual forms and in a time that is linear in its length.
 
-    all                  the whole response
-    boxed                the content of the last \\boxed{...} or \\fbox{...} whose braces are balanced
-    last_line            the last line that is not blank
-    {after: MARKER}      what follows the last MARKER
-    {tag: NAME}          the content of the last <NAME>...</NAME>
+all                  the whole response
+boxed                the content of the last \\boxed{...} or \\fbox{...} whose braces are balanced
+last_line            the last line that is not blank
+{after: MARKER}      what follows the last MARKER
+{tag: NAME}          the content of the last <NAME>...</NAME>
 """
 
 import re

@@ -5,10 +5,12 @@ import re
 from slipstream.rollout.reward.answers import last_boxed
 from slipstream.rollout.trajectory import Prompt, Trajectory
 
-_WRAPPER = r"(?:[\s*_$`\"'“”‘’({\[<]|\\(?:text|textbf|textrm|mathrm|mathbf|boxed)\b){0,20}"
+_WRAPPER = (
+    r"(?:[\s*_$`\"'\u2018\u2019\u201c\u201d({\[<]|\\(?:text|textbf|textrm|mathrm|mathbf|boxed)\b){0,20}"
+)
 """What may stand before a letter, with the brackets of LaTeX, Markdown and prose."""
 
-_CLOSING = r"[)\]}>*_$`\"'”’\s]*"
+_CLOSING = r"[)\]}>*_$`\"'\u2019\u201d\s]*"
 
 
 class Choice:
@@ -16,7 +18,7 @@ class Choice:
 
     The first of these that a response has counts, and no other: its last ``\\boxed{...}``, its last "answer
     is ..." or "Answer: ...", its last line. There, the letter comes first, or the last line ends with it in
-    brackets. It may be wrapped in brackets, dollars, ``\\text{...}``, asterisks or quotes, and the text of the
+    brackets. It may be wrapped in brackets, dollars, ``\\text{...}``, asterisks or quotes. The text of the
     choice may follow it, as in "B. Paris".
     """
 
@@ -29,7 +31,7 @@ class Choice:
                 f"letters: found {letters!r}, expected at least two different letters from A to Z"
             )
         self._letters = letters
-        choice = rf"(?:option\s|choice\s)?{_WRAPPER}([{letters}])(?![\w'’])"
+        choice = rf"(?:option\s|choice\s)?{_WRAPPER}([{letters}])(?![\w'\u2019])"
         statement = r"\banswers?(?:\s+choice)?\s*(?:(?:is|:|=|\*\*)\s*){1,3}"
         self._stated = re.compile(statement + choice, re.IGNORECASE)
         self._first = re.compile(r"\s*" + choice, re.IGNORECASE)
@@ -44,9 +46,9 @@ class Choice:
         boxed = last_boxed(response)
         if boxed is not None:
             return self._letter(self._first.match(boxed), boxed)
-        *_, stated = None, *self._stated.finditer(response)
-        if stated is not None:
-            return self._letter(stated, response, is_sentence=True)
+        stated = list(self._stated.finditer(response))
+        if stated:
+            return self._letter(stated[-1], response, is_sentence=True)
         line = next((line for line in reversed(response.splitlines()) if line.strip()), "")
         return self._letter(self._first.match(line) or self._last.search(line), line)
 

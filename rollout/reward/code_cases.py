@@ -57,10 +57,7 @@ def cases_of(prompt: Prompt, column: str) -> list[Case]:
     value: object = prompt.label if column == "label" else prompt.metadata.get(column)
     where = f"prompt {prompt.id}: {column}"
     if isinstance(value, str):
-        try:
-            value = cast(object, json.loads(value))
-        except ValueError:
-            value = [value]
+        value = _from_json(value)
     try:
         cases = list(_cases(value))
     except ValueError as error:
@@ -68,6 +65,15 @@ def cases_of(prompt: Prompt, column: str) -> list[Case]:
     if not cases:
         raise ValueError(f"{where} has no cases; {FORMS}")
     return cases
+
+
+def _from_json(text: str) -> object:
+    """Return what a text stands for that is JSON, and otherwise the statements that it consists of."""
+    try:
+        value: object = json.loads(text)
+    except (ValueError, RecursionError):
+        return [text]
+    return [value] if isinstance(value, str) else value
 
 
 def _cases(value: object) -> Iterator[Case]:
@@ -89,22 +95,26 @@ def _cases(value: object) -> Iterator[Case]:
 
 
 def _case(value: object) -> Case:
+    kind = type(value).__name__
     if isinstance(value, str):
         return AssertCase(value)
     if isinstance(value, Mapping):
         columns = cast("Mapping[str, object]", value)
         if columns.keys() >= {"input", "output"}:
             return StdioCase(_text(columns["input"]), _text(columns["output"]))
-    raise ValueError(f"found a case of type {type(value).__name__} without `input` and `output`")
+    raise ValueError(f"found a case of type {kind} without `input` and `output`")
 
 
 def _text(value: object) -> str:
     """Return the text of a stream. Some data sets have a list of its lines."""
+    kind = type(value).__name__
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and all(isinstance(line, str) for line in cast("list[object]", value)):
-        return "\n".join(cast("list[str]", value))
-    raise ValueError(f"found an input or output of type {type(value).__name__}")
+    if isinstance(value, list):
+        lines = cast("list[object]", value)
+        if all(isinstance(line, str) for line in lines):
+            return "\n".join(map(str, lines))
+    raise ValueError(f"found an input or output of type {kind}")
 
 
 def same_output(printed: str, expected: str) -> bool:

@@ -33,10 +33,10 @@ class MathVerify:
         longest: int = 20_000,
         timeout_s: int | None = None,
     ) -> None:
-        """``answer``: ``boxed`` if only the last ``\\boxed{...}`` counts. ``strict``, ``float_rounding``: those
-        of ``math_verify.verify``. ``longest``: characters of a response that are read, from its end.
-        ``timeout_s``: math-verify's own time limit of each step, for whole seconds. It ends a step by a signal,
-        without ending the process, and works in the main thread only; None: there is none.
+        """``answer``: ``boxed`` if only the last ``\\boxed{...}`` counts. ``strict``, ``float_rounding``:
+        those of ``math_verify.verify``. ``longest``: characters of a response that are read, from its end.
+        ``timeout_s``: math-verify's own time limit of each step, in whole seconds; None: there is none. It
+        ends a step by a signal, without ending the process, and works in the main thread only.
         """
         if answer not in get_args(Answer):
             raise ValueError(f"answer: found {answer!r}, expected any or boxed")
@@ -69,10 +69,13 @@ class _Library:
     """
 
     def __init__(self, strict: bool, float_rounding: int, timeout_s: int | None) -> None:
-        import math_verify  # here: SymPy takes a second, and only judge processes need it
-        from math_verify.errors import TimeoutException
+        # Here, because SymPy takes a second to import. math-verify has no types.
+        import math_verify  # pyright: ignore[reportMissingTypeStubs]
+        from math_verify.errors import TimeoutException  # pyright: ignore[reportMissingTypeStubs]
 
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of time-outs that are switched off
+        logging.getLogger("math_verify").setLevel(
+            logging.ERROR
+        )  # it warns of time-outs that are switched off
         library = cast(Any, math_verify)
         self._parse = cast("Callable[..., list[object]]", library.parse)
         self._verify = cast("Callable[..., bool]", library.verify)
@@ -102,13 +105,15 @@ class _Library:
         try:
             return function(*args, **kwargs)
         except self._timeout:
-            raise TimeoutError(f"math-verify took longer than {self._timeout_s} s (args: timeout_s)") from None
+            raise TimeoutError(
+                f"math-verify took longer than {self._timeout_s} s (args: timeout_s)"
+            ) from None
         except MemoryError:
             raise
         except Exception as error:
             if "threaded environment" in str(error):
                 raise RuntimeError(
-                    "timeout_s works in the main thread only: leave it out where MathVerify runs in another one"
+                    "timeout_s works in the main thread only: leave it out where MathVerify runs elsewhere"
                 ) from error
             return None
 

@@ -1,7 +1,7 @@
 """The reward that a server gives: one POST for each response.
 
-    request   {"prompt": text or chat, "response": text, "label": any, "metadata": {...}}
-    answer    a number, or an object of numbers
+request   {"prompt": text or chat, "response": text, "label": any, "metadata": {...}}
+answer    a number, or an object of numbers
 """
 
 import asyncio
@@ -26,15 +26,15 @@ SHOWN = 300
 
 
 class ServerUnavailable(RuntimeError):
-    """The server cannot be reached, is too slow, or says that it cannot answer now: another request may help."""
+    """The server cannot be reached, is too slow, or says that it cannot answer now."""
 
 
 class Remote:
     """The number that a server answers, or an object of numbers, of which ``rollout.reward_key`` trains.
 
-    A request that gets no answer in time, no connection, or one of the codes 429 and 500 to 599, is sent again
-    after a wait that doubles each time; the server's ``Retry-After`` makes it longer. Any other code, and an
-    answer that is no number (``null``, ``NaN``, no JSON), is a failed attempt at judging at once.
+    A request that gets no answer in time, no connection, or one of the codes 429 and 500 to 599, is sent
+    again after a wait that doubles each time; the server's ``Retry-After`` makes it longer. Any other code,
+    and an answer that is no number (``null``, ``NaN``, no JSON), is a failed attempt at judging at once.
 
     All of this has to fit into ``rollout.judging.timeout_s``.
     """
@@ -88,7 +88,7 @@ class Remote:
         self, prompt: Prompt, response: str, trajectory: Trajectory
     ) -> float | Mapping[str, float]:
         """Return the server's answer. Raises ServerUnavailable after the last request, and ValueError."""
-        body = self._body(prompt, response)
+        body, reason = self._body(prompt, response), ""
         for number in range(self._requests):
             try:
                 return _value(await self._answer(body))
@@ -109,7 +109,9 @@ class Remote:
         try:
             body = json.dumps(fields, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
-            raise ValueError(f"prompt {prompt.id} has a label or metadata that JSON does not have: {error}") from None
+            raise ValueError(
+                f"prompt {prompt.id} has a label or metadata that JSON does not have: {error}"
+            ) from None
         if len(body) > self._longest_request:
             raise ValueError(
                 f"prompt {prompt.id} and its response are {len(body)} bytes of JSON, expected at most "
@@ -169,7 +171,9 @@ def _value(answer: bytes) -> float | Mapping[str, float]:
     if isinstance(value, Mapping):
         return cast("Mapping[str, float]", value)
     if isinstance(value, str):
-        raise ValueError(f"the server answers {reprlib.repr(value)}, expected a number or an object of numbers")
+        raise ValueError(
+            f"the server answers {reprlib.repr(value)}, expected a number or an object of numbers"
+        )
     return number_of(value)
 
 

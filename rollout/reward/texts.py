@@ -2,8 +2,8 @@
 
 import re
 import string
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from typing import cast
 
 from slipstream.rollout.reward.answers import answer_finder
@@ -55,10 +55,8 @@ class Regex:
         if not self._has_answer:
             return float(self._pattern.search(response) is not None)
         labels = [label.strip() for label in labels_of(prompt)]
-        last = None
-        for last in self._pattern.finditer(response):
-            pass
-        answer = None if last is None else last["answer"]
+        last = deque(self._pattern.finditer(response), maxlen=1)
+        answer = last[0]["answer"] if last else None
         return float(answer is not None and answer.strip() in labels)
 
 
@@ -89,10 +87,7 @@ class F1:
 def labels_of(prompt: Prompt) -> Sequence[str]:
     """Return the texts that are right. Raises ValueError if there are none: nothing can be judged."""
     label: object = prompt.label
-    if isinstance(label, list | tuple):
-        labels = cast("Iterable[object]", label)
-    else:
-        labels = [label]
+    labels = cast("Sequence[object]", label) if isinstance(label, list | tuple) else [label]
     texts = [str(each) for each in labels if isinstance(each, str | int | float)]
     if not texts or any(each is None for each in labels):
         raise ValueError(

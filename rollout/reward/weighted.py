@@ -39,8 +39,8 @@ class Weighted:
                 boxed: {path: slipstream.rollout.reward.Regex, args: {pattern: '\\\\boxed'}, weight: 0.1}
 
     A part names a reward of single episodes as ``rollout.reward`` does. If it returns a mapping, its number
-    ``key`` counts (``reward`` if nothing else is said), and its other numbers are metrics ``PART.NAME``. Where
-    a part fails, the sum does. If all parts are coroutine functions they run side by side, as do episodes;
+    ``key`` counts (``reward`` if nothing else is said), and its other numbers are metrics ``PART.NAME``. If a
+    part fails, the sum does. If all parts are coroutine functions they run side by side, as do episodes;
     otherwise one episode is judged at a time, the plain functions first.
     """
 
@@ -63,15 +63,13 @@ class Weighted:
         """``Reward.score``: a coroutine function if all parts have one."""
         return self._side_by_side if self._overlap else self._one_by_one
 
-    async def _side_by_side(
-        self, prompt: Prompt, response: str, trajectory: Trajectory
-    ) -> dict[str, float]:
+    async def _side_by_side(self, prompt: Prompt, response: str, trajectory: Trajectory) -> dict[str, float]:
         return await self._finished(self._called(prompt, response, trajectory, concurrent=True))
 
     def _one_by_one(
         self, prompt: Prompt, response: str, trajectory: Trajectory
     ) -> dict[str, float] | Awaitable[dict[str, float]]:
-        """Return the sum, or an awaitable for it if a part waits: plain parts run outside of any event loop."""
+        """Return the sum, or an awaitable for it: plain parts run outside of any event loop."""
         values = self._called(prompt, response, trajectory, concurrent=False)
         if len(values) == len(self._parts) and not any(map(inspect.isawaitable, values.values())):
             return self._sum(values)
@@ -141,5 +139,3 @@ def _part(name: str, settings: object) -> _Part:
         raise ValueError(f"key: found {key!r}, expected the name of a number")
     judge = load_judge(path, cast("Mapping[str, object]", args), (EPISODES,))
     return _Part(judge.call, float(weight), key)
-
-

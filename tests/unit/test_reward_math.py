@@ -121,7 +121,8 @@ def test_off_the_main_thread_only_its_own_time_limit_fails():
     thread = threading.Thread(target=work)
     thread.start()
     thread.join(30)
-    assert outcomes == [1.0, "timeout_s works in the main thread only: leave it out where MathVerify runs in another one"]
+    assert outcomes[0] == 1.0
+    assert "timeout_s works in the main thread only" in str(outcomes[1])
 
 
 def test_a_judge_process_ends_a_comparison_that_does_not_end(tmp_path, monkeypatch):

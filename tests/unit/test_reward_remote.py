@@ -40,7 +40,9 @@ class Server:
         return web.Response(status=status, body=text.encode() if isinstance(text, str) else text)
 
 
-def ask(answers: Sequence[Any], response: str = "text", prompt: Prompt = PROMPT, **args: Any) -> tuple[Any, Server]:
+def ask(
+    answers: Sequence[Any], response: str = "text", prompt: Prompt = PROMPT, **args: Any
+) -> tuple[Any, Server]:
     """Return what the reward returns or raises, and the server."""
     server = Server(answers)
     settings = {"retry_after_s": 0.01, "timeout_s": 10.0} | args
@@ -69,7 +71,13 @@ def ask(answers: Sequence[Any], response: str = "text", prompt: Prompt = PROMPT,
 
 @pytest.mark.parametrize(
     ("answer", "value"),
-    [("0.5", 0.5), ("1", 1.0), ("true", 1.0), (" -2e3\n", -2000.0), ('{"score": 1, "acc": 0}', {"score": 1, "acc": 0})],
+    [
+        ("0.5", 0.5),
+        ("1", 1.0),
+        ("true", 1.0),
+        (" -2e3\n", -2000.0),
+        ('{"score": 1, "acc": 0}', {"score": 1, "acc": 0}),
+    ],
 )
 def test_the_answer_is_a_number_or_an_object(answer, value):
     given, server = ask([answer])
@@ -143,13 +151,19 @@ def test_a_server_that_is_not_there_is_a_failure():
             assert reward._session is not None
             await reward._session[1].close()
 
-    with pytest.raises(ServerUnavailable, match="Cannot connect.*in the last of 2 requests"):
+    with pytest.raises(ServerUnavailable, match=r"Cannot connect.*in the last of 2 requests"):
         asyncio.run(main())
 
 
 @pytest.mark.parametrize(
     ("failures", "said", "least", "most"),
-    [(0, "", 1.0, 1.25), (3, "", 8.0, 10.0), (0, "30", 30.0, 37.5), (0, "soon", 1.0, 1.25), (20, "", 60.0, 60.0)],
+    [
+        (0, "", 1.0, 1.25),
+        (3, "", 8.0, 10.0),
+        (0, "30", 30.0, 37.5),
+        (0, "soon", 1.0, 1.25),
+        (20, "", 60.0, 60.0),
+    ],
 )
 def test_the_wait_doubles_and_the_server_can_make_it_longer(failures, said, least, most):
     reward = Remote("http://localhost/")
@@ -194,7 +208,9 @@ def test_what_cannot_be_sent_is_a_failure(prompt, args, reason):
 
 def test_all_arguments_that_are_wrong_are_named_at_once(monkeypatch):
     monkeypatch.delenv("NO_KEY", raising=False)
-    with pytest.raises(ValueError, match="(?s)timeout_s: found 0.*requests: found -1.*url: found 'host'.*NO_KEY"):
+    with pytest.raises(
+        ValueError, match=r"(?s)timeout_s: found 0.*requests: found -1.*url: found 'host'.*NO_KEY"
+    ):
         Remote("host", "NO_KEY", timeout_s=0, requests=-1)
 
 
@@ -220,7 +236,9 @@ def test_in_a_judge_process_a_broken_server_costs_its_own_question_only(tmp_path
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
         try:
-            async with judging.pool_of("slipstream.rollout.reward.Remote", {"url": url}, timeout_s=10.0) as pool:
+            async with judging.pool_of(
+                "slipstream.rollout.reward.Remote", {"url": url}, timeout_s=10.0
+            ) as pool:
                 return await work(pool)
         finally:
             await runner.cleanup()

@@ -50,9 +50,13 @@ def test_the_answer_is_found_where_the_recipe_says(form, response, answer):
     assert answer_finder(form)(response) == answer
 
 
-@pytest.mark.parametrize("form", ["box", "", None, 3, {}, {"after": ""}, {"after": "a", "tag": "b"}, {"tag": "a b"}])
+@pytest.mark.parametrize(
+    "form", ["box", "", None, 3, {}, {"after": ""}, {"after": "a", "tag": "b"}, {"tag": "a b"}]
+)
 def test_another_form_is_refused_with_those_that_exist(form):
-    with pytest.raises(ValueError, match=r"answer: found .*, expected `all`, `boxed`, `last_line`, `\{after: MARKER"):
+    with pytest.raises(
+        ValueError, match=r"answer: found .*, expected `all`, `boxed`, `last_line`, `\{after: MARKER"
+    ):
         Exact(answer=form)
 
 
@@ -74,14 +78,20 @@ def boxes(text: str) -> list[tuple[int, int]]:
 
 
 @settings(deadline=None)
-@given(st.lists(st.sampled_from([r"\boxed{", "{", "}", r"\{", r"\}", "a", " ", r"\fbox{"]), max_size=14).map("".join))
+@given(
+    st.lists(st.sampled_from([r"\boxed{", "{", "}", r"\{", r"\}", "a", " ", r"\fbox{"]), max_size=14).map(
+        "".join
+    )
+)
 def test_the_last_box_is_the_one_that_ends_last(text):
     spans = boxes(text)
     expected = text[slice(*max(spans, key=lambda span: span[1]))].strip() if spans else None
     assert last_boxed(text) == expected
 
 
-@pytest.mark.parametrize("response", [r"\boxed{" * 200_000, "{" * 10**6, r"\boxed{" + "{" * 10**6 + "}" * 10**6])
+@pytest.mark.parametrize(
+    "response", [r"\boxed{" * 200_000, "{" * 10**6, r"\boxed{" + "{" * 10**6 + "}" * 10**6]
+)
 def test_braces_without_end_take_linear_time(response):
     """Twice the length of a quadratic search takes four times as long; here it would be minutes."""
     assert last_boxed(response) is None or response.startswith(r"\boxed{")
@@ -113,7 +123,7 @@ def test_exact(args, label, response, reward):
 @pytest.mark.parametrize("label", [None, {}, [], [None], ["a", None]])
 @pytest.mark.parametrize("reward", [Exact(), F1(), Regex("(?P<answer>.)")])
 def test_a_label_that_is_no_text_is_a_failure_and_no_wrong_answer(reward, label):
-    with pytest.raises(ValueError, match="prompt 3 has the label .* expected a text to compare with"):
+    with pytest.raises(ValueError, match=r"prompt 3 has the label .* expected a text to compare with"):
         score(reward, label, "4")
 
 
@@ -183,7 +193,7 @@ def test_the_label_may_be_a_letter_or_a_place(label, letter):
 
 @pytest.mark.parametrize("label", ["E", "AB", "", None, 4, -1, True])
 def test_a_label_that_cannot_be_chosen_is_a_failure(label):
-    with pytest.raises(ValueError, match="prompt 3 has the label .*, expected one of the letters ABCD"):
+    with pytest.raises(ValueError, match=r"prompt 3 has the label .*, expected one of the letters ABCD"):
         score(Choice("ABCD"), label, "A")
 
 

@@ -30,7 +30,11 @@ def score(parts, label="4", response="4"):
         ({"a": REGEX}, False, {"reward": -0.5, "a": 1.0}),
         ({"a": EXACT, "b": REGEX}, False, {"reward": 0.25, "a": 1.0, "b": 1.0}),
         ({"a": EXACT, "b": F1}, True, {"reward": 2.75, "a": 1.0, "b": 1.0, "b.exact_match": 1.0}),
-        ({"b": F1 | {"key": "exact_match"}, "a": REGEX}, False, {"reward": 1.5, "b": 1.0, "b.reward": 1.0, "a": 1.0}),
+        (
+            {"b": F1 | {"key": "exact_match"}, "a": REGEX},
+            False,
+            {"reward": 1.5, "b": 1.0, "b.reward": 1.0, "a": 1.0},
+        ),
         ({"w": {"path": "tests.unit.judge_rewards.Wrapped", "weight": 1}}, False, {"reward": 4.0, "w": 4.0}),
     ],
 )
@@ -53,7 +57,8 @@ def test_a_part_that_fails_fails_the_sum(others):
 
 
 @pytest.mark.parametrize(
-    ("value", "reason"), [("{'acc': 1}", r"the part a: .*\['acc'\], expected 'reward'"), ("None", "the part a: .*None")]
+    ("value", "reason"),
+    [("{'acc': 1}", r"the part a: .*\['acc'\], expected 'reward'"), ("None", "the part a: .*None")],
 )
 def test_a_part_without_a_number_is_named(value, reason):
     with pytest.raises(ValueError, match=reason):
@@ -78,8 +83,16 @@ def test_everything_that_is_wrong_with_the_parts_is_named_at_once():
     with pytest.raises(ValueError) as error:  # noqa: PT011
         Weighted(parts)
     lines = str(error.value).splitlines()
-    assert [line.partition(":")[0].removeprefix("parts.") for line in lines] == [name for name in parts if name != "fine"]
-    for reason in ("wieght is unknown", "weight: found None", "found inf", "cannot import nowhere", "no method `score`"):
+    assert [line.partition(":")[0].removeprefix("parts.") for line in lines] == [
+        name for name in parts if name != "fine"
+    ]
+    for reason in (
+        "wieght is unknown",
+        "weight: found None",
+        "found inf",
+        "cannot import nowhere",
+        "no method `score`",
+    ):
         assert any(reason in line for line in lines)
     assert any(re.search("`patern` is unknown: did you mean `pattern`", line) for line in lines)
 
