@@ -9,6 +9,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 PREFIX = "slipstream."
@@ -24,11 +25,12 @@ class OwnedFolder:
         sweep(parent)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{name}.", dir=parent))
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            if self.path.exists():
-                return
-            os.close(self._lock)  # a sweep saw the folder before it was locked
+            with suppress(FileNotFoundError):  # a sweep saw the folder before it was opened
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                if self.path.exists():
+                    return
+                os.close(self._lock)  # or before it was locked
 
     def remove(self) -> None:
         """Remove the folder with everything in it. Does nothing the second time."""

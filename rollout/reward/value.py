@@ -86,6 +86,23 @@ def judgement_of(value: Any, key: str) -> Judgement:
     return Judgement(reward, tuple((_name(name), _number_at(name, part)) for name, part in numbers.items()))
 
 
+def check_parts(parts: object) -> None:
+    """Raise NoNumber unless these are parts of a reward, as a workflow may have set them itself."""
+    if not isinstance(parts, tuple):
+        raise NoNumber(f"its reward_parts are of type {type(parts).__name__}, expected a tuple of (name, number)")
+    pairs = cast("tuple[object, ...]", parts)
+    names: set[str] = set()
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(cast("tuple[object, ...]", pair)) != 2:
+            raise NoNumber(f"its reward_parts have {_shown(pair)}, expected (name, number)")
+        name, value = cast("tuple[object, object]", pair)
+        if type(value) is not float or not math.isfinite(value):
+            raise NoNumber(f"its reward part {_shown(name)} is {_shown(value)}, expected a finite float")
+        names.add(_name(name))
+    if len(names) != len(pairs) or len(pairs) > MOST_PARTS:
+        raise NoNumber(f"it has {len(pairs)} reward_parts, expected {MOST_PARTS} at most, each once")
+
+
 def _name(name: object) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise NoNumber(

@@ -13,12 +13,12 @@ from slipstream.rollout.sandbox.wire import (
     Answer,
     Content,
     Created,
+    Declined,
     Done,
     Download,
     Exec,
     Executed,
     Failure,
-    Refusal,
     Request,
     Setup,
     Upload,
@@ -88,9 +88,9 @@ class _Box:
                 case Download():
                     return Content(self._folder.read(request.path, self._limits.file_size))
                 case Setup():
-                    return Refusal("the sandbox exists already")
+                    return Declined("the sandbox exists already")
         except SandboxRefused as error:
-            return Refusal(str(error))
+            return Declined(str(error))
         except SandboxFailed as error:
             return Failure(str(error))
 

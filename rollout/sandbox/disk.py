@@ -21,12 +21,13 @@ class Disk:
         self._enclosure = enclosure
         self._size = size
         self._file_size = file_size
+        # A command that finds a full sandbox may make room.
+        self._was_full = enclosure.has_namespaces and self._is_full()
 
     def exceeded(self, thorough: bool = False) -> LimitName | None:
         """Return the limit that files have reached. ``thorough``: look at each file."""
         if self._enclosure.has_namespaces:
-            status = os.statvfs(self._enclosure.folder)
-            if status.f_bavail == 0 or status.f_favail == 0:
+            if self._is_full() and not self._was_full:
                 return "disk"
             if not thorough:
                 return None
@@ -38,6 +39,10 @@ class Disk:
         if count > _MOST_ENTRIES or used > self._size:
             return "disk"
         return "file_size" if thorough and largest >= self._file_size else None
+
+    def _is_full(self) -> bool:
+        status = os.statvfs(self._enclosure.folder)
+        return status.f_bavail == 0 or status.f_favail == 0
 
     def _entries(self) -> Iterator[os.stat_result]:
         todo = [self._enclosure.folder, self._enclosure.temporary]

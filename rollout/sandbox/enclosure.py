@@ -5,9 +5,11 @@ process that calls it.
 """
 
 import os
+import resource
 import shutil
 import signal
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +22,8 @@ from slipstream.rollout.linux import (
     prctl,
 )
 from slipstream.rollout.sandbox import filter as system_calls
-from slipstream.rollout.sandbox import kernel, root
-from slipstream.rollout.sandbox.interface import Isolation
+from slipstream.rollout.sandbox import kernel, root, usage
+from slipstream.rollout.sandbox.interface import Isolation, Level, SandboxFailed
 from slipstream.rollout.sandbox.wire import Setup
 from slipstream.rollout.temporary import OwnedFolder
 
@@ -41,6 +43,12 @@ from the process id of the box."""
 
 _OOM_SCORE = "900"
 """When the machine runs out of memory, the kernel should choose a sandbox."""
+
+_KILL_S = 20.0
+"""Seconds in which what a command leaves behind must have ended."""
+
+_MOST_PASSES = 100
+"""Passes over processes that fork while they are stopped. Each one leaves fewer that run."""
 
 _SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 """Folders of the machine that every user may write to."""
@@ -72,13 +80,15 @@ class Enclosure:
         """Kill what a command has left behind. With namespaces the kernel has done so already."""
         if self.has_namespaces:
             return
-        while children := children_of(os.getpid()):
+        deadline = time.monotonic() + _KILL_S
+        while children_of(os.getpid()):
+            if time.monotonic() > deadline:
+                raise SandboxFailed(
+                    f"processes of the command still run {_KILL_S:g} s after they were killed"
+                )
             if self.switches:
                 _kill_all_of(self.user)
-            for child in children:
-                with suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
-            _reap()
+            _kill_below(os.getpid())
         kill_users_of(self.temporary)
 
     def remove(self) -> None:
@@ -147,15 +157,56 @@ def map_users(box: int) -> None:
     Path(f"/proc/{box}/gid_map").write_text(groups)
 
 
-def _kill_all_of(user: int) -> None:
-    """Kill every process of a user at once, as that user: none of them gets time to fork."""
+def limits_processes(level: Level) -> bool:
+    """Return whether the kernel limits the number of processes of a command without namespaces.
+
+    It does not for root. A command that forks without an end would then take all processes of the machine.
+    """
     pid = os.fork()
     if pid == 0:
+        is_limited = False
         with suppress(OSError):
-            os.setresuid(user, user, user)
-            os.kill(-1, signal.SIGKILL)
-        os._exit(0)
-    os.waitpid(pid, 0)
+            if level == "user":
+                os.setresuid(*[_FIRST_USER] * 3)
+            resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+            try:
+                if os.fork() == 0:
+                    os._exit(0)
+            except BlockingIOError:
+                is_limited = True
+        os._exit(0 if is_limited else 1)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _kill_all_of(user: int) -> None:
+    """Kill every process of a user at once, as that user: none of them gets time to fork."""
+    with suppress(OSError):  # the machine has no process left for it
+        pid = os.fork()
+        if pid == 0:
+            with suppress(OSError):
+                os.setresuid(user, user, user)
+                os.kill(-1, signal.SIGKILL)
+            os._exit(0)
+        os.waitpid(pid, 0)
+
+
+def _kill_below(pid: int) -> None:
+    """Kill the descendants of a process. They are stopped first, because a stopped process cannot fork."""
+    seen: set[int] = set()
+    for _ in range(_MOST_PASSES):
+        new = set(usage.below(pid).pids) - seen
+        if not new:
+            break
+        seen |= new
+        _send(new, signal.SIGSTOP)
+    _send(seen, signal.SIGKILL)
+    _reap()
+
+
+def _send(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
 
 
 def _reap() -> None:

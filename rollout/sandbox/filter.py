@@ -89,7 +89,8 @@ _WRITABLE, _ANONYMOUS, _NORESERVE = 2, 0x20, 0x4000
 """PROT_WRITE, MAP_ANONYMOUS, MAP_NORESERVE of linux/mman.h. What is only reserved is address space."""
 
 _LOAD, _EQUAL, _ABOVE, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x06
-_ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
+_ALLOW, _KILL = 0x7FFF0000, 0x80000000
+_TRAP, _FAIL = 0x00030000, 0x00050000
 _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 _MODE_FILTER = 2
 
@@ -101,8 +102,8 @@ class NoFilter(OSError):
 def program(largest_mapping: int, has_namespaces: bool) -> bytes:
     """Return the filter for the commands of a sandbox. Raises NoFilter.
 
-    ``largest_mapping``: bytes of memory that a process may ask for at once. One that asks for more is killed
-    by SIGSYS, which nothing else of the filter causes: an allocation that merely fails could not be reported.
+    ``largest_mapping``: bytes of memory that a process may ask for at once. One that asks for more gets SIGSYS,
+    which nothing else here causes: an allocation that merely fails could not be reported.
     """
     if platform.machine() not in _MACHINES:
         raise NoFilter(errno.ENOSYS, f"the system calls of {platform.machine()} are not known here")
@@ -131,8 +132,8 @@ def program(largest_mapping: int, has_namespaces: bool) -> bytes:
         *_if(_ANY_BIT, _NORESERVE, [_op(_RETURN, _ALLOW)]),
         *_if(_ANY_BIT, _ANONYMOUS, [], [_op(_RETURN, _ALLOW)]),
     ]
-    code += _if(_EQUAL, _MMAP[column], [*is_memory, *_kill_above(_argument(1), largest_mapping)])
-    code += _if(_EQUAL, _MREMAP[column], _kill_above(_argument(2), largest_mapping))
+    code += _if(_EQUAL, _MMAP[column], [*is_memory, *_trap_above(_argument(1), largest_mapping)])
+    code += _if(_EQUAL, _MREMAP[column], _trap_above(_argument(2), largest_mapping))
     code.append(_op(_RETURN, _ALLOW))
     return b"".join(code)
 
@@ -174,14 +175,14 @@ def _argument(number: int) -> int:
     return _ARGUMENTS + 8 * number
 
 
-def _kill_above(argument: int, most: int) -> list[bytes]:
+def _trap_above(argument: int, most: int) -> list[bytes]:
     """Return the code that ends a call whose argument of 64 bits is larger than ``most``."""
-    kill, allow = _op(_RETURN, _KILL), _op(_RETURN, _ALLOW)
+    trap, allow = _op(_RETURN, _TRAP), _op(_RETURN, _ALLOW)
     return [
         *_load(argument + 4),
-        *_if(_ABOVE, most >> 32, [kill]),
+        *_if(_ABOVE, most >> 32, [trap]),
         *_if(_EQUAL, most >> 32, [], [allow]),
         *_load(argument),
-        *_if(_ABOVE, most & 0xFFFFFFFF, [kill]),
+        *_if(_ABOVE, most & 0xFFFFFFFF, [trap]),
         allow,
     ]

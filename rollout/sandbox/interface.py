@@ -74,7 +74,7 @@ class Sandbox(Protocol):
     ) -> ExecResult:
         """Run a program with its arguments, in the folder, and wait for its end. No shell reads ``command``.
 
-        ``env``: variables beyond PATH, HOME, TMPDIR, USER and LANG, the only ones that are set.
+        ``env``: variables beyond PATH, HOME, TMPDIR, USER, LANG and OMP_NUM_THREADS, which are set.
         ``wall_s``: a shorter limit than that of the sandbox. Raises SandboxRefused.
         """
         ...

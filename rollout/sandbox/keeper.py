@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from slipstream.rollout.linux import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, PR_SET_PDEATHSIG, children_of, prctl
 from slipstream.rollout.sandbox import box, kernel
-from slipstream.rollout.sandbox.enclosure import NAMESPACES, map_users
+from slipstream.rollout.sandbox.enclosure import NAMESPACES, limits_processes, map_users
 from slipstream.rollout.sandbox.interface import Isolation, Level
 from slipstream.rollout.sandbox.wire import (
     ANSWER,
@@ -95,6 +95,7 @@ class _Keeper:
         data, fds, _, _ = socket.recv_fds(self._control, 1, 1)
         if not fds:
             return bool(data)
+        os.set_inheritable(fds[0], False)  # no command must have it
         with socket.socket(fileno=fds[0]) as connection:
             try:
                 if self._isolation is None:
@@ -102,7 +103,7 @@ class _Keeper:
                 self._clone(connection, self._isolation)
             except OSError as error:
                 with suppress(OSError):
-                    connection.sendall(frame(Failure(f"no process can be started: {error}")))
+                    connection.sendall(frame(Failure(f"no sandbox can be made: {error}")))
         return True
 
     def _clone(self, connection: socket.socket, isolation: Isolation) -> int:
@@ -127,8 +128,8 @@ class _Keeper:
     ) -> NoReturn:
         try:
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
             for fd in (beginner, self._wakeup, self._wakeup_writer, self._alive_writer):
                 os.close(fd)
             self._control.close()
@@ -144,17 +145,23 @@ class _Keeper:
     def _best_isolation(self) -> Isolation:
         """Return the best isolation that works here, and why no better one does."""
         reasons: list[str] = []
-        levels: tuple[Level, ...] = ("namespaces", "user") if os.geteuid() == 0 else ("namespaces",)
+        levels: tuple[Level, ...] = ("namespaces", "user", "none")
         for level in levels:
             isolation = Isolation(level, "; ".join(reasons))
             problem = self._try(isolation)
             if problem is None:
                 return isolation
-            reasons.append(f"no {level}: {problem}")
-        return Isolation("none", "; ".join(reasons))
+            reasons.append(f"{level}: {problem}")
+        raise OSError(
+            f"{'; '.join(reasons)}. Allow user namespaces, or run as another user (docs/sandbox.md)"
+        )
 
     def _try(self, isolation: Isolation) -> str | None:
         """Run a command in a sandbox. Return what goes wrong; None: nothing."""
+        if isolation.level == "user" and os.geteuid() != 0:
+            return "only root can become other users"
+        if isolation.level != "namespaces" and not limits_processes(isolation.level):
+            return "the kernel does not limit the processes of root"
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.settimeout(_TRIAL_S)

@@ -17,13 +17,13 @@ from slipstream.rollout.sandbox.wire import (
     Answer,
     Content,
     Created,
+    Declined,
     Done,
     Download,
     Exec,
     Executed,
     Failure,
     Limits,
-    Refusal,
     Request,
     Setup,
     Upload,
@@ -147,7 +147,7 @@ class LocalSandbox:
                 if isinstance(error, OSError | EOFError):
                     raise SandboxFailed("its process has ended") from error
                 raise
-        if isinstance(answer, Refusal):
+        if isinstance(answer, Declined):
             raise SandboxRefused(answer.reason)
         if isinstance(answer, expected):
             return answer

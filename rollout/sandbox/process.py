@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ class KeeperProcess:
         """Start it. Raises OSError."""
         self.owner = os.getpid()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(_SEND_S), 0))
         with theirs:
             # Its command line and environment tell nothing, because commands may be able to read them. In its
             # own session, because Ctrl-C is for the run.
@@ -41,12 +43,9 @@ class KeeperProcess:
             try:
                 socket.send_fds(self._control, [b"\0"], [connection.fileno()], socket.MSG_DONTWAIT)
             except BlockingIOError:  # many at a time
-                await asyncio.wait_for(asyncio.to_thread(self._send, connection), _SEND_S)
-        except (OSError, TimeoutError) as error:
+                await asyncio.to_thread(socket.send_fds, self._control, [b"\0"], [connection.fileno()])
+        except OSError as error:
             raise SandboxFailed(f"the keeper of the sandboxes takes no new one: {error!r}") from error
-
-    def _send(self, connection: socket.socket) -> None:
-        socket.send_fds(self._control, [b"\0"], [connection.fileno()])
 
     @property
     def lives(self) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 
 from slipstream.configs.schema.sandbox import RemoteSandboxConfig, SandboxLimits
 from slipstream.rollout.sandbox.interface import ExecResult, Isolation, SandboxFailed, SandboxRefused
-from slipstream.rollout.sandbox.local import checked_command
+from slipstream.rollout.sandbox.local import CLOSE_S, checked_command
 from slipstream.rollout.sandbox.protocol import FULL, REFUSED, CreateBody, CreatedBody, ErrorBody, ExecBody
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
@@ -99,7 +99,7 @@ class RemoteSandbox:
         """End the sandbox. A server that cannot be reached does so after ``idle_s``."""
         if self._session is not None and not self._is_closed:
             with suppress(SandboxFailed, SandboxRefused):
-                await self._ask("DELETE", "", b"", self._settings.answer_timeout_s, is_repeatable=True)
+                await self._ask("DELETE", "", b"", CLOSE_S, is_repeatable=True)
         self._is_closed = True
         if self._session is not None:
             await self._session.close()

@@ -21,10 +21,12 @@ from math import ceil
 from typing import NoReturn
 
 from slipstream.rollout.linux import (
+    PR_CAPBSET_DROP,
     PR_SET_CHILD_SUBREAPER,
     PR_SET_NAME,
     PR_SET_NO_NEW_PRIVS,
     PR_SET_PDEATHSIG,
+    PR_SET_SECUREBITS,
     prctl,
 )
 from slipstream.rollout.sandbox import filter as system_calls
@@ -55,6 +57,9 @@ faster than it is looked at."""
 
 _KERNEL_COUNTS_BY_NAMESPACE = (5, 14)
 """Version of Linux from which RLIMIT_NPROC counts the processes of a user namespace and not of a user."""
+
+_NO_ROOT = 3
+"""SECBIT_NOROOT of linux/securebits.h, locked."""
 
 _BY_SIGNAL: dict[int, LimitName] = {
     signal.SIGXCPU: "cpu",
@@ -219,6 +224,8 @@ class Run:
             os.setgroups([])
             os.setresgid(*[self._enclosure.user] * 3)
             os.setresuid(*[self._enclosure.user] * 3)
+        elif os.geteuid() == 0:
+            _drop_capabilities()
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of users resets it
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         if self._enclosure.filter_program is not None:
@@ -255,7 +262,16 @@ class Run:
             "TMPDIR": enclosure.temporary,
             "USER": "sandbox",
             "LANG": "C.UTF-8",
+            "OMP_NUM_THREADS": "1",  # else numpy starts a thread for each core of the machine
         } | self._request.env
+
+
+def _drop_capabilities() -> None:
+    """Have a program that is run as root get no capabilities, in a container whose only user is root."""
+    with suppress(OSError):
+        prctl(PR_SET_SECUREBITS, _NO_ROOT)
+        for capability in range(64):
+            prctl(PR_CAPBSET_DROP, capability)
 
 
 def _act(play: Callable[[], None], status: int) -> NoReturn:

@@ -48,6 +48,9 @@ LARGEST = SandboxLimits(
 
 SHORTEST_KEY = 16
 LONGEST_IDLE_S = 3600.0
+SHUTDOWN_S = 1.0
+"""Seconds for open requests when the server is told to end. Then their commands are killed."""
+
 _JSON = "application/json"
 _B = TypeVar("_B")
 
@@ -285,13 +288,21 @@ def _largest(pairs: list[str]) -> SandboxLimits:
             raise ValueError(
                 f"--largest {pair}: there is no limit {name!r}; expected one of {', '.join(values)}"
             )
-        values[name] = float(number) if name.endswith("_s") else int(number)
+        try:
+            values[name] = float(number) if name.endswith("_s") else int(number)
+        except ValueError as error:
+            raise ValueError(f"--largest {pair}: {number!r} is no number") from error
     return SandboxLimits.model_validate(values)
 
 
 async def _serve(server: SandboxServer, host: str, port: int) -> None:
     # A command whose client hangs up is cancelled.
-    runner = web.AppRunner(server.application(), handler_cancellation=True, keepalive_timeout=LONGEST_IDLE_S)
+    runner = web.AppRunner(
+        server.application(),
+        handler_cancellation=True,
+        keepalive_timeout=LONGEST_IDLE_S,
+        shutdown_timeout=SHUTDOWN_S,
+    )
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
@@ -317,8 +328,8 @@ def main() -> int:
     key = os.environ.pop(options.key_variable, "")
     if len(key) < SHORTEST_KEY:
         problems.append(
-            f"the environment variable {options.key_variable} has {len(key)} characters; expected a key of at "
-            f"least {SHORTEST_KEY}, such as that of `openssl rand -hex 32`"
+            f"the environment variable {options.key_variable} has {len(key)} characters; expected a key of "
+            f"at least {SHORTEST_KEY}, such as that of `openssl rand -hex 32`"
         )
     if options.most < 1:
         problems.append(f"--most {options.most}: expected at least 1")

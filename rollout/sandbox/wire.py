@@ -1,7 +1,7 @@
 """Messages between a sandbox's owner and its box, one in each frame: u32 length | msgpack.
 
     owner ──► box     Setup first, then Exec, Upload and Download, each after the reply to the one before
-    box ──► owner     Created, then one ExecResult, Done or Content each; Refusal or Failure in place of any
+    box ──► owner     Created, then one ExecResult, Done or Content each; Declined or Failure in place of any
 
 The end of the connection is the end of the sandbox. The box is trusted: no foreign code has the connection.
 """
@@ -84,7 +84,7 @@ class Content(msgspec.Struct, frozen=True, tag="content", array_like=True):
     data: bytes
 
 
-class Refusal(msgspec.Struct, frozen=True, tag="refusal", array_like=True):
+class Declined(msgspec.Struct, frozen=True, tag="refusal", array_like=True):
     """The request cannot be done; the sandbox can still be used."""
 
     reason: str
@@ -97,7 +97,7 @@ class Failure(msgspec.Struct, frozen=True, tag="failure", array_like=True):
 
 
 Request = Setup | Exec | Upload | Download
-Answer = Created | Executed | Done | Content | Refusal | Failure
+Answer = Created | Executed | Done | Content | Declined | Failure
 
 REQUEST: "msgspec.msgpack.Decoder[Request]" = msgspec.msgpack.Decoder(Request)
 ANSWER: "msgspec.msgpack.Decoder[Answer]" = msgspec.msgpack.Decoder(Answer)

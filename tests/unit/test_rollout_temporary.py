@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -87,4 +88,21 @@ def test_other_names_and_links_stay(tmp_path: Path):
 def test_the_parent_is_made(tmp_path: Path):
     folder = OwnedFolder(tmp_path / "a/b", "copy")
     assert folder.path.parent == tmp_path / "a/b"
+    folder.remove()
+
+
+def test_a_folder_that_a_sweep_removes_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    make = tempfile.mkdtemp
+    made = []
+
+    def make_and_sweep(**arguments):
+        made.append(make(**arguments))
+        if len(made) == 1:
+            sweep(tmp_path)
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_sweep)
+    folder = OwnedFolder(tmp_path, "x")
+    assert [str(folder.path)] == made[1:]
+    assert folder.path.is_dir()
     folder.remove()
