@@ -89,12 +89,15 @@ def judgement_of(value: Any, key: str) -> Judgement:
 def check_parts(parts: object) -> None:
     """Raise NoNumber unless these are parts of a reward, as a workflow may have set them itself."""
     if not isinstance(parts, tuple):
-        raise NoNumber(f"its reward_parts are of type {type(parts).__name__}, expected a tuple of (name, number)")
+        raise NoNumber(
+            f"its reward_parts are of type {type(parts).__name__}, expected a tuple of (name, number)"
+        )
     pairs = cast("tuple[object, ...]", parts)
     names: set[str] = set()
     for pair in pairs:
+        shown = _shown(pair)
         if not isinstance(pair, tuple) or len(cast("tuple[object, ...]", pair)) != 2:
-            raise NoNumber(f"its reward_parts have {_shown(pair)}, expected (name, number)")
+            raise NoNumber(f"its reward_parts have {shown}, expected (name, number)")
         name, value = cast("tuple[object, object]", pair)
         if type(value) is not float or not math.isfinite(value):
             raise NoNumber(f"its reward part {_shown(name)} is {_shown(value)}, expected a finite float")
