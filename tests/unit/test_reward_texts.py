@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.rollout.judge.pool import JudgingFailed
 from slipstream.rollout.reward import F1, Choice, Exact, Regex
 from slipstream.rollout.reward.answers import answer_finder, last_boxed
 from slipstream.rollout.trajectory import Prompt
-from tests.unit.judging import trajectory
+from tests.unit.judging import Judging, trajectory
 
 
 def score(reward, label, response):
@@ -280,3 +281,20 @@ def test_f1_by_hand(label, response, f1, exact):
 
 def test_f1_of_a_response_without_the_answer_that_is_looked_for_is_0():
     assert score(F1(answer="boxed"), "", "no box") == {"reward": 0.0, "exact_match": 0.0}
+
+
+def test_a_catastrophic_expression_ends_with_the_time_limit_of_judging_and_is_no_wrong_answer(
+    tmp_path, monkeypatch
+):
+    judging = Judging(tmp_path, monkeypatch)
+
+    async def ask(pool):
+        async def about(response):
+            return (await pool.score(Prompt(3, "?"), response, trajectory())).reward
+
+        return await asyncio.gather(about("a" * 64), about("aab"), return_exceptions=True)
+
+    path = "slipstream.rollout.reward.Regex"
+    failed, found = judging.use(judging.pool_of(path, {"pattern": "^(a+)+b$"}), ask)
+    assert isinstance(failed, JudgingFailed) and "longer than 1 s" in str(failed)
+    assert found == 1.0
