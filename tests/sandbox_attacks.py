@@ -28,7 +28,7 @@ from slipstream.rollout.sandbox.wire import Limits
 MB = 1 << 20
 LIMITS = Limits(
     wall_s=1.5,
-    cpu_s=1.0,
+    cpu_s=0.3,
     memory=128 * MB,
     processes=24,
     open_files=64,
@@ -62,7 +62,11 @@ class Attack:
 ATTACKS = (
     Attack("fork bomb", "import os\nwhile time.time() < END: os.fork()", ("processes",)),
     Attack(
-        "fork bomb in a shell", "b(){ b|b& };b; sleep 9", ("processes",), shell=True, needs_namespaces=True
+        "fork bomb in a shell",
+        "b(){ b|b& };b; sleep 9",
+        ("processes", "wall"),
+        shell=True,
+        needs_namespaces=True,
     ),
     Attack(
         "fork bomb of detached processes",
@@ -144,7 +148,12 @@ while True:
         ("disk",),
         needs_namespaces=True,
     ),
-    Attack("names of files", "i = 0\nwhile True: open(f'{i}', 'w').close(); i += 1", ("disk",)),
+    Attack(
+        "names of files",
+        "i = 0\nwhile True: open(f'{i}', 'w').close(); i += 1",
+        ("disk",),
+        needs_namespaces=True,
+    ),
     Attack("a large file", "open('x', 'wb').write(b'x' * 2**24)", ("file_size",)),
     Attack("a large file in a shell", "head -c 16000000 /dev/zero > x", ("file_size",), shell=True),
     Attack("output", "while True: print('x' * 1000)", ("output",)),

@@ -5,7 +5,7 @@
     local.py ──connection──────────────► box.py               one process for each sandbox: its namespaces
     remote.py ──HTTP──► serve.py           │ clone
                           └► local.py   running.py: init      one for each command, process 1 of its namespace
-                                           │ fork
+                                           │ spawn
                                         the command, and whatever it starts
 
 `interface.py` is what workflows, environments and rewards use; `open.py` makes a sandbox from settings.

@@ -9,9 +9,6 @@ from slipstream.rollout.sandbox import root
 from slipstream.rollout.sandbox.enclosure import Enclosure
 from slipstream.rollout.sandbox.interface import LimitName
 
-_MOST_ENTRIES = 20_000
-"""Files that are looked at, and with them the time that it takes. More of them are too many."""
-
 
 class Disk:
     """Compares the files of a sandbox with their limits."""
@@ -21,6 +18,7 @@ class Disk:
         self._enclosure = enclosure
         self._size = size
         self._file_size = file_size
+        self._most_files = root.most_files(size)
         # A command that finds a full sandbox may make room.
         self._was_full = enclosure.has_namespaces and self._is_full()
 
@@ -36,7 +34,7 @@ class Disk:
             count += 1
             used += status.st_blocks * 512
             largest = max(largest, status.st_size if stat.S_ISREG(status.st_mode) else 0)
-        if count > _MOST_ENTRIES or used > self._size:
+        if count > self._most_files or used > self._size:
             return "disk"
         return "file_size" if thorough and largest >= self._file_size else None
 
@@ -48,7 +46,7 @@ class Disk:
         todo = [self._enclosure.folder, self._enclosure.temporary]
         todo += [root.SHARED] if self._enclosure.has_namespaces else []
         count = 0
-        while todo and count <= _MOST_ENTRIES:
+        while todo and count <= self._most_files:
             with suppress(OSError):  # files come and go
                 for entry in os.scandir(todo.pop()):
                     count += 1

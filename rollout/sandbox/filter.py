@@ -102,8 +102,8 @@ class NoFilter(OSError):
 def program(largest_mapping: int, has_namespaces: bool) -> bytes:
     """Return the filter for the commands of a sandbox. Raises NoFilter.
 
-    ``largest_mapping``: bytes of memory that a process may ask for at once. One that asks for more gets SIGSYS,
-    which nothing else here causes: an allocation that merely fails could not be reported.
+    ``largest_mapping``: bytes of memory that a process may ask for at once. One that asks for more gets
+    SIGSYS, which nothing else here causes: an allocation that merely fails could not be reported.
     """
     if platform.machine() not in _MACHINES:
         raise NoFilter(errno.ENOSYS, f"the system calls of {platform.machine()} are not known here")

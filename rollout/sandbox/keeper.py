@@ -36,7 +36,7 @@ from slipstream.rollout.sandbox.wire import (
 
 _TRIAL = Setup(Limits(5.0, 5.0, 1 << 30, 64, 64, 1 << 20, 1 << 20, 1 << 10), (), ())
 _TRIAL_S = 10.0
-"""Seconds for the sandbox that shows whether an isolation works."""
+"""Seconds for the sandbox that shows whether an isolation works, and for a request that fails."""
 
 _END_S = 5.0
 """Seconds in which boxes end by themselves when the owner has. Then they are killed."""
@@ -92,45 +92,56 @@ class _Keeper:
 
     def _take(self) -> bool:
         """Clone a box for the next connection. Return whether there was one: False is the owner's end."""
+        # Before the keeper has a connection, because the box of a trial would keep it open.
+        problem = self._find_isolation()
         data, fds, _, _ = socket.recv_fds(self._control, 1, 1)
         if not fds:
             return bool(data)
         os.set_inheritable(fds[0], False)  # no command must have it
         with socket.socket(fileno=fds[0]) as connection:
             try:
-                if self._isolation is None:
-                    self._isolation = self._best_isolation()
-                self._clone(connection, self._isolation)
+                if self._isolation is not None:
+                    self._clone(connection, self._isolation)
             except OSError as error:
+                problem = str(error)
+            if problem is not None:
                 with suppress(OSError):
-                    connection.sendall(frame(Failure(f"no sandbox can be made: {error}")))
+                    connection.settimeout(_TRIAL_S)
+                    receive(connection)  # a connection that ends with something unread loses what was sent
+                    connection.sendall(frame(Failure(f"no sandbox can be made: {problem}")))
         return True
 
-    def _clone(self, connection: socket.socket, isolation: Isolation) -> int:
-        """Clone a box. It begins when it has its users. Raises OSError."""
+    def _clone(
+        self, connection: socket.socket, isolation: Isolation, others: tuple[socket.socket, ...] = ()
+    ) -> None:
+        """Clone a box. It begins when it has its users. Raises OSError.
+
+        ``others``: sockets of this process that the box must not keep open.
+        """
         has_namespaces = isolation.level == "namespaces"
         begin, beginner = os.pipe()
         try:
             pid = kernel.clone(NAMESPACES if has_namespaces else 0)
             if pid == 0:
-                self._become_box(connection, isolation, begin, beginner)
+                self._become_box(
+                    connection, isolation, begin, (beginner, *(other.fileno() for other in others))
+                )
             self._boxes.add(pid)
             if has_namespaces:
                 map_users(pid)
             os.write(beginner, b"\0")
-            return pid
         finally:  # a box without users sees the end of the pipe
             os.close(begin)
             os.close(beginner)
 
     def _become_box(
-        self, connection: socket.socket, isolation: Isolation, begin: int, beginner: int
+        self, connection: socket.socket, isolation: Isolation, begin: int, others: tuple[int, ...]
     ) -> NoReturn:
         try:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
-            for fd in (beginner, self._wakeup, self._wakeup_writer, self._alive_writer):
+            for fd in (*others, self._wakeup, self._wakeup_writer, self._alive_writer):
                 os.close(fd)
             self._control.close()
             if os.read(begin, 1):
@@ -142,19 +153,20 @@ class _Keeper:
 
     # -- What the kernel allows
 
-    def _best_isolation(self) -> Isolation:
-        """Return the best isolation that works here, and why no better one does."""
+    def _find_isolation(self) -> str | None:
+        """Find out which is the best isolation that works here. Return why none does; None: one does."""
+        if self._isolation is not None:
+            return None
         reasons: list[str] = []
         levels: tuple[Level, ...] = ("namespaces", "user", "none")
         for level in levels:
             isolation = Isolation(level, "; ".join(reasons))
             problem = self._try(isolation)
             if problem is None:
-                return isolation
+                self._isolation = isolation
+                return None
             reasons.append(f"{level}: {problem}")
-        raise OSError(
-            f"{'; '.join(reasons)}. Allow user namespaces, or run as another user (docs/sandbox.md)"
-        )
+        return f"{'; '.join(reasons)}. Allow user namespaces, or run as another user (docs/sandbox.md)"
 
     def _try(self, isolation: Isolation) -> str | None:
         """Run a command in a sandbox. Return what goes wrong; None: nothing."""
@@ -166,7 +178,7 @@ class _Keeper:
         with ours, theirs:
             ours.settimeout(_TRIAL_S)
             try:
-                self._clone(theirs, isolation)
+                self._clone(theirs, isolation, (ours,))
                 theirs.close()
                 ours.sendall(frame(_TRIAL))
                 answer = _answer(ours)

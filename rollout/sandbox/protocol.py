@@ -27,7 +27,7 @@ REFUSED, FAILED, FULL = 422, 502, 503
 class CreateBody(msgspec.Struct, forbid_unknown_fields=True):
     """The request to create a sandbox."""
 
-    limits: dict[str, float]
+    limits: dict[str, int | float]
     """Settings of ``SandboxLimits``; what is left out has its default."""
     idle_s: float
 

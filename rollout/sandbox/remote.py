@@ -97,12 +97,14 @@ class RemoteSandbox:
 
     async def close(self) -> None:
         """End the sandbox. A server that cannot be reached does so after ``idle_s``."""
-        if self._session is not None and not self._is_closed:
-            with suppress(SandboxFailed, SandboxRefused):
-                await self._ask("DELETE", "", b"", CLOSE_S, is_repeatable=True)
-        self._is_closed = True
-        if self._session is not None:
-            await self._session.close()
+        if self._session is None:
+            return
+        if not self._is_closed:
+            self._is_closed = True
+            with suppress(aiohttp.ClientError, TimeoutError, SandboxFailed):
+                async with asyncio.timeout(CLOSE_S):
+                    await self._attempt("DELETE", "", b"", None)
+        await self._session.close()
 
     # -- HTTP
 

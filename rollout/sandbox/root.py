@@ -74,8 +74,7 @@ def build(size: int, readable: Iterable[str], owner: int) -> None:
     """
     kernel.mount("none", "/", "", kernel.MS_PRIVATE | MS_REC)
     sources = _opened(readable)
-    inodes = 1024 + (size >> 20) * _INODES_PER_MB
-    options = f"size={size},nr_inodes={inodes},mode=755"
+    options = f"size={size},nr_inodes={most_files(size)},mode=755"
     kernel.mount("sandbox", _BASE, "tmpfs", MS_NOSUID | MS_NODEV, options)
     for path, source in sources.items():
         _show(path, source)
@@ -92,13 +91,21 @@ def build(size: int, readable: Iterable[str], owner: int) -> None:
     _make_read_only()
 
 
+def most_files(size: int) -> int:
+    """Return the number of files and folders that a sandbox may have whose files have ``size`` bytes."""
+    return 1024 + (size >> 20) * _INODES_PER_MB
+
+
 def mount_processes() -> None:
-    """Show the processes of this process's own namespace in /proc, or none where the kernel refuses it."""
-    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    """Show the processes of this process's own namespace in /proc, or none where the kernel refuses it.
+
+    It is read-only, because the kernel's settings are in it, and root may change some without a capability.
+    """
+    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_RDONLY
     try:
         kernel.mount("proc", "/proc", "proc", flags)
     except PermissionError:  # as in a container that hides parts of /proc
-        kernel.mount("none", "/proc", "tmpfs", flags | MS_RDONLY, "size=4k")
+        kernel.mount("none", "/proc", "tmpfs", flags, "size=4k")
 
 
 def _opened(readable: Iterable[str]) -> dict[str, int]:

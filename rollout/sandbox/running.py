@@ -1,6 +1,6 @@
 """Runs one command in a box, and ends it at its limits.
 
-    box ──clone──► init ──fork──► command ──► whatever it starts
+    box ──clone──► init ──spawn─► command ──► whatever it starts
      ▲              │                │
      └── status ────┘   output ──────┘
 
@@ -8,6 +8,7 @@ init is process 1 of the command's namespace of process ids: when the box kills 
 It reports the command's wait status and then waits for that. Where there are no namespaces it is a subreaper.
 """
 
+import errno
 import fcntl
 import os
 import resource
@@ -23,6 +24,7 @@ from typing import NoReturn
 from slipstream.rollout.linux import (
     PR_CAPBSET_DROP,
     PR_SET_CHILD_SUBREAPER,
+    PR_SET_DUMPABLE,
     PR_SET_NAME,
     PR_SET_NO_NEW_PRIVS,
     PR_SET_PDEATHSIG,
@@ -57,6 +59,15 @@ faster than it is looked at."""
 
 _KERNEL_COUNTS_BY_NAMESPACE = (5, 14)
 """Version of Linux from which RLIMIT_NPROC counts the processes of a user namespace and not of a user."""
+
+_NO_PROGRAM = 127
+"""Exit code of a shell for a command that cannot be run."""
+
+_NO_RESOURCES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""Errors that are the machine's and not the command's."""
+
+_DEFAULT_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+"""Signals that Python does not leave as they are."""
 
 _NO_ROOT = 3
 """SECBIT_NOROOT of linux/securebits.h, locked."""
@@ -182,19 +193,18 @@ class Run:
 
     def _init(self, status: int, streams: tuple[int, int, int]) -> None:
         """Start the command, report its end, and wait to be killed."""
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        box = select.poll()
-        box.register(status, 0)
-        if box.poll(0):  # nobody reads the status: the box has ended before the call above
-            os._exit(1)
         prctl(PR_SET_NAME, b"sandbox-init")
         if self._enclosure.has_namespaces:
             root.mount_processes()
         else:
             prctl(PR_SET_CHILD_SUBREAPER, 1)
-        command = os.fork()
-        if command == 0:
-            _act(lambda: self._become_command(streams), status)
+        self._confine()
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of users resets it
+        box = select.poll()
+        box.register(status, 0)
+        if box.poll(0):  # nobody reads the status: the box has ended before the call above
+            os._exit(1)
+        command = self._start_command(streams)
         for fd in streams:
             os.close(fd)
         while True:
@@ -207,16 +217,11 @@ class Run:
         while True:
             signal.pause()
 
-    # -- In the command
+    def _confine(self) -> None:
+        """Give up everything that the box has and commands may not have. They inherit it from init.
 
-    def _become_command(self, streams: tuple[int, int, int]) -> None:
-        """Give up everything that the box has and the command may not have, then become the command."""
-        os.setsid()
-        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        for number, fd in enumerate(streams):
-            os.dup2(fd, number)
+        It has their user from here on, but it is process 1, which they cannot kill, and shows them nothing.
+        """
         os.umask(0o022)
         os.chdir(self._enclosure.folder)
         self._limit_resources()
@@ -226,16 +231,33 @@ class Run:
             os.setresuid(*[self._enclosure.user] * 3)
         elif os.geteuid() == 0:
             _drop_capabilities()
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of users resets it
+        prctl(PR_SET_DUMPABLE, 0)
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         if self._enclosure.filter_program is not None:
             system_calls.install(self._enclosure.filter_program)
+
+    def _start_command(self, streams: tuple[int, int, int]) -> int:
+        """Start the command and return its process id. Raises OSError, but for a program that cannot be run.
+
+        A spawned process does not copy the memory of init, as a fork would.
+        """
         command = self._request.command
+        environment = self._environment()
         try:
-            os.execvpe(command[0], command, self._environment())
+            return os.posix_spawn(
+                _program(command[0], environment["PATH"]),
+                command,
+                environment,
+                file_actions=[(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(streams)],
+                setsid=True,
+                setsigmask=(),
+                setsigdef=_DEFAULT_SIGNALS,
+            )
         except (OSError, ValueError) as error:
-            os.write(2, f"{command[0]}: {getattr(error, 'strerror', error)}\n".encode())
-            os._exit(127)
+            if getattr(error, "errno", None) in _NO_RESOURCES:
+                raise
+            os.write(streams[2], f"{command[0]}: {getattr(error, 'strerror', error)}\n".encode())
+            return _exited(_NO_PROGRAM)
 
     def _limit_resources(self) -> None:
         limits = self._limits
@@ -264,6 +286,23 @@ class Run:
             "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1",  # else numpy starts a thread for each core of the machine
         } | self._request.env
+
+
+def _program(name: str, path: str) -> str:
+    """Return the file of a program: a path, or a name that is looked for as a shell does."""
+    if "/" in name:
+        return name
+    files = [f"{folder}/{name}" for folder in path.split(":") if folder]
+    existing = [file for file in files if os.path.exists(file)] or [name]
+    return next((file for file in existing if os.access(file, os.X_OK)), existing[0])
+
+
+def _exited(code: int) -> int:
+    """Return the id of a process that exits with a code."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(code)
+    return pid
 
 
 def _drop_capabilities() -> None:

@@ -170,12 +170,13 @@ class SandboxServer:
             raise web.HTTPNotFound(reason="there is no such sandbox: it is closed or was never created")
         return served
 
-    def _checked(self, limits: dict[str, float]) -> SandboxLimits:
+    def _checked(self, limits: dict[str, int | float]) -> SandboxLimits:
         """Return the limits that a client asks for. Raises SandboxRefused, with all that are too large."""
         try:
             asked = SandboxLimits.model_validate(limits)
         except ValidationError as error:
-            raise SandboxRefused(f"malformed limits: {error}") from error
+            problems = [f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors()]
+            raise SandboxRefused(f"malformed limits: {'; '.join(problems)}") from error
         pairs = [
             (name, getattr(asked, name), getattr(self._largest, name)) for name in SandboxLimits.model_fields
         ]

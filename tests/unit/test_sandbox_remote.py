@@ -28,6 +28,7 @@ NAME = "0123456789abcdef" * 2
 @contextmanager
 def served(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Run a server. Yield its address and process."""
+    others = os.environ.get(KEY)
     os.environ[KEY] = secrets.token_hex(16)
     command = [sys.executable, "-m", "slipstream.rollout.sandbox.serve", "--port", "0", *arguments]
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -39,6 +40,8 @@ def served(*arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         server.wait(TIMEOUT_S)
         server.stdout.close()
         del os.environ[KEY]
+        if others is not None:
+            os.environ[KEY] = others
 
 
 @pytest.fixture(scope="module")
@@ -258,11 +261,12 @@ def test_a_server_refuses_bad_input_with_all_errors_and_code_2(
     assert all(error in ended.stderr for error in errors), ended.stderr
 
 
-def test_an_answer_that_is_none_is_an_error_of_the_server():
+def test_an_answer_that_is_none_is_an_error_of_the_server(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(KEY, "k" * 32)
+
     async def run() -> None:
         server = await asyncio.start_server(answer_nonsense, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        os.environ[KEY] = "k" * 32
         with pytest.raises(SandboxFailed, match="answers with no CreatedBody"):
             await RemoteSandbox(settings(f"http://127.0.0.1:{port}")).create()
         server.close()
