@@ -29,7 +29,8 @@ from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.trace import RequestTrace
-from slipstream.rollout.judge.pool import Judgement, JudgePool, JudgeStatus
+from slipstream.rollout.judge.pool import JudgePool, JudgeStatus
+from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.trajectory import Finish, Messages, Prompt, Trajectory
 
 VOCABULARY = 150_000
@@ -150,8 +151,15 @@ class ConstantTokenizer:
 class Generous:
     """Judges that are asked without a process between."""
 
+    of_groups = False
+
     async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> Judgement:
         return Judgement(1.0)
+
+    async def score_group(
+        self, prompt: Prompt, responses: Sequence[str], trajectories: Sequence[Trajectory]
+    ) -> list[Judgement]:
+        raise AssertionError("only a reward of groups judges a group")
 
     def status(self) -> JudgeStatus:
         return JudgeStatus(0, 0, 0.0, 0, 0)

@@ -22,7 +22,7 @@ import msgspec
 from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.routing import PoolStatus, Routing
 from slipstream.rollout.record import UNREADABLE
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.trajectory import Prompt, RewardParts
 
 PIECE, ANSWERED, JUDGED = range(3)
 """Kinds of an event: a part of an unfinished episode, a trajectory without its reward, and one with it."""
@@ -97,6 +97,8 @@ class Evaluated(msgspec.Struct, array_like=True, gc=False):
     """None: the episode has failed."""
     response_length: int
     note: str
+    """Reason of a failure."""
+    reward_parts: RewardParts = ()
 
 
 class Status(msgspec.Struct, array_like=True, gc=False):

@@ -119,6 +119,10 @@ UNSAMPLED = int(np.iinfo(np.int32).min)
 """Version of a token that no policy sampled: prompt, tool output."""
 
 
+RewardParts = tuple[tuple[str, float], ...]
+"""(name, value) of numbers that a reward has given beside the one that trains."""
+
+
 Run = tuple[int, bool, int]
 """Neighbouring tokens with the same version and loss mask: (version, carries loss, end)."""
 
@@ -135,6 +139,7 @@ class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, gc=False):
     retractions: int = 0
     reward: float | None = None
     turn_rewards: tuple[tuple[int, float], ...] = ()
+    reward_parts: RewardParts = ()
 
     @property
     def length(self) -> int:
@@ -209,6 +214,8 @@ class Trajectory:
     turn_rewards: tuple[tuple[int, float], ...] = ()
     """(end, reward) of each turn, in order: the index behind its last token, and what this turn alone is
     worth. Empty where only the episode is judged. Used with ``actor.turns``."""
+    reward_parts: RewardParts = ()
+    """Further numbers of the reward, by name. They are metrics and train nothing."""
 
     def __post_init__(self) -> None:
         if self.turn_rewards:
@@ -237,6 +244,7 @@ class Trajectory:
             self.retractions,
             self.reward,
             tuple((int(end), float(reward)) for end, reward in self.turn_rewards),
+            self.reward_parts,
         )
 
     def _runs(self) -> tuple[Run, ...]:
@@ -257,10 +265,11 @@ class Trajectory:
         """Number of tokens that a policy sampled, including tokens that are too old to carry loss."""
         return self.header.sampled_length
 
-    def judged(self, reward: float) -> "Trajectory":
-        """Return a copy with the reward of the episode."""
-        trajectory = replace(self, reward=reward)
-        trajectory.__dict__["header"] = msgspec.structs.replace(self.header, reward=reward)  # as computed
+    def judged(self, reward: float, parts: RewardParts = ()) -> "Trajectory":
+        """Return a copy with the reward of the episode, and its parts."""
+        trajectory = replace(self, reward=reward, reward_parts=parts)
+        header = msgspec.structs.replace(self.header, reward=reward, reward_parts=parts)
+        trajectory.__dict__["header"] = header  # as computed
         return trajectory
 
     def turn_T(self) -> npt.NDArray[np.intp]:

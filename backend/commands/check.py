@@ -66,17 +66,21 @@ def _without_inputs(model_config: Path) -> list[str]:
 def check(config: RunConfig, *, weights: bool = True, supervised: bool = False) -> None:
     """Compare the models of a recipe with its layout, with their files and with the memory of the GPUs.
 
-    Raises WrongInput with everything that is wrong. A model that ``prepare`` has yet to make is not checked.
-    weights: compare the tensors in the checkpoints too.
+    The code that it names must have the shape that it is asked for, and take the arguments. Raises WrongInput
+    with everything that is wrong. A model that ``prepare`` has yet to make is not checked. weights: compare
+    the tensors in the checkpoints too.
     """
-    if not (config.model.path / "config.json").exists():
-        return
-    plan = planned(config, supervised=supervised)
-    problems = misfits(config, plan.stages, plan.engine, plan.gpu_memory)
-    if weights:
-        from slipstream.backend.driver.inputs import checkpoint_problems
+    from slipstream.backend.driver.inputs import checkpoint_problems, plugin_problems
 
-        problems += checkpoint_problems(config, MODELS)
+    problems = plugin_problems(config)
+    if (config.model.path / "config.json").exists():
+        try:
+            plan = planned(config, supervised=supervised)
+            problems += misfits(config, plan.stages, plan.engine, plan.gpu_memory)
+        except WrongInput as error:
+            problems.append(str(error))
+        if weights:
+            problems += checkpoint_problems(config, MODELS)
     if problems:
         raise WrongInput("\n".join(problems))
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from slipstream.backend.driver.ports import RunListener
-from slipstream.backend.monitor.units import mean
+from slipstream.backend.monitor.units import mean, part_means
 from slipstream.configs.schema.run import EvalConfig
 from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.trajectory import Prompt
@@ -37,4 +37,5 @@ class Evaluation:
             self._listener.note(f"no evaluation of version {version}: {failed.note}")
             return
         lengths = [result.response_length for result in results]
-        self._listener.evaluated(version, mean(rewards), mean(lengths))
+        parts = part_means(result.reward_parts for result in results)
+        self._listener.evaluated(version, mean(rewards), mean(lengths), parts)

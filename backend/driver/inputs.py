@@ -14,7 +14,7 @@ from slipstream.configs.schema import PluginConfig, RunConfig
 from slipstream.rollout import plugins
 from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.prompts import PromptError, read_prompts
-from slipstream.rollout.reward import Reward
+from slipstream.rollout.reward.loading import TURNS, check_judge, load_judge
 from slipstream.rollout.trajectory import Prompt
 from slipstream.rollout.workflow import Workflow
 from slipstream.rollout.workflow.tokenizer import HfTokenizer, load_tokenizer
@@ -35,8 +35,8 @@ class Inputs:
     prompts: list[Prompt]
     held_out: list[Prompt]
     workflow: Workflow
-    reward: Reward | None
-    """None without prompts."""
+    reward: object
+    """The object that judges, or the function; None without prompts."""
     group_filter: GroupFilter | None
 
 
@@ -60,7 +60,7 @@ def read_inputs(config: RunConfig) -> Inputs:
     prompts = attempt("data.path", lambda: _prompts(config))
     held_out = attempt("eval.path", lambda: _held_out(config))
     workflow = plugin("rollout.workflow", rollout.workflow)
-    reward = plugin("rollout.reward", rollout.reward)
+    reward = attempt("rollout.reward", lambda: _reward(rollout.reward))
     group_filter = plugin("rollout.group_filter", rollout.group_filter)
     problems += checkpoint_problems(config, OTHER_MODELS)
     if problems or spec is None or tokenizer is None or prompts is None or held_out is None:
@@ -71,9 +71,37 @@ def read_inputs(config: RunConfig) -> Inputs:
         prompts=prompts,
         held_out=held_out,
         workflow=cast(Workflow, workflow),
-        reward=cast(Reward | None, reward),
+        reward=reward,
         group_filter=cast(GroupFilter | None, group_filter),
     )
+
+
+def plugin_problems(config: RunConfig) -> list[str]:
+    """Return what is wrong with the code that the recipe names.
+
+    Modules of the user are imported, and nothing in them is called.
+    """
+    rollout, problems = config.rollout, list[str]()
+
+    def attempt(name: str, check: Callable[[], object]) -> None:
+        try:
+            check()
+        except Exception as error:  # modules of the user are imported
+            problems.append(f"{name}: {error}")
+
+    if (reward := rollout.reward) is not None:
+        attempt("rollout.reward", lambda: check_judge(reward.path, reward.args))
+    if config.live is not None:
+        judge = config.live.judge
+        attempt("live.judge", lambda: check_judge(judge.path, judge.args, (TURNS,)))
+    attempt("rollout.workflow", lambda: _check_plugin(rollout.workflow))
+    if (group_filter := rollout.group_filter) is not None:
+        attempt("rollout.group_filter", lambda: _check_plugin(group_filter))
+    return problems
+
+
+def _check_plugin(settings: PluginConfig) -> None:
+    plugins.check_args(settings.path, plugins.resolve(settings.path), settings.args)
 
 
 def checkpoint_problems(config: RunConfig, settings: Iterable[str]) -> list[str]:
@@ -104,6 +132,10 @@ def read_tokenizer(config: RunConfig, spec: ModelSpec | None) -> HfTokenizer:
             "(vocab_size in config.json)"
         )
     return tokenizer
+
+
+def _reward(settings: PluginConfig | None) -> object:
+    return None if settings is None else load_judge(settings.path, settings.args).plugin
 
 
 def _prompts(config: RunConfig) -> list[Prompt]:

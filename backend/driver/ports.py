@@ -220,8 +220,10 @@ class RunListener(CollectionListener, CheckpointListener, Protocol):
         """A training step was done and its version published."""
         ...
 
-    def evaluated(self, version: int, reward: float, response_length: float) -> None:
-        """Held-out prompts were answered greedily, with the mean ``reward``. Beside training, some tokens may
-        be of a newer version.
+    def evaluated(
+        self, version: int, reward: float, response_length: float, parts: Mapping[str, float]
+    ) -> None:
+        """Held-out prompts were answered greedily, with the mean ``reward`` and the means of its ``parts``.
+        Beside training, some tokens may be of a newer version.
         """
         ...

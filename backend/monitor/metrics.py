@@ -18,7 +18,7 @@ import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import SupportsFloat, SupportsIndex
+from typing import SupportsFloat, SupportsIndex, cast
 
 from slipstream.backend.monitor.lines import drop_unfinished_line
 from slipstream.backend.monitor.tags import TAGS
@@ -26,8 +26,9 @@ from slipstream.backend.monitor.tensorboard import EventWriter, HistogramBucket,
 
 METRICS_FILE = "metrics.jsonl"
 
-Value = SupportsFloat | SupportsIndex | str | Iterable[int] | Mapping[int, int]
-"""A number, a markdown text, or the integers of a histogram, one by one or with their counts."""
+Value = SupportsFloat | SupportsIndex | str | Iterable[int] | Mapping[int, int] | Mapping[str, float]
+"""A number, a markdown text, the integers of a histogram, one by one or with their counts, or numbers by
+name."""
 
 
 class MetricsLog:
@@ -63,6 +64,8 @@ class MetricsLog:
             try:
                 if kind == "scalar":
                     scalars[name] = _number(value)
+                elif kind == "parts":
+                    scalars |= _parts(name, value)
                 elif kind == "histogram":
                     histograms[name] = _histogram(value)
                 else:
@@ -73,7 +76,7 @@ class MetricsLog:
         self._now = self._clock()
         finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
         parts = {**finite, **histograms, **texts}
-        record = {"step": step, "time": round(self._now, 3)} | {name: parts[name] for name in values}
+        record = {"step": step, "time": round(self._now, 3)} | parts
         self._lines.write(json.dumps(record, allow_nan=False) + "\n")
 
         if scalars:
@@ -112,10 +115,20 @@ def _number(value: Value) -> float | int:
     raise TypeError(f"{type(value).__name__} is not a number")
 
 
+def _parts(name: str, value: Value) -> dict[str, float | int]:
+    """Return the numbers by their own tags: `reward/length` for `length` of `reward/parts`."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{type(value).__name__} holds no numbers by name")
+    tags = {f"{name.removesuffix('parts')}{part}": number for part, number in value.items()}
+    if clash := sorted(tags.keys() & TAGS.keys()):
+        raise ValueError(f"{', '.join(clash)} is a metric of its own")
+    return {tag: _number(number) for tag, number in tags.items()}
+
+
 def _histogram(value: Value) -> list[HistogramBucket]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError(f"{type(value).__name__} holds no integers")
-    return integer_buckets(value)
+    return integer_buckets(cast("Iterable[int] | Mapping[int, int]", value))
 
 
 def _text(value: Value) -> str:

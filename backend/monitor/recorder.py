@@ -15,7 +15,7 @@ from slipstream.backend.monitor.progress import HeldOut, Progress
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.backend.monitor.summary import GroupTotals, RunSummary, turn_totals
 from slipstream.backend.monitor.trace import TraceLog
-from slipstream.backend.monitor.units import mean
+from slipstream.backend.monitor.units import mean, part_means
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.core import Loss
 from slipstream.rollout.control.slots import State
@@ -87,12 +87,20 @@ class Recorder:
         """Stop the clock of training."""
         self._training_ended = self._clock()
 
-    def evaluated(self, version: int, reward: float, response_length: float) -> None:
+    def evaluated(
+        self, version: int, reward: float, response_length: float, parts: Mapping[str, float]
+    ) -> None:
         self._held_out[version] = reward
         self._unshown = HeldOut(reward, self._is_accuracy)
         accuracy: dict[str, Value] = {"eval/accuracy": reward} if self._is_accuracy else {}
         self._metrics.log(
-            version, {"eval/reward": reward, **accuracy, "eval/response_length": response_length}
+            version,
+            {
+                "eval/reward": reward,
+                **accuracy,
+                **({"eval/reward_parts": parts} if parts else {}),
+                "eval/response_length": response_length,
+            },
         )
 
     def note(self, text: str) -> None:
@@ -229,6 +237,8 @@ def _reward_metrics(rewards: Sequence[float], trajectories: Sequence[TrajectoryH
     turns = [reward for trajectory in trajectories for _, reward in trajectory.turn_rewards]
     if turns:
         metrics["reward/turn_mean"] = mean(turns)
+    if parts := part_means(trajectory.reward_parts for trajectory in trajectories):
+        metrics["reward/parts"] = parts
     return metrics
 
 

@@ -8,13 +8,13 @@ from typing import Literal
 class Tag:
     """Unit, meaning and kind of one metric.
 
-    `kind` says what is logged under the tag: a number, integers that are counted into a histogram, or
-    markdown.
+    `kind` says what is logged under the tag: a number, integers that are counted into a histogram, markdown,
+    or numbers by name. Each of the latter is logged by itself, with its name in place of `parts` in the tag.
     """
 
     unit: str
     meaning: str
-    kind: Literal["scalar", "histogram", "text"] = "scalar"
+    kind: Literal["scalar", "histogram", "text", "parts"] = "scalar"
 
     @property
     def description(self) -> str:
@@ -30,6 +30,12 @@ TAGS: dict[str, Tag] = {
     "reward/turn_mean": Tag(
         "reward", "Mean reward of the turns in the batch. Only with workflows that reward single turns."
     ),
+    "reward/parts": Tag(
+        "as the reward says",
+        "`reward/NAME` for each further number of a reward that returns a mapping: its mean over the "
+        "trajectories of the batch that have it.",
+        "parts",
+    ),
     # eval
     "eval/reward": Tag(
         "reward",
@@ -40,6 +46,12 @@ TAGS: dict[str, Tag] = {
         "fraction",
         "`eval/reward` where it is an accuracy: fraction of the held-out prompts that are answered "
         "correctly. Only with rewards that have `is_accuracy`.",
+    ),
+    "eval/reward_parts": Tag(
+        "as the reward says",
+        "`eval/reward_NAME` for each further number of a reward that returns a mapping: its mean in the "
+        "evaluation.",
+        "parts",
     ),
     "eval/response_length": Tag("tokens", "Mean response length in the evaluation."),
     # staleness

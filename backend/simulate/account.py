@@ -1,7 +1,7 @@
 """Statistics and outcome of a simulated run."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.backend.monitor.status import RunStatus, TrainedStep
@@ -153,7 +153,9 @@ class Account:
         if len(self.failures) < 3:
             self.failures.append(f"prompt {prompt}, attempt {attempt}: {error}")
 
-    def evaluated(self, version: int, reward: float, response_length: float) -> None:
+    def evaluated(
+        self, version: int, reward: float, response_length: float, parts: Mapping[str, float]
+    ) -> None:
         """Evaluations matter for the time that they take from the engines."""
 
     def checkpoint_taken(self, stall_s: float) -> None:

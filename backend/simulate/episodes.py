@@ -7,6 +7,7 @@ from slipstream.backend.simulate.pool import SimulatedPool
 from slipstream.backend.simulate.trajectory import SimulatedCompletion, SimulatedTrajectory
 from slipstream.backend.simulate.workload import Workload
 from slipstream.configs.schema import SamplingConfig
+from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.trajectory import Messages, Prompt, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
 
@@ -66,10 +67,19 @@ class SimulatedWorkflow:
         return SimulatedTrajectory(completion.sample, completion.version_spans, completion.retractions)
 
 
-async def judge(prompt: Prompt, trajectory: Trajectory) -> float:
-    """Return the workload's reward after the workload's time of judging."""
-    assert isinstance(trajectory, SimulatedTrajectory)
-    _, _, seconds, reward = trajectory.sample
-    if seconds:
-        await asyncio.sleep(seconds)
-    return float(reward)
+class SimulatedJudge:
+    """Judges every trajectory by itself: ``rollout.collector.groups.EpisodeJudge``."""
+
+    of_groups = False
+
+    async def judge(self, prompt: Prompt, trajectory: Trajectory) -> Judgement:
+        """Return the workload's reward after the workload's time of judging."""
+        assert isinstance(trajectory, SimulatedTrajectory)
+        _, _, seconds, reward = trajectory.sample
+        if seconds:
+            await asyncio.sleep(seconds)
+        return Judgement(float(reward))
+
+    async def judge_group(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Judgement]:
+        """Raise: no simulated reward judges groups."""
+        raise AssertionError("a simulated reward judges no group")

@@ -10,6 +10,7 @@ from slipstream.rollout.trajectory import (
     UNSAMPLED,
     Completion,
     Finish,
+    RewardParts,
     Run,
     Trajectory,
     TrajectoryHeader,
@@ -59,9 +60,9 @@ class SimulatedTrajectory(Trajectory):
         header = TrajectoryHeader(tuple(runs), Finish.STOP, retractions, reward)
         self.__dict__.update(sample=sample, header=header, reward=reward)
 
-    def judged(self, reward: float) -> "SimulatedTrajectory":
+    def judged(self, reward: float, parts: RewardParts = ()) -> "SimulatedTrajectory":
         """Return the same episode with its reward."""
         judged = SimulatedTrajectory.__new__(SimulatedTrajectory)
-        header = msgspec.structs.replace(self.header, reward=reward)
+        header = msgspec.structs.replace(self.header, reward=reward, reward_parts=parts)
         judged.__dict__.update(sample=self.sample, header=header, reward=reward)
         return judged

@@ -18,9 +18,9 @@ from slipstream.backend.simulate.collector import NAME, Asked, Link, SimulatedRe
 from slipstream.backend.simulate.episodes import (
     NoReward,
     NumberedGenerator,
+    SimulatedJudge,
     SimulatedTokenizer,
     SimulatedWorkflow,
-    judge,
 )
 from slipstream.backend.simulate.failures import Failures
 from slipstream.backend.simulate.gpu_split import GpuSplit, model_of
@@ -104,6 +104,7 @@ class World:
         episodes = Episodes(
             SimulatedWorkflow(workload), rollout, lambda trajectory: trajectory, limit, outbox
         )
+        judge = SimulatedJudge()
         groups = GroupCollector(
             outbox=outbox,
             record=partial(SimulatedRecord, pool, outbox),

@@ -58,7 +58,8 @@ def reward_is_given(config: RunConfig) -> Iterator[Violation]:
             "rollout.reward",
             ABSENT,
             "missing, but required: Import path of a class with the method `score` of "
-            "`slipstream.rollout.reward.Reward`, or of a function with its parameters",
+            "`slipstream.rollout.reward.Reward` or `score_group` of `GroupReward`, or of a function with the "
+            "parameters of one of them",
         )
 
 

@@ -229,8 +229,14 @@ class RolloutConfig(Section):
     reward: Plugin | None = Field(
         default=None,
         description="Import path of a class with the method `score` of `slipstream.rollout.reward.Reward`, "
-        "which returns the reward of an episode, or of a function with its parameters. null: only without "
-        "prompts.",
+        "which returns the reward of an episode, or `score_group` of `GroupReward`, which returns those of a "
+        "group, or of a function with the parameters of one of them. null: only without prompts.",
+    )
+    reward_key: str = Field(
+        default="reward",
+        min_length=1,
+        description="Name of the number that trains, where the reward returns a mapping of numbers. The "
+        "others are metrics: `reward/NAME`.",
     )
     judging: JudgingConfig = Field(
         default=JudgingConfig(), description="The processes in which the reward runs."

@@ -15,7 +15,7 @@ from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
-from slipstream.rollout.judge.replies import NoNumber, number_of
+from slipstream.rollout.reward.value import NoNumber, check_parts, number_of
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
 from slipstream.rollout.workflow import Workflow, WorkflowContext
 
@@ -140,10 +140,12 @@ def check(trajectory: object, *, vocab_size: int, workflow: str) -> Trajectory:
         raise ValueError(f"{workflow} returned {type(trajectory).__name__}, expected a slipstream.Trajectory")
     _check_types(trajectory, workflow)
     _check_values(trajectory, vocab_size, workflow)
-    if trajectory.reward is None or (type(trajectory.reward) is float and np.isfinite(trajectory.reward)):
-        return trajectory
     try:
-        return trajectory.judged(number_of(trajectory.reward))
+        if trajectory.reward_parts:
+            check_parts(trajectory.reward_parts)
+        if trajectory.reward is None or (type(trajectory.reward) is float and np.isfinite(trajectory.reward)):
+            return trajectory
+        return trajectory.judged(number_of(trajectory.reward), trajectory.reward_parts)
     except NoNumber as error:
         raise ValueError(f"{workflow} gave no reward: {error}") from error
 

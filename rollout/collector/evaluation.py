@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.collector.episodes import EpisodeFailed, Episodes
-from slipstream.rollout.collector.groups import Judge, as_prompt, wait_for_end
+from slipstream.rollout.collector.groups import EpisodeJudge, as_prompt, wait_for_end
 from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.collector.recording import GrowingGenerator
 from slipstream.rollout.engine.growing import GrowingCompletion
@@ -46,7 +46,9 @@ class _EvaluationEpisode:
 class Evaluations:
     """Runs the evaluation episodes that the driver asks for. Single event loop."""
 
-    def __init__(self, outbox: Outbox, context: WorkflowContext, episodes: Episodes, judge: Judge) -> None:
+    def __init__(
+        self, outbox: Outbox, context: WorkflowContext, episodes: Episodes, judge: EpisodeJudge
+    ) -> None:
         """``context``: what a workflow may use in an evaluation."""
         self._outbox = outbox
         self._context = context
@@ -78,13 +80,13 @@ class Evaluations:
         prompt = as_prompt(question.prompt)
         try:
             trajectory = await self._episodes.run(prompt, episode)
-            reward = trajectory.reward
-            if reward is None:
-                reward = await self._judge(prompt, trajectory)
+            if trajectory.reward is None:
+                judgement = await self._judge.judge(prompt, trajectory)
+                trajectory = trajectory.judged(judgement.reward, judgement.parts)
         except (EpisodeFailed, JudgingFailed) as error:
             self._failed(question, str(error))
         else:
-            self._outbox.evaluated(question.task, reward, trajectory.header.response_length)
+            self._outbox.evaluated(question.task, trajectory.header)
 
     def _ended(self, question: Question, episode: _EvaluationEpisode, task: asyncio.Task[None]) -> None:
         """See to it that the driver hears of every question that it has not withdrawn."""
@@ -100,4 +102,4 @@ class Evaluations:
             self._failed(question, "".join(traceback.format_exception(error)))
 
     def _failed(self, question: Question, note: str) -> None:
-        self._outbox.evaluated(question.task, None, 0, note)
+        self._outbox.evaluation_failed(question.task, note)

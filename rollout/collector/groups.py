@@ -6,13 +6,14 @@ lease ──► n episodes side by side ──► judging ──► filter ─�
             outbox: pieces            outbox: trajectories, rewards
 
 An episode is recorded before it is judged, so that a judge that fails, or a process that ends, never costs a
-completion. A group in which one episode has failed is lost: its other episodes are given up.
+completion. A group in which one episode has failed is lost: its other episodes are given up. A reward of
+groups judges when all episodes have ended, every other reward judges each episode as soon as that has ended.
 """
 
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar, cast
@@ -32,6 +33,7 @@ from slipstream.rollout.messages import (
     PriorSample,
 )
 from slipstream.rollout.record import CorruptRecord, decode_header, decode_trajectory
+from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.trajectory import Group, Messages, Prompt, Trajectory
 from slipstream.rollout.workflow import Generator, WorkflowContext
 
@@ -57,8 +59,17 @@ class EpisodeRecord(Generator, Protocol):
     def judged(self, trajectory: Trajectory) -> None: ...
 
 
-Judge = Callable[[Prompt, Trajectory], Awaitable[float]]
-"""Returns the reward of a trajectory. Raises JudgingFailed after the last attempt."""
+class EpisodeJudge(Protocol):
+    """Asks for rewards: ``judging.Judging``. Its methods raise JudgingFailed after the last attempt."""
+
+    @property
+    def of_groups(self) -> bool:
+        """Whether only whole groups are judged, and only when all of their episodes have ended."""
+        ...
+
+    async def judge(self, prompt: Prompt, trajectory: Trajectory) -> Judgement: ...
+    async def judge_group(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Judgement]: ...
+
 
 RecordT = TypeVar("RecordT", bound=EpisodeRecord)
 
@@ -137,7 +148,7 @@ class GroupCollector(Generic[RecordT]):
         record: Callable[[int, int, int, int], RecordT],
         context: Callable[[RecordT], WorkflowContext],
         episodes: Episodes,
-        judge: Judge,
+        judge: EpisodeJudge,
         samples: int,
         group_filter: NamedFilter | None,
     ) -> None:
@@ -226,6 +237,8 @@ class GroupCollector(Generic[RecordT]):
                 trajectories = [await self._sample(group, prompt, 0, prior.get(0))]
             else:
                 trajectories = await self._all(group, prompt, prior)
+            if any(trajectory.reward is None for trajectory in trajectories):
+                trajectories = await self._judged_together(group, prompt, trajectories)
             verdict = self._verdict(lease, prompt, trajectories)
         except EpisodeFailed as error:
             self._failed(lease, str(error))
@@ -260,7 +273,9 @@ class GroupCollector(Generic[RecordT]):
     async def _sample(
         self, group: _Running[RecordT], prompt: Prompt, number: int, prior: _Prior | None
     ) -> Trajectory:
-        """Return a judged trajectory: generated, continued, only judged, or as it is."""
+        """Return a trajectory: generated, continued, only judged, or as it is. It has its reward, unless the
+        group is judged as a whole.
+        """
         episode = group.episodes[number]
         try:
             if prior is not None and prior[0].kind in (ANSWERED, JUDGED):
@@ -270,10 +285,29 @@ class GroupCollector(Generic[RecordT]):
         finally:
             episode.record.close()  # before anything else runs: nothing may follow on the trajectory
             self._released(group)
-        if trajectory.reward is None:
+        if trajectory.reward is None and not self._judge.of_groups:
             trajectory = await self._judged(prompt, trajectory)
             episode.record.judged(trajectory)
         return trajectory
+
+    async def _judged_together(
+        self, group: _Running[RecordT], prompt: Prompt, trajectories: list[Trajectory]
+    ) -> list[Trajectory]:
+        """Return the trajectories of a group with their rewards. A reward that a workflow has set stays.
+
+        All rewards go out together, so that a group is never judged in part.
+        """
+        try:
+            judgements = await self._judge.judge_group(prompt, trajectories)
+        except JudgingFailed as error:
+            raise EpisodeFailed(f"prompt {prompt.id}: {error}") from error
+        judged: list[Trajectory] = []
+        for episode, trajectory, judgement in zip(group.episodes, trajectories, judgements, strict=True):
+            if trajectory.reward is None:
+                trajectory = trajectory.judged(judgement.reward, judgement.parts)
+                episode.record.judged(trajectory)
+            judged.append(trajectory)
+        return judged
 
     async def _generated(
         self, prompt: Prompt, episode: _Episode[RecordT], prior: _Prior | None
@@ -295,9 +329,10 @@ class GroupCollector(Generic[RecordT]):
 
     async def _judged(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
         try:
-            return trajectory.judged(await self._judge(prompt, trajectory))
+            judgement = await self._judge.judge(prompt, trajectory)
         except JudgingFailed as error:
             raise EpisodeFailed(f"prompt {prompt.id}: {error}") from error
+        return trajectory.judged(judgement.reward, judgement.parts)
 
 
 def as_prompt(fields: tuple[int, object, object, dict[str, object]]) -> Prompt:

@@ -1,16 +1,18 @@
 """Judging as a collector's episodes see it.
 
     trajectory without a reward ──► text of its last completion ──► judges ──► reward    (a stage of its own)
+    group with such a trajectory ─► texts of all of its members ──► judges ──► rewards   (rewards of groups)
     workflow asks for a reward  ──────────────────────────────────► judges ──► reward    (inside the episode)
 
 Judging has attempts and time limits of its own: it never costs a completion, nor the time of an episode.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from slipstream.rollout.collector.recording import Recording
 from slipstream.rollout.collector.time_limit import TimeLimit
-from slipstream.rollout.judge.pool import Judgement
+from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.trajectory import UNSAMPLED, Prompt, Trajectory
 from slipstream.rollout.workflow import Tokenizer
 
@@ -22,6 +24,17 @@ class Judges(Protocol):
         """Raises JudgingFailed after the last attempt."""
         ...
 
+    async def score_group(
+        self, prompt: Prompt, responses: Sequence[str], trajectories: Sequence[Trajectory]
+    ) -> list[Judgement]:
+        """Raises JudgingFailed after the last attempt."""
+        ...
+
+    @property
+    def of_groups(self) -> bool:
+        """Whether the reward judges all episodes of a group at once."""
+        ...
+
 
 class Judging:
     """Judges whole trajectories by their last completion."""
@@ -30,10 +43,25 @@ class Judging:
         self._judges = judges
         self._tokenizer = tokenizer
 
-    async def judge(self, prompt: Prompt, trajectory: Trajectory) -> float:
-        """Return the reward. Raises JudgingFailed."""
+    @property
+    def of_groups(self) -> bool:
+        """Whether only a whole group can be judged."""
+        return self._judges.of_groups
+
+    async def judge(self, prompt: Prompt, trajectory: Trajectory) -> Judgement:
+        """Return what a trajectory is worth. A reward of groups gets it as a group of its own.
+
+        Raises JudgingFailed.
+        """
+        if self.of_groups:
+            return (await self.judge_group(prompt, [trajectory]))[0]
         response = last_response(self._tokenizer, trajectory)
-        return (await self._judges.score(prompt, response, trajectory)).reward
+        return await self._judges.score(prompt, response, trajectory)
+
+    async def judge_group(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Judgement]:
+        """Return what each trajectory of a group is worth. Raises JudgingFailed."""
+        responses = [last_response(self._tokenizer, trajectory) for trajectory in trajectories]
+        return await self._judges.score_group(prompt, responses, trajectories)
 
 
 class WorkflowReward:

@@ -150,9 +150,15 @@ class Outbox:
         self._next.fatal = as_note(reason)
         self._due.set()
 
-    def evaluated(self, task: int, reward: float | None, response_length: int, note: str = "") -> None:
-        """The result of an evaluation episode. ``reward``: None if it has failed, which ``note`` is about."""
-        self._next.evaluated.append(Evaluated(task, reward, response_length, as_note(note)))
+    def evaluated(self, task: int, header: TrajectoryHeader) -> None:
+        """The result of an evaluation episode, which has been judged."""
+        result = Evaluated(task, header.reward, header.response_length, "", header.reward_parts)
+        self._next.evaluated.append(result)
+        self._due.set()
+
+    def evaluation_failed(self, task: int, note: str) -> None:
+        """The failure of an evaluation episode, and its reason."""
+        self._next.evaluated.append(Evaluated(task, None, 0, as_note(note)))
         self._due.set()
 
     def _add(self, event: Event, chunk: bytes = b"") -> None:

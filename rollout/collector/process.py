@@ -76,7 +76,9 @@ async def collect(
     assert rollout.reward is not None, "there are no episodes without a reward"
     most_requests = make_room(rollout.max_concurrent)
     tokenizer = load_tokenizer(config.model.path)
-    async with JudgePool(rollout.judging, rollout.reward, spec.logs, spec.name) as judges:
+    async with JudgePool(
+        rollout.judging, rollout.reward, spec.logs, spec.name, reward_key=rollout.reward_key
+    ) as judges:
         await collect_in(
             Surroundings(tokenizer, judges, trace=trace, most_requests=most_requests), spec, config
         )
@@ -116,14 +118,14 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
                 recording, tokenizer, WorkflowReward(judges, limit, recording), rollout.sampling
             ),
             episodes=episodes,
-            judge=judging.judge,
+            judge=judging,
             samples=rollout.n_samples_per_prompt,
             group_filter=group_filter,
         )
         greedy = WorkflowContext(
             GreedyGenerator(pool), tokenizer, WorkflowReward(judges, limit), _evaluation_sampling(config)
         )
-        evaluations = Evaluations(outbox, greedy, episodes, judging.judge)
+        evaluations = Evaluations(outbox, greedy, episodes, judging)
         stack.push_async_callback(evaluations.close)
         stack.push_async_callback(groups.close)
         stack.enter_context(watched(rollout.collector_timeout_s, _reporter(spec)))

@@ -249,7 +249,7 @@ class Recording:
         self._outbox.answered(
             *self._key,
             len(self._pieces) if start else 0,
-            msgspec.structs.replace(trajectory.header, reward=None),
+            msgspec.structs.replace(trajectory.header, reward=None, reward_parts=()),
             encode_trajectory(trajectory, start),
         )
 

@@ -41,7 +41,7 @@ def answer_at_once(
     connection: socket.socket,
     score: Callable[..., Any],
     bounds: Bounds,
-    reply_with: Callable[[int, Any], Reply],
+    reply_with: Callable[[Question, Any], Reply],
 ) -> None:
     """Answer questions until the connection ends. ``reply_with``: makes a reply of what ``score`` returns."""
     selector = selectors.EpollSelector()
@@ -116,7 +116,7 @@ class _Overlapping(asyncio.Protocol):
         score: Callable[..., Any],
         bounds: Bounds,
         loop: asyncio.AbstractEventLoop,
-        reply_with: Callable[[int, Any], Reply],
+        reply_with: Callable[[Question, Any], Reply],
     ) -> None:
         self._score = score
         self._reply_with = reply_with
@@ -175,7 +175,7 @@ class _Overlapping(asyncio.Protocol):
         _open_question.set(question)
         self._bounds.home.restore()
         try:
-            reply = self._reply_with(question.number, await self._score(*request.arguments()))
+            reply = self._reply_with(request, await self._score(*request.arguments()))
         except BaseException as error:  # exits and cancellations included: none of them is meant for us
             if question.answered:
                 return

@@ -10,7 +10,7 @@ long as there are callers, each of which waits, and a process has at most ``roll
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -20,23 +20,25 @@ from types import TracebackType
 from slipstream.configs.schema import JudgingConfig, PluginConfig
 from slipstream.rollout.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed, failed_judging
 from slipstream.rollout.judge.seat import OpenQuestion, Seat
-from slipstream.rollout.judge.wire import JudgeSetup, Ruled, Scored, TurnQuestion, framed, framed_question
+from slipstream.rollout.judge.wire import (
+    Answer,
+    GroupScored,
+    JudgeSetup,
+    Ruled,
+    Scored,
+    TurnQuestion,
+    framed,
+    framed_group,
+    framed_question,
+)
 from slipstream.rollout.reward.live import JudgedTurn, Verdict
+from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.trajectory import Messages, Prompt, Trajectory
 
-__all__ = ["JudgePool", "JudgeStartFailed", "JudgeStatus", "Judgement", "JudgesClosed", "JudgingFailed"]
+__all__ = ["JudgePool", "JudgeStartFailed", "JudgeStatus", "JudgesClosed", "JudgingFailed"]
 
 LONGEST_WAIT_S = 60.0
 """Most seconds between two attempts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """What an episode is worth."""
-
-    reward: float
-    parts: Mapping[str, float] | None = None
-    """Reserved for rewards that are sums: the summands by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +75,10 @@ class JudgePool:
         name: str,
         *,
         of_turns: bool = False,
+        reward_key: str = "reward",
     ) -> None:
         """``name`` distinguishes the logs of the pools of a run: judge-NAME-0.log and so on. ``of_turns``:
-        the plugin judges turns of live users.
+        the plugin judges turns of live users. ``reward_key``: ``rollout.reward_key``.
         """
         self._settings = settings
         self._setup = JudgeSetup(
@@ -86,6 +89,7 @@ class JudgePool:
             settings.memory_mb,
             "live.judging" if of_turns else "rollout.judging",
             of_turns,
+            reward_key,
         )
         self._logs = [logs_folder / f"judge-{name}-{number}.log" for number in range(settings.processes)]
         self._seats: list[Seat] = []
@@ -128,6 +132,7 @@ class JudgePool:
             keeping.cancel()
         if self._keeping:
             await asyncio.wait(self._keeping)
+        await asyncio.gather(*(seat.close() for seat in self._seats))  # a task that never ran has closed none
         for question in self._open.values():
             if not question.answer.done():
                 question.answer.set_exception(JudgesClosed("the judge pool was closed before the answer"))
@@ -135,13 +140,30 @@ class JudgePool:
     async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> Judgement:
         """Return what an episode is worth. A caller that is cancelled withdraws its question.
 
-        Raises JudgingFailed when every attempt has failed, JudgeStartFailed when processes cannot be started
-        any more, and JudgesClosed.
+        Raises JudgingFailed when every attempt has failed or the reward judges whole groups only,
+        JudgeStartFailed when processes cannot be started any more, and JudgesClosed.
         """
+        if self.of_groups:
+            raise JudgingFailed(
+                f"the reward {self._setup.path} judges whole groups (`score_group`): a workflow cannot ask "
+                "it about a single trajectory"
+            )
         frame = partial(framed_question, prompt=prompt, response=response, trajectory=trajectory)
         reply = await self._ask(f"prompt {prompt.id}", "trajectory", frame)
         assert isinstance(reply, Scored)
-        return Judgement(reply.reward)
+        return Judgement(reply.reward, reply.parts)
+
+    async def score_group(
+        self, prompt: Prompt, responses: Sequence[str], trajectories: Sequence[Trajectory]
+    ) -> list[Judgement]:
+        """Return what each episode of a group is worth: for a pool ``of_groups``. Errors: as of ``score``.
+
+        The group is one question: it has one time limit, and is asked again as a whole.
+        """
+        frame = partial(framed_group, prompt=prompt, responses=responses, trajectories=trajectories)
+        reply = await self._ask(f"the group of prompt {prompt.id}", "trajectories", frame)
+        assert isinstance(reply, GroupScored)
+        return [Judgement(reward, parts) for reward, parts in reply.judgements]
 
     async def judge(self, turn: JudgedTurn, next_state: Messages) -> Verdict:
         """Return the verdict on a turn of a live user. Cancellation and errors: as of ``score``."""
@@ -153,7 +175,7 @@ class JudgePool:
         assert isinstance(reply, Ruled)
         return Verdict(reply.score, reply.hint)
 
-    async def _ask(self, subject: str, content: str, frame: Callable[[int], bytes]) -> Scored | Ruled:
+    async def _ask(self, subject: str, content: str, frame: Callable[[int], bytes]) -> Answer:
         if self._broken is not None:
             raise JudgeStartFailed(self._broken)
         if not self._is_open:
@@ -171,6 +193,11 @@ class JudgePool:
             del self._open[number]
             if question.seat is not None:
                 question.seat.withdraw(question)
+
+    @property
+    def of_groups(self) -> bool:
+        """Whether the reward judges all episodes of a group at once. Known when the pool is open."""
+        return any(seat.of_groups for seat in self._seats)
 
     def status(self) -> JudgeStatus:
         """Return the present state."""

@@ -58,6 +58,8 @@ class JudgeProcess:
         self._end: asyncio.Task[Ending] | None = None
         self.concurrent = False
         """Whether questions may overlap."""
+        self.of_groups = False
+        """Whether the reward judges all episodes of a group at once."""
 
     @classmethod
     async def start(cls, setup: JudgeSetup, log: Path, on_reply: Callable[[Reply], None]) -> "JudgeProcess":
@@ -95,7 +97,7 @@ class JudgeProcess:
         reply = self._first_reply.result()
         if isinstance(reply, StartFailure):
             raise _start_failed(setup, reply.reason)
-        self._judge, self.concurrent = reply.pid, reply.concurrent
+        self._judge, self.concurrent, self.of_groups = reply.pid, reply.concurrent, reply.of_groups
 
     async def _spawn(self) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)

@@ -1,19 +1,29 @@
-"""Replies about one question: the number that a reward returned, or why there is none."""
+"""Replies about one question: the numbers that a reward returned, or why there are none."""
 
 import asyncio
 import linecache
-import math
 import os
-import reprlib
 import traceback
 from collections.abc import Iterator
-from typing import Any, SupportsFloat, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.rollout.judge.wire import Blame, Ruled, Scored, Unscored
+from slipstream.rollout.judge.wire import (
+    LONGEST_REPLY,
+    Blame,
+    GroupQuestion,
+    GroupScored,
+    Question,
+    Ruled,
+    Scored,
+    Unscored,
+    framed,
+)
 from slipstream.rollout.reward.live import Verdict
+from slipstream.rollout.reward.value import NoNumber, judgement_of, number_of
+from slipstream.rollout.trajectory import RewardParts
 
 LONGEST_TRACEBACK = 6000
 """Characters of a traceback in a reply. The middle of a longer one is left out."""
@@ -21,61 +31,56 @@ LONGEST_TRACEBACK = 6000
 _HERE = os.path.dirname(__file__)
 
 
-class NoNumber(ValueError):
-    """A reward returned something else than a finite real number."""
+def scored(question: Question, value: Any, key: str) -> Scored:
+    """Return the reply with a reward. ``key``, errors: as of ``judgement_of``."""
+    judgement = judgement_of(value, key)
+    return Scored(question.number, judgement.reward, judgement.parts)
 
 
-def number_of(value: Any) -> float:
-    """Return what a reward returned as a float. Raises NoNumber, and whatever a type of the user's raises."""
-    if isinstance(value, np.ndarray | np.generic):
-        array = cast("npt.NDArray[Any]", value)
-        if array.size != 1 or array.dtype.kind not in "biuf":
-            raise NoNumber(_refusal(array))
-        value = array.item()
-    number = cast(object, value)
-    if not isinstance(number, SupportsFloat):
-        raise NoNumber(_refusal(number))
-    try:
-        result = float(number)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise NoNumber(_refusal(number)) from error
-    if not math.isfinite(result):
-        raise NoNumber(_refusal(number))
-    return result
+def group_scored(question: Question, value: Any, key: str) -> GroupScored:
+    """Return the reply with the rewards of a group: as many as it has episodes, in their order.
 
-
-def _refusal(value: object) -> str:
-    try:
-        shown = _repr.repr(value)
-    except Exception:  # a repr of the user's, or an integer with more digits than Python prints
-        shown = "something"
-    return f"it returned {shown} of type {type(value).__name__}, expected a finite number"
-
-
-_repr = reprlib.Repr()
-_repr.maxother = _repr.maxstring = 200
-
-
-def scored(number: int, value: Any) -> Scored:
-    """Return the reply with a reward. Raises what ``number_of`` raises."""
-    return Scored(number, number_of(value))
+    Raises NoNumber and what ``judgement_of`` raises.
+    """
+    assert isinstance(question, GroupQuestion)
+    expected = len(question.episodes)
+    if isinstance(value, np.ndarray):
+        value = cast("npt.NDArray[Any]", value).tolist()
+    if not isinstance(value, list | tuple):
+        raise NoNumber(
+            f"it returned something of type {type(value).__name__}, expected a list of {expected} rewards"
+        )
+    values = cast("list[object] | tuple[object, ...]", value)
+    if len(values) != expected:
+        raise NoNumber(f"it returned {len(values)} rewards for {expected} episodes")
+    judgements: list[tuple[float, RewardParts]] = []
+    for place, each in enumerate(values):
+        try:
+            judgement = judgement_of(each, key)
+        except NoNumber as error:
+            raise NoNumber(f"episode {place}: {error}") from error
+        judgements.append((judgement.reward, judgement.parts))
+    reply = GroupScored(question.number, judgements)
+    if len(framed(reply)) > LONGEST_REPLY:
+        raise NoNumber(f"it returned {expected} mappings of more than {LONGEST_REPLY} bytes together")
+    return reply
 
 
 LONGEST_HINT = 100_000
 """Characters of a hint in a reply. The middle of a longer one is left out."""
 
 
-def ruled(number: int, value: Any) -> Ruled:
+def ruled(question: Question, value: Any) -> Ruled:
     """Return the reply with a verdict; None is one without a score. Raises what ``number_of`` raises."""
     if value is None:
-        return Ruled(number, None)
+        return Ruled(question.number, None)
     if not isinstance(value, Verdict):
         raise NoNumber(f"it returned something of type {type(value).__name__}, expected a Verdict or None")
     score, hint = cast(object, value.score), cast(object, value.hint)
     if hint is not None and not isinstance(hint, str):
         raise NoNumber(f"its hint is of type {type(hint).__name__}, expected a text or None")
     return Ruled(
-        number,
+        question.number,
         None if score is None else number_of(score),
         None if hint is None else shortened(hint, LONGEST_HINT),
     )

@@ -20,12 +20,11 @@ from typing import Protocol
 from slipstream.rollout.judge.errors import Ending, JudgeStartFailed, JudgingFailed
 from slipstream.rollout.judge.process import GRACE_S, JudgeProcess
 from slipstream.rollout.judge.wire import (
+    Answer,
     Blame,
     JudgeSetup,
     Reply,
     Retiring,
-    Ruled,
-    Scored,
     Unscored,
     Withdrawal,
     framed,
@@ -34,7 +33,7 @@ from slipstream.rollout.judge.wire import (
 
 @dataclass(eq=False, slots=True)
 class OpenQuestion:
-    """A finished episode that waits for its reward, or a turn that waits for its verdict."""
+    """Finished episodes that wait for their rewards, or a turn that waits for its verdict."""
 
     number: int
     subject: str
@@ -43,7 +42,7 @@ class OpenQuestion:
     """What belongs to it, for messages."""
     frame: Callable[[int], bytes]
     """Encodes the question, given its number."""
-    answer: "asyncio.Future[Scored | Ruled]"
+    answer: "asyncio.Future[Answer]"
     asked_at: float
     """Time at which the pool was asked; the time of the event loop."""
     causes: list[str] = field(default_factory=list[str])
@@ -91,6 +90,8 @@ class Seat:
         self._answered = 0
         self._timer: asyncio.TimerHandle | None = None
         self.restarts = 0
+        self.of_groups = False
+        """Whether the reward judges all episodes of a group at once."""
 
     @property
     def n_open(self) -> int:
@@ -100,6 +101,7 @@ class Seat:
     async def start(self) -> None:
         """Start the first process. Raises JudgeStartFailed."""
         self._process = await self._start_process()
+        self.of_groups = self._process.of_groups
 
     async def keep(self, questions: QuestionSource) -> None:
         """Ask questions until the task is cancelled. Raises JudgeStartFailed if no process can be started."""
@@ -189,7 +191,7 @@ class Seat:
     def _on_reply(self, reply: Reply) -> None:
         if isinstance(reply, Retiring):
             self._is_retiring = True
-        elif isinstance(reply, Scored | Ruled | Unscored):
+        elif isinstance(reply, Answer | Unscored):
             question = self._open.pop(reply.number, None)
             if question is None:
                 return

@@ -19,7 +19,7 @@ def answer_in_turn(
     connection: socket.socket,
     score: Callable[..., Any],
     bounds: Bounds,
-    reply_with: Callable[[int, Any], Reply],
+    reply_with: Callable[[Question, Any], Reply],
 ) -> None:
     """Answer questions until the connection ends. ``reply_with``: makes a reply of what ``score`` returns."""
     judge = _OneByOne(score, bounds, reply_with)
@@ -33,7 +33,7 @@ def answer_in_turn(
 
 class _OneByOne:
     def __init__(
-        self, score: Callable[..., Any], bounds: Bounds, reply_with: Callable[[int, Any], Reply]
+        self, score: Callable[..., Any], bounds: Bounds, reply_with: Callable[[Question, Any], Reply]
     ) -> None:
         self._score = score
         self._reply_with = reply_with
@@ -47,7 +47,7 @@ class _OneByOne:
         bounds.watchdog.arm(bounds.timeout_s)
         try:
             value = self._result(self._score(*question.arguments()))
-            reply = self._reply_with(question.number, value)
+            reply = self._reply_with(question, value)
             del value
         except BaseException as error:  # exits and cancellations included: none of them is meant for us
             reply = unscored(question.number, error)

@@ -1,14 +1,18 @@
 """Messages between a judge pool and a judge process, one in each frame: u32 length | msgpack.
 
-    pool ──► process     JudgeSetup first, then JudgeQuestion or TurnQuestion, and Withdrawal
-    process ──► pool     JudgeReady or StartFailure first, then Scored or Ruled, Unscored and Retiring
+    pool ──► process     JudgeSetup first, then questions, and Withdrawal
+    process ──► pool     JudgeReady or StartFailure first, then answers, Unscored and Retiring
 
-An episode is a JudgeQuestion, whose answer is Scored; a turn of a live user is a TurnQuestion and Ruled.
+    question             answer          asks about
+    EpisodeQuestion      Scored          an episode
+    GroupQuestion        GroupScored     all episodes of a group at once
+    TurnQuestion         Ruled           a turn of a live user
 
 Arrays travel as raw little-endian bytes. Nothing is pickled, so that user code cannot make the pool run code.
 """
 
 import struct
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -16,9 +20,9 @@ import msgspec
 import numpy as np
 
 from slipstream.rollout.reward.live import JudgedTurn
-from slipstream.rollout.trajectory import Finish, Messages, Prompt, Trajectory
+from slipstream.rollout.trajectory import Finish, Messages, Prompt, RewardParts, Trajectory
 
-LONGEST_REPLY = 1 << 20
+LONGEST_REPLY = 1 << 24
 """Bytes in a frame of a judge process. Replies are shortened far below it: a longer one is garbage."""
 
 CONNECTION_CLOSED = 199
@@ -43,14 +47,17 @@ class JudgeSetup(msgspec.Struct, array_like=True):
     """Section of the recipe with the settings, for messages."""
     of_turns: bool = False
     """The judge is one of live turns, and not a reward."""
+    reward_key: str = "reward"
+    """Name of the number that trains, where the reward returns a mapping."""
 
 
-class JudgeQuestion(msgspec.Struct, array_like=True, tag="q", gc=False):
-    """A finished episode whose reward is asked for."""
+PromptFields = tuple[int, Any, Any, dict[str, Any]]
+"""Fields of a ``Prompt``."""
 
-    number: int
-    prompt: tuple[int, Any, Any, dict[str, Any]]
-    """Fields of the ``Prompt``."""
+
+class FinishedEpisode(msgspec.Struct, array_like=True, gc=False):
+    """A trajectory, and the text of its last completion."""
+
     response: str
     tokens: bytes
     """int32, as are the versions."""
@@ -62,11 +69,11 @@ class JudgeQuestion(msgspec.Struct, array_like=True, tag="q", gc=False):
     retractions: int
     reward: float | None
     turn_rewards: tuple[tuple[int, float], ...]
+    reward_parts: RewardParts
 
-    def arguments(self) -> tuple[Prompt, str, Trajectory]:
-        """Return the arguments of ``Reward.score``. The arrays belong to the caller, who may change them."""
-        id_, prompt, label, metadata = self.prompt
-        trajectory = Trajectory(
+    def trajectory(self) -> Trajectory:
+        """Return the trajectory. Its arrays belong to the caller, who may change them."""
+        return Trajectory(
             np.frombuffer(self.tokens, "<i4").astype(np.int64),
             np.frombuffer(self.loss_mask, np.bool_).copy(),
             np.frombuffer(self.logprobs, "<f4").astype(np.float32),
@@ -75,8 +82,33 @@ class JudgeQuestion(msgspec.Struct, array_like=True, tag="q", gc=False):
             self.retractions,
             self.reward,
             turn_rewards=self.turn_rewards,
+            reward_parts=self.reward_parts,
         )
-        return Prompt(id_, prompt, label, metadata), self.response, trajectory
+
+
+class EpisodeQuestion(msgspec.Struct, array_like=True, tag="q", gc=False):
+    """A finished episode whose reward is asked for."""
+
+    number: int
+    prompt: PromptFields
+    episode: FinishedEpisode
+
+    def arguments(self) -> tuple[Prompt, str, Trajectory]:
+        """Return the arguments of ``Reward.score``."""
+        return Prompt(*self.prompt), self.episode.response, self.episode.trajectory()
+
+
+class GroupQuestion(msgspec.Struct, array_like=True, tag="g", gc=False):
+    """The finished episodes of a group, whose rewards are asked for at once."""
+
+    number: int
+    prompt: PromptFields
+    episodes: list[FinishedEpisode]
+
+    def arguments(self) -> tuple[Prompt, list[str], list[Trajectory]]:
+        """Return the arguments of ``GroupReward.score_group``."""
+        responses = [episode.response for episode in self.episodes]
+        return Prompt(*self.prompt), responses, [episode.trajectory() for episode in self.episodes]
 
 
 class TurnQuestion(msgspec.Struct, array_like=True, tag="t", gc=False):
@@ -103,6 +135,8 @@ class JudgeReady(msgspec.Struct, array_like=True, tag="r", gc=False):
     pid: int
     concurrent: bool
     """``score`` is a coroutine function, so that questions may overlap."""
+    of_groups: bool = False
+    """The reward judges all episodes of a group at once."""
 
 
 class StartFailure(msgspec.Struct, array_like=True, tag="f", gc=False):
@@ -116,6 +150,15 @@ class Scored(msgspec.Struct, array_like=True, tag="s", gc=False):
 
     number: int
     reward: float
+    parts: RewardParts = ()
+
+
+class GroupScored(msgspec.Struct, array_like=True, tag="gs", gc=False):
+    """The rewards of a group's episodes, in their order."""
+
+    number: int
+    judgements: list[tuple[float, RewardParts]]
+    """Reward and parts of each."""
 
 
 class Ruled(msgspec.Struct, array_like=True, tag="v", gc=False):
@@ -153,9 +196,10 @@ class Retiring(msgspec.Struct, array_like=True, tag="e", gc=False):
     reason: str
 
 
-Question = JudgeQuestion | TurnQuestion
+Question = EpisodeQuestion | GroupQuestion | TurnQuestion
+Answer = Scored | GroupScored | Ruled
 Request = Question | Withdrawal
-Reply = JudgeReady | StartFailure | Scored | Ruled | Unscored | Retiring
+Reply = JudgeReady | StartFailure | Answer | Unscored | Retiring
 
 _encoder = msgspec.msgpack.Encoder()
 SETUP = msgspec.msgpack.Decoder(JudgeSetup)
@@ -173,20 +217,33 @@ def framed(message: JudgeSetup | Request | Reply) -> bytes:
 
 def framed_question(number: int, prompt: Prompt, response: str, trajectory: Trajectory) -> bytes:
     """Return the frame of a question. Raises what ``framed`` raises."""
-    return framed(
-        JudgeQuestion(
-            number,
-            (prompt.id, prompt.prompt, prompt.label, prompt.metadata),
-            response,
-            trajectory.tokens_T.astype("<i4").tobytes(),
-            trajectory.loss_mask_T.tobytes(),
-            trajectory.logprobs_T.astype("<f4", copy=False).tobytes(),
-            trajectory.versions_T.astype("<i4", copy=False).tobytes(),
-            trajectory.finish.value,
-            trajectory.retractions,
-            None if trajectory.reward is None else float(trajectory.reward),
-            tuple((int(end), float(reward)) for end, reward in trajectory.turn_rewards),
-        )
+    return framed(EpisodeQuestion(number, _fields(prompt), _finished(response, trajectory)))
+
+
+def framed_group(
+    number: int, prompt: Prompt, responses: Sequence[str], trajectories: Sequence[Trajectory]
+) -> bytes:
+    """Return the frame of a question about a whole group. Raises what ``framed`` raises."""
+    episodes = [_finished(*each) for each in zip(responses, trajectories, strict=True)]
+    return framed(GroupQuestion(number, _fields(prompt), episodes))
+
+
+def _fields(prompt: Prompt) -> PromptFields:
+    return prompt.id, prompt.prompt, prompt.label, prompt.metadata
+
+
+def _finished(response: str, trajectory: Trajectory) -> FinishedEpisode:
+    return FinishedEpisode(
+        response,
+        trajectory.tokens_T.astype("<i4").tobytes(),
+        trajectory.loss_mask_T.tobytes(),
+        trajectory.logprobs_T.astype("<f4", copy=False).tobytes(),
+        trajectory.versions_T.astype("<i4", copy=False).tobytes(),
+        trajectory.finish.value,
+        trajectory.retractions,
+        None if trajectory.reward is None else float(trajectory.reward),
+        tuple((int(end), float(reward)) for end, reward in trajectory.turn_rewards),
+        trajectory.reward_parts,
     )
 
 

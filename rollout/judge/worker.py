@@ -2,7 +2,6 @@
 
 import faulthandler
 import gc
-import inspect
 import os
 import resource
 import socket
@@ -10,12 +9,12 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from slipstream.rollout import plugins
 from slipstream.rollout.judge.asynchronous import answer_at_once
 from slipstream.rollout.judge.limits import Bounds, ForkGuard, MemoryWatch, Watchdog, WorkingDirectory
-from slipstream.rollout.judge.replies import ruled, scored, traceback_of
+from slipstream.rollout.judge.replies import group_scored, ruled, scored, traceback_of
 from slipstream.rollout.judge.synchronous import answer_in_turn
 from slipstream.rollout.judge.wire import (
     CONNECTION_CLOSED,
@@ -23,25 +22,20 @@ from slipstream.rollout.judge.wire import (
     FrameReader,
     JudgeReady,
     JudgeSetup,
+    Question,
+    Reply,
     StartFailure,
     framed,
 )
-
-
-class JudgeKind(NamedTuple):
-    """The shape of the user code that judges."""
-
-    what: str
-    method: str
-    parameters: tuple[str, ...]
-    """First parameters of a function that judges by itself, and does not return an object that does."""
-
-
-EPISODES = JudgeKind("a reward", "score", ("prompt", "response", "trajectory"))
-TURNS = JudgeKind("a judge of live turns", "judge", ("turn", "next_state"))
-
-Score = Callable[..., Any]
-"""``Reward.score``: a coroutine function or a plain one."""
+from slipstream.rollout.reward.loading import (
+    GROUPS,
+    REWARDS,
+    TURNS,
+    JudgeKind,
+    LoadedJudge,
+    is_concurrent,
+    load_judge,
+)
 
 
 def work(connection: socket.socket, crash: int) -> None:
@@ -53,12 +47,12 @@ def work(connection: socket.socket, crash: int) -> None:
     forks = ForkGuard(connection, crash)
     try:
         setup = _receive_setup(connection)
-        score = setup and _construct(connection, setup, Watchdog(crash), forks)
-        if setup and score:
+        judge = setup and _construct(connection, setup, Watchdog(crash), forks)
+        if setup and judge:
             memory = MemoryWatch(setup.memory_mb)
             watchdog, home = Watchdog(crash), WorkingDirectory()
             bounds = Bounds(setup.timeout_s, watchdog, memory, forks, home, setup.section)
-            _answer(connection, score, bounds, setup)
+            _answer(connection, judge, bounds, setup)
     except OSError:  # user code has closed descriptors that are not its own
         with suppress(OSError):
             traceback.print_exc()
@@ -78,12 +72,12 @@ def _receive_setup(connection: socket.socket) -> JudgeSetup | None:
 
 def _construct(
     connection: socket.socket, setup: JudgeSetup, watchdog: Watchdog, forks: ForkGuard
-) -> Score | None:
-    """Return the function that judges. Report to the pool and return None when there is none."""
+) -> LoadedJudge | None:
+    """Return the code that judges. Report to the pool and return None when there is none."""
     _limit_memory(setup.memory_mb)
     watchdog.arm(setup.start_timeout_s)
     try:
-        return load_score(setup.path, setup.args, TURNS if setup.of_turns else EPISODES)
+        return load_judge(setup.path, setup.args, (TURNS,) if setup.of_turns else REWARDS)
     except BaseException as error:  # exits included: whatever user code raises is reported
         forks.leave_if_forked()
         connection.sendall(framed(StartFailure(_reason(error))))
@@ -107,37 +101,17 @@ def _limit_memory(memory_mb: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def _answer(connection: socket.socket, score: Score, bounds: Bounds, setup: JudgeSetup) -> None:
+def _answer(connection: socket.socket, judge: LoadedJudge, bounds: Bounds, setup: JudgeSetup) -> None:
     gc.collect()
     gc.freeze()  # what the imports made stays: no collection needs to look at it again
-    concurrent = is_concurrent(score)
-    connection.sendall(framed(JudgeReady(os.getpid(), concurrent)))
+    concurrent = is_concurrent(judge.call)
+    connection.sendall(framed(JudgeReady(os.getpid(), concurrent, judge.kind is GROUPS)))
     answer = answer_at_once if concurrent else answer_in_turn
-    answer(connection, score, bounds, ruled if setup.of_turns else scored)
+    answer(connection, judge.call, bounds, _replies(judge.kind, setup.reward_key))
 
 
-def load_score(path: str, args: dict[str, Any], judging: JudgeKind = EPISODES) -> Callable[..., Any]:
-    """Return the function that judges: the method of what ``path`` constructs, or the function ``path``
-    itself, if its first parameters are those of the method.
-    """
-    factory = plugins.resolve(path)
-    if inspect.isfunction(factory) and _parameters(factory)[: len(judging.parameters)] == judging.parameters:
-        return partial(factory, **args) if args else factory
-    reward = plugins.construct(path, args)
-    score = getattr(reward, judging.method, None)
-    if not callable(score):
-        raise plugins.PluginError(
-            f"{path}: {type(reward).__name__} has no method `{judging.method}`; expected the class of "
-            f"{judging.what}, or a function {path.rpartition('.')[2]}({', '.join(judging.parameters)})"
-        )
-    return score
-
-
-def is_concurrent(score: Callable[..., Any]) -> bool:
-    """Return whether ``score`` is a coroutine function, so that questions may overlap."""
-    call = getattr(type(score), "__call__", None)  # noqa: B004
-    return inspect.iscoroutinefunction(score) or inspect.iscoroutinefunction(call)
-
-
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters)
+def _replies(kind: JudgeKind, key: str) -> Callable[[Question, Any], Reply]:
+    """Return what makes a reply of a question and of what the code has returned for it."""
+    if kind is TURNS:
+        return ruled
+    return partial(group_scored if kind is GROUPS else scored, key=key)

@@ -1,12 +1,59 @@
-"""Rewards: what an episode is worth. A recipe names one by import path."""
+"""Rewards: what an episode is worth. A recipe names one by import path; ``docs/rewards.md`` shows them."""
 
-from collections.abc import Awaitable
-from typing import Protocol
+from collections.abc import Awaitable, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
 
-from slipstream.rollout.reward.final_answer import FinalAnswer
 from slipstream.rollout.trajectory import Prompt, Trajectory
 
-__all__ = ["FinalAnswer", "Reward", "is_accuracy"]
+if TYPE_CHECKING:
+    from slipstream.rollout.reward.choice import Choice
+    from slipstream.rollout.reward.code_tests import CodeTests
+    from slipstream.rollout.reward.final_answer import FinalAnswer
+    from slipstream.rollout.reward.mathematics import MathVerify
+    from slipstream.rollout.reward.remote import Remote
+    from slipstream.rollout.reward.texts import F1, Exact, Regex
+    from slipstream.rollout.reward.weighted import Weighted
+
+__all__ = [
+    "F1",
+    "Choice",
+    "CodeTests",
+    "Exact",
+    "FinalAnswer",
+    "GroupReward",
+    "MathVerify",
+    "Regex",
+    "Remote",
+    "Reward",
+    "RewardValue",
+    "Weighted",
+    "is_accuracy",
+]
+
+_MODULES = {
+    "Choice": "choice",
+    "CodeTests": "code_tests",
+    "Exact": "texts",
+    "F1": "texts",
+    "FinalAnswer": "final_answer",
+    "MathVerify": "mathematics",
+    "Regex": "texts",
+    "Remote": "remote",
+    "Weighted": "weighted",
+}
+"""Modules of the rewards that ship. A judge process imports the one that it needs: SymPy takes a second."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+RewardValue = float | Mapping[str, float | str]
+"""A number, or a mapping of numbers. In a mapping, ``rollout.reward_key`` names the number that trains; the
+others are metrics. Texts in it are left out."""
 
 
 class Reward(Protocol):
@@ -45,8 +92,13 @@ class Reward(Protocol):
     ``prompt`` and ``trajectory`` are copies. Columns of a prompt set arrive as plain data: dates as text.
     """
 
-    def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float | Awaitable[float]:
-        """Return the reward of one finished episode: any finite number.
+    def score(
+        self, prompt: Prompt, response: str, trajectory: Trajectory
+    ) -> RewardValue | Awaitable[RewardValue]:
+        """Return the reward of one finished episode: any finite number, or a mapping of finite numbers.
+
+        A mapping holds the number that trains under the name ``rollout.reward_key``. Each other number is a
+        metric: ``reward/NAME`` is its mean over the trajectories of a batch that have it.
 
         ``response`` is the text of the trajectory's last completion, decoded without special tokens.
 
@@ -59,6 +111,31 @@ class Reward(Protocol):
         ...
 
 
-def is_accuracy(reward: Reward | None) -> bool:
+class GroupReward(Protocol):
+    """Judges all episodes of a group at once, when the last of them has ended. Otherwise as ``Reward``.
+
+        class MostFrequent:
+            def score_group(
+                self, prompt: Prompt, responses: list[str], trajectories: list[Trajectory]
+            ) -> list[float]:
+                [(majority, _)] = Counter(responses).most_common(1)
+                return [float(response == majority) for response in responses]
+
+    A group is one question: it has one time limit, and is asked about again as a whole. A reward that the
+    workflow has set stays as it is; ``score_group`` finds it in ``trajectory.reward``. An evaluation prompt
+    has one completion, which is a group of its own.
+    """
+
+    def score_group(
+        self, prompt: Prompt, responses: list[str], trajectories: list[Trajectory]
+    ) -> Sequence[RewardValue] | Awaitable[Sequence[RewardValue]]:
+        """Return the reward of each episode, in the order of ``responses``.
+
+        What counts as a failed attempt: as of ``Reward.score``, for each of them.
+        """
+        ...
+
+
+def is_accuracy(reward: object) -> bool:
     """Return whether the mean of the rewards is an accuracy: the class has ``is_accuracy = True``."""
     return getattr(reward, "is_accuracy", False) is True

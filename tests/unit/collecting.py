@@ -179,10 +179,12 @@ class HoldingDriver:
     """Bytes of all chunks so far."""
     sent: list[tuple[Event, bytes]] = field(default_factory=list)
     """All events, with their chunks."""
+    messages: list[Up] = field(default_factory=list)
 
     def take(self, message: Up, chunks: Sequence[bytes]) -> None:
         up, payload = split(pack(message, chunks), UP)
         self.payload += len(payload)
+        self.messages.append(up)
         start = 0
         for event in up.events:
             chunk = bytes(payload[start : start + event.size])

@@ -514,3 +514,50 @@ class Lingers:
         Path(response).write_text(f"{os.getppid()} {os.getpid()} {program.pid}")
         await asyncio.sleep(FOREVER_S)
         return 1.0
+
+
+class Parts:
+    """Returns the mapping that the response says in Python."""
+
+    def score(self, prompt, response, trajectory):
+        return eval(response, {"np": np})
+
+
+class Lengths:
+    """Ranks the responses of a group; the first response may say otherwise."""
+
+    def score_group(self, prompt, responses, trajectories):
+        assert [len(each.tokens_T) for each in trajectories] == [12] * len(responses)
+        if responses[0].startswith("return "):
+            return eval(responses[0].removeprefix("return "), {"np": np})
+        if responses[0] == "sleeps":
+            sleeps()
+        ranked = sorted(responses, key=len)
+        return [{"reward": ranked.index(response), "length": len(response)} for response in responses]
+
+
+class LengthsTogether(Lengths):
+    async def score_group(self, prompt, responses, trajectories):
+        await asyncio.sleep(0)
+        return super().score_group(prompt, responses, trajectories)
+
+
+def by_share(prompt, responses, trajectories, scale=1.0):
+    """A reward of groups that is a function."""
+    return [scale / len(responses)] * len(responses)
+
+
+class Both:
+    def score(self, prompt, response, trajectory):
+        return 0.0
+
+    def score_group(self, prompt, responses, trajectories):
+        return [0.0] * len(responses)
+
+
+class ThreeArguments:
+    def __init__(self, scale, limit=3):
+        raise RuntimeError("a check constructs no class of the user")
+
+    def score(self, prompt, response):
+        return 0.0

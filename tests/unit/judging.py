@@ -47,7 +47,10 @@ class Judging:
         """State of the last pool before it was closed."""
 
     def pool(self, reward: str = "Plain", args: dict[str, Any] | None = None, **settings: Any) -> JudgePool:
-        plugin = PluginConfig(path=f"tests.unit.judge_rewards.{reward}", args=args or {})
+        return self.pool_of(f"tests.unit.judge_rewards.{reward}", args, **settings)
+
+    def pool_of(self, path: str, args: dict[str, Any] | None = None, **settings: Any) -> JudgePool:
+        plugin = PluginConfig(path=path, args=args or {})
         defaults: dict[str, Any] = {"timeout_s": TIMEOUT_S, "retry_after_s": 0.01, "attempts": 1}
         return JudgePool(JudgingConfig(**{**defaults, **settings}), plugin, self.logs, "test")
 

@@ -19,6 +19,7 @@ from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed
 from slipstream.rollout.messages import Evaluated, Question, fields
+from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.trajectory import Prompt, Trajectory, TrajectoryBuilder
 from slipstream.rollout.workflow import WorkflowContext
 from tests.unit.collecting import SAMPLING, HoldingDriver, PureEngines, ideal
@@ -59,7 +60,7 @@ class World:
         checking = partial(check, vocab_size=100, workflow="my.Flow")
         episodes = Episodes(self, rollout, checking, TimeLimit(60), self.outbox)
         context = WorkflowContext(GreedyGenerator(Greedy()), nothing, nothing, SAMPLING)
-        self.evaluations = Evaluations(self.outbox, context, episodes, self._judge)
+        self.evaluations = Evaluations(self.outbox, context, episodes, self)
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> Trajectory:
         assert prompt == PROMPT
@@ -69,12 +70,19 @@ class World:
         builder.add_completion(await context.generator.generate([1], context.sampling))
         return replace(builder.build(), reward=self.reward)
 
-    async def _judge(self, prompt: Prompt, trajectory: Trajectory) -> float:
+    @property
+    def of_groups(self) -> bool:
+        return False
+
+    async def judge_group(self, prompt: Prompt, trajectories: Any) -> list[Judgement]:
+        raise AssertionError
+
+    async def judge(self, prompt: Prompt, trajectory: Trajectory) -> Judgement:
         await asyncio.sleep(1)
         outcome = self.judged()
         if isinstance(outcome, BaseException):
             raise outcome
-        return outcome
+        return Judgement(outcome)
 
     def ask(self, during: Callable[[], None] = lambda: None) -> list[Evaluated]:
         """Ask question 4, and return the answers."""

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +33,7 @@ from slipstream.rollout.messages import (
     PriorSample,
     fields,
 )
+from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.trajectory import Group, Prompt, Trajectory, TrajectoryBuilder
 from slipstream.rollout.workflow import WorkflowContext
 from tests.unit.collecting import SAMPLING, HeldSample, HoldingDriver, PureEngines, ideal
@@ -70,6 +71,10 @@ class World:
     keep: Callable[[Group], object] | None = None
     judged: Callable[[Trajectory], Any] = lambda trajectory: 0.5
     """The reward, which takes a second, or an error that is raised."""
+    of_groups: bool = False
+    judged_together: Callable[[Sequence[Trajectory]], Any] = lambda trajectories: []
+    """The rewards of a group, which take a second, or an error that is raised."""
+    groups_asked: list[list[Trajectory]] = field(default_factory=list)
     engines: Any = field(default_factory=PureEngines)
     driver: HoldingDriver = field(default_factory=HoldingDriver)
     outbox: Outbox = field(default_factory=Outbox)
@@ -93,7 +98,7 @@ class World:
             record=self._record,
             context=lambda record: WorkflowContext(record, nothing, nothing, SAMPLING),
             episodes=episodes,
-            judge=self._judge,
+            judge=self,
             samples=self.samples,
             group_filter=NamedFilter("my.Filter", group_filter) if group_filter else None,
         )
@@ -102,11 +107,20 @@ class World:
         clock = asyncio.get_running_loop().time
         return Recording(self.engines, self.outbox, group, lease, sample, clock=clock)
 
-    async def _judge(self, prompt: Prompt, trajectory: Trajectory) -> float:
+    async def judge(self, prompt: Prompt, trajectory: Trajectory) -> Judgement:
         assert prompt == PROMPT
         self.questions.append(trajectory)
         await asyncio.sleep(1)
         outcome = self.judged(trajectory)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome if isinstance(outcome, Judgement) else Judgement(outcome)
+
+    async def judge_group(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Judgement]:
+        assert prompt == PROMPT and self.of_groups
+        self.groups_asked.append(list(trajectories))
+        await asyncio.sleep(1)
+        outcome = self.judged_together(trajectories)
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
@@ -306,6 +320,63 @@ def test_a_whole_trajectory_that_cannot_be_read_fails_its_group():
     assert world.verdict[0] == FAILED
     assert "not the header of a trajectory" in world.verdict[1]
     assert world.driver.released == 1
+
+
+# ---- rewards of groups
+
+
+def ranks(trajectories: Sequence[Trajectory]) -> list[Judgement]:
+    return [
+        Judgement(float(place), (("size", float(len(trajectories))),)) for place in range(len(trajectories))
+    ]
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_reward_of_groups_is_asked_once_when_all_episodes_have_ended(samples):
+    world = World(samples, of_groups=True, judged_together=ranks)
+    world.run()
+    assert (world.questions, len(world.groups_asked)) == ([], 1)
+    [asked] = world.groups_asked
+    assert [each.tokens_T[0] for each in asked] == [100 + sample for sample in range(samples)]
+    assert world.verdict == (TRAIN, "")
+    headers = [world.held(sample).trajectory().header for sample in range(samples)]
+    assert [header.reward for header in headers] == list(range(samples))
+    assert {header.reward_parts for header in headers} == {(("size", float(samples)),)}
+    assert world.driver.released == samples
+
+
+def test_all_episodes_are_recorded_before_their_group_is_judged_and_their_rewards_go_out_in_one_message():
+    """A group of which a restart knew the rewards of a part would mix two judgings."""
+    world = World(3, of_groups=True, judged_together=ranks)
+    world.run()
+    kinds = [event.kind for event, _ in world.driver.sent if event.kind != PIECE]
+    assert kinds == [ANSWERED] * 3 + [JUDGED] * 3
+    messages = [[event.kind for event in message.events] for message in world.driver.messages]
+    assert [JUDGED] * 3 in messages
+
+
+def test_a_reward_that_a_workflow_has_set_stays_and_is_shown_to_the_reward_of_the_group():
+    world = World(2, of_groups=True, judged_together=ranks)
+    world.run(None, answered(1, reward=0.25))
+    [asked] = world.groups_asked
+    assert [each.reward for each in asked] == [None, 0.25]
+    assert [event.sample for event, _ in world.driver.sent if event.kind == JUDGED] == [0]
+    assert world.verdict == (TRAIN, "")
+
+
+def test_a_group_whose_members_all_have_rewards_is_not_judged():
+    world = World(2, of_groups=True)
+    world.run(answered(reward=0.5), answered(1, reward=0.25))
+    assert world.groups_asked == []
+    assert world.verdict == (TRAIN, "")
+
+
+def test_a_group_that_cannot_be_judged_fails_and_none_of_its_episodes_is_run_again():
+    world = World(2, of_groups=True, judged_together=lambda _: JudgingFailed("in every attempt"), attempts=3)
+    world.run()
+    assert world.verdict == (FAILED, "prompt 7: in every attempt")
+    assert world.flow.starts == 2
+    assert {world.held(number).kind for number in range(2)} == {ANSWERED}
 
 
 # ---- failures

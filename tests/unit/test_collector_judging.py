@@ -1,6 +1,7 @@
 """Judging as episodes see it: what the reward is asked about, and whose time it takes."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from slipstream.rollout.collector.judging import Judging, WorkflowReward, last_response
 from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.judge.errors import JudgingFailed
-from slipstream.rollout.judge.pool import Judgement
+from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
 from tests.unit.collecting import run_with_contexts as run
 
@@ -50,6 +51,7 @@ class Judges:
     """A judge pool that takes 50 seconds for a question."""
 
     error: Exception | None = None
+    of_groups: bool = False
     asked: list[tuple[Prompt, str, Trajectory]] = field(default_factory=list)
 
     async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> Judgement:
@@ -57,12 +59,31 @@ class Judges:
         await asyncio.sleep(50)
         if self.error is not None:
             raise self.error
-        return Judgement(0.5)
+        return Judgement(0.5, (("length", 2.0),))
+
+    async def score_group(
+        self, prompt: Prompt, responses: Sequence[str], trajectories: Sequence[Trajectory]
+    ) -> list[Judgement]:
+        self.asked += [(prompt, *each) for each in zip(responses, trajectories, strict=True)]
+        return [Judgement(float(len(response))) for response in responses]
+
+
+def test_a_group_is_judged_by_the_texts_of_its_last_completions():
+    judges, group = Judges(of_groups=True), [trajectory([UNSAMPLED, 0]), trajectory([UNSAMPLED, 0, 0])]
+    judging = Judging(judges, Numbers())
+    assert run(judging.judge_group(PROMPT, group)) == [Judgement(1), Judgement(3)]
+    assert [(response, each) for _, response, each in judges.asked] == [("1", group[0]), ("1,2", group[1])]
+
+
+def test_a_single_trajectory_is_a_group_of_its_own_to_a_reward_of_groups():
+    """An evaluation prompt has one completion."""
+    judging = Judging(Judges(of_groups=True), Numbers())
+    assert run(judging.judge(PROMPT, trajectory([UNSAMPLED, 0, 0]))) == Judgement(3)
 
 
 def test_a_trajectory_is_judged_by_the_text_of_its_last_completion():
     judges, whole = Judges(), trajectory([UNSAMPLED, 0, UNSAMPLED, 1, 1])
-    assert run(Judging(judges, Numbers()).judge(PROMPT, whole)) == 0.5
+    assert run(Judging(judges, Numbers()).judge(PROMPT, whole)) == Judgement(0.5, (("length", 2.0),))
     [(prompt, response, judged)] = judges.asked
     assert (prompt, response) == (PROMPT, "3,4")
     assert judged is whole

@@ -112,7 +112,7 @@ def test_texts_of_user_code_can_be_sent():
     async def act(outbox: Outbox) -> None:
         outbox.attempt_failed(1, 1, "\ud800" * 9999)
         outbox.ended(1, 2, FAILED, "\ud800")
-        outbox.evaluated(3, None, 0, "\ud800")
+        outbox.evaluation_failed(3, "\ud800")
         outbox.cannot_go_on("\ud800")
 
     (_, message, _), *_ = sent(act, Connection())

@@ -92,6 +92,49 @@ def test_check_names_every_tensor_that_does_not_fit(recipe, tmp_path):
         assert told in ended.output
 
 
+def test_check_names_all_code_of_the_wrong_shape_with_everything_else(recipe, tmp_path, monkeypatch):
+    (tmp_path / "code_of_the_user.py").write_text(
+        "class Reward:\n"
+        "    def __init__(self, scale):\n"
+        "        raise RuntimeError('a check calls nothing')\n"
+        "    def score(self, prompt, response):\n"
+        "        return 0.0\n"
+        "class Filter:\n"
+        "    def __init__(self, least): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "model/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    ended = call(
+        "check",
+        recipe,
+        "rollout.reward={path: code_of_the_user.Reward, args: {scale: 2}}",
+        "rollout.workflow=code_of_the_user.Workflow",
+        "rollout.group_filter={path: code_of_the_user.Filter, args: {leest: 1}}",
+    )
+    assert ended.exit_code == 2
+    text = " ".join(ended.output.split())
+    for told in (
+        "rollout.reward: code_of_the_user.Reward: `score(prompt, response)` cannot be called with",
+        "rollout.workflow: code_of_the_user.Workflow: code_of_the_user has no 'Workflow'",
+        "`leest` is unknown: did you mean `least`?; `least` is missing",
+        "cannot be read",
+    ):
+        assert told in text
+    assert "a check calls nothing" not in text
+
+
+def test_check_looks_at_the_values_of_a_reward_that_ships(recipe):
+    parts = "{a: {path: slipstream.rollout.reward.Regex, args: {pattern: '('}, weight: 1}}"
+    ended = call(
+        "check",
+        recipe,
+        f"rollout.reward={{path: slipstream.rollout.reward.Weighted, args: {{parts: {parts}}}}}",
+    )
+    assert ended.exit_code == 2
+    assert "parts.a: pattern: '(' is no regular expression" in " ".join(ended.output.split())
+
+
 def test_a_checkpoint_that_is_cut_off_or_no_checkpoint_is_exit_code_2(recipe, tmp_path):
     file = tmp_path / "model/model.safetensors"
     whole = file.read_bytes()

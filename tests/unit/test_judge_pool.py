@@ -205,6 +205,13 @@ def test_a_pool_works_on_uvloop(judging):
 # -- Start
 
 
+def test_a_pool_that_is_closed_as_soon_as_it_is_open_leaves_nothing(judging):
+    async def nothing(pool):
+        """Return before the event loop has run any task of the pool."""
+
+    judging.use(judging.pool(), nothing)
+
+
 @pytest.mark.parametrize(
     ("reward", "args", "expected"),
     [

@@ -11,6 +11,7 @@ from slipstream.rollout.judge.wire import (
     MalformedReply,
     Withdrawal,
     framed,
+    framed_group,
     framed_question,
 )
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
@@ -41,6 +42,7 @@ def trajectories(draw) -> Trajectory:
         draw(st.integers(0, 9)),
         draw(st.none() | st.floats(-2, 2)),
         draw(st.sampled_from([(), ((length, 0.5),)])),
+        draw(st.sampled_from([(), (("format", 0.25), ("length", -1.0))])),
     )
 
 
@@ -53,11 +55,29 @@ def test_a_question_arrives_as_it_was_asked(number, label, metadata, response, t
     assert question.number == number
     arrived_prompt, arrived_response, arrived = question.arguments()
     assert (arrived_prompt, arrived_response) == (prompt, response)
+    assert_same(arrived, trajectory)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(st.text("aä€😀"), trajectories()), max_size=4))
+def test_a_question_about_a_group_arrives_in_its_order(episodes):
+    prompt = Prompt(7, "2+2?", "4", {"level": 1})
+    responses, sent = [response for response, _ in episodes], [each for _, each in episodes]
+    [frame] = FrameReader().feed(framed_group(3, prompt, responses, sent))
+    question = REQUEST.decode(frame)
+    assert question.number == 3
+    arrived_prompt, arrived_responses, arrived = question.arguments()
+    assert (arrived_prompt, arrived_responses) == (prompt, responses)
+    for each, other in zip(arrived, sent, strict=True):
+        assert_same(each, other)
+
+
+def assert_same(arrived: Trajectory, trajectory: Trajectory) -> None:
     for field in ("tokens_T", "loss_mask_T", "logprobs_T", "versions_T"):
         sent_T, arrived_T = getattr(trajectory, field), getattr(arrived, field)
         assert arrived_T.dtype == sent_T.dtype and arrived_T.flags.writeable
         np.testing.assert_array_equal(arrived_T, sent_T)
-    for field in ("finish", "retractions", "reward", "turn_rewards"):
+    for field in ("finish", "retractions", "reward", "turn_rewards", "reward_parts"):
         assert getattr(arrived, field) == getattr(trajectory, field)
 
 

@@ -71,6 +71,28 @@ def test_numbers_of_other_libraries_become_plain_numbers(tmp_path):
     assert isinstance(record["train/tokens"], int)
 
 
+def test_numbers_by_name_are_metrics_of_their_own(tmp_path):
+    log = MetricsLog(tmp_path)
+    log.log(1, {"reward/mean": 0.5, "reward/parts": {"format": 0.25, "b.exact": np.float32(1)}})
+    log.log(1, {"eval/reward_parts": {"format": 0.75}})
+    log.close()
+    first, second = records(tmp_path)
+    assert {name: first[name] for name in first if name.startswith("reward/")} == {
+        "reward/mean": 0.5,
+        "reward/format": 0.25,
+        "reward/b.exact": 1.0,
+    }
+    assert second["eval/reward_format"] == 0.75
+    assert events(tmp_path).Scalars("reward/format")[0].value == 0.25
+
+
+def test_a_name_that_is_taken_is_refused(tmp_path):
+    log = MetricsLog(tmp_path)
+    with pytest.raises(ValueError, match="reward/std is a metric of its own"):
+        log.log(1, {"reward/parts": {"std": 1.0}})
+    log.close()
+
+
 def test_what_is_not_finite_is_null_in_json_and_kept_for_tensorboard(tmp_path):
     log = MetricsLog(tmp_path)
     log.log(1, {"train/loss": math.nan, "train/grad_norm": math.inf, "train/ratio_max": -math.inf})

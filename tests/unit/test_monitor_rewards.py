@@ -25,7 +25,7 @@ from slipstream.rollout.control.core import GroupCounts
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.messages import Evaluated
 from slipstream.rollout.reward import FinalAnswer, Reward, is_accuracy
-from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
+from slipstream.rollout.trajectory import Finish, Prompt, RewardParts, Trajectory
 
 PROMPTS = [Prompt(i, f"prompt {i}", label=str(i)) for i in range(4)]
 
@@ -47,6 +47,11 @@ class Huge:
         return -1.5e308
 
 
+def parts_of(prompt: Prompt) -> RewardParts:
+    """Every prompt has a place, only the first has a bonus."""
+    return (("place", float(prompt.id)), *((("bonus", 0.5),) if prompt.id == 0 else ()))
+
+
 class Asked(EvaluationTasks):
     """Completes every prompt with its label in two tokens, and has it judged."""
 
@@ -55,7 +60,9 @@ class Asked(EvaluationTasks):
         self._reward = reward
 
     async def ask(self, prompts: Sequence[Prompt]) -> list[Evaluated]:
-        return [Evaluated(prompt.id, await self.reward_of(prompt), 2, "") for prompt in prompts]
+        return [
+            Evaluated(prompt.id, await self.reward_of(prompt), 2, "", parts_of(prompt)) for prompt in prompts
+        ]
 
     async def reward_of(self, prompt: Prompt) -> float:
         return float(await self._reward.score(prompt, f"#{prompt.id}", trajectory()))
@@ -80,7 +87,9 @@ def small_run(folder: Path, reward: Reward) -> tuple[RunSummary, list[str], list
     async def course() -> None:
         await evaluation.run(0)
         recorder.training_begins(status)
-        headers = [trajectory().judged(await asked.reward_of(prompt)).header for prompt in PROMPTS]
+        headers = [
+            trajectory().judged(await asked.reward_of(prompt), parts_of(prompt)).header for prompt in PROMPTS
+        ]
         report = PublishReport(1, bytes_sent=1, stall_s=0.1, total_s=0.2)
         trained = {"train/tokens": 8.0, "train/tflop": 1.0}
         times = StepTimes(wait_s=0.0, train_s=1.0, step_s=1.0)
@@ -131,6 +140,10 @@ def test_a_run_ends_with_a_summary_whatever_its_rewards_are(tmp_path: Path, rewa
     assert [record.get("eval/accuracy") for record in evaluations] == [1.0 if accuracy else None] * 2
     [trained] = [record for record in records if "reward/mean" in record]
     assert trained["reward/mean"] == pytest.approx(mean)
+    assert (trained["reward/place"], trained["reward/bonus"]) == (1.5, 0.5), "means of those that have them"
+    assert [(each["eval/reward_place"], each["eval/reward_bonus"]) for each in evaluations] == [
+        (1.5, 0.5)
+    ] * 2
 
 
 def test_a_reward_is_an_accuracy_only_if_its_class_says_so():

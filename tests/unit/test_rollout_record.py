@@ -53,6 +53,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         draw(st.integers(0, 9)),
         draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
         tuple((end, end / 3) for end in sorted(turns)),
+        draw(st.sampled_from([(), (("format", 0.25), ("length", -1e9))])),
     )
 
 
@@ -74,7 +75,7 @@ def assert_same(a: Trajectory, b: Trajectory) -> None:
         x, y = getattr(a, name), getattr(b, name)
         assert x.dtype == y.dtype, name
         np.testing.assert_array_equal(x, y, name)
-    for name in ("finish", "retractions", "reward", "turn_rewards"):
+    for name in ("finish", "retractions", "reward", "turn_rewards", "reward_parts"):
         assert getattr(a, name) == getattr(b, name), name
 
 

@@ -1,0 +1,121 @@
+"""Finds the code that judges: the class or function that a recipe names, and its shape.
+
+path, args ──► class     ──► instance ──► its method `score` or `score_group`
+           └─► function  with the parameters of one of these methods: the function itself
+           └─► function  that returns such an instance
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+from slipstream.rollout import plugins
+
+
+class JudgeKind(NamedTuple):
+    """The shape of user code that judges."""
+
+    what: str
+    method: str
+    parameters: tuple[str, ...]
+    """First parameters of a function that judges by itself, and does not return an object that does."""
+
+
+EPISODES = JudgeKind("a reward", "score", ("prompt", "response", "trajectory"))
+GROUPS = JudgeKind("a reward of groups", "score_group", ("prompt", "responses", "trajectories"))
+TURNS = JudgeKind("a judge of live turns", "judge", ("turn", "next_state"))
+REWARDS = (EPISODES, GROUPS)
+
+
+class LoadedJudge(NamedTuple):
+    """Code that judges, ready to be called."""
+
+    call: Callable[..., Any]
+    """The method or function: a coroutine function or a plain one."""
+    kind: JudgeKind
+    plugin: object
+    """The instance that the method belongs to, or the function."""
+
+
+def load_judge(path: str, args: Mapping[str, object], kinds: Sequence[JudgeKind] = REWARDS) -> LoadedJudge:
+    """Return the code at ``path``, constructed with ``args``. Raises PluginError for code of another shape,
+    and what a constructor raises.
+    """
+    factory = plugins.resolve(path)
+    if (kind := _kind_of_function(factory, kinds)) is not None:
+        plugins.check_args(path, factory, args, given=len(kind.parameters))
+        return LoadedJudge(partial(factory, **args) if args else factory, kind, factory)
+    plugin = plugins.construct(path, args)
+    kind = _kind_of_object(path, plugin, kinds)
+    call = getattr(plugin, kind.method)
+    _check_signature(path, kind, call)
+    return LoadedJudge(call, kind, plugin)
+
+
+def check_judge(path: str, args: Mapping[str, object], kinds: Sequence[JudgeKind] = REWARDS) -> None:
+    """Raise PluginError if ``load_judge`` could only fail. No code of the user's is called.
+
+    What comes with Slipstream is constructed as well: it looks at nothing but its arguments, and raises
+    ValueError.
+    """
+    factory = plugins.resolve(path)
+    if path.startswith("slipstream."):
+        load_judge(path, args, kinds)
+        return
+    kind = _kind_of_function(factory, kinds)
+    plugins.check_args(path, factory, args, given=len(kind.parameters) if kind else 0)
+    if inspect.isclass(factory):
+        kind = _kind_of_object(path, factory, kinds)
+        method = inspect.getattr_static(factory, kind.method)
+        if inspect.isfunction(method):
+            _check_signature(path, kind, partial(method, None))
+
+
+def is_concurrent(call: Callable[..., Any]) -> bool:
+    """Return whether ``call`` is a coroutine function, so that calls may overlap."""
+    method = getattr(type(call), "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(method)
+
+
+def _kind_of_function(factory: object, kinds: Sequence[JudgeKind]) -> JudgeKind | None:
+    if inspect.isfunction(factory):
+        parameters = tuple(inspect.signature(factory).parameters)
+        for kind in kinds:
+            if parameters[: len(kind.parameters)] == kind.parameters:
+                return kind
+    return None
+
+
+def _kind_of_object(path: str, plugin: object, kinds: Sequence[JudgeKind]) -> JudgeKind:
+    """Return the only kind whose method ``plugin`` has: an instance, or its class."""
+    present = [kind for kind in kinds if callable(getattr(plugin, kind.method, None))]
+    if not present and inspect.isclass(plugin):
+        present = [kind for kind in kinds if hasattr(plugin, kind.method)]
+    if len(present) == 1:
+        return present[0]
+    name = cast(type, plugin).__name__ if inspect.isclass(plugin) else type(plugin).__name__
+    if present:
+        both = " and ".join(f"`{kind.method}`" for kind in present)
+        raise plugins.PluginError(f"{path}: {name} has the methods {both}; expected one of them alone")
+    methods = " or ".join(f"`{kind.method}`" for kind in kinds)
+    function = path.rpartition(".")[2]
+    functions = " or ".join(f"{function}({', '.join(kind.parameters)})" for kind in kinds)
+    raise plugins.PluginError(
+        f"{path}: {name} has no method {methods}; expected the class of {kinds[0].what}, or a function "
+        f"{functions}"
+    )
+
+
+def _check_signature(path: str, kind: JudgeKind, call: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):  # a callable that Python cannot look into
+        return
+    try:
+        signature.bind(*kind.parameters)
+    except TypeError as error:
+        raise plugins.PluginError(
+            f"{path}: `{kind.method}{signature}` cannot be called with ({', '.join(kind.parameters)}): "
+            f"{error}"
+        ) from None

@@ -1,0 +1,130 @@
+"""The reward that compares mathematical answers with math-verify, which uses SymPy."""
+
+import logging
+from collections.abc import Callable
+from typing import Any, Literal, cast, get_args
+
+from slipstream.rollout.reward.answers import last_boxed
+from slipstream.rollout.trajectory import Prompt, Trajectory
+
+Answer = Literal["any", "boxed"]
+
+LONGEST_LABEL_SHOWN = 200
+
+
+class MathVerify:
+    """1.0 for a response whose answer equals the label by math-verify, 0.0 for any other.
+
+    math-verify knows fractions, decimals, percentages, roots, sets, intervals, matrices, equations and units,
+    in LaTeX and in plain text. The label is LaTeX with or without ``$`` or ``\\boxed{...}``, or a number.
+
+    A comparison may take minutes. ``score`` is a plain function, so that the time limit of judging ends its
+    process: that is a failed attempt at judging, and never a reward of 0. The same response takes as long in
+    the next attempt: ``rollout.judging: {timeout_s: 10, attempts: 1}`` gives its group up soon.
+    """
+
+    is_accuracy = True
+
+    def __init__(
+        self,
+        answer: Answer = "any",
+        strict: bool = True,
+        float_rounding: int = 6,
+        longest: int = 20_000,
+        timeout_s: int | None = None,
+    ) -> None:
+        """``answer``: ``boxed`` if only the last ``\\boxed{...}`` counts. ``strict``, ``float_rounding``:
+        those of ``math_verify.verify``. ``longest``: characters of a response that are read, from its end.
+        ``timeout_s``: math-verify's own time limit of each step, in whole seconds; None: there is none. It
+        ends a step by a signal, without ending the process, and works in the main thread only.
+        """
+        if answer not in get_args(Answer):
+            raise ValueError(f"answer: found {answer!r}, expected any or boxed")
+        if longest < 1:
+            raise ValueError(f"longest: found {longest}, expected at least 1 character")
+        if timeout_s is not None and (type(timeout_s) is not int or timeout_s < 1):
+            raise ValueError(f"timeout_s: found {timeout_s!r}, expected whole seconds, at least 1, or null")
+        self._boxed_only = answer == "boxed"
+        self._longest = longest
+        self._library = _Library(strict, float_rounding, timeout_s)
+
+    def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
+        labels = self._library.parsed(_as_latex(prompt))
+        if not labels:
+            shown = str(prompt.label)[:LONGEST_LABEL_SHOWN]
+            raise ValueError(f"prompt {prompt.id} has the label {shown!r}, which math-verify cannot read")
+        response = response[-self._longest :]
+        if self._boxed_only:
+            content = last_boxed(response)
+            if content is None:
+                return 0.0
+            response = f"\\boxed{{{content}}}"
+        return float(self._library.any_equal(labels, self._library.parsed(response)))
+
+
+class _Library:
+    """math-verify with errors that tell a time-out from an answer that is wrong.
+
+    By itself it takes a time-out for no answer, or for a wrong one.
+    """
+
+    def __init__(self, strict: bool, float_rounding: int, timeout_s: int | None) -> None:
+        # Here, because SymPy takes a second to import. math-verify has no types.
+        import math_verify  # pyright: ignore[reportMissingTypeStubs]
+        from math_verify.errors import TimeoutException  # pyright: ignore[reportMissingTypeStubs]
+
+        logging.getLogger("math_verify").setLevel(
+            logging.ERROR
+        )  # it warns of time-outs that are switched off
+        library = cast(Any, math_verify)
+        self._parse = cast("Callable[..., list[object]]", library.parse)
+        self._verify = cast("Callable[..., bool]", library.verify)
+        self._timeout = cast("type[BaseException]", TimeoutException)
+        self._timeout_s = timeout_s
+        self._how = {"strict": strict, "float_rounding": float_rounding}
+
+    def parsed(self, text: str) -> list[object]:
+        """Return the expressions that are read as the answer; none if there is no answer."""
+        return self._call(self._parse, text, parsing_timeout=self._timeout_s, raise_on_error=True) or []
+
+    def any_equal(self, labels: list[object], answers: list[object]) -> bool:
+        """Return whether any answer equals any label."""
+        return any(
+            self._call(
+                self._verify, label, answer, timeout_seconds=self._timeout_s, raise_on_error=True, **self._how
+            )
+            for label in labels
+            for answer in answers
+        )
+
+    def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        """Return what ``function`` returns; None if it cannot make sense of its arguments.
+
+        Raises TimeoutError, MemoryError, and RuntimeError where a time limit cannot work.
+        """
+        try:
+            return function(*args, **kwargs)
+        except self._timeout:
+            raise TimeoutError(
+                f"math-verify took longer than {self._timeout_s} s (args: timeout_s)"
+            ) from None
+        except MemoryError:
+            raise
+        except Exception as error:
+            if "threaded environment" in str(error):
+                raise RuntimeError(
+                    "timeout_s works in the main thread only: leave it out where MathVerify runs elsewhere"
+                ) from error
+            return None
+
+
+def _as_latex(prompt: Prompt) -> str:
+    """Return the label as math-verify reads it: LaTeX only counts between dollars or in a box."""
+    label: object = prompt.label
+    if isinstance(label, bool) or not isinstance(label, str | int | float):
+        raise ValueError(
+            f"prompt {prompt.id} has the label {label!r}, expected a mathematical expression in a text, or a "
+            "number"
+        )
+    text = str(label).strip()
+    return text if "$" in text or "\\boxed" in text or "\\(" in text else f"\\boxed{{{text}}}"
