@@ -170,6 +170,7 @@ def decode_trajectory(data: bytes | memoryview, header: TrajectoryHeader) -> Tra
             header.retractions,
             header.reward,
             header.turn_rewards,
+            header.siblings,
         )
     except (ValueError, OverflowError) as error:
         raise CorruptRecord(str(error)) from error
