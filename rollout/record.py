@@ -171,6 +171,7 @@ def decode_trajectory(data: bytes | memoryview, header: TrajectoryHeader) -> Tra
             header.reward,
             header.turn_rewards,
             header.siblings,
+            header.is_dropped,
         )
     except (ValueError, OverflowError) as error:
         raise CorruptRecord(str(error)) from error

@@ -137,6 +137,7 @@ class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, gc=False):
     reward: float | None = None
     turn_rewards: tuple[tuple[int, float], ...] = ()
     siblings: tuple[int, ...] = ()
+    is_dropped: bool = False
 
     @property
     def length(self) -> int:
@@ -214,8 +215,12 @@ class Trajectory:
     siblings: tuple[int, ...] = ()
     """Index behind the last token of each of several trajectories that are one episode (``joined``). Empty:
     there is one."""
+    is_dropped: bool = False
+    """The episode is left out of its group: it has no loss, and its reward is in no mean."""
 
     def __post_init__(self) -> None:
+        if self.is_dropped and self.loss_mask_T.any():
+            raise ValueError("tokens of an episode that is dropped carry loss: use `without_loss`")
         if self.turn_rewards:
             self._check_turns()
         if self.siblings:
@@ -253,6 +258,7 @@ class Trajectory:
             self.reward,
             tuple((int(end), float(reward)) for end, reward in self.turn_rewards),
             tuple(int(end) for end in self.siblings),
+            self.is_dropped,
         )
 
     def _runs(self) -> tuple[Run, ...]:
@@ -279,6 +285,11 @@ class Trajectory:
         trajectory.__dict__["header"] = msgspec.structs.replace(self.header, reward=reward)  # as computed
         return trajectory
 
+    def without_loss(self, *, is_dropped: bool = False) -> "Trajectory":
+        """Return a copy of which no token carries loss. Its reward counts in the mean of its group, unless
+        it ``is_dropped``."""
+        return replace(self, loss_mask_T=np.zeros_like(self.loss_mask_T), is_dropped=is_dropped)
+
     def parts(self) -> "tuple[Trajectory, ...]":
         """Return the trajectories that were ``joined``; this one if there is no other.
 
@@ -299,6 +310,8 @@ class Trajectory:
             self.retractions,
             self.reward,
             turns,
+            (),
+            self.is_dropped,
         )
 
     def turn_T(self) -> npt.NDArray[np.intp]:
@@ -343,6 +356,7 @@ def joined(trajectories: Sequence[Trajectory]) -> Trajectory:
             for end, reward in trajectory.turn_rewards
         ),
         tuple(ends),
+        all(trajectory.is_dropped for trajectory in trajectories),
     )
 
 
@@ -426,5 +440,6 @@ class Group:
 
     @property
     def rewards(self) -> npt.NDArray[np.float64]:
-        """Rewards of the episodes, float64 [trajectories]."""
-        return np.array([trajectory.reward for trajectory in self.trajectories], np.float64)
+        """Rewards of the episodes that are not dropped, float64."""
+        rewards = [trajectory.reward for trajectory in self.trajectories if not trajectory.is_dropped]
+        return np.array(rewards, np.float64)

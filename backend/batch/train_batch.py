@@ -80,12 +80,16 @@ class EncodedBatch:
         for header, size in zip(self.headers, self.sizes, strict=True):
             episodes.append(decode_trajectory(data[start : start + size], header).parts())
             start += size
+        group_E = self.group_N.copy()
+        is_dropped_E = np.array([header.is_dropped for header in self.headers], np.bool_)
+        # In a group of its own, an episode without loss is in no statistic that anybody uses.
+        group_E[is_dropped_E] = np.min(group_E, initial=0) - 1 - np.arange(is_dropped_E.sum())
         counts = [len(parts) for parts in episodes]
         first = np.cumsum([0, *counts])
         return TrainBatch(
             self.version,
             tuple(trajectory for parts in episodes for trajectory in parts),
-            np.repeat(self.group_N, counts),
+            np.repeat(group_E, counts),
             self.lags,
             {int(first[place]): by_turn for place, by_turn in self.turn_advantages.items()},
             np.repeat(np.arange(len(episodes)), counts),

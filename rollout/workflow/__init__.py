@@ -6,9 +6,22 @@ from typing import Any, Protocol
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.trajectory import Completion, Messages, Prompt, Trajectory
+from slipstream.rollout.workflow.dialogue import Dialogue
+from slipstream.rollout.workflow.multi_turn import MultiTurn, ToolUse, limited
 from slipstream.rollout.workflow.single_turn import SingleTurn
 
-__all__ = ["Generator", "Judge", "SingleTurn", "Tokenizer", "Workflow", "WorkflowContext"]
+__all__ = [
+    "Dialogue",
+    "Generator",
+    "Judge",
+    "MultiTurn",
+    "SingleTurn",
+    "Tokenizer",
+    "ToolUse",
+    "Workflow",
+    "WorkflowContext",
+    "limited",
+]
 
 
 class Generator(Protocol):
@@ -50,6 +63,7 @@ class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that workflows use."""
 
     def apply_chat_template(self, conversation: Messages, **kwargs: Any) -> Any: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str: ...
 
 
