@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slipstream.configs.schema import SamplingConfig
-from slipstream.rollout.gateway.sessions.chains import (
+from slipstream.rollout.conversation.chains import (
     Sampled,
     Segment,
     append,

@@ -39,9 +39,11 @@ FLOORS = {
     "bridge": ({"hf"}, {"model"}, {"families", "shards"}, {"publish"}, {"transport"}),
     "rollout": (
         {"changes", "durable", "garbage", "gpu_environment", "heaps", "network", "temporary", "trajectory"},
-        {"control", "plugins", "prompts", "record", "reward"},
+        {"control", "conversation", "plugins", "prompts", "record", "reward"},
         {"turns"},
-        {"engine", "judge", "ledger", "workflow"},
+        {"engine", "judge", "ledger"},
+        {"environment"},
+        {"workflow"},
         {"live", "messages"},
         {"handover"},
         {"collect", "collector", "gateway"},

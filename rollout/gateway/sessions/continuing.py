@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, partial
 
-from slipstream.rollout.gateway.conversations import Arrival, ChatMessage, Template
-from slipstream.rollout.gateway.sessions.chains import (
+from slipstream.rollout.conversation.chains import (
     Decode,
     Extended,
     Segment,
@@ -27,7 +26,8 @@ from slipstream.rollout.gateway.sessions.chains import (
     repeats,
     segments_of,
 )
-from slipstream.rollout.gateway.sessions.sameness import Mark, ids_of_calls, role_of
+from slipstream.rollout.conversation.sameness import Mark, ids_of_calls, role_of
+from slipstream.rollout.gateway.conversations import Arrival, ChatMessage, Template
 from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState, common_depth, messages_of
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from slipstream.rollout.gateway.sessions.sameness import text_of
+from slipstream.rollout.conversation.sameness import text_of
 from slipstream.rollout.trajectory import Finish
 
 Decode = Callable[[Sequence[int]], str]
