@@ -64,7 +64,10 @@ def draw(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def planned(length_N: np.ndarray, cost_N: np.ndarray, ranks: int) -> list[list[list[list[int]]]]:
-    return schedule(length_N, cost_N, minibatches=1, ranks=ranks, budget=BUDGET, rng=np.random.default_rng(0))
+    episode_N = np.arange(len(length_N))
+    return schedule(
+        length_N, cost_N, episode_N, minibatches=1, ranks=ranks, budget=BUDGET, rng=np.random.default_rng(0)
+    )
 
 
 def measure() -> Row:

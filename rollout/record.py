@@ -171,6 +171,8 @@ def decode_trajectory(data: bytes | memoryview, header: TrajectoryHeader) -> Tra
             header.reward,
             header.turn_rewards,
             header.reward_parts,
+            header.siblings,
+            header.is_dropped,
         )
     except (ValueError, OverflowError) as error:
         raise CorruptRecord(str(error)) from error

@@ -6,6 +6,7 @@ In array names, T is the number of tokens of one trajectory, prompt included.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import accumulate, pairwise
 from math import isfinite
 from typing import Any, Generic, TypeVar
 
@@ -140,6 +141,8 @@ class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, gc=False):
     reward: float | None = None
     turn_rewards: tuple[tuple[int, float], ...] = ()
     reward_parts: RewardParts = ()
+    siblings: tuple[int, ...] = ()
+    is_dropped: bool = False
 
     @property
     def length(self) -> int:
@@ -216,10 +219,27 @@ class Trajectory:
     worth. Empty where only the episode is judged. Used with ``actor.turns``."""
     reward_parts: RewardParts = ()
     """Further numbers of the reward, by name. They are metrics and train nothing."""
+    siblings: tuple[int, ...] = ()
+    """Index behind the last token of each of several trajectories that are one episode (``joined``). Empty:
+    there is one."""
+    is_dropped: bool = False
+    """The episode is left out of its group: it has no loss, and its reward is in no mean."""
 
     def __post_init__(self) -> None:
+        if self.is_dropped and self.loss_mask_T.any():
+            raise ValueError("tokens of an episode that is dropped carry loss: use `without_loss`")
         if self.turn_rewards:
             self._check_turns()
+        if self.siblings:
+            self._check_siblings()
+
+    def _check_siblings(self) -> None:
+        ends = self.siblings
+        if len(ends) < 2 or ends[-1] != len(self.tokens_T) or any(b <= a for a, b in pairwise((0, *ends))):
+            raise ValueError(
+                f"the trajectories of an episode of {len(self.tokens_T)} tokens end at {ends}: expected two "
+                "or more ascending indices, up to the number of tokens"
+            )
 
     def _check_turns(self) -> None:
         start = 0
@@ -245,6 +265,8 @@ class Trajectory:
             self.reward,
             tuple((int(end), float(reward)) for end, reward in self.turn_rewards),
             self.reward_parts,
+            tuple(int(end) for end in self.siblings),
+            self.is_dropped,
         )
 
     def _runs(self) -> tuple[Run, ...]:
@@ -272,6 +294,35 @@ class Trajectory:
         trajectory.__dict__["header"] = header  # as computed
         return trajectory
 
+    def without_loss(self, *, is_dropped: bool = False) -> "Trajectory":
+        """Return a copy of which no token carries loss. Its reward counts in the mean of its group, unless
+        it ``is_dropped``."""
+        return replace(self, loss_mask_T=np.zeros_like(self.loss_mask_T), is_dropped=is_dropped)
+
+    def split(self) -> "tuple[Trajectory, ...]":
+        """Return the trajectories that were ``joined``; this one if there is no other.
+
+        Each has the finish and the reward of the episode.
+        """
+        if not self.siblings:
+            return (self,)
+        return tuple(self._part(start, end) for start, end in pairwise((0, *self.siblings)))
+
+    def _part(self, start: int, end: int) -> "Trajectory":
+        turns = tuple((turn - start, reward) for turn, reward in self.turn_rewards if start < turn <= end)
+        return Trajectory(
+            self.tokens_T[start:end],
+            self.loss_mask_T[start:end],
+            self.logprobs_T[start:end],
+            self.versions_T[start:end],
+            self.finish,
+            self.retractions,
+            self.reward,
+            turns,
+            self.reward_parts,
+            is_dropped=self.is_dropped,
+        )
+
     def turn_T(self) -> npt.NDArray[np.intp]:
         """Return the turn of each token, int64 [T], from 0.
 
@@ -279,6 +330,53 @@ class Trajectory:
         """
         ends = np.array([end for end, _ in self.turn_rewards], np.int64)
         return np.searchsorted(ends, np.arange(len(self.tokens_T)), side="right")
+
+
+def joined(trajectories: Sequence[Trajectory]) -> Trajectory:
+    """Return the trajectories of one episode as one object, which travels and is stored as one.
+
+    Its arrays hold those of all of them, in order. Its finish is the last one's, and its reward the mean of
+    their rewards, or None if they have none. Raises ValueError if there is no trajectory, or if some have a
+    reward and others do not.
+    """
+    if not trajectories:
+        raise ValueError("an episode without a trajectory: nothing was sampled")
+    trajectories = [part for trajectory in trajectories for part in trajectory.split()]
+    if len(trajectories) == 1:
+        return trajectories[0]
+    rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
+    if rewards and len(rewards) < len(trajectories):
+        raise ValueError(
+            f"{len(rewards)} of the {len(trajectories)} trajectories of an episode have a reward: give one "
+            "to all of them, or to none, so that the recipe's reward judges the episode"
+        )
+    ends = list(accumulate(len(trajectory.tokens_T) for trajectory in trajectories))
+    return Trajectory(
+        np.concatenate([trajectory.tokens_T for trajectory in trajectories]),
+        np.concatenate([trajectory.loss_mask_T for trajectory in trajectories]),
+        np.concatenate([trajectory.logprobs_T for trajectory in trajectories]),
+        np.concatenate([trajectory.versions_T for trajectory in trajectories]),
+        trajectories[-1].finish,
+        sum(trajectory.retractions for trajectory in trajectories),
+        sum(rewards) / len(rewards) if rewards else None,
+        tuple(
+            (start + end, reward)
+            for start, trajectory in zip([0, *ends], trajectories, strict=False)
+            for end, reward in trajectory.turn_rewards
+        ),
+        _mean_parts(trajectories),
+        tuple(ends),
+        all(trajectory.is_dropped for trajectory in trajectories),
+    )
+
+
+def _mean_parts(trajectories: Sequence[Trajectory]) -> RewardParts:
+    """Return the mean of each part of a reward over the trajectories that have it."""
+    values: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.reward_parts:
+            values.setdefault(name, []).append(value)
+    return tuple((name, sum(each) / len(each)) for name, each in values.items())
 
 
 class TrajectoryBuilder:
@@ -361,5 +459,6 @@ class Group:
 
     @property
     def rewards(self) -> npt.NDArray[np.float64]:
-        """Rewards of the episodes, float64 [trajectories]."""
-        return np.array([trajectory.reward for trajectory in self.trajectories], np.float64)
+        """Rewards of the episodes that are not dropped, float64."""
+        rewards = [trajectory.reward for trajectory in self.trajectories if not trajectory.is_dropped]
+        return np.array(rewards, np.float64)

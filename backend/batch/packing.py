@@ -37,6 +37,7 @@ Pack = list[int]
 def schedule(
     length_N: np.ndarray,
     cost_N: np.ndarray,
+    episode_N: np.ndarray,
     *,
     minibatches: int,
     ranks: int,
@@ -47,20 +48,29 @@ def schedule(
     """Return packs by [mini-batch][rank][micro-batch]: the same on every rank for the same ``rng`` state.
 
     length_N: tokens of each trajectory; a micro-batch has room for ``budget`` tokens. cost_N: the quantity to
-    balance over ranks, in any unit. All ranks get the same number of micro-batches, a multiple of
-    ``multiple``.
+    balance over ranks, in any unit. episode_N: number of each trajectory's episode, ascending from 0; all
+    trajectories of an episode are in one mini-batch. All ranks get the same number of micro-batches, a
+    multiple of ``multiple``.
 
     A rank idles in a mini-batch of too few trajectories, and a batch of too few has fewer mini-batches.
     """
     lengths, costs = length_N.tolist(), cost_N.tolist()
+    episodes = int(episode_N[-1]) + 1 if len(episode_N) else 0
     return [
-        distribute(part.tolist(), lengths, costs, ranks=ranks, budget=budget, multiple=multiple)
-        for part in split_minibatches(len(lengths), minibatches, rng)
+        distribute(
+            np.flatnonzero(np.isin(episode_N, part)).tolist(),
+            lengths,
+            costs,
+            ranks=ranks,
+            budget=budget,
+            multiple=multiple,
+        )
+        for part in split_minibatches(episodes, minibatches, rng)
     ]
 
 
 def split_minibatches(n: int, minibatches: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Return a random partition of n trajectories into ``minibatches`` parts of nearly equal size.
+    """Return a random partition of n episodes into ``minibatches`` parts of nearly equal size.
 
     No part is empty: there are fewer parts than asked for if n is smaller.
     """

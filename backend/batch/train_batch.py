@@ -35,6 +35,14 @@ class TrainBatch:
     turn_advantages: Mapping[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
     """Advantage of each turn of a live trajectory, by its place in ``trajectories``. All other trajectories
     get theirs from their rewards."""
+    siblings_N: npt.NDArray[np.int64] | None = None
+    """int64 [N]: number of each trajectory's episode, ascending from 0; trajectories of one episode share it.
+    None: each is an episode of its own."""
+
+    @property
+    def episode_N(self) -> npt.NDArray[np.int64]:
+        """Number of each trajectory's episode, int64 [N], ascending from 0."""
+        return np.arange(len(self.trajectories)) if self.siblings_N is None else self.siblings_N
 
     def lag_T(self, versions_T: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return the lag of each token, given its version. Raises StalenessViolation for unknown versions."""
@@ -53,25 +61,39 @@ class EncodedBatch:
 
     version: int
     headers: tuple[TrajectoryHeader, ...]
+    """Header of each episode, which may have several trajectories."""
     chunks: npt.NDArray[np.uint8]
-    """Chunks of all trajectories, one behind the other."""
+    """Chunks of all episodes, one behind the other."""
     sizes: tuple[int, ...]
-    """Bytes of the chunks of each trajectory."""
+    """Bytes of the chunks of each episode."""
     group_N: np.ndarray
-    """As in ``TrainBatch``."""
+    """int64: number of each episode's group."""
     lags: Mapping[int, int] | None
     """As in ``TrainBatch``."""
     turn_advantages: Mapping[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
-    """As in ``TrainBatch``."""
+    """As in ``TrainBatch``, by the episode's place."""
 
     def decoded(self) -> TrainBatch:
-        """Return the trajectories. Raises CorruptRecord."""
-        trajectories: list[Trajectory] = []
+        """Return the trajectories, those of one episode one behind the other. Raises CorruptRecord."""
+        episodes: list[tuple[Trajectory, ...]] = []
         data, start = memoryview(self.chunks.data), 0
         for header, size in zip(self.headers, self.sizes, strict=True):
-            trajectories.append(decode_trajectory(data[start : start + size], header))
+            episodes.append(decode_trajectory(data[start : start + size], header).split())
             start += size
-        return TrainBatch(self.version, tuple(trajectories), self.group_N, self.lags, self.turn_advantages)
+        group_E = self.group_N.copy()
+        is_dropped_E = np.array([header.is_dropped for header in self.headers], np.bool_)
+        # In a group of its own, an episode without loss is in no statistic that anybody uses.
+        group_E[is_dropped_E] = np.min(group_E, initial=0) - 1 - np.arange(is_dropped_E.sum())
+        counts = [len(parts) for parts in episodes]
+        first = np.cumsum([0, *counts])
+        return TrainBatch(
+            self.version,
+            tuple(trajectory for parts in episodes for trajectory in parts),
+            np.repeat(group_E, counts),
+            self.lags,
+            {int(first[place]): by_turn for place, by_turn in self.turn_advantages.items()},
+            np.repeat(np.arange(len(episodes)), counts),
+        )
 
 
 def demonstrated(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], version: int) -> TrainBatch:

@@ -124,7 +124,7 @@ class Recorder:
     def step(self, step: TrainedStep, status: RunStatus) -> None:
         version, metrics, report, times = step.version, step.metrics, step.report, step.times
         trajectories = step.trajectories
-        rewards = [t.reward or 0.0 for t in trajectories]
+        rewards = [t.reward or 0.0 for t in trajectories if not t.is_dropped]
         now, generated = self._clock(), status.tokens_generated
         then, before = self._last_step
         self._last_step = (now, generated)

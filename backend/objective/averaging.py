@@ -1,4 +1,4 @@
-"""Averages over a mini-batch, in which tokens, trajectories or prompts have equal weight."""
+"""Averages over a mini-batch, in which tokens, episodes or prompts have equal weight."""
 
 from typing import Literal
 
@@ -6,7 +6,10 @@ import numpy as np
 
 
 def token_shares(
-    averaging: Literal["token", "sequence", "prompt"], tokens_N: np.ndarray, group_N: np.ndarray
+    averaging: Literal["token", "sequence", "prompt"],
+    tokens_N: np.ndarray,
+    group_N: np.ndarray,
+    episode_N: np.ndarray,
 ) -> np.ndarray:
     """Return the weight of each trajectory's tokens in a mean over all tokens of a mini-batch, float32 [N].
 
@@ -14,18 +17,16 @@ def token_shares(
     mini-batch on all ranks. With these weights the result is, for ``tokens_N`` tokens that carry loss,
 
         token:     mean over tokens                                         1
-        sequence:  mean over trajectories of the mean over their tokens     T / (trajectories * own tokens)
+        sequence:  mean over episodes of the mean over all of their tokens  T / (episodes * own tokens)
         prompt:    mean over prompts of the mean over all of their tokens   T / (prompts * own tokens)
 
-    where "own tokens" are those of the trajectory or of the prompt. The arrays must hold all trajectories of
-    the mini-batch, those of other micro-batches and ranks included. A trajectory without tokens does not
-    count. Tokens that a correction drops still count in the means.
+    where "own tokens" are those of the episode or of the prompt; most episodes are one trajectory. The arrays
+    must hold all trajectories of the mini-batch, those of other micro-batches and ranks included. An episode
+    without tokens does not count. Tokens that a correction drops still count in the means.
     """
     if averaging == "token":
         return np.ones(len(tokens_N), np.float32)
-    unit_N = (
-        np.arange(len(tokens_N)) if averaging == "sequence" else np.unique(group_N, return_inverse=True)[1]
-    )
+    unit_N = np.unique(episode_N if averaging == "sequence" else group_N, return_inverse=True)[1]
     tokens_U = np.bincount(unit_N, weights=tokens_N)
     units = max(np.count_nonzero(tokens_U), 1)
     return (tokens_N.sum() / (units * np.maximum(tokens_U[unit_N], 1))).astype(np.float32)

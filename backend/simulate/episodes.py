@@ -19,6 +19,10 @@ class SimulatedTokenizer:
         """Raise: nothing is encoded."""
         raise AssertionError("a simulated episode encodes nothing")
 
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raise: nothing is encoded."""
+        raise AssertionError("a simulated episode encodes nothing")
+
     def decode(self, token_ids: Sequence[int], **kwargs: object) -> str:
         """Raise: nothing is decoded."""
         raise AssertionError("a simulated episode decodes nothing")

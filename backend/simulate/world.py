@@ -41,6 +41,7 @@ from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.plugins import build
+from slipstream.rollout.trajectory import Trajectory
 from slipstream.rollout.workflow import WorkflowContext
 
 
@@ -101,9 +102,7 @@ class World:
             WorkflowContext, tokenizer=SimulatedTokenizer(), reward=NoReward(), sampling=rollout.sampling
         )
         limit = TimeLimit(rollout.episode_timeout_s)
-        episodes = Episodes(
-            SimulatedWorkflow(workload), rollout, lambda trajectory: trajectory, limit, outbox
-        )
+        episodes = Episodes(SimulatedWorkflow(workload), rollout, _unchecked, limit, outbox)
         judge = SimulatedJudge()
         groups = GroupCollector(
             outbox=outbox,
@@ -174,3 +173,9 @@ def _filter(config: RunConfig) -> NamedFilter | None:
 def _first(error: BaseException) -> BaseException:
     """Return the error itself, out of the groups around it."""
     return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _unchecked(trajectory: object) -> Trajectory:
+    """Return the trajectory of a simulated workflow, which needs no check."""
+    assert isinstance(trajectory, Trajectory)
+    return trajectory

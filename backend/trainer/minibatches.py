@@ -28,6 +28,7 @@ def microbatches_of(
     plan = schedule(
         length_N + -length_N % trajectory_multiple,
         cost_N,
+        batch.episode_N,
         minibatches=actor.minibatches,
         ranks=actor.parallel.data,
         multiple=actor.parallel.microbatch_multiple,
@@ -38,7 +39,9 @@ def microbatches_of(
     share_N = np.zeros(len(tokens_N), np.float32)
     for minibatch in plan:
         members = [index for packs in minibatch for pack in packs for index in pack]
-        share_N[members] = token_shares(actor.averaging, tokens_N[members], batch.group_N[members])
+        share_N[members] = token_shares(
+            actor.averaging, tokens_N[members], batch.group_N[members], batch.episode_N[members]
+        )
 
     def assembled(pack: list[int]) -> MicroBatch:
         return assemble(batch, pack, multiple, trajectory_multiple=trajectory_multiple, share_N=share_N)
@@ -61,13 +64,14 @@ def first_recomputed(actor: ActorConfig) -> int:
     return 0 if in_advantages else 1
 
 
-def is_recomputed(config: RunConfig, trajectories: int, step: int) -> np.ndarray:
+def is_recomputed(config: RunConfig, episode_N: np.ndarray, step: int) -> np.ndarray:
     """Return which trajectories of a batch have a forward pass for their proximal log-probs, bool [N]."""
-    drawn = split_minibatches(trajectories, config.actor.minibatches, _draw(config, step))
-    is_recomputed_N = np.ones(trajectories, np.bool_)
+    episodes = int(episode_N[-1]) + 1 if len(episode_N) else 0
+    drawn = split_minibatches(episodes, config.actor.minibatches, _draw(config, step))
+    is_recomputed_E = np.ones(episodes, np.bool_)
     for places in drawn[: first_recomputed(config.actor)]:
-        is_recomputed_N[places] = False
-    return is_recomputed_N
+        is_recomputed_E[places] = False
+    return is_recomputed_E[episode_N]
 
 
 def _draw(config: RunConfig, step: int) -> np.random.Generator:

@@ -158,7 +158,7 @@ class TrainerRank(CheckpointedRank):
         """Return how much a step computes and trains, on all ranks together."""
         length_N = np.array([len(trajectory.tokens_T) for trajectory in batch.trajectories])
         # A backward pass counts as two forward passes.
-        passes_N = 3 + is_recomputed(self._config, len(length_N), self.step)
+        passes_N = 3 + is_recomputed(self._config, batch.episode_N, self.step)
         flops = float(passes_N @ forward_flops(self._spec.geometry, length_N))
         tokens = float(sum(trajectory.response_length for trajectory in batch.trajectories))
         return {"train/tflop": flops / 1e12, "train/tokens": tokens}

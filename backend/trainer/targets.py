@@ -65,11 +65,11 @@ def _trajectory_targets(
     turns: TurnRewards | None,
     microbatches: Sequence[MicroBatch],
 ) -> list[Targets]:
-    """One advantage for all tokens of a trajectory, plus one for all tokens of a turn."""
+    """One advantage for all tokens of an episode, plus one for all tokens of a turn."""
     tokens_N = torch.tensor([trajectory.response_length for trajectory in batch.trajectories])
     # Statistics of the batch are about groups of prompts only.
     tokens_N[list(batch.turn_advantages)] = 0
-    advantage_N = ADVANTAGES[advantage](reward_N, torch.from_numpy(batch.group_N), tokens_N)
+    advantage_N = _episode_advantages(advantage, batch, reward_N, tokens_N)
     targets: list[Targets] = []
     for micro in microbatches:
         advantage_M = advantage_N[torch.from_numpy(micro.trajectory_M)]
@@ -78,6 +78,17 @@ def _trajectory_targets(
             advantage_M = weighted_sum([(coefficient, advantage_M), (1.0, turns.to_go(micro))])
         targets.append(Targets(advantage_M, None))
     return targets
+
+
+def _episode_advantages(advantage: str, batch: TrainBatch, reward_N: Tensor, tokens_N: Tensor) -> Tensor:
+    """Return the advantage of each trajectory, [N]: that of its episode, whose reward is the mean of those of
+    its trajectories."""
+    first_E = np.unique(batch.episode_N, return_index=True)[1]
+    episode_N = torch.from_numpy(batch.episode_N)
+    count_E = episode_N.bincount()
+    reward_E = reward_N.new_zeros(len(first_E)).index_add_(0, episode_N, reward_N) / count_E
+    tokens_E = tokens_N.new_zeros(len(first_E)).index_add_(0, episode_N, tokens_N)
+    return ADVANTAGES[advantage](reward_E, torch.from_numpy(batch.group_N[first_E]), tokens_E)[episode_N]
 
 
 def with_live_turns(

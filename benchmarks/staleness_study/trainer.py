@@ -98,6 +98,7 @@ class Trainer:
         plan = schedule(
             length_N,
             length_N.astype(float),
+            batch.episode_N,
             minibatches=actor.minibatches,
             ranks=1,
             budget=actor.microbatch_tokens,
@@ -106,7 +107,9 @@ class Trainer:
         share_N = np.zeros(len(tokens_N), np.float32)
         for (packs,) in plan:
             members = [index for pack in packs for index in pack]
-            share_N[members] = token_shares(actor.averaging, tokens_N[members], batch.group_N[members])
+            share_N[members] = token_shares(
+                actor.averaging, tokens_N[members], batch.group_N[members], batch.episode_N[members]
+            )
         return [[assemble(batch, pack, share_N=share_N) for pack in packs] for (packs,) in plan]
 
     def _update(

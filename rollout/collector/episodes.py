@@ -5,8 +5,8 @@ and SystemExit included, is a failed attempt, never a neutral score.
 """
 
 import asyncio
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.value import NoNumber, check_parts, number_of
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
+from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory, joined
 from slipstream.rollout.workflow import Workflow, WorkflowContext
 
 LARGEST_LOGPROB = 1e-3
@@ -62,7 +62,7 @@ class Episodes:
         self,
         workflow: Workflow,
         rollout: RolloutConfig,
-        check: Callable[[Trajectory], Trajectory],
+        check: Callable[[object], Trajectory],
         limit: TimeLimit,
         listener: AttemptListener,
     ) -> None:
@@ -85,7 +85,7 @@ class Episodes:
             try:
                 with self._limit():
                     trajectory = await self._workflow.run(prompt, context)
-                trajectory = self._check(trajectory)
+                trajectory = self._whole(trajectory)
                 host.accept(trajectory)
             except GeneratorExit:  # the event loop is gone
                 raise
@@ -97,6 +97,12 @@ class Episodes:
                     raise asyncio.CancelledError
                 return trajectory
         raise EpisodeFailed(f"prompt {prompt.id}: {failure}")
+
+    def _whole(self, returned: object) -> Trajectory:
+        """Return what a workflow has returned, one trajectory or several, as one. Raises ValueError."""
+        if isinstance(returned, Sequence) and not isinstance(returned, str | bytes):
+            return joined([self._check(part) for part in cast("Sequence[object]", returned)])
+        return self._check(returned)
 
     def _failure(self, prompt: Prompt, host: EpisodeHost, error: BaseException) -> str:
         """Return why an attempt has failed. Raises what is no failure of the attempt."""
@@ -137,7 +143,10 @@ def check(trajectory: object, *, vocab_size: int, workflow: str) -> Trajectory:
     Raises ValueError for a trajectory that must not be trained. ``workflow``: import path, for messages.
     """
     if not isinstance(trajectory, Trajectory):
-        raise ValueError(f"{workflow} returned {type(trajectory).__name__}, expected a slipstream.Trajectory")
+        raise ValueError(
+            f"{workflow} returned {type(trajectory).__name__}, expected a slipstream.Trajectory, or a list "
+            "of them"
+        )
     _check_types(trajectory, workflow)
     _check_values(trajectory, vocab_size, workflow)
     try:

@@ -17,4 +17,4 @@ class MixedRewards:
     """Keeps groups whose rewards differ: equal rewards give zero advantages, thus no gradient (DAPO)."""
 
     def keep(self, group: Group) -> bool:
-        return bool(group.rewards.max() > group.rewards.min())
+        return len(set(group.rewards.tolist())) > 1

@@ -236,6 +236,15 @@ def environment_without_gpu() -> dict[str, str]:
     return cpu.environment(1)
 
 
+def let_import_sglang() -> None:
+    """Let this process import SGLang for its parsers and endpoints. It may have been started without the
+    variables of ``environment_without_gpu``; it runs nothing on a GPU, and compiles nothing."""
+    variables = environment_without_gpu()
+    folders = variables.pop("PYTHONPATH").split(os.pathsep)
+    os.environ.update(variables)
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+
+
 def _environment(spec: ServerSpec) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in KEYLESS}
     environment = WITHOUT_DIAGNOSIS | environment | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -26,7 +26,7 @@ import uvicorn
 from slipstream.rollout.engine.descriptors import make_room
 from slipstream.rollout.engine.key import Application, Key
 from slipstream.rollout.engine.pool import EnginePool
-from slipstream.rollout.engine.process import environment_without_gpu
+from slipstream.rollout.engine.process import let_import_sglang
 from slipstream.rollout.garbage import look_seldom_for_garbage
 from slipstream.rollout.gateway.administration import Administration
 from slipstream.rollout.gateway.conversations import Recorded
@@ -373,10 +373,7 @@ def run(
 
 def _parts(spec: GatewaySpec) -> tuple[Build, Decode]:
     """Return what the process serves. Imports SGLang, for which this process is prepared first."""
-    variables = environment_without_gpu()
-    folders = variables.pop("PYTHONPATH").split(os.pathsep)
-    os.environ |= variables
-    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+    let_import_sglang()
     from slipstream.rollout.gateway.compose import build
     from slipstream.rollout.workflow.tokenizer import load_tokenizer
 

@@ -6,9 +6,22 @@ from typing import Any, Protocol
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.trajectory import Completion, Messages, Prompt, Trajectory
+from slipstream.rollout.workflow.dialogue import Dialogue
+from slipstream.rollout.workflow.multi_turn import MultiTurn, ToolUse, limited
 from slipstream.rollout.workflow.single_turn import SingleTurn
 
-__all__ = ["Generator", "Judge", "SingleTurn", "Tokenizer", "Workflow", "WorkflowContext"]
+__all__ = [
+    "Dialogue",
+    "Generator",
+    "Judge",
+    "MultiTurn",
+    "SingleTurn",
+    "Tokenizer",
+    "ToolUse",
+    "Workflow",
+    "WorkflowContext",
+    "limited",
+]
 
 
 class Generator(Protocol):
@@ -50,6 +63,7 @@ class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that workflows use."""
 
     def apply_chat_template(self, conversation: Messages, **kwargs: Any) -> Any: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str: ...
 
 
@@ -92,12 +106,15 @@ class Workflow(Protocol):
     again.
     """
 
-    async def run(self, prompt: Prompt, context: WorkflowContext) -> Trajectory:
-        """Run one episode and return its trajectory.
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> Trajectory | Sequence[Trajectory]:
+        """Run one episode and return its trajectory, or several: of sub-agents, or of a context that was
+        rewritten on the way. These have one advantage, and where the loss is a mean over trajectories, they
+        count as one. A group may have more of them in one episode than in another.
 
         A trajectory without a reward is judged by the recipe's reward, which is asked with the text of the
-        last completion. A workflow that knows better sets ``reward`` to a finite number itself; it may also
-        ask ``context.reward``, whose time does not count towards the time limit of the episode.
+        last completion (of the last trajectory). A workflow that knows better sets ``reward`` to a finite
+        number itself; it may also ask ``context.reward``, whose time does not count towards the time limit of
+        the episode.
 
         Raise an exception when the episode fails for a reason outside the policy. It is run again, up to
         ``rollout.episode_attempts`` times, and then its group is counted as ``failed``. An episode that

@@ -1,7 +1,6 @@
 """A gateway inside this process: the parts of ``rollout.gateway.process``, on engines that a test brings."""
 
 import asyncio
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.engine.pool import EnginePool, GeneratingClient
-from slipstream.rollout.engine.process import environment_without_gpu
 from slipstream.rollout.gateway.conversations import User
 from slipstream.rollout.gateway.engines import EngineTokens
 from slipstream.rollout.gateway.journal import TurnJournal
@@ -25,14 +23,6 @@ if TYPE_CHECKING:
 
 
 _PATH = [*sys.path]
-
-
-def prepare_for_sglang() -> None:
-    """Let this process import SGLang without a GPU."""
-    variables = environment_without_gpu()
-    folders = variables.pop("PYTHONPATH").split(os.pathsep)
-    os.environ.update(variables)
-    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
 
 
 @contextmanager

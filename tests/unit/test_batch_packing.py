@@ -49,23 +49,43 @@ def schedules(draw):
     longest = draw(st.sampled_from([120, 40, 8]))
     lengths = np.array(draw(st.lists(st.integers(1, longest), min_size=n, max_size=n)))
     budget = draw(st.integers(1, 200))
-    return lengths, {"minibatches": minibatches, "ranks": ranks, "budget": budget, "multiple": multiple}
+    starts = draw(st.lists(st.booleans(), min_size=n, max_size=n))
+    episodes = np.cumsum([0, *starts[1:]][:n])
+    return (
+        lengths,
+        episodes,
+        {"minibatches": minibatches, "ranks": ranks, "budget": budget, "multiple": multiple},
+    )
 
 
 @settings(max_examples=300, deadline=None)
 @given(schedules(), st.integers(0, 2**32))
-@example((np.array([6, 5, 4, 3, 2]), {"minibatches": 1, "ranks": 2, "budget": 10, "multiple": 1}), 0)
-@example((np.array([90, 9, 8, 7, 6, 5, 4]), {"minibatches": 1, "ranks": 2, "budget": 90, "multiple": 2}), 0)
+@example(
+    (np.array([6, 5, 4, 3, 2]), np.arange(5), {"minibatches": 1, "ranks": 2, "budget": 10, "multiple": 1}), 0
+)
+@example(
+    (
+        np.array([90, 9, 8, 7, 6, 5, 4]),
+        np.arange(7),
+        {"minibatches": 1, "ranks": 2, "budget": 90, "multiple": 2},
+    ),
+    0,
+)
 def test_every_schedule_keeps_the_invariants(case, seed):
-    lengths, settings_ = case
+    lengths, episodes, settings_ = case
     ranks, budget, multiple = (settings_[name] for name in ("ranks", "budget", "multiple"))
     costs = quadratic(lengths)
-    plan = schedule(lengths, costs, **settings_, rng=np.random.default_rng(seed))
-    assert len(plan) == min(settings_["minibatches"], len(lengths))
+    plan = schedule(lengths, costs, episodes, **settings_, rng=np.random.default_rng(seed))
+    assert len(plan) == min(settings_["minibatches"], len(set(episodes)))
     used = [index for minibatch in plan for rank in minibatch for members in rank for index in members]
     assert sorted(used) == list(range(len(lengths)))
-    sizes = [sum(len(members) for rank in minibatch for members in rank) for minibatch in plan]
+    by_minibatch = [
+        {int(episodes[index]) for rank in minibatch for members in rank for index in members}
+        for minibatch in plan
+    ]
+    sizes = [len(numbers) for numbers in by_minibatch]
     assert max(sizes) - min(sizes) <= 1
+    assert sum(sizes) == len(set(episodes))  # none is in two mini-batches
     for minibatch in plan:
         assert len(minibatch) == ranks
         [each] = {len(rank) for rank in minibatch}
@@ -87,7 +107,7 @@ def test_every_schedule_keeps_the_invariants(case, seed):
 @given(schedules())
 def test_packs_that_are_dealt_whole_keep_them_too(case):
     """What is done where spreading finds no room; hypothesis seldom meets it above."""
-    lengths, settings_ = case
+    lengths, _, settings_ = case
     ranks, budget = settings_["ranks"], settings_["budget"]
     actual = pack(sorted(range(len(lengths)), key=lambda i: -lengths[i]), lengths.tolist(), budget)
     count = -(-len(actual) // ranks) * ranks
@@ -105,6 +125,7 @@ def test_the_schedule_is_the_same_on_every_rank_and_another_at_every_version():
         schedule(
             lengths,
             quadratic(lengths),
+            np.arange(40),
             minibatches=2,
             ranks=2,
             budget=100,
@@ -239,7 +260,8 @@ def test_balance_counts_what_ranks_wait_for():
 def test_ranks_have_equally_much_to_compute_even_in_small_steps(ranks, median, sigma):
     lengths = lognormal(ranks * 32, median=median, sigma=sigma, longest=16_384, seed=ranks)
     costs = lengths * (1.0 + lengths / 25_000)
-    plan = schedule(lengths, costs, minibatches=1, ranks=ranks, budget=16_384, rng=np.random.default_rng(0))
+    rng, episodes = np.random.default_rng(0), np.arange(len(lengths))
+    plan = schedule(lengths, costs, episodes, minibatches=1, ranks=ranks, budget=16_384, rng=rng)
     longest_alone = costs.max() / (costs.sum() / ranks)
     assert balance(plan, lengths, costs, 16_384).imbalance <= max(1.02, longest_alone)
 
@@ -247,7 +269,8 @@ def test_ranks_have_equally_much_to_compute_even_in_small_steps(ranks, median, s
 def test_the_plan_of_a_large_step_wastes_nothing():
     lengths = lognormal(10_000, median=2000, sigma=1.2, longest=32_768, seed=0)
     costs = lengths * (12.0 * 4096**2 + 2.0 * lengths * 4096)
-    plan = schedule(lengths, costs, minibatches=1, ranks=8, budget=32_768, rng=np.random.default_rng(0))
+    rng, episodes = np.random.default_rng(0), np.arange(len(lengths))
+    plan = schedule(lengths, costs, episodes, minibatches=1, ranks=8, budget=32_768, rng=rng)
     actual = balance(plan, lengths, costs, 32_768)
     assert actual.fill >= 0.997
     assert actual.imbalance <= 1.001

@@ -110,6 +110,23 @@ class World:
         return clock.run(main())
 
 
+def test_several_trajectories_are_one_episode():
+    other = replace(GOOD, tokens_T=np.array([3, 2, 1]))
+    episode = World([[GOOD, other]]).run()
+    assert episode.siblings == (3, 6)
+    assert [part.tokens_T.tolist() for part in episode.split()] == [[1, 2, 3], [3, 2, 1]]
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [([], "without a trajectory"), ([GOOD, None], "returned NoneType"), ("text", "returned str")],
+)
+def test_what_is_no_list_of_trajectories_is_a_failed_attempt(returned, reason):
+    world = World([returned], attempts=1)
+    with pytest.raises(EpisodeFailed, match=reason):
+        world.run()
+
+
 # ---- attempts
 
 

@@ -41,9 +41,11 @@ FLOORS = {
         {"changes", "durable", "garbage", "gpu_environment", "heaps", "linux", "network", "plugins"}
         | {"temporary", "trajectory"},
         {"sandbox"},
-        {"control", "prompts", "record", "reward"},
+        {"control", "conversation", "prompts", "record", "reward"},
         {"turns"},
-        {"engine", "judge", "ledger", "workflow"},
+        {"engine", "judge", "ledger"},
+        {"environment"},
+        {"workflow"},
         {"live", "messages"},
         {"handover"},
         {"collect", "collector", "gateway"},
@@ -196,7 +198,7 @@ def test_cpu_support_is_imported_by_one_module_only(support):
     assert {name for name in modules() if support in imports(name)} == {CPU_SUPPORT[support]}
 
 
-def test_sglang_is_imported_only_where_its_server_is_launched_or_described_or_its_endpoints_are_used():
+def test_sglang_is_imported_only_where_its_server_is_launched_or_its_endpoints_and_parsers_are_used():
     importers = {
         name
         for name in modules()
@@ -205,6 +207,7 @@ def test_sglang_is_imported_only_where_its_server_is_launched_or_described_or_it
     assert {name for name in importers if not name.startswith("slipstream.rollout.gateway.serving.")} <= {
         "slipstream.rollout.engine.launch",
         "slipstream.rollout.engine.cpu",
+        "slipstream.rollout.environment.parsers",
     }
 
 

@@ -226,6 +226,15 @@ def test_extreme_ratios_leave_every_estimate_finite(gap, estimator):
 # ---- averaging
 
 
+def mean_of_means(losses, units) -> float:
+    """The mean over units of the mean over all of their tokens; units without tokens do not count."""
+    by_unit = [
+        np.concatenate([loss for loss, unit in zip(losses, units, strict=True) if unit == number])
+        for number in set(units)
+    ]
+    return np.mean([loss.mean() for loss in by_unit if len(loss)])
+
+
 @settings(max_examples=80, deadline=None)
 @given(groups(), st.integers(0, 2**31), st.sampled_from(["token", "sequence", "prompt"]), st.booleans())
 def test_shares_make_of_a_token_mean_the_mean_that_is_asked_for(case, seed, averaging, some_are_empty):
@@ -233,18 +242,15 @@ def test_shares_make_of_a_token_mean_the_mean_that_is_asked_for(case, seed, aver
     if some_are_empty:
         tokens = np.where(np.arange(len(tokens)) % 3 == 1, 0, tokens)
     rng = np.random.default_rng(seed)
+    episode = np.cumsum(rng.random(len(tokens)) < 0.7)
     loss = [rng.normal(size=n) for n in tokens]
     if averaging == "token":
         expected = np.concatenate(loss).mean()
     elif averaging == "sequence":
-        expected = np.mean([loss_T.mean() for loss_T in loss if len(loss_T)])
+        expected = mean_of_means(loss, episode)
     else:
-        by_prompt = [
-            np.concatenate([x for x, g in zip(loss, group, strict=True) if g == group_number])
-            for group_number in set(group)
-        ]
-        expected = np.mean([loss_T.mean() for loss_T in by_prompt if len(loss_T)])
-    share = token_shares(averaging, tokens, group)
+        expected = mean_of_means(loss, group)
+    share = token_shares(averaging, tokens, group, episode)
     assert share.dtype == np.float32
     summed = sum(float(s) * loss_T.sum() for s, loss_T in zip(share, loss, strict=True))
     assert summed / tokens.sum() == pytest.approx(expected, rel=1e-5, abs=1e-6)
@@ -252,4 +258,6 @@ def test_shares_make_of_a_token_mean_the_mean_that_is_asked_for(case, seed, aver
 
 @pytest.mark.parametrize("averaging", ["token", "sequence", "prompt"])
 def test_a_mini_batch_without_tokens_has_shares(averaging):
-    assert np.isfinite(token_shares(averaging, np.zeros(3, np.int64), np.array([1, 1, 2]))).all()
+    assert np.isfinite(
+        token_shares(averaging, np.zeros(3, np.int64), np.array([1, 1, 2]), np.arange(3))
+    ).all()

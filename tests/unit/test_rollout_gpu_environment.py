@@ -108,4 +108,5 @@ def test_no_other_module_sets_a_variable_of_the_table():
         for path in (ROOT / package).rglob("*.py")
         if names.search(path.read_text()) and "stand_ins" not in path.parts
     }
-    assert modules == {"rollout/gpu_environment.py", "rollout/engine/cpu.py"}
+    others = {"rollout/sandbox/interface.py", "rollout/sandbox/running.py"}  # of commands of a policy
+    assert modules == {"rollout/gpu_environment.py", "rollout/engine/cpu.py"} | others

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.rollout.gateway.sessions.sameness import digest_alone, marks_of
+from slipstream.rollout.conversation.sameness import digest_alone, marks_of
 from slipstream.rollout.gateway.sessions.sampling import judge_sampling
 from tests.unit.talking import assistant, user
 

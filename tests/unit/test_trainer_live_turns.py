@@ -51,9 +51,11 @@ ADVANTAGE = {4: (1.5, -2.5), 5: (0.75,)}
 GROUP = [8, 8, 9, 9]
 
 
-def advantages(actor: ActorConfig, trajectories, group, turn_advantages=None, packs=None, scores=None):
+def advantages(
+    actor: ActorConfig, trajectories, group, turn_advantages=None, packs=None, scores=None, siblings=None
+):
     """Return the advantage of each token that carries loss, by trajectory."""
-    batch = TrainBatch(0, tuple(trajectories), np.array(group), None, turn_advantages or {})
+    batch = TrainBatch(0, tuple(trajectories), np.array(group), None, turn_advantages or {}, siblings)
     packs = packs or [list(range(len(trajectories)))]
     micros = [assemble(batch, pack, 1) for pack in packs]
     config = SimpleNamespace(actor=actor, critic=None)

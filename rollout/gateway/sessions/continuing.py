@@ -15,10 +15,9 @@ where something is not repeated, or where another trained turn continues the pre
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache, partial
+from functools import partial
 
-from slipstream.rollout.gateway.conversations import Arrival, ChatMessage, Template
-from slipstream.rollout.gateway.sessions.chains import (
+from slipstream.rollout.conversation.chains import (
     Decode,
     Extended,
     Segment,
@@ -27,7 +26,8 @@ from slipstream.rollout.gateway.sessions.chains import (
     repeats,
     segments_of,
 )
-from slipstream.rollout.gateway.sessions.sameness import Mark, ids_of_calls, role_of
+from slipstream.rollout.conversation.sameness import Mark, ids_of_calls, role_of
+from slipstream.rollout.gateway.conversations import Arrival, ChatMessage, Template
 from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState, common_depth, messages_of
 
 
@@ -198,20 +198,24 @@ def _extended_chat(
         text = arrival.text
     else:
         text = template.render(messages, answer=True)
-    return continue_text(tail, text, template.encode, decode, cache(partial(_closing, template)))
+    return continue_text(tail, text, template.encode, decode, partial(_closing, template))
 
 
-def _closing(template: Template) -> str:
+def _closing(template: Template, message: Mapping[str, object] | None, text: str) -> str:
     """Return what a template writes behind the text of an answer; empty if that cannot be told."""
-    question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}
-    try:
-        _, found, closing = template.render([question, answer], answer=False).rpartition(_ANSWER)
-    except ValueError:
-        return ""
-    return closing if found else ""
+    known_answer = [] if message is None else [(dict(message), text)]
+    for answer, end in (*known_answer, (_ANSWER, _ANSWERED)):
+        try:
+            _, known, closing = template.render([_QUESTION, answer], answer=False).rpartition(end)
+        except ValueError:
+            continue
+        if known and end:
+            return closing
+    return ""
 
 
-_ANSWER = "An answer."
+_ANSWERED = "An answer."
+_QUESTION, _ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWERED}
 
 
 def _ids_of(arrival: Arrival) -> Sequence[int]:

@@ -14,9 +14,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slipstream.rollout.conversation.sameness import Mark
 from slipstream.rollout.gateway.conversations import NamedAnswer, TooManySessions
 from slipstream.rollout.gateway.sessions.counters import SessionCounters
-from slipstream.rollout.gateway.sessions.sameness import Mark
 from slipstream.rollout.gateway.sessions.stored import SessionState
 
 Id = tuple[str, str]

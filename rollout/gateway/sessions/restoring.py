@@ -7,10 +7,10 @@ texts, which are decoded when they are needed.
 import json
 from typing import cast
 
+from slipstream.rollout.conversation.chains import Sampled, append, length_of, resume
+from slipstream.rollout.conversation.sameness import marks_of
 from slipstream.rollout.gateway.conversations import ChatMessage, Recorded
-from slipstream.rollout.gateway.sessions.chains import Sampled, append, length_of, resume
 from slipstream.rollout.gateway.sessions.placing import SessionTable
-from slipstream.rollout.gateway.sessions.sameness import marks_of
 from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState, ancestor
 from slipstream.rollout.record import decode_chunks
 from slipstream.rollout.turns import Forgotten, NextState, SessionEnd, Turn, TurnType

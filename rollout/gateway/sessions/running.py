@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from slipstream.rollout.conversation.sameness import Mark
 from slipstream.rollout.gateway.conversations import Begun, ChatMessage
 from slipstream.rollout.gateway.sessions.continuing import PromptPlan
 from slipstream.rollout.gateway.sessions.pairing import Expected
-from slipstream.rollout.gateway.sessions.sameness import Mark
 from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState
 
 

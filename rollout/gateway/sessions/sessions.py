@@ -15,6 +15,8 @@ from typing import TypeVar
 
 import msgspec
 
+from slipstream.rollout.conversation.chains import Decode, Sampled, append, ids_of, length_of
+from slipstream.rollout.conversation.sameness import Mark, marks_of
 from slipstream.rollout.gateway.conversations import (
     Answer,
     Arrival,
@@ -26,7 +28,6 @@ from slipstream.rollout.gateway.conversations import (
     UnknownTurn,
     User,
 )
-from slipstream.rollout.gateway.sessions.chains import Decode, Sampled, append, ids_of, length_of
 from slipstream.rollout.gateway.sessions.continuing import (
     BranchReason,
     Predecessor,
@@ -41,7 +42,6 @@ from slipstream.rollout.gateway.sessions.placing import Id, SessionLimits, Sessi
 from slipstream.rollout.gateway.sessions.recording import Sample, as_json, sample_of
 from slipstream.rollout.gateway.sessions.restoring import Restoring
 from slipstream.rollout.gateway.sessions.running import Running, running_of
-from slipstream.rollout.gateway.sessions.sameness import Mark, marks_of
 from slipstream.rollout.gateway.sessions.sampling import SamplingVerdict, judge_sampling
 from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState
 from slipstream.rollout.turns import Forgotten, NextState, SessionEnd, Turn, TurnType, UserReward

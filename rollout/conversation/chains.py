@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from slipstream.rollout.gateway.sessions.sameness import text_of
+from slipstream.rollout.conversation.sameness import text_of
 from slipstream.rollout.trajectory import Finish
 
 Decode = Callable[[Sequence[int]], str]
@@ -28,8 +28,14 @@ Decode = Callable[[Sequence[int]], str]
 Encode = Callable[[str], Sequence[int]]
 """Returns the ids of a part of a rendered text."""
 
-Closing = Callable[[], str]
-"""Returns what the template writes behind the text of an answer."""
+Closing = Callable[[Mapping[str, object] | None, str], str]
+"""Returns what the template writes behind the text of an answer: of the answer with this message and text; or,
+without a message, of one that is text alone."""
+
+
+def _nothing(_message: Mapping[str, object] | None, _text: str) -> str:
+    return ""
+
 
 _BYTES_PER_ID = 8
 """Memory of an id: four bytes, and about four characters of text."""
@@ -111,7 +117,7 @@ def ids_of(tail: Segment | None) -> "array[int]":
 
 
 def continue_text(
-    tail: Segment | None, prompt: str, encode: Encode, decode: Decode, closing: Closing = str
+    tail: Segment | None, prompt: str, encode: Encode, decode: Decode, closing: Closing = _nothing
 ) -> Extended:
     """Return the prompt with the text ``prompt``, whose ids are as much of the chain as its text repeats."""
     last, offset, differs = _repeated(tail, prompt, decode, closing)
@@ -159,7 +165,7 @@ def resume(tail: Segment | None, shared: int, context: Sequence[int]) -> Segment
 
 
 def _repeated(
-    tail: Segment | None, prompt: str, decode: Decode, closing: Closing = str
+    tail: Segment | None, prompt: str, decode: Decode, closing: Closing = _nothing
 ) -> tuple[Segment | None, int, Segment | None]:
     """Return the last segment that a text repeats, where it ends there, and the segment behind it."""
     last: Segment | None = None
@@ -190,12 +196,16 @@ def _cut(
 
     What ended it stays in the ids, so that the template must write no more of the answer behind it.
     """
+    if segment.answer is None:
+        return None
+    # An answer that was cut off may end within a reasoning or a call, which the template then closes.
+    unended = segment.answer.message if _is_cut_off(segment) else None
     for cut, forbidden in _cuts(segment, text, decode):
         end = offset + cut
         if (
             prompt.startswith(text[:cut], offset)
             and not (forbidden and prompt.startswith(forbidden, end))
-            and (_is_cut_off(segment) or prompt.startswith(closing(), end))
+            and prompt.startswith(closing(unended, text[:cut]), end)
         ):
             return cut
     return None

@@ -1,0 +1,82 @@
+"""What a workflow and an environment say to each other. Plain data and one Protocol."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from slipstream.rollout.trajectory import Finish, Messages, Prompt
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that the policy has written."""
+
+    id: str
+    name: str
+    arguments: str
+    """As it was written: JSON, if the policy has done it right."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """One turn of the policy."""
+
+    text: str
+    """Everything that was sampled, without the token that has ended it."""
+    finish: Finish
+
+
+@dataclass(frozen=True)
+class Step:
+    """What follows an action."""
+
+    messages: Messages = field(default_factory=Messages)
+    """Messages behind the action, for the next prompt. Not read if the episode ends here."""
+    rewritten: Messages | None = None
+    """The action as the next prompt has it; None: an assistant's message with the whole text."""
+    reward: float | None = None
+    """What this turn alone is worth (``actor.turns``); None: nothing is said of it."""
+    is_done: bool = False
+    """The episode ends here."""
+    is_truncated: bool = False
+    """The episode ends here because of a limit of the environment."""
+
+
+class Environment(Protocol):
+    """A world in which episodes happen, one at a time. Any class with these methods is one.
+
+        class GuessNumber:
+            async def reset(self, prompt: Prompt) -> Messages:
+                self._number = int(prompt.label)
+                return prompt.messages()
+
+            async def step(self, action: Action) -> Step:
+                if action.text.strip() == str(self._number):
+                    return Step(reward=1.0, is_done=True)
+                return Step([{"role": "user", "content": "No."}], reward=0.0)
+
+            async def close(self) -> None: ...
+
+    The methods run on the collector's event loop and must not block it. An exception ends the attempt at the
+    episode, which is run again with an environment that is new. ``reset`` may be called again after an
+    episode has ended: environments are kept and used again, unless they have ``is_reusable = False``.
+    """
+
+    async def reset(self, prompt: Prompt) -> Messages:
+        """Begin an episode. Return the conversation before the first answer."""
+        ...
+
+    async def step(self, action: Action) -> Step:
+        """Take an action of the policy."""
+        ...
+
+    async def close(self) -> None:
+        """Give everything back. Nothing is called afterwards."""
+        ...
+
+
+def repeated(action: Action, step: Step) -> Messages:
+    """Return the messages that an action and what follows it add to a conversation."""
+    given: Messages = (
+        [{"role": "assistant", "content": action.text}] if step.rewritten is None else step.rewritten
+    )
+    return [*given, *step.messages]

@@ -1,0 +1,143 @@
+"""Episodes of several turns: with tools, or in any environment.
+
+reset ──► messages ──► completion ──► step ──► messages ──► completion ──► ... ──► done, or a limit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from slipstream.rollout import plugins
+from slipstream.rollout.environment.contract import Action, Environment, repeated
+from slipstream.rollout.environment.pool import EnvironmentPool
+from slipstream.rollout.environment.tools import ToolEnvironment
+from slipstream.rollout.trajectory import Prompt, Trajectory, joined
+from slipstream.rollout.workflow.dialogue import Dialogue
+
+if TYPE_CHECKING:
+    from slipstream.rollout.workflow import WorkflowContext
+
+OnLimit = Literal["train", "mask", "drop"]
+"""Treatment of an episode that a limit has ended: it is trained like others; no token of it carries loss, but
+its reward counts in its group; or its group is formed without it."""
+
+
+def limited(trajectory: Trajectory, on_limit: OnLimit) -> Trajectory:
+    """Return the trajectory of an episode that a limit has ended, as it is to be trained."""
+    match on_limit:
+        case "train":
+            return trajectory
+        case "mask":
+            return trajectory.without_loss()
+        case "drop":
+            return trajectory.judged(0.0).without_loss(is_dropped=True)  # nobody reads its reward
+
+
+class MultiTurn:
+    """Talks to an environment until it is done.
+
+    rollout:
+      workflow:
+        path: slipstream.rollout.workflow.MultiTurn
+        args: {environment: {path: my_package.GuessNumber}, max_turns: 10}
+    """
+
+    def __init__(
+        self,
+        environment: str | Mapping[str, Any],
+        *,
+        max_turns: int = 16,
+        max_tokens: int | None = None,
+        on_limit: OnLimit = "train",
+        environments: int | None = None,
+        reset_timeout_s: float = 60.0,
+        reset_attempts: int = 3,
+        template: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``environment``: import path, or ``{path: ..., args: {...}}``. ``max_turns``: largest number of
+        completions. ``max_tokens``: largest number of tokens of a conversation, its next completion included;
+        None: as many as the engines have room for. ``on_limit``: treatment of an episode that ends by one of
+        the two, by a completion that was cut off, or by a limit of the environment. ``environments``,
+        ``reset_timeout_s``, ``reset_attempts``: see ``EnvironmentPool``. ``template``: settings of the chat
+        template.
+        """
+        if on_limit not in ("train", "mask", "drop"):
+            raise ValueError(f"on_limit: {on_limit!r}, expected train, mask or drop")
+        path, args = _plugin(environment)
+        make = cast("type[Environment]", plugins.resolve(path))
+        self._pool = EnvironmentPool(
+            lambda: make(**args),
+            limit=environments,
+            reset_timeout_s=reset_timeout_s,
+            reset_attempts=reset_attempts,
+        )
+        self._max_turns = max_turns
+        self._max_tokens = max_tokens
+        self._on_limit: OnLimit = on_limit
+        self._template = dict(template or {})
+
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> Trajectory:
+        async with self._pool.begun(prompt) as (environment, messages):
+            settings = {**getattr(environment, "template", {}), **self._template}
+            dialogue = Dialogue(context, settings)
+            is_done = await self._talk(environment, dialogue, [*messages], context)
+        episode = joined(dialogue.trajectories())
+        return episode if is_done else limited(episode, self._on_limit)
+
+    async def _talk(
+        self,
+        environment: Environment,
+        dialogue: Dialogue,
+        messages: list[dict[str, Any]],
+        context: WorkflowContext,
+    ) -> bool:
+        """Hold the conversation. Return whether it has ended by itself."""
+        for _ in range(self._max_turns):
+            prompt = dialogue.prompt(messages)
+            sampling = context.sampling
+            if self._max_tokens is not None:
+                room = self._max_tokens - (0 if prompt is None else prompt.length)
+                if room < 1:
+                    return False
+                most = min(room, sampling.max_new_tokens)
+                sampling = sampling.model_copy(update={"max_new_tokens": most})
+            completion = await dialogue.complete(messages, sampling, prompt=prompt)
+            action = Action(dialogue.text(completion), completion.finish)
+            step = await environment.step(action)
+            if step.reward is not None:
+                dialogue.reward_turn(step.reward)
+            if step.is_truncated:
+                return False
+            if step.is_done:
+                return not dialogue.is_cut_off
+            messages += repeated(action, step)
+        return False
+
+
+class ToolUse(MultiTurn):
+    """Answers with the help of tools.
+
+    rollout:
+      workflow:
+        path: slipstream.rollout.workflow.ToolUse
+        args: {tools: [my_package.tools.search], parser: qwen25, max_turns: 8}
+    """
+
+    def __init__(self, tools: Sequence[str], *, parser: str, **settings: Any) -> None:
+        """``tools``, ``parser``, ``system``, ``timeout_s``, ``most_calls``: see ``ToolEnvironment``; all
+        other settings are those of ``MultiTurn``."""
+        own = {name: settings.pop(name) for name in ("system", "timeout_s", "most_calls") if name in settings}
+        path = f"{ToolEnvironment.__module__}.{ToolEnvironment.__name__}"
+        super().__init__({"path": path, "args": {"tools": list(tools), "parser": parser, **own}}, **settings)
+
+
+def _plugin(given: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    if isinstance(given, str):
+        return given, {}
+    unknown = set(given) - {"path", "args"}
+    if "path" not in given or unknown:
+        raise ValueError(
+            f"environment: {dict(given)}, expected an import path, or {{path: ..., args: {{...}}}}"
+        )
+    return given["path"], dict(given.get("args") or {})

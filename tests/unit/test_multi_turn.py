@@ -1,0 +1,384 @@
+"""Episodes of several turns: tokens as they were sampled, with loss once; tools, environments, limits."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.configs.schema import SamplingConfig
+from slipstream.rollout.environment import Action, Step, ToolEnvironment, ToolError
+from slipstream.rollout.environment.pool import EnvironmentPool, ResetFailed
+from slipstream.rollout.trajectory import UNSAMPLED, Completion, Finish, Prompt, Span, Trajectory
+from slipstream.rollout.workflow import Dialogue, MultiTurn, ToolUse, WorkflowContext
+from tests.chat_model import APPENDING, REWRITING, build_tokenizer
+
+PROMPT = Prompt(0, "What is 2 + 3?", label="5")
+END = "<|im_end|>"
+
+
+@dataclass
+class Scripted:
+    """A generator that says what the script says, and keeps what it was asked."""
+
+    tokenizer: Any
+    answers: Sequence[str]
+    asked: list[tuple[list[int], Completion]] = field(default_factory=list)
+
+    async def generate(self, input_ids: Sequence[int], sampling: SamplingConfig) -> Completion:
+        text = self.answers[len(self.asked)]
+        ids = self.tokenizer.encode(text + END)[: sampling.max_new_tokens]
+        finish = (
+            Finish.STOP
+            if len(ids) <= sampling.max_new_tokens and ids[-1:] == self.tokenizer.encode(END)
+            else Finish.LENGTH
+        )
+        number = len(self.asked)
+        logprobs = tuple(-0.25 * (place + 1) for place in range(len(ids)))
+        completion = Completion(tuple(ids), logprobs, (Span(number, 0, len(ids)),), finish)
+        self.asked.append((list(input_ids), completion))
+        return completion
+
+
+class NoReward:
+    async def score(self, *_) -> float:
+        raise AssertionError("nobody asks")
+
+
+@pytest.fixture(scope="module", params=[APPENDING, REWRITING], ids=["appends", "removes"])
+def tokenizer(request):
+    return build_tokenizer(request.param)
+
+
+def context(tokenizer, answers, most: int = 1000) -> tuple[WorkflowContext, Scripted]:
+    generator = Scripted(tokenizer, answers)
+    return WorkflowContext(generator, tokenizer, NoReward(), SamplingConfig(max_new_tokens=most)), generator
+
+
+def check_tokens(trajectories: Sequence[Trajectory], generator: Scripted) -> None:
+    """Every completion carries loss once, behind exactly the ids that were asked, and nothing else does."""
+    left = dict(enumerate(generator.asked))
+    for trajectory in trajectories:
+        ids, mask_T = trajectory.tokens_T.tolist(), trajectory.loss_mask_T
+        for version in sorted(set(trajectory.versions_T[mask_T].tolist())):
+            asked, completion = left.pop(version)
+            place_T = np.flatnonzero(mask_T & (trajectory.versions_T == version))
+            start, end = place_T[0], place_T[-1] + 1
+            assert ids[:start] == asked
+            assert ids[start:end] == list(completion.tokens)
+            assert trajectory.logprobs_T[start:end].tolist() == list(completion.logprobs)
+        assert (trajectory.versions_T[~mask_T] == UNSAMPLED).all()
+    assert not left
+
+
+TEXTS = st.lists(
+    st.sampled_from(["yes", "", "<think>\nhm\n</think>\n\nso", "ünï😀", "a\n\nb", " x "]),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(deadline=None)
+@given(TEXTS, st.data())
+def test_every_completion_carries_loss_once_behind_what_was_asked(tokenizer, texts, data):
+    ctx, generator = context(tokenizer, texts)
+
+    async def talk() -> list[Trajectory]:
+        dialogue = Dialogue(ctx)
+        messages = [{"role": "user", "content": "Hi"}]
+        for number, _ in enumerate(texts):
+            completion = await dialogue.complete(messages)
+            content = dialogue.text(completion)
+            match data.draw(st.sampled_from(["on", "on", "rewrite", "compact"])):
+                case "on":
+                    messages = [*messages, {"role": "assistant", "content": content}]
+                case "rewrite":
+                    messages = [*messages, {"role": "assistant", "content": "other"}]
+                case _:
+                    messages = [{"role": "user", "content": "so far: " + content}]
+            messages = [*messages, {"role": "user", "content": f"and {number}?"}]
+        return dialogue.trajectories()
+
+    check_tokens(asyncio.run(talk()), generator)
+
+
+def test_a_conversation_that_goes_on_is_one_trajectory():
+    tokenizer = build_tokenizer(APPENDING)
+    ctx, generator = context(tokenizer, ["one", "two", "three"])
+
+    class Asks:
+        async def reset(self, prompt: Prompt):
+            self.turns = 0
+            return prompt.messages()
+
+        async def step(self, answer: Action) -> Step:
+            self.turns += 1
+            return Step(
+                [{"role": "user", "content": "go on"}], reward=float(self.turns), is_done=self.turns == 3
+            )
+
+        async def close(self) -> None: ...
+
+    globals()["Asks"] = Asks
+    episode = asyncio.run(MultiTurn(f"{__name__}.Asks").run(PROMPT, ctx))
+    assert not episode.siblings
+    check_tokens([episode], generator)
+    ends = np.flatnonzero(np.diff(episode.loss_mask_T.astype(int), append=0) == -1) + 1
+    assert episode.turn_rewards == tuple(zip(ends.tolist(), (1.0, 2.0, 3.0), strict=True))
+
+
+# ---- tools
+
+
+async def add(a: int, b: int = 1) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+async def fails(kind: str) -> str:
+    if kind == "tool":
+        raise ToolError("not today")
+    if kind == "slow":
+        await asyncio.sleep(60)
+    raise RuntimeError("broken")
+
+
+def blocking(a: int) -> int:
+    return a
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def tools(**settings) -> ToolEnvironment:
+    return ToolEnvironment([f"{__name__}.add", f"{__name__}.fails"], parser="qwen25", **settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "results"),
+    [
+        (call("add", '{"a": 2, "b": 3}'), ["5"]),
+        (call("add", '{"a": 2}') + "\n" + call("add", '{"a": 5, "b": 5}'), ["3", "10"]),
+        (call("add", '{"b": 3}'), ["error: a: Field required"]),
+        (call("add", '{"a": 2, "c": 3}'), ["error: c: Extra inputs are not permitted"]),
+        (call("fails", '{"kind": "tool"}'), ["error: not today"]),
+        (call("fails", '{"kind": "slow"}'), ["error: fails took longer than 0.05 s"]),
+    ],
+)
+def test_results_of_calls_follow_the_answer(text, results):
+    step = asyncio.run(tools(timeout_s=0.05).step(Action(text, Finish.STOP)))
+    assert not step.is_done
+    assert [message["content"] for message in step.messages] == results
+    assert len({message["tool_call_id"] for message in step.messages}) == len(results)
+
+
+def test_an_answer_without_a_call_ends_the_episode():
+    assert asyncio.run(tools().step(Action("It is 5.", Finish.STOP))).is_done
+
+
+def test_what_a_tool_raises_fails_the_attempt():
+    with pytest.raises(RuntimeError, match="broken"):
+        asyncio.run(tools().step(Action(call("fails", '{"kind": "bug"}'), Finish.STOP)))
+
+
+def test_too_many_calls_of_one_answer_are_refused():
+    text = "\n".join([call("add", '{"a": 1}')] * 3)
+    step = asyncio.run(tools(most_calls=2).step(Action(text, Finish.STOP)))
+    assert [message["content"] for message in step.messages] == [
+        "2",
+        "2",
+        "error: an answer may have 2 calls",
+    ]
+
+
+def test_a_tool_is_described_by_its_annotations():
+    [schema, _] = tools().schemas
+    assert schema["function"]["description"] == "Add two numbers."
+    parameters = schema["function"]["parameters"]
+    assert parameters["required"] == ["a"]
+    assert {name: field["type"] for name, field in parameters["properties"].items()} == {
+        "a": "integer",
+        "b": "integer",
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [("blocking", "is not `async def`"), ("nothing", "has no 'nothing'")],
+)
+def test_what_cannot_be_a_tool_is_refused_at_once(path, reason):
+    with pytest.raises((ValueError, ImportError), match=reason):
+        ToolUse([f"{__name__}.{path}"], parser="qwen25")
+
+
+def test_an_unknown_parser_is_named_with_those_that_there_are():
+    with pytest.raises(ValueError, match=r"there is no parser of tool calls 'none'; SGLang has .*qwen25"):
+        ToolUse([f"{__name__}.add"], parser="none")
+
+
+def test_tokens_of_tools_carry_no_loss(tokenizer):
+    answers = ["Let me see.\n" + call("add", '{"a": 2, "b": 3}'), "It is 5."]
+    ctx, generator = context(tokenizer, answers)
+    workflow = ToolUse([f"{__name__}.add"], parser="qwen25", system="Be brief.")
+    episode = asyncio.run(workflow.run(PROMPT, ctx))
+    check_tokens(episode.split(), generator)
+    text = tokenizer.decode(episode.split()[-1].tokens_T.tolist())
+    assert "Be brief." in text and "<tool_response>\n5\n</tool_response>" in text and '"name": "add"' in text
+
+
+# ---- limits
+
+
+@pytest.mark.parametrize("on_limit", ["train", "mask", "drop"])
+@pytest.mark.parametrize("limit", [{"max_turns": 2}, {"max_tokens": 420}])
+def test_an_episode_that_a_limit_ends_is_treated_as_asked(on_limit, limit):
+    tokenizer = build_tokenizer(APPENDING)
+    ctx, generator = context(tokenizer, [call("add", '{"a": 2}')] * 50)
+    workflow = ToolUse([f"{__name__}.add"], parser="qwen25", on_limit=on_limit, **limit)
+    episode = asyncio.run(workflow.run(PROMPT, ctx))
+    assert episode.loss_mask_T.any() == (on_limit == "train")
+    assert episode.is_dropped == (on_limit == "drop")
+    assert (episode.reward is None) == (on_limit != "drop")
+    if "max_turns" in limit:
+        assert len(generator.asked) == 2
+    else:
+        assert len(episode.tokens_T) <= 420
+
+
+def test_a_completion_that_is_cut_off_is_a_limit():
+    ctx, _ = context(build_tokenizer(APPENDING), ["It is five, I think."], most=4)
+    workflow = ToolUse([f"{__name__}.add"], parser="qwen25", on_limit="mask")
+    assert not asyncio.run(workflow.run(PROMPT, ctx)).loss_mask_T.any()
+
+
+def test_a_treatment_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="expected train, mask or drop"):
+        ToolUse([f"{__name__}.add"], parser="qwen25", on_limit="ignore")
+
+
+# ---- environments
+
+
+class World:
+    """An environment whose resets follow a script."""
+
+    made = 0
+    closed = 0
+    script: Sequence[str] = ()
+    resets = 0
+    open = most_open = 0
+
+    def __init__(self) -> None:
+        World.made += 1
+
+    async def reset(self, prompt: Prompt):
+        World.resets += 1
+        what = World.script[World.resets - 1] if World.resets <= len(World.script) else "ok"
+        if what == "hang":
+            await asyncio.sleep(60)
+        if what == "raise":
+            raise OSError("no world")
+        World.open += 1
+        World.most_open = max(World.most_open, World.open)
+        return prompt.messages()
+
+    async def step(self, answer: Action) -> Step:
+        return Step(is_done=True)
+
+    async def close(self) -> None:
+        World.closed += 1
+
+
+@pytest.fixture
+def world():
+    World.made = World.closed = World.resets = World.open = World.most_open = 0
+    World.script = ()
+    return World
+
+
+async def episode(pool: EnvironmentPool, error: Exception | None = None) -> None:
+    async with pool.begun(PROMPT):
+        await asyncio.sleep(0)
+        World.open -= 1
+        if error is not None:
+            raise error
+
+
+def test_no_more_environments_than_the_limit_are_open_and_each_is_used_again(world):
+    async def run() -> None:
+        pool = EnvironmentPool(world, limit=3)
+        await asyncio.gather(*(episode(pool) for _ in range(20)))
+        await pool.close()
+
+    asyncio.run(run())
+    assert world.most_open == world.made == world.closed == 3
+
+
+def test_a_reset_that_hangs_or_raises_is_tried_again_in_a_new_environment(world):
+    world.script = ["hang", "raise", "ok"]
+
+    async def run() -> None:
+        pool = EnvironmentPool(world, reset_timeout_s=0.05)
+        await episode(pool)
+        await pool.close()
+
+    asyncio.run(run())
+    assert (world.made, world.closed) == (3, 3)
+
+
+@pytest.mark.parametrize(("what", "reason"), [("hang", "took too long"), ("raise", "OSError: no world")])
+def test_resets_that_all_fail_say_why_and_leave_nothing_open(world, what, reason):
+    world.script = [what] * 9
+    pool = EnvironmentPool(world, reset_timeout_s=0.05, reset_attempts=2, limit=1)
+    with pytest.raises(ResetFailed, match=f"2 attempts of 0.05 s; the last one: {reason}"):
+        asyncio.run(episode(pool))
+    assert (world.made, world.closed) == (2, 2)
+
+
+def test_an_environment_whose_episode_has_failed_is_closed(world):
+    async def run() -> None:
+        pool = EnvironmentPool(world)
+        with pytest.raises(RuntimeError):
+            await episode(pool, RuntimeError("no"))
+        await episode(pool)
+
+    asyncio.run(run())
+    assert (world.made, world.closed) == (2, 1)
+
+
+def test_a_cancelled_reset_closes_its_environment_and_gives_its_place_back(world):
+    world.script = ["hang"]
+
+    async def run() -> None:
+        pool = EnvironmentPool(world, limit=1)
+        task = asyncio.create_task(episode(pool))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await episode(pool)
+
+    asyncio.run(run())
+    assert (world.made, world.closed) == (2, 1)
+
+
+def test_arguments_that_do_not_fit_are_known_when_the_workflow_is_made():
+    with pytest.raises(TypeError):
+        MultiTurn({"path": f"{__name__}.World", "args": {"size": 3}})
+    with pytest.raises(ValueError, match="expected an import path"):
+        MultiTurn({"name": f"{__name__}.World"})
+
+
+def test_results_that_are_no_text_are_json():
+    assert (
+        json.loads(
+            asyncio.run(tools().step(Action(call("add", '{"a": 1}'), Finish.STOP))).messages[0]["content"]
+        )
+        == 2
+    )
