@@ -29,7 +29,7 @@ Encode = Callable[[str], Sequence[int]]
 """Returns the ids of a part of a rendered text."""
 
 Closing = Callable[[Mapping[str, object] | None, str], str]
-"""Returns what the template writes behind the text of an answer: of the answer with this message and text; or,
+"""Returns what the template writes behind the text of an answer: the one with this message and text; or,
 without a message, of one that is text alone."""
 
 
