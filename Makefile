@@ -30,16 +30,16 @@ GPU ?=
 quickstart: install
 	$(BIN)/slipstream train configs/recipes/quickstart.yaml
 
-# Two lanes: whole runs mostly wait for processes to start, and leave a core to the others.
+# Two lanes: whole runs and clusters mostly wait for processes to start, and leave a core to the others.
 test: install $(VENV)/.triton
 	bash tests/cluster/install_slurm.sh
 	@$(MAKE) --jobs=2 --keep-going --output-sync=target --no-print-directory test-runs test-others
 
 test-others: install $(VENV)/.triton
-	$(BIN)/python -m pytest tests/unit tests/clients tests/integration tests/gpu tests/cluster
+	$(BIN)/python -m pytest tests/unit tests/clients tests/integration tests/gpu
 
 test-runs: install
-	$(BIN)/python -m pytest tests/runs
+	$(BIN)/python -m pytest tests/runs tests/cluster
 
 test-fast: install $(VENV)/.triton
 	$(BIN)/python -m pytest tests/unit

@@ -43,13 +43,18 @@ class Disk:
         return status.f_bavail == 0 or status.f_favail == 0
 
     def _entries(self) -> Iterator[os.stat_result]:
+        """Yield all files and folders of the sandbox; readable ones of the machine, shown there, are none."""
         todo = [self._enclosure.folder, self._enclosure.temporary]
         todo += [root.SHARED] if self._enclosure.has_namespaces else []
+        devices = {os.stat(folder).st_dev for folder in todo}
         count = 0
         while todo and count <= self._most_files:
             with suppress(OSError):  # files come and go
                 for entry in os.scandir(todo.pop()):
+                    status = entry.stat(follow_symlinks=False)
+                    if status.st_dev not in devices:
+                        continue
                     count += 1
                     if entry.is_dir(follow_symlinks=False):
                         todo.append(entry.path)
-                    yield entry.stat(follow_symlinks=False)
+                    yield status

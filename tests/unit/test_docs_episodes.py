@@ -24,6 +24,7 @@ def test_the_recipe_is_one():
 
 def test_the_tool_is_one(monkeypatch):
     monkeypatch.setitem(globals(), "search", names(CODE[0])["search"])
+    monkeypatch.setattr("slipstream.rollout.environment.tools.call_parser", lambda name, tools: str)
     [schema] = ToolEnvironment([f"{__name__}.search"], parser="qwen25").schemas
     assert schema["function"]["description"] == "Search the catalogue."
     assert schema["function"]["parameters"]["required"] == ["query"]

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +20,22 @@ from slipstream.rollout.environment.pool import EnvironmentPool, ResetFailed
 from slipstream.rollout.trajectory import UNSAMPLED, Completion, Finish, Prompt, Span, Trajectory
 from slipstream.rollout.workflow import Dialogue, MultiTurn, ToolUse, WorkflowContext
 from tests.chat_model import APPENDING, REWRITING, build_tokenizer
+from tests.environment import environment
 
+pytestmark = pytest.mark.usefixtures("without_sglang")
 PROMPT = Prompt(0, "What is 2 + 3?", label="5")
 END = "<|im_end|>"
+
+
+CALL = re.compile(r'<tool_call>\n\{"name": "(.*?)", "arguments": (.*)\}\n</tool_call>')
+
+
+@pytest.fixture(scope="module")
+def without_sglang():
+    """Read calls without SGLang, which would change what this process can import."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slipstream.rollout.environment.tools.call_parser", lambda name, tools: CALL.findall)
+        yield
 
 
 @dataclass
@@ -217,9 +233,30 @@ def test_what_cannot_be_a_tool_is_refused_at_once(path, reason):
         ToolUse([f"{__name__}.{path}"], parser="qwen25")
 
 
-def test_an_unknown_parser_is_named_with_those_that_there_are():
-    with pytest.raises(ValueError, match=r"there is no parser of tool calls 'none'; SGLang has .*qwen25"):
-        ToolUse([f"{__name__}.add"], parser="none")
+PARSED = """
+from slipstream.rollout.environment.parsers import call_parser
+parameters = {"type": "object", "properties": {}}
+tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+for name, text in (
+    ("qwen25", '<tool_call>\\n{"name": "add", "arguments": {"a": 2}}\\n</tool_call>'),
+    ("llama3", '<|python_tag|>{"name": "add", "parameters": {"a": 2}}'),
+    ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2}}]'),
+    ("qwen25", "I add nothing."),
+):
+    print(call_parser(name, tools)(text))
+try:
+    call_parser("none", tools)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_sglangs_parsers_read_calls_and_an_unknown_one_is_named_with_those_that_there_are():
+    command = [sys.executable, "-c", PARSED]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=True)
+    *calls, unknown = done.stdout.splitlines()
+    assert calls == [*["[('add', '{\"a\": 2}')]"] * 3, "[]"]
+    assert unknown.startswith("there is no parser of tool calls 'none'; SGLang has ") and "qwen25" in unknown
 
 
 def test_tokens_of_tools_carry_no_loss(tokenizer):

@@ -7,6 +7,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -116,8 +117,10 @@ def test_files_last_until_the_sandbox_is_closed_and_processes_until_their_comman
         result = await sandbox.exec(["python", "-c", f"{python}\nprint('ended')"])
         assert outcome(result) == (0, "ended\n", "")
         assert not processes_with(token)
-        after = await sandbox.exec(["sh", "-c", "cat file; ls /tmp /dev/shm; ps ax | grep -c slee[p]"])
-        assert after.stdout == "kept\n/dev/shm:\nshared\n\n/tmp:\nfolder\n0\n"
+        after = await sandbox.exec(
+            ["sh", "-c", "cat file; ls -d /tmp/folder /dev/shm/*; ps ax | grep -c slee[p]"]
+        )
+        assert after.stdout == "kept\n/dev/shm/shared\n/tmp/folder\n0\n"
 
     in_sandbox(use)
 
@@ -133,6 +136,20 @@ def test_sandboxes_share_nothing():
             assert not (await waiting).failed
 
     asyncio.run(run())
+
+
+def test_readable_folders_below_the_temporary_one_are_not_the_sandboxs_files():
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        for number in range(3):
+            Path(folder, f"{number}.bin").write_bytes(b"x" * 2**20)
+
+        async def use(sandbox: LocalSandbox) -> None:
+            result = await sandbox.exec(["sh", "-c", f"ls {folder}; exit 3"])
+            assert outcome(result) == (3, "0.bin\n1.bin\n2.bin\n", "")
+            assert result.limit is None
+
+        in_sandbox(use, limits_of(LocalSandboxConfig(disk_mb=2)), (folder,))
 
 
 def test_folders_that_the_recipe_names_can_be_read_and_not_written(tmp_path: Path):
