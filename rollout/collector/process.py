@@ -11,10 +11,10 @@ import json
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import aiohttp
 
@@ -34,12 +34,16 @@ from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.descriptors import make_room
 from slipstream.rollout.engine.pool import EnginePool, GeneratingClient
+from slipstream.rollout.engine.process import prepare_for_sglang
 from slipstream.rollout.engine.trace import RequestTrace
 from slipstream.rollout.garbage import OF_COLLECTED_EPISODE, expect_objects, look_seldom_for_garbage
 from slipstream.rollout.judge.pool import JudgePool, JudgeStatus
 from slipstream.rollout.messages import DOWN, LONGEST_FRAME, SILENCE_S, Down, Status, Up, pack, split
 from slipstream.rollout.workflow import Tokenizer, Workflow, WorkflowContext
 from slipstream.rollout.workflow.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from slipstream.rollout.endpoint.serve import CollectorEndpoint
 
 REPORT_TIMEOUT_S = 5.0
 
@@ -86,6 +90,12 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
     """Collect in given surroundings until the connection ends."""
     rollout, tokenizer, judges = config.rollout, surroundings.tokenizer, surroundings.judges
     workflow = cast(Workflow, plugins.build(rollout.workflow))
+    needs_endpoint = bool(getattr(workflow, "needs_endpoint", False))
+    if rollout.endpoint is not None and not needs_endpoint:
+        raise plugins.PluginError(
+            f"rollout.endpoint is set, but {rollout.workflow.path} needs no endpoint: leave the section out, "
+            "or give the workflow an attribute `needs_endpoint = True`"
+        )
     group_filter = _filter(config)
     limit, outbox = TimeLimit(rollout.episode_timeout_s), Outbox()
     pool = EnginePool(
@@ -99,6 +109,10 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
     )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(pool.close)
+        endpoints = None
+        if needs_endpoint:
+            serving = _endpoints(config, spec, pool, tokenizer)
+            endpoints = await stack.enter_async_context(serving)
         session = await stack.enter_async_context(aiohttp.ClientSession(spec.url, headers=spec.headers()))
         socket = await stack.enter_async_context(
             session.ws_connect(f"/collector/{spec.name}", max_msg_size=LONGEST_FRAME, compress=0)
@@ -113,15 +127,24 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
                 pool, outbox, group, lease, sample, surroundings.clock
             ),
             context=lambda recording: WorkflowContext(
-                recording, tokenizer, WorkflowReward(judges, limit, recording), rollout.sampling
+                recording,
+                tokenizer,
+                WorkflowReward(judges, limit, recording),
+                rollout.sampling,
+                endpoints and endpoints.of(recording, rollout.sampling),
             ),
             episodes=episodes,
             judge=judging.judge,
             samples=rollout.n_samples_per_prompt,
             group_filter=group_filter,
         )
+        engines, sampling = GreedyGenerator(pool), _evaluation_sampling(config)
         greedy = WorkflowContext(
-            GreedyGenerator(pool), tokenizer, WorkflowReward(judges, limit), _evaluation_sampling(config)
+            engines,
+            tokenizer,
+            WorkflowReward(judges, limit),
+            sampling,
+            endpoints and endpoints.of(engines, sampling, is_trained=False),
         )
         evaluations = Evaluations(outbox, greedy, episodes, judging.judge)
         stack.push_async_callback(evaluations.close)
@@ -203,6 +226,19 @@ class _Connection:
             self._evaluations.start(question)
         for task in message.withdrawn:
             self._evaluations.withdraw(task)
+
+
+def _endpoints(
+    config: RunConfig, spec: CollectorSpec, pool: EnginePool, tokenizer: Tokenizer
+) -> "AbstractAsyncContextManager[CollectorEndpoint]":
+    """Return the endpoint of agents, which is served inside its block.
+
+    Imports SGLang, for some seconds: nothing else runs in this process yet.
+    """
+    prepare_for_sglang()
+    from slipstream.rollout.endpoint.serve import serve
+
+    return serve(config, context=spec.context, version=lambda: pool.version, decode=tokenizer.decode)
 
 
 def _evaluation_sampling(config: RunConfig) -> SamplingConfig:

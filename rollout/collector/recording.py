@@ -405,7 +405,9 @@ class Recording:
 
 def _told(sampling: LiveSampling) -> bytes:
     """Return what a client says about sampling, but for the length: that may depend on other requests."""
-    return msgspec.json.encode([sampling.parameters, sampling.top_logprobs], enc_hook=repr, order="deterministic")
+    return msgspec.json.encode(
+        [sampling.parameters, sampling.top_logprobs], enc_hook=repr, order="deterministic"
+    )
 
 
 def _spans(completion: GrowingCompletion, start: int, end: int) -> tuple[tuple[int, int], ...]:

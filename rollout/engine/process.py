@@ -231,6 +231,14 @@ def environment_without_gpu() -> dict[str, str]:
     return cpu.environment(1)
 
 
+def prepare_for_sglang() -> None:
+    """Prepare this process, which runs nothing on a GPU, for the import of SGLang."""
+    variables = environment_without_gpu()
+    folders = variables.pop("PYTHONPATH").split(os.pathsep)
+    os.environ |= variables
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+
+
 def _environment(spec: ServerSpec) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name not in KEYLESS}
     environment = WITHOUT_DIAGNOSIS | environment | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -13,7 +13,6 @@ The judge is a fork of the keeper and dies with it. What this module imports is 
 light.
 """
 
-import ctypes
 import os
 import resource
 import select
@@ -22,17 +21,22 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 
+from slipstream.rollout.descendants import (
+    DEATH_SIGNAL,
+    NAME,
+    SUBREAPER,
+    children_of,
+    ended_children,
+    has_children,
+    set_process_option,
+)
 from slipstream.rollout.judge.output import TAIL, BoundedLog
 
 REPORT = struct.Struct("<iII")
 """Wait status of the judge, and the lengths of the two texts that follow: its crash dump, and the end of its
 output."""
-
-_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
-"""From linux/prctl.h."""
 
 _ENDINGS = ((signal.SIGTERM, 0.5), (signal.SIGKILL, 5.0))
 """Signals to the processes that a judge leaves behind, and the seconds to wait for their effect. Python's
@@ -47,8 +51,6 @@ _LONGEST_CRASH = 1 << 20
 
 _OOM_SCORE = "500"
 """When the machine runs out of memory, the kernel should choose a judge and not its pool."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def keep(lifeline_fd: int, connection_fd: int, owner: int, scratch: str, log: str) -> None:
@@ -66,8 +68,8 @@ def keep(lifeline_fd: int, connection_fd: int, owner: int, scratch: str, log: st
     # The kernel sends SIGTERM when the thread ends that has started this process. Only if its process has
     # ended too is the judge ended.
     signal.signal(signal.SIGTERM, _only_wake)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    set_process_option(DEATH_SIGNAL, signal.SIGTERM)
+    set_process_option(SUBREAPER, 1)
     output_reader, output_writer = os.pipe()
     crash_reader, crash_writer = os.pipe()
 
@@ -85,7 +87,7 @@ def keep(lifeline_fd: int, connection_fd: int, owner: int, scratch: str, log: st
 
     for fd in (connection_fd, output_writer, crash_writer):
         os.close(fd)
-    _prctl(_PR_SET_NAME, b"judge-keeper")
+    set_process_option(NAME, b"judge-keeper")
     watch = _Watch(judge, owner, lifeline, wakeup_reader, output_reader, crash_reader, BoundedLog(log))
     status = watch.until_the_end()
     watch.end_children()
@@ -95,7 +97,7 @@ def keep(lifeline_fd: int, connection_fd: int, owner: int, scratch: str, log: st
 
 def _become_judge(keeper: int, output: int) -> None:
     """Turn this fork of the keeper into a process of its own that can only harm itself."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    set_process_option(DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != keeper:  # it ended before the line above
         os._exit(1)
     os.setsid()
@@ -107,7 +109,7 @@ def _become_judge(keeper: int, output: int) -> None:
     os.dup2(output, 2)
     os.close(output)
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore  # a crash would lose what is buffered
-    _prctl(_PR_SET_NAME, b"judge")
+    set_process_option(NAME, b"judge")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write(_OOM_SCORE)
@@ -149,8 +151,8 @@ class _Watch:
         """End every process that the judge has left behind, and read what was still in the pipes."""
         for end, seconds in _ENDINGS:
             deadline = time.monotonic() + seconds
-            while self._has_children() and (left := deadline - time.monotonic()) > 0:
-                for child in _children_of(os.getpid()):
+            while has_children() and (left := deadline - time.monotonic()) > 0:
+                for child in children_of(os.getpid()):
                     with suppress(ProcessLookupError):
                         os.kill(child, end)
                 self._handle_events(left)
@@ -194,39 +196,13 @@ class _Watch:
         return data
 
     def _reap(self) -> None:
-        for pid, status in _ended():
+        for pid, status in ended_children():
             if pid == self._judge:
                 self._status = status
 
     def _kill_judge(self) -> None:
         if self._status is None:
             os.kill(self._judge, signal.SIGKILL)
-
-    @staticmethod
-    def _has_children() -> bool:
-        try:
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return False
-        return True
-
-
-def _ended() -> Iterator[tuple[int, int]]:
-    """Yield every child that has ended, adopted ones included, with its wait status."""
-    with suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            yield ended
-
-
-def _children_of(parent: int) -> list[int]:
-    children: list[int] = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):  # processes come and go
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-            if int(fields[1]) == parent and fields[0] != b"Z":
-                children.append(int(pid))
-    return children
 
 
 def _remove(folder: str) -> None:
@@ -240,10 +216,3 @@ def _remove(folder: str) -> None:
 
 def _only_wake(number: int, frame: object) -> None:
     """Handle a signal by nothing: its arrival ends the wait of the loop."""
-
-
-def _prctl(option: int, value: int | bytes) -> None:
-    argument = ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
-    if _libc.prctl(option, argument, *map(ctypes.c_ulong, (0, 0, 0))):
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl({option}): {os.strerror(number)}")

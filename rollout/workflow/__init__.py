@@ -6,9 +6,20 @@ from typing import Any, Protocol
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.trajectory import Completion, Messages, Prompt, Trajectory
+from slipstream.rollout.workflow.agent import Agent
+from slipstream.rollout.workflow.endpoint import PolicyEndpoint
 from slipstream.rollout.workflow.single_turn import SingleTurn
 
-__all__ = ["Generator", "Judge", "SingleTurn", "Tokenizer", "Workflow", "WorkflowContext"]
+__all__ = [
+    "Agent",
+    "Generator",
+    "Judge",
+    "PolicyEndpoint",
+    "SingleTurn",
+    "Tokenizer",
+    "Workflow",
+    "WorkflowContext",
+]
 
 
 class Generator(Protocol):
@@ -62,6 +73,8 @@ class WorkflowContext:
     reward: Judge
     sampling: SamplingConfig
     """``rollout.sampling`` of the recipe, or what an evaluation uses in its place."""
+    endpoint: PolicyEndpoint | None = None
+    """An endpoint for agents. None unless the workflow has an attribute ``needs_endpoint`` that is true."""
 
 
 class Workflow(Protocol):

@@ -715,9 +715,11 @@ def test_clients_that_ask_again_in_another_order_get_what_they_got(first, second
             life.record.write_ends()
         assert ended == {k: ideal([*PROMPT, k], 12) for k in range(4)}
         assert len(life.engines.requests) == 4 - len(complete)
-        assert sum(start for _, start in life.engines.requests) + sum(
-            len(held.tokens(call)) for call in complete
-        ) == held_tokens
+        assert (
+            sum(start for _, start in life.engines.requests)
+            + sum(len(held.tokens(call)) for call in complete)
+            == held_tokens
+        )
         assert sorted(held.complete_calls) == [CLIENTS + k for k in range(4)]
 
     clock.run(main())

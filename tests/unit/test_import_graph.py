@@ -38,13 +38,25 @@ FLOORS = {
     ),
     "bridge": ({"hf"}, {"model"}, {"families", "shards"}, {"publish"}, {"transport"}),
     "rollout": (
-        {"changes", "durable", "garbage", "gpu_environment", "heaps", "network", "temporary", "trajectory"},
+        {
+            "changes",
+            "descendants",
+            "durable",
+            "garbage",
+            "gpu_environment",
+            "heaps",
+            "network",
+            "temporary",
+            "trajectory",
+        },
         {"control", "plugins", "prompts", "record", "reward"},
-        {"turns"},
+        {"programs", "turns"},
         {"engine", "judge", "ledger", "workflow"},
         {"live", "messages"},
         {"handover"},
-        {"collect", "collector", "gateway"},
+        {"collect", "gateway"},
+        {"endpoint"},
+        {"collector"},
     ),
 }
 MOST_ROOMS, MOST_FLOORS, MOST_ARROWS = 14, 8, 40
