@@ -157,6 +157,9 @@ class OpenedEndpoint:
             if fatal.done():
                 raise fatal.result()
             return task.result()
+        except asyncio.CancelledError:
+            self.close()  # at once: what the engines have sampled so far is recorded
+            raise
         finally:
             task.cancel()
             await asyncio.wait({task}, timeout=CANCEL_S)

@@ -127,6 +127,10 @@ class ScriptedEngines:
     sampled: list[dict[str, Any]] = field(default_factory=list)
     lost: bool = False
     """No engine serves any more."""
+    stop_after: int | None = None
+    """Number of deltas behind which the engines stand still."""
+    deltas: int = 0
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(self, input_ids, sampling, completion, *, greedy=False, grown=None) -> None:
         from slipstream.rollout.engine.client import EngineError, RequestRefused
@@ -147,6 +151,10 @@ class ScriptedEngines:
             async for delta in self.source.generate(TokenRequest(input_ids, parameters)):
                 skip = max(0, start - seen)
                 seen += len(delta.tokens)
+                self.deltas += 1
+                if self.stop_after is not None and self.deltas >= self.stop_after:
+                    self.stopped.set()
+                    await asyncio.Event().wait()
                 completion.add(
                     delta.spans[-1][0] if delta.spans else 0, delta.tokens[skip:], delta.logprobs[skip:]
                 )
@@ -175,8 +183,9 @@ class Host:
 
     is_given_up = False
 
-    def __init__(self, make: Any, held: Any, context: Any) -> None:
+    def __init__(self, make: Any, held: Any, context: Any, is_evaluation: bool) -> None:
         self._make = make
+        self._is_evaluation = is_evaluation
         self._held = held
         self._context = context
         self.record: Any = None
@@ -192,7 +201,8 @@ class Host:
         return self._context(self.record)
 
     def accept(self, trajectory: Any) -> None:
-        self.record.accept(trajectory)
+        if not self._is_evaluation:
+            self.record.accept(trajectory)
 
 
 class Runner:
@@ -220,13 +230,13 @@ class Runner:
 
         rollout = self._config.rollout.model_copy(update={"episode_attempts": order.get("attempts", 1)})
         engines = ScriptedEngines(ScriptedSource(self._tokenizer, delay_s=order.get("delay_s", 0.0)))
-        engines.lost = order.get("lost", False)
+        engines.lost, engines.stop_after = order.get("lost", False), order.get("stop_after")
         outbox, driver, failures = Outbox(), HoldingDriver(), []
         held = self._held.setdefault(order["name"], HeldSample()) if "name" in order else HeldSample()
         driver.samples[5, 0] = held
 
         def context(record: Any) -> Any:
-            asked = GreedyGenerator(engines) if order.get("evaluation") else record
+            asked = GreedyGenerator(engines) if is_evaluation else record
             sampling = rollout.sampling
             endpoint = self._served.of(asked, sampling, is_trained=not order.get("evaluation"))
             return WorkflowContext(asked, self._tokenizer, None, sampling, endpoint)  # type: ignore[arg-type]
@@ -235,7 +245,8 @@ class Runner:
             def attempt_failed(self, prompt: int, attempt: int, error: str) -> None:
                 failures.append(error)
 
-        host = Host(partial(Recording, engines, outbox, 5, 1, 0), held, context)
+        is_evaluation = order.get("evaluation", False)
+        host = Host(partial(Recording, engines, outbox, 5, 1, 0), held, context, is_evaluation)
         checking = partial(check, vocab_size=len(self._tokenizer), workflow="agent")
         limit = TimeLimit(order.get("timeout_s", 60))
         workflow = plugins.build(PluginConfig.model_validate(order["workflow"]))
@@ -248,7 +259,9 @@ class Runner:
         prompt = Prompt(7, order["prompt"], order.get("label"), order.get("metadata", {}))
         running = asyncio.create_task(episodes.run(prompt, host), name="group 5")
         error, trajectories = None, []
-        await asyncio.wait({running}, timeout=order.get("stop_s"))
+        stopped = asyncio.create_task(engines.stopped.wait())
+        await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
         if not running.done():
             host.is_given_up = True
             host.record.write_ends()
