@@ -36,7 +36,7 @@ test: install $(VENV)/.triton
 	@$(MAKE) --jobs=2 --keep-going --output-sync=target --no-print-directory test-runs test-others
 
 test-others: install $(VENV)/.triton
-	$(BIN)/python -m pytest tests/unit tests/clients tests/integration tests/gpu tests/cluster
+	$(BIN)/python -m pytest tests/unit tests/clients tests/agents tests/integration tests/gpu tests/cluster
 
 test-runs: install
 	$(BIN)/python -m pytest tests/runs

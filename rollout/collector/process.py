@@ -34,7 +34,6 @@ from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.descriptors import make_room
 from slipstream.rollout.engine.pool import EnginePool, GeneratingClient
-from slipstream.rollout.engine.process import prepare_for_sglang
 from slipstream.rollout.engine.trace import RequestTrace
 from slipstream.rollout.garbage import OF_COLLECTED_EPISODE, expect_objects, look_seldom_for_garbage
 from slipstream.rollout.judge.pool import JudgePool, JudgeStatus
@@ -46,6 +45,9 @@ if TYPE_CHECKING:
     from slipstream.rollout.endpoint.serve import CollectorEndpoint
 
 REPORT_TIMEOUT_S = 5.0
+
+DESCRIPTORS = 3
+"""Descriptors of a request of an agent: both ends of its connection, and the connection with the engine."""
 
 
 class WatchedJudges(Judges, Protocol):
@@ -67,6 +69,8 @@ class Surroundings:
     trace: Callable[[RequestTrace], None] | None = None
     most_requests: int | None = None
     """Number of requests that the process has descriptors for; None: as many as the driver allows."""
+    serve_endpoint: "Callable[..., AbstractAsyncContextManager[CollectorEndpoint]] | None" = None
+    """Serves the endpoint of agents inside a block; None: the workflow needs none."""
 
 
 async def collect(
@@ -78,24 +82,28 @@ async def collect(
     """
     rollout = config.rollout
     assert rollout.reward is not None, "there are no episodes without a reward"
-    most_requests = make_room(rollout.max_concurrent)
+    serve_endpoint = None
+    if _needs_endpoint(config):
+        from slipstream.rollout.endpoint.load import load
+
+        serve_endpoint = load()  # before the tokenizer imports transformers
+    most_requests = make_room(rollout.max_concurrent, each=DESCRIPTORS if serve_endpoint else 1)
     tokenizer = load_tokenizer(config.model.path)
     async with JudgePool(rollout.judging, rollout.reward, spec.logs, spec.name) as judges:
-        await collect_in(
-            Surroundings(tokenizer, judges, trace=trace, most_requests=most_requests), spec, config
+        surroundings = Surroundings(
+            tokenizer,
+            judges,
+            trace=trace,
+            most_requests=most_requests,
+            serve_endpoint=serve_endpoint,
         )
+        await collect_in(surroundings, spec, config)
 
 
 async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: RunConfig) -> None:
     """Collect in given surroundings until the connection ends."""
     rollout, tokenizer, judges = config.rollout, surroundings.tokenizer, surroundings.judges
     workflow = cast(Workflow, plugins.build(rollout.workflow))
-    needs_endpoint = bool(getattr(workflow, "needs_endpoint", False))
-    if rollout.endpoint is not None and not needs_endpoint:
-        raise plugins.PluginError(
-            f"rollout.endpoint is set, but {rollout.workflow.path} needs no endpoint: leave the section out, "
-            "or give the workflow an attribute `needs_endpoint = True`"
-        )
     group_filter = _filter(config)
     limit, outbox = TimeLimit(rollout.episode_timeout_s), Outbox()
     pool = EnginePool(
@@ -110,9 +118,12 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
     async with AsyncExitStack() as stack:
         stack.push_async_callback(pool.close)
         endpoints = None
-        if needs_endpoint:
-            serving = _endpoints(config, spec, pool, tokenizer)
-            endpoints = await stack.enter_async_context(serving)
+        if surroundings.serve_endpoint is not None:
+            endpoints = await stack.enter_async_context(
+                surroundings.serve_endpoint(
+                    config, context=spec.context, version=lambda: pool.version, decode=tokenizer.decode
+                )
+            )
         session = await stack.enter_async_context(aiohttp.ClientSession(spec.url, headers=spec.headers()))
         socket = await stack.enter_async_context(
             session.ws_connect(f"/collector/{spec.name}", max_msg_size=LONGEST_FRAME, compress=0)
@@ -228,17 +239,16 @@ class _Connection:
             self._evaluations.withdraw(task)
 
 
-def _endpoints(
-    config: RunConfig, spec: CollectorSpec, pool: EnginePool, tokenizer: Tokenizer
-) -> "AbstractAsyncContextManager[CollectorEndpoint]":
-    """Return the endpoint of agents, which is served inside its block.
-
-    Imports SGLang, for some seconds: nothing else runs in this process yet.
-    """
-    prepare_for_sglang()
-    from slipstream.rollout.endpoint.serve import serve
-
-    return serve(config, context=spec.context, version=lambda: pool.version, decode=tokenizer.decode)
+def _needs_endpoint(config: RunConfig) -> bool:
+    """Return whether the recipe's workflow says that agents are to reach the policy. Raises PluginError."""
+    path = config.rollout.workflow.path
+    needs_endpoint = bool(getattr(plugins.resolve(path), "needs_endpoint", False))
+    if config.rollout.endpoint is not None and not needs_endpoint:
+        raise plugins.PluginError(
+            f"rollout.endpoint is set, but {path} needs no endpoint: leave the section out, or give the "
+            "workflow an attribute `needs_endpoint = True`"
+        )
+    return needs_endpoint
 
 
 def _evaluation_sampling(config: RunConfig) -> SamplingConfig:

@@ -4,6 +4,7 @@ agent ──HTTP, key of an attempt──► gateway's application ──► att
                                                                │
                                                                └──turns──► trajectories
 
+load          imports all of it, and SGLang
 serve         the application on a port of this process. Imports SGLang
 attempts      all attempts that run, as the gateway's application knows its users, sessions and journal
 attempt       one attempt at an episode: its sessions, its turns, its limits

@@ -144,7 +144,9 @@ class OpenedEndpoint:
     @property
     def limit(self) -> str | None:
         """Name of the limit that has stopped the episode."""
-        return self._attempt.limits.reached
+        fatal = self._attempt.fatal
+        cannot_go_on = fatal.done() and not fatal.cancelled()
+        return None if cannot_go_on else self._attempt.limits.reached
 
     async def run(self, work: Awaitable[ResultT]) -> ResultT:
         """Return what ``work`` returns. Cancels it, and raises NoEngine, when the run cannot go on."""

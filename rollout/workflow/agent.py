@@ -85,7 +85,7 @@ class Agent:
             *(
                 f"{name}: expected a whole number from 1, found {value!r}"
                 for name, value in (("max_turns", max_turns), ("max_tokens", max_tokens))
-                if value is not None and (not isinstance(cast(object, value), int) or value < 1)
+                if value is not None and not _is_positive(value)
             ),
         ]
         if on_limit not in get_args(OnLimit):
@@ -102,6 +102,7 @@ class Agent:
         self._run = function if function is not None and _is_async(function) else None
         self._command = command_of(run) if run is not None else tuple(command or ())
         self._is_command = command is not None
+        self._environment = {**os.environ, **directly(HOST, os.environ)}
         self._prompts = OwnedFolder(Path(tempfile.gettempdir()), "prompts")
         weakref.finalize(self, self._prompts.remove)
 
@@ -149,8 +150,7 @@ class Agent:
                 "ANTHROPIC_API_KEY": endpoint.api_key,
                 "SLIPSTREAM_PROMPT": path,
             }
-            environment = {**os.environ, **variables, **directly(HOST, os.environ)}
-            end = await run_program(self._command, environment, f"{given}\n".encode())
+            end = await run_program(self._command, self._environment | variables, f"{given}\n".encode())
         finally:
             Path(path).unlink(missing_ok=True)
         if end.code:
@@ -174,6 +174,10 @@ class Agent:
 
 _LONGEST_NOTE = 4000
 """Characters of a program's errors in the reason of a failure."""
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _wrong_agent(run: object, command: object) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import httpx
 
-from slipstream.rollout.engine.process import prepare_for_sglang
+from slipstream.rollout.endpoint.load import load
 from tests.environment import environment
 
 CONTEXT = 2048
@@ -36,7 +36,7 @@ class AgentsProcess:
             [sys.executable, "-m", "tests.agents.process", str(folder), json.dumps(dialect)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment(),
+            env=environment(folder),
         )
         assert self._process.stdout is not None
         timer = threading.Timer(START_TIMEOUT_S, self._process.kill)
@@ -306,6 +306,7 @@ def _plain(trajectory: Any) -> dict[str, Any]:
 
 
 async def _main(folder: Path, dialect: dict[str, Any]) -> None:
+    serve = load()
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
@@ -313,7 +314,6 @@ async def _main(folder: Path, dialect: dict[str, Any]) -> None:
     from starlette.routing import Route
 
     from slipstream.configs.schema import RunConfig
-    from slipstream.rollout.endpoint.serve import serve
     from slipstream.rollout.workflow.tokenizer import load_tokenizer
 
     tokenizer: Any = load_tokenizer(folder)
@@ -354,5 +354,4 @@ def _end_with_owner() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_end_with_owner, name="end-with-owner", daemon=True).start()
-    prepare_for_sglang()
     asyncio.run(_main(Path(sys.argv[1]), json.loads(sys.argv[2])))

@@ -3,6 +3,10 @@
 import sys
 
 import pytest
+import yaml
+
+from slipstream.configs.schema import EndpointConfig
+from tests.agents.conftest import example
 
 AGENT = "slipstream.rollout.workflow.Agent"
 
@@ -169,6 +173,18 @@ def test_evaluation_is_greedy_whatever_the_agent_asks_for(collector):
     assert episode.error is None, episode.failures
     assert episode.trained() == [[0, 1, 2]]
     assert {request["fields"]["sampling_params"]["temperature"] for request in episode.sampled} == {0.0}
+
+
+# ---- the documentation
+
+
+def test_the_example_of_the_documentation_is_an_agent(collector):
+    rollout = yaml.safe_load(example("yaml"))["rollout"]
+    EndpointConfig.model_validate(rollout["endpoint"])
+    right = collector.episode(rollout["workflow"], "#say 4", label="4")
+    assert (right.error, right.rewards, right.trained()) == (None, [1.0], [[0]]), right.failures
+    wrong = collector.episode(rollout["workflow"], "#say 5", label="4")
+    assert (wrong.error, wrong.rewards, wrong.trained()) == (None, [0.0], [[0, 1]]), wrong.failures
 
 
 # ---- programs
