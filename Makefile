@@ -36,7 +36,7 @@ test: install $(VENV)/.triton
 	@$(MAKE) --jobs=2 --keep-going --output-sync=target --no-print-directory test-runs test-others
 
 test-others: install $(VENV)/.triton
-	$(BIN)/python -m pytest tests/unit tests/clients tests/integration tests/gpu
+	$(BIN)/python -m pytest tests/unit tests/clients tests/agents tests/integration tests/gpu
 
 test-runs: install
 	$(BIN)/python -m pytest tests/runs tests/cluster

@@ -34,6 +34,7 @@ from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.trajectory import Finish, Messages, Prompt, Trajectory
 
 VOCABULARY = 150_000
+CONTEXT = 1 << 20
 PROMPT_TOKENS = 64
 STREAM_INTERVAL = 64
 """Tokens between two parts of a completion that is streamed."""
@@ -193,7 +194,7 @@ def recipe(samples: int, tokens: int) -> RunConfig:
 async def collect_for(task: CollectorTask, places: Places) -> None:
     """Collect until the driver ends the connection."""
     folder = Path(task.folder)
-    spec = CollectorSpec(task.name, 0, task.url, Key(task.key), VOCABULARY, folder)
+    spec = CollectorSpec(task.name, 0, task.url, Key(task.key), VOCABULARY, CONTEXT, folder)
     trace = TraceLog(folder, task.name)
     is_connected = False
 

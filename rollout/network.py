@@ -3,6 +3,7 @@
 import os
 import random
 import socket
+from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -60,3 +61,9 @@ def process_group_variables(address: str) -> dict[str, str]:
     if ip_address(address).is_loopback:
         return variables
     return {name: os.environ.get(name, value) for name, value in variables.items()}
+
+
+def directly(host: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that let clients reach a host without the environment's HTTP proxy."""
+    hosts = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, [hosts, host])))

@@ -40,6 +40,8 @@ class PieceHeader(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Retractions of the completion up to here."""
     starts_over: bool = False
     """The request's token ids do not continue the record: it begins again with this chunk."""
+    matched: int | str | None = None
+    """The token id or the stop string that ended the completion; None: neither, or more tokens follow."""
 
 
 class DecodedChunk(NamedTuple):
@@ -199,6 +201,10 @@ def checksum(data: bytes | memoryview) -> int:
     return zlib.crc32(data)
 
 
-def digest(input_ids: Sequence[int]) -> bytes:
-    """Return a digest that tells whether two requests have the same token ids."""
-    return hashlib.blake2b(np.asarray(input_ids, "<i4").tobytes(), digest_size=16).digest()
+def digest(input_ids: Sequence[int], sampling: bytes = b"") -> bytes:
+    """Return a digest that tells whether two requests have the same token ids, and the same ``sampling``
+    where they say how they are sampled."""
+    hashed = hashlib.blake2b(np.asarray(input_ids, "<i4").tobytes(), digest_size=16)
+    if sampling:
+        hashed.update(b"\0" + sampling)
+    return hashed.digest()

@@ -187,7 +187,13 @@ def assemble(
             key, leases, questions, roster, state.ledger, silence_s=max(SILENCE_S, patience_s)
         ),
         collectors=Collectors(
-            config, CollectorActors(placement), logs, key, inputs.spec.geometry.vocab, listener.note
+            config,
+            CollectorActors(placement),
+            logs,
+            key,
+            inputs.spec.geometry.vocab,
+            inputs.spec.geometry.max_positions,
+            listener.note,
         ),
         evaluation=evaluation,
         checkpoints=checkpoints,

@@ -31,14 +31,18 @@ class Collectors:
         logs: Path,
         key: Key,
         vocab_size: int,
+        context: int,
         note: Callable[[str], None],
     ) -> None:
-        """``key``: secret of the run. ``vocab_size``: number of token ids of the model."""
+        """``key``: secret of the run. ``vocab_size``: number of token ids of the model. ``context``: largest
+        number of tokens of prompt and completion together.
+        """
         self._config = config
         self._actors = actors
         self._logs = logs
         self._key = key
         self._vocab_size = vocab_size
+        self._context = context
         self._note = note
         self.restarts = 0
         """Number of restarts of all collectors so far."""
@@ -60,7 +64,8 @@ class Collectors:
     async def _keep(self, number: int, url: str) -> None:
         life = 0
         while True:
-            spec = CollectorSpec(f"collector-{number}", life, url, self._key, self._vocab_size, self._logs)
+            name = f"collector-{number}"
+            spec = CollectorSpec(name, life, url, self._key, self._vocab_size, self._context, self._logs)
             reason = await self._live(number, spec)
             life += 1
             self.restarts += 1

@@ -2,6 +2,7 @@
 
 from slipstream.configs.schema.actor import ActorConfig, LoraConfig, ParallelConfig
 from slipstream.configs.schema.checkpoint import CheckpointConfig
+from slipstream.configs.schema.dialect import DialectConfig, EndpointConfig
 from slipstream.configs.schema.gateway import GatewayConfig, LimitsConfig
 from slipstream.configs.schema.live import LiveConfig, LiveJudgingConfig
 from slipstream.configs.schema.models import (
@@ -48,8 +49,10 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "DeltaTransportConfig",
+    "DialectConfig",
     "DiskTransportConfig",
     "DistributedTransportConfig",
+    "EndpointConfig",
     "EngineConfig",
     "EvalConfig",
     "GatewayConfig",

@@ -1,10 +1,9 @@
 """``gateway``: the endpoint for live users."""
 
-from typing import Literal
-
 from pydantic import Field
 
 from slipstream.configs.schema.base import PathSetting, Section
+from slipstream.configs.schema.dialect import DialectConfig
 
 
 class LimitsConfig(Section):
@@ -53,7 +52,7 @@ class LimitsConfig(Section):
     )
 
 
-class GatewayConfig(Section):
+class GatewayConfig(DialectConfig):
     """The endpoint for live users: OpenAI's and Anthropic's protocols and SGLang's own."""
 
     host: str = Field(
@@ -85,25 +84,6 @@ class GatewayConfig(Section):
         min_length=1,
         description="Name of the model in `/v1/models` and in answers to requests that name none; null: the "
         "run's name. Requests may name any model.",
-    )
-    tool_parser: str | None = Field(
-        default="auto",
-        description="SGLang's parser of the policy's tool calls, such as `qwen25` or `llama3`. `auto`: the "
-        "one that its chat template suggests, if any. null: tool calls stay text.",
-    )
-    reasoning_parser: str | None = Field(
-        default=None,
-        description="SGLang's parser of the policy's reasoning, such as `qwen3` or `deepseek-r1`. `auto`: "
-        "the one that its chat template suggests, if any. null: reasoning stays text.",
-    )
-    chat_template: PathSetting | None = Field(
-        default=None, description="File with a Jinja chat template; null: the tokenizer's own."
-    )
-    sampling: Literal["client", "recipe"] = Field(
-        default="client",
-        description="Treatment of sampling parameters that the trainer cannot reproduce. `client`: they are "
-        "obeyed, and the turn is not trained. `recipe`: turns of the type `main` are sampled with "
-        "`rollout.sampling` instead.",
     )
     allow_gaps: bool = Field(
         default=False,

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.dialect import EndpointConfig
 from slipstream.configs.schema.plugin import Plugin, PluginConfig
 
 
@@ -225,6 +226,12 @@ class RolloutConfig(Section):
         default=PluginConfig(path="slipstream.rollout.workflow.SingleTurn"),
         description="Import path of a class with the method `run` of `slipstream.rollout.workflow.Workflow`, "
         "which executes one episode.",
+    )
+    endpoint: EndpointConfig | None = Field(
+        default=None,
+        description="How the endpoint of each collector speaks for the policy: OpenAI's and Anthropic's "
+        "protocols and SGLang's own, on loopback. Only for workflows that need it, such as "
+        "`slipstream.rollout.workflow.Agent`; null: the defaults.",
     )
     reward: Plugin | None = Field(
         default=None,

@@ -2,7 +2,7 @@
 
 import asyncio
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.collector.episodes import EpisodeFailed, Episodes
@@ -11,6 +11,7 @@ from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.collector.recording import GrowingGenerator
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.pool import NoEngine
+from slipstream.rollout.engine.sampling import LiveSampling
 from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.messages import Question
 from slipstream.rollout.trajectory import Completion, Trajectory
@@ -27,6 +28,17 @@ class GreedyGenerator:
         completion = GrowingCompletion()
         await self._engines.generate(input_ids, sampling, completion, greedy=True)
         return completion.completion()
+
+    async def extend(
+        self,
+        input_ids: Sequence[int],
+        sampling: LiveSampling,
+        completion: GrowingCompletion,
+        *,
+        grown: Callable[[], None] | None = None,
+    ) -> None:
+        """Continue the completion of a client's request, whatever temperature it asks for."""
+        await self._engines.generate(input_ids, sampling, completion, greedy=True, grown=grown)
 
 
 class _EvaluationEpisode:

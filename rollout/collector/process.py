@@ -11,10 +11,10 @@ import json
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import aiohttp
 
@@ -41,7 +41,13 @@ from slipstream.rollout.messages import DOWN, LONGEST_FRAME, SILENCE_S, Down, St
 from slipstream.rollout.workflow import Tokenizer, Workflow, WorkflowContext
 from slipstream.rollout.workflow.tokenizer import load_tokenizer
 
+if TYPE_CHECKING:
+    from slipstream.rollout.endpoint.serve import CollectorEndpoint
+
 REPORT_TIMEOUT_S = 5.0
+
+DESCRIPTORS = 3
+"""Descriptors of a request of an agent: both ends of its connection, and the connection with the engine."""
 
 
 class WatchedJudges(Judges, Protocol):
@@ -63,6 +69,8 @@ class Surroundings:
     trace: Callable[[RequestTrace], None] | None = None
     most_requests: int | None = None
     """Number of requests that the process has descriptors for; None: as many as the driver allows."""
+    serve_endpoint: "Callable[..., AbstractAsyncContextManager[CollectorEndpoint]] | None" = None
+    """Serves the endpoint of agents inside a block; None: the workflow needs none."""
 
 
 async def collect(
@@ -74,14 +82,24 @@ async def collect(
     """
     rollout = config.rollout
     assert rollout.reward is not None, "there are no episodes without a reward"
-    most_requests = make_room(rollout.max_concurrent)
+    serve_endpoint = None
+    if _needs_endpoint(config):
+        from slipstream.rollout.endpoint.load import load
+
+        serve_endpoint = load()  # before the tokenizer imports transformers
+    most_requests = make_room(rollout.max_concurrent, each=DESCRIPTORS if serve_endpoint else 1)
     tokenizer = load_tokenizer(config.model.path)
     async with JudgePool(
         rollout.judging, rollout.reward, spec.logs, spec.name, reward_key=rollout.reward_key
     ) as judges:
-        await collect_in(
-            Surroundings(tokenizer, judges, trace=trace, most_requests=most_requests), spec, config
+        surroundings = Surroundings(
+            tokenizer,
+            judges,
+            trace=trace,
+            most_requests=most_requests,
+            serve_endpoint=serve_endpoint,
         )
+        await collect_in(surroundings, spec, config)
 
 
 async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: RunConfig) -> None:
@@ -101,6 +119,13 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
     )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(pool.close)
+        endpoints = None
+        if surroundings.serve_endpoint is not None:
+            endpoints = await stack.enter_async_context(
+                surroundings.serve_endpoint(
+                    config, context=spec.context, version=lambda: pool.version, decode=tokenizer.decode
+                )
+            )
         session = await stack.enter_async_context(aiohttp.ClientSession(spec.url, headers=spec.headers()))
         socket = await stack.enter_async_context(
             session.ws_connect(f"/collector/{spec.name}", max_msg_size=LONGEST_FRAME, compress=0)
@@ -115,15 +140,24 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
                 pool, outbox, group, lease, sample, surroundings.clock
             ),
             context=lambda recording: WorkflowContext(
-                recording, tokenizer, WorkflowReward(judges, limit, recording), rollout.sampling
+                recording,
+                tokenizer,
+                WorkflowReward(judges, limit, recording),
+                rollout.sampling,
+                endpoints and endpoints.of(recording, rollout.sampling),
             ),
             episodes=episodes,
             judge=judging,
             samples=rollout.n_samples_per_prompt,
             group_filter=group_filter,
         )
+        engines, sampling = GreedyGenerator(pool), _evaluation_sampling(config)
         greedy = WorkflowContext(
-            GreedyGenerator(pool), tokenizer, WorkflowReward(judges, limit), _evaluation_sampling(config)
+            engines,
+            tokenizer,
+            WorkflowReward(judges, limit),
+            sampling,
+            endpoints and endpoints.of(engines, sampling, is_trained=False),
         )
         evaluations = Evaluations(outbox, greedy, episodes, judging)
         stack.push_async_callback(evaluations.close)
@@ -205,6 +239,18 @@ class _Connection:
             self._evaluations.start(question)
         for task in message.withdrawn:
             self._evaluations.withdraw(task)
+
+
+def _needs_endpoint(config: RunConfig) -> bool:
+    """Return whether the recipe's workflow says that agents are to reach the policy. Raises PluginError."""
+    path = config.rollout.workflow.path
+    needs_endpoint = bool(getattr(plugins.resolve(path), "needs_endpoint", False))
+    if config.rollout.endpoint is not None and not needs_endpoint:
+        raise plugins.PluginError(
+            f"rollout.endpoint is set, but {path} needs no endpoint: leave the section out, or give the "
+            "workflow an attribute `needs_endpoint = True`"
+        )
+    return needs_endpoint
 
 
 def _evaluation_sampling(config: RunConfig) -> SamplingConfig:

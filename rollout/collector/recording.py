@@ -7,6 +7,10 @@ A workflow that runs again, in another process, sends the same requests in the s
 complete before is answered from the record, a partial one is continued. When a request differs from the
 recorded one (a tool gave another output), nothing that was recorded from there on is used.
 
+Clients of an endpoint, which an agent is, may ask side by side, so that their requests come in another order
+each time. One of them is answered by any completion of an earlier run whose token ids and sampling are the
+same, each of which is used once (``extend``).
+
 As long as every request continues the token ids of the request before and its completion, the record *is* the
 beginning of the trajectory, and every token is sent once. Where a workflow does otherwise (branches, rewrites
 its context, asks for several completions at a time), the record begins again with the request that does, and
@@ -32,6 +36,7 @@ import numpy as np
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.engine.growing import GrowingCompletion
+from slipstream.rollout.engine.sampling import LiveSampling, Sampling, starts_over
 from slipstream.rollout.messages import PriorSample
 from slipstream.rollout.record import (
     CorruptRecord,
@@ -54,12 +59,16 @@ class GrowingGenerator(Protocol):
     async def generate(
         self,
         input_ids: Sequence[int],
-        sampling: SamplingConfig,
+        sampling: Sampling,
         completion: GrowingCompletion,
         *,
         greedy: bool = False,
         grown: Callable[[], None] | None = None,
     ) -> None: ...
+
+
+CLIENTS = 1 << 30
+"""Number of the first request of a client. Those of the workflow itself are counted from 0."""
 
 
 class _Request:
@@ -102,6 +111,7 @@ class Recording:
     __slots__ = (
         "_begin",
         "_calls",
+        "_client_calls",
         "_clock",
         "_ended",
         "_engines",
@@ -131,6 +141,8 @@ class Recording:
         self._key = (group, lease, sample)
         self._clock = clock
         self._calls = 0
+        self._client_calls = CLIENTS
+        """Number of the next request of a client that no earlier run has answered."""
         self._ids: array[int] = array("i")
         """Token ids of the record, since it began the last time."""
         self._logprobs: array[float] = array("f")
@@ -171,6 +183,8 @@ class Recording:
                 completion.add(version, tokens[start : start + length], logprobs[start : start + length])
                 start += length
             completion.finish, completion.retractions = header.finish, header.retractions
+            completion.matched = header.matched
+            self._client_calls = max(self._client_calls, header.call + 1)
         return sum(len(completion.tokens) for _, completion in self._stored.values())
 
     def close(self) -> None:
@@ -189,8 +203,6 @@ class Recording:
         """Return the completion of ``input_ids``, as ``rollout.workflow.Generator`` describes."""
         if self._is_closed:
             raise RuntimeError("the attempt at the episode has ended: its generator takes no more requests")
-        task = asyncio.current_task()
-        assert task is not None
         ids = array("i", input_ids)  # a copy: the workflow may go on with its own list
         call, self._calls = self._calls, self._calls + 1
         input_digest = digest(ids)
@@ -200,27 +212,81 @@ class Recording:
             stored = None
         if stored is not None and stored.finish is not Finish.PARTIAL:
             return self._given(stored)
-        self.write_ends()
         completion = GrowingCompletion() if stored is None else stored
-        request = _Request(call, ids, input_digest, completion, self._clock())
+        await self._ask(_Request(call, ids, input_digest, completion, self._clock()), sampling, None)
+        return self._given(completion)
 
-        def grown() -> None:
+    async def extend(
+        self,
+        input_ids: Sequence[int],
+        sampling: LiveSampling,
+        completion: GrowingCompletion,
+        *,
+        grown: Callable[[], None] | None = None,
+    ) -> None:
+        """Continue ``completion``, which is empty, as ``EnginePool.generate`` does, for a client.
+
+        What an earlier run has sampled for an equal request comes first, and without the engines.
+        """
+        if self._is_closed:
+            raise RuntimeError("the attempt at the episode has ended: its engines take no more requests")
+        ids = array("i", input_ids)
+        request_digest = digest(ids, _told(sampling))
+        call, stored = self._asked_before(request_digest, sampling, completion)
+        if stored is not None:
+            completion.take(stored, sampling.max_new_tokens)
+            if completion.tokens and grown is not None:
+                grown()
+        request = _Request(call, ids, request_digest, completion, self._clock())
+        try:
+            if completion.is_due(sampling.max_new_tokens):
+                await self._ask(request, sampling, grown)
+        finally:
+            self._versions.update(version for version, _ in completion.runs)
+
+    def _asked_before(
+        self, request_digest: bytes, sampling: LiveSampling, completion: GrowingCompletion
+    ) -> tuple[int, GrowingCompletion | None]:
+        """Return the number of a client's request, and what an earlier run has sampled for it."""
+        # Log-probs of prompts and of alternatives are not recorded, and no grammar is entered in its middle.
+        if not completion.wants_prompt and not sampling.top_logprobs:
+            for call, (stored_digest, stored) in self._stored.items():
+                is_usable = stored.finish is Finish.STOP or not starts_over(sampling)
+                if stored_digest == request_digest and call >= CLIENTS and is_usable:
+                    del self._stored[call]
+                    return call, stored
+        call, self._client_calls = self._client_calls, self._client_calls + 1
+        return call, None
+
+    async def _ask(self, request: _Request, sampling: Sampling, grown: Callable[[], None] | None) -> None:
+        """Have the engines continue a completion, and record it while it grows. ``grown``: of the caller."""
+        task = asyncio.current_task()
+        assert task is not None
+        completion = request.completion
+        self.write_ends()
+
+        def note_growth() -> None:
             now, request.known = self._clock(), len(completion.tokens)
             if now - request.written_s >= JOURNAL_EVERY_S or len(completion.runs) > request.runs > 0:
                 self._write(request, now)
+            if grown is not None:
+                grown()
 
+        is_whole = starts_over(sampling)
         self._running[task] = request
         try:
-            await self._engines.generate(ids, sampling, completion, grown=grown)
+            await self._engines.generate(
+                request.input_ids, sampling, completion, grown=None if is_whole else note_growth
+            )
         except asyncio.CancelledError:
-            request.known = len(completion.tokens)
-            self._write(request, self._clock())
+            if not is_whole:
+                request.known = len(completion.tokens)
+                self._write(request, self._clock())
             raise
         finally:
             del self._running[task]
         request.known = len(completion.tokens)
         self._ended.append(request)
-        return self._given(completion)
 
     def _given(self, completion: GrowingCompletion) -> Completion:
         self._versions.update(version for version, _ in completion.runs)
@@ -275,7 +341,7 @@ class Recording:
         finish = completion.finish if is_whole else Finish.PARTIAL
         if self._is_closed or (start == end and finish is Finish.PARTIAL):
             return
-        context, starts_over = self._context(request)
+        context, begins_again = self._context(request)
         tokens, logprobs = completion.tokens[start:end], completion.logprobs[start:end]
         header = PieceHeader(
             request.call,
@@ -283,7 +349,8 @@ class Recording:
             _spans(completion, start, end),
             finish,
             completion.retractions,
-            starts_over,
+            begins_again,
+            completion.matched if is_whole else None,
         )
         base = len(self._pieces)
         self._extend(header, context, tokens, logprobs)
@@ -334,6 +401,13 @@ class Recording:
             self._is_cut = True
         n = 0 if self._is_cut or not left else self._pieces[-1].end
         del self._ids[n:], self._logprobs[n:]
+
+
+def _told(sampling: LiveSampling) -> bytes:
+    """Return what a client says about sampling, but for the length: that may depend on other requests."""
+    return msgspec.json.encode(
+        [sampling.parameters, sampling.top_logprobs], enc_hook=repr, order="deterministic"
+    )
 
 
 def _spans(completion: GrowingCompletion, start: int, end: int) -> tuple[tuple[int, int], ...]:

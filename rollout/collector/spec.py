@@ -20,6 +20,8 @@ class CollectorSpec:
     """Secret of the run."""
     vocab_size: int
     """Number of token ids of the model."""
+    context: int
+    """Largest number of tokens of prompt and completion together."""
     logs: Path
 
     @property

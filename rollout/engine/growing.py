@@ -76,6 +76,24 @@ class GrowingCompletion:
         self.logprobs.extend(logprobs)
         self._add_run(version, len(tokens))
 
+    def take(self, other: "GrowingCompletion", budget: int) -> None:
+        """Begin with the tokens of a completion of the same request, ``budget`` of them at the most.
+
+        Where that one has ended for want of budget, and more is left here, this one goes on.
+        """
+        n = min(len(other.tokens), budget)
+        start = 0
+        for version, end in other.runs:
+            self.add(version, other.tokens[start : min(end, n)], other.logprobs[start : min(end, n)])
+            start = min(end, n)
+        self.retractions = other.retractions
+        if n < len(other.tokens) or (other.finish is Finish.LENGTH and n == budget):
+            self.finish = Finish.LENGTH
+        elif other.finish is Finish.STOP:
+            self.finish, self.matched = other.finish, other.matched
+        else:
+            self.resumed = n
+
     def cut(self, n: int) -> None:
         """Keep the first ``n`` tokens, from which the completion may be continued."""
         del self.tokens[n:], self.logprobs[n:], self.alternatives[n:]

@@ -236,12 +236,11 @@ def environment_without_gpu() -> dict[str, str]:
     return cpu.environment(1)
 
 
-def let_import_sglang() -> None:
-    """Let this process import SGLang for its parsers and endpoints. It may have been started without the
-    variables of ``environment_without_gpu``; it runs nothing on a GPU, and compiles nothing."""
+def prepare_for_sglang() -> None:
+    """Prepare this process, which runs nothing on a GPU, for the import of SGLang."""
     variables = environment_without_gpu()
     folders = variables.pop("PYTHONPATH").split(os.pathsep)
-    os.environ.update(variables)
+    os.environ |= variables
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
 
 

@@ -1,6 +1,7 @@
 """The sampling parameters of one engine request, under SGLang's names.
 
-Rollouts sample as the recipe says (``SamplingConfig``), live requests as a client asks (``LiveSampling``).
+Workflows sample as the recipe says (``SamplingConfig``), clients of an endpoint as they ask
+(``LiveSampling``): users, and the agents of episodes.
 
 A completion that is interrupted goes on as a further request, whose prompt ends with the tokens so far. To
 that request they are prompt: SGLang's penalties count none of them, and ``min_new_tokens`` and
@@ -24,13 +25,14 @@ small a difference lets no request take the place of a running one."""
 
 @dataclass(frozen=True, slots=True)
 class LiveSampling:
-    """How a live request is sampled."""
+    """How the request of a client is sampled."""
 
     max_new_tokens: int
     parameters: Mapping[str, object]
     """All other sampling parameters."""
     priority: int
-    """Engines take waiting requests in the order of falling priority; rollouts have 0."""
+    """Engines take waiting requests in the order of falling priority. Rollouts have 0, which is not sent:
+    engines that serve no users refuse priorities."""
     top_logprobs: int = 0
     """Number of alternatives to report for each token."""
 
@@ -72,12 +74,16 @@ def request_fields(
             "stream_interval": stream_interval,
         }
         return {"sampling_params": parameters}
-    interval = stream_interval if scores_prompt else 1
+    is_live = sampling.priority > 0
+    interval = stream_interval if scores_prompt or not is_live else 1
     parameters = {"stream_interval": interval, **sampling.parameters, "max_new_tokens": tokens_left}
+    if greedy:
+        parameters["temperature"] = 0.0
     if done and parameters.get("min_new_tokens"):
         parameters["min_new_tokens"] = max(0, cast(int, parameters["min_new_tokens"]) - done)
-    priority = sampling.priority + BEGUN * bool(done)
-    fields: dict[str, object] = {"sampling_params": parameters, "priority": priority}
+    fields: dict[str, object] = {"sampling_params": parameters}
+    if is_live:
+        fields["priority"] = sampling.priority + BEGUN * bool(done)
     if sampling.top_logprobs:
         fields["top_logprobs_num"] = sampling.top_logprobs
     if scores_prompt:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from slipstream.rollout.engine.process import let_import_sglang
+from slipstream.rollout.engine.process import prepare_for_sglang
 
 CallParser = Callable[[str], Sequence[tuple[str, str]]]
 """Returns (name, arguments as JSON) of each call in the text of an answer."""
@@ -11,7 +11,7 @@ CallParser = Callable[[str], Sequence[tuple[str, str]]]
 
 def call_parser(name: str, tools: Sequence[Mapping[str, Any]]) -> CallParser:
     """Return SGLang's parser of this name. Raises ValueError for a name that it does not have."""
-    let_import_sglang()
+    prepare_for_sglang()
     from sglang.srt.entrypoints.openai.protocol import Tool  # pyright: ignore[reportMissingTypeStubs]
     from sglang.srt.function_call.function_call_parser import (  # pyright: ignore[reportMissingTypeStubs]
         FunctionCallParser,

@@ -49,14 +49,15 @@ def build(surroundings: GatewaySurroundings) -> ServedSessions:
         journal.append(entries)
     model = served_model(
         config.model.path,
-        name=config.run.name,
-        context=spec.context,
-        gateway=gateway,
+        name=gateway.served_model_name or config.run.name,
+        context=min(spec.context, gateway.limits.context or spec.context),
+        dialect=gateway,
         sampling=sampling,
     )
     serving = assemble(
         model,
-        gateway=gateway,
+        limits=gateway.limits,
+        log_content=gateway.log_content,
         source=surroundings.source,
         conversations=sessions,
         entries=journal,

@@ -19,14 +19,12 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext, suppress
-
-import uvicorn
+from contextlib import AsyncExitStack, suppress
 
 from slipstream.rollout.engine.descriptors import make_room
 from slipstream.rollout.engine.key import Application, Key
 from slipstream.rollout.engine.pool import EnginePool
-from slipstream.rollout.engine.process import let_import_sglang
+from slipstream.rollout.engine.process import prepare_for_sglang
 from slipstream.rollout.garbage import look_seldom_for_garbage
 from slipstream.rollout.gateway.administration import Administration
 from slipstream.rollout.gateway.conversations import Recorded
@@ -45,6 +43,7 @@ from slipstream.rollout.gateway.peers import (
     shared_secret,
     write_address,
 )
+from slipstream.rollout.gateway.port import PortServer
 from slipstream.rollout.gateway.spec import Build, GatewaySpec, GatewaySurroundings, Served
 from slipstream.rollout.handover.address import DriverAddress
 from slipstream.rollout.heaps import keep_few_heaps
@@ -67,10 +66,6 @@ HANDOVER_S = 2.0
 
 END_S = 9.0
 """Longest time of an orderly end, after which the process ends at once: the journal has what counts."""
-
-KEEP_ALIVE_S = 75
-"""Time for which an idle connection of a user stays open. Clients and balancers of load give theirs up after
-5 to 60 s: a request on a connection that the other end is just closing fails, though nothing is wrong."""
 
 WRONG_INPUT = 2
 """Exit code of a process that would fail in the same way again."""
@@ -180,7 +175,7 @@ class _Process:
                 task.cancel()
             await asyncio.wait(self._tasks)
 
-    async def _end(self, servers: Sequence["_Server"]) -> None:
+    async def _end(self, servers: Sequence[PortServer]) -> None:
         """Let answers end, record those that do not, and hand over what is left."""
         for server in servers:
             server.should_exit = True
@@ -227,7 +222,7 @@ class _Process:
         if entries:
             await self._journal.durable(self._journal.append(entries)[-1])
 
-    def _servers(self) -> "tuple[_Server, _Server, _Server]":
+    def _servers(self) -> tuple[PortServer, PortServer, PortServer]:
         spec, gateway = self._spec, self._spec.gateway
         admin = Administration(self._served.figures, self._served.forget, self._record, self._secret)
         shared = spec.processes > 1
@@ -245,58 +240,17 @@ class _Process:
             raise
         users, administration, peers = opened
         return (
-            _Server(self._app, users),
-            _Server(admin, administration),
-            _Server(PeersOnly(self._served.app, self._secret), peers),
+            PortServer(self._app, users),
+            PortServer(admin, administration),
+            PortServer(PeersOnly(self._served.app, self._secret), peers),
         )
 
-    def _address(self, servers: "tuple[_Server, _Server, _Server]") -> GatewayAddress:
+    def _address(self, servers: tuple[PortServer, PortServer, PortServer]) -> GatewayAddress:
         users, admin, peers = (server.url for server in servers)
         return GatewayAddress(os.getpid(), users, admin, peers, str(self._secret))
 
 
-class _Server(uvicorn.Server):
-    """One port of a process. Leaves signals alone, and logs no request."""
-
-    def __init__(self, application: Application, listener: socket.socket) -> None:
-        super().__init__(
-            uvicorn.Config(
-                application,  # pyright: ignore[reportArgumentType]  # uvicorn's own types are narrower
-                interface="asgi3",
-                lifespan="off",
-                access_log=False,
-                log_config=None,
-                server_header=False,
-                proxy_headers=False,
-                ws="none",
-                timeout_keep_alive=KEEP_ALIVE_S,
-            )
-        )
-        host, port = listener.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        self._listener = listener
-        self.is_listening = asyncio.Event()
-        self.has_ended = asyncio.Event()
-
-    def capture_signals(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.is_listening.set()
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        try:
-            await super().serve([self._listener])
-        finally:
-            self.has_ended.set()
-            self.is_listening.set()  # nobody must wait for a server that has failed
-
-    def close(self) -> None:
-        self._listener.close()
-
-
-async def _ended(servers: Sequence[_Server], timeout_s: float) -> None:
+async def _ended(servers: Sequence[PortServer], timeout_s: float) -> None:
     """Wait until servers have ended, for ``timeout_s`` at most."""
     with suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
@@ -373,7 +327,7 @@ def run(
 
 def _parts(spec: GatewaySpec) -> tuple[Build, Decode]:
     """Return what the process serves. Imports SGLang, for which this process is prepared first."""
-    let_import_sglang()
+    prepare_for_sglang()
     from slipstream.rollout.gateway.compose import build
     from slipstream.rollout.workflow.tokenizer import load_tokenizer
 

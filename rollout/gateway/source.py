@@ -49,6 +49,8 @@ class TokenRequest:
     """Number of alternatives to report for each token."""
     scores_prompt: bool = False
     """The log-probs of the prompt's tokens are wanted, too."""
+    key: str = ""
+    """Name of the API key of whoever asks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,19 @@ from typing import Any, Protocol
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.trajectory import Completion, Messages, Prompt, Trajectory
+from slipstream.rollout.workflow.agent import Agent
 from slipstream.rollout.workflow.dialogue import Dialogue
+from slipstream.rollout.workflow.endpoint import PolicyEndpoint
 from slipstream.rollout.workflow.multi_turn import MultiTurn, ToolUse, limited
 from slipstream.rollout.workflow.single_turn import SingleTurn
 
 __all__ = [
+    "Agent",
     "Dialogue",
     "Generator",
     "Judge",
     "MultiTurn",
+    "PolicyEndpoint",
     "SingleTurn",
     "Tokenizer",
     "ToolUse",
@@ -76,6 +80,8 @@ class WorkflowContext:
     reward: Judge
     sampling: SamplingConfig
     """``rollout.sampling`` of the recipe, or what an evaluation uses in its place."""
+    endpoint: PolicyEndpoint | None = None
+    """An endpoint for agents. None unless the workflow has an attribute ``needs_endpoint`` that is true."""
 
 
 class Workflow(Protocol):

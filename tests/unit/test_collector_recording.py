@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from slipstream.backend.simulate import clock
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.collector.outbox import PIECES_S, Outbox
-from slipstream.rollout.collector.recording import JOURNAL_EVERY_S, Recording
+from slipstream.rollout.collector.recording import CLIENTS, JOURNAL_EVERY_S, Recording
+from slipstream.rollout.engine.growing import GrowingCompletion
+from slipstream.rollout.engine.sampling import LiveSampling
 from slipstream.rollout.messages import ANSWERED, NOTHING, PIECE, PriorSample
 from slipstream.rollout.record import CorruptRecord, PieceHeader, decode_chunks, digest, encode, encode_chunk
 from slipstream.rollout.trajectory import UNSAMPLED, Completion, Finish, Trajectory, TrajectoryBuilder
@@ -651,3 +653,98 @@ def test_tokens_in_doubt_never_leave():
         await serving.pool.close()
 
     asyncio.run(main())
+
+
+# ---- requests of clients
+
+
+def asked(k: int, **more: object) -> LiveSampling:
+    return LiveSampling(12, {"temperature": 1.0, **more}, priority=0)
+
+
+async def clients(record: Recording, order: Sequence[int], sampling=asked) -> dict[int, list[int]]:
+    """Ask side by side, in a given order. Return the completions that ended."""
+    ended: dict[int, list[int]] = {}
+
+    async def ask(k: int) -> None:
+        completion = GrowingCompletion()
+        told: list[int] = []
+
+        def grown() -> None:
+            told[:] = completion.tokens.tolist()
+
+        await record.extend([*PROMPT, k], sampling(k), completion, grown=grown)
+        assert completion.tokens.tolist()[: len(told)] == told
+        ended[k] = completion.tokens.tolist()
+
+    async with asyncio.TaskGroup() as tasks:
+        for k in order:
+            tasks.create_task(ask(k))
+    return ended
+
+
+class Life:
+    """One process that records the requests of clients."""
+
+    def __init__(self, held: HeldSample, number: int) -> None:
+        self.engines = PureEngines(number)
+        self.outbox = Outbox()
+        self.record = recording(self.engines, self.outbox, number)
+        self.record.resume(*held.prior())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.permutations(range(4)), st.permutations(range(4)), st.integers(1, 30))
+def test_clients_that_ask_again_in_another_order_get_what_they_got(first, second, stop_s):
+    async def main() -> None:
+        driver = HoldingDriver()
+        held = driver.samples.setdefault((5, 0), HeldSample())
+        life = Life(held, 1)
+        async with driver.hearing(life.outbox):
+            task = asyncio.create_task(clients(life.record, first))
+            await asyncio.wait({task}, timeout=stop_s)
+            task.cancel()
+            await asyncio.wait({task})
+            life.record.write_ends()
+        complete = held.complete_calls
+        held_tokens = sum(len(held.tokens(call)) for call in {header.call for header in held.headers})
+
+        life = Life(held, 2)
+        async with driver.hearing(life.outbox):
+            ended = await clients(life.record, second)
+            life.record.write_ends()
+        assert ended == {k: ideal([*PROMPT, k], 12) for k in range(4)}
+        assert len(life.engines.requests) == 4 - len(complete)
+        assert (
+            sum(start for _, start in life.engines.requests)
+            + sum(len(held.tokens(call)) for call in complete)
+            == held_tokens
+        )
+        assert sorted(held.complete_calls) == [CLIENTS + k for k in range(4)]
+
+    clock.run(main())
+
+
+def test_a_client_that_asks_otherwise_gets_nothing_of_before_and_a_longer_one_goes_on():
+    async def main() -> None:
+        driver = HoldingDriver()
+        held = driver.samples.setdefault((5, 0), HeldSample())
+        [k] = [k for k in range(20) if len(ideal([*PROMPT, k], 12)) == 12][:1]
+        life = Life(held, 1)
+        async with driver.hearing(life.outbox):
+            short = await clients(life.record, [k], lambda k: replace(asked(k), max_new_tokens=5))
+            life.record.write_ends()
+        assert [len(tokens) for tokens in short.values()] == [5]
+
+        for sampling, starts in (
+            (lambda k: asked(k, seed=1), [0]),
+            (lambda k: replace(asked(k), top_logprobs=1), [0]),
+            (lambda k: asked(k, regex="a"), [0]),
+            (asked, [5]),
+        ):
+            life = Life(held, 2)
+            ended = await clients(life.record, [k], sampling)
+            assert ended == {k: ideal([*PROMPT, k], 12)}
+            assert [start for _, start in life.engines.requests] == starts
+
+    clock.run(main())

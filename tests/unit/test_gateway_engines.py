@@ -308,3 +308,13 @@ def test_the_fields_of_a_live_request():
         assert later["sampling_params"]["min_new_tokens"] == least
         assert later["sampling_params"]["max_new_tokens"] == 8 - done
         assert later["priority"] == 101, "an answer that has begun goes before those that have not"
+
+
+def test_the_fields_of_an_agents_request():
+    sampling = LiveSampling(8, {"temperature": 0.3}, priority=0)
+    fields = request_fields(sampling, done=3, tokens_left=5, greedy=False, stream_interval=64)
+    assert fields == {"sampling_params": {"temperature": 0.3, "max_new_tokens": 5, "stream_interval": 64}}, (
+        "engines without users refuse a priority"
+    )
+    greedy = request_fields(sampling, done=0, tokens_left=8, greedy=True, stream_interval=64)
+    assert greedy["sampling_params"]["temperature"] == 0.0

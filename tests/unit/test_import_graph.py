@@ -42,13 +42,15 @@ FLOORS = {
         | {"temporary", "trajectory"},
         {"sandbox"},
         {"control", "conversation", "prompts", "record", "reward"},
-        {"turns"},
+        {"programs", "turns"},
         {"engine", "judge", "ledger"},
         {"environment"},
         {"workflow"},
         {"live", "messages"},
         {"handover"},
-        {"collect", "collector", "gateway"},
+        {"collect", "gateway"},
+        {"endpoint"},
+        {"collector"},
     ),
 }
 MOST_ROOMS, MOST_FLOORS, MOST_ARROWS = 14, 8, 40

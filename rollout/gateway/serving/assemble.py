@@ -1,6 +1,6 @@
 """Makes the applications of a gateway process from its finished parts. Imports SGLang.
 
-    serving = assemble(model, gateway=..., source=..., conversations=..., entries=..., keys=...)
+    serving = assemble(model, limits=..., source=..., conversations=..., entries=..., keys=...)
     uvicorn: serving.app on gateway.host:port, serving.admin on 127.0.0.1:admin_port
     await serving.close()       # at the end, while the journal still takes entries
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from slipstream.configs.schema import GatewayConfig, SamplingConfig
+from slipstream.configs.schema import DialectConfig, LimitsConfig, SamplingConfig
 from slipstream.rollout.gateway.conversations import Conversations, EntryLog, KeyRing, User
 from slipstream.rollout.gateway.serving.app import ModelCard, create_admin_app, create_app
 from slipstream.rollout.gateway.serving.call import SharedParts
@@ -43,16 +43,17 @@ class Serving:
 def assemble(
     model: ServedModel,
     *,
-    gateway: GatewayConfig,
+    limits: LimitsConfig,
     source: TokenSource,
     conversations: Conversations,
     entries: EntryLog,
     keys: KeyRing,
     mint: Callable[[], str],
+    log_content: bool = False,
 ) -> Serving:
     """Make both applications. Once in a process: SGLang's settings belong to the whole process.
 
-    ``mint`` returns ids of requests, which nobody can guess.
+    ``mint`` returns ids of requests, which nobody can guess. ``log_content``: write requests into the log.
     """
     stand_in = StandIn(model)
     turns = RunningTurns(source, conversations, entries)
@@ -60,7 +61,7 @@ def assemble(
         turns=turns,
         conversations=conversations,
         tokenizer=stand_in.tokenizer,  # pyright: ignore[reportArgumentType]
-        limits=gateway.limits,
+        limits=limits,
         context=model.context,
         defaults=stand_in.model_config.get_default_sampling_params(),
         check_sampling=stand_in.check_sampling,
@@ -78,10 +79,10 @@ def assemble(
         shared=shared,
         source=source,
         keys=keys,
-        limits=gateway.limits,
+        limits=limits,
         metrics=metrics,
         record_reward=record_reward,
-        log_content=gateway.log_content,
+        log_content=log_content,
     )
     card = ModelCard(model.name, str(model.path), model.context, int(time.time()))
     app = create_app(
@@ -97,15 +98,15 @@ def assemble(
 
 
 def served_model(
-    path: Path, *, name: str, context: int, gateway: GatewayConfig, sampling: SamplingConfig
+    path: Path, *, name: str, context: int, dialect: DialectConfig, sampling: SamplingConfig
 ) -> ServedModel:
-    """Return the model of a recipe as clients see it. ``context``: the engines' own limit."""
+    """Return the model of a recipe as clients see it. ``context``: largest length of prompt and answer."""
     return ServedModel(
         path=path,
-        name=gateway.served_model_name or name,
-        context=min(context, gateway.limits.context or context),
+        name=name,
+        context=context,
         sampling=sampling,
-        chat_template=gateway.chat_template,
-        tool_parser=gateway.tool_parser,
-        reasoning_parser=gateway.reasoning_parser,
+        chat_template=dialect.chat_template,
+        tool_parser=dialect.tool_parser,
+        reasoning_parser=dialect.reasoning_parser,
     )

@@ -187,6 +187,7 @@ class LiveCall:
                     _parameters(begun.sampling, room, choice),
                     top_logprobs=top_logprobs,
                     scores_prompt=scores_prompt,
+                    key=self._envelope.user.name,
                 )
                 for choice in range(choices)
             ]

@@ -208,6 +208,10 @@ class Sessions:
             self._shrink()
         return self._leave()
 
+    def runs_already(self, arrival: Arrival) -> bool:
+        """Return whether a request repeats one that is running, so that it begins nothing."""
+        return self._joined(arrival) is not None
+
     def _joined(self, arrival: Arrival) -> Running | None:
         """Return the running request that a retry repeats, if it can be no other."""
         if not arrival.retries:

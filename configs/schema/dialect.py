@@ -1,0 +1,35 @@
+"""How the policy is heard by those who talk to it: the settings of every endpoint that speaks for it."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from slipstream.configs.schema.base import PathSetting, Section
+
+
+class DialectConfig(Section):
+    """How an endpoint reads and writes for the policy."""
+
+    tool_parser: str | None = Field(
+        default="auto",
+        description="SGLang's parser of the policy's tool calls, such as `qwen25` or `llama3`. `auto`: the "
+        "one that its chat template suggests, if any. null: tool calls stay text.",
+    )
+    reasoning_parser: str | None = Field(
+        default=None,
+        description="SGLang's parser of the policy's reasoning, such as `qwen3` or `deepseek-r1`. `auto`: "
+        "the one that its chat template suggests, if any. null: reasoning stays text.",
+    )
+    chat_template: PathSetting | None = Field(
+        default=None, description="File with a Jinja chat template; null: the tokenizer's own."
+    )
+    sampling: Literal["client", "recipe"] = Field(
+        default="client",
+        description="Treatment of sampling parameters that the trainer cannot reproduce. `client`: they are "
+        "obeyed, and the turn is not trained. `recipe`: turns of the type `main` are sampled with "
+        "`rollout.sampling` instead.",
+    )
+
+
+class EndpointConfig(DialectConfig):
+    """The endpoint of each collector, where agents and hooks talk to the policy."""

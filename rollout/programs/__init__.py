@@ -1,0 +1,9 @@
+"""Programs of the user's that a process of ours runs, each with everything that it starts.
+
+run_program ──lifeline── keeper ── program ── its children
+     └───────── stdin, stdout, stderr ──┘
+
+program   runs one, from its start to the end of its last process
+keeper    the process around it, which ends everything when the program or whoever runs it has ended
+call      a program that calls one function
+"""

@@ -1,0 +1,226 @@
+"""The workflow of a foreign agent: code that talks to the policy as to any provider.
+
+    run ──► base_url, api_key ──► agent ──requests──► endpoint ──► engines
+                                    └──reward, or none             └──turns──► trajectories
+
+An ``async def`` runs on the collector's event loop, as a workflow does. A plain function may block: it runs
+in a process of its own, as a command does. Such a process ends with everything that it has started at the end
+of the attempt, whatever that is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import tempfile
+import weakref
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast, get_args
+
+import numpy as np
+
+from slipstream.rollout.network import directly
+from slipstream.rollout.plugins import PluginError, resolve
+from slipstream.rollout.programs.call import command_of
+from slipstream.rollout.programs.program import ProgramEnd, run_program
+from slipstream.rollout.temporary import OwnedFolder
+from slipstream.rollout.trajectory import Prompt, Trajectory
+
+if TYPE_CHECKING:
+    from slipstream.rollout.workflow import WorkflowContext
+    from slipstream.rollout.workflow.endpoint import OpenEndpoint
+
+OnLimit = Literal["train", "mask", "drop"]
+
+HOST = "127.0.0.1"
+
+Run = Callable[[str, str, object, dict[str, object]], object]
+"""``run(base_url, api_key, prompt, metadata)``, which returns a number, a mapping or None, or awaits it."""
+
+
+class AgentFailed(RuntimeError):
+    """An agent has failed for a reason outside the policy."""
+
+
+class EpisodeDropped(RuntimeError):
+    """An episode was stopped by a limit, and ``on_limit`` is ``drop``."""
+
+
+class Agent:
+    """Runs an agent for each episode, and trains what the policy has answered it.
+
+        workflow:
+          path: slipstream.rollout.workflow.Agent
+          args: {run: my_package.agents.solve, max_turns: 20}
+
+    The agent is given the endpoint's ``base_url`` and a key of this attempt. It returns the reward, a mapping
+    with the reward under ``reward_key``, or None, so that the recipe's reward judges the episode.
+    """
+
+    needs_endpoint = True
+
+    def __init__(
+        self,
+        *,
+        run: str | None = None,
+        command: Sequence[str] | None = None,
+        max_turns: int | None = None,
+        max_tokens: int | None = None,
+        on_limit: OnLimit = "train",
+        reward_key: str = "reward",
+    ) -> None:
+        """Take the agent from either ``run``, the import path of a function, or ``command``, a program.
+
+        ``max_turns``, ``max_tokens``: completions and sampled tokens of an episode, behind which requests are
+        refused. ``on_limit`` says what becomes of an episode that such a limit, or the length of the context,
+        has stopped. ``train``: it is trained like others. ``mask``: none of its tokens carries loss; its
+        reward counts in the baseline of its group. ``drop``: the attempt counts as failed, and another one
+        takes its place. Raises PluginError, with all that is wrong.
+        """
+        wrong = [
+            *_wrong_agent(run, command),
+            *(
+                f"{name}: expected a whole number from 1, found {value!r}"
+                for name, value in (("max_turns", max_turns), ("max_tokens", max_tokens))
+                if value is not None and not _is_positive(value)
+            ),
+        ]
+        if on_limit not in get_args(OnLimit):
+            wrong.append(f"on_limit: expected one of {', '.join(get_args(OnLimit))}, found {on_limit!r}")
+        function = None
+        if run is not None and not wrong:
+            function = cast(Run, resolve(run))
+            wrong += _wrong_function(run, function)
+        if wrong:
+            raise PluginError(f"slipstream.rollout.workflow.Agent: {'; '.join(wrong)}")
+        self._limits = {"max_turns": max_turns, "max_tokens": max_tokens}
+        self._on_limit: OnLimit = on_limit
+        self._reward_key = reward_key
+        self._run = function if function is not None and _is_async(function) else None
+        self._command = command_of(run) if run is not None else tuple(command or ())
+        self._is_command = command is not None
+        self._environment = {**os.environ, **directly(HOST, os.environ)}
+        self._prompts = OwnedFolder(Path(tempfile.gettempdir()), "prompts")
+        weakref.finalize(self, self._prompts.remove)
+
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> Sequence[Trajectory]:
+        """Run one episode."""
+        assert context.endpoint is not None, "the collector serves an endpoint for this workflow"
+        async with context.endpoint.open(**self._limits) as endpoint:
+            result: object = None
+            try:
+                result = await endpoint.run(self._result(endpoint, prompt))
+            except Exception:
+                if endpoint.limit is None:
+                    raise
+            if endpoint.limit is not None and self._on_limit == "drop":
+                raise EpisodeDropped(f"the episode was stopped by {endpoint.limit}, and on_limit is drop")
+            trajectories = endpoint.trajectories()
+            if endpoint.limit is not None and self._on_limit == "mask":
+                trajectories = [_masked(trajectory) for trajectory in trajectories]
+        reward = self._reward(result)
+        return [replace(trajectory, reward=reward) for trajectory in trajectories]
+
+    async def _result(self, endpoint: OpenEndpoint, prompt: Prompt) -> object:
+        base_url, metadata = f"{endpoint.base_url}/v1", _metadata(prompt)
+        if self._run is not None:
+            running = cast(
+                "Awaitable[object]", self._run(base_url, endpoint.api_key, prompt.prompt, metadata)
+            )
+            return await running
+        if self._is_command:
+            given = json.dumps({"prompt": prompt.prompt, "metadata": metadata})
+            return _last_json(await self._program(endpoint, given))
+        given = json.dumps([base_url, endpoint.api_key, prompt.prompt, metadata])
+        return _last_json(await self._program(endpoint, given))
+
+    async def _program(self, endpoint: OpenEndpoint, given: str) -> ProgramEnd:
+        """Run the program of an episode. Raises AgentFailed."""
+        fd, path = tempfile.mkstemp(suffix=".json", dir=self._prompts.path)
+        try:
+            with os.fdopen(fd, "w") as file:
+                file.write(given)
+            variables = {
+                "OPENAI_BASE_URL": f"{endpoint.base_url}/v1",
+                "OPENAI_API_KEY": endpoint.api_key,
+                "ANTHROPIC_BASE_URL": endpoint.base_url,
+                "ANTHROPIC_API_KEY": endpoint.api_key,
+                "SLIPSTREAM_PROMPT": path,
+            }
+            end = await run_program(self._command, self._environment | variables, f"{given}\n".encode())
+        finally:
+            Path(path).unlink(missing_ok=True)
+        if end.code:
+            raise AgentFailed(
+                f"{self._command[0]} has ended with exit code {end.code}: {end.errors[-_LONGEST_NOTE:]}"
+            )
+        return end
+
+    def _reward(self, result: object) -> float | None:
+        """Return the reward in what an agent has returned. Raises ValueError."""
+        if isinstance(result, Mapping):
+            values = cast("Mapping[str, object]", result)
+            if self._reward_key not in values:
+                raise ValueError(
+                    f"the agent returned a mapping with the keys {sorted(values)}, expected "
+                    f"{self._reward_key!r} among them (reward_key)"
+                )
+            result = values[self._reward_key]
+        return cast("float | None", result)  # whoever runs the episode checks that it is a finite number
+
+
+_LONGEST_NOTE = 4000
+"""Characters of a program's errors in the reason of a failure."""
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _wrong_agent(run: object, command: object) -> list[str]:
+    if (run is None) == (command is None):
+        return ["expected either run, the import path of a function, or command, a list of texts"]
+    if run is not None and not isinstance(run, str):
+        return [f"run: expected an import path, found {run!r}"]
+    words = cast("list[object]", command) if isinstance(command, list | tuple) else []
+    if run is None and not (words and all(isinstance(word, str) for word in words)):
+        return [f"command: expected a list of texts, found {command!r}"]
+    return []
+
+
+def _wrong_function(path: str, function: object) -> list[str]:
+    if not callable(function):
+        return [f"run: {path} is no function"]
+    try:
+        inspect.signature(function).bind("base_url", "api_key", "prompt", {})
+    except (TypeError, ValueError) as error:
+        return [f"run: {path} cannot be called with (base_url, api_key, prompt, metadata): {error}"]
+    return []
+
+
+def _is_async(function: object) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )
+
+
+def _metadata(prompt: Prompt) -> dict[str, object]:
+    """Return all columns of the prompt's row but the prompt itself."""
+    return {**prompt.metadata, **({} if prompt.label is None else {"label": prompt.label})}
+
+
+def _last_json(end: ProgramEnd) -> object:
+    """Return the number or the object on the last line of a program's output; None if there is none."""
+    lines = end.output.strip().splitlines()
+    try:
+        value = cast(object, json.loads(lines[-1])) if lines else None
+    except ValueError:
+        return None
+    return cast(object, value) if isinstance(value, int | float | dict) else None
+
+
+def _masked(trajectory: Trajectory) -> Trajectory:
+    return replace(trajectory, loss_mask_T=np.zeros_like(trajectory.loss_mask_T))

@@ -1,0 +1,66 @@
+"""The endpoint of an episode, as its workflow sees it: an agent talks to the policy as to any provider.
+
+async with context.endpoint.open() as opened:
+    ... somebody sends requests to opened.base_url with opened.api_key ...
+    return opened.trajectories()
+"""
+
+from collections.abc import Awaitable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol, TypeVar
+
+from slipstream.rollout.trajectory import Trajectory
+
+ResultT = TypeVar("ResultT")
+
+
+class NothingToTrain(RuntimeError):
+    """No completion of an episode can be trained. The message says why."""
+
+
+class OpenEndpoint(Protocol):
+    """The endpoint during one attempt at an episode. Behind the block that has opened it, the key is void."""
+
+    @property
+    def base_url(self) -> str:
+        """URL without a path, as Anthropic's clients take it. OpenAI's take it with ``/v1`` behind it."""
+        ...
+
+    @property
+    def api_key(self) -> str:
+        """Key that names the attempt. Nobody can guess it."""
+        ...
+
+    @property
+    def limit(self) -> str | None:
+        """Name of the limit that has stopped the episode: its last request was refused because of it."""
+        ...
+
+    async def run(self, work: Awaitable[ResultT]) -> ResultT:
+        """Return what ``work`` returns. Cancels it, and raises NoEngine, when the run cannot go on."""
+        ...
+
+    def trajectories(self) -> Sequence[Trajectory]:
+        """End the episode, and return what the policy has sampled in it, without a reward.
+
+        Each branch is a trajectory: a conversation that nothing has rewritten on the way. A sampled token
+        carries loss in one of them only. Completions that the trainer cannot reproduce, and those whose
+        client has gone before their end, carry no loss.
+
+        Raises NothingToTrain.
+        """
+        ...
+
+
+class PolicyEndpoint(Protocol):
+    """OpenAI's and Anthropic's protocols and SGLang's own ``/generate``, on the engines of the run."""
+
+    def open(
+        self, *, max_turns: int | None = None, max_tokens: int | None = None
+    ) -> AbstractAsyncContextManager[OpenEndpoint]:
+        """Open the endpoint for this attempt at the episode, once.
+
+        Behind ``max_turns`` completions, or ``max_tokens`` sampled tokens, requests are refused with HTTP
+        400. Completions that run side by side may exceed the number of tokens together.
+        """
+        ...

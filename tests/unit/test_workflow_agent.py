@@ -1,0 +1,62 @@
+"""The settings of an agent: everything that is wrong is said at once. tests/agents runs agents."""
+
+import pytest
+
+from slipstream.configs.schema import PluginConfig
+from slipstream.rollout import plugins
+from slipstream.rollout.plugins import PluginError
+from slipstream.rollout.workflow import Agent
+
+NOT_CALLABLE = 3
+
+
+async def with_three(base_url: str, api_key: str, prompt: str) -> None: ...
+
+
+async def with_four(url: str, key: str, prompt: str, more: dict) -> None: ...
+
+
+def here(name: str) -> str:
+    return f"tests.unit.test_workflow_agent.{name}"
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        ({}, "expected either run, the import path of a function, or command, a list of texts"),
+        ({"run": here("with_four"), "command": ["a"]}, "expected either run"),
+        ({"run": 3}, "run: expected an import path, found 3"),
+        ({"command": "agent --all"}, "command: expected a list of texts, found 'agent --all'"),
+        ({"command": []}, "command: expected a list of texts"),
+        ({"command": ["a", 3]}, "command: expected a list of texts"),
+        ({"run": here("with_three")}, "cannot be called with (base_url, api_key, prompt, metadata)"),
+        ({"run": here("NOT_CALLABLE")}, "is no function"),
+        ({"run": "nowhere.at.all"}, "cannot import nowhere.at"),
+        (
+            {"run": here("with_four"), "on_limit": "keep"},
+            "expected one of train, mask, drop, found 'keep'",
+        ),
+        ({"run": here("with_four"), "max_turns": 0}, "max_turns: expected a whole number from 1, found 0"),
+        (
+            {"run": here("with_four"), "max_tokens": True},
+            "expected a whole number from 1, found True",
+        ),
+        ({"run": here("with_four"), "turns": 3}, "unexpected keyword argument 'turns'"),
+    ],
+)
+def test_wrong_settings_are_named(args, why):
+    with pytest.raises(PluginError) as refused:
+        plugins.build(PluginConfig(path="slipstream.rollout.workflow.Agent", args=args))
+    assert why in str(refused.value)
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    with pytest.raises(PluginError) as refused:
+        Agent(run=None, max_turns=-1, max_tokens=0.5, on_limit="x")  # type: ignore[arg-type]
+    assert [name in str(refused.value) for name in ("run", "max_turns", "max_tokens", "on_limit")] == [
+        True
+    ] * 4
+
+
+def test_an_agent_needs_an_endpoint():
+    assert Agent(run=here("with_four")).needs_endpoint
