@@ -22,16 +22,16 @@ from slipstream.rollout.compat.slime.alias_path import ALIAS
 ROOT = Path(__file__).parents[1]
 
 CONTRACT = (
-    "tests/test_sample.py",
-    "tests/test_rollout_sample_hooks.py",
-    "tests/test_rm_deepscaler.py",
-    "tests/test_rm_f1.py",
-    "tests/test_rm_gpqa.py",
-    "tests/test_rm_math.py",
-    "tests/test_rm_math_dapo.py",
-    "tests/test_cp_utils.py",
-    "tests/utils/test_loss_mask_type_qwen35.py",
-    "tests/plugin_contracts",
+    "test_sample.py",
+    "test_rollout_sample_hooks.py",
+    "test_rm_deepscaler.py",
+    "test_rm_f1.py",
+    "test_rm_gpqa.py",
+    "test_rm_math.py",
+    "test_rm_math_dapo.py",
+    "test_cp_utils.py",
+    "utils/test_loss_mask_type_qwen35.py",
+    "plugin_contracts",
 )
 """slime's tests of modules that hooks import. Its others need a GPU or a download, or are of its trainer."""
 
@@ -79,12 +79,12 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:  # without slime beside them, tests import the alias
             shutil.copytree(checkout / "tests", Path(folder) / "tests")
             deselected = ("-k", f"not {OF_SOURCES}")
-            outcome["alias"] = run_pytest(Path(folder), CONTRACT, [ALIAS], deselected)
+            outcome["alias"] = run_pytest(Path(folder) / "tests", CONTRACT, [ALIAS], deselected)
         missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
         if missing:
             outcome["checkout"] = {"not_run": f"slime needs {', '.join(missing)}, which is not installed"}
         else:
-            outcome["checkout"] = run_pytest(checkout, CONTRACT, [checkout])
+            outcome["checkout"] = run_pytest(checkout / "tests", CONTRACT, [checkout])
     print(json.dumps(outcome))
     return int(any(result.get("exit_code") for result in outcome.values()))
 

@@ -18,6 +18,7 @@ from slipstream.configs.installed.environment import has_gpus
 from slipstream.configs.load import load_recipe, load_supervised
 from slipstream.configs.rules.models import MODELS
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout.compat.slime.checking import hook_problems
 
 NO_INPUTS = "slipstream.backend.simulate.only_simulated"
 """Stands for a ``prepare``, which excuses missing models and prompts."""
@@ -64,21 +65,27 @@ def _without_inputs(model_config: Path) -> list[str]:
 
 
 def check(config: RunConfig, *, weights: bool = True, supervised: bool = False) -> None:
-    """Compare the models of a recipe with its layout, with their files and with the memory of the GPUs.
+    """Compare the models of a recipe with its layout, with their files and with the memory of the GPUs, and
+    its hooks with their signatures.
 
     Raises WrongInput with everything that is wrong. A model that ``prepare`` has yet to make is not checked.
     weights: compare the tensors in the checkpoints too.
     """
-    if not (config.model.path / "config.json").exists():
-        return
+    problems = hook_problems(config)
+    if (config.model.path / "config.json").exists():
+        problems += _model_problems(config, weights=weights, supervised=supervised)
+    if problems:
+        raise WrongInput("\n".join(problems))
+
+
+def _model_problems(config: RunConfig, *, weights: bool, supervised: bool) -> list[str]:
     plan = planned(config, supervised=supervised)
     problems = misfits(config, plan.stages, plan.engine, plan.gpu_memory)
     if weights:
         from slipstream.backend.driver.inputs import checkpoint_problems
 
         problems += checkpoint_problems(config, MODELS)
-    if problems:
-        raise WrongInput("\n".join(problems))
+    return problems
 
 
 def planned(config: RunConfig, *, supervised: bool = False) -> Planned:

@@ -3,6 +3,7 @@
 from slipstream.configs.schema.actor import ActorConfig, LoraConfig, ParallelConfig
 from slipstream.configs.schema.checkpoint import CheckpointConfig
 from slipstream.configs.schema.gateway import GatewayConfig, LimitsConfig
+from slipstream.configs.schema.hooks import HooksConfig
 from slipstream.configs.schema.live import LiveConfig, LiveJudgingConfig
 from slipstream.configs.schema.models import (
     AverageReference,
@@ -53,6 +54,7 @@ __all__ = [
     "EngineConfig",
     "EvalConfig",
     "GatewayConfig",
+    "HooksConfig",
     "JudgingConfig",
     "KLConfig",
     "LimitsConfig",
