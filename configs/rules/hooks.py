@@ -15,10 +15,11 @@ from slipstream.configs.violations import Violation
 SECTION = "rollout.hooks"
 
 INSTEAD_OF = {
-    "custom_generate_function": "rollout.workflow",
-    "custom_rm": "rollout.reward",
-    "rm_type": "rollout.reward",
-    "dynamic_sampling_filter": "rollout.group_filter",
+    "custom_generate_function": ("rollout.workflow",),
+    "rollout_sample_hook": ("rollout.workflow",),
+    "custom_rm": ("rollout.workflow", "rollout.reward"),
+    "rm_type": ("rollout.workflow", "rollout.reward"),
+    "dynamic_sampling_filter": ("rollout.group_filter",),
 }
 """Hooks that do what another setting names code for."""
 
@@ -31,6 +32,7 @@ REPLACED_BY = {
 """Hooks that are never called when one of the others is named: it does their work itself."""
 
 TO_COME = (
+    "rollout_sample_filter",
     "rollout_function",
     "eval_function",
     "data_source",
@@ -64,12 +66,12 @@ def hooks_do_not_exclude_each_other(config: RunConfig) -> Iterator[Violation]:
                 yield Violation(
                     f"{SECTION}.{name}", getattr(hooks, name), f"expected null: {SECTION}.{other} replaces it"
                 )
-    for name, place in INSTEAD_OF.items():
-        named = setting(config, place, PluginConfig)
-        if getattr(hooks, name) and named is not None and named.path != _default_path(place):
-            yield Violation(
-                f"{SECTION}.{name}", getattr(hooks, name), f"expected null: {place} names code for the same"
-            )
+    for name, places in INSTEAD_OF.items():
+        for place in places:
+            named = setting(config, place, PluginConfig)
+            if getattr(hooks, name) and named is not None and named.path != _default_path(place):
+                reason = f"expected null: {place} names code for the same"
+                yield Violation(f"{SECTION}.{name}", getattr(hooks, name), reason)
 
 
 def hooks_are_run(config: RunConfig) -> Iterator[Violation]:
@@ -84,11 +86,14 @@ def hooks_have_what_they_need(config: RunConfig) -> Iterator[Violation]:
     hooks = config.rollout.hooks
     if hooks is None:
         return
-    if hooks.group_rm and hooks.custom_rm is None:
-        reason = f"expected false: it says how {SECTION}.custom_rm is asked, which is not set"
+    if hooks.group_rm:
+        reason = "expected false: Slipstream does not ask a hook for the rewards of whole groups yet"
         yield Violation(f"{SECTION}.group_rm", True, reason)
-    if (hooks.rm_type == "remote_rm") != (hooks.rm_url is not None):
-        reason = f"{SECTION}.rm_type: remote_rm and {SECTION}.rm_url need each other"
+    if hooks.rm_type == "remote_rm" and hooks.rm_url is None:
+        reason = f"expected the server that {SECTION}.rm_type: remote_rm asks"
+        yield Violation(f"{SECTION}.rm_url", None, reason)
+    if hooks.rm_url is not None and hooks.rm_type != "remote_rm" and hooks.custom_rm is None:
+        reason = f"expected null: only {SECTION}.rm_type: remote_rm and {SECTION}.custom_rm ask a server"
         yield Violation(f"{SECTION}.rm_url", hooks.rm_url, reason)
     if hooks.eval_function is not None and config.eval is None:
         reason = "expected null: the recipe has no section eval, so that nothing is evaluated"

@@ -77,7 +77,8 @@ def test_a_recipe_may_reward_by_a_hook_alone(recipe):
         ("{custom_rm: a.b, rm_type: math}", [], "rm_type", "rollout.hooks.custom_rm"),
         ("{custom_generate_function: a.b}", ["rollout.workflow=c.d"], "custom_generate_function", "workflow"),
         ("{rm_type: math, group_rm: true}", [], "group_rm", "expected false"),
-        ("{rm_type: remote_rm}", [], "rm_url", "need each other"),
+        ("{rm_type: remote_rm}", [], "rm_url", "the server"),
+        ("{rm_type: math, rm_url: 'http://x'}", [], "rm_url", "expected null"),
         ("{rm_type: math, custom_loss_function: a.b}", [], "custom_loss_function", "does not run it yet"),
         ("{rm_type: math, custom_config_path: /nowhere.yaml}", [], "custom_config_path", "nowhere"),
         ("{custom_rm: nodots}", [], "custom_rm", "dotted import path"),
@@ -90,19 +91,19 @@ def test_hooks_that_exclude_each_other_or_lack_something_are_refused(recipe, hoo
 def test_everything_that_is_wrong_with_hooks_is_found_at_once(recipe):
     hooks = (
         "{custom_generate_function: user_hooks.without_params, custom_rm: user_hooks.not_async, "
-        "rollout_sample_hook: [user_hooks.sample_hook, hangs_hook.f, raises_hook.f, user_hooks.missing], "
-        "dynamic_sampling_filter: exits_hook.f, rollout_sample_filter: user_hooks.number, "
-        "import_timeout_s: 1}"
+        "rollout_sample_hook: [user_hooks.sample_hook, user_hooks.number, hangs_hook.f, raises_hook.f, "
+        "user_hooks.missing], "
+        "dynamic_sampling_filter: exits_hook.f, import_timeout_s: 1}"
     )
     problems = hook_problems(load_recipe(recipe, [f"rollout.hooks={hooks}"]))
     expected = [
         ("custom_generate_function: user_hooks.without_params", "too many positional arguments"),
         ("custom_rm: user_hooks.not_async", "async def"),
+        ("rollout_sample_hook: user_hooks.number", "is a int"),
         ("rollout_sample_hook: hangs_hook.f", "not imported within 1 s"),
         ("rollout_sample_hook: raises_hook.f", "RuntimeError: no license"),
         ("rollout_sample_hook: user_hooks.missing", "has no 'missing'"),
         ("dynamic_sampling_filter: exits_hook.f", "ends the process"),
-        ("rollout_sample_filter: user_hooks.number", "is a int"),
     ]
     assert len(problems) == len(expected), problems
     for problem, (name, part) in zip(problems, expected, strict=True):
