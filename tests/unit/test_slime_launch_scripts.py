@@ -34,10 +34,12 @@ ROLLOUT_ARGS=(
    --rollout-max-response-len=512 --rollout-temperature 0.8
    --global-batch-size 16 --custom-generate-function-path hooks.generate
 )
-ROLLOUT_ARGS+=(--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std)
+FILTERS=slime.rollout.filter_hub.dynamic_sampling_filters
+ROLLOUT_ARGS+=(--dynamic-sampling-filter-path ${FILTERS}.check_reward_nonzero_std)
 GRPO_ARGS=(--advantage-estimator gspo --eps-clip 1e-4 --eps-clip-high 2e-4 --use-kl-loss --kl-loss-coef 0.01
    --kl-loss-type low_var_kl --num-layers 3)
-OTHER_ARGS=(--sglang-mem-fraction-static 0.7 --sglang-dp-size 2 --eval-top-p 0.7 --made-up-flag 3 --hidden-dropout 0.1
+OTHER_ARGS=(--sglang-mem-fraction-static 0.7 --sglang-dp-size 2 --eval-top-p 0.7 --made-up-flag 3
+   --hidden-dropout 0.1
    --wandb-key ${WANDB_KEY})
 cat <<EOF
 python3 train_async.py --num-rollout 99999

@@ -10,7 +10,7 @@ from slipstream.rollout.workflow import WorkflowContext
 
 
 @dataclass(frozen=True)
-class Served:
+class SampledReply:
     """One request of an episode, as the engine has answered it."""
 
     input_ids: tuple[int, ...]
@@ -33,12 +33,12 @@ class EpisodeEndpoint(Protocol):
     @property
     def port(self) -> int: ...
 
-    def served(self) -> Sequence[Served]:
+    def served(self) -> Sequence[SampledReply]:
         """Return what was sampled, in the order of the requests. Unanswered and broken ones are missing."""
         ...
 
 
-class Endpoints(Protocol):
+class EpisodeEndpoints(Protocol):
     """Opens the endpoint of an episode."""
 
     def open(self, context: WorkflowContext) -> AbstractAsyncContextManager[EpisodeEndpoint]:

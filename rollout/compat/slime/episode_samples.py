@@ -6,7 +6,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
-from slipstream.rollout.compat.slime.endpoint import Served
+from slipstream.rollout.compat.slime.endpoint import SampledReply
 from slipstream.rollout.compat.slime.sample_matching import match_sample
 from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
 from slipstream.rollout.workflow import Tokenizer
@@ -54,10 +54,15 @@ def fields_of(prompt: Prompt, args: SlimeArguments, tokenizer: Tokenizer) -> dic
         text = tokenizer.apply_chat_template(
             prompt.messages(), tokenize=False, add_generation_prompt=True, **args.apply_chat_template_kwargs
         )
-    return {"prompt": text, "label": prompt.label, "metadata": dict(prompt.metadata), "group_index": prompt.id}
+    return {
+        "prompt": text,
+        "label": prompt.label,
+        "metadata": dict(prompt.metadata),
+        "group_index": prompt.id,
+    }
 
 
-def trajectory_of(sample: SampleLike, served: Sequence[Served], args: SlimeArguments) -> Trajectory:
+def trajectory_of(sample: SampleLike, served: Sequence[SampledReply], args: SlimeArguments) -> Trajectory:
     """Return the trajectory of a sample, with its reward if it has one.
 
     Only what an engine has sampled carries loss (``sample_matching``). Raises EpisodeEnded for one that was
@@ -97,7 +102,7 @@ def _checked_mask(sample: SampleLike) -> list[int]:
     reported = sample.rollout_log_probs
     for name, values in (("loss_mask", mask), ("rollout_log_probs", reported)):
         if values is not None and len(values) != length:
-            raise SampleError(f"{name} has {len(values)} values, expected one for each of {length} response tokens")
+            raise SampleError(f"{name} has {len(values)} values, but the response {length} tokens")
     if set(mask) - {0, 1}:
         raise SampleError(f"loss_mask holds {sorted(set(mask) - {0, 1})[:3]}, expected 0 and 1")
     return mask
@@ -111,9 +116,8 @@ def reward_of(sample: SampleLike, args: SlimeArguments) -> float | None:
     if isinstance(value, Mapping):
         rewards = cast("Mapping[str, object]", value)
         if args.reward_key is None:
-            raise SampleError(
-                f"the reward is a mapping of {', '.join(map(str, rewards))}: set rollout.hooks.reward_key to one"
-            )
+            names = ", ".join(map(str, rewards))
+            raise SampleError(f"the reward is a mapping of {names}: set rollout.hooks.reward_key to one")
         if args.reward_key not in rewards:
             raise SampleError(f"the reward has no {args.reward_key!r}, only {', '.join(map(str, rewards))}")
         value = rewards[args.reward_key]

@@ -1,9 +1,9 @@
 """An episode of slime's hooks as a workflow.
 
-    sample ──► custom_generate ──► rollout_sample_hook ... ──► custom_rm ──► trajectories
-                 │        ▲
-                 ▼        │ POST /generate
-              endpoint of the episode: what was sampled decides what is trained
+sample ──► custom_generate ──► rollout_sample_hook ... ──► custom_rm ──► trajectories
+             │        ▲
+             ▼        │ POST /generate
+          endpoint of the episode: what was sampled decides what is trained
 """
 
 import inspect
@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from slipstream.configs.schema import HooksConfig
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
-from slipstream.rollout.compat.slime.endpoint import Endpoints, Served
+from slipstream.rollout.compat.slime.endpoint import EpisodeEndpoints, SampledReply
 from slipstream.rollout.compat.slime.episode_samples import SampleLike, fields_of, trajectory_of
 from slipstream.rollout.plugins import resolve
 from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
@@ -32,7 +32,9 @@ class WrongReturn(TypeError):
 class HookWorkflow:
     """Runs episodes of the recipe's hooks. ``slime`` must be importable (``alias_path``)."""
 
-    def __init__(self, arguments: SlimeArguments, hooks: HooksConfig, endpoints: Endpoints | None) -> None:
+    def __init__(
+        self, arguments: SlimeArguments, hooks: HooksConfig, endpoints: EpisodeEndpoints | None
+    ) -> None:
         """``arguments``: of which every episode gets a copy. ``endpoints``: None if no hook generates.
 
         Raises PluginError.
@@ -64,7 +66,9 @@ class HookWorkflow:
                 served = list(endpoint.served())
         return [self._trajectory(sample, served, args) for sample in samples]
 
-    async def _complete(self, sample: SampleLike, prompt: Prompt, context: WorkflowContext) -> list[Served]:
+    async def _complete(
+        self, sample: SampleLike, prompt: Prompt, context: WorkflowContext
+    ) -> list[SampledReply]:
         """Continue the prompt with one completion, as slime's own generate function does."""
         ids = _prompt_ids(prompt, sample, context.tokenizer)
         completion = await context.generator.generate(ids, context.sampling)
@@ -74,7 +78,7 @@ class HookWorkflow:
         sample.loss_mask = [1] * len(completion.tokens)
         sample.rollout_log_probs = list(completion.logprobs)
         sample.status = _status(sample, "truncated" if completion.finish is Finish.LENGTH else "completed")
-        return [Served(tuple(ids), completion)]
+        return [SampledReply(tuple(ids), completion)]
 
     async def _generated(
         self, generate: Hook, args: SlimeArguments, sample: SampleLike, context: WorkflowContext
@@ -117,11 +121,14 @@ class HookWorkflow:
         if not samples or not all(isinstance(sample, kind) for sample in samples):
             returned = ", ".join(sorted({type(sample).__name__ for sample in samples})) or "an empty list"
             raise WrongReturn(
-                f"{self._hooks.custom_generate_function} returned {returned}, expected a Sample or a list of them"
+                f"{self._hooks.custom_generate_function} returned {returned}, expected a Sample or a list "
+                "of them"
             )
         return cast("list[SampleLike]", samples)
 
-    def _trajectory(self, sample: SampleLike, served: Sequence[Served], args: SlimeArguments) -> Trajectory:
+    def _trajectory(
+        self, sample: SampleLike, served: Sequence[SampledReply], args: SlimeArguments
+    ) -> Trajectory:
         trajectory = trajectory_of(sample, served, args)
         asked = sum(sample.loss_mask) if sample.loss_mask is not None else sample.response_length
         if not sample.remove_sample and trajectory.response_length < asked:

@@ -133,47 +133,53 @@ _ALWAYS = "Slipstream always does so"
 _TENSORBOARD = "Slipstream writes metrics for TensorBoard into the run folder"
 _FOLDER = "the run folder holds checkpoints: run.root and run.name"
 
+
+def _each(reason: str, names: str) -> dict[str, str]:
+    """Return ``reason`` for each of the names in a text."""
+    return dict.fromkeys(names.split(), reason)
+
+
 NEEDLESS = {
-    **dict.fromkeys(
-        (
-            "add-qkv-bias apply-layernorm-1p attention-output-gate disable-bias-linear ffn-hidden-size "
-            "group-query-attention hidden-size kv-channels kv-lora-rank make-vocab-size-divisible-by "
-            "max-position-embeddings moe-ffn-hidden-size moe-layer-freq moe-router-enable-expert-bias "
-            "moe-router-group-topk moe-router-num-groups moe-router-score-function moe-router-topk "
-            "moe-router-topk-scaling-factor moe-shared-expert-gate moe-shared-expert-intermediate-size mscale "
-            "mscale-all-dim multi-latent-attention no-position-embedding norm-epsilon normalization "
-            "num-attention-heads num-experts num-layers num-query-groups position-embedding-type "
-            "post-mlp-layernorm post-self-attn-layernorm q-lora-rank qk-head-dim qk-layernorm "
-            "qk-pos-emb-head-dim rope-type rotary-base rotary-interleaved rotary-percent "
-            "rotary-scaling-factor rotary-seq-len-interpolation-factor seq-length spec squared-relu swiglu "
-            "untie-embeddings-and-output-weights use-gated-attention use-rope-scaling "
-            "use-rotary-position-embeddings v-head-dim vocab-size moe-router-pre-softmax model-name"
-        ).split(),
-        _OF_CHECKPOINT,
-    ),
-    **dict.fromkeys(
-        (
-            "accumulate-allreduce-grads-in-fp32 balance-data use-dynamic-batch-size apply-chat-template "
-            "rollout-shuffle use-fault-tolerance bf16 moe-grouped-gemm "
-            "attention-softmax-in-fp32 offload offload-train offload-rollout"
-        ).split(),
+    **_each(
         _ALWAYS,
+        """
+        add-qkv-bias apply-layernorm-1p attention-output-gate disable-bias-linear ffn-hidden-size
+        group-query-attention hidden-size kv-channels kv-lora-rank make-vocab-size-divisible-by
+        max-position-embeddings moe-ffn-hidden-size moe-layer-freq moe-router-enable-expert-bias
+        moe-router-group-topk moe-router-num-groups moe-router-score-function moe-router-topk
+        moe-router-topk-scaling-factor moe-shared-expert-gate moe-shared-expert-intermediate-size
+        mscale mscale-all-dim multi-latent-attention no-position-embedding norm-epsilon
+        normalization num-attention-heads num-experts num-layers num-query-groups
+        position-embedding-type post-mlp-layernorm post-self-attn-layernorm q-lora-rank qk-head-dim
+        qk-layernorm qk-pos-emb-head-dim rope-type rotary-base rotary-interleaved rotary-percent
+        rotary-scaling-factor rotary-seq-len-interpolation-factor seq-length spec squared-relu
+        swiglu untie-embeddings-and-output-weights use-gated-attention use-rope-scaling
+        use-rotary-position-embeddings v-head-dim vocab-size moe-router-pre-softmax model-name
+        accumulate-allreduce-grads-in-fp32 balance-data use-dynamic-batch-size apply-chat-template
+        rollout-shuffle use-fault-tolerance bf16 moe-grouped-gemm attention-softmax-in-fp32 offload
+        offload-train offload-rollout
+        """,
     ),
-    **dict.fromkeys(
-        (
-            "use-wandb wandb-project wandb-group wandb-key wandb-team wandb-host wandb-mode wandb-dir "
-            "disable-wandb-random-suffix wandb-always-use-train-step use-tensorboard tb-project-name "
-            "tb-experiment-name log-passrate log-multi-turn log-reward-category log-correct-samples"
-        ).split(),
+    **_each(
         _TENSORBOARD,
+        """
+        use-wandb wandb-project wandb-group wandb-key wandb-team wandb-host wandb-mode wandb-dir
+        disable-wandb-random-suffix wandb-always-use-train-step use-tensorboard tb-project-name
+        tb-experiment-name log-passrate log-multi-turn log-reward-category log-correct-samples
+        """,
     ),
-    **dict.fromkeys(("save", "load", "async-save", "no-save-optim", "save-hf"), _FOLDER),
-    **dict.fromkeys(
-        (
-            "update-weight-transport update-weight-disk-dir update-weight-disk-keep-files "
-            "update-weight-local-checkpoint-dir update-weight-delta-encoding update-weight-delta-checksum"
-        ).split(),
+    **_each(
+        _FOLDER,
+        """
+        save load async-save no-save-optim save-hf
+        """,
+    ),
+    **_each(
         "weights.transport says how weights travel",
+        """
+        update-weight-transport update-weight-disk-dir update-weight-disk-keep-files
+        update-weight-local-checkpoint-dir update-weight-delta-encoding update-weight-delta-checksum
+        """,
     ),
     "loss-mask-type": "the loss covers exactly the tokens that the policy sampled",
     "use-unbiased-kl": "the KL estimate in the loss is always unbiased",

@@ -8,6 +8,7 @@ command or a variable of the environment, is reported and left out.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 _TRAINERS = ("train.py", "train_async.py")
@@ -129,8 +130,8 @@ class _Reader:
             self.read(place, depth + 1)
 
     def _expanded(self, words: list[str], quiet: bool = False) -> list[str]:
-        """Return words with their variables. Of a variable that the script does not set, a part of a word keeps
-        the name; a word that cannot be expanded is left out. Both are noted, unless ``quiet``.
+        """Return words with their variables. Where the script does not set one that is a part of a word, the
+        word keeps its name; a word that cannot be expanded is left out. Both are noted, unless ``quiet``.
         """
         expanded: list[str] = []
         for word in words:
@@ -139,7 +140,7 @@ class _Reader:
                 expanded += self._arrays[whole[1]]
                 continue
             missing: list[str] = []
-            text = _EXPANSION.sub(lambda match: self._value(match, missing), word)
+            text = _EXPANSION.sub(partial(self._value, missing=missing), word)
             is_unknown = "$(" in text or "`" in text
             if (missing or is_unknown) and not quiet:
                 self._note_missing(word, missing)
@@ -150,6 +151,7 @@ class _Reader:
         return expanded
 
     def _value(self, match: re.Match[str], missing: list[str]) -> str:
+        """Return the value of a variable, or its name where the script does not set it."""
         name = match[1] or match[3]
         if name in self._scalars:
             return self._scalars[name]

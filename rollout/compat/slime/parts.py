@@ -3,7 +3,7 @@
 from slipstream.configs.schema import PluginConfig, RunConfig
 from slipstream.rollout.compat.slime.alias_path import make_slime_importable
 from slipstream.rollout.compat.slime.arguments import slime_arguments
-from slipstream.rollout.compat.slime.endpoint import Endpoints
+from slipstream.rollout.compat.slime.endpoint import EpisodeEndpoints
 from slipstream.rollout.compat.slime.hook_filter import HookFilter
 from slipstream.rollout.compat.slime.hook_workflow import HookWorkflow
 from slipstream.rollout.plugins import PluginError
@@ -23,7 +23,7 @@ class Unrewarded:
 UNREWARDED = PluginConfig(path="slipstream.rollout.compat.slime.parts.Unrewarded")
 
 
-def hook_workflow(config: RunConfig, endpoints: Endpoints | None) -> HookWorkflow | None:
+def hook_workflow(config: RunConfig, endpoints: EpisodeEndpoints | None) -> HookWorkflow | None:
     """Return the workflow of a recipe's hooks; None: it names none that an episode runs.
 
     ``endpoints``: None where the collector serves no `/generate`. Raises PluginError, and ValueError and

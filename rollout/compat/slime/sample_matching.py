@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.rollout.compat.slime.endpoint import Served
+from slipstream.rollout.compat.slime.endpoint import SampledReply
 from slipstream.rollout.trajectory import UNSAMPLED
 
 LOGPROB_TOLERANCE = 1e-4
@@ -41,7 +41,7 @@ class Match:
 
 @dataclass(frozen=True)
 class _Reply:
-    served: Served
+    served: SampledReply
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
 
@@ -49,7 +49,7 @@ class _Reply:
 def match_sample(
     tokens: Sequence[int],
     response_start: int,
-    served: Sequence[Served],
+    served: Sequence[SampledReply],
     loss_mask: Sequence[int],
     reported: Sequence[float] | None,
 ) -> Match:
@@ -86,7 +86,7 @@ def match_sample(
     return Match(match.sampled_T, match.logprobs_T, match.versions_T, retractions)
 
 
-def _reply(served: Served) -> _Reply:
+def _reply(served: SampledReply) -> _Reply:
     completion = served.completion
     lengths = [span.end - span.start for span in completion.spans]
     versions = np.repeat(np.array([span.version for span in completion.spans], np.int32), lengths)
