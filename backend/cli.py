@@ -322,6 +322,20 @@ def submit(
 
 
 @app.command(rich_help_panel=TOOLS)
+def import_slime(
+    script: Annotated[Path, typer.Argument(help="A launch script of slime. It is read, never run.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The recipe to write.")],
+    as_json: Json = False,
+) -> None:
+    """Make a recipe of a slime launch script, and list the flags that have no counterpart."""
+    with _reported():
+        from slipstream.backend.commands import import_slime as importing
+
+        recipe = importing.import_slime(script, out)
+        typer.echo(importing.as_json(recipe) if as_json else "\n".join(importing.lines(recipe, out)))
+
+
+@app.command(rich_help_panel=TOOLS)
 def doctor(
     gpu: Annotated[
         bool, typer.Option("--gpu", help="Look also at what a run on GPUs needs, and exit with 1 without it.")

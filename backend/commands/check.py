@@ -18,6 +18,7 @@ from slipstream.configs.installed.environment import has_gpus
 from slipstream.configs.load import load_recipe, load_supervised
 from slipstream.configs.rules.models import MODELS
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout.compat.slime.checking import hook_problems
 
 NO_INPUTS = "slipstream.backend.simulate.only_simulated"
 """Stands for a ``prepare``, which excuses missing models and prompts."""
@@ -64,7 +65,8 @@ def _without_inputs(model_config: Path) -> list[str]:
 
 
 def check(config: RunConfig, *, weights: bool = True, supervised: bool = False) -> None:
-    """Compare the models of a recipe with its layout, with their files and with the memory of the GPUs.
+    """Compare the models of a recipe with its layout, with their files and with the memory of the GPUs, and
+    its hooks with their signatures.
 
     The code that it names must have the shape that it is asked for, and take the arguments. Raises WrongInput
     with everything that is wrong. A model that ``prepare`` has yet to make is not checked. weights: compare
@@ -72,7 +74,7 @@ def check(config: RunConfig, *, weights: bool = True, supervised: bool = False) 
     """
     from slipstream.backend.driver.inputs import checkpoint_problems, plugin_problems
 
-    problems = plugin_problems(config)
+    problems = [*plugin_problems(config), *hook_problems(config)]
     if (config.model.path / "config.json").exists():
         try:
             plan = planned(config, supervised=supervised)

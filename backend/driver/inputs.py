@@ -12,6 +12,7 @@ from slipstream.bridge.shards.check import check_tensors
 from slipstream.configs.rules.models import CRITIC, OTHER_MODELS, model_folder
 from slipstream.configs.schema import PluginConfig, RunConfig
 from slipstream.rollout import plugins
+from slipstream.rollout.compat.slime.checking import hook_problems
 from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.prompts import PromptError, read_prompts
 from slipstream.rollout.reward.loading import TURNS, check_judge, load_judge
@@ -62,7 +63,7 @@ def read_inputs(config: RunConfig) -> Inputs:
     workflow = plugin("rollout.workflow", rollout.workflow)
     reward = attempt("rollout.reward", lambda: _reward(rollout.reward))
     group_filter = plugin("rollout.group_filter", rollout.group_filter)
-    problems += checkpoint_problems(config, OTHER_MODELS)
+    problems += [*hook_problems(config), *checkpoint_problems(config, OTHER_MODELS)]
     if problems or spec is None or tokenizer is None or prompts is None or held_out is None:
         raise InputError("\n".join(problems))
     return Inputs(

@@ -7,7 +7,7 @@ the schema, and fields of Megatron and SGLang by ``installed``.
 
 from collections.abc import Collection, Iterator
 
-from slipstream.configs.rules import gateway, inputs, layout, live, objective, rollout, trainer
+from slipstream.configs.rules import gateway, hooks, inputs, layout, live, objective, rollout, trainer
 from slipstream.configs.rules.rule import Rule
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.violations import Violation
@@ -16,6 +16,7 @@ RULES: tuple[Rule, ...] = (
     *objective.RULES,
     *trainer.RULES,
     *rollout.RULES,
+    *hooks.RULES,
     *gateway.RULES,
     *live.RULES,
     *layout.RULES,

@@ -53,6 +53,9 @@ def prompts_are_given(config: RunConfig) -> Iterator[Violation]:
 
 def reward_is_given(config: RunConfig) -> Iterator[Violation]:
     """Whoever serves live users alone has no episodes."""
+    hooks = config.rollout.hooks
+    if hooks is not None and (hooks.custom_rm or hooks.rm_type or hooks.custom_generate_function):
+        return  # they reward
     if config.rollout.reward is None and (config.data is not None or config.eval is not None):
         yield Violation(
             "rollout.reward",
@@ -129,7 +132,7 @@ def _is_importable(package: str) -> bool:
 RULES = (
     Rule(run_folder_can_be_made, ("run.name", "run.root")),
     Rule(prompts_are_given, ("data", "gateway", "live.train", "live.share")),
-    Rule(reward_is_given, ("rollout.reward", "data", "eval")),
+    Rule(reward_is_given, ("rollout.reward", "rollout.hooks", "data", "eval")),
     *(Rule(partial(prompts_have_a_known_format, path=path), (path,)) for path in PROMPTS),
     *(Rule(partial(prompts_exist, path=path), ("prepare", path)) for path in PROMPTS),
     *(Rule(partial(model_exists, path=path), ("prepare", POLICY, path)) for path in MODELS),

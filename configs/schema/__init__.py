@@ -4,6 +4,7 @@ from slipstream.configs.schema.actor import ActorConfig, LoraConfig, ParallelCon
 from slipstream.configs.schema.checkpoint import CheckpointConfig
 from slipstream.configs.schema.dialect import DialectConfig, EndpointConfig
 from slipstream.configs.schema.gateway import GatewayConfig, LimitsConfig
+from slipstream.configs.schema.hooks import HooksConfig
 from slipstream.configs.schema.live import LiveConfig, LiveJudgingConfig
 from slipstream.configs.schema.models import (
     AverageReference,
@@ -56,6 +57,7 @@ __all__ = [
     "EngineConfig",
     "EvalConfig",
     "GatewayConfig",
+    "HooksConfig",
     "JudgingConfig",
     "KLConfig",
     "LimitsConfig",

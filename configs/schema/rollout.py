@@ -6,6 +6,7 @@ from pydantic import Field
 
 from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.dialect import EndpointConfig
+from slipstream.configs.schema.hooks import HooksConfig
 from slipstream.configs.schema.plugin import Plugin, PluginConfig
 
 
@@ -253,4 +254,7 @@ class RolloutConfig(Section):
         description="Import path of a class with the method `keep` of "
         "`slipstream.rollout.control.filters.GroupFilter`, which says whether a finished group is trained; "
         "null: all are.",
+    )
+    hooks: HooksConfig | None = Field(
+        default=None, description="Code written for slime, which runs unchanged; null: none."
     )

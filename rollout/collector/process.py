@@ -29,6 +29,7 @@ from slipstream.rollout.collector.recording import JOURNAL_EVERY_S, Recording
 from slipstream.rollout.collector.spec import CollectorSpec
 from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.collector.watchdog import watched
+from slipstream.rollout.compat.slime.parts import UNREWARDED, hook_filter, hook_workflow
 from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.connection import EngineAddress
@@ -81,7 +82,7 @@ async def collect(
     Raises PluginError, JudgeStartFailed and OSError when the collector cannot start.
     """
     rollout = config.rollout
-    assert rollout.reward is not None, "there are no episodes without a reward"
+    reward = rollout.reward or UNREWARDED  # without hooks there are no episodes without a reward
     serve_endpoint = None
     if _needs_endpoint(config):
         from slipstream.rollout.endpoint.load import load
@@ -90,7 +91,7 @@ async def collect(
     most_requests = make_room(rollout.max_concurrent, each=DESCRIPTORS if serve_endpoint else 1)
     tokenizer = load_tokenizer(config.model.path)
     async with JudgePool(
-        rollout.judging, rollout.reward, spec.logs, spec.name, reward_key=rollout.reward_key
+        rollout.judging, reward, spec.logs, spec.name, reward_key=rollout.reward_key
     ) as judges:
         surroundings = Surroundings(
             tokenizer,
@@ -105,8 +106,9 @@ async def collect(
 async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: RunConfig) -> None:
     """Collect in given surroundings until the connection ends."""
     rollout, tokenizer, judges = config.rollout, surroundings.tokenizer, surroundings.judges
-    workflow = cast(Workflow, plugins.build(rollout.workflow))
-    group_filter = _filter(config)
+    # Hooks that generate need endpoints: a `/generate` of this process for each episode.
+    workflow = hook_workflow(config, endpoints=None) or cast(Workflow, plugins.build(rollout.workflow))
+    group_filter = _filter(config, tokenizer)
     limit, outbox = TimeLimit(rollout.episode_timeout_s), Outbox()
     pool = EnginePool(
         wait_timeout_s=rollout.engine.start_timeout_s,
@@ -261,7 +263,9 @@ def _evaluation_sampling(config: RunConfig) -> SamplingConfig:
     return sampling.model_copy(update={"max_new_tokens": config.eval.max_new_tokens})
 
 
-def _filter(config: RunConfig) -> NamedFilter | None:
+def _filter(config: RunConfig, tokenizer: Tokenizer) -> NamedFilter | None:
+    if (hooked := hook_filter(config, tokenizer)) is not None:
+        return NamedFilter("rollout.hooks.dynamic_sampling_filter", hooked)
     settings = config.rollout.group_filter
     if settings is None:
         return None

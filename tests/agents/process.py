@@ -272,7 +272,7 @@ class Runner:
                 host.record.answered(whole)
                 host.record.judged(whole)
             host.record.close()
-            trajectories = [_plain(part) for part in whole.parts()]
+            trajectories = [_plain(part) for part in whole.split()]
         except asyncio.CancelledError:
             error = "stopped"
         except Exception as failure:
@@ -280,7 +280,7 @@ class Runner:
         await asyncio.sleep(0.1 if "name" in order else 0.02)  # until the outbox has sent what it has
         sending.cancel()
         if not (error or order.get("evaluation")):
-            assert [_plain(part) for part in held.trajectory().parts()] == trajectories
+            assert [_plain(part) for part in held.trajectory().split()] == trajectories
         return {
             "error": error,
             "failures": failures,

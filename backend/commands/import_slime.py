@@ -1,0 +1,90 @@
+"""``slipstream import-slime``: a recipe from a slime launch script, which is read and never run."""
+
+import json
+from pathlib import Path
+
+import yaml
+
+from slipstream.backend.commands.check import NO_INPUTS
+from slipstream.backend.commands.outcome import WrongInput
+from slipstream.configs.load import load_recipe
+from slipstream.configs.violations import RecipeError
+from slipstream.rollout.compat.slime.launch_flags import is_supervised
+from slipstream.rollout.compat.slime.launch_recipe import (
+    MAPPED,
+    NEEDS_NOTHING,
+    FlagOutcome,
+    ImportedRecipe,
+    recipe_of,
+    run_name,
+)
+from slipstream.rollout.compat.slime.launch_script import UnreadableScript, read_launch_script
+
+MOST_ROUNDS = 20
+"""Rounds of loading a recipe without what the loader has refused before."""
+
+
+def import_slime(script: Path, out: Path) -> ImportedRecipe:
+    """Write the recipe of ``script`` to ``out``. Returns what has become of its flags.
+
+    Raises WrongInput for a file that is no launch script, or one of supervised training.
+    """
+    try:
+        launch = read_launch_script(script)
+    except (OSError, UnicodeDecodeError, UnreadableScript) as error:
+        raise WrongInput(str(error)) from None
+    if is_supervised(launch):
+        raise WrongInput(
+            f"{script} trains on given responses (--loss-type sft_loss), expected reinforcement: write a "
+            "recipe of `slipstream sft` (configs/recipes/sft-qwen3-4b-1n8g-dp8.yaml is one)"
+        )
+    if out.exists():
+        raise WrongInput(f"{out} exists: choose another name, or remove it")
+    recipe = recipe_of(launch, run_name(script))
+    _keep_what_loads(recipe, out)
+    return recipe
+
+
+def _keep_what_loads(recipe: ImportedRecipe, out: Path) -> None:
+    """Write the recipe without the settings that the loader refuses."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for _ in range(MOST_ROUNDS):
+        out.write_text(yaml.safe_dump(recipe.nested(), sort_keys=False), encoding="utf-8")
+        try:
+            # The model and the prompts may be on another machine.
+            load_recipe(out, [f"prepare={NO_INPUTS}"])
+        except RecipeError as error:
+            taken = [recipe.refuse(problem.path, problem.reason) for problem in error.violations]
+            if not any(taken):
+                out.unlink()
+                raise WrongInput(f"the script makes no recipe that can be loaded: {error}") from None
+        else:
+            return
+    out.unlink()
+    raise WrongInput(f"after {MOST_ROUNDS} rounds the recipe still holds settings that the loader refuses")
+
+
+def lines(recipe: ImportedRecipe, out: Path) -> list[str]:
+    """Return a report for the user: what was mapped, and the rest with its reason."""
+    counts = recipe.counts()
+    summary = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    rest = [outcome for outcome in recipe.outcomes if outcome.outcome not in (MAPPED, NEEDS_NOTHING)]
+    return [f"{out}: {summary}", *map(_line, rest), *(f"note: {note}" for note in recipe.notes)]
+
+
+def _line(outcome: FlagOutcome) -> str:
+    return f"{outcome.outcome}: --{outcome.flag.name} {outcome.flag.text}".rstrip() + f" ({outcome.reason})"
+
+
+def as_json(recipe: ImportedRecipe) -> str:
+    """Return what has become of every flag, for scripts."""
+    flags = [
+        {
+            "flag": outcome.flag.name,
+            "value": outcome.flag.text,
+            "outcome": outcome.outcome,
+            "reason": outcome.reason,
+        }
+        for outcome in recipe.outcomes
+    ]
+    return json.dumps({"flags": flags, "notes": recipe.notes, "counts": recipe.counts()}, indent=1)

@@ -1,0 +1,140 @@
+"""Rules about ``rollout.hooks``: hooks that exclude each other, and the file that they read."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from slipstream.configs.rules.rule import Rule, setting
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.plugin import PluginConfig
+from slipstream.configs.schema.rollout import RolloutConfig
+from slipstream.configs.violations import Violation
+
+SECTION = "rollout.hooks"
+
+INSTEAD_OF = {
+    "custom_generate_function": ("rollout.workflow",),
+    "rollout_sample_hook": ("rollout.workflow",),
+    "custom_rm": ("rollout.workflow", "rollout.reward"),
+    "rm_type": ("rollout.workflow", "rollout.reward"),
+    "dynamic_sampling_filter": ("rollout.group_filter",),
+}
+"""Hooks that do what another setting names code for."""
+
+REPLACED_BY = {
+    "rm_type": ("custom_rm",),
+    "custom_reward_post_process": ("custom_convert_samples_to_train_data",),
+    "custom_tis_function": ("custom_loss_function",),
+    "custom_pg_loss_reducer_function": ("custom_loss_function",),
+}
+"""Hooks that are never called when one of the others is named: it does their work itself."""
+
+TO_COME = (
+    "rollout_sample_filter",
+    "rollout_function",
+    "eval_function",
+    "data_source",
+    "buffer_filter",
+    "rollout_all_samples_process",
+    "custom_reward_post_process",
+    "custom_convert_samples_to_train_data",
+    "custom_rollout_log_function",
+    "custom_eval_rollout_log_function",
+    "rollout_data_postprocess",
+    "custom_advantage_function",
+    "custom_loss_function",
+    "custom_tis_function",
+    "custom_pg_loss_reducer_function",
+    "custom_megatron_init",
+    "custom_megatron_before_log_prob_hook",
+    "custom_megatron_before_train_step_hook",
+    "custom_model_provider",
+    "custom_update_weight_post_write",
+)
+"""Hooks that have a signature, which is checked, but that no run calls yet."""
+
+
+def hooks_do_not_exclude_each_other(config: RunConfig) -> Iterator[Violation]:
+    hooks = config.rollout.hooks
+    if hooks is None:
+        return
+    for name, others in REPLACED_BY.items():
+        for other in others:
+            if getattr(hooks, name) and getattr(hooks, other):
+                yield Violation(
+                    f"{SECTION}.{name}", getattr(hooks, name), f"expected null: {SECTION}.{other} replaces it"
+                )
+    for name, places in INSTEAD_OF.items():
+        for place in places:
+            named = setting(config, place, PluginConfig)
+            if getattr(hooks, name) and named is not None and named.path != _default_path(place):
+                reason = f"expected null: {place} names code for the same"
+                yield Violation(f"{SECTION}.{name}", getattr(hooks, name), reason)
+
+
+def hooks_are_run(config: RunConfig) -> Iterator[Violation]:
+    named = config.rollout.hooks.named() if config.rollout.hooks is not None else {}
+    for name in TO_COME:
+        if name in named:
+            reason = "expected null: Slipstream checks this hook's signature, but does not run it yet"
+            yield Violation(f"{SECTION}.{name}", named[name][0], reason)
+
+
+def hooks_have_what_they_need(config: RunConfig) -> Iterator[Violation]:
+    hooks = config.rollout.hooks
+    if hooks is None:
+        return
+    if hooks.group_rm:
+        reason = "expected false: Slipstream does not ask a hook for the rewards of whole groups yet"
+        yield Violation(f"{SECTION}.group_rm", True, reason)
+    if hooks.rm_type == "remote_rm" and hooks.rm_url is None:
+        reason = f"expected the server that {SECTION}.rm_type: remote_rm asks"
+        yield Violation(f"{SECTION}.rm_url", None, reason)
+    if hooks.rm_url is not None and hooks.rm_type != "remote_rm" and hooks.custom_rm is None:
+        reason = f"expected null: only {SECTION}.rm_type: remote_rm and {SECTION}.custom_rm ask a server"
+        yield Violation(f"{SECTION}.rm_url", hooks.rm_url, reason)
+    if hooks.eval_function is not None and config.eval is None:
+        reason = "expected null: the recipe has no section eval, so that nothing is evaluated"
+        yield Violation(f"{SECTION}.eval_function", hooks.eval_function, reason)
+
+
+def custom_config_is_a_mapping(config: RunConfig) -> Iterator[Violation]:
+    path = setting(config, f"{SECTION}.custom_config_path", Path)
+    if path is None:
+        return
+    try:
+        read_custom_config(path)
+    except (OSError, ValueError) as error:
+        yield Violation(f"{SECTION}.custom_config_path", str(path), f"expected a YAML file: {error}")
+
+
+def read_custom_config(path: Path) -> dict[str, Any]:
+    """Return the names and values of a file at ``custom_config_path``. Raises OSError, ValueError."""
+    try:
+        values: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {error}") from None
+    if values is None:
+        return {}
+    names = list(cast("dict[Any, Any]", values)) if isinstance(values, dict) else [None]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{path} holds no mapping of names to values")
+    return cast("dict[str, Any]", values)
+
+
+def _default_path(place: str) -> str | None:
+    default = RolloutConfig.model_fields[place.removeprefix("rollout.")].default
+    return default.path if isinstance(default, PluginConfig) else None
+
+
+RULES = (
+    Rule(
+        hooks_do_not_exclude_each_other,
+        (SECTION, "rollout.workflow", "rollout.reward", "rollout.group_filter"),
+    ),
+    Rule(hooks_are_run, (SECTION,)),
+    Rule(hooks_have_what_they_need, (SECTION, "eval")),
+    Rule(custom_config_is_a_mapping, (f"{SECTION}.custom_config_path",)),
+)

@@ -1,0 +1,1 @@
+"""Code of other projects that Slipstream runs unchanged: a room for each."""

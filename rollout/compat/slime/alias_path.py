@@ -1,0 +1,17 @@
+"""Makes ``import slime`` work in this process: a checkout of slime, or else the alias."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+ALIAS = Path(__file__).with_name("alias")
+"""Folder that holds the package ``slime`` with the names that hooks import."""
+
+
+def make_slime_importable() -> bool:
+    """Put the alias at the end of the import path. Return whether it is used: a checkout goes before it."""
+    if "slime" not in sys.modules and str(ALIAS) not in sys.path:
+        sys.path.append(str(ALIAS))
+    spec = importlib.util.find_spec("slime")
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return str(ALIAS / "slime") in places

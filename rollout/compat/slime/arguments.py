@@ -1,0 +1,190 @@
+"""``args``: slime's names with the values of the recipe, as hooks read and write them."""
+
+import copy
+import difflib
+from argparse import Namespace
+from typing import Any
+
+from slipstream.configs.rules.hooks import read_custom_config
+from slipstream.configs.schema import HooksConfig, RunConfig
+from slipstream.configs.schema.hooks import HOOK_NAMES
+
+HELD_OUT = "held_out"
+"""Name of the recipe's evaluation, as slime's data sets have names."""
+
+
+class SlimeArguments(Namespace):
+    """Slime's names with the recipe's values. It may be changed and copied; every episode has a copy.
+
+    A name that it does not hold is an AttributeError that names the nearest ones, so that ``getattr`` with a
+    default works as everywhere.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python itself looks for when an object is copied or stored
+            raise AttributeError(name)
+        names = sorted(vars(self))
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+        nearest = f" Nearest: {', '.join(near)}." if near else ""
+        raise AttributeError(
+            f"args has no {name!r}: Slipstream has no setting for this name of slime.{nearest} It holds "
+            f"{len(names)} names (vars(args)); rollout.hooks.custom_config_path adds names of your own"
+        )
+
+    def copied(self) -> "SlimeArguments":
+        """Return a copy that shares nothing with this one."""
+        return copy.deepcopy(self)
+
+
+def slime_arguments(config: RunConfig) -> SlimeArguments:
+    """Return the arguments of a recipe with a section ``rollout.hooks``, and those of its own file.
+
+    ``sglang_router_ip`` and ``sglang_router_port`` are missing: they belong to an episode. Raises ValueError
+    for a name of the file that a setting of the recipe decides, and OSError.
+    """
+    hooks = config.rollout.hooks or HooksConfig()
+    values = {**_constants(), **_recipe_values(config), **_hook_values(hooks)}
+    if hooks.custom_config_path is not None:
+        own = read_custom_config(hooks.custom_config_path)
+        decided = [name for name in own if name in _recipe_values(config) or name in _hook_values(hooks)]
+        if decided:
+            raise ValueError(
+                f"{hooks.custom_config_path} sets {', '.join(sorted(decided))}, which the recipe decides: "
+                "set the recipe instead"
+            )
+        values |= own
+    return SlimeArguments(**values)
+
+
+def _constants() -> dict[str, Any]:
+    """Return names whose values are the same in every run: what Slipstream does not do, or does otherwise."""
+    off = (
+        "ci_test",
+        "debug_rollout_only",
+        "debug_train_only",
+        "mask_offpolicy_in_partial_rollout",
+        "partial_rollout",
+        "sglang_enable_deterministic_inference",
+        "use_distributed_post",
+        "use_rollout_routing_replay",
+        "use_routing_replay",
+    )
+    none = (
+        "dump_details",
+        "eval_min_new_tokens",
+        "eval_reward_key",
+        "multimodal_keys",
+        "rollout_max_prompt_len",
+        "rollout_stop",
+        "rollout_stop_token_ids",
+        "router_policy",
+        "sglang_model_routers",
+        "sglang_speculative_algorithm",
+        "tool_key",
+    )
+    return {
+        **dict.fromkeys(off, False),
+        **dict.fromkeys(none),
+        "apply_chat_template_kwargs": {},
+        "input_key": "prompt",
+        "label_key": "label",
+        "loss_mask_type": "qwen",
+        "metadata_key": "metadata",
+        "rollout_global_dataset": True,
+        "rollout_skip_special_tokens": False,
+        "sglang_dp_size": 1,
+    }
+
+
+def _recipe_values(config: RunConfig) -> dict[str, Any]:
+    return {**_of_generation(config), **_of_data(config), **_of_training(config)}
+
+
+def _of_generation(config: RunConfig) -> dict[str, Any]:
+    rollout, engine, sampling = config.rollout, config.rollout.engine, config.rollout.sampling
+    engines = engine.count
+    return {
+        "colocate": engine.colocated,
+        "hf_checkpoint": str(config.model.path),
+        "rollout_num_engines": engines,
+        "rollout_num_gpus": engines * engine.tensor_parallel,
+        "rollout_num_gpus_per_engine": engine.tensor_parallel,
+        "sglang_server_concurrency": max(1, rollout.max_concurrent // engines),
+        "rollout_batch_size": rollout.batch_size,
+        "over_sampling_batch_size": round(rollout.batch_size * rollout.over_sampling),
+        "n_samples_per_prompt": rollout.n_samples_per_prompt,
+        "rollout_temperature": sampling.temperature,
+        "rollout_top_p": sampling.top_p,
+        "rollout_top_k": sampling.top_k,
+        "rollout_max_response_len": sampling.max_new_tokens,
+        "rollout_max_context_len": engine.args.get("context_length"),
+        "num_rollout": config.run.steps,
+        "start_rollout_id": 0,
+    }
+
+
+def _of_data(config: RunConfig) -> dict[str, Any]:
+    evaluation = config.eval
+    length = config.rollout.sampling.max_new_tokens
+    return {
+        "prompt_data": str(config.data.path) if config.data is not None else None,
+        "rollout_shuffle": config.data.shuffle if config.data is not None else False,
+        "rollout_seed": config.run.seed,
+        "seed": config.run.seed,
+        "eval_prompt_data": [HELD_OUT, str(evaluation.path)] if evaluation is not None else None,
+        "eval_interval": (evaluation.every or None) if evaluation is not None else None,
+        "eval_max_response_len": (evaluation.max_new_tokens or length) if evaluation is not None else None,
+        "eval_max_context_len": config.rollout.engine.args.get("context_length"),
+        "eval_temperature": 0.0,
+        "n_samples_per_eval_prompt": 1,
+        "save": str(config.run.folder),
+        "load": str(config.run.folder),
+        "save_interval": config.checkpoint.every or None,
+    }
+
+
+def _of_training(config: RunConfig) -> dict[str, Any]:
+    actor, parallel, optimizer = config.actor, config.actor.parallel, config.actor.optimizer
+    groups = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    return {
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor or parallel.tensor,
+        "sequence_parallel": parallel.sequence,
+        "actor_num_nodes": 1,
+        "actor_num_gpus_per_node": parallel.world_size,
+        "global_batch_size": groups // actor.minibatches,
+        "num_steps_per_rollout": actor.minibatches,
+        "max_tokens_per_gpu": actor.microbatch_tokens,
+        "use_dynamic_batch_size": True,
+        "lr": optimizer.lr,
+        "clip_grad": optimizer.clip_grad,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.beta1,
+        "adam_beta2": optimizer.beta2,
+        "advantage_estimator": actor.advantage,
+        "grpo_std_normalization": actor.advantage == "grpo",
+        "rewards_normalization": actor.advantage != "reward",
+        "eps_clip": getattr(actor.objective, "clip_low", None),
+        "eps_clip_high": getattr(actor.objective, "clip_high", None),
+        "entropy_coef": actor.entropy_bonus,
+        "use_kl_loss": actor.kl is not None,
+        "kl_loss_coef": actor.kl.coefficient if actor.kl is not None else 0.0,
+        "calculate_per_token_loss": actor.averaging == "token",
+        "use_tis": actor.use_decoupled_loss,
+    }
+
+
+def _hook_values(hooks: HooksConfig) -> dict[str, Any]:
+    return {
+        **{f"{name}_path": getattr(hooks, name) for name in HOOK_NAMES},
+        **{name: getattr(hooks, name) for name in _PLAIN},
+        "apply_chat_template": hooks.apply_chat_template,
+        "custom_config_path": str(hooks.custom_config_path) if hooks.custom_config_path else None,
+    }
+
+
+_PLAIN = ("group_rm", "rm_type", "rm_url", "reward_key")
+"""Settings of hooks that slime has under the same names."""

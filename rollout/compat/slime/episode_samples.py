@@ -1,0 +1,130 @@
+"""Samples and trajectories: what hooks are given, and what is trained of what they return."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from slipstream.rollout.compat.slime.arguments import SlimeArguments
+from slipstream.rollout.compat.slime.endpoint import SampledReply
+from slipstream.rollout.compat.slime.sample_matching import match_sample
+from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
+from slipstream.rollout.workflow import Tokenizer
+
+
+class SampleStatus(Protocol):
+    """A member of slime's `Sample.Status`."""
+
+    @property
+    def value(self) -> str: ...
+
+
+class SampleLike(Protocol):
+    """The fields of slime's `Sample` that are read here: a checkout has its own class."""
+
+    index: int | None
+    group_index: int | None
+    rollout_id: int | None
+    prompt: Any
+    tokens: list[int]
+    response: str
+    response_length: int
+    label: Any
+    reward: Any
+    loss_mask: list[int] | None
+    rollout_log_probs: list[float] | None
+    remove_sample: bool
+    status: SampleStatus
+    metadata: dict[str, Any]
+    custom_rm_path: str | None
+
+
+class SampleError(ValueError):
+    """A hook has returned a sample that cannot be trained."""
+
+
+class EpisodeEnded(SampleError):
+    """A hook says that the episode was aborted or has failed: no policy is to be judged by it."""
+
+
+def fields_of(prompt: Prompt, args: SlimeArguments, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the fields of the sample that an episode begins with."""
+    text: object = prompt.prompt
+    if args.apply_chat_template:
+        text = tokenizer.apply_chat_template(
+            prompt.messages(), tokenize=False, add_generation_prompt=True, **args.apply_chat_template_kwargs
+        )
+    return {
+        "prompt": text,
+        "label": prompt.label,
+        "metadata": dict(prompt.metadata),
+        "group_index": prompt.id,
+    }
+
+
+def trajectory_of(sample: SampleLike, served: Sequence[SampledReply], args: SlimeArguments) -> Trajectory:
+    """Return the trajectory of a sample, with its reward if it has one.
+
+    Only what an engine has sampled carries loss (``sample_matching``). Raises EpisodeEnded for one that was
+    aborted or has failed, and SampleError for one that contradicts itself or the engines.
+    """
+    if sample.status.value in ("aborted", "failed"):
+        raise EpisodeEnded(f"the sample has the status {sample.status.value}: the episode does not count")
+    mask = _checked_mask(sample)
+    start = len(sample.tokens) - sample.response_length
+    match = match_sample(sample.tokens, start, served, mask, sample.rollout_log_probs)
+    if not match.sampled_T.any():
+        raise SampleError(
+            f"no engine has sampled any of the {sample.response_length} response tokens of the sample, in "
+            f"{len(served)} requests to /generate"
+        )
+    loss_mask_T = match.sampled_T.copy()
+    loss_mask_T[start:] &= np.array(mask, np.bool_)
+    if sample.remove_sample:
+        loss_mask_T[:] = False
+    return Trajectory(
+        np.array(sample.tokens, np.int64),
+        loss_mask_T,
+        match.logprobs_T,
+        match.versions_T,
+        Finish.LENGTH if sample.status.value == "truncated" else Finish.STOP,
+        match.retractions,
+        reward_of(sample, args),
+    )
+
+
+def _checked_mask(sample: SampleLike) -> list[int]:
+    """Return the loss mask of the response. Raises SampleError."""
+    length = sample.response_length
+    if not 0 < length <= len(sample.tokens):
+        raise SampleError(f"response_length is {length}, but the sample has {len(sample.tokens)} tokens")
+    mask = [1] * length if sample.loss_mask is None else list(sample.loss_mask)
+    reported = sample.rollout_log_probs
+    for name, values in (("loss_mask", mask), ("rollout_log_probs", reported)):
+        if values is not None and len(values) != length:
+            raise SampleError(f"{name} has {len(values)} values, but the response {length} tokens")
+    if set(mask) - {0, 1}:
+        raise SampleError(f"loss_mask holds {sorted(set(mask) - {0, 1})[:3]}, expected 0 and 1")
+    return mask
+
+
+def reward_of(sample: SampleLike, args: SlimeArguments) -> float | None:
+    """Return the number that trains; None: the sample has no reward. Raises SampleError."""
+    value: object = sample.reward
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        rewards = cast("Mapping[str, object]", value)
+        if args.reward_key is None:
+            names = ", ".join(map(str, rewards))
+            raise SampleError(f"the reward is a mapping of {names}: set rollout.hooks.reward_key to one")
+        if args.reward_key not in rewards:
+            raise SampleError(f"the reward has no {args.reward_key!r}, only {', '.join(map(str, rewards))}")
+        value = rewards[args.reward_key]
+    try:
+        number = float(cast("Any", value))
+    except (TypeError, ValueError):
+        raise SampleError(f"the reward is {value!r}, expected a number") from None
+    if not np.isfinite(number):
+        raise SampleError(f"the reward is {number}, expected a finite number")
+    return number

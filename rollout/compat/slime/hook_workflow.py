@@ -1,0 +1,179 @@
+"""An episode of slime's hooks as a workflow.
+
+sample ──► custom_generate ──► rollout_sample_hook ... ──► custom_rm ──► trajectories
+             │        ▲
+             ▼        │ POST /generate
+          endpoint of the episode: what was sampled decides what is trained
+"""
+
+import inspect
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, cast
+
+from slipstream.configs.schema import HooksConfig
+from slipstream.rollout.compat.slime.arguments import SlimeArguments
+from slipstream.rollout.compat.slime.endpoint import EpisodeEndpoints, SampledReply
+from slipstream.rollout.compat.slime.episode_samples import SampleLike, fields_of, trajectory_of
+from slipstream.rollout.plugins import resolve
+from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
+from slipstream.rollout.workflow import Tokenizer, WorkflowContext
+
+log = logging.getLogger(__name__)
+
+Hook = Callable[..., Any]
+
+
+class WrongReturn(TypeError):
+    """A hook has returned something else than its contract says."""
+
+
+class HookWorkflow:
+    """Runs episodes of the recipe's hooks. ``slime`` must be importable (``alias_path``)."""
+
+    def __init__(
+        self, arguments: SlimeArguments, hooks: HooksConfig, endpoints: EpisodeEndpoints | None
+    ) -> None:
+        """``arguments``: of which every episode gets a copy. ``endpoints``: None if no hook generates.
+
+        Raises PluginError.
+        """
+        self._arguments = arguments
+        self._hooks = hooks
+        self._endpoints = endpoints
+        self._sample: Callable[..., SampleLike] = resolve("slime.utils.types.Sample")
+        path = hooks.custom_generate_function
+        self._generate: Hook | None = resolve(path) if path is not None else None
+        self._apply_hooks: Hook = resolve("slime.rollout.sample_hooks.apply_rollout_sample_hooks")
+        self._rm: Hook = resolve("slime.rollout.rm_hub.async_rm")
+        self._batched_rm: Hook = resolve("slime.rollout.rm_hub.batched_async_rm")
+        self._numbers = itertools.count()
+        _prepare_requests(arguments)
+
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> Sequence[Trajectory]:
+        """Return the trajectories of one episode: as many as the generate function returns samples."""
+        args = self._arguments.copied()
+        sample = self._sample(**fields_of(prompt, args, context.tokenizer), index=next(self._numbers))
+        if self._generate is None or self._endpoints is None:
+            served = await self._complete(sample, prompt, context)
+            samples = await self._finished(args, sample)
+        else:
+            async with self._endpoints.open(context) as endpoint:
+                args.sglang_router_ip, args.sglang_router_port = endpoint.host, endpoint.port
+                value = await self._generated(self._generate, args, sample, context)
+                samples = await self._finished(args, value)
+                served = list(endpoint.served())
+        return [self._trajectory(sample, served, args) for sample in samples]
+
+    async def _complete(
+        self, sample: SampleLike, prompt: Prompt, context: WorkflowContext
+    ) -> list[SampledReply]:
+        """Continue the prompt with one completion, as slime's own generate function does."""
+        ids = _prompt_ids(prompt, sample, context.tokenizer)
+        completion = await context.generator.generate(ids, context.sampling)
+        sample.tokens = [*ids, *completion.tokens]
+        sample.response_length = len(completion.tokens)
+        sample.response = context.tokenizer.decode(completion.tokens, skip_special_tokens=False)
+        sample.loss_mask = [1] * len(completion.tokens)
+        sample.rollout_log_probs = list(completion.logprobs)
+        sample.status = _status(sample, "truncated" if completion.finish is Finish.LENGTH else "completed")
+        return [SampledReply(tuple(ids), completion)]
+
+    async def _generated(
+        self, generate: Hook, args: SlimeArguments, sample: SampleLike, context: WorkflowContext
+    ) -> object:
+        params = {
+            **_sampling_params(args),
+            "max_new_tokens": context.sampling.max_new_tokens,
+            "temperature": context.sampling.temperature,
+        }
+        if "evaluation" in inspect.signature(generate).parameters:
+            return await cast("Awaitable[object]", generate(args, sample, params, evaluation=False))
+        return await cast("Awaitable[object]", generate(args, sample, params))
+
+    async def _finished(self, args: SlimeArguments, value: object) -> list[SampleLike]:
+        """Return the samples of an episode, through the recipe's hooks and with their rewards."""
+        self._samples_in(value)
+        value = await self._apply_hooks(args, value, rollout_id=None, evaluation=False)
+        samples = self._samples_in(value)
+        is_judged = self._hooks.custom_rm is not None or self._hooks.rm_type is not None
+        is_judged = is_judged or any(sample.custom_rm_path for sample in samples)
+        left = [sample for sample in samples if sample.reward is None]
+        if not is_judged or not left or any(sample.status.value == "aborted" for sample in samples):
+            return samples
+        if isinstance(value, list):
+            rewards = cast("Sequence[object]", await self._batched_rm(args, left))
+            if len(rewards) != len(left):
+                raise WrongReturn(
+                    f"{self._hooks.custom_rm} returned {len(rewards)} rewards for {len(left)} samples"
+                )
+        else:
+            rewards = [await self._rm(args, left[0])]
+        for sample, reward in zip(left, rewards, strict=True):
+            sample.reward = reward
+        return samples
+
+    def _samples_in(self, value: object) -> list[SampleLike]:
+        """Return what a generate function has returned, one sample or a list of them, as a list."""
+        samples = cast("list[object]", value if isinstance(value, list) else [value])
+        kind = cast("type", self._sample)
+        if not samples or not all(isinstance(sample, kind) for sample in samples):
+            returned = ", ".join(sorted({type(sample).__name__ for sample in samples})) or "an empty list"
+            raise WrongReturn(
+                f"{self._hooks.custom_generate_function} returned {returned}, expected a Sample or a list "
+                "of them"
+            )
+        return cast("list[SampleLike]", samples)
+
+    def _trajectory(
+        self, sample: SampleLike, served: Sequence[SampledReply], args: SlimeArguments
+    ) -> Trajectory:
+        trajectory = trajectory_of(sample, served, args)
+        asked = sum(sample.loss_mask) if sample.loss_mask is not None else sample.response_length
+        if not sample.remove_sample and trajectory.response_length < asked:
+            log.debug(
+                "%d of %d tokens that %s wants to train were sampled by no engine and carry no loss",
+                asked - trajectory.response_length,
+                asked,
+                self._hooks.custom_generate_function,
+            )
+        return trajectory
+
+
+def _prompt_ids(prompt: Prompt, sample: SampleLike, tokenizer: Tokenizer) -> list[int]:
+    if isinstance(sample.prompt, str):
+        encode = cast("Any", tokenizer).encode
+        return list(encode(sample.prompt, add_special_tokens=False))
+    return list(
+        tokenizer.apply_chat_template(prompt.messages(), add_generation_prompt=True, return_dict=False)
+    )
+
+
+def _status(sample: SampleLike, value: str) -> Any:
+    """Return the member of slime's statuses with a value."""
+    return type(sample.status)(value)  # pyright: ignore[reportCallIssue]
+
+
+def _sampling_params(args: SlimeArguments) -> dict[str, Any]:
+    """Return the sampling parameters that hooks send with their requests, which they may change."""
+    return {
+        "temperature": args.rollout_temperature,
+        "top_p": args.rollout_top_p,
+        "top_k": args.rollout_top_k,
+        "max_new_tokens": args.rollout_max_response_len,
+        "stop": args.rollout_stop,
+        "stop_token_ids": args.rollout_stop_token_ids,
+        "skip_special_tokens": args.rollout_skip_special_tokens,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+    }
+
+
+def _prepare_requests(arguments: SlimeArguments) -> None:
+    """Make the HTTP client of a checkout of slime, which its own start would make. The alias needs none."""
+    requests = resolve("slime.utils.http_utils.post")
+    prepare = inspect.getmodule(requests)
+    make = getattr(prepare, "init_http_client", None)
+    if make is not None:
+        make(arguments)

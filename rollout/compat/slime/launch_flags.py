@@ -1,0 +1,255 @@
+"""What slime's flags are in a recipe.
+
+Four tables: settings with the same meaning, settings that need more than one flag (functions), flags that
+Slipstream needs nothing for, and flags that it refuses. Whatever is in none of them is unknown.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from slipstream.rollout.compat.slime.launch_script import LaunchScript
+
+
+class FlagError(ValueError):
+    """The value of a flag cannot be said in a recipe."""
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text.replace("_", ""))
+    except ValueError:
+        raise FlagError(f"{text!r} is no whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise FlagError(f"{text!r} is no number") from None
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise FlagError("it has no value")
+    return text
+
+
+def _yes(text: str) -> bool:
+    return text.lower() not in ("false", "0", "no")
+
+
+def _one_of(**names: object) -> Callable[[str], object]:
+    def convert(text: str) -> object:
+        if text not in names:
+            raise FlagError(f"{text!r} has no counterpart; these have: {', '.join(names)}")
+        return names[text]
+
+    return convert
+
+
+Setting = tuple[str, Callable[[str], Any]]
+
+SETTINGS: dict[str, Setting] = {
+    "hf-checkpoint": ("model.path", _text),
+    "num-rollout": ("run.steps", _whole),
+    "seed": ("run.seed", _whole),
+    "rollout-batch-size": ("rollout.batch_size", _whole),
+    "n-samples-per-prompt": ("rollout.n_samples_per_prompt", _whole),
+    "rollout-temperature": ("rollout.sampling.temperature", _number),
+    "rollout-max-response-len": ("rollout.sampling.max_new_tokens", _whole),
+    "rollout-top-p": ("rollout.sampling.top_p", _number),
+    "rollout-top-k": ("rollout.sampling.top_k", _whole),
+    "rollout-num-gpus-per-engine": ("rollout.engine.tensor_parallel", _whole),
+    "rollout-max-context-len": ("rollout.engine.args.context_length", _whole),
+    "colocate": ("rollout.engine.colocated", _yes),
+    "tensor-model-parallel-size": ("actor.parallel.tensor", _whole),
+    "pipeline-model-parallel-size": ("actor.parallel.pipeline", _whole),
+    "context-parallel-size": ("actor.parallel.context", _whole),
+    "expert-model-parallel-size": ("actor.parallel.expert", _whole),
+    "expert-tensor-parallel-size": ("actor.parallel.expert_tensor", _whole),
+    "recompute-granularity": ("actor.recompute", _one_of(full="full", selective="selective")),
+    "lr": ("actor.optimizer.lr", _number),
+    "weight-decay": ("actor.optimizer.weight_decay", _number),
+    "adam-beta1": ("actor.optimizer.beta1", _number),
+    "adam-beta2": ("actor.optimizer.beta2", _number),
+    "adam-eps": ("actor.optimizer.eps", _number),
+    "clip-grad": ("actor.optimizer.clip_grad", _number),
+    "lr-warmup-iters": ("actor.optimizer.warmup_steps", _whole),
+    "use-distributed-optimizer": ("actor.optimizer.distributed", _yes),
+    "overlap-grad-reduce": ("actor.optimizer.overlap_grad_reduce", _yes),
+    "entropy-coef": ("actor.entropy_bonus", _number),
+    "num-steps-per-rollout": ("actor.minibatches", _whole),
+    "num-critic-only-steps": ("critic.warmup_steps", _whole),
+    "gamma": ("critic.discount", _number),
+    "lambd": ("critic.gae_lambda", _number),
+    "value-clip": ("critic.value_clip", _number),
+    "save-interval": ("checkpoint.every", _whole),
+    "eval-interval": ("eval.every", _whole),
+    "eval-max-response-len": ("eval.max_new_tokens", _whole),
+    "group-rm": ("rollout.hooks.group_rm", _yes),
+    "rm-type": ("rollout.hooks.rm_type", _text),
+    "rm-url": ("rollout.hooks.rm_url", _text),
+    "reward-key": ("rollout.hooks.reward_key", _text),
+    "custom-config-path": ("rollout.hooks.custom_config_path", _text),
+}
+"""The setting of a flag, and how its value is read."""
+
+HOOKS = {
+    "rollout-function-path": "rollout_function",
+    "eval-function-path": "eval_function",
+    "custom-generate-function-path": "custom_generate_function",
+    "custom-rm-path": "custom_rm",
+    "data-source-path": "data_source",
+    "dynamic-sampling-filter-path": "dynamic_sampling_filter",
+    "buffer-filter-path": "buffer_filter",
+    "rollout-sample-filter-path": "rollout_sample_filter",
+    "rollout-all-samples-process-path": "rollout_all_samples_process",
+    "rollout-data-postprocess-path": "rollout_data_postprocess",
+    "custom-reward-post-process-path": "custom_reward_post_process",
+    "custom-convert-samples-to-train-data-path": "custom_convert_samples_to_train_data",
+    "custom-rollout-log-function-path": "custom_rollout_log_function",
+    "custom-eval-rollout-log-function-path": "custom_eval_rollout_log_function",
+    "custom-advantage-function-path": "custom_advantage_function",
+    "custom-loss-function-path": "custom_loss_function",
+    "custom-tis-function-path": "custom_tis_function",
+    "custom-pg-loss-reducer-function-path": "custom_pg_loss_reducer_function",
+    "custom-megatron-init-path": "custom_megatron_init",
+    "custom-megatron-before-log-prob-hook-path": "custom_megatron_before_log_prob_hook",
+    "custom-megatron-before-train-step-hook-path": "custom_megatron_before_train_step_hook",
+    "custom-model-provider-path": "custom_model_provider",
+    "custom-update-weight-post-write-path": "custom_update_weight_post_write",
+}
+"""The name in ``rollout.hooks`` of a flag that names code."""
+
+DEFAULT_HOOKS = (
+    "slime.rollout.sglang_rollout.generate_rollout",
+    "slime.rollout.data_source.RolloutDataSourceWithBuffer",
+    "slime.rollout.sglang_rollout.generate",
+)
+"""Code that does what Slipstream does without a hook."""
+
+_OF_CHECKPOINT = "the model's config.json says it"
+_ALWAYS = "Slipstream always does so"
+_TENSORBOARD = "Slipstream writes metrics for TensorBoard into the run folder"
+_FOLDER = "the run folder holds checkpoints: run.root and run.name"
+
+
+def _each(reason: str, names: str) -> dict[str, str]:
+    """Return ``reason`` for each of the names in a text."""
+    return dict.fromkeys(names.split(), reason)
+
+
+NEEDLESS = {
+    **_each(
+        _ALWAYS,
+        """
+        add-qkv-bias apply-layernorm-1p attention-output-gate disable-bias-linear ffn-hidden-size
+        group-query-attention hidden-size kv-channels kv-lora-rank make-vocab-size-divisible-by
+        max-position-embeddings moe-ffn-hidden-size moe-layer-freq moe-router-enable-expert-bias
+        moe-router-group-topk moe-router-num-groups moe-router-score-function moe-router-topk
+        moe-router-topk-scaling-factor moe-shared-expert-gate moe-shared-expert-intermediate-size
+        mscale mscale-all-dim multi-latent-attention no-position-embedding norm-epsilon
+        normalization num-attention-heads num-experts num-layers num-query-groups
+        position-embedding-type post-mlp-layernorm post-self-attn-layernorm q-lora-rank qk-head-dim
+        qk-layernorm qk-pos-emb-head-dim rope-type rotary-base rotary-interleaved rotary-percent
+        rotary-scaling-factor rotary-seq-len-interpolation-factor seq-length spec squared-relu
+        swiglu untie-embeddings-and-output-weights use-gated-attention use-rope-scaling
+        use-rotary-position-embeddings v-head-dim vocab-size moe-router-pre-softmax model-name
+        accumulate-allreduce-grads-in-fp32 balance-data use-dynamic-batch-size apply-chat-template
+        rollout-shuffle use-fault-tolerance bf16 moe-grouped-gemm attention-softmax-in-fp32 offload
+        offload-train offload-rollout
+        """,
+    ),
+    **_each(
+        _TENSORBOARD,
+        """
+        use-wandb wandb-project wandb-group wandb-key wandb-team wandb-host wandb-mode wandb-dir
+        disable-wandb-random-suffix wandb-always-use-train-step use-tensorboard tb-project-name
+        tb-experiment-name log-passrate log-multi-turn log-reward-category log-correct-samples
+        """,
+    ),
+    **_each(
+        _FOLDER,
+        """
+        save load async-save no-save-optim save-hf
+        """,
+    ),
+    **_each(
+        "weights.transport says how weights travel",
+        """
+        update-weight-transport update-weight-disk-dir update-weight-disk-keep-files
+        update-weight-local-checkpoint-dir update-weight-delta-encoding update-weight-delta-checksum
+        """,
+    ),
+    "loss-mask-type": "the loss covers exactly the tokens that the policy sampled",
+    "use-unbiased-kl": "the KL estimate in the loss is always unbiased",
+    "ref-load": "the reference of the KL penalty is model.path",
+    "micro-batch-size": "micro-batches are packed: actor.microbatch_tokens",
+    "ref-micro-batch-size": "micro-batches are packed: actor.microbatch_tokens",
+    "log-probs-chunk-size": "the LM head never holds all logits",
+    "log-probs-max-tokens-per-gpu": "the LM head never holds all logits",
+    "recompute-method": "actor.recompute: full recomputes every layer",
+    "recompute-num-layers": "actor.recompute: full recomputes every layer",
+    "update-weight-buffer-size": "weights.transport.bucket_mb has a default",
+    "train-backend": "the trainer is Megatron",
+    "num-gpus-per-node": "the cluster says it",
+    "input-key": "",
+    "label-key": "",
+    "metadata-key": "every other column of a prompt set is metadata",
+    "optimizer": "",
+    "attention-dropout": "",
+    "hidden-dropout": "",
+    "kl-loss-type": "",
+    "kl-loss-coef": "",
+    "kl-coef": "",
+    "use-kl-loss": "",
+    "lr-decay-style": "",
+    "min-lr": "",
+    "lr-warmup-fraction": "",
+    "lr-decay-iters": "",
+}
+"""Flags that a recipe needs nothing for, and why. An empty reason: ``launch_recipe`` decides by the value."""
+
+REFUSED = {
+    "num-epoch": "a run has steps: set run.steps to epochs * prompts / rollout.batch_size",
+    "loss-type": "Slipstream trains `policy_loss` by reinforcement, and supervised by `slipstream sft`",
+    "n-samples-per-eval-prompt": "an evaluation samples one greedy completion of each prompt",
+    "eval-top-p": "an evaluation is greedy",
+    "eval-top-k": "an evaluation is greedy",
+    "eval-temperature": "an evaluation is greedy",
+    "eval-config": "an evaluation has one set of prompts: eval.path",
+    "rollout-stop": "a completion ends with the model's end tokens",
+    "rollout-stop-token-ids": "a completion ends with the model's end tokens",
+    "partial-rollout": "unfinished episodes always go on, and on_stale decides about old tokens",
+    "optimizer-cpu-offload": "the optimizer stays on the GPUs",
+    "overlap-cpu-optimizer-d2h-h2d": "the optimizer stays on the GPUs",
+    "use-precision-aware-optimizer": "the optimizer's state is float32",
+    "use-rollout-routing-replay": "routes of experts are not replayed",
+    "use-routing-replay": "routes of experts are not replayed",
+    "debug-train-only": "it is a tool of slime's developers",
+    "debug-rollout-only": "it is a tool of slime's developers",
+    "save-debug-rollout-data": "the ledger holds every trajectory: `slipstream audit`",
+    "dump-details": "the ledger holds every trajectory: `slipstream audit`",
+    "ci-test": "it is a tool of slime's developers",
+    "enable-mtp-training": "multi-token prediction is not trained",
+    "mtp-num-layers": "multi-token prediction is not trained",
+    "mtp-loss-scaling-factor": "multi-token prediction is not trained",
+    "keep-old-actor": "the proximal log-probs are those of the step's first weights",
+    "rollout-buffer-url": "Slipstream collects by itself, without a server of rollouts",
+    "multimodal-keys": "prompts are text",
+    "use-opd": "set actor.teacher: {path: ...}",
+    "opd-type": "set actor.teacher: {path: ...}",
+    "opd-kl-coef": "set actor.teacher.coefficient",
+    "opd-teacher-load": "set actor.teacher.path to a Hugging Face checkpoint",
+    "tis-clip": "set actor.correction.token (docs/objectives.md)",
+    "tis-clip-low": "set actor.correction.token (docs/objectives.md)",
+    "sglang-config": "all engines are alike",
+}
+"""Flags that a recipe has no setting for, and what to do."""
+
+SFT = "sft_loss"
+
+
+def is_supervised(script: LaunchScript) -> bool:
+    """Return whether a script trains on responses that it is given."""
+    return any(flag.name == "loss-type" and flag.text == SFT for flag in script.flags)

@@ -1,0 +1,133 @@
+"""Which tokens of a sample an engine has sampled, from the requests of its episode.
+
+A hook reports token ids, a loss mask and log-probs. The engine's own record decides: a token that no request
+has sampled carries no loss, its version and log-prob are the engine's, and a log-prob that the hook reports
+otherwise is an error.
+
+    tokens   p p p  a a a  t t  b b b           p prompt, t written by a tool
+    replies         └──1─┘      └──2─┘          found from left to right, the longest first
+
+A reply belongs to a place if it was asked for with exactly the ids before it. A hook that asks by text may
+get other ids for the same text; such a reply belongs to a place where it stands as a whole, or with the
+log-probs that the hook reports.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.rollout.compat.slime.endpoint import SampledReply
+from slipstream.rollout.trajectory import UNSAMPLED
+
+LOGPROB_TOLERANCE = 1e-4
+"""Difference of a reported log-prob from the engine's that rounding explains."""
+
+
+class LogprobsDiffer(ValueError):
+    """A hook reports another log-prob than the one with which the token was sampled."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """What engines say of the tokens of a sample. All arrays are [tokens]."""
+
+    sampled_T: npt.NDArray[np.bool_]
+    logprobs_T: npt.NDArray[np.float32]
+    versions_T: npt.NDArray[np.int32]
+    retractions: int
+
+
+@dataclass(frozen=True)
+class _Reply:
+    served: SampledReply
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+
+
+def match_sample(
+    tokens: Sequence[int],
+    response_start: int,
+    served: Sequence[SampledReply],
+    loss_mask: Sequence[int],
+    reported: Sequence[float] | None,
+) -> Match:
+    """Return what engines say of ``tokens``, of which those from ``response_start`` may be sampled.
+
+    ``loss_mask`` and ``reported`` (log-probs; None: the hook reports none) cover the response. Raises
+    LogprobsDiffer where a token that shall carry loss has another log-prob than the hook says.
+    """
+    by_first: dict[int, list[_Reply]] = {}
+    for request in served:
+        if request.completion.tokens:
+            by_first.setdefault(request.completion.tokens[0], []).append(_reply(request))
+    ids, size = tuple(tokens), len(tokens)
+    claimed = None if reported is None else np.asarray(reported, np.float64)
+    match = Match(np.zeros(size, np.bool_), np.zeros(size, np.float32), np.full(size, UNSAMPLED, np.int32), 0)
+    retractions, place = 0, response_start
+    while place < size:
+        best, length = None, 0
+        for reply in by_first.get(ids[place], ()):
+            shared = _shared_length(reply, ids, place, claimed, response_start)
+            if shared > length:
+                best, length = reply, shared
+        if best is None:
+            place += 1
+            continue
+        end = place + length
+        match.sampled_T[place:end] = True
+        match.logprobs_T[place:end] = best.logprobs[:length]
+        match.versions_T[place:end] = best.versions[:length]
+        retractions += best.served.completion.retractions
+        place = end
+    if claimed is not None:
+        _check_logprobs(match, response_start, np.asarray(loss_mask, np.bool_), claimed)
+    return Match(match.sampled_T, match.logprobs_T, match.versions_T, retractions)
+
+
+def _reply(served: SampledReply) -> _Reply:
+    completion = served.completion
+    lengths = [span.end - span.start for span in completion.spans]
+    versions = np.repeat(np.array([span.version for span in completion.spans], np.int32), lengths)
+    return _Reply(served, np.array(completion.logprobs, np.float32), versions)
+
+
+def _shared_length(
+    reply: _Reply,
+    ids: tuple[int, ...],
+    place: int,
+    claimed: npt.NDArray[np.float64] | None,
+    response_start: int,
+) -> int:
+    """Return how many tokens of a reply stand at ``place``; 0 if it does not belong there."""
+    sampled = reply.served.completion.tokens
+    length = 0
+    for mine, theirs in zip(sampled, ids[place : place + len(sampled)], strict=False):
+        if mine != theirs:
+            break
+        length += 1
+    asked = reply.served.input_ids
+    if len(asked) == place and asked == ids[:place]:
+        return length
+    if length == len(sampled):
+        return length
+    if claimed is None:
+        return 0
+    start = place - response_start
+    differ = np.abs(claimed[start : start + length] - reply.logprobs[:length]) > LOGPROB_TOLERANCE
+    return int(differ.argmax()) if differ.any() else length
+
+
+def _check_logprobs(
+    match: Match, start: int, trained: npt.NDArray[np.bool_], claimed: npt.NDArray[np.float64]
+) -> None:
+    differ = np.abs(claimed - match.logprobs_T[start:]) > LOGPROB_TOLERANCE
+    wrong = np.flatnonzero(differ & trained & match.sampled_T[start:])
+    if len(wrong):
+        first = int(wrong[0])
+        raise LogprobsDiffer(
+            f"{len(wrong)} log-probs of the sample differ from those of the engine: token {first} of the "
+            f"response was sampled with {match.logprobs_T[start + first]:.6f}, and rollout_log_probs says "
+            f"{claimed[first]:.6f}"
+        )

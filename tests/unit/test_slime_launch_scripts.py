@@ -1,0 +1,158 @@
+"""``slipstream import-slime``: launch scripts are read, never run, and become recipes that load."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from slipstream.backend.cli import app
+from slipstream.backend.commands.check import NO_INPUTS
+from slipstream.configs.load import load_recipe
+from slipstream.rollout.compat.slime.launch_script import Flag, UnreadableScript, read_launch_script
+
+SCRIPT = r"""#!/bin/bash
+touch /tmp/this-script-was-run-and-must-not-be
+NVLINK=$(nvidia-smi | wc -l)
+if [ "$NVLINK" -gt 0 ]; then
+    HAS=1
+fi
+SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+source "${SCRIPT_DIR}/models/tiny.sh"
+BASE=/data
+TP=${TP:-2}
+CKPT_ARGS=(
+   --hf-checkpoint ${BASE}/tiny   # the policy
+   # --hf-checkpoint /old
+   --save '/runs/$literal'
+   --save-interval 5
+)
+ROLLOUT_ARGS=(
+   --prompt-data "$BASE/train.jsonl@[0:10]" --input-key prompt --label-key label
+   --apply-chat-template --rollout-shuffle
+   --rm-type deepscaler --num-rollout 30 --rollout-batch-size 8 --n-samples-per-prompt 4
+   --rollout-max-response-len=512 --rollout-temperature 0.8
+   --global-batch-size 16 --custom-generate-function-path hooks.generate
+)
+FILTERS=slime.rollout.filter_hub.dynamic_sampling_filters
+ROLLOUT_ARGS+=(--dynamic-sampling-filter-path ${FILTERS}.check_reward_nonzero_std)
+GRPO_ARGS=(--advantage-estimator gspo --eps-clip 1e-4 --eps-clip-high 2e-4 --use-kl-loss --kl-loss-coef 0.01
+   --kl-loss-type low_var_kl --num-layers 3)
+OTHER_ARGS=(--sglang-mem-fraction-static 0.7 --sglang-dp-size 2 --eval-top-p 0.7 --made-up-flag 3
+   --hidden-dropout 0.1
+   --wandb-key ${WANDB_KEY})
+cat <<EOF
+python3 train_async.py --num-rollout 99999
+EOF
+ray job submit --runtime-env-json='{"a": "(b"}' \
+   -- python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate \
+   --tensor-model-parallel-size $TP --rollout-num-gpus-per-engine 2 --sequence-parallel \
+   ${MODEL_ARGS[@]} "${CKPT_ARGS[@]}" ${ROLLOUT_ARGS[@]} ${GRPO_ARGS[@]} ${OTHER_ARGS[@]} \
+   --update-weight-buffer-size $(( 1 << 30 ))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny.sh").write_text(
+        'MODEL_ARGS=(\n --swiglu\n --rotary-base "${ROTARY:-10000}"\n)\n'
+    )
+    path = tmp_path / "run tiny.sh"
+    path.write_text(SCRIPT)
+    return path
+
+
+def imported(script: Path, *options: str):
+    out = script.with_name("recipe.yaml")
+    result = CliRunner().invoke(app, ["import-slime", str(script), "-o", str(out), *options])
+    return result, out
+
+
+def test_a_script_is_read_with_its_arrays_variables_and_sourced_files(script):
+    launch = read_launch_script(script)
+    assert launch.trainer == "train.py"
+    flags = {flag.name: flag.values for flag in launch.flags}
+    assert flags["hf-checkpoint"] == ("/data/tiny",) and flags["save"] == ("/runs/$literal",)
+    assert flags["rotary-base"] == ("10000",) and flags["swiglu"] == ()
+    assert flags["rollout-max-response-len"] == ("512",) and flags["tensor-model-parallel-size"] == ("2",)
+    assert flags["num-rollout"] == ("30",) and flags["wandb-key"] == ()
+    assert Flag("colocate", ()) in launch.flags
+    assert any("WANDB_KEY" in note for note in launch.notes)
+    assert not Path("/tmp/this-script-was-run-and-must-not-be").exists()
+
+
+def test_the_recipe_of_a_script_loads_and_has_its_settings(script):
+    result, out = imported(script)
+    assert result.exit_code == 0, result.output
+    config = load_recipe(out, [f"prepare={NO_INPUTS}"])
+    assert (config.run.name, config.run.steps, str(config.model.path)) == ("run-tiny", 30, "/data/tiny")
+    assert str(config.data.path) == "/data/train.jsonl" and config.data.shuffle
+    rollout, actor = config.rollout, config.actor
+    assert (rollout.batch_size, rollout.n_samples_per_prompt, rollout.max_head_offpolicyness) == (8, 4, 0)
+    assert rollout.engine.colocated and rollout.engine.count == 4 and rollout.engine.tensor_parallel == 2
+    assert rollout.engine.args == {"mem_fraction_static": 0.7}
+    assert rollout.sampling.max_new_tokens == 512 and rollout.sampling.temperature == 0.8
+    assert (actor.parallel.tensor, actor.parallel.data, actor.parallel.sequence) == (2, 4, True)
+    assert actor.minibatches == 2 and actor.averaging == "sequence"
+    assert actor.objective.type == "gspo" and actor.objective.clip_high == 2e-4
+    assert actor.kl.coefficient == 0.01 and actor.kl.estimator == "k3"
+    assert config.weights.transport.type == "tensor" and config.checkpoint.every == 5
+    assert (
+        rollout.hooks.rm_type == "deepscaler" and rollout.hooks.custom_generate_function == "hooks.generate"
+    )
+    assert rollout.hooks.dynamic_sampling_filter.endswith("check_reward_nonzero_std")
+    assert config.eval is None
+
+
+def test_what_has_no_counterpart_is_listed_with_its_reason(script):
+    result, _ = imported(script, "--json")
+    flags = {entry["flag"]: entry for entry in json.loads(result.stdout)["flags"]}
+    assert flags["made-up-flag"]["outcome"] == "unknown"
+    assert flags["eval-top-p"]["outcome"] == "refused" and "greedy" in flags["eval-top-p"]["reason"]
+    assert flags["hidden-dropout"]["outcome"] == "refused" and "dropout" in flags["hidden-dropout"]["reason"]
+    assert (
+        flags["sglang-dp-size"]["outcome"] == "refused"
+        and "engine.count" in flags["sglang-dp-size"]["reason"]
+    )
+    assert flags["num-layers"]["outcome"] == "needs nothing"
+    assert flags["rm-type"]["outcome"] == "mapped"
+    assert flags["rm-type"]["reason"] == "rollout.hooks.rm_type"
+
+
+def test_an_asynchronous_script_is_one_version_behind_and_has_engines_of_its_own(script):
+    text = SCRIPT.replace("-- python3 train.py", "-- python3 -u ${BASE}/train_async.py")
+    script.write_text(text.replace("--colocate", "--rollout-num-gpus 4 --update-weights-interval 3"))
+    result, out = imported(script)
+    assert result.exit_code == 0, result.output
+    rollout = load_recipe(out, [f"prepare={NO_INPUTS}"]).rollout
+    assert rollout.max_head_offpolicyness == 3 and rollout.engine.count == 2 and not rollout.engine.colocated
+
+
+def test_a_supervised_script_is_refused_with_the_command_for_it(script):
+    script.write_text(
+        SCRIPT.replace("--swiglu", "").replace("GRPO_ARGS=(", "GRPO_ARGS=(--loss-type sft_loss ")
+    )
+    result, out = imported(script)
+    assert result.exit_code == 2 and "slipstream sft" in result.stderr and not out.exists()
+
+
+@pytest.mark.parametrize("text", ["", "echo hello\n", "A=(--x\n", "python3 other.py --lr 1\n", "cat <<EOF\n"])
+def test_a_file_that_starts_no_trainer_is_refused(script, text):
+    script.write_text(text)
+    with pytest.raises(UnreadableScript, match=r"train\.py"):
+        read_launch_script(script)
+    assert imported(script)[0].exit_code == 2
+
+
+def test_an_existing_recipe_is_not_overwritten(script):
+    out = script.with_name("recipe.yaml")
+    out.write_text("mine: true\n")
+    assert imported(script)[0].exit_code == 2 and out.read_text() == "mine: true\n"
+
+
+def test_a_missing_backslash_is_noticed(script):
+    script.write_text(SCRIPT.replace("--sequence-parallel \\\n", "--sequence-parallel\n"))
+    launch = read_launch_script(script)
+    assert any("backslash" in note for note in launch.notes)
+    assert "hf-checkpoint" in {flag.name for flag in launch.flags}
