@@ -37,7 +37,7 @@ class HookFilter:
         """Return the trajectories of a group as samples; the siblings of one episode as a list."""
         samples: list[Any] = []
         for index, trajectory in enumerate(group.trajectories):
-            parts = [self._of(group, index, part) for part in trajectory.parts()]
+            parts = [self._of(group, index, part) for part in trajectory.split()]
             samples.append(parts if trajectory.siblings else parts[0])
         return samples
 
