@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+from collections.abc import Iterator
 from contextlib import suppress
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME = 1, 4, 15
@@ -22,6 +23,22 @@ def prctl(option: int, *arguments: int | bytes) -> None:
     if _libc.prctl(option, *values):
         number = ctypes.get_errno()
         raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+
+
+def has_children() -> bool:
+    """Return whether this process has children, adopted ones included."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def ended_children() -> Iterator[tuple[int, int]]:
+    """Yield every child that has ended, adopted ones included, with its wait status."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended
 
 
 def children_of(parent: int) -> list[int]:

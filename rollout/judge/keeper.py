@@ -21,7 +21,6 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 
 from slipstream.rollout.judge.output import TAIL, BoundedLog
@@ -30,6 +29,8 @@ from slipstream.rollout.linux import (
     PR_SET_NAME,
     PR_SET_PDEATHSIG,
     children_of,
+    ended_children,
+    has_children,
     prctl,
 )
 
@@ -150,7 +151,7 @@ class _Watch:
         """End every process that the judge has left behind, and read what was still in the pipes."""
         for end, seconds in _ENDINGS:
             deadline = time.monotonic() + seconds
-            while self._has_children() and (left := deadline - time.monotonic()) > 0:
+            while has_children() and (left := deadline - time.monotonic()) > 0:
                 for child in children_of(os.getpid()):
                     with suppress(ProcessLookupError):
                         os.kill(child, end)
@@ -195,28 +196,13 @@ class _Watch:
         return data
 
     def _reap(self) -> None:
-        for pid, status in _ended():
+        for pid, status in ended_children():
             if pid == self._judge:
                 self._status = status
 
     def _kill_judge(self) -> None:
         if self._status is None:
             os.kill(self._judge, signal.SIGKILL)
-
-    @staticmethod
-    def _has_children() -> bool:
-        try:
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return False
-        return True
-
-
-def _ended() -> Iterator[tuple[int, int]]:
-    """Yield every child that has ended, adopted ones included, with its wait status."""
-    with suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            yield ended
 
 
 def _remove(folder: str) -> None:
