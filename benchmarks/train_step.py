@@ -248,7 +248,7 @@ class Plain:
         advantage_N = self._advantages(batch)
         proximal: dict[int, Tensor] = {}
         draw = np.random.default_rng((self._seed, self._steps))
-        minibatches = split_minibatches(len(trajectories), self._actor.minibatches, draw)
+        minibatches = split_minibatches(np.arange(len(trajectories)), self._actor.minibatches, draw)
         later = [int(i) for minibatch in minibatches[1:] for i in minibatch]
         with torch.no_grad():
             for chunk in self._chunks(batch, later):

@@ -364,19 +364,20 @@ def joined(trajectories: Sequence[Trajectory]) -> Trajectory:
             for start, trajectory in zip([0, *ends], trajectories, strict=False)
             for end, reward in trajectory.turn_rewards
         ),
-        _mean_parts(trajectories),
+        tuple(mean_parts(trajectory.reward_parts for trajectory in trajectories).items()),
         tuple(ends),
         all(trajectory.is_dropped for trajectory in trajectories),
     )
 
 
-def _mean_parts(trajectories: Sequence[Trajectory]) -> RewardParts:
-    """Return the mean of each part of a reward over the trajectories that have it."""
+def mean_parts(parts: Iterable[RewardParts]) -> dict[str, float]:
+    """Return the mean of each part of rewards, over those that have it."""
     values: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for name, value in trajectory.reward_parts:
+    for each in parts:
+        for name, value in each:
             values.setdefault(name, []).append(value)
-    return tuple((name, sum(each) / len(each)) for name, each in values.items())
+    # Each is divided before it is added: finite numbers have a finite mean.
+    return {name: sum(value / len(of_part) for value in of_part) for name, of_part in values.items()}
 
 
 class TrajectoryBuilder:

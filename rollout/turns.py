@@ -26,7 +26,7 @@ from slipstream.rollout.trajectory import Finish
 
 
 class TurnType(IntEnum):
-    """Whether a turn belongs to the task that is learned."""
+    """True if a turn belongs to the task that is learned."""
 
     MAIN = 0
     SIDE = 1

@@ -54,9 +54,9 @@ class Attack:
     """Limits of which one must have ended it; none: no limit must have."""
     shell: bool = False
     fails: bool | None = None
-    """Whether it must have failed; None: as it ends."""
+    """True if it must have failed; None: as it ends."""
     needs_namespaces: bool = False
-    """Whether it is contained with namespaces only."""
+    """True if it is contained with namespaces only."""
 
     @property
     def wall_s(self) -> float:

@@ -55,26 +55,20 @@ def schedule(
     A rank idles in a mini-batch of too few trajectories, and a batch of too few has fewer mini-batches.
     """
     lengths, costs = length_N.tolist(), cost_N.tolist()
-    episodes = int(episode_N[-1]) + 1 if len(episode_N) else 0
     return [
-        distribute(
-            np.flatnonzero(np.isin(episode_N, part)).tolist(),
-            lengths,
-            costs,
-            ranks=ranks,
-            budget=budget,
-            multiple=multiple,
-        )
-        for part in split_minibatches(episodes, minibatches, rng)
+        distribute(part.tolist(), lengths, costs, ranks=ranks, budget=budget, multiple=multiple)
+        for part in split_minibatches(episode_N, minibatches, rng)
     ]
 
 
-def split_minibatches(n: int, minibatches: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Return a random partition of n episodes into ``minibatches`` parts of nearly equal size.
+def split_minibatches(episode_N: np.ndarray, minibatches: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """Return a random partition of trajectories into ``minibatches`` parts with nearly equally many episodes.
 
-    No part is empty: there are fewer parts than asked for if n is smaller.
+    episode_N: as in ``schedule``. No part is empty: there are fewer parts if there are fewer episodes.
     """
-    return np.array_split(rng.permutation(n), min(minibatches, n))
+    episodes = len(np.unique(episode_N))
+    parts = np.array_split(rng.permutation(episodes), min(minibatches, episodes))
+    return [np.flatnonzero(np.isin(episode_N, part)) for part in parts]
 
 
 def distribute(

@@ -71,7 +71,7 @@ class EncodedBatch:
     lags: Mapping[int, int] | None
     """As in ``TrainBatch``."""
     turn_advantages: Mapping[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
-    """As in ``TrainBatch``, by the episode's place."""
+    """Advantages of turns as in ``TrainBatch``, by the place of the episode."""
 
     def decoded(self) -> TrainBatch:
         """Return the trajectories, those of one episode one behind the other. Raises CorruptRecord."""

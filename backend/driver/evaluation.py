@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from slipstream.backend.driver.ports import RunListener
-from slipstream.backend.monitor.units import mean, part_means
+from slipstream.backend.monitor.units import mean
 from slipstream.configs.schema.run import EvalConfig
 from slipstream.rollout.collect.questions import EvaluationTasks
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.trajectory import Prompt, mean_parts
 
 
 class Evaluation:
@@ -37,5 +37,5 @@ class Evaluation:
             self._listener.note(f"no evaluation of version {version}: {failed.note}")
             return
         lengths = [result.response_length for result in results]
-        parts = part_means(result.reward_parts for result in results)
+        parts = mean_parts(result.reward_parts for result in results)
         self._listener.evaluated(version, mean(rewards), mean(lengths), parts)

@@ -1,4 +1,4 @@
-"""Whether the trainer lives, and everybody who has to know it.
+"""Tells if the trainer lives, to everybody who has to know it.
 
 whoever calls it ──fail──► LOST ──► revival: killed, started again, restored ──restored──► ALIVE
                             │                                                     │

@@ -15,11 +15,11 @@ from slipstream.backend.monitor.progress import HeldOut, Progress
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.backend.monitor.summary import GroupTotals, RunSummary, turn_totals
 from slipstream.backend.monitor.trace import TraceLog
-from slipstream.backend.monitor.units import mean, part_means
+from slipstream.backend.monitor.units import mean
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.core import Loss
 from slipstream.rollout.control.slots import State
-from slipstream.rollout.trajectory import Finish, TrajectoryHeader
+from slipstream.rollout.trajectory import Finish, TrajectoryHeader, mean_parts
 
 SHOWN_FAILURES = 3
 """Number of failed attempts, and of failed groups, that the user is shown. Metrics count all of them, and the
@@ -234,10 +234,11 @@ class Recorder:
 def _reward_metrics(rewards: Sequence[float], trajectories: Sequence[TrajectoryHeader]) -> dict[str, Value]:
     with np.errstate(over="ignore"):
         metrics: dict[str, Value] = {"reward/mean": mean(rewards), "reward/std": float(np.std(rewards))}
+    trajectories = [trajectory for trajectory in trajectories if not trajectory.is_dropped]
     turns = [reward for trajectory in trajectories for _, reward in trajectory.turn_rewards]
     if turns:
         metrics["reward/turn_mean"] = mean(turns)
-    if parts := part_means(trajectory.reward_parts for trajectory in trajectories):
+    if parts := mean_parts(trajectory.reward_parts for trajectory in trajectories):
         metrics["reward/parts"] = parts
     return metrics
 

@@ -1,22 +1,11 @@
 """Means of numbers, and formats for people who read them on a terminal."""
 
-from collections.abc import Iterable, Sequence
-
-from slipstream.rollout.trajectory import RewardParts
+from collections.abc import Sequence
 
 
 def mean(values: Sequence[float]) -> float:
     """Return the mean of numbers, which is finite if they are: their sum may be too large for a float."""
     return sum(value / len(values) for value in values)
-
-
-def part_means(parts: Iterable[RewardParts]) -> dict[str, float]:
-    """Return the mean of each part of rewards, over those that have it."""
-    values: dict[str, list[float]] = {}
-    for each in parts:
-        for name, value in each:
-            values.setdefault(name, []).append(value)
-    return {name: mean(of_part) for name, of_part in values.items()}
 
 
 def seconds(value: float) -> str:

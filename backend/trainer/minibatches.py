@@ -66,12 +66,11 @@ def first_recomputed(actor: ActorConfig) -> int:
 
 def is_recomputed(config: RunConfig, episode_N: np.ndarray, step: int) -> np.ndarray:
     """Return which trajectories of a batch have a forward pass for their proximal log-probs, bool [N]."""
-    episodes = int(episode_N[-1]) + 1 if len(episode_N) else 0
-    drawn = split_minibatches(episodes, config.actor.minibatches, _draw(config, step))
-    is_recomputed_E = np.ones(episodes, np.bool_)
+    drawn = split_minibatches(episode_N, config.actor.minibatches, _draw(config, step))
+    is_recomputed_N = np.ones(len(episode_N), np.bool_)
     for places in drawn[: first_recomputed(config.actor)]:
-        is_recomputed_E[places] = False
-    return is_recomputed_E[episode_N]
+        is_recomputed_N[places] = False
+    return is_recomputed_N
 
 
 def _draw(config: RunConfig, step: int) -> np.random.Generator:

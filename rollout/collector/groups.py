@@ -64,7 +64,7 @@ class EpisodeJudge(Protocol):
 
     @property
     def of_groups(self) -> bool:
-        """Whether only whole groups are judged, and only when all of their episodes have ended."""
+        """True if only whole groups are judged, and only when all of their episodes have ended."""
         ...
 
     async def judge(self, prompt: Prompt, trajectory: Trajectory) -> Judgement: ...
@@ -285,6 +285,9 @@ class GroupCollector(Generic[RecordT]):
         finally:
             episode.record.close()  # before anything else runs: nothing may follow on the trajectory
             self._released(group)
+        if trajectory.reward is None and trajectory.is_dropped:
+            trajectory = trajectory.judged(0.0)  # it is in no mean: nobody needs to be asked
+            episode.record.judged(trajectory)
         if trajectory.reward is None and not self._judge.of_groups:
             trajectory = await self._judged(prompt, trajectory)
             episode.record.judged(trajectory)

@@ -32,7 +32,7 @@ class Judges(Protocol):
 
     @property
     def of_groups(self) -> bool:
-        """Whether the reward judges all episodes of a group at once."""
+        """True if the reward judges all episodes of a group at once."""
         ...
 
 
@@ -45,7 +45,7 @@ class Judging:
 
     @property
     def of_groups(self) -> bool:
-        """Whether only a whole group can be judged."""
+        """True if only a whole group can be judged."""
         return self._judges.of_groups
 
     async def judge(self, prompt: Prompt, trajectory: Trajectory) -> Judgement:

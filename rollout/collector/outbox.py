@@ -152,7 +152,7 @@ class Outbox:
 
     def evaluated(self, task: int, header: TrajectoryHeader) -> None:
         """The result of an evaluation episode, which has been judged."""
-        result = Evaluated(task, header.reward, header.response_length, "", header.reward_parts)
+        result = Evaluated(task, header.reward, header.sampled_length, "", header.reward_parts)
         self._next.evaluated.append(result)
         self._due.set()
 

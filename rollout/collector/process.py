@@ -162,6 +162,8 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
             endpoints and endpoints.of(engines, sampling, is_trained=False),
         )
         evaluations = Evaluations(outbox, greedy, episodes, judging)
+        if (close := getattr(workflow, "close", None)) is not None:
+            stack.push_async_callback(close)
         stack.push_async_callback(evaluations.close)
         stack.push_async_callback(groups.close)
         stack.enter_context(watched(rollout.collector_timeout_s, _reporter(spec)))

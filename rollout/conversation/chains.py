@@ -17,7 +17,8 @@ import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 from slipstream.rollout.conversation.sameness import text_of
 from slipstream.rollout.trajectory import Finish
@@ -33,8 +34,34 @@ Closing = Callable[[Mapping[str, object] | None, str], str]
 without a message, of one that is text alone."""
 
 
+Render = Callable[[list[dict[str, Any]]], str]
+"""Returns the text that a chat template makes of messages. Raises ValueError for messages that it refuses."""
+
+
+def closing_of(render: Render) -> Closing:
+    """Return what a chat template writes behind answers; empty where that cannot be told."""
+
+    def behind(message: Mapping[str, object], text: str) -> str:
+        try:
+            _, known, closing = render([_QUESTION, dict(message)]).rpartition(text)
+        except ValueError:
+            return ""
+        return closing if known else ""
+
+    behind_text = cache(partial(behind, {"role": "assistant", "content": _ANSWERED}, _ANSWERED))
+
+    def closing(message: Mapping[str, object] | None, text: str) -> str:
+        return (behind(message, text) if message is not None and text else "") or behind_text()
+
+    return closing
+
+
 def _nothing(_message: Mapping[str, object] | None, _text: str) -> str:
     return ""
+
+
+_ANSWERED = "An answer."
+_QUESTION = {"role": "user", "content": "?"}
 
 
 _BYTES_PER_ID = 8
@@ -196,10 +223,8 @@ def _cut(
 
     What ended it stays in the ids, so that the template must write no more of the answer behind it.
     """
-    if segment.answer is None:
-        return None
     # An answer that was cut off may end within a reasoning or a call, which the template then closes.
-    unended = segment.answer.message if _is_cut_off(segment) else None
+    unended = segment.answer.message if segment.answer is not None and _is_cut_off(segment) else None
     for cut, forbidden in _cuts(segment, text, decode):
         end = offset + cut
         if (

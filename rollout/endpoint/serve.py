@@ -3,7 +3,7 @@
     async with serve(config, context=..., version=..., decode=...) as served:
         endpoint = served.of(recording, config.rollout.sampling)      # of one attempt at an episode
 
-Importing this module imports SGLang, for which ``engine.process.prepare_for_sglang`` prepares the process.
+Importing this module imports SGLang, for which ``engine.process.let_import_sglang`` prepares the process.
 """
 
 import asyncio

@@ -14,7 +14,6 @@ it, is killed at once.
 """
 
 import getpass
-import importlib
 import json
 import os
 import socket
@@ -24,8 +23,9 @@ import threading
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from slipstream.rollout import plugins
 from slipstream.rollout.engine.key import Key, KeyRequired
 from slipstream.rollout.engine.leftovers import announced, kill_group
 
@@ -87,13 +87,7 @@ def _open_store() -> "TCPStore":
 def _add_routes(mount: str, folder: str) -> None:
     from sglang.srt.entrypoints.http_server import app
 
-    _resolved(mount)(app, folder)
-
-
-def _resolved(path: str) -> Any:
-    """Return the function at an import path."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    plugins.resolve(mount)(app, folder)
 
 
 def _use_for_temporary_files(folder: str) -> None:
@@ -146,7 +140,7 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     if settings["prepare"]:
-        _resolved(settings["prepare"])()
+        plugins.resolve(settings["prepare"])()
     if replica:
         _add_routes(**replica)
     _require_key(key)

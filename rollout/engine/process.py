@@ -10,9 +10,9 @@ import threading
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -236,12 +236,26 @@ def environment_without_gpu() -> dict[str, str]:
     return cpu.environment(1)
 
 
-def prepare_for_sglang() -> None:
-    """Prepare this process, which runs nothing on a GPU, for the import of SGLang."""
+def let_import_sglang() -> None:
+    """Let this process import SGLang, for good. It runs nothing on a GPU, and compiles nothing."""
     variables = environment_without_gpu()
     folders = variables.pop("PYTHONPATH").split(os.pathsep)
     os.environ |= variables
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+
+
+@contextmanager
+def importing_sglang() -> Iterator[None]:
+    """Let this process import SGLang inside the block; what it starts later sees nothing of that."""
+    variables, path = dict(os.environ), list(sys.path)
+    let_import_sglang()
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
+        sys.path[:] = path
 
 
 def _environment(spec: ServerSpec) -> dict[str, str]:

@@ -38,7 +38,7 @@ class LiveSampling:
 
     @property
     def starts_over(self) -> bool:
-        """Whether an interrupted completion starts over instead of going on."""
+        """True if an interrupted completion starts over instead of going on."""
         return any(self.parameters.get(name) for name in GRAMMARS)
 
 

@@ -1,19 +1,9 @@
-"""What a workflow and an environment say to each other. Plain data and one Protocol."""
+"""The contract between a workflow and an environment: plain data and one Protocol."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.rollout.trajectory import Finish, Messages, Prompt
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call of a tool that the policy has written."""
-
-    id: str
-    name: str
-    arguments: str
-    """As it was written: JSON, if the policy has done it right."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +17,12 @@ class Action:
 
 @dataclass(frozen=True)
 class Step:
-    """What follows an action."""
+    """The reaction of an environment to an action."""
 
     messages: Messages = field(default_factory=Messages)
     """Messages behind the action, for the next prompt. Not read if the episode ends here."""
-    rewritten: Messages | None = None
-    """The action as the next prompt has it; None: an assistant's message with the whole text."""
     reward: float | None = None
-    """What this turn alone is worth (``actor.turns``); None: nothing is said of it."""
+    """Reward of this turn alone (``actor.turns``); None: it has none."""
     is_done: bool = False
     """The episode ends here."""
     is_truncated: bool = False
@@ -58,7 +46,8 @@ class Environment(Protocol):
 
     The methods run on the collector's event loop and must not block it. An exception ends the attempt at the
     episode, which is run again with an environment that is new. ``reset`` may be called again after an
-    episode has ended: environments are kept and used again, unless they have ``is_reusable = False``.
+    episode has ended: environments are kept and used again, unless they have ``is_reusable = False``. They
+    are closed when their collector ends.
     """
 
     async def reset(self, prompt: Prompt) -> Messages:
@@ -72,11 +61,3 @@ class Environment(Protocol):
     async def close(self) -> None:
         """Give everything back. Nothing is called afterwards."""
         ...
-
-
-def repeated(action: Action, step: Step) -> Messages:
-    """Return the messages that an action and what follows it add to a conversation."""
-    given: Messages = (
-        [{"role": "assistant", "content": action.text}] if step.rewritten is None else step.rewritten
-    )
-    return [*given, *step.messages]

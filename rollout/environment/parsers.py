@@ -1,9 +1,9 @@
-"""SGLang's parsers of tool calls. Importing SGLang takes seconds, and happens when a parser is made."""
+"""SGLang's parsers of tool calls. Importing SGLang takes seconds, and happens with the first parser."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from slipstream.rollout.engine.process import prepare_for_sglang
+from slipstream.rollout.engine.process import importing_sglang
 
 CallParser = Callable[[str], Sequence[tuple[str, str]]]
 """Returns (name, arguments as JSON) of each call in the text of an answer."""
@@ -11,11 +11,11 @@ CallParser = Callable[[str], Sequence[tuple[str, str]]]
 
 def call_parser(name: str, tools: Sequence[Mapping[str, Any]]) -> CallParser:
     """Return SGLang's parser of this name. Raises ValueError for a name that it does not have."""
-    prepare_for_sglang()
-    from sglang.srt.entrypoints.openai.protocol import Tool  # pyright: ignore[reportMissingTypeStubs]
-    from sglang.srt.function_call.function_call_parser import (  # pyright: ignore[reportMissingTypeStubs]
-        FunctionCallParser,
-    )
+    with importing_sglang():
+        from sglang.srt.entrypoints.openai.protocol import Tool  # pyright: ignore[reportMissingTypeStubs]
+        from sglang.srt.function_call.function_call_parser import (  # pyright: ignore[reportMissingTypeStubs]
+            FunctionCallParser,
+        )
 
     known = FunctionCallParser.ToolCallParserEnum
     if name not in known:

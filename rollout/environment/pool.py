@@ -35,13 +35,13 @@ class EnvironmentPool:
     ) -> None:
         """``limit``: largest number of environments at a time; None: as many as there are episodes.
         ``reset_timeout_s``: seconds for each of ``reset_attempts`` attempts at a reset, each of which has a
-        new environment. The first environment is made here, so that wrong arguments are known at once.
+        new environment.
         """
         self._make = make
         self._room = None if limit is None else asyncio.Semaphore(limit)
         self._reset_timeout_s = reset_timeout_s
         self._reset_attempts = reset_attempts
-        self._idle: list[Environment] = [make()]
+        self._idle: list[Environment] = []
 
     @asynccontextmanager
     async def begun(self, prompt: Prompt) -> AsyncGenerator[tuple[Environment, Messages]]:

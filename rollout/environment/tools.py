@@ -8,7 +8,6 @@ fault, and the attempt at the episode fails, unless it is a ToolError.
 
 import asyncio
 import inspect
-import itertools
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, get_type_hints
@@ -17,7 +16,7 @@ from pydantic import ValidationError, create_model
 from pydantic.fields import FieldInfo
 
 from slipstream.rollout import plugins
-from slipstream.rollout.environment.contract import Action, Step, ToolCall
+from slipstream.rollout.environment.contract import Action, Step
 from slipstream.rollout.environment.parsers import CallParser, call_parser
 from slipstream.rollout.trajectory import Messages, Prompt
 
@@ -107,10 +106,13 @@ class ToolEnvironment:
         self._tools = {tool.name: tool for tool in (Tool(path, timeout_s) for path in tools)}
         if len(self._tools) < len(tools):
             raise ValueError(f"several of the tools {list(tools)} have the same name")
-        self._parser: CallParser = call_parser(parser, self.schemas)
+        self._parser = parser
+        self._calls_of: CallParser | None = None
+        """Made for the first episode: the driver, which never has one, does not import SGLang."""
         self._system = system
         self._most_calls = most_calls
-        self._numbers = itertools.count(1)
+        self._calls = 0
+        """Number of calls in the episode."""
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -123,34 +125,35 @@ class ToolEnvironment:
         return {"tools": self.schemas}
 
     async def reset(self, prompt: Prompt) -> Messages:
-        """Return the prompt, behind the system message."""
-        self._numbers = itertools.count(1)
+        """Return the prompt, behind the system message. Raises ValueError for a parser that there is not."""
+        if self._calls_of is None:
+            self._calls_of = await asyncio.to_thread(call_parser, self._parser, self.schemas)
+        self._calls = 0
         given = [] if self._system is None else [{"role": "system", "content": self._system}]
         return [*given, *prompt.messages()]
 
     async def step(self, action: Action) -> Step:
         """Call the tools of an answer side by side."""
-        calls = [
-            ToolCall(f"call_{next(self._numbers)}", name, arguments)
-            for name, arguments in self._parser(action.text)
-        ]
+        assert self._calls_of is not None, "no episode has begun"
+        calls = self._calls_of(action.text)
         if not calls:
             return Step(is_done=True)
-        results = await asyncio.gather(*(self._result(place, call) for place, call in enumerate(calls)))
+        results = await asyncio.gather(*(self._result(place, *call) for place, call in enumerate(calls)))
+        first, self._calls = self._calls + 1, self._calls + len(calls)
         return Step(
             [
-                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result}
-                for call, result in zip(calls, results, strict=True)
+                {"role": "tool", "tool_call_id": f"call_{number}", "name": name, "content": result}
+                for number, ((name, _), result) in enumerate(zip(calls, results, strict=True), first)
             ]
         )
 
-    async def _result(self, place: int, call: ToolCall) -> str:
+    async def _result(self, place: int, name: str, arguments: str) -> str:
         if place >= self._most_calls:
             return f"error: an answer may have {self._most_calls} calls"
-        tool = self._tools.get(call.name)
+        tool = self._tools.get(name)
         if tool is None:
-            return f"error: there is no tool {call.name}; there are {', '.join(self._tools)}"
-        return await tool.result(call.arguments)
+            return f"error: there is no tool {name}; there are {', '.join(self._tools)}"
+        return await tool.result(arguments)
 
     async def close(self) -> None:
         """Do nothing: functions hold nothing."""

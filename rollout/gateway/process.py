@@ -24,7 +24,7 @@ from contextlib import AsyncExitStack, suppress
 from slipstream.rollout.engine.descriptors import make_room
 from slipstream.rollout.engine.key import Application, Key
 from slipstream.rollout.engine.pool import EnginePool
-from slipstream.rollout.engine.process import prepare_for_sglang
+from slipstream.rollout.engine.process import let_import_sglang
 from slipstream.rollout.garbage import look_seldom_for_garbage
 from slipstream.rollout.gateway.administration import Administration
 from slipstream.rollout.gateway.conversations import Recorded
@@ -327,7 +327,7 @@ def run(
 
 def _parts(spec: GatewaySpec) -> tuple[Build, Decode]:
     """Return what the process serves. Imports SGLang, for which this process is prepared first."""
-    prepare_for_sglang()
+    let_import_sglang()
     from slipstream.rollout.gateway.compose import build
     from slipstream.rollout.workflow.tokenizer import load_tokenizer
 

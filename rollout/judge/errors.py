@@ -46,7 +46,7 @@ class Ending:
 
     @property
     def by_watchdog(self) -> bool:
-        """Whether the process was ended because it took too long."""
+        """True if the process was ended because it took too long."""
         return self.crash.startswith("Timeout (")
 
     @property

@@ -196,7 +196,7 @@ class JudgePool:
 
     @property
     def of_groups(self) -> bool:
-        """Whether the reward judges all episodes of a group at once. Known when the pool is open."""
+        """True if the reward judges all episodes of a group at once. Known when the pool is open."""
         return any(seat.of_groups for seat in self._seats)
 
     def status(self) -> JudgeStatus:

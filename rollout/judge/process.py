@@ -57,9 +57,9 @@ class JudgeProcess:
         self._killed_because: str | None = None
         self._end: asyncio.Task[Ending] | None = None
         self.concurrent = False
-        """Whether questions may overlap."""
+        """True if questions may overlap."""
         self.of_groups = False
-        """Whether the reward judges all episodes of a group at once."""
+        """True if the reward judges all episodes of a group at once."""
 
     @classmethod
     async def start(cls, setup: JudgeSetup, log: Path, on_reply: Callable[[Reply], None]) -> "JudgeProcess":

@@ -52,7 +52,7 @@ class OpenQuestion:
     sent_at: float = 0.0
     """Time at which that process was asked."""
     overlapped: bool = False
-    """Whether that process has had another question open meanwhile."""
+    """True if that process has had another question open meanwhile."""
 
 
 class QuestionSource(Protocol):
@@ -91,7 +91,7 @@ class Seat:
         self._timer: asyncio.TimerHandle | None = None
         self.restarts = 0
         self.of_groups = False
-        """Whether the reward judges all episodes of a group at once."""
+        """True if the reward judges all episodes of a group at once."""
 
     @property
     def n_open(self) -> int:

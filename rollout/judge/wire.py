@@ -70,6 +70,7 @@ class FinishedEpisode(msgspec.Struct, array_like=True, gc=False):
     reward: float | None
     turn_rewards: tuple[tuple[int, float], ...]
     reward_parts: RewardParts
+    siblings: tuple[int, ...]
 
     def trajectory(self) -> Trajectory:
         """Return the trajectory. Its arrays belong to the caller, who may change them."""
@@ -83,6 +84,7 @@ class FinishedEpisode(msgspec.Struct, array_like=True, gc=False):
             self.reward,
             turn_rewards=self.turn_rewards,
             reward_parts=self.reward_parts,
+            siblings=self.siblings,
         )
 
 
@@ -244,6 +246,7 @@ def _finished(response: str, trajectory: Trajectory) -> FinishedEpisode:
         None if trajectory.reward is None else float(trajectory.reward),
         tuple((int(end), float(reward)) for end, reward in trajectory.turn_rewards),
         trajectory.reward_parts,
+        trajectory.header.siblings,
     )
 
 

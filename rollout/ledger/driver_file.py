@@ -52,7 +52,7 @@ class Driver(msgspec.Struct, frozen=True):
     """Start of the process, in clock ticks since the boot."""
     lease_s: float
     ended: bool
-    """Whether the driver has ended in an orderly way."""
+    """True if the driver has ended in an orderly way."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"

@@ -81,9 +81,9 @@ class TurnEvents:
     """End, loss, version, lag, note, and the turn."""
     forget: list[Forget] = field(default_factory=list[Forget])
     may_erase: bool = False
-    """Whether nobody reads what is forgotten, so that it can be written over."""
+    """True if nobody reads what is forgotten, so that it can be written over."""
     sessions: dict[int, bool] = field(default_factory=dict[int, bool])
-    """Whether a session has ended, of those of which anything was heard."""
+    """True if a session has ended, of those of which anything was heard."""
 
     def __bool__(self) -> bool:
         return bool(

@@ -55,7 +55,7 @@ class TurnRows:
         self._moved = moved
         self._released = released
         self._must_erase = True
-        """Whether payload of forgotten turns may be left, as after a restart."""
+        """True if payload of forgotten turns may be left, as after a restart."""
 
     def write(self, events: TurnEvents) -> int:
         """Write all events but trainings. Return the number of new turns.

@@ -91,7 +91,7 @@ class TurnHead(msgspec.Struct, array_like=True, frozen=True, gc=False):
     ended_s: float
     """Seconds since the epoch at which the answer was complete."""
     is_whole: bool = True
-    """Whether all of its tokens, and those before it, are there and sound. Otherwise nothing that continues
+    """True if all of its tokens, and those before it, are there and sound. Otherwise nothing that continues
     it can be trained."""
 
     @property

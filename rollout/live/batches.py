@@ -27,7 +27,7 @@ class LiveTrajectory:
     kept: tuple[int, ...]
     """Number of tokens that belong to the trajectory, of each chunk: ``record.cut_chunks``."""
     is_cut: bool
-    """Whether any of these numbers is smaller than that of the chunk's tokens."""
+    """True if any of these numbers is smaller than that of the chunk's tokens."""
     stale: tuple[frozenset[int], ...]
     """Policy versions whose tokens carry no loss, of each of the turns."""
     advantages: tuple[float, ...] = ()

@@ -46,7 +46,7 @@ class KnownTurn:
     score: float | None = None
     is_scored_by_client: bool = False
     has_followed: bool = False
-    """Whether something has come after it, or its session has ended."""
+    """True if something has come after it, or its session has ended."""
     is_lost: bool = False
     """Its tokens are not there: nothing that continues it can be trained."""
     put_off: int = 0

@@ -1,6 +1,7 @@
 """The reward that compares mathematical answers with math-verify, which uses SymPy."""
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, Literal, cast, get_args
 
@@ -102,12 +103,11 @@ class _Library:
 
         Raises TimeoutError, MemoryError, and RuntimeError where a time limit cannot work.
         """
+        began = time.monotonic()
         try:
             return function(*args, **kwargs)
         except self._timeout:
-            raise TimeoutError(
-                f"math-verify took longer than {self._timeout_s} s (args: timeout_s)"
-            ) from None
+            raise self._too_long() from None
         except MemoryError:
             raise
         except Exception as error:
@@ -115,7 +115,12 @@ class _Library:
                 raise RuntimeError(
                     "timeout_s works in the main thread only: leave it out where MathVerify runs elsewhere"
                 ) from error
+            if self._timeout_s is not None and time.monotonic() - began >= self._timeout_s:
+                raise self._too_long() from error  # a library has caught the time-out and raised its own
             return None
+
+    def _too_long(self) -> TimeoutError:
+        return TimeoutError(f"math-verify took longer than {self._timeout_s} s (args: timeout_s)")
 
 
 def _as_latex(prompt: Prompt) -> str:

@@ -18,6 +18,7 @@ from slipstream.rollout.linux import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
     children_of,
+    ended_children,
     kill_users_of,
     prctl,
 )
@@ -67,7 +68,7 @@ class Enclosure:
     user: int
     """To whom the files belong, in the user namespace of the box."""
     switches: bool
-    """Whether a command has to become ``user`` by itself."""
+    """True if a command has to become ``user`` by itself."""
     filter_program: bytes | None
     owned: OwnedFolder | None = None
     """Folder on the machine's disk, where there is no private root."""
@@ -200,19 +201,14 @@ def _kill_below(pid: int) -> None:
         seen |= new
         _send(new, signal.SIGSTOP)
     _send(seen, signal.SIGKILL)
-    _reap()
+    for _ in ended_children():
+        """Each is reaped."""
 
 
 def _send(pids: set[int], number: signal.Signals) -> None:
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
-
-
-def _reap() -> None:
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            """Each has ended."""
 
 
 def _remove_files_of(user: int) -> None:

@@ -48,7 +48,7 @@ class ExecResult(msgspec.Struct, frozen=True):
 
     @property
     def failed(self) -> bool:
-        """Whether a limit has ended the command, or its exit code is not 0."""
+        """True if a limit has ended the command, or its exit code is not 0."""
         return self.limit is not None or self.exit_code != 0
 
 

@@ -14,11 +14,17 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import NoReturn
 
-from slipstream.rollout.linux import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, PR_SET_PDEATHSIG, children_of, prctl
+from slipstream.rollout.linux import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_NAME,
+    PR_SET_PDEATHSIG,
+    children_of,
+    ended_children,
+    prctl,
+)
 from slipstream.rollout.sandbox import box, kernel
 from slipstream.rollout.sandbox.enclosure import NAMESPACES, limits_processes, map_users
 from slipstream.rollout.sandbox.interface import Isolation, Level
@@ -196,7 +202,7 @@ class _Keeper:
     def _reap(self) -> None:
         with suppress(BlockingIOError):
             os.read(self._wakeup, 4096)
-        for pid, status in _ended():
+        for pid, status in ended_children():
             if pid in self._boxes:
                 self._boxes.remove(pid)
                 if os.WIFSIGNALED(status):
@@ -230,13 +236,6 @@ class _Keeper:
 def _answer(connection: socket.socket) -> Answer | None:
     data = receive(connection)
     return None if data is None else ANSWER.decode(data)
-
-
-def _ended() -> Iterator[tuple[int, int]]:
-    """Yield every child that has ended, adopted ones included, with its wait status."""
-    with suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            yield ended
 
 
 def _only_wake(number: int, frame: object) -> None:

@@ -17,7 +17,7 @@ class Output:
         self._longest = longest
         self._text = bytearray()
         self.is_full = False
-        """Whether more has come than is kept."""
+        """True if more has come than is kept."""
 
     def read(self) -> bool:
         """Take what has come. Return whether the stream goes on."""

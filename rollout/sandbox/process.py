@@ -49,7 +49,7 @@ class KeeperProcess:
 
     @property
     def lives(self) -> bool:
-        """Whether this process can use it. A fork of its owner cannot."""
+        """True if this process can use it. A fork of its owner cannot."""
         return self.owner == os.getpid() and self._process.poll() is None
 
 

@@ -110,6 +110,8 @@ class Workflow(Protocol):
     without awaiting anything ends its process. When a process ends, an unfinished episode is run again from
     its beginning in another one; completions that it asks for again with the same input are not generated
     again.
+
+    A workflow may have ``async def close(self)``, which is called when its process ends in good order.
     """
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> Trajectory | Sequence[Trajectory]:

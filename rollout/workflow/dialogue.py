@@ -25,6 +25,7 @@ from slipstream.rollout.conversation.chains import (
     Sampled,
     Segment,
     append,
+    closing_of,
     continue_text,
     ids_of,
     segments_of,
@@ -42,6 +43,7 @@ class Dialogue:
         """``template``: settings of the chat template, such as ``tools``."""
         self._context = context
         self._template = dict(template or {})
+        self._closing = closing_of(lambda messages: self._rendered(messages, answer=False))
         self._tail: Segment | None = None
         """The chain up to the last completion."""
         self._completions: dict[int, tuple[Segment, Completion]] = {}
@@ -53,18 +55,8 @@ class Dialogue:
         """Ends of the branches that were left."""
 
     @property
-    def length(self) -> int:
-        """Number of token ids of the present branch."""
-        return 0 if self._tail is None else self._tail.length
-
-    @property
-    def sampled(self) -> int:
-        """Number of sampled token ids of all branches."""
-        return sum(len(completion.tokens) for _, completion in self._completions.values())
-
-    @property
     def is_cut_off(self) -> bool:
-        """Whether the last completion has ended by its length."""
+        """True if the last completion has ended by its length."""
         return self._finish is Finish.LENGTH
 
     def prompt(self, messages: Messages) -> Segment | None:
@@ -137,13 +129,3 @@ class Dialogue:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._context.tokenizer.decode(list(ids))
-
-    def _closing(self, message: Mapping[str, object] | None, text: str) -> str:
-        """Return what the template writes behind the text of an answer; empty if that cannot be told."""
-        content = text if message is not None and text else _ANSWERED
-        messages: Messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]
-        _, known, closing = self._rendered(messages, answer=False).rpartition(content)
-        return closing if known else ""
-
-
-_ANSWERED = "An answer."

@@ -5,11 +5,15 @@ reset ──► messages ──► completion ──► step ──► messages 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import TypeAdapter
+
+from slipstream.configs.schema.plugin import Plugin, PluginConfig
 from slipstream.rollout import plugins
-from slipstream.rollout.environment.contract import Action, Environment, repeated
+from slipstream.rollout.environment.contract import Action, Environment
 from slipstream.rollout.environment.pool import EnvironmentPool
 from slipstream.rollout.environment.tools import ToolEnvironment
 from slipstream.rollout.trajectory import Prompt, Trajectory, joined
@@ -17,6 +21,8 @@ from slipstream.rollout.workflow.dialogue import Dialogue
 
 if TYPE_CHECKING:
     from slipstream.rollout.workflow import WorkflowContext
+
+_PLUGIN: TypeAdapter[PluginConfig] = TypeAdapter(Plugin)
 
 OnLimit = Literal["train", "mask", "drop"]
 """Treatment of an episode that a limit has ended: it is trained like others; no token of it carries loss, but
@@ -31,7 +37,7 @@ def limited(trajectory: Trajectory, on_limit: OnLimit) -> Trajectory:
         case "mask":
             return trajectory.without_loss()
         case "drop":
-            return trajectory.judged(0.0).without_loss(is_dropped=True)  # nobody reads its reward
+            return trajectory.without_loss(is_dropped=True)
 
 
 class MultiTurn:
@@ -64,10 +70,11 @@ class MultiTurn:
         """
         if on_limit not in ("train", "mask", "drop"):
             raise ValueError(f"on_limit: {on_limit!r}, expected train, mask or drop")
-        path, args = _plugin(environment)
-        make = cast("type[Environment]", plugins.resolve(path))
+        plugin = _PLUGIN.validate_python(environment)
+        make: Callable[..., Environment] = plugins.resolve(plugin.path)
+        plugins.check_args(plugin.path, make, plugin.args)
         self._pool = EnvironmentPool(
-            lambda: make(**args),
+            partial(make, **plugin.args),
             limit=environments,
             reset_timeout_s=reset_timeout_s,
             reset_attempts=reset_attempts,
@@ -111,8 +118,12 @@ class MultiTurn:
                 return False
             if step.is_done:
                 return not dialogue.is_cut_off
-            messages += repeated(action, step)
+            messages += [{"role": "assistant", "content": action.text}, *step.messages]
         return False
+
+    async def close(self) -> None:
+        """Close all environments."""
+        await self._pool.close()
 
 
 class ToolUse(MultiTurn):
@@ -128,16 +139,7 @@ class ToolUse(MultiTurn):
         """``tools``, ``parser``, ``system``, ``timeout_s``, ``most_calls``: see ``ToolEnvironment``; all
         other settings are those of ``MultiTurn``."""
         own = {name: settings.pop(name) for name in ("system", "timeout_s", "most_calls") if name in settings}
+        args: dict[str, Any] = {"tools": list(tools), "parser": parser, **own}
+        ToolEnvironment(**args)  # functions that cannot be tools are known at once
         path = f"{ToolEnvironment.__module__}.{ToolEnvironment.__name__}"
-        super().__init__({"path": path, "args": {"tools": list(tools), "parser": parser, **own}}, **settings)
-
-
-def _plugin(given: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    if isinstance(given, str):
-        return given, {}
-    unknown = set(given) - {"path", "args"}
-    if "path" not in given or unknown:
-        raise ValueError(
-            f"environment: {dict(given)}, expected an import path, or {{path: ..., args: {{...}}}}"
-        )
-    return given["path"], dict(given.get("args") or {})
+        super().__init__({"path": path, "args": args}, **settings)

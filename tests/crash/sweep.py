@@ -252,7 +252,7 @@ def _there(folder: Path, pattern: str) -> bool:
 
 
 def _grown(log: Path, text: str) -> Callable[[], bool]:
-    """Whether ``text`` was written to a log since now."""
+    """True if ``text`` was written to a log since now."""
     start = log.stat().st_size if log.exists() else 0
 
     def seen() -> bool:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slipstream.rollout.engine.process import prepare_for_sglang
+from slipstream.rollout.engine.process import let_import_sglang
 from tests.exactness.gateway import without_stand_ins
 
 ALLOWED_GAP = 1e-4
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--dialect", help="only this chat template")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
-    prepare_for_sglang()
+    let_import_sglang()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="exactness-") as folder:
         home, conversations, seed = Path(folder), arguments.conversations, arguments.seed

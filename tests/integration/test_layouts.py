@@ -194,7 +194,7 @@ def plain_training(folder: Path, seed: int) -> Reference:
         advantages = normalized_by_pair([trajectory.reward for trajectory in batch.trajectories])
         loss, norms, tokens = 0.0, [], sum(len(logp) for logp in proximal)
         draw = np.random.default_rng((seed, step))
-        for minibatch in split_minibatches(len(batch.trajectories), MINIBATCHES, draw):
+        for minibatch in split_minibatches(batch.episode_N, MINIBATCHES, draw):
             optimizer.zero_grad()
             in_minibatch = sum(len(proximal[i]) for i in minibatch)
             for i in minibatch:

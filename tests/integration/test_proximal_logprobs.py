@@ -154,7 +154,9 @@ def test_the_arithmetic_of_a_step_leaves_out_passes_that_are_not_made(case: str,
     geometry = model_spec(models / "dense").geometry
     lengths = np.array([len(trajectory.tokens_T) for trajectory in batch_of(0).trajectories])
     flops = forward_flops(geometry, lengths)
-    parts = split_minibatches(TRAJECTORIES, config.actor.minibatches, np.random.default_rng((0, 0)))
+    parts = split_minibatches(
+        np.arange(TRAJECTORIES), config.actor.minibatches, np.random.default_rng((0, 0))
+    )
     in_advance = parts[len(parts) - IN_ADVANCE.get(case, len(parts) - 1) :]
     expected = 3 * flops.sum() + sum(flops[part].sum() for part in in_advance)
     [metrics] = [rank["metrics"][0] for rank in trained[case, False] if rank["metrics"][0]]

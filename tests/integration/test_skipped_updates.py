@@ -90,7 +90,7 @@ def members(config: RunConfig, batch: TrainBatch) -> list[set[int]]:
     from slipstream.backend.batch.packing import split_minibatches
 
     draw = np.random.default_rng((config.run.seed, 0))
-    return [set(part.tolist()) for part in split_minibatches(len(batch.trajectories), MINIBATCHES, draw)]
+    return [set(part.tolist()) for part in split_minibatches(batch.episode_N, MINIBATCHES, draw)]
 
 
 @contextmanager

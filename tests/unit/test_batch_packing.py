@@ -170,7 +170,7 @@ def test_a_rank_idles_where_there_are_fewer_trajectories_than_ranks():
 
 @given(st.integers(1, 100), st.integers(1, 10), st.integers(0, 1000))
 def test_minibatches_partition_the_batch_evenly_and_at_random(n, minibatches, seed):
-    parts = split_minibatches(n, minibatches, np.random.default_rng(seed))
+    parts = split_minibatches(np.arange(n), minibatches, np.random.default_rng(seed))
     assert sorted(np.concatenate(parts).tolist()) == list(range(n))
     assert len(parts) == min(n, minibatches)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1

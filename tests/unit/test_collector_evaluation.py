@@ -22,6 +22,7 @@ from slipstream.rollout.messages import Evaluated, Question, fields
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.trajectory import Prompt, Trajectory, TrajectoryBuilder
 from slipstream.rollout.workflow import WorkflowContext
+from slipstream.rollout.workflow.multi_turn import OnLimit, limited
 from tests.unit.collecting import SAMPLING, HoldingDriver, PureEngines, ideal
 
 PROMPT = Prompt(7, "what?")
@@ -43,6 +44,7 @@ class World:
     first: Callable[[], Any] | None = None
     judged: Callable[[], Any] = lambda: 0.5
     reward: Any = None
+    on_limit: OnLimit = "train"
     driver: HoldingDriver = field(default_factory=HoldingDriver)
     outbox: Outbox = field(default_factory=Outbox)
 
@@ -68,7 +70,7 @@ class World:
             await self.first()
         builder = TrajectoryBuilder([1])
         builder.add_completion(await context.generator.generate([1], context.sampling))
-        return replace(builder.build(), reward=self.reward)
+        return limited(replace(builder.build(), reward=self.reward), self.on_limit)
 
     @property
     def of_groups(self) -> bool:
@@ -114,6 +116,11 @@ LENGTH = len(ideal([1], 12))
 def test_an_episode_is_judged_unless_its_workflow_has_done_so(reward):
     world = World(reward=reward, judged=lambda: 0.5 if reward is None else JudgingFailed("asked"))
     assert world.ask() == [Evaluated(4, 0.5, LENGTH, "")]
+
+
+@pytest.mark.parametrize("on_limit", ["mask", "drop"])
+def test_an_episode_that_a_limit_keeps_from_training_is_judged_with_its_whole_length(on_limit):
+    assert World(on_limit=on_limit).ask() == [Evaluated(4, 0.5, LENGTH, "")]
 
 
 @pytest.mark.parametrize(

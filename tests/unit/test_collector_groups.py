@@ -36,6 +36,7 @@ from slipstream.rollout.messages import (
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.trajectory import Group, Prompt, Trajectory, TrajectoryBuilder
 from slipstream.rollout.workflow import WorkflowContext
+from slipstream.rollout.workflow.multi_turn import limited
 from tests.unit.collecting import SAMPLING, HeldSample, HoldingDriver, PureEngines, ideal
 
 PROMPT = Prompt(7, "what?", "label", {"level": 1})
@@ -227,6 +228,18 @@ def test_a_workflow_may_give_the_reward_itself():
     assert world.verdict[0] == TRAIN
     assert not world.questions
     assert [world.held(number).trajectory().reward for number in range(2)] == [-2.0, -2.0]
+
+
+def test_nobody_is_asked_about_a_dropped_episode():
+    class Drops(Flow):
+        async def run(self, prompt, context):
+            return limited(await super().run(prompt, context), "drop")
+
+    world = World(2, Drops())
+    world.run()
+    assert world.verdict[0] == TRAIN
+    assert not world.questions
+    assert [world.held(number).trajectory().reward for number in range(2)] == [0.0, 0.0]
 
 
 def test_the_filter_gets_the_whole_group_in_the_order_of_its_samples():

@@ -43,6 +43,7 @@ def trajectories(draw) -> Trajectory:
         draw(st.none() | st.floats(-2, 2)),
         draw(st.sampled_from([(), ((length, 0.5),)])),
         draw(st.sampled_from([(), (("format", 0.25), ("length", -1.0))])),
+        siblings=draw(st.sampled_from([(), (1, length)])) if length > 1 else (),
     )
 
 
@@ -77,7 +78,7 @@ def assert_same(arrived: Trajectory, trajectory: Trajectory) -> None:
         sent_T, arrived_T = getattr(trajectory, field), getattr(arrived, field)
         assert arrived_T.dtype == sent_T.dtype and arrived_T.flags.writeable
         np.testing.assert_array_equal(arrived_T, sent_T)
-    for field in ("finish", "retractions", "reward", "turn_rewards", "reward_parts"):
+    for field in ("finish", "retractions", "reward", "turn_rewards", "reward_parts", "siblings"):
         assert getattr(arrived, field) == getattr(trajectory, field)
 
 

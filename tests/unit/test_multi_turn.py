@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.environment import Action, Step, ToolEnvironment, ToolError
 from slipstream.rollout.environment.pool import EnvironmentPool, ResetFailed
+from slipstream.rollout.plugins import PluginError
 from slipstream.rollout.trajectory import UNSAMPLED, Completion, Finish, Prompt, Span, Trajectory
 from slipstream.rollout.workflow import Dialogue, MultiTurn, ToolUse, WorkflowContext
 from tests.chat_model import APPENDING, REWRITING, build_tokenizer
@@ -173,7 +174,10 @@ def call(name: str, arguments: str) -> str:
 
 
 def tools(**settings) -> ToolEnvironment:
-    return ToolEnvironment([f"{__name__}.add", f"{__name__}.fails"], parser="qwen25", **settings)
+    """Tools whose episode has begun."""
+    environment = ToolEnvironment([f"{__name__}.add", f"{__name__}.fails"], parser="qwen25", **settings)
+    asyncio.run(environment.reset(PROMPT))
+    return environment
 
 
 @pytest.mark.parametrize(
@@ -281,7 +285,7 @@ def test_an_episode_that_a_limit_ends_is_treated_as_asked(on_limit, limit):
     episode = asyncio.run(workflow.run(PROMPT, ctx))
     assert episode.loss_mask_T.any() == (on_limit == "train")
     assert episode.is_dropped == (on_limit == "drop")
-    assert (episode.reward is None) == (on_limit != "drop")
+    assert episode.reward is None
     if "max_turns" in limit:
         assert len(generator.asked) == 2
     else:
@@ -405,10 +409,48 @@ def test_a_cancelled_reset_closes_its_environment_and_gives_its_place_back(world
     assert (world.made, world.closed) == (2, 1)
 
 
+def test_a_workflow_makes_no_environment_before_an_episode_and_closes_all_at_its_end(world):
+    workflow = MultiTurn(f"{__name__}.World")
+    assert world.made == 0
+    ctx, _ = context(build_tokenizer(APPENDING), ["a", "b"])
+
+    async def run() -> None:
+        await workflow.run(PROMPT, ctx)
+        await workflow.close()
+
+    asyncio.run(run())
+    assert (world.made, world.closed) == (1, 1)
+
+
+IMPORTS = """
+import os, sys
+before = dict(os.environ), list(sys.path)
+from slipstream.rollout.workflow import ToolUse
+workflow = ToolUse(["tests.unit.test_multi_turn.add"], parser="qwen25")
+print("sglang" in sys.modules)
+from slipstream.rollout.environment.parsers import call_parser
+call_parser("qwen25", [])
+print("sglang" in sys.modules, (dict(os.environ), list(sys.path)) == before)
+"""
+
+
+def test_sglang_is_imported_for_episodes_only_and_changes_nothing_for_other_processes():
+    """The driver makes the workflow as well, and what it starts must see its GPUs."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS],
+        env=environment(CUDA_VISIBLE_DEVICES="0,1"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.split() == ["False", "True", "True"]
+
+
 def test_arguments_that_do_not_fit_are_known_when_the_workflow_is_made():
-    with pytest.raises(TypeError):
+    with pytest.raises(PluginError, match="`size` is unknown"):
         MultiTurn({"path": f"{__name__}.World", "args": {"size": 3}})
-    with pytest.raises(ValueError, match="expected an import path"):
+    with pytest.raises(ValueError, match="name"):
         MultiTurn({"name": f"{__name__}.World"})
 
 

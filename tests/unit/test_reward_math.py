@@ -98,7 +98,7 @@ def test_arguments_are_checked(args, reason):
         MathVerify(**args)
 
 
-ENDLESS = ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{(1000000!)!}", "\\boxed{" + "(" * 3000 + "4" + ")" * 3000 + "}"]
+ENDLESS = ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{(1000000!)!}"]
 
 
 @pytest.mark.parametrize("response", ENDLESS)

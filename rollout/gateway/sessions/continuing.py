@@ -21,13 +21,14 @@ from slipstream.rollout.conversation.chains import (
     Decode,
     Extended,
     Segment,
+    closing_of,
     continue_ids,
     continue_text,
     repeats,
     segments_of,
 )
 from slipstream.rollout.conversation.sameness import Mark, ids_of_calls, role_of
-from slipstream.rollout.gateway.conversations import Arrival, ChatMessage, Template
+from slipstream.rollout.gateway.conversations import Arrival, ChatMessage
 from slipstream.rollout.gateway.sessions.stored import ChainTurn, SessionState, common_depth, messages_of
 
 
@@ -198,24 +199,9 @@ def _extended_chat(
         text = arrival.text
     else:
         text = template.render(messages, answer=True)
-    return continue_text(tail, text, template.encode, decode, partial(_closing, template))
-
-
-def _closing(template: Template, message: Mapping[str, object] | None, text: str) -> str:
-    """Return what a template writes behind the text of an answer; empty if that cannot be told."""
-    known_answer = [] if message is None else [(dict(message), text)]
-    for answer, end in (*known_answer, (_ANSWER, _ANSWERED)):
-        try:
-            _, known, closing = template.render([_QUESTION, answer], answer=False).rpartition(end)
-        except ValueError:
-            continue
-        if known and end:
-            return closing
-    return ""
-
-
-_ANSWERED = "An answer."
-_QUESTION, _ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWERED}
+    return continue_text(
+        tail, text, template.encode, decode, closing_of(partial(template.render, answer=False))
+    )
 
 
 def _ids_of(arrival: Arrival) -> Sequence[int]:
