@@ -21,7 +21,9 @@ def read(*pieces: bytes) -> list:
     return asyncio.run(collect())
 
 
-@given(st.lists(st.dictionaries(st.text(max_size=3), st.integers(-(2**63), 2**63 - 1)), max_size=5), st.data())
+@given(
+    st.lists(st.dictionaries(st.text(max_size=3), st.integers(-(2**63), 2**63 - 1)), max_size=5), st.data()
+)
 def test_events_are_found_however_the_bytes_arrive(sent, data):
     stream = (
         b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in sent) + b"data: [DONE]\n\n"
