@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from slipstream.configs.schema import EndpointConfig, LimitsConfig, RunConfig, SamplingConfig
-from slipstream.rollout.endpoint.attempt import Attempt, EpisodeEngines, AttemptLimits
+from slipstream.rollout.endpoint.attempt import Attempt, AttemptLimits, EpisodeEngines
 from slipstream.rollout.endpoint.attempts import UNLIMITED, Attempts
 from slipstream.rollout.gateway.engines import Decode
 from slipstream.rollout.gateway.port import PortServer
