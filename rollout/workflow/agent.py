@@ -15,25 +15,22 @@ import json
 import os
 import tempfile
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast, get_args
-
-import numpy as np
+from typing import TYPE_CHECKING, cast
 
 from slipstream.rollout.network import directly
 from slipstream.rollout.plugins import PluginError, resolve
 from slipstream.rollout.programs.call import command_of
 from slipstream.rollout.programs.program import ProgramEnd, run_program
+from slipstream.rollout.reward.value import judgement_of
 from slipstream.rollout.temporary import OwnedFolder
 from slipstream.rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.workflow.limited import OnLimit, limited, wrong_on_limit
 
 if TYPE_CHECKING:
     from slipstream.rollout.workflow import WorkflowContext
     from slipstream.rollout.workflow.endpoint import OpenEndpoint
-
-OnLimit = Literal["train", "mask", "drop"]
 
 HOST = "127.0.0.1"
 
@@ -45,10 +42,6 @@ class AgentFailed(RuntimeError):
     """An agent has failed for a reason outside the policy."""
 
 
-class EpisodeDropped(RuntimeError):
-    """An episode was stopped by a limit, and ``on_limit`` is ``drop``."""
-
-
 class Agent:
     """Runs an agent for each episode, and trains what the policy has answered it.
 
@@ -56,8 +49,8 @@ class Agent:
           path: slipstream.rollout.workflow.Agent
           args: {run: my_package.agents.solve, max_turns: 20}
 
-    The agent is given the endpoint's ``base_url`` and a key of this attempt. It returns the reward, a mapping
-    with the reward under ``reward_key``, or None, so that the recipe's reward judges the episode.
+    The agent is given the endpoint's ``base_url`` and a key of this attempt. It returns what a reward returns
+    (a number, or a mapping of numbers), or None, so that the recipe's reward judges the episode.
     """
 
     needs_endpoint = True
@@ -70,15 +63,12 @@ class Agent:
         max_turns: int | None = None,
         max_tokens: int | None = None,
         on_limit: OnLimit = "train",
-        reward_key: str = "reward",
     ) -> None:
         """Take the agent from either ``run``, the import path of a function, or ``command``, a program.
 
         ``max_turns``, ``max_tokens``: completions and sampled tokens of an episode, behind which requests are
-        refused. ``on_limit`` says what becomes of an episode that such a limit, or the length of the context,
-        has stopped. ``train``: it is trained like others. ``mask``: none of its tokens carries loss; its
-        reward counts in the baseline of its group. ``drop``: the attempt counts as failed, and another one
-        takes its place. Raises PluginError, with all that is wrong.
+        refused. ``on_limit``: treatment of an episode that such a limit, or the length of the context, has
+        stopped. Raises PluginError, with all that is wrong.
         """
         wrong = [
             *_wrong_agent(run, command),
@@ -87,9 +77,8 @@ class Agent:
                 for name, value in (("max_turns", max_turns), ("max_tokens", max_tokens))
                 if value is not None and not _is_positive(value)
             ),
+            *wrong_on_limit(on_limit),
         ]
-        if on_limit not in get_args(OnLimit):
-            wrong.append(f"on_limit: expected one of {', '.join(get_args(OnLimit))}, found {on_limit!r}")
         function = None
         if run is not None and not wrong:
             function = cast(Run, resolve(run))
@@ -98,7 +87,6 @@ class Agent:
             raise PluginError(f"slipstream.rollout.workflow.Agent: {'; '.join(wrong)}")
         self._limits = {"max_turns": max_turns, "max_tokens": max_tokens}
         self._on_limit: OnLimit = on_limit
-        self._reward_key = reward_key
         self._run = function if function is not None and _is_async(function) else None
         self._command = command_of(run) if run is not None else tuple(command or ())
         self._is_command = command is not None
@@ -116,13 +104,13 @@ class Agent:
             except Exception:
                 if endpoint.limit is None:
                     raise
-            if endpoint.limit is not None and self._on_limit == "drop":
-                raise EpisodeDropped(f"the episode was stopped by {endpoint.limit}, and on_limit is drop")
             trajectories = endpoint.trajectories()
-            if endpoint.limit is not None and self._on_limit == "mask":
-                trajectories = [_masked(trajectory) for trajectory in trajectories]
-        reward = self._reward(result)
-        return [replace(trajectory, reward=reward) for trajectory in trajectories]
+            if endpoint.limit is not None:
+                trajectories = [limited(trajectory, self._on_limit) for trajectory in trajectories]
+        if result is None:
+            return trajectories
+        judgement = judgement_of(result, context.reward_key)
+        return [trajectory.judged(judgement.reward, judgement.parts) for trajectory in trajectories]
 
     async def _result(self, endpoint: OpenEndpoint, prompt: Prompt) -> object:
         base_url, metadata = f"{endpoint.base_url}/v1", _metadata(prompt)
@@ -158,18 +146,6 @@ class Agent:
                 f"{self._command[0]} has ended with exit code {end.code}: {end.errors[-_LONGEST_NOTE:]}"
             )
         return end
-
-    def _reward(self, result: object) -> float | None:
-        """Return the reward in what an agent has returned. Raises ValueError."""
-        if isinstance(result, Mapping):
-            values = cast("Mapping[str, object]", result)
-            if self._reward_key not in values:
-                raise ValueError(
-                    f"the agent returned a mapping with the keys {sorted(values)}, expected "
-                    f"{self._reward_key!r} among them (reward_key)"
-                )
-            result = values[self._reward_key]
-        return cast("float | None", result)  # whoever runs the episode checks that it is a finite number
 
 
 _LONGEST_NOTE = 4000
@@ -220,7 +196,3 @@ def _last_json(end: ProgramEnd) -> object:
     except ValueError:
         return None
     return cast(object, value) if isinstance(value, int | float | dict) else None
-
-
-def _masked(trajectory: Trajectory) -> Trajectory:
-    return replace(trajectory, loss_mask_T=np.zeros_like(trajectory.loss_mask_T))

@@ -73,7 +73,8 @@ class Episode:
     failures: list[str]
     """Of its attempts."""
     trajectories: list[dict[str, Any]]
-    """``tokens``, ``mask``, ``logprobs``, ``versions``, ``finish``, ``reward`` of each."""
+    """``tokens``, ``mask``, ``logprobs``, ``versions``, ``finish``, ``reward``, ``parts`` and ``dropped`` of
+    each."""
     sampled: list[dict[str, Any]]
     """``ids``, ``tokens``, ``logprobs``, ``versions``, ``start``, ``fields`` of each request to an engine."""
     open: int
@@ -239,7 +240,8 @@ class Runner:
             asked = GreedyGenerator(engines) if is_evaluation else record
             sampling = rollout.sampling
             endpoint = self._served.of(asked, sampling, is_trained=not order.get("evaluation"))
-            return WorkflowContext(asked, self._tokenizer, None, sampling, endpoint)  # type: ignore[arg-type]
+            key = order.get("reward_key", rollout.reward_key)
+            return WorkflowContext(asked, self._tokenizer, None, sampling, endpoint, key)  # type: ignore[arg-type]
 
         class Listener:
             def attempt_failed(self, prompt: int, attempt: int, error: str) -> None:
@@ -302,6 +304,8 @@ def _plain(trajectory: Any) -> dict[str, Any]:
         "versions": [None if version == UNSAMPLED else version for version in trajectory.versions_T.tolist()],
         "finish": trajectory.finish.value,
         "reward": trajectory.reward,
+        "parts": dict(trajectory.reward_parts),
+        "dropped": trajectory.is_dropped,
     }
 
 
