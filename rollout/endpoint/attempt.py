@@ -55,7 +55,7 @@ class EpisodeEngines(Protocol):
     ) -> None: ...
 
 
-class Limits:
+class AttemptLimits:
     """How much an attempt may ask for, and how much it has."""
 
     def __init__(self, *, max_turns: int | None, max_tokens: int | None, completion: int) -> None:
@@ -100,7 +100,7 @@ class Attempt:
         self,
         name: str,
         engines: EpisodeEngines,
-        limits: Limits,
+        limits: AttemptLimits,
         *,
         temperature: float,
         override: bool,

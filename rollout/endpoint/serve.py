@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from slipstream.configs.schema import EndpointConfig, LimitsConfig, RunConfig, SamplingConfig
-from slipstream.rollout.endpoint.attempt import Attempt, EpisodeEngines, Limits
+from slipstream.rollout.endpoint.attempt import Attempt, AttemptLimits, EpisodeEngines
 from slipstream.rollout.endpoint.attempts import UNLIMITED, Attempts
 from slipstream.rollout.gateway.engines import Decode
 from slipstream.rollout.gateway.port import PortServer
@@ -92,7 +92,7 @@ class CollectorEndpoint:
     ) -> "AttemptEndpoint":
         """Return the endpoint of an attempt. ``is_trained``: the trainer must reproduce its sampling."""
 
-        def make(name: str, limits: Limits) -> Attempt:
+        def make(name: str, limits: AttemptLimits) -> Attempt:
             return Attempt(
                 name,
                 engines,
@@ -110,7 +110,7 @@ class AttemptEndpoint:
     """The ``PolicyEndpoint`` of one attempt at an episode."""
 
     def __init__(
-        self, attempts: Attempts, url: str, make: Callable[[str, Limits], Attempt], completion: int
+        self, attempts: Attempts, url: str, make: Callable[[str, AttemptLimits], Attempt], completion: int
     ) -> None:
         """``completion``: largest number of tokens of a completion."""
         self._attempts = attempts
@@ -123,7 +123,7 @@ class AttemptEndpoint:
         self, *, max_turns: int | None = None, max_tokens: int | None = None
     ) -> AsyncGenerator["OpenedEndpoint"]:
         """Open the endpoint for the block."""
-        limits = Limits(max_turns=max_turns, max_tokens=max_tokens, completion=self._completion)
+        limits = AttemptLimits(max_turns=max_turns, max_tokens=max_tokens, completion=self._completion)
         key, attempt = self._attempts.open(lambda name: self._make(name, limits))
         opened = OpenedEndpoint(self._attempts, attempt, self._url, key)
         try:

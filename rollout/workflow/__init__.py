@@ -12,6 +12,7 @@ from slipstream.rollout.workflow.endpoint import PolicyEndpoint
 from slipstream.rollout.workflow.limited import limited
 from slipstream.rollout.workflow.multi_turn import MultiTurn, ToolUse
 from slipstream.rollout.workflow.single_turn import SingleTurn
+from slipstream.rollout.workflow.verifiers import Verifiers
 
 __all__ = [
     "Agent",
@@ -23,6 +24,7 @@ __all__ = [
     "SingleTurn",
     "Tokenizer",
     "ToolUse",
+    "Verifiers",
     "Workflow",
     "WorkflowContext",
     "limited",

@@ -23,13 +23,12 @@ from slipstream.rollout.network import directly
 from slipstream.rollout.plugins import PluginError, resolve
 from slipstream.rollout.programs.call import command_of
 from slipstream.rollout.programs.program import ProgramEnd, run_program
-from slipstream.rollout.reward.value import judgement_of
 from slipstream.rollout.temporary import OwnedFolder
-from slipstream.rollout.trajectory import Prompt, Trajectory
-from slipstream.rollout.workflow.limited import OnLimit, limited, wrong_on_limit
+from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.workflow.guest import Guest, GuestFailed, wrong_limits
+from slipstream.rollout.workflow.limited import OnLimit
 
 if TYPE_CHECKING:
-    from slipstream.rollout.workflow import WorkflowContext
     from slipstream.rollout.workflow.endpoint import OpenEndpoint
 
 HOST = "127.0.0.1"
@@ -38,11 +37,7 @@ Run = Callable[[str, str, object, dict[str, object]], object]
 """``run(base_url, api_key, prompt, metadata)``, which returns a number, a mapping or None, or awaits it."""
 
 
-class AgentFailed(RuntimeError):
-    """An agent has failed for a reason outside the policy."""
-
-
-class Agent:
+class Agent(Guest):
     """Runs an agent for each episode, and trains what the policy has answered it.
 
         workflow:
@@ -52,8 +47,6 @@ class Agent:
     The agent is given the endpoint's ``base_url`` and a key of this attempt. It returns what a reward returns
     (a number, or a mapping of numbers), or None, so that the recipe's reward judges the episode.
     """
-
-    needs_endpoint = True
 
     def __init__(
         self,
@@ -70,23 +63,14 @@ class Agent:
         refused. ``on_limit``: treatment of an episode that such a limit, or the length of the context, has
         stopped. Raises PluginError, with all that is wrong.
         """
-        wrong = [
-            *_wrong_agent(run, command),
-            *(
-                f"{name}: expected a whole number from 1, found {value!r}"
-                for name, value in (("max_turns", max_turns), ("max_tokens", max_tokens))
-                if value is not None and not _is_positive(value)
-            ),
-            *wrong_on_limit(on_limit),
-        ]
+        wrong = [*_wrong_agent(run, command), *wrong_limits(max_turns, max_tokens, on_limit)]
         function = None
         if run is not None and not wrong:
             function = cast(Run, resolve(run))
             wrong += _wrong_function(run, function)
         if wrong:
             raise PluginError(f"slipstream.rollout.workflow.Agent: {'; '.join(wrong)}")
-        self._limits = {"max_turns": max_turns, "max_tokens": max_tokens}
-        self._on_limit: OnLimit = on_limit
+        super().__init__(max_turns=max_turns, max_tokens=max_tokens, on_limit=on_limit)
         self._run = function if function is not None and _is_async(function) else None
         self._command = command_of(run) if run is not None else tuple(command or ())
         self._is_command = command is not None
@@ -94,25 +78,8 @@ class Agent:
         self._prompts = OwnedFolder(Path(tempfile.gettempdir()), "prompts")
         weakref.finalize(self, self._prompts.remove)
 
-    async def run(self, prompt: Prompt, context: WorkflowContext) -> Sequence[Trajectory]:
-        """Run one episode."""
-        assert context.endpoint is not None, "the collector serves an endpoint for this workflow"
-        async with context.endpoint.open(**self._limits) as endpoint:
-            result: object = None
-            try:
-                result = await endpoint.run(self._result(endpoint, prompt))
-            except Exception:
-                if endpoint.limit is None:
-                    raise
-            trajectories = endpoint.trajectories()
-            if endpoint.limit is not None:
-                trajectories = [limited(trajectory, self._on_limit) for trajectory in trajectories]
-        if result is None:
-            return trajectories
-        judgement = judgement_of(result, context.reward_key)
-        return [trajectory.judged(judgement.reward, judgement.parts) for trajectory in trajectories]
-
-    async def _result(self, endpoint: OpenEndpoint, prompt: Prompt) -> object:
+    async def result(self, endpoint: OpenEndpoint, prompt: Prompt) -> object:
+        """Run the agent. Raises GuestFailed, and what the agent raises."""
         base_url, metadata = f"{endpoint.base_url}/v1", _metadata(prompt)
         if self._run is not None:
             running = cast(
@@ -126,7 +93,7 @@ class Agent:
         return _last_json(await self._program(endpoint, given))
 
     async def _program(self, endpoint: OpenEndpoint, given: str) -> ProgramEnd:
-        """Run the program of an episode. Raises AgentFailed."""
+        """Run the program of an episode. Raises GuestFailed."""
         fd, path = tempfile.mkstemp(suffix=".json", dir=self._prompts.path)
         try:
             with os.fdopen(fd, "w") as file:
@@ -142,7 +109,7 @@ class Agent:
         finally:
             Path(path).unlink(missing_ok=True)
         if end.code:
-            raise AgentFailed(
+            raise GuestFailed(
                 f"{self._command[0]} has ended with exit code {end.code}: {end.errors[-_LONGEST_NOTE:]}"
             )
         return end
@@ -150,10 +117,6 @@ class Agent:
 
 _LONGEST_NOTE = 4000
 """Characters of a program's errors in the reason of a failure."""
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _wrong_agent(run: object, command: object) -> list[str]:

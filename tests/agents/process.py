@@ -215,6 +215,8 @@ class Runner:
         self._config = config
         self._held: dict[str, Any] = {}
         """Records of episodes, by name."""
+        self._workflows: dict[str, Any] = {}
+        """By their settings."""
 
     async def run(self, order: dict[str, Any]) -> dict[str, Any]:
         from slipstream.configs.schema import PluginConfig
@@ -251,7 +253,10 @@ class Runner:
         host = Host(partial(Recording, engines, outbox, 5, 1, 0), held, context, is_evaluation)
         checking = partial(check, vocab_size=len(self._tokenizer), workflow="agent")
         limit = TimeLimit(order.get("timeout_s", 60))
-        workflow = plugins.build(PluginConfig.model_validate(order["workflow"]))
+        described = json.dumps(order["workflow"])
+        if described not in self._workflows:
+            self._workflows[described] = plugins.build(PluginConfig.model_validate(order["workflow"]))
+        workflow = self._workflows[described]
         episodes = Episodes(workflow, rollout, checking, limit, Listener())
 
         async def send(message: Any, chunks: Any) -> None:
