@@ -9,6 +9,7 @@
 # make crash-sweep N=200 SEED=1   kills runs N times, audits and resumes each (about half a minute per kill)
 # make crash-live N=100 SEED=1    kills gateway and driver N times while users talk (a minute per kill of the driver)
 # make test-slime SLIME=DIR   slime's contract: our tests of it, and with SLIME= the ones of a checkout of slime (a minute)
+# make test-verifiers   episodes of environments of verifiers, in an environment of its own that this makes (a minute)
 # make test-slow    tests of minutes each: engines that do not answer for one, further kills and layouts
 # make test-other-megatron   the trainer's parity and optimizer tests on Megatron-Core 0.19.2, which Python 3.11 does not get
 # make staleness-study   how methods learn from stale batches (over an hour; goes on where it was stopped)
@@ -25,7 +26,7 @@ ENVIRONMENT := configs/environment
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off
 GPU ?=
 
-.PHONY: quickstart test test-others test-runs test-fast test-slime test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness soak gateway-memory staleness-study lint format install clean constraints lock lock-check
+.PHONY: quickstart test test-others test-runs test-fast test-slime test-verifiers test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness soak gateway-memory staleness-study lint format install clean constraints lock lock-check
 .DELETE_ON_ERROR:
 
 quickstart: install
@@ -50,6 +51,13 @@ test-slow: install
 
 test-slime: install
 	@$(BIN)/python -m tests.slime_contract $(if $(SLIME),--checkout "$(SLIME)")
+
+# verifiers and SGLang want different versions of the same libraries: each has an environment of its own.
+VERIFIERS := $(CURDIR)/.venv-verifiers
+test-verifiers: install
+	@test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
+	@$(VERIFIERS)/bin/python -m pip --disable-pip-version-check install --quiet 'verifiers>=0.4,<0.5'
+	VERIFIERS_PYTHON=$(VERIFIERS)/bin/python $(BIN)/python -m pytest -m verifiers tests/verifiers
 
 OTHER_MEGATRON := $(VENV)/megatron-core-0.19.2
 test-other-megatron: install

@@ -1,6 +1,7 @@
-"""A run without trainer and engines, for ``benchmarks.control``: its driver, and its collector processes."""
+"""A run without trainer and engines, for benchmarks of collection: its driver, and its collectors."""
 
 import asyncio
+import itertools
 import json
 import os
 import resource
@@ -61,6 +62,8 @@ class Load:
     """Judge processes give the rewards."""
     clock_rate: float = 1.0
     """Seconds of the records' clock per second."""
+    turns: int = 1
+    """Completions of an episode."""
 
     @property
     def groups(self) -> int:
@@ -135,13 +138,24 @@ class CollectorProcess:
             if not await self._process.stdout.readline():
                 raise RuntimeError("a collector has ended before it was connected")
 
+    def stand_still(self, seconds: float) -> None:
+        """Have the event loop of the process stand still."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{seconds}\n".encode())
+
     async def report(self) -> Report:
         """End the process, and return its report."""
         async with asyncio.timeout(END_TIMEOUT_S):
             output, _ = await self._process.communicate(b"")  # closes its standard input, which ends it
         return Report(**json.loads(output))
 
+    async def killed(self) -> None:
+        """Kill the process, and wait for its end."""
+        self.kill()
+        await self._process.wait()
+
     def kill(self) -> None:
+        """Kill the process if it runs."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.kill()
@@ -169,9 +183,12 @@ class Silent:
 class Run:
     """The driver of a run without trainer and engines."""
 
-    def __init__(self, load: Load, ledger: Ledger) -> None:
+    def __init__(self, load: Load, ledger: Ledger, folder: Path) -> None:
         self.load = load
         self.ledger = ledger
+        self.folder = folder
+        self.url = ""
+        """Where collectors connect, once they may."""
         control = RolloutControl(load.groups, load.bound)
         text = "What is the sum of the first hundred odd numbers? " * 5
         prompts = [Prompt(number, text, "10000", {"level": 1}) for number in range(1000)]
@@ -182,10 +199,29 @@ class Run:
         self.key = new_key()
         self.server = CollectorServer(self.key, self.leases, EvaluationTasks(), self.roster, ledger)
         self.collectors: list[CollectorProcess] = []
+        self._numbers = itertools.count()
         self.reports: list[Report] = []
         """The reports of all collectors, after the end of the run."""
         self.freed: list[float] = []
         """Times at which slots became free, once for each, in seconds of ``time.monotonic``."""
+
+    async def start_collector(self) -> CollectorProcess:
+        """Start another collector, and return before it is connected."""
+        load, number = self.load, next(self._numbers)
+        task = CollectorTask(
+            f"collector-{number}",
+            self.url,
+            str(self.key),
+            str(self.folder),
+            load.samples,
+            load.engine,
+            load.judged,
+            load.clock_rate,
+            load.turns,
+        )
+        collector = await CollectorProcess.start(task)
+        self.collectors.append(collector)
+        return collector
 
     async def step(self) -> None:
         """Take a batch as far as the trainer gets it, and publish a version."""
@@ -213,14 +249,17 @@ async def running(load: Load, folder: Path) -> AsyncIterator[Run]:
     """Collect inside the block, which begins when all collectors are connected."""
     ledger, _ = open_ledger(folder, batch_size=load.groups, n_samples=load.samples, bound=load.bound)
     clients = [EngineClient(address(number)) for number in range(ENGINES)]
-    run = Run(load, ledger)
+    run = Run(load, ledger, folder)
     try:
-        async with run.server.serving("127.0.0.1") as url, asyncio.TaskGroup() as tasks:
+        async with run.server.serving("127.0.0.1") as run.url, asyncio.TaskGroup() as tasks:
             for client in clients:
                 run.roster.add(client)
             failing = tasks.create_task(run.server.failed())
             try:
-                await start_collectors(run, url, folder)
+                for _ in range(load.collectors):
+                    await run.start_collector()
+                for collector in run.collectors:
+                    await collector.connected()
                 look_seldom_for_garbage(OF_RECORDED_EPISODE * (load.bound + 1) * load.batch)
                 collecting = tasks.create_task(collection_loop(run.gate, run.leases))
                 yield run
@@ -235,25 +274,6 @@ async def running(load: Load, folder: Path) -> AsyncIterator[Run]:
         for client in clients:
             await client.close()
         ledger.close()
-
-
-async def start_collectors(run: Run, url: str, folder: Path) -> None:
-    """Start all collectors, and wait until they are connected."""
-    load = run.load
-    for number in range(load.collectors):
-        task = CollectorTask(
-            f"collector-{number}",
-            url,
-            str(run.key),
-            str(folder),
-            load.samples,
-            load.engine,
-            load.judged,
-            load.clock_rate,
-        )
-        run.collectors.append(await CollectorProcess.start(task))
-    for collector in run.collectors:
-        await collector.connected()
 
 
 def address(number: int) -> EngineAddress:

@@ -1,8 +1,9 @@
-"""A collector process whose engines only take time, for ``benchmarks.control``.
+"""A collector process whose engines only take time, for ``benchmarks.control`` and ``benchmarks.episodes``.
 
 It runs all that a collector of a run does, with workflow, records, engine pool and connection. Only
-the client of the engines, the tokenizer and, as a rule, the judges are stand-ins. The task is one line of
-JSON on standard input, whose end ends the process. Then the process reports on standard output.
+the client of the engines, the tokenizer (unless episodes are conversations) and, as a rule, the judges are
+stand-ins. The task is one line of JSON on standard input. A further line is a number of seconds for which the
+event loop stands still at once. The end of the input ends the process, which then reports on standard output.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import cast
 
 import aiohttp
 import numpy as np
@@ -32,6 +34,7 @@ from slipstream.rollout.engine.trace import RequestTrace
 from slipstream.rollout.judge.pool import JudgePool, JudgeStatus
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.trajectory import Finish, Messages, Prompt, Trajectory
+from slipstream.rollout.workflow import Tokenizer
 
 VOCABULARY = 150_000
 CONTEXT = 1 << 20
@@ -74,6 +77,8 @@ class CollectorTask:
     """A judge process gives the rewards."""
     clock_rate: float = 1.0
     """Seconds of the records' clock per second."""
+    turns: int = 1
+    """Completions of an episode. More than one: a conversation with a tool."""
 
 
 @dataclass
@@ -102,12 +107,17 @@ class Places:
         self._free.append(time.monotonic())
 
 
+Says = Callable[[Sequence[int]], "array[int]"]
+"""Returns the completion of a prompt, of the length that the task names."""
+
+
 class SleepingEngine:
     """The client of an engine that needs neither a server nor a GPU."""
 
-    def __init__(self, task: EngineTask, places: Places) -> None:
+    def __init__(self, task: EngineTask, places: Places, says: Says) -> None:
         self._task = task
         self._places = places
+        self._says = says
         self._random = random.Random(0)
 
     async def generate(
@@ -126,10 +136,10 @@ class SleepingEngine:
         seconds = task.seconds
         if task.spread:
             seconds *= 1 + task.spread * self._random.uniform(-1, 1)
-        part = STREAM_INTERVAL if task.streams else task.tokens
+        part, tokens = STREAM_INTERVAL if task.streams else task.tokens, self._says(input_ids)
         while start < task.tokens:
             await asyncio.sleep(seconds * part / task.tokens)
-            completion.add(version, TOKENS[start : start + part], LOGPROBS[start : start + part])
+            completion.add(version, tokens[start : start + part], LOGPROBS[start : start + part])
             start += part
             if grown is not None and start < task.tokens:
                 grown()
@@ -173,9 +183,9 @@ class Waiting:
         return 1.0
 
 
-def recipe(samples: int, tokens: int) -> RunConfig:
-    """Return the recipe of a collector whose groups have ``samples`` episodes."""
-    return RunConfig.model_validate(
+def recipe(task: CollectorTask) -> RunConfig:
+    """Return the recipe of a collector."""
+    config = RunConfig.model_validate(
         {
             "run": {"name": "control", "steps": 1},
             "model": {"path": "nowhere"},
@@ -183,12 +193,28 @@ def recipe(samples: int, tokens: int) -> RunConfig:
             "rollout": {
                 "max_head_offpolicyness": 0,
                 "batch_size": 1,
-                "n_samples_per_prompt": samples,
-                "sampling": {"max_new_tokens": tokens},
+                "n_samples_per_prompt": task.samples,
+                "sampling": {"max_new_tokens": task.engine.tokens},
                 "reward": {"path": "benchmarks.sleeping_engine.Waiting"},
             },
         }
     )
+    if task.turns == 1:
+        return config
+    from benchmarks.episodes.conversing import workflow  # imports torch, which others do without
+
+    rollout = config.rollout.model_copy(update={"workflow": workflow(task.turns)})
+    return config.model_copy(update={"rollout": rollout})
+
+
+def speaker(task: CollectorTask) -> tuple[Tokenizer, Says]:
+    """Return the tokenizer of a collector, and what its engines say."""
+    if task.turns == 1:
+        return ConstantTokenizer(), lambda _: TOKENS
+    from benchmarks.episodes.conversing import Speaker
+
+    spoken = Speaker(task.turns, task.engine.tokens)
+    return cast(Tokenizer, spoken.tokenizer), spoken.says
 
 
 async def collect_for(task: CollectorTask, places: Places) -> None:
@@ -197,13 +223,14 @@ async def collect_for(task: CollectorTask, places: Places) -> None:
     spec = CollectorSpec(task.name, 0, task.url, Key(task.key), VOCABULARY, CONTEXT, folder)
     trace = TraceLog(folder, task.name)
     is_connected = False
+    tokenizer, says = speaker(task)
 
     def connect(_: EngineAddress) -> SleepingEngine:
         nonlocal is_connected
         if not is_connected:
             is_connected = True
             print("connected", flush=True)
-        return SleepingEngine(task.engine, places)
+        return SleepingEngine(task.engine, places, says)
 
     def trace_request(request: RequestTrace) -> None:
         trace.write("request", **vars(request))
@@ -215,13 +242,13 @@ async def collect_for(task: CollectorTask, places: Places) -> None:
             plugin = PluginConfig(path="benchmarks.sleeping_engine.Waiting")
             judges = await stack.enter_async_context(JudgePool(JudgingConfig(), plugin, folder, task.name))
         surroundings = Surroundings(
-            ConstantTokenizer(),
+            tokenizer,
             judges,
             connect=connect,
             clock=lambda: task.clock_rate * time.monotonic(),
             trace=trace_request,
         )
-        await collect_in(surroundings, spec, recipe(task.samples, task.engine.tokens))
+        await collect_in(surroundings, spec, recipe(task))
 
 
 async def main() -> None:
@@ -232,13 +259,19 @@ async def main() -> None:
     task = CollectorTask(**given | {"engine": EngineTask(**given["engine"])})
     places = Places()
     collecting = asyncio.create_task(collect_for(task, places))
-    orphaned = asyncio.create_task(reader.read())
+    orphaned = asyncio.create_task(_stand_still_as_told(reader))
     await asyncio.wait({collecting, orphaned}, return_when=asyncio.FIRST_COMPLETED)
     for each in (collecting, orphaned):
         each.cancel()
     with suppress(asyncio.CancelledError, aiohttp.ClientError):
         await collecting
     print(json.dumps(asdict(places.report)))
+
+
+async def _stand_still_as_told(reader: asyncio.StreamReader) -> None:
+    """Block the event loop for the seconds of each line, until the input ends."""
+    while line := await reader.readline():
+        time.sleep(float(line))
 
 
 if __name__ == "__main__":

@@ -147,6 +147,7 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
                 WorkflowReward(judges, limit, recording),
                 rollout.sampling,
                 endpoints and endpoints.of(recording, rollout.sampling),
+                rollout.reward_key,
             ),
             episodes=episodes,
             judge=judging,
@@ -160,6 +161,7 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
             WorkflowReward(judges, limit),
             sampling,
             endpoints and endpoints.of(engines, sampling, is_trained=False),
+            rollout.reward_key,
         )
         evaluations = Evaluations(outbox, greedy, episodes, judging)
         if (close := getattr(workflow, "close", None)) is not None:

@@ -43,14 +43,11 @@ class Tool:
         self._timeout_s = timeout_s
         self._arguments = create_model(self.name, __config__={"extra": "forbid"}, **_fields(path, function))
         self.description = inspect.getdoc(function) or ""
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        """The tool as OpenAI's protocol describes it, which chat templates read."""
         parameters = self._arguments.model_json_schema()
         parameters.pop("title", None)
-        function = {"name": self.name, "description": self.description, "parameters": parameters}
-        return {"type": "function", "function": function}
+        described = {"name": self.name, "description": self.description, "parameters": parameters}
+        self.schema: dict[str, Any] = {"type": "function", "function": described}
+        """The tool as OpenAI's protocol describes it, which chat templates read."""
 
     async def result(self, arguments: str) -> str:
         """Return the result of a call as text. Raises what the tool raises, but for ToolError."""

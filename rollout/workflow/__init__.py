@@ -9,8 +9,10 @@ from slipstream.rollout.trajectory import Completion, Messages, Prompt, Trajecto
 from slipstream.rollout.workflow.agent import Agent
 from slipstream.rollout.workflow.dialogue import Dialogue
 from slipstream.rollout.workflow.endpoint import PolicyEndpoint
-from slipstream.rollout.workflow.multi_turn import MultiTurn, ToolUse, limited
+from slipstream.rollout.workflow.limited import limited
+from slipstream.rollout.workflow.multi_turn import MultiTurn, ToolUse
 from slipstream.rollout.workflow.single_turn import SingleTurn
+from slipstream.rollout.workflow.verifiers import Verifiers
 
 __all__ = [
     "Agent",
@@ -22,6 +24,7 @@ __all__ = [
     "SingleTurn",
     "Tokenizer",
     "ToolUse",
+    "Verifiers",
     "Workflow",
     "WorkflowContext",
     "limited",
@@ -82,6 +85,8 @@ class WorkflowContext:
     """``rollout.sampling`` of the recipe, or what an evaluation uses in its place."""
     endpoint: PolicyEndpoint | None = None
     """An endpoint for agents. None unless the workflow has an attribute ``needs_endpoint`` that is true."""
+    reward_key: str = "reward"
+    """``rollout.reward_key`` of the recipe: the name of the number that trains, in a mapping of rewards."""
 
 
 class Workflow(Protocol):

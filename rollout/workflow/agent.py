@@ -15,25 +15,21 @@ import json
 import os
 import tempfile
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast, get_args
-
-import numpy as np
+from typing import TYPE_CHECKING, cast
 
 from slipstream.rollout.network import directly
 from slipstream.rollout.plugins import PluginError, resolve
 from slipstream.rollout.programs.call import command_of
 from slipstream.rollout.programs.program import ProgramEnd, run_program
 from slipstream.rollout.temporary import OwnedFolder
-from slipstream.rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.workflow.guest import Guest, GuestFailed, wrong_limits
+from slipstream.rollout.workflow.limited import OnLimit
 
 if TYPE_CHECKING:
-    from slipstream.rollout.workflow import WorkflowContext
     from slipstream.rollout.workflow.endpoint import OpenEndpoint
-
-OnLimit = Literal["train", "mask", "drop"]
 
 HOST = "127.0.0.1"
 
@@ -41,26 +37,16 @@ Run = Callable[[str, str, object, dict[str, object]], object]
 """``run(base_url, api_key, prompt, metadata)``, which returns a number, a mapping or None, or awaits it."""
 
 
-class AgentFailed(RuntimeError):
-    """An agent has failed for a reason outside the policy."""
-
-
-class EpisodeDropped(RuntimeError):
-    """An episode was stopped by a limit, and ``on_limit`` is ``drop``."""
-
-
-class Agent:
+class Agent(Guest):
     """Runs an agent for each episode, and trains what the policy has answered it.
 
         workflow:
           path: slipstream.rollout.workflow.Agent
           args: {run: my_package.agents.solve, max_turns: 20}
 
-    The agent is given the endpoint's ``base_url`` and a key of this attempt. It returns the reward, a mapping
-    with the reward under ``reward_key``, or None, so that the recipe's reward judges the episode.
+    The agent is given the endpoint's ``base_url`` and a key of this attempt. It returns what a reward returns
+    (a number, or a mapping of numbers), or None, so that the recipe's reward judges the episode.
     """
-
-    needs_endpoint = True
 
     def __init__(
         self,
@@ -70,35 +56,21 @@ class Agent:
         max_turns: int | None = None,
         max_tokens: int | None = None,
         on_limit: OnLimit = "train",
-        reward_key: str = "reward",
     ) -> None:
         """Take the agent from either ``run``, the import path of a function, or ``command``, a program.
 
         ``max_turns``, ``max_tokens``: completions and sampled tokens of an episode, behind which requests are
-        refused. ``on_limit`` says what becomes of an episode that such a limit, or the length of the context,
-        has stopped. ``train``: it is trained like others. ``mask``: none of its tokens carries loss; its
-        reward counts in the baseline of its group. ``drop``: the attempt counts as failed, and another one
-        takes its place. Raises PluginError, with all that is wrong.
+        refused. ``on_limit``: treatment of an episode that such a limit, or the length of the context, has
+        stopped. Raises PluginError, with all that is wrong.
         """
-        wrong = [
-            *_wrong_agent(run, command),
-            *(
-                f"{name}: expected a whole number from 1, found {value!r}"
-                for name, value in (("max_turns", max_turns), ("max_tokens", max_tokens))
-                if value is not None and not _is_positive(value)
-            ),
-        ]
-        if on_limit not in get_args(OnLimit):
-            wrong.append(f"on_limit: expected one of {', '.join(get_args(OnLimit))}, found {on_limit!r}")
+        wrong = [*_wrong_agent(run, command), *wrong_limits(max_turns, max_tokens, on_limit)]
         function = None
         if run is not None and not wrong:
             function = cast(Run, resolve(run))
             wrong += _wrong_function(run, function)
         if wrong:
             raise PluginError(f"slipstream.rollout.workflow.Agent: {'; '.join(wrong)}")
-        self._limits = {"max_turns": max_turns, "max_tokens": max_tokens}
-        self._on_limit: OnLimit = on_limit
-        self._reward_key = reward_key
+        super().__init__(max_turns=max_turns, max_tokens=max_tokens, on_limit=on_limit)
         self._run = function if function is not None and _is_async(function) else None
         self._command = command_of(run) if run is not None else tuple(command or ())
         self._is_command = command is not None
@@ -106,25 +78,8 @@ class Agent:
         self._prompts = OwnedFolder(Path(tempfile.gettempdir()), "prompts")
         weakref.finalize(self, self._prompts.remove)
 
-    async def run(self, prompt: Prompt, context: WorkflowContext) -> Sequence[Trajectory]:
-        """Run one episode."""
-        assert context.endpoint is not None, "the collector serves an endpoint for this workflow"
-        async with context.endpoint.open(**self._limits) as endpoint:
-            result: object = None
-            try:
-                result = await endpoint.run(self._result(endpoint, prompt))
-            except Exception:
-                if endpoint.limit is None:
-                    raise
-            if endpoint.limit is not None and self._on_limit == "drop":
-                raise EpisodeDropped(f"the episode was stopped by {endpoint.limit}, and on_limit is drop")
-            trajectories = endpoint.trajectories()
-            if endpoint.limit is not None and self._on_limit == "mask":
-                trajectories = [_masked(trajectory) for trajectory in trajectories]
-        reward = self._reward(result)
-        return [replace(trajectory, reward=reward) for trajectory in trajectories]
-
-    async def _result(self, endpoint: OpenEndpoint, prompt: Prompt) -> object:
+    async def result(self, endpoint: OpenEndpoint, prompt: Prompt) -> object:
+        """Run the agent. Raises GuestFailed, and what the agent raises."""
         base_url, metadata = f"{endpoint.base_url}/v1", _metadata(prompt)
         if self._run is not None:
             running = cast(
@@ -138,7 +93,7 @@ class Agent:
         return _last_json(await self._program(endpoint, given))
 
     async def _program(self, endpoint: OpenEndpoint, given: str) -> ProgramEnd:
-        """Run the program of an episode. Raises AgentFailed."""
+        """Run the program of an episode. Raises GuestFailed."""
         fd, path = tempfile.mkstemp(suffix=".json", dir=self._prompts.path)
         try:
             with os.fdopen(fd, "w") as file:
@@ -154,30 +109,14 @@ class Agent:
         finally:
             Path(path).unlink(missing_ok=True)
         if end.code:
-            raise AgentFailed(
+            raise GuestFailed(
                 f"{self._command[0]} has ended with exit code {end.code}: {end.errors[-_LONGEST_NOTE:]}"
             )
         return end
 
-    def _reward(self, result: object) -> float | None:
-        """Return the reward in what an agent has returned. Raises ValueError."""
-        if isinstance(result, Mapping):
-            values = cast("Mapping[str, object]", result)
-            if self._reward_key not in values:
-                raise ValueError(
-                    f"the agent returned a mapping with the keys {sorted(values)}, expected "
-                    f"{self._reward_key!r} among them (reward_key)"
-                )
-            result = values[self._reward_key]
-        return cast("float | None", result)  # whoever runs the episode checks that it is a finite number
-
 
 _LONGEST_NOTE = 4000
 """Characters of a program's errors in the reason of a failure."""
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _wrong_agent(run: object, command: object) -> list[str]:
@@ -220,7 +159,3 @@ def _last_json(end: ProgramEnd) -> object:
     except ValueError:
         return None
     return cast(object, value) if isinstance(value, int | float | dict) else None
-
-
-def _masked(trajectory: Trajectory) -> Trajectory:
-    return replace(trajectory, loss_mask_T=np.zeros_like(trajectory.loss_mask_T))

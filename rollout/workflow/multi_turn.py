@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
@@ -18,26 +18,12 @@ from slipstream.rollout.environment.pool import EnvironmentPool
 from slipstream.rollout.environment.tools import ToolEnvironment
 from slipstream.rollout.trajectory import Prompt, Trajectory, joined
 from slipstream.rollout.workflow.dialogue import Dialogue
+from slipstream.rollout.workflow.limited import OnLimit, limited, wrong_on_limit
 
 if TYPE_CHECKING:
     from slipstream.rollout.workflow import WorkflowContext
 
 _PLUGIN: TypeAdapter[PluginConfig] = TypeAdapter(Plugin)
-
-OnLimit = Literal["train", "mask", "drop"]
-"""Treatment of an episode that a limit has ended: it is trained like others; no token of it carries loss, but
-its reward counts in its group; or its group is formed without it."""
-
-
-def limited(trajectory: Trajectory, on_limit: OnLimit) -> Trajectory:
-    """Return the trajectory of an episode that a limit has ended, as it is to be trained."""
-    match on_limit:
-        case "train":
-            return trajectory
-        case "mask":
-            return trajectory.without_loss()
-        case "drop":
-            return trajectory.without_loss(is_dropped=True)
 
 
 class MultiTurn:
@@ -68,8 +54,8 @@ class MultiTurn:
         ``reset_timeout_s``, ``reset_attempts``: see ``EnvironmentPool``. ``template``: settings of the chat
         template.
         """
-        if on_limit not in ("train", "mask", "drop"):
-            raise ValueError(f"on_limit: {on_limit!r}, expected train, mask or drop")
+        if wrong := wrong_on_limit(on_limit):
+            raise ValueError(wrong[0])
         plugin = _PLUGIN.validate_python(environment)
         make: Callable[..., Environment] = plugins.resolve(plugin.path)
         plugins.check_args(plugin.path, make, plugin.args)

@@ -73,7 +73,8 @@ class Episode:
     failures: list[str]
     """Of its attempts."""
     trajectories: list[dict[str, Any]]
-    """``tokens``, ``mask``, ``logprobs``, ``versions``, ``finish``, ``reward`` of each."""
+    """``tokens``, ``mask``, ``logprobs``, ``versions``, ``finish``, ``reward``, ``parts`` and ``dropped`` of
+    each."""
     sampled: list[dict[str, Any]]
     """``ids``, ``tokens``, ``logprobs``, ``versions``, ``start``, ``fields`` of each request to an engine."""
     open: int
@@ -214,6 +215,8 @@ class Runner:
         self._config = config
         self._held: dict[str, Any] = {}
         """Records of episodes, by name."""
+        self._workflows: dict[str, Any] = {}
+        """By their settings."""
 
     async def run(self, order: dict[str, Any]) -> dict[str, Any]:
         from slipstream.configs.schema import PluginConfig
@@ -239,7 +242,8 @@ class Runner:
             asked = GreedyGenerator(engines) if is_evaluation else record
             sampling = rollout.sampling
             endpoint = self._served.of(asked, sampling, is_trained=not order.get("evaluation"))
-            return WorkflowContext(asked, self._tokenizer, None, sampling, endpoint)  # type: ignore[arg-type]
+            key = order.get("reward_key", rollout.reward_key)
+            return WorkflowContext(asked, self._tokenizer, None, sampling, endpoint, key)  # type: ignore[arg-type]
 
         class Listener:
             def attempt_failed(self, prompt: int, attempt: int, error: str) -> None:
@@ -249,7 +253,10 @@ class Runner:
         host = Host(partial(Recording, engines, outbox, 5, 1, 0), held, context, is_evaluation)
         checking = partial(check, vocab_size=len(self._tokenizer), workflow="agent")
         limit = TimeLimit(order.get("timeout_s", 60))
-        workflow = plugins.build(PluginConfig.model_validate(order["workflow"]))
+        described = json.dumps(order["workflow"])
+        if described not in self._workflows:
+            self._workflows[described] = plugins.build(PluginConfig.model_validate(order["workflow"]))
+        workflow = self._workflows[described]
         episodes = Episodes(workflow, rollout, checking, limit, Listener())
 
         async def send(message: Any, chunks: Any) -> None:
@@ -302,6 +309,8 @@ def _plain(trajectory: Any) -> dict[str, Any]:
         "versions": [None if version == UNSAMPLED else version for version in trajectory.versions_T.tolist()],
         "finish": trajectory.finish.value,
         "reward": trajectory.reward,
+        "parts": dict(trajectory.reward_parts),
+        "dropped": trajectory.is_dropped,
     }
 
 

@@ -60,7 +60,7 @@ async def use_tools(base_url: str, api_key: str, prompt: str, metadata: dict[str
             messages.append({"role": "tool", "tool_call_id": call.id, "content": f"rain in {city}"})
         messages.append(user("#say It rains."))
         await say(policy, messages, tools=TOOLS)
-    return {"reward": float(metadata["level"]), "length": 3.0}
+    return {"reward": float(metadata["level"]), "length": 5.0}
 
 
 async def talk_to_claude(base_url: str, api_key: str, prompt: str, metadata: dict[str, Any]) -> None:

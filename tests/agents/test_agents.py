@@ -124,18 +124,33 @@ def test_a_truncated_episode_is_masked_or_dropped(collector):
     [trajectory] = masked.trajectories
     assert (set(trajectory["mask"]), trajectory["reward"]) == ({False}, 1.0)
     dropped = collector.episode(agent("go_on", max_turns=2, on_limit="drop"), attempts=2)
-    assert dropped.attempts == 2
-    assert "EpisodeDropped: the episode was stopped by max_turns" in dropped.error
+    assert (dropped.error, dropped.attempts) == (None, 1), dropped.failures
+    [trajectory] = dropped.trajectories
+    assert (set(trajectory["mask"]), trajectory["dropped"]) == ({False}, True)
     within = collector.episode(agent("talk", max_turns=3, on_limit="drop"))
     assert within.trained() == [[0, 1, 2]]
 
 
 def test_a_full_context_is_a_limit_unless_the_agent_goes_on(collector):
     episode = collector.episode(agent("fill_context", on_limit="drop"))
-    assert "stopped by context" in episode.error
+    assert [trajectory["dropped"] for trajectory in episode.trajectories] == [True], episode.failures
     episode = collector.episode(agent("fill_context", on_limit="drop"), "compact")
     assert episode.error is None, episode.failures
     assert episode.trained() == [[0], [1]]
+    assert not any(trajectory["dropped"] for trajectory in episode.trajectories)
+
+
+# ---- rewards
+
+
+@pytest.mark.parametrize(
+    ("key", "reward", "parts"), [("reward", 3.0, {"length": 5.0}), ("length", 5.0, {"reward": 3.0})]
+)
+def test_the_recipe_names_the_number_that_trains_and_the_others_are_parts(collector, key, reward, parts):
+    episode = collector.episode(agent("use_tools"), metadata={"level": 3}, reward_key=key)
+    assert episode.error is None, episode.failures
+    assert {trajectory["reward"] for trajectory in episode.trajectories} == {reward}
+    assert [trajectory["parts"] for trajectory in episode.trajectories] == [parts] * len(episode.trajectories)
 
 
 # ---- time

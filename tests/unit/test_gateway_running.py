@@ -214,3 +214,22 @@ async def test_closing_cancels_all_turns_and_waits_until_they_are_durable():
     scene.log.release()
     await asyncio.wait_for(closing, 5)
     assert len(scene.answers.ended) == 2
+
+
+@on_a_loop
+async def test_the_number_of_answers_that_are_generated_follows_every_end():
+    scene = Scene()
+    turn = scene.start(choices=3)
+    assert scene.turns.answers == 3
+    scene.put(b"a.", STOP)
+    await turn.answers[0].ended()
+    assert scene.turns.answers == 2
+    scene.turns.abort(turn)
+    assert scene.turns.answers == 0
+    scene.turns.leave(turn)
+
+    at_once = scene.start()
+    scene.turns.leave(at_once)
+    assert scene.turns.answers == 0, "its task has not even begun"
+    await asyncio.gather(*at_once.tasks, return_exceptions=True)
+    assert scene.turns.answers == 0

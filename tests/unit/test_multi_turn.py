@@ -299,7 +299,7 @@ def test_a_completion_that_is_cut_off_is_a_limit():
 
 
 def test_a_treatment_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="expected train, mask or drop"):
+    with pytest.raises(ValueError, match="expected one of train, mask, drop"):
         ToolUse([f"{__name__}.add"], parser="qwen25", on_limit="ignore")
 
 

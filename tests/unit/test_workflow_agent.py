@@ -41,7 +41,7 @@ def here(name: str) -> str:
             {"run": here("with_four"), "max_tokens": True},
             "expected a whole number from 1, found True",
         ),
-        ({"run": here("with_four"), "turns": 3}, "`turns` is unknown"),
+        ({"run": here("with_four"), "turns": 3}, "`turns` is unknown: did you mean `max_turns`?"),
     ],
 )
 def test_wrong_settings_are_named(args, why):

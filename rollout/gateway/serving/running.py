@@ -217,18 +217,20 @@ class RunningTurns:
         self._entries = entries
         self._clock = clock
         self._turns: dict[Begun, RunningTurn] = {}
+        self._growing: set[RunningAnswer] = set()
         self._recording: set[asyncio.Task[None]] = set()
 
     @property
     def answers(self) -> int:
-        """Number of answers that are generated now."""
-        return sum(not answer.is_over for turn in self._turns.values() for answer in turn.answers)
+        """Number of answers that are generated now. Every request asks, so that it must not count them."""
+        return len(self._growing)
 
     def start(
         self, begun: Begun, requests: Sequence[TokenRequest], new_answer: Callable[[], RunningAnswer]
     ) -> RunningTurn:
         """Begin to generate one answer for each request. The caller reads it, and leaves it at the end."""
         turn = self._add(begun, [new_answer() for _ in requests])
+        self._growing.update(turn.answers)
         loop = asyncio.get_running_loop()
         turn.tasks = [
             loop.create_task(self._generate(request, answer), name=f"answer in session {begun.session}")
@@ -257,10 +259,13 @@ class RunningTurns:
                 async for delta in deltas:
                     answer.add(delta)
                     if answer.finish is not None:
+                        self._growing.discard(answer)
                         return
             answer.fail(Interrupted("the completion stopped before its end"))
         except Exception as error:
             answer.fail(error)
+        finally:
+            self._growing.discard(answer)
 
     async def record(
         self, turn: RunningTurn, choice: int, message: ChatMessage, exchange: bytes = b""
@@ -279,6 +284,7 @@ class RunningTurns:
             task.cancel()
         for answer in running:
             answer.abort()
+        self._growing.difference_update(running)
         return len(running)
 
     def leave(self, turn: RunningTurn) -> None:
@@ -288,6 +294,7 @@ class RunningTurns:
             return
         for task in turn.tasks:
             task.cancel()
+        self._growing.difference_update(turn.answers)
         for choice, answer in enumerate(turn.answers):
             if answer.recorded is None:
                 message = {"role": "assistant", "content": answer.text}

@@ -1,0 +1,74 @@
+"""Episodes of code that is not ours and talks to the policy over the endpoint of its episode.
+
+open ──► result of the guest ──► close ──► trajectories, with the guest's reward or without
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from slipstream.rollout.reward.value import judgement_of
+from slipstream.rollout.trajectory import Prompt, Trajectory
+from slipstream.rollout.workflow.limited import OnLimit, limited, wrong_on_limit
+
+if TYPE_CHECKING:
+    from slipstream.rollout.workflow import WorkflowContext
+    from slipstream.rollout.workflow.endpoint import OpenEndpoint
+
+
+class GuestFailed(RuntimeError):
+    """A guest has failed for a reason outside the policy."""
+
+
+class Guest(ABC):
+    """A workflow whose episodes are what a guest does with the policy's endpoint."""
+
+    needs_endpoint = True
+
+    def __init__(self, *, max_turns: int | None, max_tokens: int | None, on_limit: OnLimit) -> None:
+        """``max_turns``, ``max_tokens``: completions and sampled tokens of an episode, behind which requests
+        are refused. ``on_limit``: treatment of an episode that such a limit, or the length of the context,
+        has stopped.
+        """
+        self._limits = {"max_turns": max_turns, "max_tokens": max_tokens}
+        self._on_limit: OnLimit = on_limit
+
+    @abstractmethod
+    async def result(self, endpoint: OpenEndpoint, prompt: Prompt) -> object:
+        """Let the guest do an episode. Return what a reward returns, or None: it gives none."""
+
+    async def run(self, prompt: Prompt, context: WorkflowContext) -> Sequence[Trajectory]:
+        """Run one episode. What the guest raises behind a limit is no failure."""
+        assert context.endpoint is not None, "the collector serves an endpoint for this workflow"
+        async with context.endpoint.open(**self._limits) as endpoint:
+            result: object = None
+            try:
+                result = await endpoint.run(self.result(endpoint, prompt))
+            except Exception:
+                if endpoint.limit is None:
+                    raise
+            trajectories = endpoint.trajectories()
+            if endpoint.limit is not None:
+                trajectories = [limited(trajectory, self._on_limit) for trajectory in trajectories]
+        if result is None:
+            return trajectories
+        judgement = judgement_of(result, context.reward_key)
+        return [trajectory.judged(judgement.reward, judgement.parts) for trajectory in trajectories]
+
+
+def wrong_limits(max_turns: object, max_tokens: object, on_limit: object) -> list[str]:
+    """Return what is wrong with the limits of a guest."""
+    return [
+        *(
+            f"{name}: expected a whole number from 1, found {value!r}"
+            for name, value in (("max_turns", max_turns), ("max_tokens", max_tokens))
+            if value is not None and not _is_positive(value)
+        ),
+        *wrong_on_limit(on_limit),
+    ]
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
