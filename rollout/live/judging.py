@@ -119,7 +119,7 @@ class LiveJudging:
                 self._turns.ask_again(id_)
                 raise
             else:
-                if verdict.score is None:
+                if verdict.score is None and verdict.teacher is None:
                     self._has_no_score(question[1])
                     self._later(id_)
                 else:

@@ -39,8 +39,8 @@ FLOORS = {
     "bridge": ({"hf"}, {"model"}, {"families", "shards"}, {"publish"}, {"transport"}),
     "rollout": (
         {"changes", "durable", "garbage", "gpu_environment", "heaps", "linux", "network", "plugins"}
-        | {"temporary", "trajectory"},
-        {"sandbox"},
+        | {"teacher", "temporary"},
+        {"sandbox", "trajectory"},
         {"control", "conversation", "prompts", "record", "reward"},
         {"programs", "turns"},
         {"engine", "judge", "ledger"},
