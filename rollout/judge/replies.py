@@ -83,6 +83,8 @@ def ruled(question: Question, value: Any) -> Ruled:
         question.number,
         None if score is None else number_of(score),
         None if hint is None else shortened(hint, LONGEST_HINT),
+        value.votes,
+        value.nothing_to_learn is True,
     )
 
 

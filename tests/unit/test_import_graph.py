@@ -40,10 +40,12 @@ FLOORS = {
     "rollout": (
         {"changes", "durable", "garbage", "gpu_environment", "heaps", "linux", "network", "plugins"}
         | {"temporary", "trajectory"},
-        {"sandbox"},
-        {"control", "conversation", "prompts", "record", "reward"},
+        {"sandbox", "tokenizer"},
+        {"control", "conversation", "prompts", "record"},
         {"programs", "turns"},
-        {"engine", "judge", "ledger"},
+        {"engine", "ledger"},
+        {"reward"},
+        {"judge"},
         {"environment"},
         {"workflow"},
         {"compat", "live", "messages"},
