@@ -1,7 +1,12 @@
 """The record of an episode: chunks of bytes that are appended while it grows and never written again.
 
     chunk       u32 context | u32 sampled | i4[context + sampled] token ids | f4[sampled] log-probs
+    scores      u32 2^32 - 1 | u32 back | u32 tokens | u32 k
+                | f4[tokens] log-probs | i4[tokens * k] token ids | f4[tokens * k] log-probs
     trajectory  its chunks, one behind the other, and a ``TrajectoryHeader`` kept beside them
+
+Scores of a teacher may stand behind any chunk. Their first token is ``back`` tokens before that place, so
+that they mean the same tokens wherever their chunks are copied to.
 
 All numbers are little-endian. Context tokens were sampled by no policy and have no log-prob; the sampled
 tokens of a chunk follow its context. A chunk is encoded once, where the tokens arrive, and decoded once,
@@ -9,6 +14,7 @@ where they are trained. Whatever carries, stores or decides about it in between 
 """
 
 import hashlib
+import io
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.rollout.teacher import TeacherScores, placed
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory, TrajectoryHeader
 
 
@@ -54,6 +61,15 @@ class DecodedChunk(NamedTuple):
     """Behaviour log-probs, float32 [S]."""
 
 
+class ScoresPart(NamedTuple):
+    """A teacher's scores of some of the tokens that stand before them."""
+
+    back: int
+    """Number of tokens from the first of them up to this place."""
+    scores: TeacherScores
+    encoded: bytes | memoryview
+
+
 class Ref(NamedTuple):
     """Where the payload of one chunk stands in the segments of a ledger."""
 
@@ -75,6 +91,9 @@ encode = msgspec.msgpack.Encoder().encode
 
 REF = struct.Struct("<IQII")
 _LENGTHS = struct.Struct("<II")
+_SCORES = struct.Struct("<IIII")
+_IS_SCORES = 2**32 - 1
+"""Stands where a chunk has its number of context tokens."""
 
 
 Ids = Sequence[int] | npt.NDArray[np.integer]
@@ -93,12 +112,56 @@ def encode_chunk(context: Ids, tokens: Ids, logprobs: LogProbs) -> bytes:
     )
 
 
+def encode_scores(scores: TeacherScores, *, replaces: bool = False) -> bytes:
+    """Return a teacher's scores of the last tokens before the place where they will stand.
+
+    Tokens without a value at both ends are left out; nothing is returned if no token has one. ``replaces``:
+    there are earlier scores of the same tokens, of which nothing is to be left.
+    """
+    has_value_T = scores.has_T | scores.has_top_T | replaces
+    if not has_value_T.any():
+        return b""
+    first, end = int(has_value_T.argmax()), len(scores) - int(has_value_T[::-1].argmax())
+    kept = scores.part(first, end)
+    return b"".join(
+        (
+            _SCORES.pack(_IS_SCORES, len(scores) - first, len(kept), kept.k),
+            kept.logp_T.astype("<f4", copy=False).tobytes(),
+            kept.top_ids_TK.astype("<i4", copy=False).tobytes(),
+            kept.top_logp_TK.astype("<f4", copy=False).tobytes(),
+        )
+    )
+
+
+def decode_scores(data: bytes | memoryview, tokens: int) -> TeacherScores:
+    """Return the scores of the last ``tokens`` tokens before ``data``, which nothing else is in.
+
+    Raises CorruptRecord.
+    """
+    parts = list(_decode_parts(data))
+    if len(parts) != 1 or not isinstance(parts[0], ScoresPart):
+        raise CorruptRecord(f"{len(data)} bytes that are no scores of a teacher")
+    return _placed(tokens, [(tokens - parts[0].back, parts[0].scores)])
+
+
 def decode_chunks(data: bytes | memoryview) -> Iterator[DecodedChunk]:
-    """Yield the chunks of ``data``, which stand one behind the other. Raises CorruptRecord."""
+    """Yield the chunks of ``data``, which stand one behind the other, without scores of a teacher.
+
+    Raises CorruptRecord.
+    """
+    return (part for part in _decode_parts(data) if isinstance(part, DecodedChunk))
+
+
+def _decode_parts(data: bytes | memoryview) -> Iterator[DecodedChunk | ScoresPart]:
     start = 0
     while start < len(data):
         try:
             n_context, n_sampled = _LENGTHS.unpack_from(data, start)
+            if n_context == _IS_SCORES:
+                part = _scores_at(data, start)
+                yield part
+                start += len(part.encoded)
+                continue
             ids = np.frombuffer(data, "<i4", n_context + n_sampled, start + _LENGTHS.size)
             logprobs_start = start + _LENGTHS.size + ids.nbytes
             logprobs = np.frombuffer(data, "<f4", n_sampled, logprobs_start)
@@ -108,17 +171,65 @@ def decode_chunks(data: bytes | memoryview) -> Iterator[DecodedChunk]:
         start = logprobs_start + logprobs.nbytes
 
 
+def _scores_at(data: bytes | memoryview, start: int) -> ScoresPart:
+    _, back, tokens, k = _SCORES.unpack_from(data, start)
+    ids_start = start + _SCORES.size + 4 * tokens
+    scores = TeacherScores(
+        np.frombuffer(data, "<f4", tokens, start + _SCORES.size),
+        np.frombuffer(data, "<i4", tokens * k, ids_start).reshape(tokens, k),
+        np.frombuffer(data, "<f4", tokens * k, ids_start + 4 * tokens * k).reshape(tokens, k),
+    )
+    end = ids_start + 8 * tokens * k
+    return ScoresPart(back, scores, data[start:end])
+
+
+def _placed(tokens: int, parts: Sequence[tuple[int, TeacherScores]]) -> TeacherScores:
+    try:
+        return placed(tokens, parts)
+    except ValueError as error:
+        raise CorruptRecord(str(error)) from error
+
+
+def count_chunk_tokens(data: bytes | memoryview) -> tuple[int, int]:
+    """Return the numbers of context tokens and of sampled tokens of chunks, whose tokens are not looked at.
+
+    Raises CorruptRecord.
+    """
+    context = sampled = start = 0
+    try:
+        while start < len(data):
+            more_context, more_sampled = _LENGTHS.unpack_from(data, start)
+            if more_context == _IS_SCORES:
+                _, _, tokens, k = _SCORES.unpack_from(data, start)
+                start += _SCORES.size + 4 * tokens * (1 + 2 * k)
+                continue
+            context, sampled = context + more_context, sampled + more_sampled
+            start += _LENGTHS.size + 4 * more_context + 8 * more_sampled
+    except struct.error as error:
+        raise CorruptRecord(f"not a chunk at byte {start} of {len(data)}") from error
+    if start != len(data):
+        raise CorruptRecord(f"chunks of {start} bytes in {len(data)}")
+    return context, sampled
+
+
 def cut_chunks(data: bytes | memoryview, kept: Sequence[int]) -> bytes:
-    """Return the first ``kept`` tokens of each chunk of ``data``. Raises CorruptRecord."""
-    parts: list[bytes] = []
-    for chunk, tokens in zip(decode_chunks(data), kept, strict=True):
-        n = max(0, tokens - len(chunk.context))
-        parts.append(encode_chunk(chunk.context[:tokens], chunk.tokens[:n], chunk.logprobs[:n]))
-    return b"".join(parts)
+    """Return the first ``kept`` tokens of each chunk of ``data``, with the scores behind the chunks.
+
+    Scores stay as they are: a chunk that has any must be kept whole. Raises CorruptRecord.
+    """
+    cut, lengths = io.BytesIO(), iter(kept)
+    for part in _decode_parts(data):
+        if isinstance(part, ScoresPart):
+            cut.write(part.encoded)
+            continue
+        tokens = next(lengths, 0)
+        n = max(0, tokens - len(part.context))
+        cut.write(encode_chunk(part.context[:tokens], part.tokens[:n], part.logprobs[:n]))
+    return cut.getvalue()
 
 
 def encode_trajectory(trajectory: Trajectory, start: int = 0) -> bytes:
-    """Return the chunks of all tokens from token ``start`` on."""
+    """Return the chunks of all tokens from token ``start`` on, and behind them a teacher's scores, if any."""
     chunks: list[bytes] = []
     context_start = begin = start
     for version, _, end in _joined(trajectory.header.runs):
@@ -132,6 +243,8 @@ def encode_trajectory(trajectory: Trajectory, start: int = 0) -> bytes:
         context_start = begin = end
     if begin > context_start:
         chunks.append(encode_chunk(trajectory.tokens_T[context_start:begin], (), ()))
+    if trajectory.teacher is not None:
+        chunks.append(encode_scores(trajectory.teacher))
     return b"".join(chunks)
 
 
@@ -151,9 +264,15 @@ def decode_trajectory(data: bytes | memoryview, header: TrajectoryHeader) -> Tra
     """Return the trajectory whose chunks are ``data``. Raises CorruptRecord when the two do not fit."""
     tokens: list[npt.NDArray[np.int32]] = []
     logprobs: list[npt.NDArray[np.float32]] = []
-    for chunk in decode_chunks(data):
-        tokens += (chunk.context, chunk.tokens)
-        logprobs += (np.zeros(len(chunk.context), np.float32), chunk.logprobs)
+    scores: list[tuple[int, TeacherScores]] = []
+    length = 0
+    for part in _decode_parts(data):
+        if isinstance(part, ScoresPart):
+            scores.append((length - part.back, part.scores))
+            continue
+        tokens += (part.context, part.tokens)
+        logprobs += (np.zeros(len(part.context), np.float32), part.logprobs)
+        length += len(part.context) + len(part.tokens)
     tokens_T = np.concatenate(tokens).astype(np.int64) if tokens else np.zeros(0, np.int64)
     logprobs_T = np.concatenate(logprobs).astype(np.float32) if logprobs else np.zeros(0, np.float32)
     ends = [end for _, _, end in header.runs]
@@ -175,6 +294,7 @@ def decode_trajectory(data: bytes | memoryview, header: TrajectoryHeader) -> Tra
             header.reward_parts,
             header.siblings,
             header.is_dropped,
+            _placed(length, scores) if scores else None,
         )
     except (ValueError, OverflowError) as error:
         raise CorruptRecord(str(error)) from error

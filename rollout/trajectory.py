@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.rollout.teacher import TeacherScores, placed
+
 Messages = list[dict[str, Any]]
 """A chat: one dictionary for each message, with at least `role` and `content`."""
 
@@ -139,7 +141,7 @@ class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, gc=False):
     finish: Finish
     retractions: int = 0
     reward: float | None = None
-    turn_rewards: tuple[tuple[int, float], ...] = ()
+    turn_rewards: tuple[tuple[int, float | None], ...] = ()
     reward_parts: RewardParts = ()
     siblings: tuple[int, ...] = ()
     is_dropped: bool = False
@@ -214,9 +216,10 @@ class Trajectory:
     reward: float | None = None
     """Reward of the episode. None until it has been judged: a workflow that returns None leaves the judging
     to the recipe's reward."""
-    turn_rewards: tuple[tuple[int, float], ...] = ()
+    turn_rewards: tuple[tuple[int, float | None], ...] = ()
     """(end, reward) of each turn, in order: the index behind its last token, and what this turn alone is
-    worth. Empty where only the episode is judged. Used with ``actor.turns``."""
+    worth. Empty where only the episode is judged. Used with ``actor.turns``. None: the turn of a live user
+    that only a teacher has scored."""
     reward_parts: RewardParts = ()
     """Further numbers of the reward, by name. They are metrics and train nothing."""
     siblings: tuple[int, ...] = ()
@@ -224,8 +227,16 @@ class Trajectory:
     there is one."""
     is_dropped: bool = False
     """The episode is left out of its group: it has no loss, and its reward is in no mean."""
+    teacher: TeacherScores | None = None
+    """Log-probs of the tokens under a teacher, for ``actor.advantage`` with terms of a teacher whose scores
+    come with the trajectory. None: there are none."""
 
     def __post_init__(self) -> None:
+        if self.teacher is not None and len(self.teacher) != len(self.tokens_T):
+            raise ValueError(
+                f"a teacher's scores of {len(self.teacher)} tokens, and {len(self.tokens_T)} tokens: "
+                "expected one for each, NaN where there is no value"
+            )
         if self.is_dropped and self.loss_mask_T.any():
             raise ValueError("tokens of an episode that is dropped carry loss: use `without_loss`")
         if self.turn_rewards:
@@ -249,7 +260,7 @@ class Trajectory:
                     f"a turn ends at token {end}, but the turn before it ends at {start} and the trajectory "
                     f"has {len(self.tokens_T)} tokens: turns must be in order, each with at least one token"
                 )
-            if not isfinite(reward):
+            if reward is not None and not isfinite(reward):
                 raise ValueError(
                     f"the turn that ends at token {end} has the reward {reward}, expected a finite number"
                 )
@@ -263,7 +274,7 @@ class Trajectory:
             self.finish,
             self.retractions,
             self.reward,
-            tuple((int(end), float(reward)) for end, reward in self.turn_rewards),
+            tuple((int(end), None if reward is None else float(reward)) for end, reward in self.turn_rewards),
             self.reward_parts,
             tuple(int(end) for end in self.siblings),
             self.is_dropped,
@@ -287,9 +298,15 @@ class Trajectory:
         """Number of tokens that a policy sampled, including tokens that are too old to carry loss."""
         return self.header.sampled_length
 
-    def judged(self, reward: float, parts: RewardParts = ()) -> "Trajectory":
-        """Return a copy with the reward of the episode, and its parts."""
-        trajectory = replace(self, reward=reward, reward_parts=parts)
+    def judged(
+        self, reward: float, parts: RewardParts = (), teacher: TeacherScores | None = None
+    ) -> "Trajectory":
+        """Return a copy with the reward of the episode, and its parts.
+
+        ``teacher``: takes the place of the scores that the trajectory has, if any; None: those stay.
+        """
+        teacher = self.teacher if teacher is None else teacher
+        trajectory = replace(self, reward=reward, reward_parts=parts, teacher=teacher)
         header = msgspec.structs.replace(self.header, reward=reward, reward_parts=parts)
         trajectory.__dict__["header"] = header  # as computed
         return trajectory
@@ -321,6 +338,7 @@ class Trajectory:
             turns,
             self.reward_parts,
             is_dropped=self.is_dropped,
+            teacher=None if self.teacher is None else self.teacher.part(start, end),
         )
 
     def turn_T(self) -> npt.NDArray[np.intp]:
@@ -367,7 +385,17 @@ def joined(trajectories: Sequence[Trajectory]) -> Trajectory:
         tuple(mean_parts(trajectory.reward_parts for trajectory in trajectories).items()),
         tuple(ends),
         all(trajectory.is_dropped for trajectory in trajectories),
+        _joined_teacher(trajectories, ends),
     )
+
+
+def _joined_teacher(trajectories: Sequence[Trajectory], ends: Sequence[int]) -> TeacherScores | None:
+    parts = [
+        (start, trajectory.teacher)
+        for start, trajectory in zip((0, *ends), trajectories, strict=False)
+        if trajectory.teacher is not None
+    ]
+    return placed(ends[-1], parts) if parts else None
 
 
 def mean_parts(parts: Iterable[RewardParts]) -> dict[str, float]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from slipstream.backend.monitor.summary import RunSummary
     from slipstream.configs.schema import RunConfig
     from slipstream.rollout.reward import Reward
+    from slipstream.rollout.teacher import TeacherScores
     from slipstream.rollout.trajectory import Prompt, Trajectory, TrajectoryBuilder
     from slipstream.rollout.workflow import Generator, Workflow
 
@@ -28,6 +29,7 @@ __all__ = [
     "Generator",
     "Prompt",
     "Reward",
+    "TeacherScores",
     "Trajectory",
     "TrajectoryBuilder",
     "Workflow",
@@ -40,6 +42,7 @@ _WHERE = {
     "Generator": "slipstream.rollout.workflow",
     "Prompt": "slipstream.rollout.trajectory",
     "Reward": "slipstream.rollout.reward",
+    "TeacherScores": "slipstream.rollout.teacher",
     "Trajectory": "slipstream.rollout.trajectory",
     "TrajectoryBuilder": "slipstream.rollout.trajectory",
     "Workflow": "slipstream.rollout.workflow",

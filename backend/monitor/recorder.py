@@ -124,7 +124,7 @@ class Recorder:
     def step(self, step: TrainedStep, status: RunStatus) -> None:
         version, metrics, report, times = step.version, step.metrics, step.report, step.times
         trajectories = step.trajectories
-        rewards = [t.reward or 0.0 for t in trajectories if not t.is_dropped]
+        rewards = [t.reward for t in trajectories if not t.is_dropped and t.reward is not None]
         now, generated = self._clock(), status.tokens_generated
         then, before = self._last_step
         self._last_step = (now, generated)
@@ -164,7 +164,7 @@ class Recorder:
             self._trace.write("publish", end_s=now, **asdict(report))
         self._progress.step(
             status.step,
-            reward=mean(rewards),
+            reward=mean(rewards) if rewards else math.nan,
             head_lag=head_lag,
             tokens_per_s=tokens_per_s,
             held_out=self._unshown,
@@ -232,10 +232,14 @@ class Recorder:
 
 
 def _reward_metrics(rewards: Sequence[float], trajectories: Sequence[TrajectoryHeader]) -> dict[str, Value]:
-    with np.errstate(over="ignore"):
-        metrics: dict[str, Value] = {"reward/mean": mean(rewards), "reward/std": float(np.std(rewards))}
+    metrics: dict[str, Value] = {}
+    if rewards:
+        with np.errstate(over="ignore"):
+            metrics = {"reward/mean": mean(rewards), "reward/std": float(np.std(rewards))}
     trajectories = [trajectory for trajectory in trajectories if not trajectory.is_dropped]
-    turns = [reward for trajectory in trajectories for _, reward in trajectory.turn_rewards]
+    turns = [
+        reward for trajectory in trajectories for _, reward in trajectory.turn_rewards if reward is not None
+    ]
     if turns:
         metrics["reward/turn_mean"] = mean(turns)
     if parts := mean_parts(trajectory.reward_parts for trajectory in trajectories):

@@ -46,8 +46,8 @@ class SimulatedRecord(NumberedGenerator):
     def answered(self, trajectory: Trajectory) -> None:
         self._outbox.answered(*self._key, 0, trajectory.header, b"")
 
-    def judged(self, trajectory: Trajectory) -> None:
-        self._outbox.judged(*self._key, trajectory.header)
+    def judged(self, trajectory: Trajectory, scores: bytes = b"") -> None:
+        self._outbox.judged(*self._key, trajectory.header, scores)
 
 
 class Link:

@@ -214,6 +214,11 @@ class ModelJudge(JudgeSection):
     )
     hint: HintConfig | None = Field(default=None, description="Hints; null: none are asked for.")
 
+    @property
+    def scores_tokens(self) -> bool:
+        """True if a teacher scores the tokens of answers."""
+        return self.hint is not None and self.hint.teacher is not None
+
 
 Judge = Annotated[CodeJudge | ModelJudge, Field(discriminator="type")]
 

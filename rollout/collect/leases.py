@@ -367,8 +367,8 @@ class Leases:
             self._add_piece(sample, key, event, ref)
         elif not was_whole:
             self._end_episode(sample, key, event, ref)
-        elif event.kind == JUDGED and sample.kind == ANSWERED and not ref:
-            self._judge(sample, key, event, None)
+        elif event.kind == JUDGED and sample.kind == ANSWERED:
+            self._add_judgement(sample, key, event, ref)
         else:
             raise MalformedFrame(f"sample {event.sample} of group {event.group} has ended already")
         group.samples[event.sample] = sample
@@ -398,8 +398,13 @@ class Leases:
             self._journal.answered(key, refs, sample.header)
         sample.refs, sample.pieces = refs, []
 
+    def _add_judgement(self, sample: SampleState, key: int, event: Event, ref: bytes) -> None:
+        """Note the reward of a trajectory that has been recorded, and a chunk that came with it, if any."""
+        self._judge(sample, key, event, sample.refs + ref if ref else None)
+        sample.refs += ref
+
     def _judge(self, sample: SampleState, key: int, event: Event, refs: bytes | None) -> None:
-        """Note the reward of a trajectory, which is a new one if there are ``refs``."""
+        """Note the reward of a trajectory. ``refs``: all of its chunks; None: those that are recorded."""
         trajectory = HEADER.decode(event.header)
         if trajectory.reward is None:
             raise MalformedFrame(f"sample {event.sample} of group {event.group} has no reward")

@@ -16,6 +16,7 @@ from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.value import NoNumber, check_parts, number_of
+from slipstream.rollout.teacher import TeacherScores
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory, joined
 from slipstream.rollout.workflow import Workflow, WorkflowContext
 
@@ -69,7 +70,7 @@ class Episodes:
         """``check`` returns a trajectory as it is to be trained, or raises ValueError."""
         self._workflow = workflow
         self._attempts = rollout.episode_attempts
-        self._check = check
+        self.check = check
         self._limit = limit
         self._listener = listener
 
@@ -101,8 +102,8 @@ class Episodes:
     def _whole(self, returned: object) -> Trajectory:
         """Return what a workflow has returned, one trajectory or several, as one. Raises ValueError."""
         if isinstance(returned, Sequence) and not isinstance(returned, str | bytes):
-            return joined([self._check(part) for part in cast("Sequence[object]", returned)])
-        return self._check(returned)
+            return joined([self.check(part) for part in cast("Sequence[object]", returned)])
+        return self.check(returned)
 
     def _failure(self, prompt: Prompt, host: EpisodeHost, error: BaseException) -> str:
         """Return why an attempt has failed. Raises what is no failure of the attempt."""
@@ -174,6 +175,11 @@ def _check_types(trajectory: Trajectory, workflow: str) -> None:
             f"{workflow}: finish is {trajectory.finish!r} and retractions is {trajectory.retractions!r}, "
             "expected a slipstream Finish and an integer"
         )
+    teacher = cast(object, trajectory.teacher)
+    if teacher is not None and not isinstance(teacher, TeacherScores):
+        raise ValueError(f"{workflow}: teacher is {type(teacher).__name__}, expected TeacherScores or None")
+    if any(reward is None for _, reward in trajectory.turn_rewards):
+        raise ValueError(f"{workflow}: a turn has the reward None, expected a finite number")
 
 
 def _check_values(trajectory: Trajectory, vocab_size: int, workflow: str) -> None:
@@ -187,6 +193,11 @@ def _check_values(trajectory: Trajectory, vocab_size: int, workflow: str) -> Non
         )
     if (trajectory.loss_mask_T & ~sampled_T).any():
         raise ValueError(f"{workflow}: tokens carry loss that no policy sampled")
+    if trajectory.teacher is not None and trajectory.teacher.largest_id >= vocab_size:
+        raise ValueError(
+            f"{workflow}: a teacher's token id {trajectory.teacher.largest_id} is outside the vocabulary of "
+            f"{vocab_size}"
+        )
     logprobs = trajectory.logprobs_T[sampled_T]
     is_logprob = np.isfinite(logprobs) & (logprobs <= LARGEST_LOGPROB)
     if not is_logprob.all():

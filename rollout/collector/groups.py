@@ -32,7 +32,7 @@ from slipstream.rollout.messages import (
     Lease,
     PriorSample,
 )
-from slipstream.rollout.record import CorruptRecord, decode_header, decode_trajectory
+from slipstream.rollout.record import CorruptRecord, decode_header, decode_trajectory, encode_scores
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.trajectory import Group, Messages, Prompt, Trajectory
 from slipstream.rollout.workflow import Generator, WorkflowContext
@@ -56,7 +56,7 @@ class EpisodeRecord(Generator, Protocol):
     def accept(self, trajectory: Trajectory) -> None: ...
     def close(self) -> None: ...
     def answered(self, trajectory: Trajectory) -> None: ...
-    def judged(self, trajectory: Trajectory) -> None: ...
+    def judged(self, trajectory: Trajectory, scores: bytes = b"") -> None: ...
 
 
 class EpisodeJudge(Protocol):
@@ -289,8 +289,8 @@ class GroupCollector(Generic[RecordT]):
             trajectory = trajectory.judged(0.0)  # it is in no mean: nobody needs to be asked
             episode.record.judged(trajectory)
         if trajectory.reward is None and not self._judge.of_groups:
-            trajectory = await self._judged(prompt, trajectory)
-            episode.record.judged(trajectory)
+            judgement = await self._judgement(prompt, trajectory)
+            trajectory = self._add_judgement(episode.record, prompt, trajectory, judgement)
         return trajectory
 
     async def _judged_together(
@@ -307,8 +307,7 @@ class GroupCollector(Generic[RecordT]):
         judged: list[Trajectory] = []
         for episode, trajectory, judgement in zip(group.episodes, trajectories, judgements, strict=True):
             if trajectory.reward is None:
-                trajectory = trajectory.judged(judgement.reward, judgement.parts)
-                episode.record.judged(trajectory)
+                trajectory = self._add_judgement(episode.record, prompt, trajectory, judgement)
             judged.append(trajectory)
         return judged
 
@@ -330,12 +329,25 @@ class GroupCollector(Generic[RecordT]):
         except CorruptRecord:  # its bytes are those that were written: a record of another version
             episode.renew(0)
 
-    async def _judged(self, prompt: Prompt, trajectory: Trajectory) -> Trajectory:
+    async def _judgement(self, prompt: Prompt, trajectory: Trajectory) -> Judgement:
         try:
-            judgement = await self._judge.judge(prompt, trajectory)
+            return await self._judge.judge(prompt, trajectory)
         except JudgingFailed as error:
             raise EpisodeFailed(f"prompt {prompt.id}: {error}") from error
-        return trajectory.judged(judgement.reward, judgement.parts)
+
+    def _add_judgement(
+        self, record: EpisodeRecord, prompt: Prompt, trajectory: Trajectory, judgement: Judgement
+    ) -> Trajectory:
+        """Return the trajectory with its judgement, which is sent."""
+        teacher, had_scores = judgement.teacher, trajectory.teacher is not None
+        try:
+            trajectory = trajectory.judged(judgement.reward, judgement.parts, teacher)
+            if teacher is not None:
+                self._episodes.check(trajectory)
+        except ValueError as error:
+            raise EpisodeFailed(f"prompt {prompt.id}: the scores that its reward gave: {error}") from error
+        record.judged(trajectory, b"" if teacher is None else encode_scores(teacher, replaces=had_scores))
+        return trajectory
 
 
 def as_prompt(fields: tuple[int, object, object, dict[str, object]]) -> Prompt:

@@ -119,11 +119,14 @@ class Outbox:
         )
         self._due.set()
 
-    def judged(self, group: int, lease: int, sample: int, header: TrajectoryHeader) -> None:
-        """The reward of a trajectory that was ``answered``."""
+    def judged(
+        self, group: int, lease: int, sample: int, header: TrajectoryHeader, scores: bytes = b""
+    ) -> None:
+        """The reward of a trajectory that was ``answered``, and the chunk with a teacher's scores, if any."""
         waiting = self._answered.pop((group, lease, sample), None)
-        if waiting is None:
-            self._add(Event(group, lease, sample, JUDGED, _raw(header)))
+        if waiting is None or scores:
+            crc = checksum(scores) if scores else 0
+            self._add(Event(group, lease, sample, JUDGED, _raw(header), 0, len(scores), crc), scores)
         else:
             event = self._next.events[waiting]
             event.kind, event.header = JUDGED, _raw(header)

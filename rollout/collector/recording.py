@@ -319,9 +319,10 @@ class Recording:
             encode_trajectory(trajectory, start),
         )
 
-    def judged(self, trajectory: Trajectory) -> None:
-        """Send the reward of the trajectory that was ``answered``."""
-        self._outbox.judged(*self._key, trajectory.header)
+    def judged(self, trajectory: Trajectory, scores: bytes = b"") -> None:
+        """Send the reward of the trajectory that was ``answered``, and encoded scores of a teacher that came
+        with it."""
+        self._outbox.judged(*self._key, trajectory.header, scores)
 
     def _common(self, trajectory: Trajectory) -> int:
         """Return the number of tokens of the record if it is the beginning of the trajectory, else 0."""

@@ -33,8 +33,10 @@ from slipstream.rollout.judge.wire import (
     framed_group,
     framed_question,
 )
+from slipstream.rollout.record import CorruptRecord, decode_scores
 from slipstream.rollout.reward.live import JudgedTurn, Verdict
 from slipstream.rollout.reward.value import Judgement
+from slipstream.rollout.teacher import TeacherScores
 from slipstream.rollout.trajectory import Messages, Prompt, Trajectory
 
 __all__ = ["JudgePool", "JudgeStartFailed", "JudgeStatus", "JudgesClosed", "JudgingFailed"]
@@ -160,7 +162,7 @@ class JudgePool:
         )
         reply = await self._ask(f"prompt {prompt.id}", "trajectory", frame)
         assert isinstance(reply, Scored)
-        return Judgement(reply.reward, reply.parts)
+        return Judgement(reply.reward, reply.parts, _scores(reply.teacher, len(trajectory.tokens_T)))
 
     async def score_group(
         self, prompt: Prompt, responses: Sequence[str], trajectories: Sequence[Trajectory]
@@ -178,7 +180,10 @@ class JudgePool:
         )
         reply = await self._ask(f"the group of prompt {prompt.id}", "trajectories", frame)
         assert isinstance(reply, GroupScored)
-        return [Judgement(reward, parts) for reward, parts in reply.judgements]
+        return [
+            Judgement(reward, parts, _scores(teacher, len(trajectory.tokens_T)))
+            for (reward, parts, teacher), trajectory in zip(reply.judgements, trajectories, strict=True)
+        ]
 
     async def judge(self, turn: JudgedTurn, next_state: Messages) -> Verdict:
         """Return the verdict on a turn of a live user. Cancellation and errors: as of ``score``."""
@@ -188,7 +193,13 @@ class JudgePool:
 
         reply = await self._ask("a turn", "next state", frame)
         assert isinstance(reply, Ruled)
-        return Verdict(reply.score, reply.hint, votes=reply.votes, nothing_to_learn=reply.nothing_to_learn)
+        return Verdict(
+            reply.score,
+            reply.hint,
+            _scores(reply.teacher, turn.tokens),
+            reply.votes,
+            reply.nothing_to_learn,
+        )
 
     async def _ask(self, subject: str, content: str, frame: Callable[[int], bytes]) -> Answer:
         if self._broken is not None:
@@ -273,3 +284,11 @@ class JudgePool:
 
 def _n_open(seat: Seat) -> int:
     return seat.n_open
+
+
+def _scores(encoded: bytes, tokens: int) -> TeacherScores | None:
+    """Return a teacher's scores from a reply. Raises JudgingFailed: user code may have written the reply."""
+    try:
+        return decode_scores(encoded, tokens) if encoded else None
+    except CorruptRecord as error:
+        raise JudgingFailed(f"a judge process has sent {error}") from error

@@ -13,17 +13,24 @@ import numpy.typing as npt
 from slipstream.rollout.judge.wire import (
     LONGEST_REPLY,
     Blame,
+    EpisodeQuestion,
     GroupQuestion,
     GroupScored,
     Question,
     Ruled,
     Scored,
+    TurnQuestion,
     Unscored,
     framed,
 )
+from slipstream.rollout.record import encode_scores
 from slipstream.rollout.reward.live import Verdict
 from slipstream.rollout.reward.value import NoNumber, judgement_of, number_of
+from slipstream.rollout.teacher import TeacherScores
 from slipstream.rollout.trajectory import RewardParts
+
+LONGEST_SCORES = LONGEST_REPLY // 2
+"""Bytes of a teacher's scores in a reply."""
 
 LONGEST_TRACEBACK = 6000
 """Characters of a traceback in a reply. The middle of a longer one is left out."""
@@ -33,8 +40,25 @@ _HERE = os.path.dirname(__file__)
 
 def scored(question: Question, value: Any, key: str) -> Scored:
     """Return the reply with a reward. ``key``, errors: as of ``judgement_of``."""
+    assert isinstance(question, EpisodeQuestion)
     judgement = judgement_of(value, key)
-    return Scored(question.number, judgement.reward, judgement.parts)
+    teacher = _encoded(judgement.teacher, question.episode.length)
+    return Scored(question.number, judgement.reward, judgement.parts, teacher)
+
+
+def _encoded(teacher: TeacherScores | None, tokens: int) -> bytes:
+    """Return the scores of an episode's tokens; nothing if there are none. Raises NoNumber."""
+    if teacher is None:
+        return b""
+    if len(teacher) != tokens:
+        raise NoNumber(f"it returned a teacher's scores of {len(teacher)} tokens, expected {tokens}")
+    encoded = encode_scores(teacher)
+    if len(encoded) > LONGEST_SCORES:
+        raise NoNumber(
+            f"it returned {len(encoded)} bytes of a teacher's scores, expected at most {LONGEST_SCORES}: "
+            "return fewer of its likeliest tokens"
+        )
+    return encoded
 
 
 def group_scored(question: Question, value: Any, key: str) -> GroupScored:
@@ -53,16 +77,17 @@ def group_scored(question: Question, value: Any, key: str) -> GroupScored:
     values = cast("list[object] | tuple[object, ...]", value)
     if len(values) != expected:
         raise NoNumber(f"it returned {len(values)} rewards for {expected} episodes")
-    judgements: list[tuple[float, RewardParts]] = []
+    judgements: list[tuple[float, RewardParts, bytes]] = []
     for place, each in enumerate(values):
         try:
             judgement = judgement_of(each, key)
+            teacher = _encoded(judgement.teacher, question.episodes[place].length)
         except NoNumber as error:
             raise NoNumber(f"episode {place}: {error}") from error
-        judgements.append((judgement.reward, judgement.parts))
+        judgements.append((judgement.reward, judgement.parts, teacher))
     reply = GroupScored(question.number, judgements)
     if len(framed(reply)) > LONGEST_REPLY:
-        raise NoNumber(f"it returned {expected} mappings of more than {LONGEST_REPLY} bytes together")
+        raise NoNumber(f"it returned {expected} judgements of more than {LONGEST_REPLY} bytes together")
     return reply
 
 
@@ -72,6 +97,7 @@ LONGEST_HINT = 100_000
 
 def ruled(question: Question, value: Any) -> Ruled:
     """Return the reply with a verdict; None is one without a score. Raises what ``number_of`` raises."""
+    assert isinstance(question, TurnQuestion)
     if value is None:
         return Ruled(question.number, None)
     if not isinstance(value, Verdict):
@@ -83,9 +109,22 @@ def ruled(question: Question, value: Any) -> Ruled:
         question.number,
         None if score is None else number_of(score),
         None if hint is None else shortened(hint, LONGEST_HINT),
+        _encoded(_whole(value.teacher), question.turn.tokens),
         value.votes,
         value.nothing_to_learn is True,
     )
+
+
+def _whole(teacher: object) -> TeacherScores | None:
+    """Return the scores of a turn, none of which may be missing. Raises NoNumber."""
+    if teacher is None or isinstance(teacher, TeacherScores):
+        if teacher is not None and not teacher.has_T.all():
+            raise NoNumber(
+                f"it returned a teacher's scores of which {int((~teacher.has_T).sum())} of {len(teacher)} "
+                "are missing: a turn has a teacher's log-prob of every sampled token, or of none"
+            )
+        return teacher
+    raise NoNumber(f"its teacher is of type {type(teacher).__name__}, expected TeacherScores or None")
 
 
 def unscored(number: int, error: BaseException) -> Unscored:

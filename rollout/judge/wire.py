@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from slipstream.rollout.record import decode_scores, encode_scores
 from slipstream.rollout.reward.live import NO_VOTES, JudgedTurn, VoteCounts
 from slipstream.rollout.trajectory import Finish, Messages, Prompt, RewardParts, Trajectory
 
@@ -79,9 +80,11 @@ class FinishedEpisode(msgspec.Struct, array_like=True, gc=False):
     finish: str
     retractions: int
     reward: float | None
-    turn_rewards: tuple[tuple[int, float], ...]
+    turn_rewards: tuple[tuple[int, float | None], ...]
     reward_parts: RewardParts
     siblings: tuple[int, ...]
+    teacher: bytes = b""
+    """Encoded scores of a teacher; empty: there are none."""
 
     def trajectory(self) -> Trajectory:
         """Return the trajectory. Its arrays belong to the caller, who may change them."""
@@ -96,7 +99,13 @@ class FinishedEpisode(msgspec.Struct, array_like=True, gc=False):
             turn_rewards=self.turn_rewards,
             reward_parts=self.reward_parts,
             siblings=self.siblings,
+            teacher=decode_scores(self.teacher, self.length) if self.teacher else None,
         )
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.loss_mask)
 
 
 class EpisodeQuestion(msgspec.Struct, array_like=True, tag="q", gc=False):
@@ -168,14 +177,16 @@ class Scored(msgspec.Struct, array_like=True, tag="s", gc=False):
     number: int
     reward: float
     parts: RewardParts = ()
+    teacher: bytes = b""
+    """Encoded scores of a teacher; empty: there are none."""
 
 
 class GroupScored(msgspec.Struct, array_like=True, tag="gs", gc=False):
     """The rewards of a group's episodes, in their order."""
 
     number: int
-    judgements: list[tuple[float, RewardParts]]
-    """Reward and parts of each."""
+    judgements: list[tuple[float, RewardParts, bytes]]
+    """Reward, parts and encoded scores of a teacher of each."""
 
 
 class Ruled(msgspec.Struct, array_like=True, tag="v", gc=False):
@@ -185,6 +196,8 @@ class Ruled(msgspec.Struct, array_like=True, tag="v", gc=False):
     score: float | None
     """A finite number; None: there is no verdict yet."""
     hint: str | None = None
+    teacher: bytes = b""
+    """Encoded scores of a teacher; empty: there are none."""
     votes: VoteCounts = NO_VOTES
     nothing_to_learn: bool = False
 
@@ -272,9 +285,10 @@ def _finished(response: str, trajectory: Trajectory) -> FinishedEpisode:
         trajectory.finish.value,
         trajectory.retractions,
         None if trajectory.reward is None else float(trajectory.reward),
-        tuple((int(end), float(reward)) for end, reward in trajectory.turn_rewards),
+        trajectory.header.turn_rewards,
         trajectory.reward_parts,
         trajectory.header.siblings,
+        b"" if trajectory.teacher is None else encode_scores(trajectory.teacher),
     )
 
 

@@ -6,8 +6,6 @@ The headers of trained trajectories are compared with what the training step has
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from struct import Struct
-from struct import error as struct_error
 
 from slipstream.rollout.ledger.audit_training import tokens_by_version
 from slipstream.rollout.ledger.database import BrokenSeal, LedgerError, few
@@ -15,10 +13,14 @@ from slipstream.rollout.ledger.lineage import INITIAL, BrokenTree
 from slipstream.rollout.ledger.records import Records
 from slipstream.rollout.ledger.samples import JUDGED, NAMES, SAMPLES, Fold, OpenSample, StoredRow, is_intact
 from slipstream.rollout.ledger.segments import FOLDER, Segments
-from slipstream.rollout.record import REF, CorruptRecord, decode_header, decode_piece
+from slipstream.rollout.record import (
+    REF,
+    CorruptRecord,
+    count_chunk_tokens,
+    decode_header,
+    decode_piece,
+)
 from slipstream.rollout.trajectory import UNSAMPLED, TrajectoryHeader
-
-_LENGTHS = Struct("<2I")
 
 
 @dataclass
@@ -133,16 +135,8 @@ class _Stored:
         """Return the numbers of context tokens and of sampled tokens. Raises CorruptRecord, LedgerError."""
         context = sampled = 0
         for ref in REF.iter_unpack(refs):
-            data, start = self._segments.read(*ref), 0
-            while start < len(data):
-                try:
-                    more_context, more_sampled = _LENGTHS.unpack_from(data, start)
-                except struct_error as error:
-                    raise CorruptRecord(f"not a chunk at byte {start} of {len(data)}") from error
-                context, sampled = context + more_context, sampled + more_sampled
-                start += _LENGTHS.size + 4 * more_context + 8 * more_sampled
-            if start != len(data):
-                raise CorruptRecord(f"chunks of {start} bytes in {len(data)}")
+            more_context, more_sampled = count_chunk_tokens(self._segments.read(*ref))
+            context, sampled = context + more_context, sampled + more_sampled
         return context, sampled
 
     def _check_group(self, group: _Group, headers: list[TrajectoryHeader]) -> None:

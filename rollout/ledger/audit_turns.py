@@ -11,8 +11,16 @@ from slipstream.rollout.ledger.database import TURN_STATES, BrokenSeal, crc_of, 
 from slipstream.rollout.ledger.lineage import INITIAL, BrokenTree
 from slipstream.rollout.ledger.records import Records
 from slipstream.rollout.ledger.segments import FOLDER, Segments
-from slipstream.rollout.ledger.turns import KEPT, TurnHead, decode_head, decode_verdict, entry_of, gateway_of
-from slipstream.rollout.record import REF, CorruptRecord, decode_chunks
+from slipstream.rollout.ledger.turns import (
+    KEPT,
+    PAYLOAD,
+    TurnHead,
+    decode_head,
+    decode_verdict,
+    entry_of,
+    gateway_of,
+)
+from slipstream.rollout.record import REF, CorruptRecord, decode_chunks, decode_scores
 
 NEVER_TRAINED = "state IN ('side', 'cancelled', 'filtered')"
 
@@ -111,13 +119,14 @@ class _Stored(NamedTuple):
     said: bytes | None
     next: bytes | None
     hint: bytes | None
+    teacher: bytes | None
 
 
 def turns_are_whole(records: Records) -> Iterator[str]:
     """Heads, scores and payload can be read, and fit what was trained and what has expired."""
     auditor = _Auditor(records)
     rows: Iterable[tuple[Any, ...]] = records.connection.execute(
-        "SELECT id, state, step, sampled, version, lag, head, verdict, chunk, said, next, hint FROM turns "
+        f"SELECT id, state, step, sampled, version, lag, head, verdict, {', '.join(PAYLOAD)} FROM turns "
         f"WHERE gone = {KEPT}"
     )
     for row in rows:
@@ -156,9 +165,12 @@ class _Auditor:
             self.mislabelled.append(f"{turn.id} ({problem})")
 
     def _check_payload(self, turn: _Stored, head: TurnHead) -> None:
-        for ref in (turn.chunk, turn.said, turn.next, turn.hint):
+        for ref in (turn.chunk, turn.said, turn.next, turn.hint, turn.teacher):
             if ref is not None and (len(ref) != REF.size or not self._segments.has(*REF.unpack(ref))):
                 raise CorruptRecord("its payload is damaged")
+        if turn.teacher is not None:
+            segment, offset, size, _ = REF.unpack(turn.teacher)
+            decode_scores(self._segments.raw(segment, offset, size), head.sampled)
         if turn.chunk is None:
             return
         segment, offset, size, _ = REF.unpack(turn.chunk)

@@ -23,7 +23,7 @@ from slipstream.rollout.ledger.locks import fcntl_error
 LEDGER = "ledger.sqlite"
 """Name of the ledger's file in the run folder."""
 
-FORMAT = 5
+FORMAT = 6
 
 PAGE_BYTES = 1024
 """Size of a page. A commit writes a few pages, however little has changed on each."""
@@ -205,6 +205,7 @@ CREATE TABLE turns (                -- one row per turn of a live user
     said BLOB,                      -- record.REF of the messages of request and answer
     next BLOB,                      -- record.REF of the messages that came after it
     hint BLOB,                      -- record.REF of the hint of its verdict
+    teacher BLOB,                   -- record.REF of a teacher's scores of its sampled tokens
     note TEXT,                      -- what went wrong
     {_column("turns")}
 ) STRICT;

@@ -71,10 +71,10 @@ class TurnEvents:
     rows: list[TurnRow] = field(default_factory=list[TurnRow])
     next: list[tuple[bytes | None, int]] = field(default_factory=list[tuple[bytes | None, int]])
     """Ref of what came next, and the turn."""
-    verdicts: list[tuple[bytes, bytes | None, int]] = field(
-        default_factory=list[tuple[bytes, bytes | None, int]]
+    verdicts: list[tuple[bytes, bytes | None, bytes | None, int]] = field(
+        default_factory=list[tuple[bytes, bytes | None, bytes | None, int]]
     )
-    """Sealed verdict, ref of the hint, and the turn."""
+    """Sealed verdict, refs of the hint and of a teacher's scores, and the turn."""
     ended: list[tuple[str, str | None, int | None, int | None, str | None, int]] = field(
         default_factory=list[tuple[str, str | None, int | None, int | None, str | None, int]]
     )

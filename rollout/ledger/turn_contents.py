@@ -151,11 +151,12 @@ def _end_lost(
     damaged = {id_ for ids in problems.values() for id_ in ids}
     for turn in turns:
         needs_said = turn.state in ("waiting", "unjudged")
-        needs_score = turn.state == "ready"
+        verdict = turn.verdict
+        has_verdict = verdict is not None and not (verdict.has_teacher and turn.payload.teacher is None)
         cannot_go_on = (
             turn.is_lost
             or (needs_said and (turn.payload.said is None or turn.id in damaged))
-            or (needs_score and turn.verdict is None)
+            or (turn.state == "ready" and not has_verdict)
         )
         if turn.state in ("waiting", "unjudged", "ready") and cannot_go_on:
             turn.state = TurnEnd.FAILED.value
@@ -176,5 +177,7 @@ def _trained_scores(connection: sqlite3.Connection) -> list[tuple[int, float]]:
     scores: list[tuple[int, float]] = []
     for id_, key, blob in reversed(rows):
         with suppress(BrokenSeal, CorruptRecord):
-            scores.append((key, decode_verdict(unsealed(blob or b"", crc_of(id_, 1))).score))
+            score = decode_verdict(unsealed(blob or b"", crc_of(id_, 1))).score
+            if score is not None:
+                scores.append((key, score))
     return scores

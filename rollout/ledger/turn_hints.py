@@ -30,7 +30,7 @@ class StoredHint:
     """Number of the turn's entry in it."""
     state: str
     """State of the turn."""
-    score: float
+    score: float | None
     hint: str
 
 

@@ -85,11 +85,19 @@ class TurnLog:
         self._events().next.append((ref, id_))
         return ref
 
-    def judged(self, id_: int, score: float, source: int, hint: str | None = None) -> None:
-        """Record the score of a turn, which is ready now. A later score takes the place of an earlier one."""
-        ref = None if hint is None else self._stored(hint.encode(errors="replace"))
-        verdict = sealed_verdict(id_, encode(VerdictRow(score, source)))
-        self._events().verdicts.append((verdict, ref, id_))
+    def judged(
+        self, id_: int, verdict: VerdictRow, hint: str | None = None, scores: bytes = b""
+    ) -> bytes | None:
+        """Record the verdict on a turn, which is ready now. A later one takes the place of an earlier one.
+
+        ``scores``: encoded ones of a teacher; empty: those of an earlier verdict stay. Return where they are
+        stored, None if they are empty.
+        """
+        hint_ref = None if hint is None else self._stored(hint.encode(errors="replace"))
+        scores_ref = self._stored(scores) if scores else None
+        sealed = sealed_verdict(id_, encode(verdict))
+        self._events().verdicts.append((sealed, hint_ref, scores_ref, id_))
+        return scores_ref
 
     def ended(
         self,

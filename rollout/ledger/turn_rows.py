@@ -88,10 +88,12 @@ class TurnRows:
         for ref, id_ in events.next:
             self._need(self._session_of(id_), ref)
         many(f"UPDATE turns SET state = 'unjudged', next = ? WHERE id = ? AND {OPEN}", events.next)
-        for _, ref, id_ in events.verdicts:
-            self._need(self._session_of(id_), ref)
+        for _, *refs, id_ in events.verdicts:
+            for ref in refs:
+                self._need(self._session_of(id_), ref)
         many(
-            f"UPDATE turns SET state = 'ready', verdict = ?, hint = ? WHERE id = ? AND {OPEN}",
+            "UPDATE turns SET state = 'ready', verdict = ?, hint = ?, teacher = ifnull(?, teacher) "
+            f"WHERE id = ? AND {OPEN}",
             events.verdicts,
         )
         many(

@@ -35,7 +35,7 @@ class Stage(StrEnum):
 OPEN = "state IN ('waiting', 'unjudged', 'ready')"
 """SQL: a turn has not ended."""
 
-PAYLOAD = ("chunk", "said", "next", "hint")
+PAYLOAD = ("chunk", "said", "next", "hint", "teacher")
 """Columns of references to payload, as in ``Payload``."""
 
 JUDGE, CLIENT = range(2)
@@ -111,10 +111,12 @@ class TurnHead(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class VerdictRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The score of a turn."""
+    """The verdict on a turn: a score, a teacher's scores of its tokens, or both."""
 
-    score: float
+    score: float | None
     source: int
+    has_teacher: bool = False
+    """A teacher's scores belong to it: without them the turn cannot be trained."""
 
 
 _HEAD = msgspec.msgpack.Decoder(TurnHead)
@@ -148,6 +150,8 @@ class Payload(NamedTuple):
     """The messages that came after the turn."""
     hint: bytes | None = None
     """The hint of its verdict."""
+    teacher: bytes | None = None
+    """A teacher's scores of its sampled tokens: ``record.encode_scores``."""
 
     @property
     def all(self) -> bytes:

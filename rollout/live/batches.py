@@ -23,15 +23,16 @@ class LiveTrajectory:
     """Turns whose tokens carry loss, in order."""
     header: TrajectoryHeader
     refs: bytes
-    """``record.REF`` of the chunk of each turn of the branch, one behind the other."""
+    """``record.REF`` of the chunk of each turn of the branch, one behind the other. Behind the chunk of a
+    turn whose tokens carry loss are a teacher's scores of it, if it has any."""
     kept: tuple[int, ...]
     """Number of tokens that belong to the trajectory, of each chunk: ``record.cut_chunks``."""
     is_cut: bool
     """True if any of these numbers is smaller than that of the chunk's tokens."""
     stale: tuple[frozenset[int], ...]
     """Policy versions whose tokens carry no loss, of each of the turns."""
-    advantages: tuple[float, ...] = ()
-    """Of each of the turns."""
+    advantages: tuple[float | None, ...] = ()
+    """Of each of the turns. None: the turn has no score."""
     trained_tokens: dict[int, int] = field(init=False)
     """Number of tokens that carry loss, by policy version."""
 
@@ -49,7 +50,8 @@ class LiveTrajectory:
 
     @property
     def scores(self) -> list[Score]:
-        return [Score(turn.key, turn.score or 0.0) for turn in self.turns]
+        """Scores of the turns that have one."""
+        return [Score(turn.key, turn.score) for turn in self.turns if turn.score is not None]
 
     def trainings(self, lags: dict[int, int]) -> Iterable[Training]:
         """Yield the account of each turn. ``lags``: of all versions whose tokens carry loss."""
@@ -64,13 +66,13 @@ class LiveTrajectory:
 
 
 def live_trajectory(taken: Sequence[TakenTurn], turns: Sequence[KnownTurn]) -> LiveTrajectory:
-    """Return the trajectory of turns on one branch, each of which has a score.
+    """Return the trajectory of turns on one branch, each of which has a verdict.
 
     ``taken``: the same turns, as the control core has taken them.
     """
     stale = {each.id: each.stale for each in taken}
     runs: list[Run] = []
-    ends: list[tuple[int, float]] = []
+    ends: list[tuple[int, float | None]] = []
     kept: list[int] = []
     refs: list[bytes] = []
     end = 0
@@ -84,7 +86,9 @@ def live_trajectory(taken: Sequence[TakenTurn], turns: Sequence[KnownTurn]) -> L
             _extend(runs, (UNSAMPLED, False, end))
             continue
         assert tokens == turn.own_length
-        assert turn.score is not None
+        assert turn.verdict is not None
+        if turn.payload.teacher is not None:
+            refs.append(turn.payload.teacher)
         if turn.head.context:
             end += turn.head.context
             _extend(runs, (UNSAMPLED, False, end))
@@ -93,7 +97,8 @@ def live_trajectory(taken: Sequence[TakenTurn], turns: Sequence[KnownTurn]) -> L
                 end += number
                 _extend(runs, (version, version not in stale[turn.id], end))
         ends.append((end, turn.score))
-    mean = sum(score for _, score in ends) / len(ends)
+    scores = [score for _, score in ends if score is not None]
+    mean = sum(scores) / len(scores) if scores else None
     header = TrajectoryHeader(tuple(runs), turns[-1].head.finish, reward=mean, turn_rewards=tuple(ends))
     return LiveTrajectory(
         tuple(turns),

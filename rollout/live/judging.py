@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from slipstream.configs.schema.judge import JudgeSection
+from slipstream.configs.schema.judge import JudgeSection, ModelJudge
 from slipstream.configs.schema.live import LiveJudgingConfig
 from slipstream.rollout.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed
 from slipstream.rollout.ledger.database import LedgerError
@@ -50,6 +50,7 @@ class LiveJudging:
     ) -> None:
         """``judges``: starts new judge processes. Entering raises JudgeStartFailed."""
         self._judge = judge
+        self._needs_ids = isinstance(judge, ModelJudge) and judge.scores_tokens
         self._settings = settings
         self._turns = turns
         self._judges = judges
@@ -121,7 +122,7 @@ class LiveJudging:
         while not gone.done():
             id_ = await self._turns.unjudged()
             try:
-                question = await asyncio.to_thread(self._turns.question, id_)
+                question = await asyncio.to_thread(self._turns.question, id_, with_ids=self._needs_ids)
                 if question is None:
                     continue
                 verdict = await judges.judge(*question)
@@ -141,7 +142,7 @@ class LiveJudging:
                 self._turns.votes += verdict.votes
                 if verdict.nothing_to_learn:
                     self._turns.nothing_to_learn(id_)
-                elif verdict.score is None:
+                elif verdict.score is None and verdict.teacher is None:
                     self._has_no_score(question[1])
                     self._later(id_)
                 else:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from slipstream.rollout.ledger.turns import Payload, StoredTurn, TurnHead
+from slipstream.rollout.ledger.turns import Payload, StoredTurn, TurnHead, VerdictRow
 from slipstream.rollout.record import UNREADABLE, CorruptRecord
 
 
@@ -43,8 +43,8 @@ class KnownTurn:
     parent: "KnownTurn | None"
     head: TurnHead
     payload: Payload
-    score: float | None = None
-    is_scored_by_client: bool = False
+    verdict: VerdictRow | None = None
+    """None: there is none yet."""
     has_followed: bool = False
     """True if something has come after it, or its session has ended."""
     followed_s: float = 0.0
@@ -61,6 +61,11 @@ class KnownTurn:
         return before if before is not None and before.head.length == self.head.shared else None
 
     @property
+    def score(self) -> float | None:
+        """The score of its verdict; None: there is no verdict yet, or only a teacher's scores."""
+        return None if self.verdict is None else self.verdict.score
+
+    @property
     def own_length(self) -> int:
         """Number of tokens of its chunk."""
         return self.head.context + self.head.sampled
@@ -68,7 +73,6 @@ class KnownTurn:
     @classmethod
     def stored(cls, turn: StoredTurn, parent: "KnownTurn | None") -> "KnownTurn":
         """Return a turn from before a restart."""
-        verdict = turn.verdict
         return cls(
             turn.id,
             turn.session,
@@ -76,7 +80,7 @@ class KnownTurn:
             parent,
             turn.head,
             turn.payload,
-            score=None if verdict is None else verdict.score,
+            verdict=turn.verdict,
             has_followed=turn.payload.next is not None,
             is_lost=turn.is_lost,
         )

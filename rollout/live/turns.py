@@ -30,6 +30,7 @@ from slipstream.rollout.ledger.turns import (
     RecoveredTurns,
     Stage,
     TurnHead,
+    VerdictRow,
     named,
     session_of,
     turn_id,
@@ -39,8 +40,9 @@ from slipstream.rollout.live.batches import LiveTrajectory, live_trajectory
 from slipstream.rollout.live.conversation import question_of
 from slipstream.rollout.live.known import KnownTurn, Said, Session
 from slipstream.rollout.live.status import LiveStatus, SinceLastBatch
-from slipstream.rollout.record import CorruptRecord, decode_chunks, encode
+from slipstream.rollout.record import CorruptRecord, decode_chunks, encode, encode_scores
 from slipstream.rollout.reward.live import NO_VOTES, JudgedTurn, Verdict
+from slipstream.rollout.teacher import TeacherScores
 from slipstream.rollout.trajectory import Messages
 from slipstream.rollout.turns import Entry, Forgotten, NextState, SessionEnd, Turn, TurnType, UserReward
 
@@ -266,8 +268,7 @@ class LiveTurns:
         if turn is None or not self._core.live.is_alive(id_) or self._is_in_training(id_):
             self._late_rewards += 1
         elif math.isfinite(reward):
-            turn.is_scored_by_client = True
-            self._score(turn, reward, CLIENT)
+            self._rule(turn, VerdictRow(reward, CLIENT, turn.payload.teacher is not None))
 
     def _enter_end(self, id_: int) -> None:
         self._ledger.turns.session_ended(id_)
@@ -301,29 +302,49 @@ class LiveTurns:
         """Wait for a turn that is to be judged, and take it off the queue."""
         return await self._changes.first(self._next_unjudged)
 
-    def question(self, id_: int) -> tuple[JudgedTurn, Messages] | None:
-        """Return what a judge is asked about a turn; None if it needs no verdict any more.
+    def question(self, id_: int, *, with_ids: bool = False) -> tuple[JudgedTurn, Messages] | None:
+        """Return what a judge is asked about a turn; None if it needs no verdict any more. ``with_ids``: with
+        its token ids.
 
         May be called in any thread. Raises LedgerError and CorruptRecord when it cannot be read.
         """
         turn = self._turns.get(id_)
         if turn is None or not self._needs_verdict(turn):
             return None
-        return question_of(turn, self._ledger.read)
+        return question_of(turn, self._ledger.read, with_ids=with_ids)
 
     def verdict(self, id_: int, verdict: Verdict) -> None:
-        """Take a verdict with a score, unless the turn needs none any more."""
+        """Take a verdict with a score or with a teacher's, unless the turn needs none any more.
+
+        A verdict whose teacher's scores do not fit the turn gives the turn up.
+        """
         if self._held is not None:
             self._late.append(partial(self.verdict, id_, verdict))
             return
         turn = self._turns.get(id_)
-        if turn is None or verdict.score is None or not self._needs_verdict(turn):
+        teacher = verdict.teacher
+        if turn is None or (verdict.score is None and teacher is None) or not self._needs_verdict(turn):
+            return
+        if teacher is not None and (problem := self._problem_of_scores(turn, teacher)) is not None:
+            self.unanswerable(id_, problem)
             return
         self._verdicts += 1
-        self._score(turn, verdict.score, JUDGE, verdict.hint)
+        scores = b"" if teacher is None else encode_scores(teacher)
+        self._rule(turn, VerdictRow(verdict.score, JUDGE, teacher is not None), verdict.hint, scores)
+
+    def _problem_of_scores(self, turn: KnownTurn, teacher: TeacherScores) -> str | None:
+        """Return what is wrong with a teacher's scores of a turn, if anything."""
+        if len(teacher) != turn.head.sampled or not teacher.has_T.all():
+            return (
+                f"its judge gave a teacher's scores of {int(teacher.has_T.sum())} tokens, expected one for "
+                f"each of the {turn.head.sampled} sampled tokens"
+            )
+        if teacher.largest_id >= self._vocab:
+            return f"its judge gave a teacher's token ids outside the vocabulary of {self._vocab}"
+        return None
 
     def unanswerable(self, id_: int, problem: str) -> None:
-        """Give up a turn whose question cannot be read."""
+        """Give up a turn whose question cannot be read, or whose verdict cannot be used."""
         self._end_unjudged(id_, TurnEnd.FAILED, Loss.FAILED, problem)
 
     def nothing_to_learn(self, id_: int) -> None:
@@ -373,7 +394,7 @@ class LiveTurns:
 
     def _needs_verdict(self, turn: KnownTurn) -> bool:
         is_waiting = self._core.live.is_waiting(turn.id)
-        return is_waiting and turn.has_followed and turn.score is None and not turn.is_lost
+        return is_waiting and turn.has_followed and turn.verdict is None and not turn.is_lost
 
     def _ask(self, id_: int) -> None:
         self._queue.append(id_)
@@ -387,13 +408,17 @@ class LiveTurns:
                 return id_
         return None
 
-    def _score(self, turn: KnownTurn, score: float, source: int, hint: str | None = None) -> None:
-        turn.score = score
-        self._ledger.turns.judged(turn.id, score, source, hint)
-        self._ledger.when_durable(partial(self._is_scored, self._core, turn.id))
+    def _rule(
+        self, turn: KnownTurn, verdict: VerdictRow, hint: str | None = None, scores: bytes = b""
+    ) -> None:
+        turn.verdict = verdict
+        ref = self._ledger.turns.judged(turn.id, verdict, hint, scores)
+        if ref is not None:
+            turn.payload = turn.payload._replace(teacher=ref)
+        self._ledger.when_durable(partial(self._has_verdict, self._core, turn.id))
 
-    def _is_scored(self, core: RolloutControl, id_: int) -> None:
-        """Let a turn be trained whose score is on disk. ``core``: the one that was in charge then."""
+    def _has_verdict(self, core: RolloutControl, id_: int) -> None:
+        """Let a turn be trained whose verdict is on disk. ``core``: the one that was in charge then."""
         if core is self._core and core.live.is_waiting(id_):
             core.live.ready(id_)
             self._notify_ready()
@@ -413,7 +438,9 @@ class LiveTurns:
         scores = [each.scores for each in batch]
         advantages = iter(self._baseline.advantages(list(chain.from_iterable(scores))))
         for trajectory in batch:
-            trajectory.advantages = tuple(next(advantages) for _ in trajectory.turns)
+            trajectory.advantages = tuple(
+                None if turn.score is None else next(advantages) for turn in trajectory.turns
+            )
         now = self._clock()
         ages_s = [max(0.0, now - turn.head.ended_s) for each in batch for turn in each.turns]
         self._since = SinceLastBatch(
@@ -424,7 +451,7 @@ class LiveTurns:
     def trained(self, batch: Iterable[LiveTrajectory]) -> None:
         """Note that the version was published which was trained on a batch."""
         turns = sorted((turn for each in batch for turn in each.turns), key=lambda turn: -turn.id)
-        self._baseline.trained(Score(turn.key, turn.score or 0.0) for turn in turns)
+        self._baseline.trained(Score(turn.key, turn.score) for turn in turns if turn.score is not None)
         self._erase()
         self.settle()
         for session in {turn.session for turn in turns}:
@@ -497,7 +524,7 @@ class LiveTurns:
                 door.is_context(turn.id, link)
                 continue
             door.arrived(turn.id, turn.head.versions, link)
-            if turn.score is not None and door.is_waiting(turn.id):
+            if turn.verdict is not None and door.is_waiting(turn.id):
                 door.ready(turn.id)
             elif self._needs_verdict(turn):
                 turn.followed_s = self._clock()
@@ -586,6 +613,6 @@ def _can_continue(shared: int, parent: KnownTurn | None) -> bool:
 
 
 def _stage_of(turn: KnownTurn) -> Stage:
-    if turn.score is not None:
+    if turn.verdict is not None:
         return Stage.READY
     return Stage.UNJUDGED if turn.has_followed else Stage.WAITING

@@ -7,6 +7,7 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
+from slipstream.rollout.teacher import TeacherScores
 from slipstream.rollout.trajectory import Messages
 
 
@@ -69,9 +70,12 @@ class Verdict:
     """What a judge says of a turn."""
 
     score: float | None
-    """Any finite number. None: the turn cannot be judged from this, and goes on waiting."""
+    """Any finite number. None: there is none. Without scores of a teacher, the turn then goes on waiting."""
     hint: str | None = None
     """What would have made the answer better. It is stored with the turn."""
+    teacher: TeacherScores | None = None
+    """A teacher's scores of the turn's sampled tokens, each of which has a log-prob; None: there are none. A
+    turn with these scores alone is trained on them alone."""
     votes: VoteCounts = NO_VOTES
     """For metrics."""
     nothing_to_learn: bool = False

@@ -10,6 +10,7 @@ from typing import Any, SupportsFloat, cast
 import numpy as np
 import numpy.typing as npt
 
+from slipstream.rollout.teacher import TeacherScores
 from slipstream.rollout.trajectory import RewardParts
 
 RESERVED = frozenset({"mean", "std", "turn_mean", "parts"})
@@ -30,12 +31,14 @@ class NoNumber(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What an episode is worth."""
+    """The worth of an episode. A reward may return one instead of a number or a mapping."""
 
     reward: float
     """The number that trains."""
     parts: RewardParts = ()
     """The other numbers, by name."""
+    teacher: TeacherScores | None = None
+    """A teacher's scores of all tokens of the trajectory; None: the trajectory keeps those that it has."""
 
 
 def is_part_name(name: str) -> bool:
@@ -69,6 +72,8 @@ def judgement_of(value: Any, key: str) -> Judgement:
     mapping are left out: rewards return them for logs. Raises NoNumber for everything else that is no finite
     number, and whatever a type of the user's raises.
     """
+    if isinstance(value, Judgement):
+        return _checked(value)
     if not isinstance(value, Mapping):
         return Judgement(number_of(value))
     values = dict(cast("Mapping[object, object]", value))
@@ -84,6 +89,14 @@ def judgement_of(value: Any, key: str) -> Judgement:
             f"it returned a mapping with {len(numbers)} further numbers, expected {MOST_PARTS} at most"
         )
     return Judgement(reward, tuple((_name(name), _number_at(name, part)) for name, part in numbers.items()))
+
+
+def _checked(judgement: Judgement) -> Judgement:
+    check_parts(judgement.parts)
+    teacher = cast(object, judgement.teacher)
+    if teacher is not None and not isinstance(teacher, TeacherScores):
+        raise NoNumber(f"its teacher is of type {type(teacher).__name__}, expected TeacherScores or None")
+    return Judgement(number_of(judgement.reward), judgement.parts, judgement.teacher)
 
 
 def check_parts(parts: object) -> None:

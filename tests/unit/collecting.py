@@ -129,8 +129,9 @@ class HeldSample:
             assert event.base <= len(self.pieces)
             self.kind, self.header = event.kind, header
         else:
-            assert (self.kind, event.kind, chunk) == (ANSWERED, JUDGED, b"")
+            assert (self.kind, event.kind) == (ANSWERED, JUDGED)
             self.kind, self.header = event.kind, header
+            self.chunks += [chunk] if chunk else []
 
     @property
     def headers(self):

@@ -196,9 +196,10 @@ class FakeCollector:
         working.kinds[sample] = kind
         self.give_back(working, sample)
 
-    def judge(self, working: Working, sample: int, version: int) -> None:
+    def judge(self, working: Working, sample: int, version: int, chunk: bytes) -> None:
+        """Send a reward, and a chunk with a teacher's scores unless it is empty."""
         raw = msgspec.Raw(encode(header(version, 0.5)))
-        self.say(Event(working.lease.group, working.lease.lease, sample, JUDGED, raw))
+        self.say(Event(working.lease.group, working.lease.lease, sample, JUDGED, raw), chunk)
         working.kinds[sample] = JUDGED
 
     def decide(self, working: Working, verdict: int) -> None:
@@ -300,7 +301,7 @@ class Schedule(RuleBasedStateMachine):
         elif kind == PIECE:
             collector.answer(working, sample, chunk, chance.choice([ANSWERED, JUDGED]), self.core.version)
         elif kind == ANSWERED:
-            collector.judge(working, sample, self.core.version)
+            collector.judge(working, sample, self.core.version, chance.choice([b"", chunk]))
 
     @precondition(lambda self: self.collectors)
     @rule(data=st.data(), all_of_them=st.booleans())
@@ -466,7 +467,7 @@ class Schedule(RuleBasedStateMachine):
                     chunks[: event.base] + [chunk] * bool(chunk),
                 )
             else:
-                self.held[event.group, event.sample] = event.kind, chunks
+                self.held[event.group, event.sample] = event.kind, chunks + [chunk] * bool(chunk)
 
     def take(self, collector: FakeCollector, message: Up, payload: memoryview) -> None:
         self.leases.received(collector.name, message, payload)
@@ -515,7 +516,7 @@ class Schedule(RuleBasedStateMachine):
                 if kind == PIECE:
                     collector.answer(working, sample, b"rest", JUDGED, self.core.version)
                 elif kind == ANSWERED:
-                    collector.judge(working, sample, self.core.version)
+                    collector.judge(working, sample, self.core.version, b"")
             collector.decide(working, TRAIN)
         self.deliver(collector)
 

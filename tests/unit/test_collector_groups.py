@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,6 +35,7 @@ from slipstream.rollout.messages import (
     fields,
 )
 from slipstream.rollout.reward.value import Judgement
+from slipstream.rollout.teacher import TeacherScores
 from slipstream.rollout.trajectory import Group, Prompt, Trajectory, TrajectoryBuilder
 from slipstream.rollout.workflow import WorkflowContext
 from slipstream.rollout.workflow.multi_turn import limited
@@ -228,6 +230,40 @@ def test_a_workflow_may_give_the_reward_itself():
     assert world.verdict[0] == TRAIN
     assert not world.questions
     assert [world.held(number).trajectory().reward for number in range(2)] == [-2.0, -2.0]
+
+
+@pytest.mark.parametrize("from_workflow", [False, True])
+@pytest.mark.parametrize("of_groups", [False, True])
+def test_scores_of_a_teacher_that_a_reward_gives_are_recorded_and_replace_those_before(
+    from_workflow, of_groups
+):
+    class Taught(Flow):
+        async def run(self, prompt, context):
+            trajectory = await super().run(prompt, context)
+            everywhere = TeacherScores(np.full(len(trajectory.tokens_T), -9.0, np.float32))
+            return replace(trajectory, teacher=everywhere if from_workflow else None)
+
+    def judgement(trajectory: Trajectory) -> Judgement:
+        logp_T = np.full(len(trajectory.tokens_T), np.nan, np.float32)
+        logp_T[-2:] = -1.5
+        return Judgement(0.5, (), TeacherScores(logp_T))
+
+    world = World(2, Taught(), judged=judgement, of_groups=of_groups)
+    world.judged_together = lambda trajectories: list(map(judgement, trajectories))
+    world.run()
+    assert world.verdict == (TRAIN, "")
+    for number in range(2):
+        teacher = world.held(number).trajectory().teacher
+        assert teacher.logp_T[-2:].tolist() == [-1.5, -1.5]
+        assert np.isnan(teacher.logp_T[:-2]).all()
+
+
+def test_scores_of_a_teacher_of_other_tokens_fail_the_group():
+    world = World(1, judged=lambda t: Judgement(1.0, (), TeacherScores(np.zeros(3, np.float32))))
+    world.run()
+    verdict, note = world.verdict
+    assert verdict == FAILED
+    assert "scores of 3 tokens" in note
 
 
 def test_nobody_is_asked_about_a_dropped_episode():

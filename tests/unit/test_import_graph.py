@@ -39,9 +39,9 @@ FLOORS = {
     "bridge": ({"hf"}, {"model"}, {"families", "shards"}, {"publish"}, {"transport"}),
     "rollout": (
         {"changes", "durable", "garbage", "gpu_environment", "heaps", "linux", "network", "plugins"}
-        | {"temporary", "trajectory"},
-        {"sandbox", "tokenizer"},
-        {"control", "conversation", "prompts", "record"},
+        | {"teacher", "temporary"},
+        {"sandbox", "trajectory"},
+        {"control", "conversation", "prompts", "record", "tokenizer"},
         {"programs", "turns"},
         {"engine", "ledger"},
         {"reward"},

@@ -12,7 +12,7 @@ from slipstream.rollout.judge.named_model import TURN_VOTES
 from slipstream.rollout.judge.pool import JudgePool
 from slipstream.rollout.judge.wire import ModelSetup
 from slipstream.rollout.plugins import PluginError
-from slipstream.rollout.reward.live import NO_VOTES, JudgedTurn, Verdict, VoteCounts
+from slipstream.rollout.reward.live import JudgedTurn, Verdict, VoteCounts
 from slipstream.rollout.reward.model import endpoint as endpoints
 from slipstream.rollout.reward.model.functions import load_parser, load_prompt
 from slipstream.rollout.reward.model.judge_model import JudgeModel
@@ -324,4 +324,4 @@ def test_a_judge_process_asks_the_model(tmp_path):
             async with JudgePool(limits, TURN_VOTES, tmp_path, "live", of_turns=True, model=model) as pool:
                 return await pool.judge(TURN, NEXT)
 
-    assert asyncio.run(asyncio.wait_for(main(), 60)) == Verdict(1.0, "yy", NO_VOTES)
+    assert asyncio.run(asyncio.wait_for(main(), 60)) == Verdict(1.0, "yy")

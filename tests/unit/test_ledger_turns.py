@@ -5,6 +5,7 @@ import sqlite3
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from slipstream.rollout.control.core import Loss, Ticket
@@ -27,7 +28,8 @@ from slipstream.rollout.ledger.turns import (
     turn_id,
 )
 from slipstream.rollout.ledger.writer import Ledger, Training
-from slipstream.rollout.record import encode_chunk
+from slipstream.rollout.record import encode_chunk, encode_scores
+from slipstream.rollout.teacher import TeacherScores
 from slipstream.rollout.trajectory import Finish
 from tests.unit.test_ledger import query, ready_group, training
 
@@ -85,7 +87,7 @@ def add(
 def add_ready(ledger: Ledger, entry: int, *spans: tuple[int, int], score: float = 1.0, **more) -> int:
     id_ = add(ledger, entry, *spans, **more)
     ledger.turns.followed(id_, b'["thanks"]')
-    ledger.turns.judged(id_, score, JUDGE)
+    ledger.turns.judged(id_, VerdictRow(score, JUDGE))
     return id_
 
 
@@ -120,7 +122,7 @@ def test_a_turn_and_the_number_of_its_entry_are_read_again(tmp_path):
         ledger.turns.followed(first, b'["next"]')
         add(ledger, 3, parent=1)
         second = add(ledger, 4, session=BOB)
-        ledger.turns.judged(second, -0.5, CLIENT, hint="be kind")
+        ledger.turns.judged(second, VerdictRow(-0.5, CLIENT), hint="be kind")
         ledger.turns.session_ended(BOB)
 
     in_ledger(tmp_path, act)
@@ -141,7 +143,7 @@ def test_hints_are_read_with_the_scores_that_they_explain_until_they_are_forgott
     async def act(ledger):
         add(ledger, 1)
         for entry, session, hint in [(2, ALICE, "shorter"), (3, BOB, "be kind"), (4, ALICE, None)]:
-            ledger.turns.judged(add(ledger, entry, session=session), entry / 10, JUDGE, hint)
+            ledger.turns.judged(add(ledger, entry, session=session), VerdictRow(entry / 10, JUDGE), hint)
 
     in_ledger(tmp_path, act)
     alices = StoredHint("gateway", 2, "ready", 0.2, "shorter")
@@ -183,7 +185,7 @@ def test_payload_is_read_before_and_after_it_is_on_disk(tmp_path):
 def test_a_score_of_the_client_takes_the_place_of_the_judges(tmp_path):
     async def act(ledger):
         id_ = add_ready(ledger, 1, score=1.0)
-        ledger.turns.judged(id_, -1.0, CLIENT)
+        ledger.turns.judged(id_, VerdictRow(-1.0, CLIENT))
 
     in_ledger(tmp_path, act)
     [turn] = in_ledger(tmp_path, nothing).live.turns
@@ -424,6 +426,24 @@ def test_a_turn_whose_tokens_are_damaged_fails_with_those_that_continue_it(tmp_p
         number(3): "ready",
     }
     assert any("its bytes are damaged: 1 turns of live users are lost" in note for note in recovered.notes)
+    assert not discrepancies(tmp_path)
+
+
+def test_a_turn_whose_teachers_scores_are_damaged_is_not_trained_without_them(tmp_path):
+    encoded = encode_scores(TeacherScores(np.float32([-0.125, -0.25])))
+
+    async def act(ledger):
+        for entry in (1, 2):
+            id_ = add(ledger, entry, session=entry)
+            ledger.turns.judged(id_, VerdictRow(1.0, JUDGE, entry == 1), None, encoded if entry == 1 else b"")
+
+    in_ledger(tmp_path, act)
+    [path] = (tmp_path / FOLDER).iterdir()
+    data = bytearray(path.read_bytes())
+    data[data.index(encoded) + 17] ^= 1
+    path.write_bytes(data)
+    recovered = in_ledger(tmp_path, nothing)
+    assert [turn.state for turn in recovered.live.turns] == ["failed", "ready"]
     assert not discrepancies(tmp_path)
 
 

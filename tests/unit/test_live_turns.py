@@ -28,6 +28,7 @@ from slipstream.rollout.live.turns import JournalGap, LiveTurns
 from slipstream.rollout.prompts import PromptStream
 from slipstream.rollout.record import REF, checksum, encode, encode_chunk, encode_trajectory
 from slipstream.rollout.reward.live import Verdict
+from slipstream.rollout.teacher import TeacherScores
 from slipstream.rollout.trajectory import Completion, Finish, Prompt, Span, TrajectoryBuilder
 from slipstream.rollout.turns import Entry, Forgotten, NextState, SessionEnd, Turn, TurnType, UserReward
 from tests.unit.doubles import Listener
@@ -460,6 +461,108 @@ def test_a_reward_of_the_client_takes_the_place_of_a_verdict(in_run):
         assert run.live.status().late_rewards == 1
 
     in_run(act)
+
+
+def scores(*logps: float, top: int | None = None) -> TeacherScores:
+    logp_T = np.array(logps, np.float32)
+    if top is None:
+        return TeacherScores(logp_T)
+    return TeacherScores(logp_T, np.full((len(logps), 1), top, np.int32), logp_T[:, None])
+
+
+def test_a_turn_trains_on_its_score_its_teacher_or_both_also_over_a_restart(in_run):
+    talk = Talk()
+    for parent in (None, 1, 3):
+        talk.say(parent=parent)
+    verdicts = [
+        Verdict(None, "shorter", scores(-1.0, -2.0)),
+        Verdict(0.5),
+        Verdict(-1.0, None, scores(-3.0, -4.0, top=7)),
+    ]
+
+    async def judge(run):
+        await run.hear(talk)
+        for verdict in verdicts:
+            run.live.verdict(await run.live.unjudged(), verdict)
+        await run.ledger.flushed()
+        assert run.live.status().ready == 3
+
+    async def train(run):
+        assert run.live.status().ready == 3
+        batch = await run.step()
+        [trajectory] = batch.trajectories
+        assert batch.turn_advantages == {0: (None, 0.75, -0.75)}  # the mean of the two scores is -0.25
+        assert [reward for _, reward in trajectory.turn_rewards] == [None, 0.5, -1.0]
+        assert trajectory.reward == -0.25
+        teacher, turn_T = trajectory.teacher, trajectory.turn_T()
+        mask_T = trajectory.loss_mask_T
+        assert teacher.logp_T[mask_T & (turn_T == 0)].tolist() == [-1.0, -2.0]
+        assert np.isnan(teacher.logp_T[mask_T & (turn_T == 1)]).all()
+        assert teacher.logp_T[mask_T & (turn_T == 2)].tolist() == [-3.0, -4.0]
+        assert np.isnan(teacher.logp_T[~mask_T]).all()
+        assert teacher.has_top_T.tolist() == (mask_T & (turn_T == 2)).tolist()
+        assert teacher.top_ids_TK[teacher.has_top_T].tolist() == [[7], [7]]
+        assert run.live.status().baseline == pytest.approx(-0.25, abs=0.01)
+
+    in_run(judge, baseline=RunningBaseline())
+    in_run(train, baseline=RunningBaseline())
+
+
+def test_a_batch_of_turns_with_a_teacher_alone_has_no_reward(in_run):
+    talk = Talk()
+    talk.say()
+
+    async def act(run):
+        await run.hear(talk)
+        run.live.verdict(await run.live.unjudged(), Verdict(None, None, scores(-1.0, -2.0)))
+        await run.ledger.flushed()
+        batch = await run.step()
+        assert (batch.trajectories[0].reward, batch.turn_advantages) == (None, {0: (None,)})
+        assert run.live.status().since.scores == []
+
+    in_run(act, baseline=RunningBaseline())
+
+
+@pytest.mark.parametrize(
+    ("teacher", "problem"),
+    [
+        (scores(-1.0), "1 tokens, expected one for each of the 2"),
+        (scores(-1.0, float("nan")), "1 tokens, expected one for each of the 2"),
+        (scores(-1.0, -1.0, top=VOCAB), "outside the vocabulary of 1000"),
+    ],
+)
+def test_scores_of_a_teacher_that_do_not_fit_the_turn_are_a_failure_and_not_0(in_run, teacher, problem):
+    talk = Talk()
+    talk.say()
+
+    async def act(run):
+        await run.hear(talk)
+        run.live.verdict(await run.live.unjudged(), Verdict(1.0, None, teacher))
+        assert run.core.live.ends == {TurnEnd.FAILED: 1}
+
+    in_run(act)
+    with closing(sqlite3.connect(in_run.folder / LEDGER)) as ledger:
+        [(note,)] = ledger.execute("SELECT note FROM turns").fetchall()
+    assert problem in note
+
+
+def test_a_reward_of_the_client_leaves_the_scores_of_a_teacher(in_run):
+    talk = Talk()
+    talk.say()
+
+    async def act(run):
+        await run.hear(talk)
+        run.live.verdict(await run.live.unjudged(), Verdict(None, None, scores(-1.0, -2.0)))
+        talk.add(UserReward(1, 0.5))
+        await run.hear(talk, first=3)
+
+    async def again(run):
+        batch = await run.step()
+        assert batch.turn_advantages == {0: (0.5,)}
+        assert batch.trajectories[0].teacher.has_T.sum() == 2
+
+    in_run(act)
+    in_run(again)
 
 
 def test_a_turn_is_not_trained_before_its_score_is_on_disk(in_run):

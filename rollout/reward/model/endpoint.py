@@ -45,7 +45,8 @@ class ChatServer:
     def __init__(self, endpoint: UrlEndpoint, settings: ModelJudge) -> None:
         """Raises ValueError when the environment lacks the server's key."""
         self._url = f"{endpoint.url.rstrip('/')}/chat/completions"
-        self._headers = bearer(endpoint.key_env, "judge.endpoint.key_env")
+        key = key_of(endpoint.key_env, "judge.endpoint.key_env")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._body: dict[str, object] = {
             "model": endpoint.model,
             "temperature": settings.temperature,
@@ -122,14 +123,14 @@ class PolicyModel:
         return tokenizer.encode(text, add_special_tokens=False)
 
 
-def bearer(variable: str | None, setting: str) -> dict[str, str]:
-    """Return the header with the key of an environment variable. Raises ValueError if there is none."""
+def key_of(variable: str | None, setting: str) -> str:
+    """Return the key in an environment variable; empty if none is named. Raises ValueError if it has none."""
     if variable is None:
-        return {}
+        return ""
     key = os.environ.get(variable, "").strip()
     if not key:
         raise ValueError(f"{setting}: the environment variable {variable} has no key")
-    return {"Authorization": f"Bearer {key}"}
+    return key
 
 
 def _text_in(url: str, reply: bytes) -> str:

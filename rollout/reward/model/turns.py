@@ -8,6 +8,7 @@ from slipstream.rollout.plugins import PluginError
 from slipstream.rollout.reward.live import NO_VOTES, JudgedTurn, Verdict
 from slipstream.rollout.reward.model.functions import Parser, Prompt, load_parser, load_prompt
 from slipstream.rollout.reward.model.judge_model import Election, JudgeModel
+from slipstream.rollout.reward.model.teacher import HintTeacher
 from slipstream.rollout.reward.model.votes import hints_for
 from slipstream.rollout.trajectory import Messages
 
@@ -40,9 +41,16 @@ class TurnVotes:
         if problems:
             raise PluginError("\n".join(problems))
         self._wants_hints = settings.hint is not None
+        self._teacher: HintTeacher | None = None
+        if settings.hint is not None and settings.hint.teacher is not None:
+            tokenizer, timeout_s = (lambda: judge_model.tokenizer), settings.request_timeout_s
+            self._teacher = HintTeacher(settings.hint, tokenizer, timeout_s)
 
     async def judge(self, turn: JudgedTurn, next_state: Messages) -> Verdict:
-        """Return the verdict of the votes on a turn."""
+        """Return the verdict of the votes on a turn, with the teacher's scores of its tokens.
+
+        Raises what ``EngineClient.score_tokens`` raises: without them there is no verdict.
+        """
         scores, decisions = await asyncio.gather(
             self._ask(self._score, turn, next_state), self._ask(self._hint, turn, next_state)
         )
@@ -53,7 +61,10 @@ class TurnVotes:
             return Verdict(None, votes=counts)
         hints = self._hints(scores, score, decisions)
         hint = hints[0] if hints else None
-        return Verdict(score, hint, counts, nothing_to_learn=score is None and hint is None)
+        taught = await self._teacher.taught(turn, hints) if self._teacher else None
+        if taught is not None:
+            return Verdict(score, taught.hint, taught.scores, counts)
+        return Verdict(score, hint, votes=counts, nothing_to_learn=score is None and hint is None)
 
     async def _ask(self, question: _Question | None, turn: JudgedTurn, next_state: Messages) -> Election:
         if question is None:
