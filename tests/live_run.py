@@ -27,6 +27,7 @@ from typing import Any, Self
 import yaml
 
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.judge import CodeJudge
 from slipstream.configs.schema.live import LiveJudgingConfig, NoBaseline
 from slipstream.rollout.gateway.keys import add_key, keys_file
 from slipstream.rollout.gateway.peers import read_address
@@ -233,7 +234,7 @@ async def _drive(task: LiveRunTask) -> None:
 
     commands = [command(number) for number in range(gateway.processes)]
     kept = Gateways(commands, run, run / "logs", note, first_pause_s=0.0)
-    judging = LiveJudging(LiveJudgingConfig(), turns, _instant, SimpleNamespace(note=note))
+    judging = LiveJudging(CodeJudge(), LiveJudgingConfig(), turns, _instant, SimpleNamespace(note=note))
     users = LiveUsers(receiver, kept, judging, run, key)
     clients = [
         EngineClient(EngineAddress(f"engine-{number}", url, 1, VOCABULARY, CONTEXT, 60.0, stream_interval=1))

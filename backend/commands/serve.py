@@ -23,8 +23,8 @@ VARIABLES = {
 """Environment variables of OpenClaw-RL's servers, and the settings that take their values. A gateway reads
 SGLANG_API_KEY itself."""
 
-VOTES = ("PRM_M", "live.judging.votes")
-"""The same for recipes that learn from users."""
+VOTES = ("PRM_M", "judge.votes")
+"""The same for recipes that learn from users by the votes of a language model."""
 
 
 def load_serving(recipe: Path, overrides: Sequence[str], variables: Mapping[str, str]) -> RunConfig:
@@ -43,7 +43,9 @@ def load_serving(recipe: Path, overrides: Sequence[str], variables: Mapping[str,
     live = sections.get("live")
     if isinstance(live, dict) and cast("dict[str, object]", live).get("train", True) is True:
         serving.append("live.share=1")
-        if VOTES[0] in variables:
+        judge = sections.get("judge")
+        is_model = isinstance(judge, dict) and cast("dict[str, object]", judge).get("type") == "model"
+        if VOTES[0] in variables and is_model:
             serving.insert(0, f"{VOTES[1]}={_yaml(variables[VOTES[0]])}")
     return load_recipe(recipe, serving)
 

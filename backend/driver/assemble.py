@@ -32,6 +32,7 @@ from slipstream.backend.driver.verification import Verifier, probe_text
 from slipstream.backend.monitor.status import RunStatus
 from slipstream.bridge.publish.endpoint import PAUSE
 from slipstream.configs.schema import LiveConfig, RunConfig
+from slipstream.configs.schema.judge import asks_policy
 from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.collect.leases import Leases
 from slipstream.rollout.collect.questions import EvaluationTasks
@@ -40,8 +41,10 @@ from slipstream.rollout.control.concurrency import ConcurrencyController
 from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.key import Key, new_key
 from slipstream.rollout.engine.roster import FOLLOW_TIMEOUT_S, EngineRoster
+from slipstream.rollout.engine.serving import encoded
 from slipstream.rollout.engine.supervisor import Supervisor
 from slipstream.rollout.handover.receiver import GatewayReceiver
+from slipstream.rollout.judge.named_model import judge_of_turns, named_model
 from slipstream.rollout.judge.pool import JudgePool
 from slipstream.rollout.live.baseline import ScoreBaseline
 from slipstream.rollout.live.judging import LiveJudging
@@ -237,9 +240,19 @@ def live_users(
     gateway, live, run = config.gateway, config.live, config.run.folder
     commands = [gateway_command(config, number, limits.max_length) for number in range(gateway.processes)]
     judging = None
+    asks = asks_policy(config.judge)
     if live is not None and live.train:
-        judges = partial(JudgePool, live.judging, live.judge, logs, "live", of_turns=True)
-        judging = LiveJudging(live.judging, turns, judges, listener)
+        judges = partial(
+            JudgePool,
+            live.judging,
+            judge_of_turns(config.judge),
+            logs,
+            "live",
+            of_turns=True,
+            model=named_model(config),
+            engines=lambda: encoded(each.address for each in roster.clients) if asks else b"",
+        )
+        judging = LiveJudging(config.judge, live.judging, turns, judges, listener)
     return LiveUsers(
         GatewayReceiver(key, turns, roster, limit=gateway.limits.concurrent),
         Gateways(commands, run, logs, listener.note),

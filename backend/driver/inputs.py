@@ -14,11 +14,13 @@ from slipstream.configs.schema import PluginConfig, RunConfig
 from slipstream.rollout import plugins
 from slipstream.rollout.compat.slime.checking import hook_problems
 from slipstream.rollout.control.filters import GroupFilter
+from slipstream.rollout.judge.named_model import judge_of_turns, named_model
 from slipstream.rollout.prompts import PromptError, read_prompts
-from slipstream.rollout.reward.loading import TURNS, check_judge, load_judge
+from slipstream.rollout.reward.loading import TURNS, check_judge, load_judge, wants_model
+from slipstream.rollout.reward.model.judge_model import JudgeModel
+from slipstream.rollout.tokenizer import HfTokenizer, load_tokenizer
 from slipstream.rollout.trajectory import Prompt
 from slipstream.rollout.workflow import Workflow
-from slipstream.rollout.workflow.tokenizer import HfTokenizer, load_tokenizer
 
 T = TypeVar("T")
 
@@ -61,7 +63,7 @@ def read_inputs(config: RunConfig) -> Inputs:
     prompts = attempt("data.path", lambda: _prompts(config))
     held_out = attempt("eval.path", lambda: _held_out(config))
     workflow = plugin("rollout.workflow", rollout.workflow)
-    reward = attempt("rollout.reward", lambda: _reward(rollout.reward))
+    reward = attempt("rollout.reward", lambda: _reward(config))
     group_filter = plugin("rollout.group_filter", rollout.group_filter)
     problems += [*hook_problems(config), *checkpoint_problems(config, OTHER_MODELS)]
     if problems or spec is None or tokenizer is None or prompts is None or held_out is None:
@@ -91,10 +93,10 @@ def plugin_problems(config: RunConfig) -> list[str]:
             problems.append(f"{name}: {error}")
 
     if (reward := rollout.reward) is not None:
-        attempt("rollout.reward", lambda: check_judge(reward.path, reward.args))
-    if config.live is not None:
-        judge = config.live.judge
-        attempt("live.judge", lambda: check_judge(judge.path, judge.args, (TURNS,)))
+        attempt("rollout.reward", lambda: check_judge(reward.path, reward.args, model=_model(config)))
+        attempt("judge", lambda: _check_model_is_asked(config, reward))
+    if config.live is not None and config.live.train:
+        attempt("judge", lambda: _check_judge_of_turns(config))
     attempt("rollout.workflow", lambda: _check_plugin(rollout.workflow))
     if (group_filter := rollout.group_filter) is not None:
         attempt("rollout.group_filter", lambda: _check_plugin(group_filter))
@@ -135,8 +137,30 @@ def read_tokenizer(config: RunConfig, spec: ModelSpec | None) -> HfTokenizer:
     return tokenizer
 
 
-def _reward(settings: PluginConfig | None) -> object:
-    return None if settings is None else load_judge(settings.path, settings.args).plugin
+def _reward(config: RunConfig) -> object:
+    settings = config.rollout.reward
+    return settings and load_judge(settings.path, settings.args, model=_model(config)).plugin
+
+
+def _model(config: RunConfig) -> Callable[[], object] | None:
+    """Return what makes the language model of the recipe; None: it names none."""
+    setup = named_model(config)
+    return setup and (lambda: JudgeModel.of(setup.settings, setup.policy))
+
+
+def _check_judge_of_turns(config: RunConfig) -> None:
+    judge = judge_of_turns(config.judge)
+    check_judge(judge.path, judge.args, (TURNS,), _model(config))
+
+
+def _check_model_is_asked(config: RunConfig, reward: PluginConfig) -> None:
+    """Raise ValueError if only the reward could ask the model, and it does not."""
+    judges_turns = config.live is not None and config.live.train
+    if _model(config) and not judges_turns and not wants_model(plugins.resolve(reward.path)):
+        raise ValueError(
+            f"nobody asks the language model: rollout.reward, {reward.path}, has no parameter `judge_model`; "
+            "leave the section out, or name a reward that asks, such as slipstream.rollout.reward.ModelVotes"
+        )
 
 
 def _prompts(config: RunConfig) -> list[Prompt]:

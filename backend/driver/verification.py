@@ -17,8 +17,8 @@ import numpy as np
 from slipstream.configs.schema.weights import VerifyAlways, VerifyEveryN
 from slipstream.rollout.engine.client import EngineAddress, EngineClient, EngineError, EngineLost
 from slipstream.rollout.engine.completion import Aborted
+from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import Prompt
-from slipstream.rollout.workflow import Tokenizer
 
 log = logging.getLogger(__name__)
 

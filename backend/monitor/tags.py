@@ -213,6 +213,20 @@ TAGS: dict[str, Tag] = {
         "attempts, this process",
         "Number of times that a turn was put off, because the judge had no score or every attempt failed.",
     ),
+    "live/given_up": Tag(
+        "turns, this process",
+        "Number of turns that have failed because they waited longer than `judge.give_up_s` for their "
+        "verdict.",
+    ),
+    "live/votes_tied": Tag(
+        "questions, this process", "Number of times that two scores led in the votes on a turn."
+    ),
+    "live/votes_unparsable": Tag(
+        "votes, this process", "Number of votes in which nothing could be read, or that were cut off."
+    ),
+    "live/votes_missing": Tag(
+        "votes, this process", "Number of votes that have not come, because the request for them failed."
+    ),
     "live/judge_outages": Tag(
         "outages, this process", "Number of times that judge processes had to be started anew."
     ),

@@ -87,10 +87,11 @@ def recipe(load: Load, root: Path, policy: Path, port: int, admin_port: int) -> 
         },
         "weights": {"interrupt": load.mode},
         "gateway": {"port": port, "admin_port": admin_port},
-        "live": {
-            "judge": {"path": "slipstream.rollout.reward.live.RuleJudge", "args": {"otherwise": 0.0}},
-            "share": 1,
+        "judge": {
+            "type": "code",
+            "code": {"path": "slipstream.rollout.reward.live.RuleJudge", "args": {"otherwise": 0.0}},
         },
+        "live": {"share": 1},
     }
 
 

@@ -7,7 +7,7 @@ the schema, and fields of Megatron and SGLang by ``installed``.
 
 from collections.abc import Collection, Iterator
 
-from slipstream.configs.rules import gateway, hooks, inputs, layout, live, objective, rollout, trainer
+from slipstream.configs.rules import gateway, hooks, inputs, judge, layout, live, objective, rollout, trainer
 from slipstream.configs.rules.rule import Rule
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.violations import Violation
@@ -19,6 +19,7 @@ RULES: tuple[Rule, ...] = (
     *hooks.RULES,
     *gateway.RULES,
     *live.RULES,
+    *judge.RULES,
     *layout.RULES,
     *inputs.RULES,
 )

@@ -20,7 +20,17 @@ from slipstream.configs.violations import ABSENT, Violation, one_of
 
 PROMPT_SUFFIXES = (".jsonl", ".parquet")
 PROMPTS = ("data.path", "eval.path")
-PLUGINS = ("rollout.workflow", "rollout.reward", "rollout.group_filter", "live.judge", "prepare")
+PLUGINS = (
+    "rollout.workflow",
+    "rollout.reward",
+    "rollout.group_filter",
+    "judge.code",
+    "judge.score.prompt",
+    "judge.score.parser",
+    "judge.hint.question.prompt",
+    "judge.hint.question.parser",
+    "prepare",
+)
 COMPLETION_LENGTHS = ("rollout.sampling.max_new_tokens", "eval.max_new_tokens")
 
 LONGEST_NAME = 255

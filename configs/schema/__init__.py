@@ -6,6 +6,7 @@ from slipstream.configs.schema.checkpoint import CheckpointConfig
 from slipstream.configs.schema.dialect import DialectConfig, EndpointConfig
 from slipstream.configs.schema.gateway import GatewayConfig, LimitsConfig
 from slipstream.configs.schema.hooks import HooksConfig
+from slipstream.configs.schema.judge import CodeJudge, Judge, ModelJudge
 from slipstream.configs.schema.live import LiveConfig, LiveJudgingConfig
 from slipstream.configs.schema.models import (
     AverageReference,
@@ -43,6 +44,7 @@ __all__ = [
     "AverageReference",
     "CheckpointConfig",
     "CheckpointReference",
+    "CodeJudge",
     "ConstantRate",
     "ContainerConfig",
     "CorrectionConfig",
@@ -58,6 +60,7 @@ __all__ = [
     "EvalConfig",
     "GatewayConfig",
     "HooksConfig",
+    "Judge",
     "JudgingConfig",
     "KLConfig",
     "LimitsConfig",
@@ -67,6 +70,7 @@ __all__ = [
     "LocalCluster",
     "LoraConfig",
     "ModelConfig",
+    "ModelJudge",
     "Objective",
     "OptimizerConfig",
     "ParallelConfig",

@@ -5,12 +5,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from slipstream.configs.schema.base import Section
-from slipstream.configs.schema.plugin import Plugin, PluginConfig
 from slipstream.configs.schema.rollout import JudgingConfig
 
 
 class LiveJudgingConfig(JudgingConfig):
-    """The processes in which the judge of live turns runs. They are apart from those of `rollout.reward`."""
+    """The processes in which `judge` judges live turns. They are apart from those of `rollout.reward`."""
 
     processes: int = Field(
         default=1, ge=1, le=1024, description="Number of processes that judge the turns of live users."
@@ -44,20 +43,6 @@ class LiveJudgingConfig(JudgingConfig):
         default=300,
         gt=0,
         description="Seconds that a judge process may take to import and construct it.",
-    )
-    votes: int = Field(
-        default=1,
-        ge=1,
-        le=64,
-        description="Number of times that the judge is asked about each turn, for one that samples. The "
-        "score that most of its verdicts have counts; where two lead, the turn has no verdict yet.",
-    )
-    ask_again_s: float = Field(
-        default=60,
-        gt=0,
-        description="Seconds until a turn without a verdict is asked about again, because the judge has "
-        "returned no score, has failed in all attempts, or cannot be started. They double each time, up to "
-        "an hour.",
     )
 
 
@@ -94,12 +79,6 @@ class LiveConfig(Section):
     train: bool = Field(
         default=True,
         description="Train on the turns. False: they are recorded, but neither judged nor trained.",
-    )
-    judge: Plugin = Field(
-        default=PluginConfig(path="slipstream.rollout.reward.live.RuleJudge"),
-        description="Import path of a class with the method `judge` of "
-        "`slipstream.rollout.reward.live.LiveJudge`, which gives a turn its score from what came next, or of "
-        "a function with its parameters.",
     )
     judging: LiveJudgingConfig = Field(
         default=LiveJudgingConfig(), description="The processes in which the judge runs."

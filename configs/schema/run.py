@@ -9,6 +9,7 @@ from slipstream.configs.schema.actor import ActorConfig
 from slipstream.configs.schema.base import PathSetting, Section
 from slipstream.configs.schema.checkpoint import CheckpointConfig
 from slipstream.configs.schema.gateway import GatewayConfig
+from slipstream.configs.schema.judge import CodeJudge, Judge
 from slipstream.configs.schema.live import LiveConfig
 from slipstream.configs.schema.models import CriticConfig
 from slipstream.configs.schema.plugin import Plugin
@@ -187,6 +188,9 @@ class RunConfig(Section):
     gateway: GatewayConfig | None = Field(default=None, description="Endpoint for live users; null: none.")
     live: LiveConfig | None = Field(
         default=None, description="Learning from the users of a gateway; null: no live turn is trained."
+    )
+    judge: Judge = Field(
+        default=CodeJudge(), description="Who says what turns of live users and whole episodes are worth."
     )
     weights: WeightsConfig = Field(
         default=WeightsConfig(), description="Publication and verification of policy versions."

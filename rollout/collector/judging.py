@@ -13,8 +13,8 @@ from typing import Protocol
 from slipstream.rollout.collector.recording import Recording
 from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.reward.value import Judgement
+from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import UNSAMPLED, Prompt, Trajectory
-from slipstream.rollout.workflow import Tokenizer
 
 
 class Judges(Protocol):

@@ -12,13 +12,14 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 import aiohttp
 
 from slipstream.configs.schema import RunConfig, SamplingConfig
+from slipstream.configs.schema.judge import asks_policy
 from slipstream.rollout import plugins
 from slipstream.rollout.collector.episodes import Episodes, check
 from slipstream.rollout.collector.evaluation import Evaluations, GreedyGenerator
@@ -35,12 +36,14 @@ from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.descriptors import make_room
 from slipstream.rollout.engine.pool import EnginePool, GeneratingClient
+from slipstream.rollout.engine.serving import ServingAddresses
 from slipstream.rollout.engine.trace import RequestTrace
 from slipstream.rollout.garbage import OF_COLLECTED_EPISODE, expect_objects, look_seldom_for_garbage
+from slipstream.rollout.judge.named_model import named_model
 from slipstream.rollout.judge.pool import JudgePool, JudgeStatus
 from slipstream.rollout.messages import DOWN, LONGEST_FRAME, SILENCE_S, Down, Status, Up, pack, split
-from slipstream.rollout.workflow import Tokenizer, Workflow, WorkflowContext
-from slipstream.rollout.workflow.tokenizer import load_tokenizer
+from slipstream.rollout.tokenizer import Tokenizer, load_tokenizer
+from slipstream.rollout.workflow import Workflow, WorkflowContext
 
 if TYPE_CHECKING:
     from slipstream.rollout.endpoint.serve import CollectorEndpoint
@@ -65,6 +68,8 @@ class Surroundings:
     judges: WatchedJudges
     connect: Callable[[EngineAddress], GeneratingClient] = EngineClient
     """Makes the client of an engine."""
+    engines: ServingAddresses = field(default_factory=ServingAddresses)
+    """The engines that serve, for judges that ask them."""
     clock: Callable[[], float] = time.monotonic
     """Says in seconds when the record of an episode is due."""
     trace: Callable[[RequestTrace], None] | None = None
@@ -90,12 +95,21 @@ async def collect(
         serve_endpoint = load()  # before the tokenizer imports transformers
     most_requests = make_room(rollout.max_concurrent, each=DESCRIPTORS if serve_endpoint else 1)
     tokenizer = load_tokenizer(config.model.path)
+    engines = ServingAddresses()
+    asks = asks_policy(config.judge)
     async with JudgePool(
-        rollout.judging, reward, spec.logs, spec.name, reward_key=rollout.reward_key
+        rollout.judging,
+        reward,
+        spec.logs,
+        spec.name,
+        reward_key=rollout.reward_key,
+        model=named_model(config),
+        engines=(lambda: engines.encoded) if asks else bytes,
     ) as judges:
         surroundings = Surroundings(
             tokenizer,
             judges,
+            engines=engines,
             trace=trace,
             most_requests=most_requests,
             serve_endpoint=serve_endpoint,
@@ -169,7 +183,7 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
         stack.push_async_callback(evaluations.close)
         stack.push_async_callback(groups.close)
         stack.enter_context(watched(rollout.collector_timeout_s, _reporter(spec)))
-        connection = _Connection(socket, pool, judges, groups, evaluations)
+        connection = _Connection(socket, pool, judges, groups, evaluations, surroundings.engines)
         look_seldom_for_garbage()
         await _live(connection, outbox, groups)
 
@@ -205,7 +219,9 @@ class _Connection:
         judges: WatchedJudges,
         groups: GroupCollector[Recording],
         evaluations: Evaluations,
+        engines: ServingAddresses,
     ) -> None:
+        self._engines = engines
         self._socket = socket
         self._pool = pool
         self._judges = judges
@@ -233,6 +249,7 @@ class _Connection:
     def _take(self, message: Down, chunks: memoryview) -> None:
         if message.routing is not None:
             self._pool.follow(message.routing)
+            self._engines.follow(message.routing)
             expect_objects(OF_COLLECTED_EPISODE * message.routing.limit)
         start = 0
         for lease in message.leases:

@@ -11,7 +11,14 @@ from contextlib import aclosing, suppress
 
 import aiohttp
 
-from slipstream.rollout.engine.completion import Aborted, CompletionStream, Refused, parse_prompt_logprobs
+from slipstream.rollout.engine.completion import (
+    Aborted,
+    CompletionStream,
+    Refused,
+    TokenScores,
+    parse_prompt_logprobs,
+    parse_token_scores,
+)
 from slipstream.rollout.engine.connection import (
     REQUESTS_FAULT,
     EngineAddress,
@@ -183,6 +190,34 @@ class EngineClient(ServerControl):
             return parse_prompt_logprobs(reply, len(input_ids), version)
         except ValueError as error:
             raise EngineError(f"{self.name} /generate: {error}") from error
+
+    async def score_tokens(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], *, top_k: int = 0
+    ) -> TokenScores:
+        """Return the log-probs of ``token_ids`` behind a prompt, each given all tokens before it, at
+        temperature 1. ``top_k``: number of likeliest tokens to report at each place.
+
+        They are computed without any KV cache of earlier requests. Raises as ``generate`` does.
+        """
+        ids = [*prompt_ids, *token_ids]
+        self._check(ids, 0)
+        if not prompt_ids or not token_ids:
+            raise InvalidRequest("tokens can be scored behind a prompt alone: one of both is empty")
+        body: dict[str, object] = {
+            "input_ids": ids,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+            "return_logprob": True,
+            # The log-prob of the first token that is reported is missing: it is the last one of the prompt.
+            "logprob_start_len": len(prompt_ids) - 1,
+            "extra_key": uuid.uuid4().hex,
+        }
+        if top_k:
+            body["top_logprobs_num"] = top_k
+        reply = await self._post("/generate", body)
+        try:
+            return parse_token_scores(reply, token_ids, top_k)
+        except ValueError as error:
+            raise Malformed(f"{self.name} /generate: {error}") from error
 
     def _check(self, input_ids: Sequence[int], max_new_tokens: int) -> None:
         """Raise InvalidRequest for a request that must not be sent.

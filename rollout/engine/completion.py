@@ -26,7 +26,7 @@ log-probs that are not positive, as many tokens as the server counts, versions f
 """
 
 from collections.abc import Sequence
-from typing import NotRequired, TypedDict, cast
+from typing import NamedTuple, NotRequired, TypedDict, cast
 
 from slipstream.rollout.engine.growing import Alternatives, GrowingCompletion
 from slipstream.rollout.trajectory import Finish
@@ -286,6 +286,55 @@ def _spans(reported: list[_VersionSpan], length: int) -> list[tuple[int, int]]:
     if begin != length:
         raise ValueError(f"version spans {reported} do not tile {length} tokens")
     return spans
+
+
+class TokenScores(NamedTuple):
+    """Log-probs of the last tokens of a prompt, each given all tokens before it."""
+
+    logprobs: list[float]
+    top: list[Alternatives]
+    """The likeliest tokens at each of these places; empty: they were not asked for."""
+
+
+def parse_token_scores(reply: object, tokens: Sequence[int], top_k: int) -> TokenScores:
+    """Return the log-probs of ``tokens``, the last of a prompt. The reply begins with the token before them.
+
+    Raises Aborted when the server gave the request up, and ValueError for a reply about other tokens and for
+    any value that is missing or no log-prob.
+    """
+    try:
+        meta = cast(_Chunk, reply)["meta_info"]
+        reason = cast(_FinishReason, meta["finish_reason"])
+        if reason["type"] == "abort":
+            raise Aborted(f"generation was aborted: {reason.get('message', '')}")
+        given = meta["input_token_logprobs"]
+        if len(given) != len(tokens) + 1:
+            raise ValueError(f"log-probs of {len(given)} tokens, expected {len(tokens) + 1}")
+        entries = given[1:]
+        ids = [int(entry[1]) for entry in entries]
+        if ids != list(tokens):
+            raise ValueError("the log-probs are of other tokens than those that were asked about")
+        logprobs = [_checked_logprob(entry[0], place) for place, entry in enumerate(entries)]
+        if not top_k:
+            return TokenScores(logprobs, [])
+        top = [_position(position) for position in meta.get("input_top_logprobs") or ()][1:]
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a reply of /generate: {type(error).__name__}: {error}") from error
+    short = [place for place, position in enumerate(top) if len(position) != top_k]
+    if len(top) != len(tokens) or short:
+        raise ValueError(f"the {top_k} likeliest tokens are missing at some of {len(tokens)} places")
+    for place, position in enumerate(top):
+        for logprob, _ in position:
+            _checked_logprob(logprob, place)
+    return TokenScores(logprobs, top)
+
+
+def _checked_logprob(value: float | None, place: int) -> float:
+    if value is None or not LOWEST_LOGPROB <= float(value) <= HIGHEST_LOGPROB:  # NaN is not
+        raise ValueError(
+            f"the log-prob of token {place} is {value}, expected a finite number that is not positive"
+        )
+    return float(value)
 
 
 def parse_prompt_logprobs(reply: object, length: int, version: int | None = None) -> list[float]:

@@ -329,7 +329,7 @@ def _parts(spec: GatewaySpec) -> tuple[Build, Decode]:
     """Return what the process serves. Imports SGLang, for which this process is prepared first."""
     let_import_sglang()
     from slipstream.rollout.gateway.compose import build
-    from slipstream.rollout.workflow.tokenizer import load_tokenizer
+    from slipstream.rollout.tokenizer import load_tokenizer
 
     return build, load_tokenizer(spec.config.model.path).decode
 

@@ -39,7 +39,7 @@ TICKS = 8
 
 def answer_at_once(
     connection: socket.socket,
-    score: Callable[..., Any],
+    score: Callable[[Question], Any],
     bounds: Bounds,
     reply_with: Callable[[Question, Any], Reply],
 ) -> None:
@@ -113,7 +113,7 @@ class _Overlapping(asyncio.Protocol):
 
     def __init__(
         self,
-        score: Callable[..., Any],
+        score: Callable[[Question], Any],
         bounds: Bounds,
         loop: asyncio.AbstractEventLoop,
         reply_with: Callable[[Question, Any], Reply],
@@ -175,7 +175,7 @@ class _Overlapping(asyncio.Protocol):
         _open_question.set(question)
         self._bounds.home.restore()
         try:
-            reply = self._reply_with(request, await self._score(*request.arguments()))
+            reply = self._reply_with(request, await self._score(request))
         except BaseException as error:  # exits and cancellations included: none of them is meant for us
             if question.answered:
                 return

@@ -22,8 +22,10 @@ from slipstream.rollout.judge.errors import JudgesClosed, JudgeStartFailed, Judg
 from slipstream.rollout.judge.seat import OpenQuestion, Seat
 from slipstream.rollout.judge.wire import (
     Answer,
+    Engines,
     GroupScored,
     JudgeSetup,
+    ModelSetup,
     Ruled,
     Scored,
     TurnQuestion,
@@ -78,11 +80,15 @@ class JudgePool:
         *,
         of_turns: bool = False,
         reward_key: str = "reward",
+        model: ModelSetup | None = None,
+        engines: Engines = bytes,
     ) -> None:
         """``name`` distinguishes the logs of the pools of a run: judge-NAME-0.log and so on. ``of_turns``:
-        the plugin judges turns of live users. ``reward_key``: ``rollout.reward_key``.
+        the plugin judges turns of live users. ``reward_key``: ``rollout.reward_key``. ``model``: that the
+        plugin may ask. ``engines``: of the policy, if the model or its teacher is the policy.
         """
         self._settings = settings
+        self._engines = engines
         self._setup = JudgeSetup(
             plugin.path,
             plugin.args,
@@ -92,6 +98,7 @@ class JudgePool:
             "live.judging" if of_turns else "rollout.judging",
             of_turns,
             reward_key,
+            model,
         )
         self._logs = [logs_folder / f"judge-{name}-{number}.log" for number in range(settings.processes)]
         self._seats: list[Seat] = []
@@ -150,7 +157,9 @@ class JudgePool:
                 f"the reward {self._setup.path} judges whole groups (`score_group`): a workflow cannot ask "
                 "it about a single trajectory"
             )
-        frame = partial(framed_question, prompt=prompt, response=response, trajectory=trajectory)
+        frame = partial(
+            framed_question, prompt=prompt, response=response, trajectory=trajectory, engines=self._engines
+        )
         reply = await self._ask(f"prompt {prompt.id}", "trajectory", frame)
         assert isinstance(reply, Scored)
         return Judgement(reply.reward, reply.parts, _scores(reply.teacher, len(trajectory.tokens_T)))
@@ -162,7 +171,13 @@ class JudgePool:
 
         The group is one question: it has one time limit, and is asked again as a whole.
         """
-        frame = partial(framed_group, prompt=prompt, responses=responses, trajectories=trajectories)
+        frame = partial(
+            framed_group,
+            prompt=prompt,
+            responses=responses,
+            trajectories=trajectories,
+            engines=self._engines,
+        )
         reply = await self._ask(f"the group of prompt {prompt.id}", "trajectories", frame)
         assert isinstance(reply, GroupScored)
         return [
@@ -174,11 +189,17 @@ class JudgePool:
         """Return the verdict on a turn of a live user. Cancellation and errors: as of ``score``."""
 
         def frame(number: int) -> bytes:
-            return framed(TurnQuestion(number, turn, next_state))
+            return framed(TurnQuestion(number, turn, next_state, self._engines()))
 
         reply = await self._ask("a turn", "next state", frame)
         assert isinstance(reply, Ruled)
-        return Verdict(reply.score, reply.hint, _scores(reply.teacher, turn.tokens))
+        return Verdict(
+            reply.score,
+            reply.hint,
+            _scores(reply.teacher, turn.tokens),
+            reply.votes,
+            reply.nothing_to_learn,
+        )
 
     async def _ask(self, subject: str, content: str, frame: Callable[[int], bytes]) -> Answer:
         if self._broken is not None:

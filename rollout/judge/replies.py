@@ -110,6 +110,8 @@ def ruled(question: Question, value: Any) -> Ruled:
         None if score is None else number_of(score),
         None if hint is None else shortened(hint, LONGEST_HINT),
         _encoded(_whole(value.teacher), question.turn.tokens),
+        value.votes,
+        value.nothing_to_learn is True,
     )
 
 

@@ -17,7 +17,7 @@ from slipstream.rollout.judge.wire import REQUEST, FrameReader, Question, Reply,
 
 def answer_in_turn(
     connection: socket.socket,
-    score: Callable[..., Any],
+    score: Callable[[Question], Any],
     bounds: Bounds,
     reply_with: Callable[[Question, Any], Reply],
 ) -> None:
@@ -33,7 +33,7 @@ def answer_in_turn(
 
 class _OneByOne:
     def __init__(
-        self, score: Callable[..., Any], bounds: Bounds, reply_with: Callable[[Question, Any], Reply]
+        self, score: Callable[[Question], Any], bounds: Bounds, reply_with: Callable[[Question, Any], Reply]
     ) -> None:
         self._score = score
         self._reply_with = reply_with
@@ -46,7 +46,7 @@ class _OneByOne:
         bounds.home.restore()
         bounds.watchdog.arm(bounds.timeout_s)
         try:
-            value = self._result(self._score(*question.arguments()))
+            value = self._result(self._score(question))
             reply = self._reply_with(question, value)
             del value
         except BaseException as error:  # exits and cancellations included: none of them is meant for us

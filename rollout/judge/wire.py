@@ -12,7 +12,7 @@ Arrays travel as raw little-endian bytes. Nothing is pickled, so that user code 
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from slipstream.rollout.record import decode_scores, encode_scores
-from slipstream.rollout.reward.live import JudgedTurn
+from slipstream.rollout.reward.live import NO_VOTES, JudgedTurn, VoteCounts
 from slipstream.rollout.trajectory import Finish, Messages, Prompt, RewardParts, Trajectory
 
 LONGEST_REPLY = 1 << 24
@@ -33,6 +33,15 @@ QUESTION = "question_"
 """Begin of the name of the function that asks an overlapping question; its number follows."""
 
 _LENGTH = struct.Struct("<I")
+
+
+class ModelSetup(msgspec.Struct, array_like=True, frozen=True):
+    """The language model that the recipe's section ``judge`` names, for code that asks it."""
+
+    settings: dict[str, Any]
+    """The section, as plain data."""
+    policy: str
+    """Folder of the policy, whose tokenizer the policy's engines and the teacher have."""
 
 
 class JudgeSetup(msgspec.Struct, array_like=True):
@@ -50,6 +59,8 @@ class JudgeSetup(msgspec.Struct, array_like=True):
     """The judge is one of live turns, and not a reward."""
     reward_key: str = "reward"
     """Name of the number that trains, where the reward returns a mapping."""
+    model: ModelSetup | None = None
+    """None: the recipe names none."""
 
 
 PromptFields = tuple[int, Any, Any, dict[str, Any]]
@@ -103,6 +114,8 @@ class EpisodeQuestion(msgspec.Struct, array_like=True, tag="q", gc=False):
     number: int
     prompt: PromptFields
     episode: FinishedEpisode
+    engines: bytes = b""
+    """The policy's engines that serve now (``engine.serving.encoded``), if the judge asks them."""
 
     def arguments(self) -> tuple[Prompt, str, Trajectory]:
         """Return the arguments of ``Reward.score``."""
@@ -115,6 +128,7 @@ class GroupQuestion(msgspec.Struct, array_like=True, tag="g", gc=False):
     number: int
     prompt: PromptFields
     episodes: list[FinishedEpisode]
+    engines: bytes = b""
 
     def arguments(self) -> tuple[Prompt, list[str], list[Trajectory]]:
         """Return the arguments of ``GroupReward.score_group``."""
@@ -128,6 +142,7 @@ class TurnQuestion(msgspec.Struct, array_like=True, tag="t", gc=False):
     number: int
     turn: JudgedTurn
     next_state: Messages
+    engines: bytes = b""
 
     def arguments(self) -> tuple[JudgedTurn, Messages]:
         """Return the arguments of ``LiveJudge.judge``."""
@@ -183,6 +198,8 @@ class Ruled(msgspec.Struct, array_like=True, tag="v", gc=False):
     hint: str | None = None
     teacher: bytes = b""
     """Encoded scores of a teacher; empty: there are none."""
+    votes: VoteCounts = NO_VOTES
+    nothing_to_learn: bool = False
 
 
 class Blame(StrEnum):
@@ -230,17 +247,28 @@ def framed(message: JudgeSetup | Request | Reply) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
-def framed_question(number: int, prompt: Prompt, response: str, trajectory: Trajectory) -> bytes:
+Engines = Callable[[], bytes]
+"""Returns the policy's engines that serve now: ``engine.serving.encoded``."""
+
+
+def framed_question(
+    number: int, prompt: Prompt, response: str, trajectory: Trajectory, engines: Engines = bytes
+) -> bytes:
     """Return the frame of a question. Raises what ``framed`` raises."""
-    return framed(EpisodeQuestion(number, _fields(prompt), _finished(response, trajectory)))
+    episode = _finished(response, trajectory)
+    return framed(EpisodeQuestion(number, _fields(prompt), episode, engines()))
 
 
 def framed_group(
-    number: int, prompt: Prompt, responses: Sequence[str], trajectories: Sequence[Trajectory]
+    number: int,
+    prompt: Prompt,
+    responses: Sequence[str],
+    trajectories: Sequence[Trajectory],
+    engines: Engines = bytes,
 ) -> bytes:
     """Return the frame of a question about a whole group. Raises what ``framed`` raises."""
     episodes = [_finished(*each) for each in zip(responses, trajectories, strict=True)]
-    return framed(GroupQuestion(number, _fields(prompt), episodes))
+    return framed(GroupQuestion(number, _fields(prompt), episodes, engines()))
 
 
 def _fields(prompt: Prompt) -> PromptFields:

@@ -22,6 +22,7 @@ from slipstream.rollout.judge.wire import (
     FrameReader,
     JudgeReady,
     JudgeSetup,
+    ModelSetup,
     Question,
     Reply,
     StartFailure,
@@ -77,13 +78,21 @@ def _construct(
     _limit_memory(setup.memory_mb)
     watchdog.arm(setup.start_timeout_s)
     try:
-        return load_judge(setup.path, setup.args, (TURNS,) if setup.of_turns else REWARDS)
+        kinds = (TURNS,) if setup.of_turns else REWARDS
+        return load_judge(setup.path, setup.args, kinds, setup.model and partial(_model, setup.model))
     except BaseException as error:  # exits included: whatever user code raises is reported
         forks.leave_if_forked()
         connection.sendall(framed(StartFailure(_reason(error))))
         return None
     finally:
         watchdog.disarm()
+
+
+def _model(setup: ModelSetup) -> object:
+    """Return what code asks that has a parameter ``judge_model``. Imports more than other judges need."""
+    from slipstream.rollout.reward.model.judge_model import JudgeModel
+
+    return JudgeModel.of(setup.settings, setup.policy)
 
 
 def _reason(error: BaseException) -> str:
@@ -107,7 +116,15 @@ def _answer(connection: socket.socket, judge: LoadedJudge, bounds: Bounds, setup
     concurrent = is_concurrent(judge.call)
     connection.sendall(framed(JudgeReady(os.getpid(), concurrent, judge.kind is GROUPS)))
     answer = answer_at_once if concurrent else answer_in_turn
-    answer(connection, judge.call, bounds, _replies(judge.kind, setup.reward_key))
+    answer(connection, partial(_ask, judge.call), bounds, _replies(judge.kind, setup.reward_key))
+
+
+def _ask(call: Callable[..., Any], question: Question) -> Any:
+    if question.engines:
+        from slipstream.rollout.engine.serving import ENGINES
+
+        ENGINES.follow(question.engines)
+    return call(*question.arguments())
 
 
 def _replies(kind: JudgeKind, key: str) -> Callable[[Question, Any], Reply]:

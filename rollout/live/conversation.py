@@ -10,21 +10,28 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy.typing as npt
+
 from slipstream.rollout.ledger.database import LedgerError
-from slipstream.rollout.live.known import KnownTurn, decode_said
-from slipstream.rollout.record import CorruptRecord
+from slipstream.rollout.live.known import KnownTurn, branch_of, decode_said
+from slipstream.rollout.record import CorruptRecord, decode_chunks
 from slipstream.rollout.reward.live import JudgedTurn
 from slipstream.rollout.trajectory import Messages
 
 LONGEST_HISTORY = 1 << 20
 """Bytes of the turns before, as they are stored. Those that do not fit any more are left out."""
 
+ID_BYTES = 4
+
 Read = Callable[[bytes], bytes]
 """Returns the payload that references point to. Raises LedgerError."""
 
 
-def question_of(turn: KnownTurn, read: Read, longest: int = LONGEST_HISTORY) -> tuple[JudgedTurn, Messages]:
-    """Return what a judge is asked about a turn after which something has come.
+def question_of(
+    turn: KnownTurn, read: Read, longest: int = LONGEST_HISTORY, *, with_ids: bool = False
+) -> tuple[JudgedTurn, Messages]:
+    """Return what a judge is asked about a turn after which something has come. ``with_ids``: with the token
+    ids of the prompt and of the answer.
 
     Raises LedgerError and CorruptRecord when the turn itself cannot be read.
     """
@@ -32,6 +39,7 @@ def question_of(turn: KnownTurn, read: Read, longest: int = LONGEST_HISTORY) -> 
     assert turn.payload.next is not None
     said = decode_said(read(turn.payload.said))
     history = history_of(turn, said.kept, read, longest)
+    prompt_ids, answer_ids = ids_of(turn, read) if with_ids else (b"", b"")
     judged = JudgedTurn(
         said.session,
         said.key,
@@ -41,8 +49,30 @@ def question_of(turn: KnownTurn, read: Read, longest: int = LONGEST_HISTORY) -> 
         turn.head.finish.value,
         turn.head.sampled,
         said.kept - len(history),
+        prompt_ids,
+        answer_ids,
     )
     return judged, _decoded(read(turn.payload.next))
+
+
+def ids_of(turn: KnownTurn, read: Read) -> tuple[bytes, bytes]:
+    """Return the token ids of a turn's prompt and of its answer, int32.
+
+    Raises LedgerError and CorruptRecord when one of the turns that the prompt repeats cannot be read.
+    """
+    before: list[bytes] = []
+    for each, kept in branch_of(turn):
+        if each.payload.chunk is None:
+            raise CorruptRecord("tokens before the turn are not there any more")
+        for context, tokens, _ in decode_chunks(read(each.payload.chunk)):
+            if each is turn:
+                return b"".join([*before, _int32(context)]), _int32(tokens)
+            before.append((_int32(context) + _int32(tokens))[: ID_BYTES * kept])
+    raise CorruptRecord("the turn has no tokens")
+
+
+def _int32(ids: npt.NDArray[Any]) -> bytes:
+    return ids.astype("<i4").tobytes()
 
 
 def history_of(turn: KnownTurn, kept: int, read: Read, longest: int = LONGEST_HISTORY) -> Messages:

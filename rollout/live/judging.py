@@ -6,7 +6,7 @@
          └── at once ◄──────────── the judges are gone: they are started again, after a wait
 
 Nothing of this waits for training, and training does not wait for it: a turn without a verdict waits in the
-ledger, and expires there if it becomes too old.
+ledger. It expires there if its tokens become too old, and fails when it has waited for ``judge.give_up_s``.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from slipstream.configs.schema.judge import JudgeSection, ModelJudge
 from slipstream.configs.schema.live import LiveJudgingConfig
 from slipstream.rollout.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed
 from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.live.status import LiveListener
 from slipstream.rollout.live.turns import LiveTurns
-from slipstream.rollout.live.votes import elected
 from slipstream.rollout.record import CorruptRecord
 from slipstream.rollout.reward.live import JudgedTurn, Verdict
 from slipstream.rollout.trajectory import Messages
@@ -42,12 +42,15 @@ class LiveJudging:
 
     def __init__(
         self,
+        judge: JudgeSection,
         settings: LiveJudgingConfig,
         turns: LiveTurns,
         judges: Callable[[], AbstractAsyncContextManager[TurnJudges]],
         listener: LiveListener,
     ) -> None:
         """``judges``: starts new judge processes. Entering raises JudgeStartFailed."""
+        self._judge = judge
+        self._needs_ids = isinstance(judge, ModelJudge) and judge.scores_tokens
         self._settings = settings
         self._turns = turns
         self._judges = judges
@@ -58,31 +61,48 @@ class LiveJudging:
 
     async def run(self) -> None:
         """Judge until cancelled."""
-        outages = 0
+        giving_up = asyncio.create_task(self._give_up(), name="giving up turns without a verdict")
+        judging = asyncio.create_task(self._keep_judging(), name="judging with restarts")
+        both = {giving_up, judging}
         try:
-            while True:
-                verdicts = self._turns.status().verdicts
-                try:
-                    async with self._judges() as judges:
-                        reason = await self._judge_with(judges)
-                except JudgeStartFailed as error:
-                    reason = str(error)
-                if self._turns.status().verdicts > verdicts:
-                    outages = 0
-                self._turns.judge_outages += 1
-                self._say(f"no turn of a live user can be judged at present: {reason}")
-                await asyncio.sleep(self._wait_s(outages))
-                outages += 1
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            for task in both:
+                if task.done():
+                    task.result()  # a bug: raise it
         finally:
+            for task in both:
+                task.cancel()
+            await asyncio.wait(both)
             for timer in self._timers:
                 timer.cancel()
+
+    async def _give_up(self) -> None:
+        """Fail the turns that have waited too long, during an outage of the judges too."""
+        while True:
+            await asyncio.sleep(self._turns.give_up(self._judge.give_up_s))
+
+    async def _keep_judging(self) -> None:
+        outages = 0
+        while True:
+            verdicts = self._turns.status().verdicts
+            try:
+                async with self._judges() as judges:
+                    reason = await self._judge_with(judges)
+            except JudgeStartFailed as error:
+                reason = str(error)
+            if self._turns.status().verdicts > verdicts:
+                outages = 0
+            self._turns.judge_outages += 1
+            self._say(f"no turn of a live user can be judged at present: {reason}")
+            await asyncio.sleep(self._wait_s(outages))
+            outages += 1
 
     async def _judge_with(self, judges: TurnJudges) -> str:
         """Judge turns until the judges are gone. Return why they are."""
         loop = asyncio.get_running_loop()
         gone: asyncio.Future[str] = loop.create_future()
         settings = self._settings
-        at_a_time = max(1, settings.processes * settings.concurrency // settings.votes)
+        at_a_time = settings.processes * settings.concurrency
         workers = [
             loop.create_task(self._work(judges, gone), name=f"judging live turns {number}")
             for number in range(at_a_time)
@@ -102,10 +122,10 @@ class LiveJudging:
         while not gone.done():
             id_ = await self._turns.unjudged()
             try:
-                question = await asyncio.to_thread(self._turns.question, id_)
+                question = await asyncio.to_thread(self._turns.question, id_, with_ids=self._needs_ids)
                 if question is None:
                     continue
-                verdict = await self._ask(judges, *question)
+                verdict = await judges.judge(*question)
             except (LedgerError, CorruptRecord) as error:
                 self._turns.unanswerable(id_, f"its messages cannot be read: {error}")
             except JudgingFailed as error:
@@ -119,26 +139,14 @@ class LiveJudging:
                 self._turns.ask_again(id_)
                 raise
             else:
-                if verdict.score is None and verdict.teacher is None:
+                self._turns.votes += verdict.votes
+                if verdict.nothing_to_learn:
+                    self._turns.nothing_to_learn(id_)
+                elif verdict.score is None and verdict.teacher is None:
                     self._has_no_score(question[1])
                     self._later(id_)
                 else:
                     self._turns.verdict(id_, verdict)
-
-    async def _ask(self, judges: TurnJudges, turn: JudgedTurn, next_state: Messages) -> Verdict:
-        """Return the verdict of all votes. One that fails does not count, unless all do.
-
-        Raises JudgingFailed, JudgeStartFailed and JudgesClosed.
-        """
-        async with asyncio.TaskGroup() as tasks:
-            votes = [tasks.create_task(_vote(judges, turn, next_state)) for _ in range(self._settings.votes)]
-        given = [vote.result() for vote in votes]
-        verdicts = [vote for vote in given if isinstance(vote, Verdict)]
-        failures = [vote for vote in given if not isinstance(vote, Verdict)]
-        for failure in failures:
-            if not isinstance(failure, JudgingFailed) or not verdicts:
-                raise failure
-        return elected(verdicts)
 
     def _has_no_score(self, next_state: Messages) -> None:
         """Tell the user, once, that the judge has no score although something has come after a turn."""
@@ -146,7 +154,7 @@ class LiveJudging:
             self._has_told_of_no_score = True
             self._listener.note(
                 "the judge has no score for what came after a turn of a live user; it is asked about such "
-                f"turns again, first after {self._settings.ask_again_s:g} s (metric live/put_off)"
+                f"turns again, first after {self._judge.ask_again_s:g} s (metric live/put_off)"
             )
 
     def _later(self, id_: int) -> None:
@@ -161,19 +169,9 @@ class LiveJudging:
         self._timers.add(timer)
 
     def _wait_s(self, failures: int) -> float:
-        return min(LONGEST_WAIT_S, self._settings.ask_again_s * 2 ** min(failures, 30))
+        return min(LONGEST_WAIT_S, self._judge.ask_again_s * 2 ** min(failures, 30))
 
     def _say(self, text: str) -> None:
         self._shown += 1
         if self._shown <= SHOWN_FAILURES:
             self._listener.note(text)
-
-
-async def _vote(
-    judges: TurnJudges, turn: JudgedTurn, next_state: Messages
-) -> Verdict | JudgingFailed | JudgeStartFailed | JudgesClosed:
-    """Return a verdict, or why there is none."""
-    try:
-        return await judges.judge(turn, next_state)
-    except (JudgingFailed, JudgeStartFailed, JudgesClosed) as error:
-        return error

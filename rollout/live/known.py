@@ -47,6 +47,8 @@ class KnownTurn:
     """None: there is none yet."""
     has_followed: bool = False
     """True if something has come after it, or its session has ended."""
+    followed_s: float = 0.0
+    """When something followed, or the run was started since: seconds since the epoch."""
     is_lost: bool = False
     """Its tokens are not there: nothing that continues it can be trained."""
     put_off: int = 0

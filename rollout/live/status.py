@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.rollout.control.live import TurnEnd
+from slipstream.rollout.reward.live import VoteCounts
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class LiveStatus:
     """Verdicts of judges with a score, in this process."""
     put_off: int
     """Number of times that a turn was put off without a verdict, in this process."""
+    given_up: int
+    """Number of turns that have failed because they waited too long for their verdicts, in this process."""
+    votes: VoteCounts
+    """Votes of language models that gave no verdict, or were not needed for it, in this process."""
     judge_outages: int
     """Number of times that judge processes could not be started, in this process."""
     late_rewards: int

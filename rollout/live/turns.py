@@ -41,7 +41,7 @@ from slipstream.rollout.live.conversation import question_of
 from slipstream.rollout.live.known import KnownTurn, Said, Session
 from slipstream.rollout.live.status import LiveStatus, SinceLastBatch
 from slipstream.rollout.record import CorruptRecord, decode_chunks, encode, encode_scores
-from slipstream.rollout.reward.live import JudgedTurn, Verdict
+from slipstream.rollout.reward.live import NO_VOTES, JudgedTurn, Verdict
 from slipstream.rollout.teacher import TeacherScores
 from slipstream.rollout.trajectory import Messages
 from slipstream.rollout.turns import Entry, Forgotten, NextState, SessionEnd, Turn, TurnType, UserReward
@@ -50,6 +50,10 @@ LARGEST_LOGPROB = 1e-3
 """Log-probs may be above 0 by what rounding adds."""
 
 NOTHING_FOLLOWED = b"[]"
+
+SOONEST_S = 0.01
+LOOK_AGAIN_S = 1.0
+"""Fewest and, while the ledger is held, most seconds until waiting turns are looked at again."""
 
 
 class LiveLedger(Protocol):
@@ -102,7 +106,9 @@ class LiveTurns:
         self._taken: dict[str, int] = {}
         self._durable: dict[str, int] = {}
         self._side_reasons: Counter[str] = Counter()
-        self._late_rewards = self._verdicts = self._put_off = self.judge_outages = 0
+        self._late_rewards = self._verdicts = self._put_off = self._given_up = self.judge_outages = 0
+        self.votes = NO_VOTES
+        """Votes of language models that gave no verdict, or were not needed for it."""
         self._since = SinceLastBatch()
         for gateway in recovered.gateways:
             self._taken[gateway.name] = self._durable[gateway.name] = gateway.durable
@@ -252,6 +258,7 @@ class LiveTurns:
         if turn is None or turn.has_followed or not self._core.live.is_waiting(id_):
             return
         turn.has_followed = True
+        turn.followed_s = self._clock()
         ref = self._ledger.turns.followed(id_, messages)
         turn.payload = turn.payload._replace(next=ref)
         self._ask(id_)
@@ -295,15 +302,16 @@ class LiveTurns:
         """Wait for a turn that is to be judged, and take it off the queue."""
         return await self._changes.first(self._next_unjudged)
 
-    def question(self, id_: int) -> tuple[JudgedTurn, Messages] | None:
-        """Return what a judge is asked about a turn; None if it needs no verdict any more.
+    def question(self, id_: int, *, with_ids: bool = False) -> tuple[JudgedTurn, Messages] | None:
+        """Return what a judge is asked about a turn; None if it needs no verdict any more. ``with_ids``: with
+        its token ids.
 
         May be called in any thread. Raises LedgerError and CorruptRecord when it cannot be read.
         """
         turn = self._turns.get(id_)
         if turn is None or not self._needs_verdict(turn):
             return None
-        return question_of(turn, self._ledger.read)
+        return question_of(turn, self._ledger.read, with_ids=with_ids)
 
     def verdict(self, id_: int, verdict: Verdict) -> None:
         """Take a verdict with a score or with a teacher's, unless the turn needs none any more.
@@ -337,10 +345,36 @@ class LiveTurns:
 
     def unanswerable(self, id_: int, problem: str) -> None:
         """Give up a turn whose question cannot be read, or whose verdict cannot be used."""
+        self._end_unjudged(id_, TurnEnd.FAILED, Loss.FAILED, problem)
+
+    def nothing_to_learn(self, id_: int) -> None:
+        """End a turn that the judge has decided about without a score and without a hint."""
+        self._end_unjudged(id_, TurnEnd.FILTERED, Loss.FILTERED, "the judge has neither a score nor a hint")
+
+    def give_up(self, after_s: float) -> float:
+        """Fail the turns that have waited for their verdicts for so long. Return when to look again: the
+        number of seconds until the next turn may have.
+        """
+        now, oldest_s = self._clock(), 0.0
         if self._held is not None:
-            self._late.append(partial(self.unanswerable, id_, problem))
-        elif self._core.live.ended(id_, TurnEnd.FAILED):
-            self._ledger.turns.ended(id_, TurnEnd.FAILED, Loss.FAILED, note=problem)
+            return min(after_s, LOOK_AGAIN_S)
+        for turn in list(self._turns.values()):
+            if not self._needs_verdict(turn):
+                continue
+            waited_s = now - turn.followed_s
+            if waited_s >= after_s:
+                self._given_up += 1
+                problem = f"it has waited {waited_s:.0f} s for its verdict (judge.give_up_s: {after_s:g})"
+                self._end_unjudged(turn.id, TurnEnd.FAILED, Loss.FAILED, problem)
+            else:
+                oldest_s = max(oldest_s, waited_s)
+        return max(SOONEST_S, after_s - oldest_s)
+
+    def _end_unjudged(self, id_: int, end: TurnEnd, loss: Loss, note: str) -> None:
+        if self._held is not None:
+            self._late.append(partial(self._end_unjudged, id_, end, loss, note))
+        elif self._core.live.ended(id_, end):
+            self._ledger.turns.ended(id_, end, loss, note=note)
             self._drop_if_over(self._turns[id_].session)
 
     def put_off(self, id_: int) -> int:
@@ -493,6 +527,7 @@ class LiveTurns:
             if turn.verdict is not None and door.is_waiting(turn.id):
                 door.ready(turn.id)
             elif self._needs_verdict(turn):
+                turn.followed_s = self._clock()
                 self._queue.append(turn.id)
         door.ends.update({end: n for end in TurnEnd if (n := recovered.counts.get(end.value))})
         for id_ in recovered.ended_sessions:
@@ -529,6 +564,8 @@ class LiveTurns:
             side_reasons=dict(self._side_reasons),
             verdicts=self._verdicts,
             put_off=self._put_off,
+            given_up=self._given_up,
+            votes=self.votes,
             judge_outages=self.judge_outages,
             late_rewards=self._late_rewards,
             baseline=self._baseline.mean,

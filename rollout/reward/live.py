@@ -30,6 +30,10 @@ class JudgedTurn(msgspec.Struct, array_like=True, frozen=True):
     left_out: int = 0
     """Number of messages before ``history``: a judge is shown a mebibyte of it at most, and nothing that is
     damaged."""
+    prompt_ids: bytes = b""
+    """Token ids of the prompt as it was sampled from, int32. Empty unless a teacher scores the answer."""
+    answer_ids: bytes = b""
+    """The sampled token ids, int32. Empty unless a teacher scores the answer."""
 
     @property
     def conversation(self) -> Messages:
@@ -40,6 +44,25 @@ class JudgedTurn(msgspec.Struct, array_like=True, frozen=True):
     def text(self) -> str:
         """The text of the answer."""
         return text_of(self.answer)
+
+
+class VoteCounts(msgspec.Struct, array_like=True, frozen=True):
+    """What became of the votes on a turn that have given it no verdict, or were not needed for it."""
+
+    tied: int = 0
+    """Number of questions on which two answers have led."""
+    unparsable: int = 0
+    """Number of votes in which nothing could be read."""
+    missing: int = 0
+    """Number of votes that have not come: the request for them has failed."""
+
+    def __add__(self, other: "VoteCounts") -> "VoteCounts":
+        return VoteCounts(
+            self.tied + other.tied, self.unparsable + other.unparsable, self.missing + other.missing
+        )
+
+
+NO_VOTES = VoteCounts()
 
 
 @dataclass(frozen=True)
@@ -53,6 +76,11 @@ class Verdict:
     teacher: TeacherScores | None = None
     """A teacher's scores of the turn's sampled tokens, each of which has a log-prob; None: there are none. A
     turn with these scores alone is trained on them alone."""
+    votes: VoteCounts = NO_VOTES
+    """For metrics."""
+    nothing_to_learn: bool = False
+    """True if nothing about the turn can be trained, and no later question changes that: it has neither a
+    score nor a hint. It then ends without having been trained."""
 
 
 class LiveJudge(Protocol):

@@ -38,11 +38,21 @@ class LoadedJudge(NamedTuple):
     """The instance that the method belongs to, or the function."""
 
 
-def load_judge(path: str, args: Mapping[str, object], kinds: Sequence[JudgeKind] = REWARDS) -> LoadedJudge:
+MODEL = "judge_model"
+"""Parameter by which code asks for the language model that the recipe's section ``judge`` names."""
+
+
+def load_judge(
+    path: str,
+    args: Mapping[str, object],
+    kinds: Sequence[JudgeKind] = REWARDS,
+    model: Callable[[], object] | None = None,
+) -> LoadedJudge:
     """Return the code at ``path``, constructed with ``args``. Raises PluginError for code of another shape,
-    and what a constructor raises.
+    and what a constructor raises. ``model``: returns the value of a parameter ``judge_model``.
     """
     factory = plugins.resolve(path)
+    args = _with_model(path, factory, args, model)
     if (kind := _kind_of_function(factory, kinds)) is not None:
         plugins.check_args(path, factory, args, given=len(kind.parameters))
         return LoadedJudge(partial(factory, **args) if args else factory, kind, factory)
@@ -53,7 +63,12 @@ def load_judge(path: str, args: Mapping[str, object], kinds: Sequence[JudgeKind]
     return LoadedJudge(call, kind, plugin)
 
 
-def check_judge(path: str, args: Mapping[str, object], kinds: Sequence[JudgeKind] = REWARDS) -> None:
+def check_judge(
+    path: str,
+    args: Mapping[str, object],
+    kinds: Sequence[JudgeKind] = REWARDS,
+    model: Callable[[], object] | None = None,
+) -> None:
     """Raise PluginError if ``load_judge`` could only fail. No code of the user's is called.
 
     What comes with Slipstream is constructed as well: it looks at nothing but its arguments, and raises
@@ -61,8 +76,9 @@ def check_judge(path: str, args: Mapping[str, object], kinds: Sequence[JudgeKind
     """
     factory = plugins.resolve(path)
     if path.startswith("slipstream."):
-        load_judge(path, args, kinds)
+        load_judge(path, args, kinds, model)
         return
+    args = _with_model(path, factory, args, model)
     kind = _kind_of_function(factory, kinds)
     plugins.check_args(path, factory, args, given=len(kind.parameters) if kind else 0)
     if inspect.isclass(factory):
@@ -70,6 +86,28 @@ def check_judge(path: str, args: Mapping[str, object], kinds: Sequence[JudgeKind
         method = inspect.getattr_static(factory, kind.method)
         if inspect.isfunction(method):
             _check_signature(path, kind, partial(method, None))
+
+
+def wants_model(factory: object) -> bool:
+    """Return whether a class or function has a parameter ``judge_model``."""
+    try:
+        return callable(factory) and MODEL in inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # a callable that Python cannot look into
+        return False
+
+
+def _with_model(
+    path: str, factory: object, args: Mapping[str, object], model: Callable[[], object] | None
+) -> Mapping[str, object]:
+    """Return the arguments, with the model if it is asked for. Raises PluginError if there is none."""
+    if MODEL in args or not wants_model(factory):
+        return args
+    if model is None:
+        raise plugins.PluginError(
+            f"{path} asks a language model (parameter `{MODEL}`), but the recipe names none: expected a "
+            "section `judge` of type model"
+        )
+    return {**args, MODEL: model()}
 
 
 def is_concurrent(call: Callable[..., Any]) -> bool:

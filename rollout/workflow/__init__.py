@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from slipstream.configs.schema import SamplingConfig
-from slipstream.rollout.trajectory import Completion, Messages, Prompt, Trajectory
+from slipstream.rollout.tokenizer import Tokenizer
+from slipstream.rollout.trajectory import Completion, Prompt, Trajectory
 from slipstream.rollout.workflow.agent import Agent
 from slipstream.rollout.workflow.dialogue import Dialogue
 from slipstream.rollout.workflow.endpoint import PolicyEndpoint
@@ -64,14 +65,6 @@ class Judge(Protocol):
         Raises JudgingFailed when every attempt at judging has failed; a workflow must not catch it.
         """
         ...
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that workflows use."""
-
-    def apply_chat_template(self, conversation: Messages, **kwargs: Any) -> Any: ...
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-    def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -323,7 +323,7 @@ async def _main(folder: Path, dialect: dict[str, Any]) -> None:
     from starlette.routing import Route
 
     from slipstream.configs.schema import RunConfig
-    from slipstream.rollout.workflow.tokenizer import load_tokenizer
+    from slipstream.rollout.tokenizer import load_tokenizer
 
     tokenizer: Any = load_tokenizer(folder)
     config = RunConfig.model_validate(

@@ -212,7 +212,8 @@ def recipe(root: Path, port: int, admin_port: int) -> dict[str, object]:
             "engine": {"restarts": 100, "args": {"max_running_requests": 32, "max_total_tokens": 32768}},
         },
         "gateway": {"port": port, "admin_port": admin_port},
-        "live": {"judge": "tests.crash.live_judge.Judge"},
+        "live": {},
+        "judge": {"type": "code", "code": "tests.crash.live_judge.Judge"},
         "checkpoint": {"every": 2, "keep_last": 2},
     }
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import aiohttp
 
+from slipstream.configs.schema.judge import CodeJudge
 from slipstream.configs.schema.live import LiveJudgingConfig, RunningBaseline
 from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.collect.intake import Intake
@@ -105,8 +106,10 @@ class Driver:
         self.roster = EngineRoster(self.gate, limit=64)
         self.key = new_key()
         self.receiver = GatewayReceiver(self.key, self.live, self.roster, limit=64)
-        settings = LiveJudgingConfig(ask_again_s=0.05, concurrency=8)
-        self.judging = LiveJudging(settings, self.live, ScriptedJudges().open, SilentListener())
+        judge = CodeJudge(ask_again_s=0.05)
+        settings = LiveJudgingConfig(concurrency=8)
+        judges = ScriptedJudges().open
+        self.judging = LiveJudging(judge, settings, self.live, judges, SilentListener())
         self._run = run
         self._publish = publish
         self.steps = 0

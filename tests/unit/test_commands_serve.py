@@ -8,6 +8,7 @@ import yaml
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.commands.serve import check_has_prompts, load_serving
 from slipstream.configs.load import load_recipe
+from slipstream.configs.schema import CodeJudge, ModelJudge
 from slipstream.configs.violations import RecipeError
 
 PREPARE = "slipstream.backend.simulate.only_simulated"
@@ -51,14 +52,15 @@ def test_what_it_trains_on_is_live_users_alone(recipe):
 
 
 def test_the_number_of_votes_is_read_where_there_is_a_judge(recipe):
-    judged = load_serving(recipe(live={}), [], {"PRM_M": "3"}).live
-    assert judged is not None and judged.judging.votes == 3
-    assert load_serving(recipe(), [], {"PRM_M": "3"}).live is None
-    judged = load_serving(recipe(live={}), ["live.judging.votes=5"], {"PRM_M": "3"}).live
-    assert judged is not None and judged.judging.votes == 5
+    model = {"type": "model", "endpoint": {"type": "policy"}}
+    judge = load_serving(recipe(live={}, judge=model), [], {"PRM_M": "5"}).judge
+    assert isinstance(judge, ModelJudge) and judge.votes == 5
+    assert load_serving(recipe(live={}), [], {"PRM_M": "5"}).judge == CodeJudge()
+    judge = load_serving(recipe(live={}, judge=model), ["judge.votes=7"], {"PRM_M": "5"}).judge
+    assert isinstance(judge, ModelJudge) and judge.votes == 7
     with pytest.raises(RecipeError) as raised:
-        load_serving(recipe(live={}), [], {"PRM_M": "many"})
-    assert "live.judging.votes" in str(raised.value)
+        load_serving(recipe(live={}, judge=model), [], {"PRM_M": "many"})
+    assert "judge.votes" in str(raised.value)
 
 
 def test_variables_of_other_servers_are_read_and_overrides_win(recipe):

@@ -41,9 +41,11 @@ FLOORS = {
         {"changes", "durable", "garbage", "gpu_environment", "heaps", "linux", "network", "plugins"}
         | {"teacher", "temporary"},
         {"sandbox", "trajectory"},
-        {"control", "conversation", "prompts", "record", "reward"},
+        {"control", "conversation", "prompts", "record", "tokenizer"},
         {"programs", "turns"},
-        {"engine", "judge", "ledger"},
+        {"engine", "ledger"},
+        {"reward"},
+        {"judge"},
         {"environment"},
         {"workflow"},
         {"compat", "live", "messages"},

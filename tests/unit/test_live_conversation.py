@@ -2,6 +2,8 @@
 
 import random
 
+import numpy as np
+
 from slipstream.rollout.control.live import TurnEnd
 from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.live.conversation import history_of, question_of
@@ -52,6 +54,25 @@ def test_a_judge_sees_the_messages_and_answers_before_the_turn(in_run):
         assert texts(asked(run, third).conversation) == ["one", "1", "two", "2", "three", "3"]
 
     in_run(again)
+
+
+def test_a_judge_gets_the_ids_of_the_prompt_and_of_the_answer_where_a_teacher_needs_them(in_run):
+    talk, (_, second, third) = three_turns()
+    fork = talk.say(parent=third, shared=len(talk.branches[second]) - 1, said="a fork")
+
+    async def act(run):
+        await run.hear(talk)
+        assert asked(run, third).prompt_ids == asked(run, third).answer_ids == b""
+        for turn in (second, third, fork):
+            question = run.live.question(number(turn), with_ids=True)
+            assert question is not None
+            prompt, answer = (
+                np.frombuffer(ids, "<i4").tolist() for ids in (question[0].prompt_ids, question[0].answer_ids)
+            )
+            assert answer == talk.sampled[turn]
+            assert prompt + answer == talk.branches[turn]
+
+    in_run(act)
 
 
 def test_a_judge_sees_history_as_the_request_has_rewritten_it(in_run):

@@ -4,13 +4,12 @@ import asyncio
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from slipstream.configs.schema import LiveJudgingConfig, PluginConfig
-from slipstream.rollout.control.live import TurnState
+from slipstream.configs.schema import CodeJudge, LiveJudgingConfig, PluginConfig
+from slipstream.rollout.control.live import TurnEnd, TurnState
 from slipstream.rollout.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed
 from slipstream.rollout.judge.pool import JudgePool
 from slipstream.rollout.live.judging import LiveJudging
-from slipstream.rollout.live.votes import elected
-from slipstream.rollout.reward.live import Verdict, text_of
+from slipstream.rollout.reward.live import Verdict, VoteCounts, text_of
 from tests.unit.test_live_turns import Run, Talk, Told, number
 
 ASK_AGAIN_S = 0.02
@@ -57,13 +56,14 @@ def judged(folder: Path, judges: Judges, *said: str, until: int | None = None, *
     run, talk = Run(folder, trajectories=64), Talk()
     for each in said:
         talk.next(talk.turn(session=each), each)
-    limits = LiveJudgingConfig(**{"ask_again_s": ASK_AGAIN_S, "concurrency": 2} | settings)
+    judge = CodeJudge(ask_again_s=settings.pop("ask_again_s", ASK_AGAIN_S))
+    limits = LiveJudgingConfig(**{"concurrency": 2} | settings)
     listener = Told()
     run.notes = listener.notes
 
     async def body():
         await run.hear(talk)
-        judging = asyncio.create_task(LiveJudging(limits, run.live, judges.open, listener).run())
+        judging = asyncio.create_task(LiveJudging(judge, limits, run.live, judges.open, listener).run())
         async with asyncio.timeout(10):
             while run.core.live.states[TurnState.READY] < (len(said) if until is None else until):
                 await asyncio.sleep(0.005)
@@ -146,7 +146,8 @@ def test_a_turn_that_cannot_be_read_fails_and_no_other(tmp_path):
 
     async def body():
         await run.hear(talk)
-        task = asyncio.create_task(LiveJudging(LiveJudgingConfig(), run.live, judges.open, Told()).run())
+        judging = LiveJudging(CodeJudge(), LiveJudgingConfig(), run.live, judges.open, Told())
+        task = asyncio.create_task(judging.run())
         async with asyncio.timeout(10):
             while run.core.live.states[TurnState.READY] < 1 or run.core.live.states[TurnState.WAITING]:
                 await asyncio.sleep(0.005)
@@ -166,7 +167,7 @@ def test_an_outage_of_real_judge_processes_is_no_score(tmp_path):
     file = tmp_path / "up"
     plugin = PluginConfig(path="tests.unit.live_judges.DownUntil", args={"path": str(file), "at_start": True})
     settings = LiveJudgingConfig(
-        ask_again_s=0.05, attempts=1, retry_after_s=0.01, processes=1, concurrency=2, start_timeout_s=20
+        attempts=1, retry_after_s=0.01, processes=1, concurrency=2, start_timeout_s=20
     )
     folder = tmp_path / "run"
     folder.mkdir()
@@ -179,7 +180,8 @@ def test_an_outage_of_real_judge_processes_is_no_score(tmp_path):
 
     async def body():
         await run.hear(talk)
-        task = asyncio.create_task(LiveJudging(settings, run.live, pool, told).run())
+        judging = LiveJudging(CodeJudge(ask_again_s=0.05), settings, run.live, pool, told)
+        task = asyncio.create_task(judging.run())
         async with asyncio.timeout(60):
             while not told.notes:
                 await asyncio.sleep(0.01)
@@ -198,22 +200,45 @@ def test_an_outage_of_real_judge_processes_is_no_score(tmp_path):
     assert run.live.status().verdicts == 1
 
 
-def test_the_strict_plurality_of_several_votes_counts(tmp_path: Path):
+def test_a_turn_that_waits_too_long_fails_also_while_the_judges_are_down(tmp_path):
     judges = Judges()
-    judges.answers["mostly good"] = [Verdict(1.0), Verdict(-1.0), Verdict(1.0, "short"), Verdict(None)]
-    judges.answers["tied, then bad"] = [
-        Verdict(1.0),
-        Verdict(-1.0),
-        *[Verdict(None)] * 2,
-        *[Verdict(-1.0)] * 4,
-    ]
-    judges.answers["one fails"] = [JudgingFailed("no"), Verdict(0.5, "hint"), *[Verdict(None)] * 2]
-    run = judged(tmp_path, judges, *judges.answers, votes=4, concurrency=8)
-    assert [run.live._turns[number(2 * place - 1)].score for place in (1, 2, 3)] == [1.0, -1.0, 0.5]
-    assert len(judges.asked) == 16, "a turn without a verdict is asked about again, with all votes"
+    judges.down = True
+    now = [1_000.0]
+    run, talk = Run(tmp_path, trajectories=64, clock=lambda: now[0]), Talk()
+    talk.next(talk.turn(session="a"), "a")
+
+    async def body():
+        await run.hear(talk)
+        judge = CodeJudge(ask_again_s=ASK_AGAIN_S, give_up_s=60)
+        assert run.live.give_up(judge.give_up_s) == 60
+        now[0] += 59
+        assert run.live.give_up(judge.give_up_s) == 1
+        assert run.core.live.states[TurnState.WAITING] == 1
+        now[0] += 1
+        task = asyncio.create_task(
+            LiveJudging(judge, LiveJudgingConfig(), run.live, judges.open, Told()).run()
+        )
+        async with asyncio.timeout(10):
+            while run.core.live.states[TurnState.WAITING]:
+                await asyncio.sleep(0.005)
+        task.cancel()
+        await asyncio.wait({task})
+        run.live.verdict(number(1), Verdict(1.0))  # it comes too late
+        await run.ledger.flushed()
+
+    try:
+        asyncio.run(body())
+    finally:
+        run.ledger.close()
+    assert run.core.live.ends[TurnEnd.FAILED] == 1
+    assert run.core.live.states[TurnState.READY] == 0
+    assert run.live.status().given_up == 1
 
 
-def test_votes_agree_as_an_election_does():
-    assert elected([]) == elected([Verdict(None, "no score")]) == Verdict(None)
-    assert elected([Verdict(1.0), Verdict(0.0)]) == Verdict(None)
-    assert elected([Verdict(0.0, "a"), Verdict(1.0, "longest"), Verdict(0.0, "ab")]) == Verdict(0.0, "ab")
+def test_a_turn_about_which_there_is_nothing_to_learn_ends(tmp_path):
+    judges = Judges()
+    judges.answers["no lesson"] = [Verdict(None, nothing_to_learn=True, votes=VoteCounts(0, 1, 2))]
+    run = judged(tmp_path, judges, "no lesson", "a", until=1)
+    assert run.core.live.ends[TurnEnd.FILTERED] == 1
+    assert judges.asked.count("no lesson") == 1
+    assert run.live.status().votes == VoteCounts(tied=0, unparsable=1, missing=2)

@@ -141,7 +141,7 @@ class Run:
             self.recovered.live,
             train=more.pop("train", True),
             vocab=VOCAB,
-            clock=lambda: NOW,
+            clock=more.pop("clock", lambda: NOW),
         )
         stream = PromptStream([Prompt(0, "")], shuffle=False, seed=0)
         self.gate = AdmissionGate(

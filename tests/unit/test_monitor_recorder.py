@@ -15,6 +15,7 @@ from slipstream.rollout.control.core import GroupCounts, Loss
 from slipstream.rollout.control.live import TurnEnd
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.live.status import LiveStatus, SinceLastBatch
+from slipstream.rollout.reward.live import VoteCounts
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
 
 
@@ -275,7 +276,9 @@ def test_the_turns_of_users_are_in_the_metrics_and_in_the_summary():
     fakes.recorder.training_begins(fakes.status)
     since = SinceLastBatch(trained_ages_s=[2.0, 4.0], scores=[1.0, -1.0, 1.0, 1.0])
     ends = {TurnEnd.TRAINED: 4, TurnEnd.SIDE: 9}
-    live = LiveStatus(3, 2, 1, 8.0, 5.0, 4.0, ends, {"temperature": 9}, 5, 7, 0, 1, 0.25, since)
+    live = LiveStatus(
+        3, 2, 1, 8.0, 5.0, 4.0, ends, {"temperature": 9}, 5, 7, 2, VoteCounts(3, 4, 6), 0, 1, 0.25, since
+    )
     fakes.set(live=live, live_requests_running=6)
     logged = fakes.step(two_groups(), 5)
     assert {tag: value for tag, value in logged.items() if tag.startswith("live/")} == {
@@ -291,6 +294,10 @@ def test_the_turns_of_users_are_in_the_metrics_and_in_the_summary():
         "live/side": 9,
         "live/verdicts": 5,
         "live/put_off": 7,
+        "live/given_up": 2,
+        "live/votes_tied": 3,
+        "live/votes_unparsable": 4,
+        "live/votes_missing": 6,
         "live/judge_outages": 0,
         "live/late_rewards": 1,
         "live/batch_turns": 4,

@@ -8,8 +8,8 @@ import numpy as np
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.endpoint import SampledReply
 from slipstream.rollout.compat.slime.sample_matching import match_sample
+from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
-from slipstream.rollout.workflow import Tokenizer
 
 
 class SampleStatus(Protocol):

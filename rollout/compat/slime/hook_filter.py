@@ -5,8 +5,8 @@ from typing import Any, cast
 
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.plugins import resolve
+from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
-from slipstream.rollout.workflow import Tokenizer
 
 
 class HookFilter:

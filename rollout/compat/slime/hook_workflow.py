@@ -17,8 +17,9 @@ from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.endpoint import EpisodeEndpoints, SampledReply
 from slipstream.rollout.compat.slime.episode_samples import SampleLike, fields_of, trajectory_of
 from slipstream.rollout.plugins import resolve
+from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
-from slipstream.rollout.workflow import Tokenizer, WorkflowContext
+from slipstream.rollout.workflow import WorkflowContext
 
 log = logging.getLogger(__name__)
 

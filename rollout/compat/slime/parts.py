@@ -7,8 +7,8 @@ from slipstream.rollout.compat.slime.endpoint import EpisodeEndpoints
 from slipstream.rollout.compat.slime.hook_filter import HookFilter
 from slipstream.rollout.compat.slime.hook_workflow import HookWorkflow
 from slipstream.rollout.plugins import PluginError
+from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import Prompt, Trajectory
-from slipstream.rollout.workflow import Tokenizer
 
 
 class Unrewarded:

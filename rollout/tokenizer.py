@@ -1,12 +1,21 @@
 """The tokenizer of a model folder."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
-from slipstream.rollout.workflow import Tokenizer
+from slipstream.rollout.trajectory import Messages
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 """Without any of these files transformers makes up an empty tokenizer."""
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that workflows use."""
+
+    def apply_chat_template(self, conversation: Messages, **kwargs: Any) -> Any: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str: ...
 
 
 class HfTokenizer(Tokenizer, Protocol):

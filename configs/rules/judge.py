@@ -1,0 +1,109 @@
+"""Rules about the judge of live turns and episodes."""
+
+from collections.abc import Iterator
+
+from slipstream.configs.rules.rule import Rule
+from slipstream.configs.schema import CodeJudge, RunConfig
+from slipstream.configs.schema.judge import HintConfig, JudgeSection
+from slipstream.configs.violations import Violation
+
+REWARD = "slipstream.rollout.reward.ModelVotes"
+NONE_TRAINED = "it is about turns of live users, and none are trained; leave it out, or add a section `live`"
+
+
+def _judges_turns(config: RunConfig) -> bool:
+    return config.live is not None and config.live.train
+
+
+def judge_has_something_to_judge(config: RunConfig) -> Iterator[Violation]:
+    judge = config.judge
+    if _judges_turns(config):
+        return
+    if judge.type == "code":
+        if judge.code != CodeJudge().code:
+            yield Violation("judge.code", judge.code.path, f"{NONE_TRAINED} (rollout.reward judges episodes)")
+    else:
+        if config.rollout.reward is None:
+            reason = (
+                f"nobody asks it: expected a section `live`, or a rollout.reward that does, such as {REWARD}"
+            )
+            yield Violation("judge.type", "model", reason)
+        if judge.hint is not None:
+            yield Violation("judge.hint", "a section", NONE_TRAINED)
+    for name, value in (("ask_again_s", judge.ask_again_s), ("give_up_s", judge.give_up_s)):
+        if value != JudgeSection.model_fields[name].default:
+            yield Violation(f"judge.{name}", value, NONE_TRAINED)
+
+
+def votes_can_suffice(config: RunConfig) -> Iterator[Violation]:
+    judge = config.judge
+    if judge.type == "model" and judge.min_votes > judge.votes:
+        reason = f"expected at most {judge.votes}, the number of votes that are asked for (judge.votes)"
+        yield Violation("judge.min_votes", judge.min_votes, reason)
+
+
+def something_is_learned(config: RunConfig) -> Iterator[Violation]:
+    judge = config.judge
+    if judge.type == "code" or judge.score is not None:
+        return
+    if judge.hint is None:
+        yield Violation("judge.score", None, "without a score and without hints there is nothing to ask")
+    elif judge.hint.question is None:
+        reason = "expected a question: without judge.score there are no other votes that could carry hints"
+        yield Violation("judge.hint.question", None, reason)
+    elif judge.hint.teacher is None:
+        reason = "expected a teacher: without judge.score a turn is trained by its teacher alone"
+        yield Violation("judge.hint.teacher", None, reason)
+
+
+def teacher_is_comparable(config: RunConfig) -> Iterator[Violation]:
+    hint = _hint(config)
+    if hint is None:
+        return
+    if hint.teacher is None and hint.choose.type == "overlap":
+        reason = "expected a teacher, whose likeliest tokens are compared with the policy's"
+        yield Violation("judge.hint.teacher", None, reason)
+    temperature = config.rollout.sampling.temperature
+    if hint.teacher is not None and temperature != 1:
+        yield Violation(
+            "rollout.sampling.temperature",
+            temperature,
+            "expected 1: a teacher's log-probs are of temperature 1 (judge.hint.teacher), and are compared "
+            "with those of the policy",
+        )
+
+
+def votes_end_before_the_judge(config: RunConfig) -> Iterator[Violation]:
+    judge, live = config.judge, config.live
+    if judge.type == "code":
+        return
+    limits = {"rollout.judging.timeout_s": config.rollout.judging.timeout_s} if config.rollout.reward else {}
+    if live is not None and live.train:
+        limits = {"live.judging.timeout_s": live.judging.timeout_s}
+    for name, limit in limits.items():
+        if judge.request_timeout_s >= limit:
+            reason = f"expected less than {limit:g} ({name}): all votes would be lost with one that hangs"
+            yield Violation("judge.request_timeout_s", judge.request_timeout_s, reason)
+
+
+def _hint(config: RunConfig) -> HintConfig | None:
+    return None if config.judge.type == "code" else config.judge.hint
+
+
+RULES = (
+    Rule(judge_has_something_to_judge, ("judge", "live.train", "rollout.reward")),
+    Rule(votes_can_suffice, ("judge.type", "judge.votes", "judge.min_votes")),
+    Rule(something_is_learned, ("judge.type", "judge.score", "judge.hint")),
+    Rule(teacher_is_comparable, ("judge.type", "judge.hint", "rollout.sampling.temperature")),
+    Rule(
+        votes_end_before_the_judge,
+        (
+            "judge.type",
+            "judge.request_timeout_s",
+            "live.train",
+            "live.judging.timeout_s",
+            "rollout.reward",
+            "rollout.judging.timeout_s",
+        ),
+    ),
+)

@@ -1,0 +1,234 @@
+"""``judge``: who says what turns of live users and whole episodes are worth."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.plugin import Plugin, PluginConfig
+
+
+class UrlEndpoint(Section):
+    """A server that speaks OpenAI's chat completions."""
+
+    type: Literal["url"] = "url"
+    url: str = Field(
+        pattern=r"^https?://[^/\s]+\S*$",
+        description="Address of the server up to and including the version of its protocol, for example "
+        "`https://host/v1`.",
+    )
+    model: str = Field(min_length=1, description="Name of the model, as the server knows it.")
+    key_env: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Environment variable with the key of the server; null: it asks for none.",
+    )
+
+
+class PolicyItself(Section):
+    """The policy's own engines. They are asked directly, so that nothing of it is recorded or trained."""
+
+    type: Literal["policy"] = "policy"
+
+
+Endpoint = Annotated[UrlEndpoint | PolicyItself, Field(discriminator="type")]
+
+
+class PolicyTeacher(Section):
+    """The policy itself, as its engines hold it now: it is its own teacher because it sees the hint."""
+
+    type: Literal["policy"] = "policy"
+    top_k: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="Number of the teacher's likeliest tokens whose log-probs are kept at each position; 0: "
+        "those of the sampled tokens alone.",
+    )
+
+
+class UrlTeacher(Section):
+    """An SGLang server whose model has the policy's tokenizer."""
+
+    type: Literal["url"] = "url"
+    url: str = Field(
+        pattern=r"^https?://[^/\s]+\S*$",
+        description="Address of the server, for example `http://host:30000`.",
+    )
+    key_env: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Environment variable with the key of the server; null: it asks for none.",
+    )
+    context: int = Field(
+        default=32_768, ge=16, description="Largest number of tokens that the server takes in one request."
+    )
+    top_k: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="Number of the teacher's likeliest tokens whose log-probs are kept at each position; 0: "
+        "those of the sampled tokens alone.",
+    )
+
+
+Teacher = Annotated[PolicyTeacher | UrlTeacher, Field(discriminator="type")]
+
+
+class LongestHint(Section):
+    """The longest hint."""
+
+    type: Literal["longest"] = "longest"
+
+
+class OverlapHint(Section):
+    """The hint under which the teacher's likeliest tokens agree most with the policy's, over all positions of
+    the answer."""
+
+    type: Literal["overlap"] = "overlap"
+    top_k: int = Field(
+        default=8,
+        ge=1,
+        le=1024,
+        description="Number of likeliest tokens of teacher and policy that are compared at each position.",
+    )
+
+
+HintChoice = Annotated[LongestHint | OverlapHint, Field(discriminator="type")]
+
+MODEL = "slipstream.rollout.reward.model"
+
+
+class ScoreQuestion(Section):
+    """How a turn is made into a question about its worth, and the answer into a vote."""
+
+    prompt: Plugin = Field(
+        default=PluginConfig(path=f"{MODEL}.prompts.ask_score"),
+        description="Import path of a function that returns the messages of the question. Its parameters are "
+        "some of `turn`, `next_state`, `response_text`, `next_state_text` and `next_state_role`.",
+    )
+    parser: Plugin = Field(
+        default=PluginConfig(path=f"{MODEL}.parsing.read_score"),
+        description="Import path of a function that reads a vote from the text of an answer: a number, a "
+        "pair of number and hint, or a `Vote`; None: the answer is unparsable.",
+    )
+
+
+class HintQuestion(Section):
+    """How a turn is made into a question about a hint, and the answer into a vote: 1 is yes."""
+
+    prompt: Plugin = Field(
+        default=PluginConfig(path=f"{MODEL}.prompts.ask_hint"),
+        description="Import path of a function that returns the messages of the question. Its parameters are "
+        "some of `turn`, `next_state`, `response_text`, `next_state_text` and `next_state_role`.",
+    )
+    parser: Plugin = Field(
+        default=PluginConfig(path=f"{MODEL}.parsing.read_hint"),
+        description="Import path of a function that reads a vote from the text of an answer: a number, a "
+        "pair of number and hint, or a `Vote`; None: the answer is unparsable.",
+    )
+
+
+class HintConfig(Section):
+    """Hints: what would have made an answer better, learned from what came next."""
+
+    question: HintQuestion | None = Field(
+        default=HintQuestion(),
+        description="The question about a hint. A vote of 1 that carries a hint says yes. null: the votes "
+        "for the winning score carry the hints, so that nothing else is asked.",
+    )
+    choose: HintChoice = Field(
+        default=LongestHint(), description="Which hint of the votes that say yes is taken."
+    )
+    teacher: Teacher | None = Field(
+        default=None,
+        description="Who scores the tokens of the answer behind the prompt with the hint; null: nobody, and "
+        "hints are stored only.",
+    )
+
+
+class JudgeSection(Section):
+    """Settings of every judge of live turns."""
+
+    ask_again_s: float = Field(
+        default=60,
+        gt=0,
+        description="Seconds until a turn of a live user without a verdict is asked about again, because the "
+        "judge has returned none, has failed in all attempts, or cannot be started. They double each time, "
+        "up to an hour.",
+    )
+    give_up_s: float = Field(
+        default=21_600,
+        gt=0,
+        description="Seconds that a turn of a live user may wait for its verdict, from what came next or "
+        "from the last start of the run. Then it is `failed`: it gets no score, and is not trained.",
+    )
+
+
+class CodeJudge(JudgeSection):
+    """Code that says what a turn was worth."""
+
+    type: Literal["code"] = "code"
+    code: Plugin = Field(
+        default=PluginConfig(path="slipstream.rollout.reward.live.RuleJudge"),
+        description="Import path of a class with the method `judge` of "
+        "`slipstream.rollout.reward.live.LiveJudge`, which gives a turn its score from what came next, or of "
+        "a function with its parameters.",
+    )
+
+
+class ModelJudge(JudgeSection):
+    """A language model that votes on what a turn, or an episode, was worth."""
+
+    type: Literal["model"] = "model"
+    endpoint: Endpoint = Field(description="Where the language model answers.")
+    votes: int = Field(
+        default=3,
+        ge=1,
+        le=64,
+        description="Number of times that the model is asked each question. The score that most of the votes "
+        "have counts; where two lead, there is no verdict yet.",
+    )
+    min_votes: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Smallest number of votes that must have come and be readable. With fewer there is no "
+        "verdict yet.",
+    )
+    temperature: float = Field(default=0.6, ge=0, description="Temperature at which the model is sampled.")
+    max_new_tokens: int = Field(
+        default=4096,
+        ge=1,
+        description="Largest number of tokens of an answer of the model. One that is cut off there is "
+        "unparsable.",
+    )
+    request_timeout_s: float = Field(
+        default=100,
+        gt=0,
+        description="Seconds that one vote may take; then it is missing. The votes on one turn are asked for "
+        "at once.",
+    )
+    score: ScoreQuestion | None = Field(
+        default=ScoreQuestion(), description="The question about the worth of a turn; null: hints alone."
+    )
+    hint: HintConfig | None = Field(default=None, description="Hints; null: none are asked for.")
+
+    @property
+    def scores_tokens(self) -> bool:
+        """True if a teacher scores the tokens of answers."""
+        return self.hint is not None and self.hint.teacher is not None
+
+
+Judge = Annotated[CodeJudge | ModelJudge, Field(discriminator="type")]
+
+
+def asks_policy(judge: Judge) -> bool:
+    """Return whether judge processes send requests to the policy's engines."""
+    if not isinstance(judge, ModelJudge):
+        return False
+    hint = judge.hint
+    by_hint = hint is not None and (
+        (hint.teacher is not None and hint.teacher.type == "policy") or hint.choose.type == "overlap"
+    )
+    return judge.endpoint.type == "policy" or by_hint
