@@ -367,7 +367,7 @@ class Leases:
             self._add_piece(sample, key, event, ref)
         elif not was_whole:
             self._end_episode(sample, key, event, ref)
-        elif event.kind == JUDGED and sample.kind == ANSWERED and not ref:
+        elif event.kind == JUDGED and not ref:  # a filter of groups may take the loss from a judged one
             self._judge(sample, key, event, None)
         else:
             raise MalformedFrame(f"sample {event.sample} of group {event.group} has ended already")

@@ -82,6 +82,8 @@ class WorkflowContext:
     """``rollout.sampling`` of the recipe, or what an evaluation uses in its place."""
     endpoint: PolicyEndpoint | None = None
     """An endpoint for agents. None unless the workflow has an attribute ``needs_endpoint`` that is true."""
+    is_evaluation: bool = False
+    """Nothing of the episode is trained: it is one of an evaluation, with greedy completions."""
 
 
 class Workflow(Protocol):

@@ -299,7 +299,7 @@ class Schedule(RuleBasedStateMachine):
             collector.grow(working, sample, chunk, 0 if chance.random() < 0.2 else None)
         elif kind == PIECE:
             collector.answer(working, sample, chunk, chance.choice([ANSWERED, JUDGED]), self.core.version)
-        elif kind == ANSWERED:
+        elif kind == ANSWERED or chance.random() < 0.2:  # a filter of groups judges once more
             collector.judge(working, sample, self.core.version)
 
     @precondition(lambda self: self.collectors)
