@@ -36,7 +36,7 @@ from slipstream.rollout.collect.leases import Leases
 from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.collector.episodes import Episodes
 from slipstream.rollout.collector.evaluation import Evaluations
-from slipstream.rollout.collector.groups import GroupCollector, NamedFilter
+from slipstream.rollout.collector.groups import GroupCollector, NamedFilter, WholeGroups
 from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.control.filters import GroupFilter
@@ -167,7 +167,9 @@ async def _read(refs: list[bytes]) -> list[bytes]:
 
 def _filter(config: RunConfig) -> NamedFilter | None:
     settings = config.rollout.group_filter
-    return NamedFilter(settings.path, cast(GroupFilter, build(settings))) if settings else None
+    if settings is None:
+        return None
+    return NamedFilter(settings.path, WholeGroups(cast(GroupFilter, build(settings))))
 
 
 def _first(error: BaseException) -> BaseException:

@@ -20,6 +20,8 @@ INSTEAD_OF = {
     "custom_rm": ("rollout.workflow", "rollout.reward"),
     "rm_type": ("rollout.workflow", "rollout.reward"),
     "dynamic_sampling_filter": ("rollout.group_filter",),
+    "rollout_sample_filter": ("rollout.group_filter",),
+    "rollout_all_samples_process": ("rollout.group_filter",),
 }
 """Hooks that do what another setting names code for."""
 
@@ -32,12 +34,10 @@ REPLACED_BY = {
 """Hooks that are never called when one of the others is named: it does their work itself."""
 
 TO_COME = (
-    "rollout_sample_filter",
     "rollout_function",
     "eval_function",
     "data_source",
     "buffer_filter",
-    "rollout_all_samples_process",
     "custom_reward_post_process",
     "custom_convert_samples_to_train_data",
     "custom_rollout_log_function",
@@ -86,8 +86,8 @@ def hooks_have_what_they_need(config: RunConfig) -> Iterator[Violation]:
     hooks = config.rollout.hooks
     if hooks is None:
         return
-    if hooks.group_rm:
-        reason = "expected false: Slipstream does not ask a hook for the rewards of whole groups yet"
+    if hooks.group_rm and hooks.custom_rm is None and hooks.rm_type is None:
+        reason = f"expected false: neither {SECTION}.custom_rm nor {SECTION}.rm_type rewards anything"
         yield Violation(f"{SECTION}.group_rm", True, reason)
     if hooks.rm_type == "remote_rm" and hooks.rm_url is None:
         reason = f"expected the server that {SECTION}.rm_type: remote_rm asks"

@@ -19,7 +19,7 @@ class HooksConfig(Section):
     custom_rm: ImportPath | None = Field(
         default=None,
         description="`async (args, sample)`, or `(args, samples)` for lists: the reward, a number or a "
-        "mapping. null: `rollout.reward`, where the sample has none.",
+        "mapping with `rollout.reward_key`. null: `rollout.reward`, where the sample has none.",
     )
     group_rm: bool = Field(
         default=False, description="Ask `custom_rm` once for all samples of a group, as `(args, samples)`."
@@ -28,10 +28,6 @@ class HooksConfig(Section):
         default=None, description="Name of a reward that comes with slime; null: none."
     )
     rm_url: str | None = Field(default=None, description="Server of `rm_type: remote_rm`; null: none.")
-    reward_key: str | None = Field(
-        default=None,
-        description="Key of the number that trains where a reward is a mapping; null: rewards are numbers.",
-    )
     rollout_sample_hook: list[ImportPath] = Field(
         default=[],
         description="`(args, sample, *, rollout_id, evaluation)`, plain or `async`, in this order: called "
@@ -44,7 +40,8 @@ class HooksConfig(Section):
     )
     rollout_sample_filter: ImportPath | None = Field(
         default=None,
-        description="`(args, groups)`: sets `remove_sample` of the samples of a group that are not trained.",
+        description="`(args, groups)`: sets `remove_sample` of samples that are not trained. Called with one "
+        "group at a time.",
     )
     rollout_function: ImportPath | None = Field(
         default=None,
@@ -63,7 +60,9 @@ class HooksConfig(Section):
         "of the data source.",
     )
     rollout_all_samples_process: ImportPath | None = Field(
-        default=None, description="`(args, groups, data_source)`: sees all groups, filtered ones included."
+        default=None,
+        description="`(args, groups, data_source)`: sees all groups, filtered ones included. Called with one "
+        "group at a time, and with a data source that has nothing.",
     )
     custom_reward_post_process: ImportPath | None = Field(
         default=None, description="`(args, samples)`: returns raw rewards and rewards of a batch."
@@ -142,7 +141,6 @@ NOT_CODE = (
     "group_rm",
     "rm_type",
     "rm_url",
-    "reward_key",
     "custom_config_path",
     "apply_chat_template",
     "import_timeout_s",

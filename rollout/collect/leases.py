@@ -367,8 +367,8 @@ class Leases:
             self._add_piece(sample, key, event, ref)
         elif not was_whole:
             self._end_episode(sample, key, event, ref)
-        elif event.kind == JUDGED and sample.kind == ANSWERED:
-            self._add_judgement(sample, key, event, ref)
+        elif event.kind == JUDGED and (sample.kind == ANSWERED or not ref):
+            self._add_judgement(sample, key, event, ref)  # a filter of groups may judge once more
         else:
             raise MalformedFrame(f"sample {event.sample} of group {event.group} has ended already")
         group.samples[event.sample] = sample

@@ -74,17 +74,35 @@ class EpisodeJudge(Protocol):
 RecordT = TypeVar("RecordT", bound=EpisodeRecord)
 
 
+class GroupChoice(Protocol):
+    """Chooses what is trained of a finished group, of which a group filter can only train all or nothing."""
+
+    def choose(self, group: Group) -> Sequence[Trajectory] | None:
+        """Return its trajectories, some of them without loss; None: the group is not trained."""
+        ...
+
+
+class WholeGroups:
+    """The choice of a group filter."""
+
+    def __init__(self, group_filter: GroupFilter) -> None:
+        self._filter = group_filter
+
+    def choose(self, group: Group) -> Sequence[Trajectory] | None:
+        return group.trajectories if self._filter.keep(group) else None
+
+
 @dataclass(frozen=True)
 class NamedFilter:
-    """The recipe's group filter, and the import path that errors name it by."""
+    """The recipe's group filter, and the name that errors give it."""
 
     path: str
-    filter: GroupFilter
+    choice: GroupChoice
 
-    def keep(self, group: Group) -> bool:
-        """Return whether the group is to be trained. Whatever the filter raises becomes EpisodeFailed."""
+    def choose(self, group: Group) -> Sequence[Trajectory] | None:
+        """Return what is trained of the group. Whatever the filter raises becomes EpisodeFailed."""
         try:
-            return bool(self.filter.keep(group))
+            return self.choice.choose(group)
         except BaseException as error:  # user code
             raise EpisodeFailed(f"prompt {group.prompt.id}: {self.path}: {describe(error)}") from error
 
@@ -239,7 +257,7 @@ class GroupCollector(Generic[RecordT]):
                 trajectories = await self._all(group, prompt, prior)
             if any(trajectory.reward is None for trajectory in trajectories):
                 trajectories = await self._judged_together(group, prompt, trajectories)
-            verdict = self._verdict(lease, prompt, trajectories)
+            verdict = self._verdict(group, prompt, trajectories)
         except EpisodeFailed as error:
             self._failed(lease, str(error))
         else:
@@ -264,11 +282,18 @@ class GroupCollector(Generic[RecordT]):
             group.is_over = True
             await _cancelled([task for task in tasks if not task.done()])
 
-    def _verdict(self, lease: Lease, prompt: Prompt, trajectories: list[Trajectory]) -> int:
+    def _verdict(self, running: _Running[RecordT], prompt: Prompt, trajectories: list[Trajectory]) -> int:
         if self._filter is None:
             return TRAIN
+        lease = running.lease
         group = Group(lease.group, prompt, lease.version, tuple(trajectories))
-        return TRAIN if self._filter.keep(group) else FILTERED
+        trained = self._filter.choose(group)
+        if trained is None:
+            return FILTERED
+        for episode, before, after in zip(running.episodes, trajectories, trained, strict=True):
+            if after is not before:
+                episode.record.judged(after)
+        return TRAIN
 
     async def _sample(
         self, group: _Running[RecordT], prompt: Prompt, number: int, prior: _Prior | None

@@ -23,14 +23,14 @@ from slipstream.configs.schema.judge import asks_policy
 from slipstream.rollout import plugins
 from slipstream.rollout.collector.episodes import Episodes, check
 from slipstream.rollout.collector.evaluation import Evaluations, GreedyGenerator
-from slipstream.rollout.collector.groups import GroupCollector, NamedFilter
+from slipstream.rollout.collector.groups import GroupCollector, NamedFilter, WholeGroups
 from slipstream.rollout.collector.judging import Judges, Judging, WorkflowReward
 from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.collector.recording import JOURNAL_EVERY_S, Recording
 from slipstream.rollout.collector.spec import CollectorSpec
 from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.collector.watchdog import watched
-from slipstream.rollout.compat.slime.parts import UNREWARDED, hook_filter, hook_workflow
+from slipstream.rollout.compat.slime.parts import UNREWARDED, HookParts, hook_parts, hooks_need_endpoint
 from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.connection import EngineAddress
@@ -120,9 +120,9 @@ async def collect(
 async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: RunConfig) -> None:
     """Collect in given surroundings until the connection ends."""
     rollout, tokenizer, judges = config.rollout, surroundings.tokenizer, surroundings.judges
-    # Hooks that generate need endpoints: a `/generate` of this process for each episode.
-    workflow = hook_workflow(config, endpoints=None) or cast(Workflow, plugins.build(rollout.workflow))
-    group_filter = _filter(config, tokenizer)
+    hooked = hook_parts(config, tokenizer)
+    workflow = hooked.workflow or cast(Workflow, plugins.build(rollout.workflow))
+    group_filter = _filter(config, hooked)
     limit, outbox = TimeLimit(rollout.episode_timeout_s), Outbox()
     pool = EnginePool(
         wait_timeout_s=rollout.engine.start_timeout_s,
@@ -149,7 +149,7 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
 
         checking = partial(check, vocab_size=spec.vocab_size, workflow=rollout.workflow.path)
         episodes = Episodes(workflow, rollout, checking, limit, outbox)
-        judging = Judging(judges, tokenizer)
+        judging = hooked.reward or Judging(judges, tokenizer)
         groups = GroupCollector(
             outbox=outbox,
             record=lambda group, lease, sample, attempt: Recording(
@@ -176,6 +176,7 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
             sampling,
             endpoints and endpoints.of(engines, sampling, is_trained=False),
             rollout.reward_key,
+            is_evaluation=True,
         )
         evaluations = Evaluations(outbox, greedy, episodes, judging)
         if (close := getattr(workflow, "close", None)) is not None:
@@ -265,9 +266,10 @@ class _Connection:
 
 
 def _needs_endpoint(config: RunConfig) -> bool:
-    """Return whether the recipe's workflow says that agents are to reach the policy. Raises PluginError."""
+    """Return whether agents or hooks are to reach the policy. Raises PluginError."""
     path = config.rollout.workflow.path
-    needs_endpoint = bool(getattr(plugins.resolve(path), "needs_endpoint", False))
+    needs_endpoint = hooks_need_endpoint(config)
+    needs_endpoint = needs_endpoint or bool(getattr(plugins.resolve(path), "needs_endpoint", False))
     if config.rollout.endpoint is not None and not needs_endpoint:
         raise plugins.PluginError(
             f"rollout.endpoint is set, but {path} needs no endpoint: leave the section out, or give the "
@@ -284,13 +286,13 @@ def _evaluation_sampling(config: RunConfig) -> SamplingConfig:
     return sampling.model_copy(update={"max_new_tokens": config.eval.max_new_tokens})
 
 
-def _filter(config: RunConfig, tokenizer: Tokenizer) -> NamedFilter | None:
-    if (hooked := hook_filter(config, tokenizer)) is not None:
-        return NamedFilter("rollout.hooks.dynamic_sampling_filter", hooked)
+def _filter(config: RunConfig, hooked: HookParts) -> NamedFilter | None:
+    if hooked.filter is not None:
+        return NamedFilter("rollout.hooks", hooked.filter)
     settings = config.rollout.group_filter
     if settings is None:
         return None
-    return NamedFilter(settings.path, cast(GroupFilter, plugins.build(settings)))
+    return NamedFilter(settings.path, WholeGroups(cast(GroupFilter, plugins.build(settings))))
 
 
 def _reporter(spec: CollectorSpec) -> Callable[[int | None, str], None]:

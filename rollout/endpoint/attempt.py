@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from slipstream.rollout.endpoint.trajectories import SampledTurn, trajectories_of
+from slipstream.rollout.endpoint.trajectories import SampledTurn, replies_of, trajectories_of
 from slipstream.rollout.engine.client import EngineError
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.pool import NoEngine
@@ -30,7 +30,7 @@ from slipstream.rollout.gateway.sessions.sessions import Sessions
 from slipstream.rollout.record import decode_chunks
 from slipstream.rollout.trajectory import Finish, Trajectory
 from slipstream.rollout.turns import Turn
-from slipstream.rollout.workflow.endpoint import NothingToTrain
+from slipstream.rollout.workflow.endpoint import NothingToTrain, Reply
 
 SESSION = "episode"
 """Session of all requests that name none."""
@@ -171,11 +171,22 @@ class Attempt:
 
     def trajectories(self) -> list[Trajectory]:
         """Return what is trained of all turns. Raises NothingToTrain."""
-        turns = {number: _sampled(number, *kept) for number, kept in self._recorded.items()}
+        turns = self._sampled_turns()
         trajectories = trajectories_of(turns, self._retractions)
         if not trajectories:
             raise NothingToTrain(_why_nothing(list(turns.values())))
         return trajectories
+
+    def replies(self) -> list[Reply]:
+        """Return the completions of all turns that can be trained, in order. Raises NothingToTrain."""
+        turns = self._sampled_turns()
+        replies = replies_of(turns, self._retractions)
+        if not replies:
+            raise NothingToTrain(_why_nothing(list(turns.values())))
+        return replies
+
+    def _sampled_turns(self) -> dict[int, SampledTurn]:
+        return {number: _sampled(number, *kept) for number, kept in self._recorded.items()}
 
     # ---- engines
 

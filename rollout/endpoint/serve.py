@@ -19,7 +19,7 @@ from slipstream.rollout.gateway.engines import Decode
 from slipstream.rollout.gateway.port import PortServer
 from slipstream.rollout.gateway.serving.assemble import assemble, served_model
 from slipstream.rollout.trajectory import Trajectory
-from slipstream.rollout.workflow.endpoint import ResultT
+from slipstream.rollout.workflow.endpoint import Reply, ResultT
 
 LOOPBACK = "127.0.0.1"
 
@@ -170,6 +170,11 @@ class OpenedEndpoint:
         """End the episode, and return what was sampled in it. Raises NothingToTrain."""
         self.close()
         return self._attempt.trajectories()
+
+    def replies(self) -> Sequence[Reply]:
+        """End the episode, and return each of its completions. Raises NothingToTrain."""
+        self.close()
+        return self._attempt.replies()
 
     def close(self) -> None:
         """Make the key void, and end all requests."""

@@ -10,12 +10,14 @@ trained is left out.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
+from slipstream.rollout.trajectory import UNSAMPLED, Completion, Finish, Span, Trajectory
 from slipstream.rollout.turns import TurnType
+from slipstream.rollout.workflow.endpoint import Reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,29 @@ def trajectories_of(turns: Mapping[int, SampledTurn], retractions: int = 0) -> l
         _trajectory(turns, carrying, retractions if place == len(branches) else 0)
         for place, carrying in enumerate(branches, 1)
     ]
+
+
+def replies_of(turns: Mapping[int, SampledTurn], retractions: int = 0) -> list[Reply]:
+    """Return the completion of each turn that is trained, in order, and the token ids that it continues.
+
+    ``turns``: by number. ``retractions``: of all completions; the last one has them.
+    """
+    trained = [turns[number] for number in sorted(turns) if turns[number].is_trained]
+    return [
+        _reply(turns, turn, retractions if place == len(trained) else 0)
+        for place, turn in enumerate(trained, 1)
+    ]
+
+
+def _reply(turns: Mapping[int, SampledTurn], turn: SampledTurn, retractions: int) -> Reply:
+    parts = [_tokens(part, carries_loss=False)[:length] for part, length in _chain(turns, turn)]
+    input_ids = np.concatenate(parts)["token"][: -len(turn.tokens)]
+    ends = accumulate(length for _, length in turn.spans)
+    spans = tuple(
+        Span(version, end - length, end) for (version, length), end in zip(turn.spans, ends, strict=True)
+    )
+    tokens, logprobs = tuple(turn.tokens.tolist()), tuple(turn.logprobs.tolist())
+    return Reply(tuple(input_ids.tolist()), Completion(tokens, logprobs, spans, turn.finish, retractions))
 
 
 def _branches(turns: Mapping[int, SampledTurn]) -> list[list[SampledTurn]]:

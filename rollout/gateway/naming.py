@@ -4,6 +4,7 @@ Everything that reads a name out of a request does it here, so that the process 
 one that answers it never disagree. Header names are in lower case. What cannot be a name raises ValueError.
 """
 
+import base64
 from collections.abc import Mapping
 
 from slipstream.rollout.turns import TurnType
@@ -25,9 +26,22 @@ _PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
 
 
 def key_of(headers: Mapping[str, str]) -> str:
-    """Return the API key of a request, from the header of OpenAI's or of Anthropic's clients; empty: none."""
+    """Return the API key of a request, from the header of OpenAI's or of Anthropic's clients; empty: none.
+
+    The password of basic authentication is a key as well: clients send the one of ``http://user:key@host``.
+    """
     kind, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+    if kind.lower() == "bearer":
+        return key.strip()
+    return _password(key) if kind.lower() == "basic" else headers.get("x-api-key", "")
+
+
+def _password(credentials: str) -> str:
+    """Return the password of basic authentication (RFC 7617); empty for what is none."""
+    try:
+        return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
 
 
 def session_name(path: str | None, headers: Mapping[str, str], body: Mapping[str, object]) -> str | None:

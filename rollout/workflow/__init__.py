@@ -80,6 +80,8 @@ class WorkflowContext:
     """An endpoint for agents. None unless the workflow has an attribute ``needs_endpoint`` that is true."""
     reward_key: str = "reward"
     """``rollout.reward_key`` of the recipe: the name of the number that trains, in a mapping of rewards."""
+    is_evaluation: bool = False
+    """Nothing of the episode is trained: it is one of an evaluation, with greedy completions."""
 
 
 class Workflow(Protocol):

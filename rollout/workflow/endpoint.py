@@ -7,15 +7,25 @@ async with context.endpoint.open() as opened:
 
 from collections.abc import Awaitable, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from slipstream.rollout.trajectory import Trajectory
+from slipstream.rollout.trajectory import Completion, Trajectory
 
 ResultT = TypeVar("ResultT")
 
 
 class NothingToTrain(RuntimeError):
     """No completion of an episode can be trained. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One request of an episode, as the engines have answered it."""
+
+    input_ids: tuple[int, ...]
+    """Token ids that the completion continues. Those of a request by text are the endpoint's."""
+    completion: Completion
 
 
 class OpenEndpoint(Protocol):
@@ -47,6 +57,15 @@ class OpenEndpoint(Protocol):
         carries loss in one of them only. Completions that the trainer cannot reproduce, and those whose
         client has gone before their end, carry no loss.
 
+        Raises NothingToTrain.
+        """
+        ...
+
+    def replies(self) -> Sequence[Reply]:
+        """End the episode, and return each of its completions, in the order in which they have ended.
+
+        For a workflow that builds its trajectories itself. Completions that the trainer cannot reproduce, and
+        those whose client has gone before their end, are left out. The last one has the retractions of all.
         Raises NothingToTrain.
         """
         ...

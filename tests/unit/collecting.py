@@ -15,7 +15,6 @@ from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.engine.routing import PoolStatus
 from slipstream.rollout.messages import (
-    ANSWERED,
     JUDGED,
     NOTHING,
     PIECE,
@@ -129,7 +128,7 @@ class HeldSample:
             assert event.base <= len(self.pieces)
             self.kind, self.header = event.kind, header
         else:
-            assert (self.kind, event.kind) == (ANSWERED, JUDGED)
+            assert event.kind == JUDGED and (self.kind == ANSWERED or not chunk)
             self.kind, self.header = event.kind, header
             self.chunks += [chunk] if chunk else []
 

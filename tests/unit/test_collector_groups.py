@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from slipstream.backend.simulate import clock
 from slipstream.configs.schema import RolloutConfig, SamplingConfig
 from slipstream.rollout.collector.episodes import Episodes
-from slipstream.rollout.collector.groups import CLOSE_TIMEOUT_S, GroupCollector, NamedFilter
+from slipstream.rollout.collector.groups import CLOSE_TIMEOUT_S, GroupCollector, NamedFilter, WholeGroups
 from slipstream.rollout.collector.outbox import UNSENT_BYTES, Outbox
 from slipstream.rollout.collector.recording import Recording
 from slipstream.rollout.collector.time_limit import TimeLimit
@@ -103,7 +103,7 @@ class World:
             episodes=episodes,
             judge=self,
             samples=self.samples,
-            group_filter=NamedFilter("my.Filter", group_filter) if group_filter else None,
+            group_filter=NamedFilter("my.Filter", WholeGroups(group_filter)) if group_filter else None,
         )
 
     def _record(self, group: int, lease: int, sample: int, attempt: int) -> Recording:
@@ -306,6 +306,22 @@ def test_a_filter_that_raises_fails_the_group_and_is_named(error):
     verdict, note = world.verdict
     assert verdict == FAILED
     assert f"prompt 7: my.Filter: {type(error).__name__}" in note
+
+
+def test_trajectories_of_which_a_filter_takes_the_loss_are_judged_once_more_before_the_verdict():
+    class SecondIsNotTrained:
+        def choose(self, group: Group) -> list[Trajectory]:
+            return [group.trajectories[0], group.trajectories[1].without_loss(), group.trajectories[2]]
+
+    world = World(3, keep=lambda group: True)
+    world.groups._filter = NamedFilter("my.Filter", SecondIsNotTrained())
+    world.run()
+    assert world.verdict == (TRAIN, "")
+    trajectories = [world.held(number).trajectory() for number in range(3)]
+    assert [trajectory.response_length > 0 for trajectory in trajectories] == [True, False, True]
+    assert trajectories[1].sampled_length and trajectories[1].reward == 0.5
+    judged = [event.sample for event, _ in world.driver.sent if event.kind == JUDGED]
+    assert sorted(judged) == [0, 1, 1, 2]
 
 
 # ---- what exists already

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.rollout.endpoint.trajectories import SampledTurn, trajectories_of
+from slipstream.rollout.endpoint.trajectories import SampledTurn, replies_of, trajectories_of
 from slipstream.rollout.trajectory import UNSAMPLED, Finish
 from slipstream.rollout.turns import TurnType
 
@@ -96,6 +96,21 @@ def test_every_trained_token_carries_loss_once_behind_its_own_prompt(scripts):
             else:
                 assert (logprob, version) == (0, UNSAMPLED)
     assert sorted(carried) == sorted(token for n in trained for token in turns[n].tokens.tolist())
+
+
+@settings(max_examples=200, deadline=None)
+@given(SCRIPTS)
+def test_each_reply_stands_behind_the_ids_that_it_was_asked_with(scripts):
+    turns, branches = build(scripts)
+    trained = [n for n, turn in turns.items() if turn.is_trained]
+    replies = replies_of(turns, retractions=2)
+    assert [reply.completion.tokens for reply in replies] == [tuple(turns[n].tokens) for n in trained]
+    for number, reply in zip(trained, replies, strict=True):
+        tokens, first = len(turns[number].tokens), len(turns[number].tokens) // 2
+        assert list(reply.input_ids) == [token for token, _ in branches[number]][:-tokens]
+        assert reply.completion.versions().tolist() == [3] * first + [4] * (tokens - first)
+        assert reply.completion.logprobs == tuple(turns[number].logprobs.tolist())
+    assert sum(reply.completion.retractions for reply in replies) == (2 if replies else 0)
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,5 +1,7 @@
 """Names in requests: keys, sessions, types of turns, ids of answers."""
 
+from base64 import b64encode
+
 import pytest
 from starlette.datastructures import Headers
 
@@ -75,11 +77,14 @@ def test_a_retry_count_that_is_no_number_is_none(text, count):
     [
         ({"authorization": "Bearer k"}, "k"),
         ({"x-api-key": "k"}, "k"),
-        ({"authorization": "Basic k"}, ""),
+        ({"authorization": f"Basic {b64encode(b'user:k').decode()}"}, "k"),
+        ({"authorization": f"Basic {b64encode(b'k').decode()}"}, ""),
+        ({"authorization": "Basic ?"}, ""),
+        ({"authorization": "Basic /w=="}, ""),
         ({}, ""),
     ],
 )
-def test_a_key_comes_as_openai_or_anthropic_clients_send_it(headers, key):
+def test_a_key_comes_as_clients_of_providers_or_urls_with_a_password_send_it(headers, key):
     assert naming.key_of(Headers(headers)) == key
 
 

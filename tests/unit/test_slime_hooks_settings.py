@@ -76,7 +76,7 @@ def test_a_recipe_may_reward_by_a_hook_alone(recipe):
         ),
         ("{custom_rm: a.b, rm_type: math}", [], "rm_type", "rollout.hooks.custom_rm"),
         ("{custom_generate_function: a.b}", ["rollout.workflow=c.d"], "custom_generate_function", "workflow"),
-        ("{rm_type: math, group_rm: true}", [], "group_rm", "expected false"),
+        ("{custom_generate_function: a.b, group_rm: true}", [], "group_rm", "expected false"),
         ("{rm_type: remote_rm}", [], "rm_url", "the server"),
         ("{rm_type: math, rm_url: 'http://x'}", [], "rm_url", "expected null"),
         ("{rm_type: math, custom_loss_function: a.b}", [], "custom_loss_function", "does not run it yet"),

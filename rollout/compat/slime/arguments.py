@@ -8,9 +8,14 @@ from typing import Any
 from slipstream.configs.rules.hooks import read_custom_config
 from slipstream.configs.schema import HooksConfig, RunConfig
 from slipstream.configs.schema.hooks import HOOK_NAMES
+from slipstream.configs.schema.rollout import RolloutConfig
 
 HELD_OUT = "held_out"
 """Name of the recipe's evaluation, as slime's data sets have names."""
+
+
+REWARD_KEY: str = RolloutConfig.model_fields["reward_key"].default
+"""The recipe's key of rewards, unless it names one. Then slime has none: rewards are numbers."""
 
 
 class SlimeArguments(Namespace):
@@ -118,6 +123,7 @@ def _of_generation(config: RunConfig) -> dict[str, Any]:
         "rollout_top_k": sampling.top_k,
         "rollout_max_response_len": sampling.max_new_tokens,
         "rollout_max_context_len": engine.args.get("context_length"),
+        "reward_key": None if rollout.reward_key == REWARD_KEY else rollout.reward_key,
         "num_rollout": config.run.steps,
         "start_rollout_id": 0,
     }
@@ -186,5 +192,5 @@ def _hook_values(hooks: HooksConfig) -> dict[str, Any]:
     }
 
 
-_PLAIN = ("group_rm", "rm_type", "rm_url", "reward_key")
+_PLAIN = ("group_rm", "rm_type", "rm_url")
 """Settings of hooks that slime has under the same names."""

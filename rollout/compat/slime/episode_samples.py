@@ -1,15 +1,17 @@
 """Samples and trajectories: what hooks are given, and what is trained of what they return."""
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any, Protocol, cast
 
 import numpy as np
 
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
-from slipstream.rollout.compat.slime.endpoint import SampledReply
 from slipstream.rollout.compat.slime.sample_matching import match_sample
+from slipstream.rollout.reward.value import Judgement, NoNumber, is_part_name, judgement_of
 from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
+from slipstream.rollout.workflow.endpoint import Reply
 
 
 class SampleStatus(Protocol):
@@ -62,7 +64,7 @@ def fields_of(prompt: Prompt, args: SlimeArguments, tokenizer: Tokenizer) -> dic
     }
 
 
-def trajectory_of(sample: SampleLike, served: Sequence[SampledReply], args: SlimeArguments) -> Trajectory:
+def trajectory_of(sample: SampleLike, replies: Sequence[Reply], reward_key: str) -> Trajectory:
     """Return the trajectory of a sample, with its reward if it has one.
 
     Only what an engine has sampled carries loss (``sample_matching``). Raises EpisodeEnded for one that was
@@ -72,25 +74,28 @@ def trajectory_of(sample: SampleLike, served: Sequence[SampledReply], args: Slim
         raise EpisodeEnded(f"the sample has the status {sample.status.value}: the episode does not count")
     mask = _checked_mask(sample)
     start = len(sample.tokens) - sample.response_length
-    match = match_sample(sample.tokens, start, served, mask, sample.rollout_log_probs)
+    match = match_sample(sample.tokens, start, replies, mask, sample.rollout_log_probs)
     if not match.sampled_T.any():
         raise SampleError(
             f"no engine has sampled any of the {sample.response_length} response tokens of the sample, in "
-            f"{len(served)} requests to /generate"
+            f"{len(replies)} replies of /generate that can be trained"
         )
     loss_mask_T = match.sampled_T.copy()
     loss_mask_T[start:] &= np.array(mask, np.bool_)
     if sample.remove_sample:
         loss_mask_T[:] = False
-    return Trajectory(
+    trajectory = Trajectory(
         np.array(sample.tokens, np.int64),
         loss_mask_T,
         match.logprobs_T,
         match.versions_T,
         Finish.LENGTH if sample.status.value == "truncated" else Finish.STOP,
         match.retractions,
-        reward_of(sample, args),
     )
+    if sample.reward is None:
+        return trajectory
+    judgement = judgement_of_reward(sample.reward, reward_key)
+    return trajectory.judged(judgement.reward, judgement.parts)
 
 
 def _checked_mask(sample: SampleLike) -> list[int]:
@@ -108,23 +113,25 @@ def _checked_mask(sample: SampleLike) -> list[int]:
     return mask
 
 
-def reward_of(sample: SampleLike, args: SlimeArguments) -> float | None:
-    """Return the number that trains; None: the sample has no reward. Raises SampleError."""
-    value: object = sample.reward
-    if value is None:
-        return None
+def judgement_of_reward(value: object, reward_key: str) -> Judgement:
+    """Return the judgement that a hook's reward stands for.
+
+    Whatever a mapping holds beside numbers is left out: hooks put texts and lists there for their logs.
+    Raises SampleError.
+    """
     if isinstance(value, Mapping):
-        rewards = cast("Mapping[str, object]", value)
-        if args.reward_key is None:
-            names = ", ".join(map(str, rewards))
-            raise SampleError(f"the reward is a mapping of {names}: set rollout.hooks.reward_key to one")
-        if args.reward_key not in rewards:
-            raise SampleError(f"the reward has no {args.reward_key!r}, only {', '.join(map(str, rewards))}")
-        value = rewards[args.reward_key]
+        values = cast("Mapping[object, object]", value)
+        value = {name: each for name, each in values.items() if name == reward_key or _is_part(name, each)}
     try:
-        number = float(cast("Any", value))
-    except (TypeError, ValueError):
-        raise SampleError(f"the reward is {value!r}, expected a number") from None
-    if not np.isfinite(number):
-        raise SampleError(f"the reward is {number}, expected a finite number")
-    return number
+        return judgement_of(value, reward_key)
+    except NoNumber as error:
+        raise SampleError(f"the reward of a hook: {error}") from None
+
+
+def _is_part(name: object, value: object) -> bool:
+    return (
+        isinstance(name, str)
+        and is_part_name(name)
+        and isinstance(value, float | int | np.floating | np.integer)
+        and isfinite(cast("float", value))
+    )

@@ -4,6 +4,9 @@ sample ──► custom_generate ──► rollout_sample_hook ... ──► cus
              │        ▲
              ▼        │ POST /generate
           endpoint of the episode: what was sampled decides what is trained
+
+A hook writes its own URLs, ``http://{args.sglang_router_ip}:{args.sglang_router_port}/generate``. The key of
+the episode stands in front of the host, as ``user:key@host``: clients send it as basic authentication.
 """
 
 import inspect
@@ -11,15 +14,21 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from slipstream.configs.schema import HooksConfig
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
-from slipstream.rollout.compat.slime.endpoint import EpisodeEndpoints, SampledReply
-from slipstream.rollout.compat.slime.episode_samples import SampleLike, fields_of, trajectory_of
+from slipstream.rollout.compat.slime.episode_samples import (
+    SampleLike,
+    fields_of,
+    trajectory_of,
+)
+from slipstream.rollout.compat.slime.group_samples import ReturnedSamples
 from slipstream.rollout.plugins import resolve
 from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
+from slipstream.rollout.workflow.endpoint import OpenEndpoint, Reply
 
 log = logging.getLogger(__name__)
 
@@ -34,15 +43,17 @@ class HookWorkflow:
     """Runs episodes of the recipe's hooks. ``slime`` must be importable (``alias_path``)."""
 
     def __init__(
-        self, arguments: SlimeArguments, hooks: HooksConfig, endpoints: EpisodeEndpoints | None
+        self, arguments: SlimeArguments, hooks: HooksConfig, reward_key: str, returned: ReturnedSamples
     ) -> None:
-        """``arguments``: of which every episode gets a copy. ``endpoints``: None if no hook generates.
+        """``arguments``: of which every episode gets a copy. ``reward_key``: ``rollout.reward_key``.
+        ``returned``: keeps the samples for hooks that see whole groups.
 
         Raises PluginError.
         """
         self._arguments = arguments
         self._hooks = hooks
-        self._endpoints = endpoints
+        self._reward_key = reward_key
+        self._returned = returned
         self._sample: Callable[..., SampleLike] = resolve("slime.utils.types.Sample")
         path = hooks.custom_generate_function
         self._generate: Hook | None = resolve(path) if path is not None else None
@@ -56,20 +67,30 @@ class HookWorkflow:
         """Return the trajectories of one episode: as many as the generate function returns samples."""
         args = self._arguments.copied()
         sample = self._sample(**fields_of(prompt, args, context.tokenizer), index=next(self._numbers))
-        if self._generate is None or self._endpoints is None:
-            served = await self._complete(sample, prompt, context)
-            samples = await self._finished(args, sample)
+        if context.endpoint is None:
+            replies = await self._complete(sample, prompt, context)
+            samples = await self._finished(args, sample, context)
         else:
-            async with self._endpoints.open(context) as endpoint:
-                args.sglang_router_ip, args.sglang_router_port = endpoint.host, endpoint.port
-                value = await self._generated(self._generate, args, sample, context)
-                samples = await self._finished(args, value)
-                served = list(endpoint.served())
-        return [self._trajectory(sample, served, args) for sample in samples]
+            async with context.endpoint.open() as endpoint:
+                _address(args, endpoint)
+                samples, replies = await endpoint.run(self._asked(args, sample, prompt, context))
+                if self._generate is not None:
+                    replies = endpoint.replies()
+        trajectories = [self._trajectory(sample, replies) for sample in samples]
+        self._returned.keep(prompt, trajectories, samples)
+        return trajectories
 
-    async def _complete(
-        self, sample: SampleLike, prompt: Prompt, context: WorkflowContext
-    ) -> list[SampledReply]:
+    async def _asked(
+        self, args: SlimeArguments, sample: SampleLike, prompt: Prompt, context: WorkflowContext
+    ) -> tuple[list[SampleLike], Sequence[Reply]]:
+        """Return the samples of an episode with an endpoint, and what was sampled without it."""
+        if self._generate is None:
+            replies = await self._complete(sample, prompt, context)
+            return await self._finished(args, sample, context), replies
+        value = await self._generated(self._generate, args, sample, context)
+        return await self._finished(args, value, context), []
+
+    async def _complete(self, sample: SampleLike, prompt: Prompt, context: WorkflowContext) -> list[Reply]:
         """Continue the prompt with one completion, as slime's own generate function does."""
         ids = _prompt_ids(prompt, sample, context.tokenizer)
         completion = await context.generator.generate(ids, context.sampling)
@@ -79,7 +100,7 @@ class HookWorkflow:
         sample.loss_mask = [1] * len(completion.tokens)
         sample.rollout_log_probs = list(completion.logprobs)
         sample.status = _status(sample, "truncated" if completion.finish is Finish.LENGTH else "completed")
-        return [SampledReply(tuple(ids), completion)]
+        return [Reply(tuple(ids), completion)]
 
     async def _generated(
         self, generate: Hook, args: SlimeArguments, sample: SampleLike, context: WorkflowContext
@@ -90,18 +111,24 @@ class HookWorkflow:
             "temperature": context.sampling.temperature,
         }
         if "evaluation" in inspect.signature(generate).parameters:
-            return await cast("Awaitable[object]", generate(args, sample, params, evaluation=False))
+            return await cast(
+                "Awaitable[object]", generate(args, sample, params, evaluation=context.is_evaluation)
+            )
         return await cast("Awaitable[object]", generate(args, sample, params))
 
-    async def _finished(self, args: SlimeArguments, value: object) -> list[SampleLike]:
+    async def _finished(
+        self, args: SlimeArguments, value: object, context: WorkflowContext
+    ) -> list[SampleLike]:
         """Return the samples of an episode, through the recipe's hooks and with their rewards."""
         self._samples_in(value)
-        value = await self._apply_hooks(args, value, rollout_id=None, evaluation=False)
+        value = await self._apply_hooks(args, value, rollout_id=None, evaluation=context.is_evaluation)
         samples = self._samples_in(value)
         is_judged = self._hooks.custom_rm is not None or self._hooks.rm_type is not None
         is_judged = is_judged or any(sample.custom_rm_path for sample in samples)
         left = [sample for sample in samples if sample.reward is None]
-        if not is_judged or not left or any(sample.status.value == "aborted" for sample in samples):
+        if self._hooks.group_rm or not is_judged or not left:
+            return samples
+        if any(sample.status.value == "aborted" for sample in samples):
             return samples
         if isinstance(value, list):
             rewards = cast("Sequence[object]", await self._batched_rm(args, left))
@@ -127,10 +154,8 @@ class HookWorkflow:
             )
         return cast("list[SampleLike]", samples)
 
-    def _trajectory(
-        self, sample: SampleLike, served: Sequence[SampledReply], args: SlimeArguments
-    ) -> Trajectory:
-        trajectory = trajectory_of(sample, served, args)
+    def _trajectory(self, sample: SampleLike, replies: Sequence[Reply]) -> Trajectory:
+        trajectory = trajectory_of(sample, replies, self._reward_key)
         asked = sum(sample.loss_mask) if sample.loss_mask is not None else sample.response_length
         if not sample.remove_sample and trajectory.response_length < asked:
             log.debug(
@@ -140,6 +165,13 @@ class HookWorkflow:
                 self._hooks.custom_generate_function,
             )
         return trajectory
+
+
+def _address(args: SlimeArguments, endpoint: OpenEndpoint) -> None:
+    """Let hooks find the endpoint of their episode."""
+    url = urlsplit(endpoint.base_url)
+    args.sglang_router_ip = f"episode:{endpoint.api_key}@{url.hostname}"
+    args.sglang_router_port = url.port
 
 
 def _prompt_ids(prompt: Prompt, sample: SampleLike, tokenizer: Tokenizer) -> list[int]:

@@ -89,7 +89,7 @@ SETTINGS: dict[str, Setting] = {
     "group-rm": ("rollout.hooks.group_rm", _yes),
     "rm-type": ("rollout.hooks.rm_type", _text),
     "rm-url": ("rollout.hooks.rm_url", _text),
-    "reward-key": ("rollout.hooks.reward_key", _text),
+    "reward-key": ("rollout.reward_key", _text),
     "custom-config-path": ("rollout.hooks.custom_config_path", _text),
 }
 """The setting of a flag, and how its value is read."""

@@ -5,9 +5,11 @@ has sampled carries no loss, its version and log-prob are the engine's, and a lo
 otherwise is an error.
 
     tokens   p p p  a a a  t t  b b b           p prompt, t written by a tool
-    replies         └──1─┘      └──2─┘          found from left to right, the longest first
+    replies         └──1─┘      └──2─┘          found from left to right
 
-A reply belongs to a place if it was asked for with exactly the ids before it. A hook that asks by text may
+
+A reply belongs to a place if it was asked for with exactly the ids before it. Of several such replies, the
+one counts whose log-probs the hook reports, and then the longest. A hook that asks by text may
 get other ids for the same text; such a reply belongs to a place where it stands as a whole, or with the
 log-probs that the hook reports.
 """
@@ -18,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.rollout.compat.slime.endpoint import SampledReply
 from slipstream.rollout.trajectory import UNSAMPLED
+from slipstream.rollout.workflow.endpoint import Reply
 
 LOGPROB_TOLERANCE = 1e-4
 """Difference of a reported log-prob from the engine's that rounding explains."""
@@ -40,8 +42,8 @@ class Match:
 
 
 @dataclass(frozen=True)
-class _Reply:
-    served: SampledReply
+class _Answer:
+    served: Reply
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
 
@@ -49,7 +51,7 @@ class _Reply:
 def match_sample(
     tokens: Sequence[int],
     response_start: int,
-    served: Sequence[SampledReply],
+    served: Sequence[Reply],
     loss_mask: Sequence[int],
     reported: Sequence[float] | None,
 ) -> Match:
@@ -58,7 +60,7 @@ def match_sample(
     ``loss_mask`` and ``reported`` (log-probs; None: the hook reports none) cover the response. Raises
     LogprobsDiffer where a token that shall carry loss has another log-prob than the hook says.
     """
-    by_first: dict[int, list[_Reply]] = {}
+    by_first: dict[int, list[_Answer]] = {}
     for request in served:
         if request.completion.tokens:
             by_first.setdefault(request.completion.tokens[0], []).append(_reply(request))
@@ -67,11 +69,16 @@ def match_sample(
     match = Match(np.zeros(size, np.bool_), np.zeros(size, np.float32), np.full(size, UNSAMPLED, np.int32), 0)
     retractions, place = 0, response_start
     while place < size:
-        best, length = None, 0
+        best, length, longest = None, 0, (0, 0)
         for reply in by_first.get(ids[place], ()):
             shared = _shared_length(reply, ids, place, claimed, response_start)
-            if shared > length:
-                best, length = reply, shared
+            agreed = (
+                shared
+                if claimed is None
+                else _agreed_length(reply, claimed[place - response_start :], shared)
+            )
+            if shared and (agreed, shared) > longest:
+                best, length, longest = reply, shared, (agreed, shared)
         if best is None:
             place += 1
             continue
@@ -86,15 +93,15 @@ def match_sample(
     return Match(match.sampled_T, match.logprobs_T, match.versions_T, retractions)
 
 
-def _reply(served: SampledReply) -> _Reply:
+def _reply(served: Reply) -> _Answer:
     completion = served.completion
     lengths = [span.end - span.start for span in completion.spans]
     versions = np.repeat(np.array([span.version for span in completion.spans], np.int32), lengths)
-    return _Reply(served, np.array(completion.logprobs, np.float32), versions)
+    return _Answer(served, np.array(completion.logprobs, np.float32), versions)
 
 
 def _shared_length(
-    reply: _Reply,
+    reply: _Answer,
     ids: tuple[int, ...],
     place: int,
     claimed: npt.NDArray[np.float64] | None,
@@ -114,9 +121,13 @@ def _shared_length(
         return length
     if claimed is None:
         return 0
-    start = place - response_start
-    differ = np.abs(claimed[start : start + length] - reply.logprobs[:length]) > LOGPROB_TOLERANCE
-    return int(differ.argmax()) if differ.any() else length
+    return _agreed_length(reply, claimed[place - response_start :], length)
+
+
+def _agreed_length(reply: _Answer, claimed: npt.NDArray[np.float64], length: int) -> int:
+    """Return how many of the first ``length`` log-probs of a reply, up to a wrong one, a hook reports."""
+    agrees = np.abs(claimed[:length] - reply.logprobs[:length]) <= LOGPROB_TOLERANCE
+    return length if agrees.all() else int(agrees.argmin())
 
 
 def _check_logprobs(

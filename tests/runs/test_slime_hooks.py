@@ -1,0 +1,90 @@
+"""Whole runs whose episodes are hooks written for slime."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slipstream.rollout.ledger.samples import SAMPLES
+from tests.environment import environment
+from tests.runs.conftest import LaunchedRun, run_command
+from tests.runs.stored import stored
+from tests.runs.test_run import finish, records, summary
+
+HOOKS = {
+    "custom_generate_function": "tests.runs.slime_hooks.generate",
+    "custom_rm": "tests.runs.slime_hooks.reward",
+    "rollout_sample_hook": "[tests.runs.slime_hooks.mark]",
+    "dynamic_sampling_filter": "tests.runs.slime_hooks.keep_mixed",
+    "rollout_sample_filter": "tests.runs.slime_hooks.remove_first",
+    "rollout_all_samples_process": "tests.runs.slime_hooks.see_all",
+}
+
+
+def test_a_run_of_hooks_trains_what_the_engines_have_sampled(
+    launch: Callable[..., LaunchedRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen = tmp_path / "seen.jsonl"
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    monkeypatch.setenv("SLIME_HOOKS_SEEN", str(seen))
+    run = launch(
+        "run.steps=5",
+        "eval.every=5",
+        "eval.max_prompts=4",
+        "rollout.max_head_offpolicyness=1",
+        "rollout.sampling.max_new_tokens=12",
+        "rollout.reward=null",
+        "rollout.reward_key=score",
+        *(f"rollout.hooks.{name}={value}" for name, value in HOOKS.items()),
+    )
+    assert finish(run) == 0, run.output()
+    groups = summary(run)["groups"]
+    assert (groups["trained"], groups["failed"]) == (20, 0), run.output()
+    audit = subprocess.run(
+        run_command("audit", str(run.folder), "--json"), capture_output=True, text=True, timeout=120
+    )
+    assert json.loads(audit.stdout)["clean"], audit.stdout + audit.stderr
+    run.assert_nothing_left()
+    notes = [json.loads(line) for line in seen.read_text().splitlines()]
+    assert {note["matched"] for note in notes if note["kind"] == "stopped"} == {"5", "#"}
+    groups_seen = [note["samples"] for note in notes if note["kind"] == "group"]
+    assert len(groups_seen) >= 20 and {1, 2} == {size for sizes in groups_seen for size in sizes}
+    removed = set()
+    for key, trajectory in stored(run.folder).trajectories.items():
+        assert trajectory.sampled_length < len(trajectory.tokens_T)
+        if not trajectory.split()[0].response_length:
+            removed.add(key)
+    assert len(removed) >= 20 and all(key % SAMPLES == 0 for key in removed)
+    steps = records(run)
+    assert [record["reward/turns"] for record in steps] and all("reward/agents" in record for record in steps)
+
+
+def test_slimes_own_generate_function_trains_as_without_hooks(
+    launch: Callable[..., LaunchedRun], monkeypatch: pytest.MonkeyPatch
+):
+    """One request at a time, so that both runs draw the same random numbers for the same tokens."""
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    settings = (
+        "run.steps=5",
+        "rollout.max_head_offpolicyness=0",
+        "rollout.max_concurrent=1",
+        "rollout.batch_size=1",
+        "rollout.sampling.max_new_tokens=12",
+        "actor.advantage=reward",
+        "actor.minibatches=1",
+    )
+    by_default, named = (
+        launch(*settings, *hooks, name=name)
+        for name, hooks in (
+            ("default", ()),
+            ("named", ("rollout.hooks.custom_generate_function=slime.rollout.sglang_rollout.generate",)),
+        )
+    )
+    steps = []
+    for run in (by_default, named):
+        assert finish(run) == 0, run.output()
+        steps.append([(record["actor/loss"], record["actor/grad_norm"]) for record in records(run)])
+    assert len(steps[0]) == 5
+    assert steps[1] == [pytest.approx(step, abs=1e-6) for step in steps[0]]
