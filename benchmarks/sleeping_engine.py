@@ -33,8 +33,8 @@ from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.trace import RequestTrace
 from slipstream.rollout.judge.pool import JudgePool, JudgeStatus
 from slipstream.rollout.reward.value import Judgement
+from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import Finish, Messages, Prompt, Trajectory
-from slipstream.rollout.workflow import Tokenizer
 
 VOCABULARY = 150_000
 CONTEXT = 1 << 20

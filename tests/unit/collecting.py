@@ -15,6 +15,7 @@ from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.engine.routing import PoolStatus
 from slipstream.rollout.messages import (
+    ANSWERED,
     JUDGED,
     NOTHING,
     PIECE,

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.plugins import resolve
+from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
-from slipstream.rollout.workflow import Tokenizer
 
 _Key = tuple[int, bytes]
 """Prompt, and a digest of the tokens and log-probs of one trajectory."""
