@@ -6,7 +6,7 @@ import re
 import pytest
 import yaml
 
-from slipstream.configs.schema import RolloutConfig
+from slipstream.configs.schema import ActorConfig, RolloutConfig, TurnsConfig
 from slipstream.rollout.environment import Action, Step, ToolEnvironment
 from slipstream.rollout.trajectory import Finish, Messages, Prompt
 from tests.environment import ROOT
@@ -15,11 +15,24 @@ PAGE = (ROOT / "docs/episodes.md").read_text()
 CODE = [code for kind, code in re.findall(r"```(\w+)\n(.*?)```", PAGE, flags=re.DOTALL) if kind == "python"]
 
 
-def test_the_recipe_is_one():
-    [text] = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
+def test_the_recipes_are_ones():
     fields = {"max_head_offpolicyness": 0, "batch_size": 1, "n_samples_per_prompt": 1, "reward": "my.Reward"}
-    config = RolloutConfig.model_validate(fields | yaml.safe_load(text)["rollout"])
-    assert config.workflow.args["parser"] == "qwen25"
+    recipes = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)]
+    rollouts = [
+        RolloutConfig.model_validate(fields | each["rollout"]) for each in recipes if "rollout" in each
+    ]
+    assert [each.workflow.path.rpartition(".")[2] for each in rollouts] == ["ToolUse", "Verifiers"]
+    [actor] = [each["actor"] for each in recipes if "actor" in each]
+    assert ActorConfig.model_validate(actor).turns is not None
+
+
+def test_the_ways_to_give_credit_are_settings():
+    ways = [
+        yaml.safe_load(text) for text in re.findall(r"\| `(\{\w*(?:discount|coefficient).*?\})` \|", PAGE)
+    ]
+    assert len(ways) == 3
+    for way in ways:
+        TurnsConfig.model_validate(way)
 
 
 def test_the_tool_is_one(monkeypatch):

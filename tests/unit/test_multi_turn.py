@@ -424,12 +424,14 @@ def test_a_workflow_makes_no_environment_before_an_episode_and_closes_all_at_its
 
 IMPORTS = """
 import os, sys
+from concurrent.futures import ThreadPoolExecutor
 before = dict(os.environ), list(sys.path)
 from slipstream.rollout.workflow import ToolUse
 workflow = ToolUse(["tests.unit.test_multi_turn.add"], parser="qwen25")
 print("sglang" in sys.modules)
 from slipstream.rollout.environment.parsers import call_parser
-call_parser("qwen25", [])
+with ThreadPoolExecutor(8) as threads:
+    list(threads.map(lambda _: call_parser("qwen25", []), range(8)))
 print("sglang" in sys.modules, (dict(os.environ), list(sys.path)) == before)
 """
 
