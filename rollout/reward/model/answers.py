@@ -235,4 +235,4 @@ def _function(path: str, parameters: Sequence[str]) -> Callable[..., Messages]:
         raise plugins.PluginError(
             f"{path} cannot be called with ({', '.join(parameters)}): {error}"
         ) from None
-    return function
+    return cast("Callable[..., Messages]", function)
