@@ -42,12 +42,17 @@ def locate(
 ) -> tuple[tuple[str, ...], type[Section], FieldInfo | None]:
     """The path of the setting at ``loc``, the section that it is in, and its field; None for an unknown key.
 
-    Pydantic puts the type of a section into ``loc``, behind the key of the section. The path does without.
+    Pydantic puts the type of a section into ``loc``, behind the key of the section. The path does without. It
+    has the places of sections in a list.
     """
     path: list[str] = []
     section, field = root, None
     choices: Mapping[str, type[Section]] = {"": root}
-    for key in map(str, loc):
+    for place in loc:
+        key = str(place)
+        if isinstance(place, int) and choices:
+            path.append(key)  # an item of a list of sections
+            continue
         if len(choices) > 1:
             choices = {"": choices[key]}
             continue
@@ -72,7 +77,8 @@ def expectation(problem: ErrorDetails, field: FieldInfo) -> str:
     if kind == "union_tag_invalid":
         return f"expected {one_of(map(shown, sections))}"
     if sections:
-        words = _mapping(sections)
+        is_list = get_origin(field.annotation) is list
+        words = f"a list of at least one item, each {_mapping(sections)}" if is_list else _mapping(sections)
     elif kind in _EXPECTED:
         words = _EXPECTED[kind].format(items=_items(field), **problem.get("ctx", {}))
     else:
@@ -115,7 +121,7 @@ def unknown_key(root: type[Section], section: type[Section], path: Sequence[str]
     *outer, key = path
     settings, name = list(section.model_fields), key.rpartition(".")[2]
     elsewhere = [other for other in schema_paths(root) if other.rpartition(".")[2] == name]
-    if join(*path) in elsewhere:
+    if join(*(part for part in path if not part.isdigit())) in elsewhere:
         return f"unknown key; another type has it; the keys here are {_keys(section)}", []
     near = nearest(key, settings, SAME_SECTION)
     if near is None:

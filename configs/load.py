@@ -111,6 +111,8 @@ def _repaired(
         document.unsure.add(join(*path))
         near = nearest(name, types) if isinstance(name, str) else None
         return _replaced(data, (*path, "type"), near) if near else _replaced(data, path, ABSENT)
+    if is_item(problem) and path[-1].isdigit():
+        path = path[:-1]
     if is_item(problem) and (value := _value_at(data, path)) is ABSENT:
         return _replaced(data, path, ABSENT)  # another item of the list was refused before
     document.refuse(path, expectation(problem, field), value)
@@ -124,15 +126,30 @@ def _value_at(data: object, path: Sequence[str]) -> object:
 
 
 def _replaced(data: object, path: Sequence[str], value: object) -> dict[str, object]:
-    """A copy of ``data`` with ``value`` at ``path``, or with nothing there if ``value`` is ABSENT."""
+    """A copy of ``data`` with ``value`` at ``path``, or with nothing there if ``value`` is ABSENT.
+
+    A list of which one item is refused as a whole is left out, and stays so.
+    """
     copy = dict(cast(Mapping[str, object], data)) if isinstance(data, dict) else {}
     key, *inner = path
+    if inner and inner[0].isdigit():
+        items = _with_item(copy.pop(key, ABSENT), int(inner[0]), inner[1:], value)
+        return copy if items is ABSENT else {**copy, key: items}
     if inner:
         copy[key] = _replaced(copy.get(key), inner, value)
     elif value is ABSENT:
         copy.pop(key, None)
     else:
         copy[key] = value
+    return copy
+
+
+def _with_item(items: object, place: int, path: Sequence[str], value: object) -> object:
+    """A copy of a list of sections with ``value`` at ``path`` of one of them; ABSENT: there is no list."""
+    if not isinstance(items, list) or not path:
+        return ABSENT
+    copy = list(cast("list[object]", items))
+    copy[place] = _replaced(copy[place], path, value)
     return copy
 
 

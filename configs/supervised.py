@@ -15,7 +15,7 @@ from slipstream.configs.violations import Violation
 
 _ACTOR = {
     "objective": {"type": "reinforce"},
-    "advantage": "reward",
+    "advantage": [{"type": "reward", "estimator": "reward"}],
     "use_decoupled_loss": False,
     "recompute_logprobs": False,
 }

@@ -123,6 +123,10 @@ class TeacherScores:
         """Return the scores of the tokens [start, end)."""
         return TeacherScores(self.logp_T[start:end], self.top_ids_TK[start:end], self.top_logp_TK[start:end])
 
+    def take(self, places: npt.NDArray[np.integer]) -> "TeacherScores":
+        """Return the scores of the tokens at ``places``, in that order."""
+        return TeacherScores(self.logp_T[places], self.top_ids_TK[places], self.top_logp_TK[places])
+
     @property
     def is_empty(self) -> bool:
         """True if no token has a value."""

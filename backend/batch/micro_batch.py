@@ -8,6 +8,8 @@ from numpy.typing import DTypeLike
 
 from slipstream.backend.batch.packing import Pack
 from slipstream.backend.batch.train_batch import TrainBatch
+from slipstream.rollout.teacher import TeacherScores, placed
+from slipstream.rollout.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class MicroBatch:
     """int64: turn of each token (``Trajectory.turn_T``)."""
     share_M: np.ndarray
     """float32: weight of each token in the mean over the tokens of the mini-batch."""
+    teacher: TeacherScores | None = None
+    """A teacher's scores of the M tokens. None: no trajectory of the pack has any."""
 
     @property
     def is_last_M(self) -> np.ndarray:
@@ -102,7 +106,18 @@ def assemble(
         trajectory_M=trajectory_M,
         turn_M=turn_T[predicted_M],
         share_M=np.ones(len(owner_M), np.float32) if share_N is None else share_N[trajectory_M],
+        teacher=_taught(parts, starts, predicted_M),
     )
+
+
+def _taught(parts: Sequence[Trajectory], starts: np.ndarray, predicted_M: np.ndarray) -> TeacherScores | None:
+    """Return a teacher's scores of the tokens at ``predicted_M`` of the pack, if there are any."""
+    scores = [
+        (int(start), part.teacher)
+        for start, part in zip(starts, parts, strict=False)
+        if part.teacher is not None
+    ]
+    return placed(int(starts[-1]), scores).take(predicted_M) if scores else None
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: DTypeLike, multiple: int) -> np.ndarray:

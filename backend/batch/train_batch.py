@@ -19,6 +19,8 @@ from slipstream.rollout.trajectory import (
     TrajectoryHeader,
 )
 
+TurnAdvantages = Mapping[int, tuple[float | None, ...]]
+
 
 @dataclass(frozen=True)
 class TrainBatch:
@@ -32,9 +34,9 @@ class TrainBatch:
     lags: Mapping[int, int] | None = None
     """Lag of each policy version whose tokens carry loss, in updates. None: no restart has come between the
     versions, so that lags are differences of their numbers."""
-    turn_advantages: Mapping[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
-    """Advantage of each turn of a live trajectory, by its place in ``trajectories``. All other trajectories
-    get theirs from their rewards."""
+    turn_advantages: TurnAdvantages = field(default_factory=dict[int, tuple[float | None, ...]])
+    """Advantage of each turn of a live trajectory, by its place in ``trajectories``; None: the turn has no
+    score. All other trajectories get theirs from their rewards."""
     siblings_N: npt.NDArray[np.int64] | None = None
     """int64 [N]: number of each trajectory's episode, ascending from 0; trajectories of one episode share it.
     None: each is an episode of its own."""
@@ -70,7 +72,7 @@ class EncodedBatch:
     """int64: number of each episode's group."""
     lags: Mapping[int, int] | None
     """As in ``TrainBatch``."""
-    turn_advantages: Mapping[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
+    turn_advantages: TurnAdvantages = field(default_factory=dict[int, tuple[float | None, ...]])
     """Advantages of turns as in ``TrainBatch``, by the place of the episode."""
 
     def decoded(self) -> TrainBatch:

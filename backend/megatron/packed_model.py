@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar, cast
 
+import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -12,14 +13,17 @@ from torch import Tensor
 from slipstream.backend.batch.context_parallel import ContextShare, share_of
 from slipstream.backend.batch.micro_batch import MicroBatch
 from slipstream.backend.megatron import context, head
-from slipstream.backend.megatron.device_batch import DeviceBatch, moved_together, on_device
+from slipstream.backend.megatron.device_batch import DeviceBatch, copied, moved_together, on_device
 from slipstream.backend.megatron.groups import groups
 from slipstream.backend.megatron.local_layers import PackedAttention
+from slipstream.backend.objective.distillation import divergence_from_top_tokens
 from slipstream.backend.objective.logprob import (
     Implementation,
     fused_logprob,
     fused_logprob_and_entropy,
+    fused_logprobs,
 )
+from slipstream.rollout.teacher import TeacherScores
 
 R = TypeVar("R")
 
@@ -189,6 +193,36 @@ class LanguageModel(PackedModel):
         inputs = self._head_inputs(micro, hidden_1TH, temperature)
         logp_m, entropy_m = fused_logprob_and_entropy(*inputs, entropy_gradient=entropy_gradient)
         return self.gathered(micro, logp_m), self.gathered(micro, entropy_m)
+
+    def logprob_entropy_and_divergence(
+        self,
+        micro: MicroBatch,
+        hidden_1TH: Tensor,
+        temperature: float,
+        teacher: TeacherScores,
+        *,
+        entropy_gradient: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what ``logprob_and_entropy`` does, and the divergence from the likeliest tokens of a teacher
+        (differentiable), [M] each. ``teacher``: its scores of the M tokens.
+        """
+        inputs = self._head_inputs(micro, hidden_1TH, temperature)
+        share = self._share(micro)
+        rank = groups.get_context_parallel_rank()
+        start = sum(share.counts[:rank])
+        local = teacher.take(np.argsort(share.order_M)[start : start + share.counts[rank]])
+        top = copied({"ids": local.top_ids_TK.astype(np.int64), "logp": local.top_logp_TK}, self._device)
+        logp_m, entropy_m, student_mK = fused_logprobs(
+            inputs.hidden_MH,
+            inputs.weight_VH,
+            inputs.target_M,
+            top["ids"],
+            inputs.options,
+            entropy_gradient=entropy_gradient,
+        )
+        divergence_m = divergence_from_top_tokens(student_mK, top["logp"])
+        gathered = [self.gathered(micro, value_m) for value_m in (logp_m, entropy_m, divergence_m)]
+        return gathered[0], gathered[1], gathered[2]
 
     def _head_inputs(self, micro: MicroBatch, hidden_1TH: Tensor, temperature: float) -> head.HeadInputs:
         last, batch = self.parts[-1], self.on_device(micro)

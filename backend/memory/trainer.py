@@ -111,7 +111,7 @@ def trainer_memory(
 
 
 def _scores(config: RunConfig) -> bool:
-    return config.actor.kl is not None or config.actor.teacher is not None
+    return config.actor.kl is not None or config.actor.teacher_model is not None
 
 
 def _state(

@@ -10,6 +10,7 @@
     masked           ... M2PO, DPPO
     correction       ... importance weights and masks for tokens that another policy sampled
     kl             divergence from a reference model
+    distillation   divergence from a teacher's likeliest tokens
     averaging      which tokens, trajectories or prompts have equal weight in the loss
     value          losses of a critic and of a reward model
     statistics     metrics of a training step

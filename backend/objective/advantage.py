@@ -62,7 +62,7 @@ ADVANTAGES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         group_centred(reward_N, group_N), tokens_N
     ),
 }
-"""``actor.advantage`` -> advantages [N] of (rewards, groups, numbers of tokens that carry loss)."""
+"""Estimator of the rewards -> advantages [N] of (rewards, groups, numbers of tokens that carry loss)."""
 
 
 def overlong_penalty(length_N: Tensor, *, start: int, end: int, penalty: float) -> Tensor:

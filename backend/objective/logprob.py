@@ -12,11 +12,12 @@ per slice, each row of the weight's gradient is one product, summed in float32 b
 weight is read once. The price is computing the logits a second time: a fourth product besides the three of a
 plain head. As many slices as fit into ``KEPT_BYTES`` are kept instead.
 
-Shapes: T tokens, H hidden, V columns of the vocabulary on this rank, v columns of one slice.
+Shapes: T tokens, K further choices at each, H hidden, V columns of the vocabulary on this rank, v columns of
+one slice.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -81,17 +82,45 @@ def fused_logprob_and_entropy(
     entropy_gradient: make the entropies differentiable too.
     """
     entropy = "gradient" if entropy_gradient else "value"
-    return cast("tuple[Tensor, Tensor]", _apply(hidden_TH, weight_VH, target_T, options, entropy))
+    logp_T, entropy_T, _ = _apply(hidden_TH, weight_VH, target_T, options, entropy)
+    assert entropy_T is not None
+    return logp_T, entropy_T
+
+
+def fused_logprobs(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    target_T: Tensor,
+    also_TK: Tensor,
+    options: HeadOptions,
+    *,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what ``fused_logprob_and_entropy`` does, and log-probs (differentiable) of ``also_TK``, [T, K].
+
+    also_TK (int64): further token ids at each place. The log-prob of an id outside the vocabulary means
+    nothing, and must get no gradient.
+    """
+    entropy = "gradient" if entropy_gradient else "value"
+    logp_T, entropy_T, also_logp_TK = _apply(hidden_TH, weight_VH, target_T, options, entropy, also_TK)
+    assert entropy_T is not None
+    assert also_logp_TK is not None
+    return logp_T, entropy_T, also_logp_TK
 
 
 _Entropy = Literal["none", "value", "gradient"]
 
 
 def _apply(
-    hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor, options: HeadOptions, entropy: _Entropy
-) -> tuple[Tensor, Tensor | None]:
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    target_T: Tensor,
+    options: HeadOptions,
+    entropy: _Entropy,
+    also_TK: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     held = columns_of_rank(weight_VH.shape[0], options.vocab, options.group)
-    softmax = Softmax(target_T, held, options.temperature, entropy=entropy != "none")
+    softmax = Softmax(target_T, held, options.temperature, entropy=entropy != "none", also_TK=also_TK)
     if options.implementation == "triton":
         head: _Head = _TritonHead(hidden_TH.detach(), weight_VH.detach(), softmax, len(held), options)
     else:
@@ -126,6 +155,7 @@ class _Head(Protocol):
         columns: slice,
         grad_T: Tensor,
         entropy_grad_T: Tensor | None,
+        also_grad_TK: Tensor | None,
     ) -> Tensor:
         """Return the gradient with respect to the logits of a slice, [T, v], in the dtype of the operands."""
         ...
@@ -169,12 +199,15 @@ class _ChunkedHead:
         columns: slice,
         grad_T: Tensor,
         entropy_grad_T: Tensor | None,
+        also_grad_TK: Tensor | None,
     ) -> Tensor:
         logits_Tv = self._logits(hidden_TH, weight_VH, columns)
         slices = self.slices(hidden_TH)
         if self._scratch is None:
             self._scratch = _scratch_for(slices, hidden_TH, 1 if entropy_grad_T is None else 2)
-        d_Tv = self.softmax.gradient(logits_Tv, self._scratch, columns.start, grad_T, entropy_grad_T)
+        d_Tv = self.softmax.gradient(
+            logits_Tv, self._scratch, columns.start, grad_T, entropy_grad_T, also_grad_TK
+        )
         if columns == slices[-1]:
             self._scratch = None
         return d_Tv.to(hidden_TH.dtype)
@@ -200,7 +233,7 @@ class _TritonHead:
         # Triton is only installed where it can be used.
         from slipstream.backend.objective.head_kernels import HeadKernels
 
-        self._softmax, self._columns = softmax, columns
+        self._softmax, self._columns, self._options = softmax, columns, options
         self._kernels = HeadKernels(
             hidden_TH,
             weight_VH,
@@ -215,6 +248,23 @@ class _TritonHead:
 
     def accumulate(self, hidden_TH: Tensor, weight_VH: Tensor) -> None:
         self._softmax.add_partials(*self._kernels.partials(entropy=self._softmax.has_entropy))
+        if self._softmax.also_local_TK is not None:
+            self._softmax.add_also(self._chosen(hidden_TH, weight_VH, self._softmax.also_local_TK))
+
+    def _chosen(self, hidden_TH: Tensor, weight_VH: Tensor, local_TK: Tensor) -> Tensor:
+        """Return logits / temperature of the further tokens that this rank holds, 0 for the others.
+
+        One choice at a time: the rows of all would take K times the memory of the hidden states.
+        """
+        is_held_TK = self._softmax.is_held(local_TK)
+        chosen_TK = torch.zeros(local_TK.shape, dtype=torch.float32, device=local_TK.device)
+        for k, (column_T, is_held_T) in enumerate(zip(local_TK.T, is_held_TK.T, strict=True)):
+            rows_TH = weight_VH.index_select(0, torch.where(is_held_T, column_T, 0))
+            logit_T = (hidden_TH.float() * rows_TH.float()).sum(-1)
+            if not self._options.float32_logits:
+                logit_T = logit_T.to(hidden_TH.dtype).float()
+            chosen_TK[:, k] = torch.where(is_held_T, logit_T / self._options.temperature, 0.0)
+        return chosen_TK
 
     def gradient(
         self,
@@ -223,10 +273,17 @@ class _TritonHead:
         columns: slice,
         grad_T: Tensor,
         entropy_grad_T: Tensor | None,
+        also_grad_TK: Tensor | None,
     ) -> Tensor:
         peak_T, log_total_T = self._softmax.normalizer()
         entropy = None if entropy_grad_T is None else (self._softmax.entropy(), entropy_grad_T)
-        return self._kernels.gradient(columns, peak_T, log_total_T, grad_T, entropy)
+        if also_grad_TK is None:
+            return self._kernels.gradient(columns, peak_T, log_total_T, grad_T, entropy)
+        # The kernel gives the target all of the gradient whose -p it computes.
+        also_T = also_grad_TK.sum(-1)
+        d_Tv = self._kernels.gradient(columns, peak_T, log_total_T, grad_T + also_T, entropy)
+        self._softmax.without_target_gradient(d_Tv, columns.start, also_T)
+        return self._softmax.add_chosen_gradient(d_Tv, columns.start, also_grad_TK)
 
 
 @dataclass(frozen=True)
@@ -255,19 +312,19 @@ class _FusedLogProb(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: _Context, hidden_TH: Tensor, weight_VH: Tensor, call: _Call
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         call.head.accumulate(hidden_TH, weight_VH)
-        logp_T, entropy_T = call.softmax.reduce(call.options.group)
+        logp_T, entropy_T, also_TK = call.softmax.reduce(call.options.group)
         ctx.save_for_backward(hidden_TH, weight_VH)
         ctx.call = call
         if entropy_T is not None and call.entropy != "gradient":
             ctx.mark_non_differentiable(entropy_T)
-        return logp_T, entropy_T
+        return logp_T, entropy_T, also_TK
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden_TH, weight_VH = ctx.saved_tensors
-        grad_T, entropy_grad_T = grads
+        grad_T, entropy_grad_T, also_grad_TK = grads
         call, head = ctx.call, ctx.call.head
         for_hidden, for_weight, *_ = ctx.needs_input_grad
         hidden_grad = hidden_TH.new_zeros(hidden_TH.shape, dtype=torch.float32) if for_hidden else None
@@ -276,7 +333,8 @@ class _FusedLogProb(torch.autograd.Function):
             weight_grad = torch.zeros_like(weight_VH)
         for columns in head.slices(hidden_TH):
             entropy_grad = entropy_grad_T if call.entropy == "gradient" else None
-            d_Tv = head.gradient(hidden_TH, weight_VH, columns, grad_T, entropy_grad)
+            also_grad = also_grad_TK if call.softmax.also_local_TK is not None else None
+            d_Tv = head.gradient(hidden_TH, weight_VH, columns, grad_T, entropy_grad, also_grad)
             if hidden_grad is not None:
                 _add_product(hidden_grad, d_Tv, weight_VH[columns])
             if for_weight and weight_grad is not None:
@@ -290,7 +348,9 @@ class _Fused(Protocol):
     """A typed view of ``_FusedLogProb``: torch's ``apply`` has no types."""
 
     @staticmethod
-    def apply(hidden_TH: Tensor, weight_VH: Tensor, call: _Call, /) -> tuple[Tensor, Tensor | None]: ...
+    def apply(
+        hidden_TH: Tensor, weight_VH: Tensor, call: _Call, /
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]: ...
 
 
 _fused: _Fused = _FusedLogProb

@@ -2,7 +2,8 @@
 
     x = logits / temperature        logp = x[target] - logsumexp(x)        entropy = logsumexp(x) - E[x]
 
-All arithmetic is in float32. Shapes: T tokens, v columns of one block of the vocabulary.
+All arithmetic is in float32. Shapes: T tokens, K further choices at each, v columns of one block of the
+vocabulary.
 """
 
 import torch
@@ -16,13 +17,24 @@ FLOOR = -1e3
 
 
 class Softmax:
-    """Log-probs of ``target_T``, and entropies if asked for, from blocks of this rank's logits.
+    """Log-probs of ``target_T``, and entropies and those of ``also_TK`` if asked for, from blocks of this
+    rank's logits.
 
     ``add`` every block, ``reduce`` once, then ask for the gradients of blocks.
     """
 
-    def __init__(self, target_T: Tensor, columns: range, temperature: float, *, entropy: bool = True) -> None:
-        """columns: the part of the vocabulary that this rank holds, without padding."""
+    def __init__(
+        self,
+        target_T: Tensor,
+        columns: range,
+        temperature: float,
+        *,
+        entropy: bool = True,
+        also_TK: Tensor | None = None,
+    ) -> None:
+        """columns: the part of the vocabulary that this rank holds, without padding. also_TK: further tokens
+        at each place. The log-prob of one outside the vocabulary means nothing.
+        """
         self._temperature = temperature
         self.has_entropy = entropy
         self.local_T = target_T - columns.start
@@ -31,6 +43,10 @@ class Softmax:
         self._peak_T = target_T.new_full(target_T.shape, torch.finfo(torch.float32).min, dtype=torch.float32)
         # Sums over the columns: exp, x of the target, and for entropies exp * distance to the peak.
         self._sums_kT = self._peak_T.new_zeros(3 if entropy else 2, len(target_T))
+        self.also_local_TK = None if also_TK is None else also_TK - columns.start
+        """The further tokens as columns of this rank."""
+        self._columns = len(columns)
+        self._also_TK = None if also_TK is None else self._peak_T.new_zeros(also_TK.shape)
 
     def add(self, logits_Tv: Tensor, scratch: "Scratch", first: int) -> None:
         """Add a block; ``first`` is its first column among this rank's."""
@@ -38,6 +54,9 @@ class Softmax:
         total_T, chosen_T = self._sums_kT[:2]
         column_T, here_T = self._places(first, x_Tv.shape[-1])
         chosen_T += torch.where(here_T, x_Tv.gather(-1, column_T[:, None])[:, 0], 0.0)
+        if self.also_local_TK is not None:
+            column_TK, here_TK = self._also_places(self.also_local_TK, first, x_Tv.shape[-1])
+            self.add_also(torch.where(here_TK, x_Tv.gather(-1, column_TK), 0.0))
         peak_T = torch.maximum(self._peak_T, x_Tv.amax(-1))
         self._move_peak(peak_T)
         x_Tv.sub_(peak_T[:, None]).clamp_(min=FLOOR)
@@ -64,6 +83,15 @@ class Softmax:
         if self.has_entropy:
             self._sums_kT[2] += ((weighted_ST + lower_ST * total_ST) * shrink_ST).sum(0)
 
+    def add_also(self, x_TK: Tensor) -> None:
+        """Add x of the further tokens that this rank holds; 0 for the others."""
+        assert self._also_TK is not None
+        self._also_TK += x_TK
+
+    def is_held(self, local_TK: Tensor) -> Tensor:
+        """Return True for columns that this rank holds."""
+        return (local_TK >= 0) & (local_TK < self._columns)
+
     def _move_peak(self, peak_T: Tensor) -> None:
         total_T = self._sums_kT[0]
         lower_T = (self._peak_T - peak_T).clamp_(min=FLOOR)
@@ -72,23 +100,29 @@ class Softmax:
         total_T.mul_(lower_T.exp())
         self._peak_T = peak_T
 
-    def reduce(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor | None]:
-        """Return log-probs, and entropies if asked for, over the columns of all ranks.
+    def reduce(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return log-probs, and entropies and log-probs of further tokens if asked for, over the columns of
+        all ranks.
 
-        Communicates one MAX and one SUM.
+        Communicates one MAX and one SUM, and another SUM for further tokens.
         """
         if group is not None:
             peak_T = self._peak_T.clone()
             typed_dist.all_reduce(peak_T, dist.ReduceOp.MAX, group)
             self._move_peak(peak_T)
             typed_dist.all_reduce(self._sums_kT, dist.ReduceOp.SUM, group)
+            if self._also_TK is not None:
+                typed_dist.all_reduce(self._also_TK, dist.ReduceOp.SUM, group)
         total_T, chosen_T = self._sums_kT[:2]
         self._log_total_T = total_T.log()
         logp_T = chosen_T - self._peak_T - self._log_total_T
+        also_TK = None
+        if self._also_TK is not None:
+            also_TK = self._also_TK - self._peak_T[:, None] - self._log_total_T[:, None]
         if not self.has_entropy:
-            return logp_T, None
+            return logp_T, None, also_TK
         self._entropy_T = self._log_total_T - self._sums_kT[2] / total_T
-        return logp_T, self._entropy_T.clone()
+        return logp_T, self._entropy_T.clone(), also_TK
 
     def normalizer(self) -> tuple[Tensor, Tensor]:
         """Return the largest x of each token, and the logarithm of the sum of exp of the distances to it."""
@@ -105,12 +139,15 @@ class Softmax:
         first: int,
         grad_T: Tensor,
         entropy_grad_T: Tensor | None,
+        also_grad_TK: Tensor | None = None,
     ) -> Tensor:
         """Return the gradient with respect to the logits of a block, in float32 and in scratch memory.
 
         d logp / dx = onehot(target) - p        d entropy / dx = -p (log p + entropy)
         """
-        grad_T = grad_T / self._temperature
+        grad_T = chosen_T = grad_T / self._temperature
+        if also_grad_TK is not None:
+            grad_T = grad_T + also_grad_TK.sum(-1) / self._temperature  # each log-prob has its own -p
         x_Tv = self._scaled(logits_Tv, scratch).sub_(self._peak_T[:, None]).clamp_(min=FLOOR)
         scale_T = -1 / self._sums_kT[0]
         if entropy_grad_T is None:
@@ -123,11 +160,29 @@ class Softmax:
                 x_Tv.add_(offset_T[:, None]).mul_(entropy_grad_T[:, None]).add_(grad_T[:, None]).mul_(exp_Tv)
             )
         column_T, here_T = self._places(first, d_Tv.shape[-1])
-        return d_Tv.scatter_add_(-1, column_T[:, None], (grad_T * here_T)[:, None])
+        d_Tv.scatter_add_(-1, column_T[:, None], (chosen_T * here_T)[:, None])
+        return d_Tv if also_grad_TK is None else self.add_chosen_gradient(d_Tv, first, also_grad_TK)
+
+    def add_chosen_gradient(self, d_Tv: Tensor, first: int, also_grad_TK: Tensor) -> Tensor:
+        """Add the gradient of x of the further tokens to that of a block, in place."""
+        assert self.also_local_TK is not None
+        column_TK, here_TK = self._also_places(self.also_local_TK, first, d_Tv.shape[-1])
+        return d_Tv.scatter_add_(-1, column_TK, (also_grad_TK / self._temperature * here_TK).to(d_Tv.dtype))
+
+    def without_target_gradient(self, d_Tv: Tensor, first: int, excess_T: Tensor) -> Tensor:
+        """Take ``excess_T``, of x of the targets, out of the gradient of a block, in place."""
+        column_T, here_T = self._places(first, d_Tv.shape[-1])
+        excess_T1 = (excess_T / self._temperature * here_T)[:, None]
+        return d_Tv.scatter_add_(-1, column_T[:, None], -excess_T1.to(d_Tv.dtype))
 
     def _scaled(self, logits_Tv: Tensor, scratch: "Scratch") -> Tensor:
         x_Tv = scratch.first(logits_Tv.shape).copy_(logits_Tv)
         return x_Tv if self._temperature == 1.0 else x_Tv.div_(self._temperature)
+
+    def _also_places(self, local_TK: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
+        column_TK = local_TK - first
+        is_here_TK = self.is_held(local_TK) & (column_TK >= 0) & (column_TK < columns)
+        return column_TK.clamp(0, columns - 1), is_here_TK
 
     def _places(self, first: int, columns: int) -> tuple[Tensor, Tensor]:
         """Return the columns of the targets, clamped into a block, and True where a target is in it."""

@@ -1,6 +1,6 @@
 """Metrics of a training step's tokens: sums and maxima, reduced once at the end of the step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,9 @@ from slipstream.backend.objective import kl
 from slipstream.backend.objective.losses import Tokens
 from slipstream.backend.objective.policy_loss import PolicyLoss
 from slipstream.backend.objective.typed_torch import typed_dist
+
+TOP_TOKENS = ("top_tokens_kl", "top_tokens")
+"""Sums over the tokens at which a teacher's likeliest tokens are known: of the divergence, and of 1."""
 
 LARGEST_LOG_WEIGHT = 100.0
 """Importance weights are reported before their cap; a single token must not make a step's mean infinite."""
@@ -23,7 +26,7 @@ def token_statistics(
     share_M: Tensor,
     entropy_M: Tensor,
     reference_M: Tensor | None,
-    teacher_M: Tensor | None,
+    measured: Mapping[str, Tensor],
     recomputed: bool,
     weight_cap: float | None,
 ) -> dict[str, Tensor]:
@@ -32,7 +35,8 @@ def token_statistics(
     The micro-batch may have no tokens. The weight of a token is proximal / behaviour, or current / behaviour
     without a proximal policy. Mismatch is measured on tokens of lag 0, for which trainer and engine hold the
     same weights, staleness on the others; both need recomputed log-probs. The divergence from the reference
-    is estimated by k3. ``weight_cap``: None if no weight is capped.
+    is estimated by k3. ``weight_cap``: None if no weight is capped. ``measured``: further values of tokens,
+    of which the step reports the means as ``advantage/NAME``.
     """
     ratio_M = loss.ratio_T.double()
     upper_M = tokens.logp_M.detach() if tokens.proximal_logp_M is None else tokens.proximal_logp_M
@@ -52,8 +56,7 @@ def token_statistics(
     policy_M = tokens.logp_M.detach()
     if reference_M is not None:
         values["reference_kl"] = kl.estimate(policy_M, reference_M, "k3")
-    if teacher_M is not None:
-        values["teacher_gap"] = teacher_M - policy_M
+    values |= {f"advantage/{name}": value_M for name, value_M in measured.items()}
     maxima = {"max/ratio": ratio_M}
     if weight_cap is not None:
         values["capped"] = (weight_M > weight_cap).float()
@@ -133,9 +136,12 @@ class StepStatistics:
         for name, dropped in total.items():
             if name.startswith("masked/"):
                 metrics[f"train/masked_{name.removeprefix('masked/')}_fraction"] = dropped / tokens
-        for name in ("reference_kl", "teacher_gap"):
-            if name in total:
-                metrics[f"train/{name}"] = total[name] / tokens
+        if "reference_kl" in total:
+            metrics["train/reference_kl"] = total["reference_kl"] / tokens
+        if "top_tokens" in total:
+            metrics["train/teacher_topk_kl"] = total["top_tokens_kl"] / max(total["top_tokens"], 1.0)
+            metrics["train/teacher_topk_fraction"] = total["top_tokens"] / tokens
+        metrics |= {name: value / tokens for name, value in total.items() if name.startswith("advantage/")}
         if "capped" in total:
             metrics["train/importance_weight_capped_fraction"] = total["capped"] / tokens
         if total.get("fresh"):

@@ -70,7 +70,7 @@ def _trainer(config: RunConfig, geometry: Geometry, forward: float) -> TrainerMo
     passes = 3.0 + (actor.recompute == "full")
     if actor.recompute_logprobs and not actor.interpolate_logprobs:
         passes += (actor.minibatches - 1) / actor.minibatches
-    passes += (actor.kl is not None) + (actor.teacher is not None)
+    passes += (actor.kl is not None) + (actor.teacher_model is not None)
     share = TRAINING_EXPERTS if geometry.experts else TRAINING
     return TrainerModel(tokens_per_s=_rounded(share * PEAK / (passes * forward)))
 

@@ -60,7 +60,7 @@ def first_recomputed(actor: ActorConfig) -> int:
     """
     if not actor.recompute_logprobs:
         return actor.minibatches
-    in_advantages = actor.teacher is not None or (actor.kl is not None and actor.kl.where == "reward")
+    in_advantages = actor.teacher_term is not None or (actor.kl is not None and actor.kl.where == "reward")
     return 0 if in_advantages else 1
 
 

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from slipstream.backend.batch.micro_batch import MicroBatch
 from slipstream.backend.objective import kl
 from slipstream.backend.objective.correction import interpolated_logp
 from slipstream.backend.objective.losses import Tokens, token_losses
-from slipstream.backend.objective.statistics import StepStatistics, token_statistics
+from slipstream.backend.objective.statistics import TOP_TOKENS, StepStatistics, token_statistics
 from slipstream.backend.trainer.prepared import PreparedMicroBatch
 from slipstream.backend.trainer.skipping import Faults, SkippedUpdates, add_faults
 from slipstream.configs.schema import ActorConfig
@@ -72,9 +75,7 @@ def _loss(
     micro, scores, targets = item.micro, item.scores, item.targets
     assert targets is not None  # only the last stage, which has targets, computes a loss
     batch = policy.on_device(micro)
-    logp_M, entropy_M = policy.logprob_and_entropy(
-        micro, hidden, temperature, entropy_gradient=actor.entropy_bonus > 0
-    )
+    logp_M, entropy_M, divergence_M = _outputs(policy, actor, temperature, micro, hidden)
     behaviour_M, lag_M = batch.behaviour_logp_M, batch.lag_M
     proximal_M = scores.proximal_M
     if actor.interpolate_logprobs:
@@ -100,17 +101,48 @@ def _loss(
         assert scores.reference_M is not None
         kl_M = kl.in_loss(logp_M, scores.reference_M, behaviour_M, actor.kl.estimator)
         total = total + actor.kl.coefficient * (share_M * kl_M).sum()
+    if actor.top_tokens_term is not None and divergence_M is not None:
+        total = total + actor.top_tokens_term.weight * (share_M * divergence_M).sum()
     measured = token_statistics(
         loss=loss,
         tokens=tokens,
         share_M=share_M,
         entropy_M=entropy_M.detach(),
         reference_M=scores.reference_M,
-        teacher_M=scores.teacher_M,
+        measured=targets.measured,
         recomputed=actor.recompute_logprobs,
         weight_cap=actor.correction.weight_cap if actor.use_decoupled_loss else None,
     )
+    if actor.top_tokens_term is not None:
+        measured |= _divergence_statistics(divergence_M, micro, measured["tokens"])
     return total, batch.count, MicroBatchResult(measured, logp_M.detach(), loss.loss_T.detach())
+
+
+def _outputs(
+    policy: "LanguageModel", actor: ActorConfig, temperature: float, micro: MicroBatch, hidden: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return log-probs, entropies, and the divergence from a teacher's likeliest tokens, [M] each.
+
+    The divergence is None if the recipe does not ask for it, or nothing is known of them here.
+    """
+    teacher = micro.teacher if actor.top_tokens_term is not None else None
+    has_gradient = actor.entropy_bonus > 0
+    if teacher is None or not teacher.k:
+        outputs = policy.logprob_and_entropy(micro, hidden, temperature, entropy_gradient=has_gradient)
+        return *outputs, None
+    return policy.logprob_entropy_and_divergence(
+        micro, hidden, temperature, teacher, entropy_gradient=has_gradient
+    )
+
+
+def _divergence_statistics(
+    divergence_M: Tensor | None, micro: MicroBatch, tokens: Tensor
+) -> dict[str, Tensor]:
+    """Return the sum of the divergences, and the number of tokens that have one; float64 scalars."""
+    if divergence_M is None or micro.teacher is None:
+        return dict.fromkeys(TOP_TOKENS, torch.zeros_like(tokens))
+    known = tokens.new_tensor(float(np.count_nonzero(micro.teacher.has_top_T)))
+    return dict(zip(TOP_TOKENS, (divergence_M.detach().double().sum(), known), strict=True))
 
 
 def _faults(minibatch: Sequence[PreparedMicroBatch], results: Sequence[MicroBatchResult]) -> Faults:

@@ -1,7 +1,7 @@
 """A micro-batch with everything that is computed before it is trained on."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ class Scores:
     the first mini-batch, unless advantages depend on them."""
     reference_M: Tensor | None
     teacher_M: Tensor | None
+    """Log-probs under a teacher that the trainer holds."""
     value_M: Tensor | None
     """Values by the critic."""
 
@@ -31,6 +32,8 @@ class Targets:
     advantage_M: Tensor
     return_M: Tensor | None
     """Returns that the critic learns; None without a critic."""
+    measured: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """What the step reports the token means of, by the name of its metric behind ``advantage/``."""
 
 
 @dataclass(frozen=True)

@@ -148,10 +148,15 @@ class TrainerRank(CheckpointedRank):
         group = self._groups.get_data_parallel_group()
         targets = find_targets(self._config, batch, microbatches, scores, group)
         # Before the first micro-batch: a copy in the middle of one makes the host wait.
-        advantages = self._policy.moved_together([target.advantage_M for target in targets])
+        columns = [(target.advantage_M, *target.measured.values()) for target in targets]
+        moved = iter(self._policy.moved_together(list(chain.from_iterable(columns))))
         return [
-            replace(target, advantage_M=advantage_M)
-            for target, advantage_M in zip(targets, advantages, strict=True)
+            replace(
+                target,
+                advantage_M=next(moved),
+                measured={name: next(moved) for name in target.measured},
+            )
+            for target in targets
         ]
 
     def _work_of(self, batch: TrainBatch) -> dict[str, float]:

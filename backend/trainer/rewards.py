@@ -20,8 +20,14 @@ from slipstream.configs.schema import ActorConfig, KLConfig, TurnsConfig
 
 
 def trajectory_rewards(actor: ActorConfig, batch: TrainBatch) -> Tensor:
-    """Return the reward of each trajectory less the penalty for its length, float64 [N]."""
-    reward_N = torch.tensor([trajectory.reward for trajectory in batch.trajectories], dtype=torch.float64)
+    """Return the reward of each trajectory less the penalty for its length, float64 [N].
+
+    Live trajectories without a reward have 0: their turns have advantages of their own.
+    """
+    rewards = [trajectory.reward for trajectory in batch.trajectories]
+    for number in batch.turn_advantages:
+        rewards[number] = rewards[number] or 0.0
+    reward_N = torch.tensor(rewards, dtype=torch.float64)
     overlong = actor.overlong
     if overlong is not None:
         length_N = torch.tensor([trajectory.sampled_length for trajectory in batch.trajectories])
@@ -84,7 +90,7 @@ def turn_rewards(settings: TurnsConfig, batch: TrainBatch) -> TurnRewards:
             "rollout.workflow that sets Trajectory.turn_rewards"
         )
     reward_K = torch.tensor(
-        [reward for rewards in of_prompts for _, reward in rewards],
+        [reward for rewards in of_prompts for _, reward in rewards],  # only live turns have None
         dtype=torch.float64,
     )
     if settings.baseline == "group":
@@ -143,6 +149,6 @@ def old_logp(micro: MicroBatch, score: Scores) -> Tensor:
     """
     if score.proximal_M is not None:
         return score.proximal_M
+    behaviour_M = torch.from_numpy(micro.behaviour_logp_M)
     other_M = score.teacher_M if score.teacher_M is not None else score.reference_M
-    assert other_M is not None
-    return torch.from_numpy(micro.behaviour_logp_M).to(other_M)
+    return behaviour_M if other_M is None else behaviour_M.to(other_M)

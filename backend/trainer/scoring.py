@@ -30,8 +30,8 @@ class Scorers:
             self._reference = FrozenModel(
                 model_spec(path), actor, dtype, device, average=self._decay is not None
             )
-        if actor.teacher is not None:
-            self._teacher = FrozenModel(model_spec(actor.teacher.path), actor, dtype, device)
+        if actor.teacher_model is not None:
+            self._teacher = FrozenModel(model_spec(actor.teacher_model.path), actor, dtype, device)
         if config.critic is not None:
             spec = model_spec(config.critic.path or policy_path)
             self.critic = Critic(config.critic, actor, spec, dtype, device, run_steps=config.run.steps)

@@ -1,7 +1,7 @@
 """From rewards and from what models say about tokens to the advantage and the return of each token."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.backend.batch.micro_batch import MicroBatch
-from slipstream.backend.batch.train_batch import TrainBatch
+from slipstream.backend.batch.train_batch import TrainBatch, TurnAdvantages
 from slipstream.backend.objective.advantage import (
     ADVANTAGES,
     generalized_advantage,
@@ -25,7 +25,8 @@ from slipstream.backend.trainer.rewards import (
     trajectory_rewards,
     turn_rewards,
 )
-from slipstream.configs.schema import CriticConfig, RunConfig, TeacherConfig
+from slipstream.configs.schema import ActorConfig, CriticConfig, RunConfig
+from slipstream.configs.schema.advantage import Estimator, ModelScores, TeacherTerm
 
 
 def find_targets(
@@ -37,29 +38,97 @@ def find_targets(
 ) -> list[Targets]:
     """Return the targets of this rank's micro-batches. Collective over ``group``, the data-parallel ranks."""
     actor = config.actor
-    reward_N = trajectory_rewards(actor, batch)
-    turns = None if actor.turns is None else turn_rewards(actor.turns, batch)
-    penalties = kl_penalties(actor.kl, microbatches, scores)
-    if actor.advantage == "gae":
-        assert config.critic is not None
-        targets = _token_targets(config.critic, reward_N, turns, microbatches, scores, penalties, group)
+    if actor.estimator is None:
+        targets = [Targets(torch.zeros(len(micro.target_M)), None) for micro in microbatches]
     else:
-        penalty_N = torch.zeros_like(reward_N)
-        if penalties is not None:
-            penalty_N = reward_N - penalised(reward_N, microbatches, penalties, group)
-        targets = _trajectory_targets(actor.advantage, batch, reward_N - penalty_N, turns, microbatches)
-        if batch.turn_advantages:
-            targets = with_live_turns(batch.turn_advantages, penalty_N, microbatches, targets)
-    if actor.teacher is None:
-        return targets
+        targets = _reward_targets(config, actor.estimator, batch, microbatches, scores, group)
     return [
-        replace(target, advantage_M=_taught(actor.teacher, target.advantage_M, micro, score))
-        for micro, score, target in zip(microbatches, scores, targets, strict=True)
+        _summed(actor, target, micro, score)
+        for target, micro, score in zip(targets, microbatches, scores, strict=True)
     ]
 
 
+def _reward_targets(
+    config: RunConfig,
+    estimator: Estimator,
+    batch: TrainBatch,
+    microbatches: Sequence[MicroBatch],
+    scores: Sequence[Scores],
+    group: dist.ProcessGroup,
+) -> list[Targets]:
+    """Return targets from rewards alone. Collective over ``group``."""
+    actor = config.actor
+    reward_N = trajectory_rewards(actor, batch)
+    turns = None if actor.turns is None else turn_rewards(actor.turns, batch)
+    penalties = kl_penalties(actor.kl, microbatches, scores)
+    if estimator == "gae":
+        assert config.critic is not None
+        return _token_targets(config.critic, reward_N, turns, microbatches, scores, penalties, group)
+    penalty_N = torch.zeros_like(reward_N)
+    if penalties is not None:
+        penalty_N = reward_N - penalised(reward_N, microbatches, penalties, group)
+    targets = _trajectory_targets(estimator, batch, reward_N - penalty_N, turns, microbatches)
+    if batch.turn_advantages:
+        targets = with_live_turns(batch.turn_advantages, penalty_N, microbatches, targets)
+    return targets
+
+
+def _summed(actor: ActorConfig, rewarded: Targets, micro: MicroBatch, score: Scores) -> Targets:
+    """Return targets with the weighted sum of all terms as the advantage, and the terms as metrics.
+
+    ``rewarded``: targets from rewards.
+    """
+    terms: dict[str, tuple[float, Tensor]] = {}
+    measured: dict[str, Tensor] = {}
+    if actor.reward_term is not None:
+        terms["reward"] = actor.reward_term.weight, rewarded.advantage_M
+    if actor.teacher_term is not None:
+        taught = _taught(actor.teacher_term, micro, score)
+        terms["teacher"] = actor.teacher_term.weight, taught.gap_M
+        measured |= {
+            "teacher_fraction": taught.has_M.float(),
+            "teacher_clipped_fraction": taught.clipped_M.float(),
+        }
+    device = terms["teacher"][1].device if "teacher" in terms else rewarded.advantage_M.device
+    parts = [(weight, value_M.to(device)) for weight, value_M in terms.values()]
+    for name, (weight, value_M) in zip(terms, parts, strict=True):
+        term_M = weight * value_M
+        measured |= {f"{name}_mean": term_M, f"{name}_abs_mean": term_M.abs()}
+    advantage_M = weighted_sum(parts) if parts else rewarded.advantage_M
+    return replace(rewarded, advantage_M=advantage_M, measured=measured)
+
+
+@dataclass(frozen=True)
+class _Taught:
+    """The teacher's term of the M tokens of a micro-batch."""
+
+    gap_M: Tensor
+    """log pi_teacher - log pi_old, clipped; 0 where the teacher has no log-prob."""
+    has_M: Tensor
+    clipped_M: Tensor
+
+
+def _taught(term: TeacherTerm, micro: MicroBatch, score: Scores) -> _Taught:
+    if isinstance(term.scores, ModelScores):
+        assert score.teacher_M is not None
+        gap_M = teacher_gap(score.teacher_M, old_logp(micro, score))
+        has_M = torch.ones_like(gap_M, dtype=torch.bool)
+    else:
+        old_M = old_logp(micro, score)
+        logp_M = np.full(len(micro.target_M), np.nan, np.float32)
+        if micro.teacher is not None:
+            logp_M = micro.teacher.logp_T
+        teacher_M = torch.from_numpy(logp_M).to(old_M.device)
+        has_M = ~teacher_M.isnan()
+        # A fault of the policy's own log-probs must stay one.
+        gap_M = torch.where(has_M, teacher_gap(teacher_M, old_M), 0)
+    if term.clip is None:
+        return _Taught(gap_M, has_M, torch.zeros_like(has_M))
+    return _Taught(gap_M.clamp(-term.clip, term.clip), has_M, gap_M.abs() > term.clip)
+
+
 def _trajectory_targets(
-    advantage: str,
+    estimator: Estimator,
     batch: TrainBatch,
     reward_N: Tensor,
     turns: TurnRewards | None,
@@ -69,7 +138,7 @@ def _trajectory_targets(
     tokens_N = torch.tensor([trajectory.response_length for trajectory in batch.trajectories])
     # Statistics of the batch are about groups of prompts only.
     tokens_N[list(batch.turn_advantages)] = 0
-    advantage_N = _episode_advantages(advantage, batch, reward_N, tokens_N)
+    advantage_N = _episode_advantages(estimator, batch, reward_N, tokens_N)
     targets: list[Targets] = []
     for micro in microbatches:
         advantage_M = advantage_N[torch.from_numpy(micro.trajectory_M)]
@@ -80,7 +149,9 @@ def _trajectory_targets(
     return targets
 
 
-def _episode_advantages(advantage: str, batch: TrainBatch, reward_N: Tensor, tokens_N: Tensor) -> Tensor:
+def _episode_advantages(
+    estimator: Estimator, batch: TrainBatch, reward_N: Tensor, tokens_N: Tensor
+) -> Tensor:
     """Return the advantage of each trajectory, [N]: that of its episode, whose reward is the mean of those of
     its trajectories."""
     first_E = np.unique(batch.episode_N, return_index=True)[1]
@@ -88,11 +159,11 @@ def _episode_advantages(advantage: str, batch: TrainBatch, reward_N: Tensor, tok
     count_E = episode_N.bincount()
     reward_E = reward_N.new_zeros(len(first_E)).index_add_(0, episode_N, reward_N) / count_E
     tokens_E = tokens_N.new_zeros(len(first_E)).index_add_(0, episode_N, tokens_N)
-    return ADVANTAGES[advantage](reward_E, torch.from_numpy(batch.group_N[first_E]), tokens_E)[episode_N]
+    return ADVANTAGES[estimator](reward_E, torch.from_numpy(batch.group_N[first_E]), tokens_E)[episode_N]
 
 
 def with_live_turns(
-    turn_advantages: Mapping[int, tuple[float, ...]],
+    turn_advantages: TurnAdvantages,
     penalty_N: Tensor,
     microbatches: Sequence[MicroBatch],
     targets: Sequence[Targets],
@@ -100,7 +171,8 @@ def with_live_turns(
     """Replace the advantages of live trajectories: each token gets that of its own turn.
 
     A turn's worth does not depend on which others happen to be trained with it, so that no turn gets a
-    share of the next one's. ``penalty_N``: for leaving the reference.
+    share of the next one's. A turn without a score has the advantage 0. ``penalty_N``: for leaving the
+    reference.
     """
     replaced: list[Targets] = []
     for micro, target in zip(microbatches, targets, strict=True):
@@ -108,7 +180,9 @@ def with_live_turns(
         for number, by_turn in turn_advantages.items():
             member_m = np.flatnonzero(micro.trajectory_M == number)
             turn_m = torch.from_numpy(micro.turn_M[member_m])
-            own_m = torch.tensor(by_turn, dtype=torch.float64)[turn_m] - penalty_N[number]
+            scored_K = [(score is not None, score or 0.0) for score in by_turn]
+            is_scored_K, own_K = torch.tensor(scored_K, dtype=torch.float64).T
+            own_m = (own_K[turn_m] - penalty_N[number]) * is_scored_K[turn_m]
             advantage_M[torch.from_numpy(member_m)] = own_m.to(advantage_M)
         replaced.append(replace(target, advantage_M=advantage_M))
     return replaced
@@ -159,10 +233,3 @@ def _whitened(values: Sequence[Tensor], group: dist.ProcessGroup, eps: float = 1
     dist.all_reduce(spread, group=group)
     scale = (spread / count).sqrt() + eps
     return [((value_M.double() - mean) / scale).float() for value_M in values]
-
-
-def _taught(teacher: TeacherConfig, advantage_M: Tensor, micro: MicroBatch, score: Scores) -> Tensor:
-    """Return the advantage with the teacher's part added, [M]."""
-    assert score.teacher_M is not None
-    gap_M = teacher_gap(score.teacher_M, old_logp(micro, score))
-    return weighted_sum([(teacher.reward_coefficient, advantage_M.to(gap_M)), (teacher.coefficient, gap_M)])

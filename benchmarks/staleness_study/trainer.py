@@ -89,7 +89,8 @@ class Trainer:
     def _advantages(self, batch: TrainBatch) -> Tensor:
         tokens_N = torch.tensor([trajectory.response_length for trajectory in batch.trajectories])
         reward_N = torch.tensor([trajectory.reward for trajectory in batch.trajectories])
-        return ADVANTAGES[self._actor.advantage](reward_N, torch.from_numpy(batch.group_N), tokens_N)
+        assert self._actor.estimator is not None
+        return ADVANTAGES[self._actor.estimator](reward_N, torch.from_numpy(batch.group_N), tokens_N)
 
     def _assemble(self, batch: TrainBatch) -> list[list[MicroBatch]]:
         actor = self._actor
@@ -160,7 +161,7 @@ class Trainer:
             share_M=share_M,
             entropy_M=entropy_M.detach(),
             reference_M=None,
-            teacher_M=None,
+            measured={},
             recomputed=actor.recompute_logprobs,
             weight_cap=actor.correction.weight_cap if actor.use_decoupled_loss else None,
         )

@@ -10,12 +10,12 @@ from slipstream.configs.violations import Violation
 
 def turns_have_an_advantage(config: RunConfig) -> Iterator[Violation]:
     """A turn's advantage is its score less a baseline. A critic has learned nothing about live users."""
-    if config.live is not None and config.live.train and config.actor.advantage == "gae":
+    if config.live is not None and config.live.train and config.actor.estimator == "gae":
         yield Violation(
             "actor.advantage",
             "gae",
             "the advantage of a live turn is its score minus live.baseline, which no critic estimates; "
-            "choose another actor.advantage for the groups of the batch, or leave the section live out",
+            "choose another estimator for the groups of the batch, or leave the section live out",
         )
 
 

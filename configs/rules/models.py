@@ -8,7 +8,7 @@ from slipstream.configs.rules.rule import setting
 from slipstream.configs.schema import RunConfig
 
 POLICY, CRITIC = "model.path", "critic.path"
-OTHER_MODELS = ("actor.kl.reference.path", "actor.teacher.path", CRITIC)
+OTHER_MODELS = ("actor.kl.reference.path", "actor.advantage.scores.path", CRITIC)
 """Settings that name the checkpoints of the models besides the policy. All of them have its layout."""
 MODELS = (POLICY, *OTHER_MODELS)
 

@@ -166,53 +166,64 @@ def overlong_has_a_slope(config: RunConfig) -> Iterator[Violation]:
         )
 
 
+def terms_come_once(config: RunConfig) -> Iterator[Violation]:
+    types = [term.type for term in config.actor.advantage]
+    if repeated := sorted({type_ for type_ in types if types.count(type_) > 1}):
+        yield Violation(
+            "actor.advantage",
+            types,
+            f"two terms are of the type {' and '.join(repeated)}; keep one of each type, and set its weight",
+        )
+
+
 def critic_is_of_use(config: RunConfig) -> Iterator[Violation]:
-    needs_critic = config.actor.advantage == "gae"
-    if needs_critic and config.critic is None:
+    estimator = config.actor.estimator
+    if estimator == "gae" and config.critic is None:
         yield Violation(
             "actor.advantage",
             "gae",
             "it takes values from a critic, and there is none; add a `critic` section (`critic: {}` is a "
-            "critic that starts from model.path), or choose an advantage from rewards alone",
+            "critic that starts from model.path), or choose an estimator from rewards alone",
         )
-    if config.critic is not None and not needs_critic:
+    if config.critic is not None and estimator != "gae":
         yield Violation(
             "actor.advantage",
-            config.actor.advantage,
-            "a critic would be trained and never used; set this to gae, or leave `critic` out",
+            estimator,
+            "a critic would be trained and never used; set the estimator of the term of type reward to gae, "
+            "or leave `critic` out",
         )
 
 
 def rewards_reach_the_advantage(config: RunConfig) -> Iterator[Violation]:
     actor = config.actor
-    if actor.teacher is None or actor.teacher.reward_coefficient > 0:
+    if actor.reward_term is not None:
         return
-    why = "rewards have no effect, because actor.teacher.reward_coefficient is 0; set that above 0, or"
+    why = "rewards have no effect, because actor.advantage has no term of the type reward; add one, or"
     if actor.kl is not None and actor.kl.where == "reward":
-        yield Violation("actor.kl.where", "reward", f"{why} this to loss")
-    if actor.advantage == "gae":
-        yield Violation("actor.advantage", "gae", f"{why} this to reward, which needs no critic")
+        yield Violation("actor.kl.where", "reward", f"{why} set this to loss")
     if actor.turns is not None:
         yield Violation("actor.turns", actor.turns.model_dump(), f"{why} leave this out")
+    if actor.overlong is not None:
+        yield Violation("actor.overlong", actor.overlong.model_dump(), f"{why} leave this out")
 
 
 def values_are_of_the_same_rewards(config: RunConfig) -> Iterator[Violation]:
     """A critic learns a single scale of rewards and a single discount."""
     turns = config.actor.turns
-    if turns is None or config.actor.advantage != "gae":
+    if turns is None or config.actor.estimator != "gae":
         return
     if turns.baseline != "none":
         yield Violation(
             "actor.turns.baseline",
             turns.baseline,
-            "the baseline of actor.advantage: gae is the critic, which must learn rewards that do not depend "
+            "the baseline of the estimator gae is the critic, which must learn rewards that do not depend "
             "on the other trajectories of a group; set this to none",
         )
     if turns.discount != 1:
         yield Violation(
             "actor.turns.discount",
             turns.discount,
-            "actor.advantage: gae discounts by token; set critic.discount, and this to 1",
+            "the estimator gae discounts by token; set critic.discount, and this to 1",
         )
 
 
@@ -244,7 +255,8 @@ RULES = (
     ),
     Rule(sequence_ratio_keeps_its_tokens, ("actor.objective", "actor.correction.token")),
     Rule(overlong_has_a_slope, ("actor.overlong",)),
+    Rule(terms_come_once, ("actor.advantage",)),
     Rule(critic_is_of_use, ("actor.advantage", "critic")),
-    Rule(rewards_reach_the_advantage, ("actor.kl", "actor.teacher", "actor.advantage", "actor.turns")),
+    Rule(rewards_reach_the_advantage, ("actor.kl", "actor.advantage", "actor.turns", "actor.overlong")),
     Rule(values_are_of_the_same_rewards, ("actor.advantage", "actor.turns")),
 )

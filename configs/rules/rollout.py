@@ -43,12 +43,12 @@ def group_has_a_spread(config: RunConfig) -> Iterator[Violation]:
     samples = config.rollout.n_samples_per_prompt
     if live_places(config.live, config.rollout.batch_size) >= config.rollout.batch_size:
         return  # there are no groups
-    if config.actor.advantage not in ("reinforce_pp", "gae", "reward") and samples < 2:
+    if config.actor.estimator not in (None, "reinforce_pp", "gae", "reward") and samples < 2:
         yield Violation(
             "rollout.n_samples_per_prompt",
             samples,
             "expected at least 2: with one trajectory per group the reward minus the group mean is 0, so "
-            f"nothing is learned (actor.advantage: {config.actor.advantage})",
+            f"nothing is learned from it (actor.advantage has the estimator {config.actor.estimator})",
         )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.violations import Violation
@@ -26,11 +26,20 @@ class Rule:
 
 
 def setting(config: RunConfig, path: str, kind: type[T]) -> T | None:
-    """The ``kind`` at a dotted path; None if it is null, or if no section on the way to it has it."""
-    value: object = config
+    """The ``kind`` at a dotted path; None if it is null, or if no section on the way to it has it.
+
+    Of a list of sections it is the first one's that has it.
+    """
+    values: list[object] = [config]
     for name in path.split("."):
-        value = getattr(value, name, None)
-        if value is None:
-            return None
+        values = [getattr(value, name, None) for value in values]
+        values = [item for value in values if value is not None for item in _items(value)]
+    if not values:
+        return None
+    value = values[0]
     assert isinstance(value, kind), f"{path} is no {kind.__name__}"
     return value
+
+
+def _items(value: object) -> list[object]:
+    return cast("list[object]", value) if isinstance(value, list) else [value]

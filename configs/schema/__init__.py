@@ -1,6 +1,7 @@
 """The typed recipe, one short file per section."""
 
 from slipstream.configs.schema.actor import ActorConfig, LoraConfig, ParallelConfig
+from slipstream.configs.schema.advantage import TeacherTerm
 from slipstream.configs.schema.checkpoint import CheckpointConfig
 from slipstream.configs.schema.dialect import DialectConfig, EndpointConfig
 from slipstream.configs.schema.gateway import GatewayConfig, LimitsConfig
@@ -12,7 +13,6 @@ from slipstream.configs.schema.models import (
     CheckpointReference,
     CriticConfig,
     KLConfig,
-    TeacherConfig,
 )
 from slipstream.configs.schema.objective import CorrectionConfig, Objective, TurnsConfig
 from slipstream.configs.schema.optimizer import ConstantRate, CosineDecay, LinearDecay, OptimizerConfig
@@ -80,7 +80,7 @@ __all__ = [
     "SamplingConfig",
     "SimulateConfig",
     "SlurmCluster",
-    "TeacherConfig",
+    "TeacherTerm",
     "TensorTransportConfig",
     "TransportConfig",
     "TurnsConfig",

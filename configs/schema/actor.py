@@ -4,8 +4,16 @@ from typing import Literal
 
 from pydantic import Field
 
+from slipstream.configs.schema.advantage import (
+    AdvantageTerm,
+    Estimator,
+    ModelScores,
+    RewardTerm,
+    TeacherTerm,
+    TopTokensTerm,
+)
 from slipstream.configs.schema.base import Section
-from slipstream.configs.schema.models import KLConfig, TeacherConfig
+from slipstream.configs.schema.models import KLConfig
 from slipstream.configs.schema.objective import (
     CorrectionConfig,
     Objective,
@@ -98,9 +106,6 @@ class LoraConfig(Section):
     )
 
 
-Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "reward"]
-
-
 class TrainedConfig(Section):
     """Settings of the trainer that do not depend on what the model is trained for."""
 
@@ -172,13 +177,10 @@ class ActorConfig(TrainedConfig):
         "behaviour and current log-probs according to lag (A-3PO). Saves the forward pass that "
         "`recompute_logprobs` makes for every mini-batch but the first.",
     )
-    advantage: Advantage = Field(
-        default="grpo",
-        description="Advantage of a trajectory from its reward. `grpo`: (reward - group mean) / group "
-        "standard deviation. `dr_grpo`: reward - group mean. `rloo`: reward - mean of the other trajectories "
-        "of the group. `reinforce_pp`: reward, whitened over the tokens of the batch. "
-        "`reinforce_pp_baseline`: reward - group mean, whitened in the same way. `gae`: an advantage per "
-        "token from the critic's values, whitened. `reward`: the reward itself.",
+    advantage: list[AdvantageTerm] = Field(
+        default=[RewardTerm()],
+        min_length=1,
+        description="Terms that add up to the advantage of a token, each type at most once.",
     )
     overlong: OverlongConfig | None = Field(
         default=None, description="Penalty for long trajectories; null: none."
@@ -188,9 +190,6 @@ class ActorConfig(TrainedConfig):
     )
     kl: KLConfig | None = Field(
         default=None, description="Penalty for leaving a reference model; null: none is loaded."
-    )
-    teacher: TeacherConfig | None = Field(
-        default=None, description="Distillation from a teacher; null: none is loaded."
     )
     entropy_bonus: float = Field(
         default=0.0,
@@ -202,3 +201,30 @@ class ActorConfig(TrainedConfig):
         ge=1,
         description="Number of mini-batches, and so of optimizer updates, in a training step.",
     )
+
+    @property
+    def reward_term(self) -> RewardTerm | None:
+        """The term from rewards; None: rewards train nothing."""
+        return next((term for term in self.advantage if isinstance(term, RewardTerm)), None)
+
+    @property
+    def estimator(self) -> Estimator | None:
+        """The estimator of the term from rewards; None: there is no such term."""
+        term = self.reward_term
+        return None if term is None else term.estimator
+
+    @property
+    def teacher_term(self) -> TeacherTerm | None:
+        """The term from a teacher's log-probs of the sampled tokens; None: there is none."""
+        return next((term for term in self.advantage if isinstance(term, TeacherTerm)), None)
+
+    @property
+    def teacher_model(self) -> ModelScores | None:
+        """The teacher that the trainer holds; None: there is none."""
+        term = self.teacher_term
+        return term.scores if term is not None and isinstance(term.scores, ModelScores) else None
+
+    @property
+    def top_tokens_term(self) -> TopTokensTerm | None:
+        """The term from a teacher's likeliest tokens; None: there is none."""
+        return next((term for term in self.advantage if isinstance(term, TopTokensTerm)), None)

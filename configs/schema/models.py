@@ -39,7 +39,7 @@ class KLConfig(Section):
     where: Literal["loss", "reward"] = Field(
         default="loss",
         description="`loss`: the estimate is added to the loss, times pi / mu, which makes its gradient "
-        "unbiased. `reward`: it is subtracted from the reward of each token with `actor.advantage: gae`, and "
+        "unbiased. `reward`: it is subtracted from the reward of each token with GAE, and "
         "from the reward of the trajectory otherwise.",
     )
     estimator: Literal["k1", "k2", "k3"] = Field(
@@ -48,22 +48,6 @@ class KLConfig(Section):
     )
     reference: Reference = Field(
         default=CheckpointReference(), description="Model from which the divergence is measured."
-    )
-
-
-class TeacherConfig(Section):
-    """On-policy distillation: log pi_teacher - log pi_old of each token is added to its advantage."""
-
-    path: PathSetting = Field(
-        description="Hugging Face checkpoint directory of a model with the policy's vocabulary."
-    )
-    coefficient: float = Field(
-        default=1.0, gt=0, description="Coefficient of the teacher's part of the advantage."
-    )
-    reward_coefficient: float = Field(
-        default=0.0,
-        ge=0,
-        description="Coefficient of the advantage from rewards; 0 trains on the teacher alone.",
     )
 
 

@@ -181,7 +181,8 @@ class RunConfig(Section):
     eval: EvalConfig | None = Field(default=None, description="Evaluation; null: none.")
     actor: ActorConfig = Field(default=ActorConfig(), description="The policy being trained.")
     critic: CriticConfig | None = Field(
-        default=None, description="Value model of `actor.advantage: gae`; null: none is loaded."
+        default=None,
+        description="Value model for `estimator: gae` in `actor.advantage`; null: none is loaded.",
     )
     rollout: RolloutConfig
     gateway: GatewayConfig | None = Field(default=None, description="Endpoint for live users; null: none.")

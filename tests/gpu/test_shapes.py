@@ -98,7 +98,7 @@ def test_fused_layers_give_the_log_probs_and_gradients_of_plain_ones(
             layer_spec=spec,
             lm_head=head,
             microbatch_tokens=TOKENS,
-            advantage="reward",
+            advantage=[{"type": "reward", "estimator": "reward"}],
         )
         for spec, head in (("local", "chunked"), ("transformer_engine", "auto"))
     ]
@@ -147,6 +147,6 @@ def test_the_host_never_waits_for_the_device_inside_a_forward_pass(tmp_path: Pat
         dtype="bfloat16",
         layer_spec=spec,
         microbatch_tokens=TOKENS,
-        advantage="reward",
+        advantage=[{"type": "reward", "estimator": "reward"}],
     )
     assert run_ranks(1, synchronizations, config, batch_of(64)) == [1]

@@ -1,5 +1,7 @@
 """Reference, teacher and critic in the real trainer, against transformers and formulas written out."""
 
+import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout.teacher import TeacherScores
 from slipstream.rollout.trajectory import Trajectory
 from tests.integration.test_megatron_parity import config_for, make_batch, unfused
 from tests.models import make_checkpoint, reference_logprobs, reference_model
@@ -44,7 +47,7 @@ def cases(paths: dict[str, Path]) -> dict[str, dict]:
     return {
         "critic, penalty in the reward": {
             "actor": {
-                "advantage": "gae",
+                "advantage": [{"type": "reward", "estimator": "gae"}],
                 "kl": {"where": "reward", "estimator": "k1", "coefficient": 0.1, "reference": reference},
             },
             "critic": {**CRITIC, "path": str(paths["critic"])},
@@ -52,12 +55,36 @@ def cases(paths: dict[str, Path]) -> dict[str, dict]:
         "teacher, penalty in the loss": {
             "actor": {
                 "kl": {"where": "loss", "estimator": "k3", "coefficient": 0.2, "reference": reference},
-                "teacher": {"path": str(paths["teacher"]), "coefficient": 0.5, "reward_coefficient": 2.0},
+                "advantage": [
+                    {"type": "reward", "weight": 2.0},
+                    {
+                        "type": "teacher",
+                        "weight": 0.5,
+                        "clip": None,
+                        "scores": {"type": "model", "path": str(paths["teacher"])},
+                    },
+                ],
+            }
+        },
+        "a teacher's scores that come with trajectories": {
+            "actor": {
+                "kl": {"where": "loss", "estimator": "k3", "coefficient": 0.2, "reference": reference},
+                "advantage": [
+                    {"type": "teacher_topk", "weight": 0.3},
+                    {"type": "teacher", "weight": 0.5, "clip": 1.5},
+                    {"type": "reward", "weight": 2.0},
+                ],
+            }
+        },
+        "a teacher's likeliest tokens alone": {
+            "actor": {
+                "kl": {"where": "loss", "estimator": "k3", "coefficient": 0.2, "reference": reference},
+                "advantage": [{"type": "teacher_topk"}],
             }
         },
         "critic, rewards of turns": {
             "actor": {
-                "advantage": "gae",
+                "advantage": [{"type": "reward", "estimator": "gae"}],
                 "kl": {"where": "reward", "estimator": "k1", "coefficient": 0.1, "reference": reference},
                 "turns": {"baseline": "none", "coefficient": 0.5, "reward_coefficient": 2.0},
             },
@@ -85,7 +112,7 @@ def batch_with_tools() -> TrainBatch:
     middle = int(np.flatnonzero(mask_T).mean())
     mask_T[middle : middle + 3] = False
     trajectories = (replace(t, loss_mask_T=mask_T) if t is one else t for t in batch.trajectories)
-    trajectories = [with_turns(t, number) for number, t in enumerate(trajectories)]
+    trajectories = [with_teacher(with_turns(t, number), number) for number, t in enumerate(trajectories)]
     return TrainBatch(batch.version, tuple(trajectories), batch.group_N)
 
 
@@ -102,6 +129,23 @@ def with_turns(trajectory: Trajectory, number: int) -> Trajectory:
         trajectory,
         turn_rewards=tuple((end, float((number * 7 + end * 5) % 11) / 10) for end in sorted(set(ends))),
     )
+
+
+def with_teacher(trajectory: Trajectory, number: int) -> Trajectory:
+    """No teacher; or log-probs of some tokens, and likeliest tokens at others, as many as ``number``."""
+    if number == 0:
+        return trajectory
+    rng = np.random.default_rng(number)
+    length = len(trajectory.tokens_T)
+    logp_T = np.where(
+        rng.random(length) < 0.7, trajectory.logprobs_T - rng.exponential(2, length) + 1, np.nan
+    )
+    top_TV = np.log(rng.dirichlet(np.ones(101), size=length))
+    ids_TK = np.argsort(-top_TV)[:, :number].copy()
+    top_TK = np.take_along_axis(top_TV, ids_TK, axis=1)
+    top_TK[rng.random(length) < 0.4] = np.nan
+    scores = TeacherScores(np.minimum(logp_T, 0), ids_TK, top_TK)
+    return replace(trajectory, teacher=scores)
 
 
 # ---- the trainer's gradients
@@ -186,7 +230,8 @@ def expected(paths: dict[str, Path], case: dict, batch: TrainBatch):
     """Gradients of policy and critic, and metrics: one trajectory at a time, advantages in float64 loops."""
     policy, reference, teacher = (reference_model(paths[x]) for x in ("policy", "reference", "teacher"))
     actor = case["actor"]
-    said = []
+    terms = {term["type"]: term for term in actor.get("advantage", [{"type": "reward"}])}
+    said, divergences = [], []
     for trajectory in batch.trajectories:
         mask = torch.from_numpy(trajectory.loss_mask_T[1:])
         logp = reference_logprobs(policy, trajectory.tokens_T, TEMPERATURE)[mask]
@@ -197,6 +242,7 @@ def expected(paths: dict[str, Path], case: dict, batch: TrainBatch):
             )
         mu = torch.from_numpy(trajectory.logprobs_T[1:])[mask]
         said.append((logp, ref, taught, mu))
+        divergences.append(divergence_by_hand(policy, trajectory))
     rewards = [float(t.reward) for t in batch.trajectories]
     critic_gradients, values = None, None
     if "critic" in case:
@@ -216,12 +262,21 @@ def expected(paths: dict[str, Path], case: dict, batch: TrainBatch):
         advantages = group_advantages_by_hand(said, rewards, actor)
         if "turns" in actor:
             advantages = turns_by_hand(advantages, actor["turns"], batch)
-    total, tokens = 0.0, 0
-    for (logp, ref, taught, mu), advantage in zip(said, advantages, strict=True):
-        a = torch.tensor(advantage, dtype=torch.float32)
-        if "teacher" in actor:
-            settings = actor["teacher"]
-            a = settings["reward_coefficient"] * a + settings["coefficient"] * (taught - logp.detach())
+    total, tokens, metrics = 0.0, 0, Counter()
+    for (logp, ref, taught, mu), advantage, trajectory, divergence in zip(
+        said, advantages, batch.trajectories, divergences, strict=True
+    ):
+        a = torch.zeros(len(logp))
+        if "reward" in terms:
+            a = terms["reward"].get("weight", 1.0) * torch.tensor(advantage, dtype=torch.float32)
+            metrics["advantage/reward_abs_mean"] += a.abs().sum().item()
+        if "teacher" in terms:
+            of_teacher = gap_by_hand(terms["teacher"], taught, logp, trajectory)
+            metrics["advantage/teacher_mean"] += of_teacher.sum().item()
+            a = a + of_teacher
+        if "teacher_topk" in terms:
+            total = total + terms["teacher_topk"].get("weight", 1.0) * divergence
+            metrics["divergence"] += divergence.item()
         weight = (logp.detach() - mu).exp().clamp(max=5.0)
         total = total - (weight * a * (logp - logp.detach()).exp()).sum()
         if actor["kl"]["where"] == "loss":
@@ -230,8 +285,47 @@ def expected(paths: dict[str, Path], case: dict, batch: TrainBatch):
         tokens += len(logp)
     (total / tokens).backward()
     gradients = dict(unfused((name, p.grad.numpy()) for name, p in policy.named_parameters()))
-    divergence = sum(((ref - logp).exp() - 1 + logp - ref).sum().item() for logp, ref, _, _ in said)
-    return gradients, critic_gradients, {"train/reference_kl": divergence / tokens}
+    sum_of_reference = sum(((ref - logp).exp() - 1 + logp - ref).sum().item() for logp, ref, _, _ in said)
+    means = {name: value / tokens for name, value in metrics.items()}
+    if "teacher_topk" in terms:
+        taught = [t.teacher.has_top_T[t.loss_mask_T] for t in batch.trajectories if t.teacher is not None]
+        known = int(np.concatenate(taught).sum())
+        means |= {"train/teacher_topk_kl": means.pop("divergence") * tokens / known}
+        means |= {"train/teacher_topk_fraction": known / tokens}
+    if "teacher" in terms and terms["teacher"].get("scores") is None:
+        taught = [t.teacher.has_T[t.loss_mask_T] for t in batch.trajectories if t.teacher is not None]
+        means["advantage/teacher_fraction"] = np.concatenate(taught).sum() / tokens
+    return gradients, critic_gradients, {"train/reference_kl": sum_of_reference / tokens} | means
+
+
+def gap_by_hand(term: dict, taught: torch.Tensor, logp: torch.Tensor, trajectory: Trajectory):
+    """The teacher's term of each token: 0 where it has said nothing."""
+    if term.get("scores") is None:
+        nothing = np.full(len(trajectory.tokens_T), np.nan, np.float32)
+        scores = nothing if trajectory.teacher is None else trajectory.teacher.logp_T
+        taught = torch.from_numpy(scores)[torch.from_numpy(trajectory.loss_mask_T)]
+    values = []
+    for of_teacher, of_policy in zip(taught.tolist(), logp.tolist(), strict=True):
+        gap = 0.0 if math.isnan(of_teacher) else of_teacher - of_policy
+        clip = term.get("clip") or math.inf
+        values.append(term["weight"] * max(-clip, min(clip, gap)))
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def divergence_by_hand(policy, trajectory: Trajectory) -> torch.Tensor:
+    """The sum of the divergences of a trajectory, one token at a time over the whole vocabulary."""
+    total = torch.zeros(())
+    if trajectory.teacher is None:
+        return total
+    logits = policy(torch.from_numpy(trajectory.tokens_T)[None]).logits[0].double() / TEMPERATURE
+    logp_TV = logits.log_softmax(-1)
+    for place in np.flatnonzero(trajectory.loss_mask_T & trajectory.teacher.has_top_T):
+        ids = torch.from_numpy(trajectory.teacher.top_ids_TK[place].astype(np.int64))
+        q = torch.from_numpy(trajectory.teacher.top_logp_TK[place]).double()
+        s = logp_TV[place - 1, ids]
+        rest, rest_q = 1 - s.exp().sum(), 1 - q.exp().sum()
+        total = total + ((s.exp() * (s - q)).sum() + rest * (rest.log() - rest_q.log())).float()
+    return total
 
 
 _CRITICS: dict[Path, tuple] = {}

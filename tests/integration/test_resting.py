@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "adapters": {"lora": {"rank": 3, "alpha": 12.0}},
     "experts": {"model": "experts", "parallel": {"data": 2, "expert": 2}},
     "critic and average": {
-        "advantage": "gae",
+        "advantage": [{"type": "reward", "estimator": "gae"}],
         "kl": {"where": "loss", "reference": {"type": "average", "decay": 0.5}},
         "critic": {"optimizer": {"lr": 1e-2}},
     },

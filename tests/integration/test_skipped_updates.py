@@ -361,7 +361,12 @@ def reward_model(rank: RankSpec, config: RunConfig) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def further(models: Path) -> dict[str, list[dict[str, Any]]]:
     plain = Case({"data": 2}).config(models)
-    critic = config_for(models / "dense", {"tensor": 2}, advantage="gae", optimizer={"lr": 1e-3})
+    critic = config_for(
+        models / "dense",
+        {"tensor": 2},
+        advantage=[{"type": "reward", "estimator": "gae"}],
+        optimizer={"lr": 1e-3},
+    )
     critic = RunConfig.model_validate(critic.model_dump() | {"critic": {"optimizer": {"lr": 1e-2}}})
     reward = config_for(models / "dense", {"pipeline": 2}, optimizer={"lr": 1e-2})
     return run_cases(

@@ -27,7 +27,7 @@ from tests.ranks import Job, run_jobs, run_ranks
 
 ADAPTERS = {"rank": 3, "alpha": 12.0}
 OTHERS = {
-    "advantage": "gae",
+    "advantage": [{"type": "reward", "estimator": "gae"}],
     "kl": {"coefficient": 0.1, "reference": {"type": "average", "decay": 0.5}},
 }
 VOCAB = 101

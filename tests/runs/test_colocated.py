@@ -17,7 +17,7 @@ def test_partial_answers_go_on_behind_the_trainers_turns_and_a_signal_ends_behin
         "run.steps=1000",
         "rollout.max_head_offpolicyness=2",
         "checkpoint.every=500",
-        "actor.advantage=gae",
+        "actor.advantage=[{type: reward, estimator: gae}]",
         "critic={}",
         *COLOCATED,
     )

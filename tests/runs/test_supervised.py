@@ -259,7 +259,10 @@ def test_slipstream_sft_trains_a_reward_model_that_transformers_loads(recipe, tm
 
 def test_what_is_wrong_is_told_at_once(recipe, tmp_path: Path):
     with pytest.raises(RecipeError) as error:
-        load_supervised(recipe(batch_size=0, rollout={}), ["actor.advantage=gae", "actor.optimizer.lr=-1"])
+        load_supervised(
+            recipe(batch_size=0, rollout={}),
+            ["actor.advantage=[{type: reward, estimator: gae}]", "actor.optimizer.lr=-1"],
+        )
     found = {violation.path: violation.reason for violation in error.value.violations}
     assert found.keys() == {"batch_size", "rollout", "actor.advantage", "actor.optimizer.lr"}
     with pytest.raises(RecipeError) as error:

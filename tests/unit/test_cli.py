@@ -133,12 +133,17 @@ def test_the_files_of_every_model_are_checked(recipe, tmp_path):
     path = recipe(
         prepare=None,
         rollout={**yaml.safe_load(Path(recipe()).read_text())["rollout"], "sampling": {"max_new_tokens": 64}},
-        actor={"advantage": "gae", "teacher": {"path": str(tmp_path / "teacher"), "reward_coefficient": 1.0}},
+        actor={
+            "advantage": [
+                {"type": "reward", "estimator": "gae"},
+                {"type": "teacher", "scores": {"type": "model", "path": str(tmp_path / "teacher")}},
+            ]
+        },
         critic={"path": str(tmp_path / "critic")},
     )
     ended = slipstream("check", path, pythonpath=tmp_path)
     assert ended.returncode == 2
-    assert "actor.teacher.path" in ended.stderr and "missing: lm_head.weight" in ended.stderr
+    assert "actor.advantage.scores.path" in ended.stderr and "missing: lm_head.weight" in ended.stderr
     assert "critic" not in ended.stderr and "model.path" not in ended.stderr
 
 

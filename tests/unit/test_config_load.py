@@ -147,9 +147,12 @@ def test_an_unknown_key_comes_with_the_nearest_valid_one(recipe, key, hint):
         ("actor.use_decoupled_loss", 1, "expected true or false"),
         (
             "actor.advantage",
-            "ppo",
-            "expected 'grpo', 'dr_grpo', 'rloo', 'reinforce_pp', 'reinforce_pp_baseline', 'gae' or 'reward'",
+            "grpo",
+            "expected a list of at least one item, each a mapping whose `type` is 'reward', 'teacher' or "
+            "'teacher_topk'",
         ),
+        ("actor.advantage", [], "expected a list of at least one item, each a mapping"),
+        ("actor.advantage", [{"type": "reward"}, 3], "expected a list of at least one item"),
         ("actor.megatron", [1], "expected a mapping"),
         ("actor.parallel.layers", 3, "expected a list of whole numbers or null"),
         ("model.dtype", "float16", "expected 'bfloat16' or 'float32'"),
@@ -197,7 +200,8 @@ def test_a_missing_setting_is_named_and_does_not_hide_others(recipe):
 
 def test_every_required_setting_that_is_missing_is_named_at_once(recipe):
     sections = {"model": {}, "data": {}, "eval": {}, "rollout": {"workflow": {}}}
-    data = {**sections, "actor": {"lora": {}, "teacher": {}, "overlong": {}}}
+    terms = [{"type": "reward"}, {"type": "teacher", "scores": {"type": "model"}}]
+    data = {**sections, "actor": {"lora": {}, "advantage": terms, "overlong": {}}}
     assert set(violations(recipe(data))) == {
         "run",
         "model.path",
@@ -205,7 +209,7 @@ def test_every_required_setting_that_is_missing_is_named_at_once(recipe):
         "eval.path",
         "actor.lora.rank",
         "actor.lora.alpha",
-        "actor.teacher.path",
+        "actor.advantage.1.scores.path",
         "actor.overlong.start",
         "actor.overlong.end",
         "rollout.max_head_offpolicyness",
@@ -251,7 +255,13 @@ def test_a_recipe_without_violations_is_what_the_schema_itself_makes_of_it(recip
     assert load_recipe(recipe(VALID)) == RunConfig.model_validate(VALID)
 
 
-LEAVES = sorted({".".join(path) for path, _, field in schema_fields() if not sections_of(field)})
+LEAVES = sorted(
+    {
+        ".".join(path)
+        for path, _, field in schema_fields()
+        if not sections_of(field) and path[:2] != ("actor", "advantage")
+    }
+)
 PLUGIN_ARGS = {
     ".".join(path) for path, section, _ in schema_fields() if section is PluginConfig and path[-1] == "args"
 }
@@ -292,7 +302,6 @@ TYPE_THAT_HAS = {
 BESIDES = {
     "eval": {"path": "heldout.jsonl"},
     "actor.lora": {"rank": 8, "alpha": 16},
-    "actor.teacher": {"path": "nowhere"},
     "actor.overlong": {"start": 10, "end": 20},
     "cluster.container": {"runtime": "apptainer", "image": "image.sif"},
 }
@@ -315,6 +324,35 @@ def test_junk_in_any_setting_is_reported_at_that_setting(recipe, path):
     if path in PLUGIN_ARGS:
         data = changed(path.removesuffix(".args"), {"path": "rollout.Thing", "args": [{"junk": 1}]})
     assert list(violations(recipe(data))) == [path]
+
+
+TERMS = {
+    "reward": {"weight": 0, "estimator": "ppo", "typo": 1},
+    "teacher": {"weight": "1", "clip": -1, "estimator": "grpo", "scores": {"type": "modle"}},
+    "teacher_topk": {"weight": None, "clip": 1},
+}
+"""Wrong settings of each type of term."""
+
+
+def test_every_wrong_setting_of_every_term_is_reported_at_its_place_in_the_list(recipe):
+    terms = [{"type": type_, **settings} for type_, settings in TERMS.items()]
+    reported = violations(recipe(changed("actor.advantage", [*terms, {"type": "techer"}, {"weight": 1}])))
+    wrong = {
+        f"actor.advantage.{place}.{name}{'.type' if name == 'scores' else ''}"
+        for place, settings in enumerate(TERMS.values())
+        for name in settings
+    }
+    assert set(reported) == wrong | {"actor.advantage.3.type", "actor.advantage.4.type"}
+    assert reported["actor.advantage.0.estimator"].reason.startswith("expected 'grpo', 'dr_grpo'")
+    assert "another type has it" in reported["actor.advantage.1.estimator"].reason
+    assert reported["actor.advantage.3.type"].value == "techer"
+
+
+def test_terms_are_read_with_their_defaults(recipe):
+    terms = [{"type": "reward", "weight": 2.0}, {"type": "teacher", "scores": {"type": "trajectory"}}]
+    actor = load_recipe(recipe(changed("actor.advantage", terms))).actor
+    assert (actor.reward_term.weight, actor.estimator, actor.teacher_term.clip) == (2.0, "grpo", 5.0)
+    assert actor.teacher_model is None and actor.top_tokens_term is None
 
 
 def test_a_setting_of_another_type_is_refused_with_those_of_the_type_that_is_chosen(recipe):

@@ -270,14 +270,22 @@ def violations(file, *overrides: str) -> dict[str, str]:
         ),
         (["actor.optimizer.decay={type: constant, steps: 5}"], "actor.optimizer.decay.steps", "another type"),
         (
-            ["actor.advantage=reinforce_pp", "rollout.n_samples_per_prompt=1", "rollout.batch_size=4"],
+            [
+                "actor.advantage=[{type: reward, estimator: reinforce_pp}]",
+                "rollout.n_samples_per_prompt=1",
+                "rollout.batch_size=4",
+            ],
             None,
             "",
         ),
         (
-            ["actor.advantage=rloo", "rollout.n_samples_per_prompt=1", "rollout.batch_size=4"],
+            [
+                "actor.advantage=[{type: reward, estimator: rloo}]",
+                "rollout.n_samples_per_prompt=1",
+                "rollout.batch_size=4",
+            ],
             "rollout.n_samples_per_prompt",
-            "actor.advantage: rloo",
+            "the estimator rloo",
         ),
         (["rollout.max_head_offpolicyness=17"], "rollout.max_head_offpolicyness", "allow_extreme_offpol"),
         (
@@ -382,12 +390,16 @@ def violations(file, *overrides: str) -> dict[str, str]:
         ),
         (["actor.turns={}"], None, ""),
         (
-            ["actor.advantage=gae", "critic={}", "actor.turns={}"],
+            ["actor.advantage=[{type: reward, estimator: gae}]", "critic={}", "actor.turns={}"],
             "actor.turns.baseline",
             "set this to none",
         ),
         (
-            ["actor.advantage=gae", "critic={}", "actor.turns={baseline: none, discount: 0.5}"],
+            [
+                "actor.advantage=[{type: reward, estimator: gae}]",
+                "critic={}",
+                "actor.turns={baseline: none, discount: 0.5}",
+            ],
             "actor.turns.discount",
             "set critic.discount",
         ),
@@ -395,7 +407,11 @@ def violations(file, *overrides: str) -> dict[str, str]:
         (["live={train: false, share: 0.9}"], None, ""),
         (["live={share: 0.9}"], "live.share", "leaves no group"),
         (["live={share: 1}", "rollout.n_samples_per_prompt=1"], None, ""),
-        (["live={}", "actor.advantage=gae", "critic={}"], "actor.advantage", "live.baseline"),
+        (
+            ["live={}", "actor.advantage=[{type: reward, estimator: gae}]", "critic={}"],
+            "actor.advantage",
+            "live.baseline",
+        ),
         (
             ["live={}", "rollout.admission={type: volume}"],
             "rollout.admission.type",
@@ -415,16 +431,23 @@ def test_a_rule_reports_its_own_setting_and_only_that(base, overrides, path, par
     ("overrides", "path"),
     [
         (["actor.kl={where: reward}"], "actor.kl.where"),
-        (["actor.advantage=gae", "critic={}"], "actor.advantage"),
+        (["actor.overlong={start: 1, end: 2}"], "actor.overlong"),
         (["actor.turns={}"], "actor.turns"),
     ],
 )
-def test_rewards_that_would_not_count_beside_a_teacher_are_refused(base, tmp_path, overrides, path):
-    teacher = f"actor.teacher={{path: {tmp_path / 'model'}"
-    reasons = violations(base, *overrides, f"{teacher}}}")
+@pytest.mark.parametrize("teacher", ["{type: teacher}", "{type: teacher_topk}"])
+def test_rewards_that_would_not_count_beside_a_teacher_are_refused(base, overrides, path, teacher):
+    reasons = violations(base, *overrides, f"actor.advantage=[{teacher}]")
     assert list(reasons) == [path]
-    assert "actor.teacher.reward_coefficient is 0" in reasons[path]
-    assert not violations(base, *overrides, f"{teacher}, reward_coefficient: 0.5}}")
+    assert "no term of the type reward" in reasons[path]
+    assert not violations(base, *overrides, f"actor.advantage=[{teacher}, {{type: reward}}]")
+
+
+def test_a_critic_beside_a_teacher_alone_and_two_terms_of_a_type_are_refused(base):
+    reasons = violations(base, "critic={}", "actor.advantage=[{type: teacher}]")
+    assert "never used" in reasons["actor.advantage"]
+    reasons = violations(base, "actor.advantage=[{type: teacher}, {type: reward}, {type: teacher}]")
+    assert "two terms are of the type teacher" in reasons["actor.advantage"]
 
 
 def test_a_name_taken_by_a_file_is_refused(base):

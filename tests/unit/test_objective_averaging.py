@@ -29,7 +29,11 @@ ACTORS = [
     {"objective": {"type": "ppo"}, "recompute_logprobs": False, "interpolate_logprobs": True},
     {"objective": {"type": "dppo"}, "use_decoupled_loss": False, "recompute_logprobs": False},
     {"objective": {"type": "m2po"}, "use_decoupled_loss": False, "overlong": {"start": 4, "end": 8}},
-    {"objective": {"type": "ppo"}, "correction": {"token": {"type": "mask"}}, "advantage": "reinforce_pp"},
+    {
+        "objective": {"type": "ppo"},
+        "correction": {"token": {"type": "mask"}},
+        "advantage": [{"type": "reward", "estimator": "reinforce_pp"}],
+    },
 ]
 
 

@@ -53,7 +53,7 @@ def statistics_of(x: dict[str, torch.Tensor], cap: float | None = 1.5, **actor) 
         share_M=x.get("share", torch.ones(n)),
         entropy_M=x["entropy"],
         reference_M=None,
-        teacher_M=None,
+        measured={},
         recomputed=config.recompute_logprobs,
         weight_cap=cap,
     )

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
 from slipstream.configs.schema import ActorConfig
+from slipstream.configs.schema.advantage import RewardTerm
 from slipstream.rollout.record import HEADER, decode_trajectory, encode, encode_trajectory
 from slipstream.rollout.trajectory import (
     UNSAMPLED,
@@ -108,12 +109,15 @@ def test_an_episode_counts_once_in_its_group_however_many_trajectories_it_has(ad
     """Against the same group with one trajectory in each episode."""
     rewards = (1.0, 0.0, 0.25)
     single = [trajectory([(0, 2, False)], 0, reward) for reward in rewards]
-    alone = advantages(ActorConfig(advantage=advantage), single, [3, 3, 3])
+    alone = advantages(ActorConfig(advantage=[RewardTerm(estimator=advantage)]), single, [3, 3, 3])
     counts = (3, 1, 2)
     several = [part for part, count in zip(single, counts, strict=True) for _ in range(count)]
     batch = TrainBatch(0, tuple(several), np.array([3] * 6), siblings_N=np.repeat(np.arange(3), counts))
     together = advantages(
-        ActorConfig(advantage=advantage), batch.trajectories, batch.group_N, siblings=batch.siblings_N
+        ActorConfig(advantage=[RewardTerm(estimator=advantage)]),
+        batch.trajectories,
+        batch.group_N,
+        siblings=batch.siblings_N,
     )
     for place, episode in enumerate(batch.episode_N):
         assert together[place] == pytest.approx(alone[episode])

@@ -12,6 +12,7 @@ from slipstream.backend.objective.advantage import ADVANTAGES
 from slipstream.backend.trainer.prepared import Scores
 from slipstream.backend.trainer.targets import find_targets
 from slipstream.configs.schema import ActorConfig, KLConfig, TurnsConfig
+from slipstream.configs.schema.advantage import RewardTerm
 from slipstream.rollout.trajectory import UNSAMPLED, Completion, Finish, Span, Trajectory, TrajectoryBuilder
 
 
@@ -71,7 +72,7 @@ def advantages(
 @pytest.mark.parametrize("advantage", sorted(ADVANTAGES))
 @pytest.mark.parametrize("packs", [[[0, 1, 2, 3, 4, 5]], [[4, 0], [5, 3, 1], [2]]])
 def test_each_token_of_a_live_turn_has_the_advantage_of_its_turn_and_groups_have_their_own(advantage, packs):
-    actor = ActorConfig(advantage=advantage)
+    actor = ActorConfig(advantage=[RewardTerm(estimator=advantage)])
     mixed = advantages(actor, (*PROMPTS, *LIVE), [*GROUP, -1, -2], ADVANTAGE, packs)
     alone = advantages(actor, PROMPTS, GROUP)
     assert mixed[4] == [1.5] * 2 + [-2.5] * 3
@@ -81,12 +82,12 @@ def test_each_token_of_a_live_turn_has_the_advantage_of_its_turn_and_groups_have
 
 
 def test_a_batch_of_live_turns_alone_has_their_advantages():
-    found = advantages(ActorConfig(advantage="grpo"), LIVE, [-1, -2], {0: (1.0, 2.0), 1: (3.0,)})
+    found = advantages(ActorConfig(), LIVE, [-1, -2], {0: (1.0, 2.0), 1: (3.0,)})
     assert found == {0: [1.0] * 2 + [2.0] * 3, 1: [3.0] * 4}
 
 
 def test_rewards_of_turns_of_a_workflow_stay_apart_from_scores_of_users():
-    actor = ActorConfig(advantage="reward", turns=TurnsConfig(baseline="group"))
+    actor = ActorConfig(advantage=[RewardTerm(estimator="reward")], turns=TurnsConfig(baseline="group"))
     prompts = [of_prompt(1.0, 2, 0.0, 1.0), of_prompt(0.0, 2, 1.0, 3.0)]
     mixed = advantages(actor, [*prompts, *LIVE], [8, 8, -1, -2], {2: (1.5, -2.5), 3: (0.75,)})
     alone = advantages(actor, prompts, [8, 8])
@@ -95,13 +96,16 @@ def test_rewards_of_turns_of_a_workflow_stay_apart_from_scores_of_users():
 
 
 def test_a_batch_of_live_turns_alone_lacks_no_rewards_of_a_workflow():
-    actor = ActorConfig(advantage="reward", turns=TurnsConfig(baseline="group"))
+    actor = ActorConfig(advantage=[RewardTerm(estimator="reward")], turns=TurnsConfig(baseline="group"))
     assert advantages(actor, LIVE[1:], [-1], {0: (3.0,)}) == {0: [3.0] * 4}
 
 
 def test_leaving_the_reference_costs_a_live_turn_as_well(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *arguments, **more: None)
-    actor = ActorConfig(advantage="reward", kl=KLConfig(where="reward", coefficient=0.5, estimator="k1"))
+    actor = ActorConfig(
+        advantage=[RewardTerm(estimator="reward")],
+        kl=KLConfig(where="reward", coefficient=0.5, estimator="k1"),
+    )
 
     def scores(micro):
         proximal_M = torch.zeros(len(micro.trajectory_M), dtype=torch.float64)

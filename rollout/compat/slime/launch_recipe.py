@@ -31,7 +31,7 @@ _ESTIMATORS = {
     "reinforce_plus_plus_baseline": ("reinforce_pp_baseline", "ppo"),
     "ppo": ("gae", "ppo"),
 }
-"""`actor.advantage` and the type of `actor.objective` of slime's advantage estimators."""
+"""Estimator of `actor.advantage` and the type of `actor.objective` of slime's advantage estimators."""
 
 _KL_TYPES = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3", "kl": "k1"}
 _OF_MEGATRON = re.compile(r"moe-|no-|deterministic|attention-backend|decoder-|cross-entropy|tp-comm")
@@ -230,10 +230,10 @@ class _Import:
             advantage = "dr_grpo"
         if "disable-rewards-normalization" in self._flags and advantage != "gae":
             advantage = "reward"
-        self._settings["actor.advantage"] = advantage
+        self._settings["actor.advantage"] = [{"type": "reward", "estimator": advantage}]
         self._settings["actor.objective.type"] = objective
         if estimator not in _ESTIMATORS:
-            self.recipe.notes.append(f"--advantage-estimator {estimator} is unknown: actor.advantage is grpo")
+            self.recipe.notes.append(f"--advantage-estimator {estimator} is unknown: the estimator is grpo")
         if advantage == "gae":
             self._settings["critic.path"] = None
         is_by_token = "calculate-per-token-loss" in self._flags

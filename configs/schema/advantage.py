@@ -1,0 +1,69 @@
+"""``actor.advantage``: the terms that add up to the advantage of each token."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from slipstream.configs.schema.base import PathSetting, Section
+
+Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "reward"]
+
+WEIGHT = "Factor of the term in the sum of all terms."
+
+
+class RewardTerm(Section):
+    """The advantage from rewards: of trajectories, and of turns with ``actor.turns``."""
+
+    type: Literal["reward"] = "reward"
+    weight: float = Field(default=1.0, gt=0, description=WEIGHT)
+    estimator: Estimator = Field(
+        default="grpo",
+        description="Advantage of a trajectory from its reward. `grpo`: (reward - group mean) / group "
+        "standard deviation. `dr_grpo`: reward - group mean. `rloo`: reward - mean of the other trajectories "
+        "of the group. `reinforce_pp`: reward, whitened over the tokens of the batch. "
+        "`reinforce_pp_baseline`: reward - group mean, whitened in the same way. `gae`: an advantage per "
+        "token from the critic's values, whitened. `reward`: the reward itself.",
+    )
+
+
+class TrajectoryScores(Section):
+    """Log-probs that a workflow, a reward or a judge of live turns has set: ``TeacherScores``."""
+
+    type: Literal["trajectory"] = "trajectory"
+
+
+class ModelScores(Section):
+    """Log-probs by a model that the trainer holds, in the policy's layout."""
+
+    type: Literal["model"] = "model"
+    path: PathSetting = Field(
+        description="Hugging Face checkpoint directory of a model with the policy's vocabulary."
+    )
+
+
+class TeacherTerm(Section):
+    """On-policy distillation: log pi_teacher - log pi_old of each sampled token."""
+
+    type: Literal["teacher"] = "teacher"
+    weight: float = Field(default=1.0, gt=0, description=WEIGHT)
+    clip: float | None = Field(
+        default=5.0,
+        gt=0,
+        description="Largest absolute value of log pi_teacher - log pi_old; null: unlimited.",
+    )
+    scores: Annotated[TrajectoryScores | ModelScores, Field(discriminator="type")] = Field(
+        default=TrajectoryScores(), description="Source of the teacher's log-probs."
+    )
+
+
+class TopTokensTerm(Section):
+    """Reverse KL divergence from the teacher over its likeliest tokens and the rest of the vocabulary.
+
+    It is a loss with a gradient of its own, and is in no token's advantage.
+    """
+
+    type: Literal["teacher_topk"] = "teacher_topk"
+    weight: float = Field(default=1.0, gt=0, description=WEIGHT)
+
+
+AdvantageTerm = Annotated[RewardTerm | TeacherTerm | TopTokensTerm, Field(discriminator="type")]
