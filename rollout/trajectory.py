@@ -299,15 +299,21 @@ class Trajectory:
         return self.header.sampled_length
 
     def judged(
-        self, reward: float, parts: RewardParts = (), teacher: TeacherScores | None = None
+        self,
+        reward: float,
+        parts: RewardParts = (),
+        teacher: TeacherScores | None = None,
+        turn_rewards: tuple[tuple[int, float | None], ...] = (),
     ) -> "Trajectory":
         """Return a copy with the reward of the episode, and its parts.
 
         ``teacher``: takes the place of the scores that the trajectory has, if any; None: those stay.
+        ``turn_rewards``: take the place of those of the trajectory; empty: those stay.
         """
         teacher = self.teacher if teacher is None else teacher
-        trajectory = replace(self, reward=reward, reward_parts=parts, teacher=teacher)
-        header = msgspec.structs.replace(self.header, reward=reward, reward_parts=parts)
+        turns = turn_rewards or self.turn_rewards
+        trajectory = replace(self, reward=reward, reward_parts=parts, teacher=teacher, turn_rewards=turns)
+        header = msgspec.structs.replace(self.header, reward=reward, reward_parts=parts, turn_rewards=turns)
         trajectory.__dict__["header"] = header  # as computed
         return trajectory
 

@@ -37,6 +37,8 @@ CASES = {
     "a shard of padding alone": {"tokens": 9, "width": 8, "vocab": 20, "padding": 28, "shards": 2},
 }
 
+FURTHER = "further tokens"
+
 
 def triton_environment(*, interpreted: bool) -> dict[str, str]:
     """The environment of a process that finds Triton: beside a CPU environment's packages, or among them."""
@@ -168,7 +170,46 @@ def values() -> dict[str, dict[str, float]]:
 
     head_kernels.TILES = {size: head_kernels.Tiles(16, 16, 16, KERNEL_SPLIT) for size in (2, 4)}
     logprob.MIN_COLUMNS, logprob.SLICE_ELEMENTS = SLICE, {"cpu": 1}
-    return {name: errors(**case) for name, case in CASES.items()}
+    # First: shards leave their vocabulary and their collectives behind.
+    return {FURTHER: further_tokens()} | {name: errors(**case) for name, case in CASES.items()}
+
+
+def further_tokens(tokens: int = 20, width: int = 24, vocab: int = 101, k: int = 5) -> dict[str, float]:
+    """Return the largest differences from float64 where log-probs of further tokens are asked for.
+
+    Some of them are the target itself, and some are none.
+    """
+    from slipstream.backend.objective import logprob
+
+    generator = torch.Generator().manual_seed(7)
+    hidden, weight = (torch.randn(n, width, generator=generator).requires_grad_() for n in (tokens, vocab))
+    ids = torch.stack([torch.randperm(vocab, generator=generator)[:k] for _ in range(tokens)])
+    target = torch.where(torch.arange(tokens) % 2 == 0, ids[:, 1], 3)
+    grad, entropy_grad = torch.randn(2, tokens, generator=generator)
+    also_grad = torch.randn(tokens, k, generator=generator)
+    also_grad[:, -1] = 0
+    asked = torch.cat([ids[:, :-1], torch.full((tokens, 1), -1)], dim=1)
+    options = logprob.HeadOptions(0.7, vocab, float32_logits=True, implementation="triton")
+    logp, entropy, also = logprob.fused_logprobs(
+        hidden, weight, target, asked, options, entropy_gradient=True
+    )
+    (logp @ grad + entropy @ entropy_grad + (also * also_grad).sum()).backward()
+    leaves = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    logp_TV = (leaves[0] @ leaves[1].T / 0.7).log_softmax(-1)
+    exact_entropy, exact_also = -(logp_TV.exp() * logp_TV).sum(-1), logp_TV.gather(-1, ids)
+    exact_logp = logp_TV.gather(-1, target[:, None])[:, 0]
+    total = exact_logp @ grad.double() + exact_entropy @ entropy_grad.double()
+    (total + (exact_also * also_grad.double()).sum()).backward()
+    pairs = {
+        "log-prob": (logp, exact_logp),
+        "further log-probs": (also[:, :-1], exact_also[:, :-1]),
+        "gradient of hidden": (hidden.grad, leaves[0].grad),
+        "gradient of weight": (weight.grad, leaves[1].grad),
+    }
+    return {
+        name: ((mine.double() - exact).abs().max() / max(exact.abs().max().item(), 1.0)).item()
+        for name, (mine, exact) in pairs.items()
+    }
 
 
 def compiled() -> dict[str, dict[str, int]]:

@@ -307,26 +307,6 @@ TAGS: dict[str, Tag] = {
         "Fraction of the tokens that carry loss at which the teacher's likeliest tokens are known. Only with "
         "a term of type `teacher_topk`.",
     ),
-    "advantage/reward_mean": Tag(
-        "1", "Token mean of the advantage from rewards, times its weight. Only with a term of type `reward`."
-    ),
-    "advantage/reward_abs_mean": Tag(
-        "1", "Token mean of the absolute value of the advantage from rewards, times its weight."
-    ),
-    "advantage/teacher_mean": Tag(
-        "nats",
-        "Token mean of log pi_teacher - log pi_old, clipped and times its weight; 0 where the teacher has no "
-        "log-prob, or if policy and teacher agree. Only with a term of type `teacher`.",
-    ),
-    "advantage/teacher_abs_mean": Tag(
-        "nats", "Token mean of the absolute value of the teacher's term, times its weight."
-    ),
-    "advantage/teacher_fraction": Tag(
-        "fraction", "Fraction of the tokens that carry loss of which a teacher has a log-prob."
-    ),
-    "advantage/teacher_clipped_fraction": Tag(
-        "fraction", "Fraction of the tokens that carry loss whose teacher's term `clip` has cut."
-    ),
     "train/preference_accuracy": Tag(
         "fraction",
         "Fraction of pairs in which the chosen response has the larger value. Only for reward models.",
@@ -348,6 +328,26 @@ TAGS: dict[str, Tag] = {
         "Fraction of the tokens that carry loss with advantage 0, as in groups whose rewards are all equal.",
     ),
     # critic
+    "advantage/reward_mean": Tag(
+        "1", "Token mean of the advantage from rewards, times its weight. Only with a term of type `reward`."
+    ),
+    "advantage/reward_abs_mean": Tag(
+        "1", "Token mean of the absolute value of the advantage from rewards, times its weight."
+    ),
+    "advantage/teacher_mean": Tag(
+        "nats",
+        "Token mean of log pi_teacher - log pi_old, clipped and times its weight; 0 where the teacher has no "
+        "log-prob, or if policy and teacher agree. Only with a term of type `teacher`.",
+    ),
+    "advantage/teacher_abs_mean": Tag(
+        "nats", "Token mean of the absolute value of the teacher's term, times its weight."
+    ),
+    "advantage/teacher_fraction": Tag(
+        "fraction", "Fraction of the tokens that carry loss of which a teacher has a log-prob."
+    ),
+    "advantage/teacher_clipped_fraction": Tag(
+        "fraction", "Fraction of the tokens that carry loss whose teacher's term `clip` has cut."
+    ),
     "critic/loss": Tag(
         "1", "Token mean of half the squared difference of value and return, with the value clip applied."
     ),

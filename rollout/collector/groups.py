@@ -366,7 +366,7 @@ class GroupCollector(Generic[RecordT]):
         """Return the trajectory with its judgement, which is sent."""
         teacher, had_scores = judgement.teacher, trajectory.teacher is not None
         try:
-            trajectory = trajectory.judged(judgement.reward, judgement.parts, teacher)
+            trajectory = trajectory.judged(judgement.reward, judgement.parts, teacher, judgement.turn_rewards)
             if teacher is not None:
                 self._episodes.check(trajectory)
         except ValueError as error:

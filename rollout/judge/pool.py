@@ -162,7 +162,8 @@ class JudgePool:
         )
         reply = await self._ask(f"prompt {prompt.id}", "trajectory", frame)
         assert isinstance(reply, Scored)
-        return Judgement(reply.reward, reply.parts, _scores(reply.teacher, len(trajectory.tokens_T)))
+        scores = _scores(reply.teacher, len(trajectory.tokens_T))
+        return Judgement(reply.reward, reply.parts, scores, reply.turn_rewards)
 
     async def score_group(
         self, prompt: Prompt, responses: Sequence[str], trajectories: Sequence[Trajectory]
@@ -181,8 +182,10 @@ class JudgePool:
         reply = await self._ask(f"the group of prompt {prompt.id}", "trajectories", frame)
         assert isinstance(reply, GroupScored)
         return [
-            Judgement(reward, parts, _scores(teacher, len(trajectory.tokens_T)))
-            for (reward, parts, teacher), trajectory in zip(reply.judgements, trajectories, strict=True)
+            Judgement(reward, parts, _scores(teacher, len(trajectory.tokens_T)), turns)
+            for (reward, parts, teacher, turns), trajectory in zip(
+                reply.judgements, trajectories, strict=True
+            )
         ]
 
     async def judge(self, turn: JudgedTurn, next_state: Messages) -> Verdict:

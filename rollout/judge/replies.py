@@ -5,6 +5,7 @@ import linecache
 import os
 import traceback
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -24,8 +25,8 @@ from slipstream.rollout.judge.wire import (
     framed,
 )
 from slipstream.rollout.record import encode_scores
-from slipstream.rollout.reward.live import Verdict
-from slipstream.rollout.reward.value import NoNumber, judgement_of, number_of
+from slipstream.rollout.reward.live import NO_VOTES, Verdict, VoteCounts
+from slipstream.rollout.reward.value import Judgement, NoNumber, TurnRewards, judgement_of, number_of
 from slipstream.rollout.teacher import TeacherScores
 from slipstream.rollout.trajectory import RewardParts
 
@@ -43,7 +44,19 @@ def scored(question: Question, value: Any, key: str) -> Scored:
     assert isinstance(question, EpisodeQuestion)
     judgement = judgement_of(value, key)
     teacher = _encoded(judgement.teacher, question.episode.length)
-    return Scored(question.number, judgement.reward, judgement.parts, teacher)
+    turns = _turns(judgement, question.episode.length)
+    return Scored(question.number, judgement.reward, judgement.parts, teacher, turns)
+
+
+def _turns(judgement: Judgement, tokens: int) -> TurnRewards:
+    """Return the rewards of an episode's turns. Raises NoNumber for turns that it cannot have."""
+    ends = [0, *(end for end, _ in judgement.turn_rewards)]
+    if ends[-1] > tokens or any(end <= before for before, end in pairwise(ends)):
+        raise NoNumber(
+            f"it returned rewards of turns that end at tokens {ends[1:]}, expected growing numbers of at "
+            f"most {tokens}"
+        )
+    return judgement.turn_rewards
 
 
 def _encoded(teacher: TeacherScores | None, tokens: int) -> bytes:
@@ -77,14 +90,15 @@ def group_scored(question: Question, value: Any, key: str) -> GroupScored:
     values = cast("list[object] | tuple[object, ...]", value)
     if len(values) != expected:
         raise NoNumber(f"it returned {len(values)} rewards for {expected} episodes")
-    judgements: list[tuple[float, RewardParts, bytes]] = []
+    judgements: list[tuple[float, RewardParts, bytes, TurnRewards]] = []
     for place, each in enumerate(values):
         try:
             judgement = judgement_of(each, key)
-            teacher = _encoded(judgement.teacher, question.episodes[place].length)
+            length = question.episodes[place].length
+            teacher, turns = _encoded(judgement.teacher, length), _turns(judgement, length)
         except NoNumber as error:
             raise NoNumber(f"episode {place}: {error}") from error
-        judgements.append((judgement.reward, judgement.parts, teacher))
+        judgements.append((judgement.reward, judgement.parts, teacher, turns))
     reply = GroupScored(question.number, judgements)
     if len(framed(reply)) > LONGEST_REPLY:
         raise NoNumber(f"it returned {expected} judgements of more than {LONGEST_REPLY} bytes together")
@@ -102,7 +116,7 @@ def ruled(question: Question, value: Any) -> Ruled:
         return Ruled(question.number, None)
     if not isinstance(value, Verdict):
         raise NoNumber(f"it returned something of type {type(value).__name__}, expected a Verdict or None")
-    score, hint = cast(object, value.score), cast(object, value.hint)
+    score, hint, votes = cast(object, value.score), cast(object, value.hint), cast(object, value.votes)
     if hint is not None and not isinstance(hint, str):
         raise NoNumber(f"its hint is of type {type(hint).__name__}, expected a text or None")
     return Ruled(
@@ -110,7 +124,7 @@ def ruled(question: Question, value: Any) -> Ruled:
         None if score is None else number_of(score),
         None if hint is None else shortened(hint, LONGEST_HINT),
         _encoded(_whole(value.teacher), question.turn.tokens),
-        value.votes,
+        votes if isinstance(votes, VoteCounts) else NO_VOTES,
         value.nothing_to_learn is True,
     )
 

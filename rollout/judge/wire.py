@@ -21,6 +21,7 @@ import numpy as np
 
 from slipstream.rollout.record import decode_scores, encode_scores
 from slipstream.rollout.reward.live import NO_VOTES, JudgedTurn, VoteCounts
+from slipstream.rollout.reward.value import TurnRewards
 from slipstream.rollout.trajectory import Finish, Messages, Prompt, RewardParts, Trajectory
 
 LONGEST_REPLY = 1 << 24
@@ -179,14 +180,15 @@ class Scored(msgspec.Struct, array_like=True, tag="s", gc=False):
     parts: RewardParts = ()
     teacher: bytes = b""
     """Encoded scores of a teacher; empty: there are none."""
+    turn_rewards: TurnRewards = ()
 
 
 class GroupScored(msgspec.Struct, array_like=True, tag="gs", gc=False):
     """The rewards of a group's episodes, in their order."""
 
     number: int
-    judgements: list[tuple[float, RewardParts, bytes]]
-    """Reward, parts and encoded scores of a teacher of each."""
+    judgements: list[tuple[float, RewardParts, bytes, TurnRewards]]
+    """Reward, parts, encoded scores of a teacher and rewards of turns of each."""
 
 
 class Ruled(msgspec.Struct, array_like=True, tag="v", gc=False):

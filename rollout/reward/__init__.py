@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from slipstream.rollout.reward.code_tests import CodeTests
     from slipstream.rollout.reward.final_answer import FinalAnswer
     from slipstream.rollout.reward.mathematics import MathVerify
+    from slipstream.rollout.reward.model.answers import ModelVotes
     from slipstream.rollout.reward.remote import Remote
     from slipstream.rollout.reward.texts import F1, Exact, Regex
     from slipstream.rollout.reward.weighted import Weighted
@@ -23,6 +24,7 @@ __all__ = [
     "FinalAnswer",
     "GroupReward",
     "MathVerify",
+    "ModelVotes",
     "Regex",
     "Remote",
     "Reward",
@@ -38,6 +40,7 @@ _MODULES = {
     "F1": "texts",
     "FinalAnswer": "final_answer",
     "MathVerify": "mathematics",
+    "ModelVotes": "model.answers",
     "Regex": "texts",
     "Remote": "remote",
     "Weighted": "weighted",

@@ -99,8 +99,13 @@ def wants_model(factory: object) -> bool:
 def _with_model(
     path: str, factory: object, args: Mapping[str, object], model: Callable[[], object] | None
 ) -> Mapping[str, object]:
-    """Return the arguments, with the model if it is asked for. Raises PluginError if there is none."""
+    """Return the arguments, with the model if it is asked for.
+
+    Raises PluginError if the recipe names none, unless the parameter's default is None.
+    """
     if MODEL in args or not wants_model(factory):
+        return args
+    if model is None and inspect.signature(cast(Any, factory)).parameters[MODEL].default is None:
         return args
     if model is None:
         raise plugins.PluginError(

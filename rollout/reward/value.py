@@ -25,6 +25,9 @@ _repr = reprlib.Repr()
 _repr.maxother = _repr.maxstring = 200
 
 
+TurnRewards = tuple[tuple[int, float], ...]
+
+
 class NoNumber(ValueError):
     """A reward returned something else than a finite real number, or a mapping without one."""
 
@@ -39,6 +42,9 @@ class Judgement:
     """The other numbers, by name."""
     teacher: TeacherScores | None = None
     """A teacher's scores of all tokens of the trajectory; None: the trajectory keeps those that it has."""
+    turn_rewards: TurnRewards = ()
+    """(number of tokens up to the end of a turn, its reward), in order, for ``actor.turns``. Empty: the
+    trajectory keeps those that it has."""
 
 
 def is_part_name(name: str) -> bool:
@@ -96,7 +102,8 @@ def _checked(judgement: Judgement) -> Judgement:
     teacher = cast(object, judgement.teacher)
     if teacher is not None and not isinstance(teacher, TeacherScores):
         raise NoNumber(f"its teacher is of type {type(teacher).__name__}, expected TeacherScores or None")
-    return Judgement(number_of(judgement.reward), judgement.parts, judgement.teacher)
+    turns = tuple((int(end), number_of(reward)) for end, reward in judgement.turn_rewards)
+    return Judgement(number_of(judgement.reward), judgement.parts, judgement.teacher, turns)
 
 
 def check_parts(parts: object) -> None:

@@ -44,12 +44,13 @@ class Weighted:
     otherwise one episode is judged at a time, the plain functions first.
     """
 
-    def __init__(self, parts: Mapping[str, object]) -> None:
+    def __init__(self, parts: Mapping[str, object], judge_model: object = None) -> None:
+        """``judge_model``: for the parts that ask a language model."""
         problems: list[str] = []
         self._parts: dict[str, _Part] = {}
         for name, settings in parts.items():
             try:
-                self._parts[name] = _part(name, settings)
+                self._parts[name] = _part(name, settings, judge_model)
             except (ValueError, PluginError) as error:
                 problems.append(f"parts.{name}: {error}")
         if not parts:
@@ -112,7 +113,7 @@ class Weighted:
         return {"reward": total, **numbers}
 
 
-def _part(name: str, settings: object) -> _Part:
+def _part(name: str, settings: object, judge_model: object) -> _Part:
     """Return a part of the recipe. Raises ValueError and PluginError."""
     if not is_part_name(name) or name == "reward":
         raise ValueError(
@@ -137,5 +138,6 @@ def _part(name: str, settings: object) -> _Part:
         raise ValueError(f"weight: found {weight!r}, expected a finite number")
     if not isinstance(key, str):
         raise ValueError(f"key: found {key!r}, expected the name of a number")
-    judge = load_judge(path, cast("Mapping[str, object]", args), (EPISODES,))
+    model = None if judge_model is None else lambda: judge_model
+    judge = load_judge(path, cast("Mapping[str, object]", args), (EPISODES,), model)
     return _Part(judge.call, float(weight), key)

@@ -108,7 +108,7 @@ def test_a_policy_that_agrees_has_no_divergence_and_no_gradient():
     ids = logp.topk(3).indices
     divergence = divergence_from_top_tokens(logp.gather(-1, ids), logp.gather(-1, ids).detach())
     divergence.sum().backward()
-    torch.testing.assert_close(divergence, torch.zeros(4))
+    torch.testing.assert_close(divergence, torch.zeros(4, dtype=torch.float64))
     # The gradient of the log-probs is constant over the outcomes: none is left behind a softmax.
     logits = torch.randn(4, 9, dtype=torch.float64).requires_grad_()
     student = logits.log_softmax(-1)

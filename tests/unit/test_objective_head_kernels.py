@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.interpreted_head import CASES, printed
+from tests.interpreted_head import CASES, FURTHER, printed
 
 SHARED_BYTES = 227 * 1024
 """Shared memory that one program may have on an H100."""
@@ -22,6 +22,11 @@ def test_log_probs_entropies_and_gradients_are_those_of_float64_logits(errors, c
     for name, error in errors[case].items():
         # The gradient of bfloat16 logits is rounded to 8 bits, and so is that of its operands.
         assert error < (1e-2 if rounded and "gradient" in name else 1e-5), name
+
+
+def test_log_probs_of_further_tokens_and_their_gradients_are_those_of_float64_logits(errors):
+    assert len(errors[FURTHER]) == 4
+    assert max(errors[FURTHER].values()) < 1e-5, errors[FURTHER]
 
 
 def test_the_kernels_compile_for_an_h100_fit_its_shared_memory_and_use_its_tensor_cores():

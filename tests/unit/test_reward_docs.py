@@ -12,9 +12,10 @@ import pytest
 import yaml
 from aiohttp import web
 
-from slipstream.configs.schema import RolloutConfig
+from slipstream.configs.schema import ModelJudge, RolloutConfig
 from slipstream.rollout import reward as shipped
-from slipstream.rollout.reward.loading import check_judge, load_judge
+from slipstream.rollout.reward.loading import MODEL, check_judge, load_judge
+from slipstream.rollout.reward.model.judge_model import JudgeModel
 from slipstream.rollout.reward.value import judgement_of
 from slipstream.rollout.trajectory import Prompt
 from tests.unit.judging import trajectory
@@ -63,9 +64,24 @@ async def server():
         await runner.cleanup()
 
 
+class Scripted:
+    """Finds a whole answer right, its first step too, and the others neither."""
+
+    async def complete(self, messages: list[dict[str, str]]) -> str:
+        asked = messages[-1]["content"]
+        return r"\boxed{1}" if "# Answer" in asked or "(none)" in asked else r"\boxed{0}"
+
+
+def scripted_model() -> JudgeModel:
+    settings = ModelJudge.model_validate({"endpoint": {"type": "policy"}, "votes": 1})
+    return JudgeModel(settings, Path("/policy"), Scripted())
+
+
 def value_of(rollout: RolloutConfig, prompt: Prompt, response: str) -> Any:
     assert rollout.reward is not None
     path, args = rollout.reward.path, dict(rollout.reward.args)
+    if path.endswith("ModelVotes"):
+        return asyncio.run(load_judge(path, args, model=scripted_model).call(prompt, response, trajectory()))
     if "url" not in args:
         value = load_judge(path, args).call(prompt, response, trajectory())
         return asyncio.run(value) if inspect.isawaitable(value) else value
@@ -94,7 +110,7 @@ def test_every_reward_that_ships_is_in_the_table_with_its_arguments_and_has_a_se
     rows = re.findall(r"^\| `(\w+)` \| (`\w+`(?:, `\w+`)*) \| .+ \| .+ \|$", DOCS, flags=re.MULTILINE)
     documented = {name: re.findall(r"`(\w+)`", arguments) for name, arguments in rows}
     declared = {
-        name: list(inspect.signature(getattr(shipped, name)).parameters)
+        name: [each for each in inspect.signature(getattr(shipped, name)).parameters if each != MODEL]
         for name in shipped.__all__
         if hasattr(getattr(shipped, name), "score") and name != "Reward"
     }
