@@ -31,12 +31,13 @@ START_TIMEOUT_S = 120
 class AgentsProcess:
     """The process, as the tests see it."""
 
-    def __init__(self, folder: Path, **dialect: Any) -> None:
+    def __init__(self, folder: Path, *path: Path, **dialect: Any) -> None:
+        """``path``: folders from which the process imports, beside ``folder``."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.agents.process", str(folder), json.dumps(dialect)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment(folder),
+            env=environment(folder, *path),
         )
         assert self._process.stdout is not None
         timer = threading.Timer(START_TIMEOUT_S, self._process.kill)
@@ -50,6 +51,10 @@ class AgentsProcess:
         """Run an episode of a workflow, and return what has become of it."""
         order = {"workflow": workflow, "prompt": prompt, **more}
         return Episode(**self._http.post("/episode", json=order).raise_for_status().json())
+
+    def hooked(self, prompt: str = "#say ok", *, hooks: dict[str, Any], **more: Any) -> "Episode":
+        """Run an episode of hooks written for slime."""
+        return self.episode({}, prompt, hooks=hooks, **more)
 
     def __enter__(self) -> Self:
         return self
@@ -249,7 +254,8 @@ class Runner:
         host = Host(partial(Recording, engines, outbox, 5, 1, 0), held, context, is_evaluation)
         checking = partial(check, vocab_size=len(self._tokenizer), workflow="agent")
         limit = TimeLimit(order.get("timeout_s", 60))
-        workflow = plugins.build(PluginConfig.model_validate(order["workflow"]))
+        workflow = self._hooked(order["hooks"]) if "hooks" in order else None
+        workflow = workflow or plugins.build(PluginConfig.model_validate(order["workflow"]))
         episodes = Episodes(workflow, rollout, checking, limit, Listener())
 
         async def send(message: Any, chunks: Any) -> None:
@@ -290,6 +296,16 @@ class Runner:
             "attempts": host.attempts,
             "texts": [self._tokenizer.decode(trajectory["tokens"]) for trajectory in trajectories],
         }
+
+    def _hooked(self, hooks: dict[str, Any]) -> Any:
+        """Return the workflow of hooks written for slime, as a recipe names them."""
+        from slipstream.configs.schema import HooksConfig
+        from slipstream.rollout.compat.slime.parts import hook_parts
+
+        rollout = self._config.rollout.model_copy(
+            update={"hooks": HooksConfig.model_validate(hooks), "reward_key": "score"}
+        )
+        return hook_parts(self._config.model_copy(update={"rollout": rollout}), self._tokenizer).workflow
 
 
 def _plain(trajectory: Any) -> dict[str, Any]:

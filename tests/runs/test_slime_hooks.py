@@ -85,6 +85,6 @@ def test_slimes_own_generate_function_trains_as_without_hooks(
     steps = []
     for run in (by_default, named):
         assert finish(run) == 0, run.output()
-        steps.append([(record["actor/loss"], record["actor/grad_norm"]) for record in records(run)])
+        steps.append([(record["train/loss"], record["train/grad_norm"]) for record in records(run)])
     assert len(steps[0]) == 5
     assert steps[1] == [pytest.approx(step, abs=1e-6) for step in steps[0]]
