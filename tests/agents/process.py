@@ -49,12 +49,14 @@ class AgentsProcess:
 
     def episode(self, workflow: dict[str, Any], prompt: str = "#say ok", **more: Any) -> "Episode":
         """Run an episode of a workflow, and return what has become of it."""
-        order = {"workflow": workflow, "prompt": prompt, **more}
+        return self._run(workflow=workflow, prompt=prompt, **more)
+
+    def _run(self, **order: Any) -> "Episode":
         return Episode(**self._http.post("/episode", json=order).raise_for_status().json())
 
     def hooked(self, prompt: str = "#say ok", *, hooks: dict[str, Any], **more: Any) -> "Episode":
         """Run an episode of hooks written for slime."""
-        return self.episode({}, prompt, hooks=hooks, **more)
+        return self._run(hooks=hooks, prompt=prompt, **more)
 
     def __enter__(self) -> Self:
         return self
@@ -86,6 +88,8 @@ class Episode:
     attempts: int
     texts: list[str] = field(default_factory=list)
     """Text of each trajectory."""
+    kept: list[bool] = field(default_factory=list)
+    """What the hooks' filter says of two groups: of the episode and a better one, of the episode twice."""
 
     @property
     def rewards(self) -> list[float | None]:
@@ -228,7 +232,7 @@ class Runner:
         from slipstream.rollout.collector.outbox import Outbox
         from slipstream.rollout.collector.recording import Recording
         from slipstream.rollout.collector.time_limit import TimeLimit
-        from slipstream.rollout.trajectory import Prompt
+        from slipstream.rollout.trajectory import Group, Prompt
         from slipstream.rollout.workflow import WorkflowContext
         from tests.scripted_source import ScriptedSource
         from tests.unit.collecting import STATUS, HeldSample, HoldingDriver
@@ -254,8 +258,9 @@ class Runner:
         host = Host(partial(Recording, engines, outbox, 5, 1, 0), held, context, is_evaluation)
         checking = partial(check, vocab_size=len(self._tokenizer), workflow="agent")
         limit = TimeLimit(order.get("timeout_s", 60))
-        workflow = self._hooked(order["hooks"]) if "hooks" in order else None
-        workflow = workflow or plugins.build(PluginConfig.model_validate(order["workflow"]))
+        hooked = self._hooked(order) if "hooks" in order else None
+        plugin = order.get("workflow")
+        workflow: Any = hooked.workflow if hooked else plugins.build(PluginConfig.model_validate(plugin))
         episodes = Episodes(workflow, rollout, checking, limit, Listener())
 
         async def send(message: Any, chunks: Any) -> None:
@@ -287,7 +292,13 @@ class Runner:
         sending.cancel()
         if not (error or order.get("evaluation")):
             assert [_plain(part) for part in held.trajectory().split()] == trajectories
+        kept: list[bool] = []
+        if hooked and hooked.filter and not error:
+            better = whole.judged((whole.reward or 0.0) + 1)
+            groups = [Group(5, prompt, 3, (whole, other)) for other in (better, whole)]
+            kept = [hooked.filter.choose(group) is not None for group in groups]
         return {
+            "kept": kept,
             "error": error,
             "failures": failures,
             "trajectories": trajectories,
@@ -297,15 +308,18 @@ class Runner:
             "texts": [self._tokenizer.decode(trajectory["tokens"]) for trajectory in trajectories],
         }
 
-    def _hooked(self, hooks: dict[str, Any]) -> Any:
-        """Return the workflow of hooks written for slime, as a recipe names them."""
+    def _hooked(self, order: dict[str, Any]) -> Any:
+        """Return the parts that hooks written for slime replace, as a recipe names them."""
         from slipstream.configs.schema import HooksConfig
         from slipstream.rollout.compat.slime.parts import hook_parts
 
         rollout = self._config.rollout.model_copy(
-            update={"hooks": HooksConfig.model_validate(hooks), "reward_key": "score"}
+            update={
+                "hooks": HooksConfig.model_validate(order["hooks"]),
+                "reward_key": order.get("reward_key", "reward"),
+            }
         )
-        return hook_parts(self._config.model_copy(update={"rollout": rollout}), self._tokenizer).workflow
+        return hook_parts(self._config.model_copy(update={"rollout": rollout}), self._tokenizer)
 
 
 def _plain(trajectory: Any) -> dict[str, Any]:
@@ -343,6 +357,7 @@ async def _main(folder: Path, dialect: dict[str, Any]) -> None:
                 "batch_size": 1,
                 "n_samples_per_prompt": 1,
                 "reward": "my.Reward",
+                "engine": {"args": {"context_length": CONTEXT}},
                 "sampling": {"temperature": TEMPERATURE, "max_new_tokens": 256},
                 "endpoint": dialect,
             },

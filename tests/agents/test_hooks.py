@@ -1,4 +1,4 @@
-"""Hooks written for slime reach the endpoint of their episode with any client, and cannot lie about tokens."""
+"""slime's hooks reach the endpoint of their episode with any client, and cannot lie about tokens."""
 
 import re
 
