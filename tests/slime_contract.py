@@ -1,9 +1,10 @@
 """slime's own CPU tests of what hooks import, against the alias and against a checkout.
 
     make test-slime                  the tests of this repository
-    make test-slime SLIME=DIR        also those of a checkout of slime, unmodified
+    make test-slime SLIME=DIR        also those of a checkout of slime, and its example hooks, unmodified
 
-The last line is one JSON object: for each package tested, how many tests passed, failed or were not run.
+The last line is one JSON object: for each package tested, how many tests passed, failed or were not run, and
+what has become of each example.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 from slipstream.rollout.compat.slime.alias_path import ALIAS
+from tests.slime_examples import run_examples
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,7 +40,13 @@ CONTRACT = (
 OF_SOURCES = "test_runtime_hook_callsite_is_stable"
 """Tests that look for text in slime's own sources: they say nothing of another implementation."""
 
-OURS = ("tests/unit/test_slime_alias.py", "tests/unit/test_slime_grading.py")
+OURS = (
+    "tests/unit/test_slime_alias.py",
+    "tests/unit/test_slime_grading.py",
+    "tests/unit/test_slime_workflow.py",
+    "tests/agents/test_hooks.py",
+    "tests/runs/test_slime_hooks.py",
+)
 REQUIRED = ("pylatexenc",)
 """What slime itself imports there, and Slipstream does not."""
 TIMEOUT_S = 900
@@ -80,11 +88,13 @@ def main() -> int:
             shutil.copytree(checkout / "tests", Path(folder) / "tests")
             deselected = ("-k", f"not {OF_SOURCES}")
             outcome["alias"] = run_pytest(Path(folder) / "tests", CONTRACT, [ALIAS], deselected)
+        outcome["alias_examples"] = run_examples(checkout)
         missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
         if missing:
             outcome["checkout"] = {"not_run": f"slime needs {', '.join(missing)}, which is not installed"}
         else:
             outcome["checkout"] = run_pytest(checkout / "tests", CONTRACT, [checkout])
+            outcome["checkout_examples"] = run_examples(checkout, checkout)
     print(json.dumps(outcome))
     return int(any(result.get("exit_code") for result in outcome.values()))
 

@@ -31,12 +31,13 @@ START_TIMEOUT_S = 120
 class AgentsProcess:
     """The process, as the tests see it."""
 
-    def __init__(self, folder: Path, **dialect: Any) -> None:
+    def __init__(self, folder: Path, *path: Path, **dialect: Any) -> None:
+        """``path``: folders from which the process imports, beside ``folder``."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.agents.process", str(folder), json.dumps(dialect)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment(folder),
+            env=environment(folder, *path),
         )
         assert self._process.stdout is not None
         timer = threading.Timer(START_TIMEOUT_S, self._process.kill)
@@ -48,8 +49,14 @@ class AgentsProcess:
 
     def episode(self, workflow: dict[str, Any], prompt: str = "#say ok", **more: Any) -> "Episode":
         """Run an episode of a workflow, and return what has become of it."""
-        order = {"workflow": workflow, "prompt": prompt, **more}
+        return self._run(workflow=workflow, prompt=prompt, **more)
+
+    def _run(self, **order: Any) -> "Episode":
         return Episode(**self._http.post("/episode", json=order).raise_for_status().json())
+
+    def hooked(self, prompt: str = "#say ok", *, hooks: dict[str, Any], **more: Any) -> "Episode":
+        """Run an episode of hooks written for slime."""
+        return self._run(hooks=hooks, prompt=prompt, **more)
 
     def __enter__(self) -> Self:
         return self
@@ -82,6 +89,8 @@ class Episode:
     attempts: int
     texts: list[str] = field(default_factory=list)
     """Text of each trajectory."""
+    kept: list[bool] = field(default_factory=list)
+    """What the hooks' filter says of two groups: of the episode and a better one, of the episode twice."""
 
     @property
     def rewards(self) -> list[float | None]:
@@ -226,7 +235,7 @@ class Runner:
         from slipstream.rollout.collector.outbox import Outbox
         from slipstream.rollout.collector.recording import Recording
         from slipstream.rollout.collector.time_limit import TimeLimit
-        from slipstream.rollout.trajectory import Prompt
+        from slipstream.rollout.trajectory import Group, Prompt
         from slipstream.rollout.workflow import WorkflowContext
         from tests.scripted_source import ScriptedSource
         from tests.unit.collecting import STATUS, HeldSample, HoldingDriver
@@ -253,10 +262,11 @@ class Runner:
         host = Host(partial(Recording, engines, outbox, 5, 1, 0), held, context, is_evaluation)
         checking = partial(check, vocab_size=len(self._tokenizer), workflow="agent")
         limit = TimeLimit(order.get("timeout_s", 60))
-        described = json.dumps(order["workflow"])
-        if described not in self._workflows:
-            self._workflows[described] = plugins.build(PluginConfig.model_validate(order["workflow"]))
-        workflow = self._workflows[described]
+        if "hooks" in order:
+            hooked = self._hooked(order)
+            workflow: Any = hooked.workflow
+        else:
+            hooked, workflow = None, self._workflow(order["workflow"])
         episodes = Episodes(workflow, rollout, checking, limit, Listener())
 
         async def send(message: Any, chunks: Any) -> None:
@@ -288,7 +298,13 @@ class Runner:
         sending.cancel()
         if not (error or order.get("evaluation")):
             assert [_plain(part) for part in held.trajectory().split()] == trajectories
+        kept: list[bool] = []
+        if hooked and hooked.filter and not error:
+            better = whole.judged((whole.reward or 0.0) + 1)
+            groups = [Group(5, prompt, 3, (whole, other)) for other in (better, whole)]
+            kept = [hooked.filter.choose(group) is not None for group in groups]
         return {
+            "kept": kept,
             "error": error,
             "failures": failures,
             "trajectories": trajectories,
@@ -297,6 +313,26 @@ class Runner:
             "attempts": host.attempts,
             "texts": [self._tokenizer.decode(trajectory["tokens"]) for trajectory in trajectories],
         }
+
+    def _workflow(self, described: dict[str, Any]) -> Any:
+        """Return a workflow, which is made once."""
+        key = json.dumps(described)
+        if key not in self._workflows:
+            self._workflows[key] = plugins.build(PluginConfig.model_validate(described))
+        return self._workflows[key]
+
+    def _hooked(self, order: dict[str, Any]) -> Any:
+        """Return the parts that hooks written for slime replace, as a recipe names them."""
+        from slipstream.configs.schema import HooksConfig
+        from slipstream.rollout.compat.slime.parts import hook_parts
+
+        rollout = self._config.rollout.model_copy(
+            update={
+                "hooks": HooksConfig.model_validate(order["hooks"]),
+                "reward_key": order.get("reward_key", "reward"),
+            }
+        )
+        return hook_parts(self._config.model_copy(update={"rollout": rollout}), self._tokenizer)
 
 
 def _plain(trajectory: Any) -> dict[str, Any]:
@@ -336,6 +372,7 @@ async def _main(folder: Path, dialect: dict[str, Any]) -> None:
                 "batch_size": 1,
                 "n_samples_per_prompt": 1,
                 "reward": "my.Reward",
+                "engine": {"args": {"context_length": CONTEXT}},
                 "sampling": {"temperature": TEMPERATURE, "max_new_tokens": 256},
                 "endpoint": dialect,
             },

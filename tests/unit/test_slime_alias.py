@@ -110,6 +110,16 @@ def test_a_reward_may_be_one_of_several():
     assert Sample(reward=0.25).get_reward_value(Namespace(reward_key=None)) == 0.25
 
 
+def test_the_lists_of_a_sample_grow_in_place_because_hooks_hold_them():
+    from slime.utils.types import Sample
+
+    sample = Sample(tokens=[1], loss_mask=[], rollout_log_probs=[])
+    tokens, mask, log_probs = sample.tokens, sample.loss_mask, sample.rollout_log_probs
+    sample.append_response_tokens(tokens=[2], log_probs=[-0.5])
+    sample.append_response_tokens(tokens=[3], trainable=False)
+    assert (tokens, mask, log_probs) == ([1, 2, 3], [1, 0], [-0.5, 0.0])
+
+
 def test_singletons_are_made_once_and_again_when_they_are_cleared():
     from slime.utils.misc import SingletonMeta
 

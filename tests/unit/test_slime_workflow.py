@@ -297,6 +297,11 @@ def test_the_longest_of_several_replies_to_one_request_is_taken():
     assert match.sampled_T.tolist() == [False, True, True, True]
 
 
+def test_a_tool_may_repeat_what_the_policy_has_said():
+    match = match_sample([1, 10, 11, 10, 11], 1, [served([1], 10, 11)], [1, 1, 0, 0], None)
+    assert match.sampled_T.tolist() == [False, True, True, False, False]
+
+
 def test_of_replies_to_one_request_the_one_with_the_reported_log_probs_is_taken():
     [first, second] = [served([1], 10, 11), served([1], 10, 11)]
     other = replace(second.completion, logprobs=(-0.9, -0.8), spans=(Span(5, 0, 2),))

@@ -10,8 +10,8 @@ otherwise is an error.
 
 A reply belongs to a place if it was asked for with exactly the ids before it. Of several such replies, the
 one counts whose log-probs the hook reports, and then the longest. A hook that asks by text may
-get other ids for the same text; such a reply belongs to a place where it stands as a whole, or with the
-log-probs that the hook reports.
+get other ids for the same text; such a reply belongs to a place with loss where it stands as a whole, or with
+the log-probs that the hook reports. A tool may repeat what the policy has said: its tokens stay the tool's.
 """
 
 from collections.abc import Sequence
@@ -64,19 +64,20 @@ def match_sample(
     for request in served:
         if request.completion.tokens:
             by_first.setdefault(request.completion.tokens[0], []).append(_reply(request))
-    ids, size = tuple(tokens), len(tokens)
+    ids, size, trained = tuple(tokens), len(tokens), np.asarray(loss_mask, np.bool_)
     claimed = None if reported is None else np.asarray(reported, np.float64)
     match = Match(np.zeros(size, np.bool_), np.zeros(size, np.float32), np.full(size, UNSAMPLED, np.int32), 0)
     retractions, place = 0, response_start
     while place < size:
         best, length, longest = None, 0, (0, 0)
         for reply in by_first.get(ids[place], ()):
-            shared = _shared_length(reply, ids, place, claimed, response_start)
-            agreed = (
-                shared
-                if claimed is None
-                else _agreed_length(reply, claimed[place - response_start :], shared)
-            )
+            asked = reply.served.input_ids
+            is_exact = len(asked) == place and asked == ids[:place]
+            if not (is_exact or trained[place - response_start]):
+                continue
+            rest = None if claimed is None else claimed[place - response_start :]
+            shared = _shared_length(reply, ids, place, is_exact, rest)
+            agreed = shared if rest is None else _agreed_length(reply, rest, shared)
             if shared and (agreed, shared) > longest:
                 best, length, longest = reply, shared, (agreed, shared)
         if best is None:
@@ -89,7 +90,7 @@ def match_sample(
         retractions += best.served.completion.retractions
         place = end
     if claimed is not None:
-        _check_logprobs(match, response_start, np.asarray(loss_mask, np.bool_), claimed)
+        _check_logprobs(match, response_start, trained, claimed)
     return Match(match.sampled_T, match.logprobs_T, match.versions_T, retractions)
 
 
@@ -101,27 +102,21 @@ def _reply(served: Reply) -> _Answer:
 
 
 def _shared_length(
-    reply: _Answer,
-    ids: tuple[int, ...],
-    place: int,
-    claimed: npt.NDArray[np.float64] | None,
-    response_start: int,
+    reply: _Answer, ids: tuple[int, ...], place: int, is_exact: bool, claimed: npt.NDArray[np.float64] | None
 ) -> int:
-    """Return how many tokens of a reply stand at ``place``; 0 if it does not belong there."""
+    """Return how many tokens of a reply stand at ``place``; 0 if it does not belong there.
+
+    ``is_exact``: it was asked for with the ids before. ``claimed``: log-probs from there that the hook reports.
+    """
     sampled = reply.served.completion.tokens
     length = 0
     for mine, theirs in zip(sampled, ids[place : place + len(sampled)], strict=False):
         if mine != theirs:
             break
         length += 1
-    asked = reply.served.input_ids
-    if len(asked) == place and asked == ids[:place]:
+    if is_exact or length == len(sampled):
         return length
-    if length == len(sampled):
-        return length
-    if claimed is None:
-        return 0
-    return _agreed_length(reply, claimed[place - response_start :], length)
+    return 0 if claimed is None else _agreed_length(reply, claimed, length)
 
 
 def _agreed_length(reply: _Answer, claimed: npt.NDArray[np.float64], length: int) -> int:

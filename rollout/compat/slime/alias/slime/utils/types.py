@@ -173,8 +173,9 @@ class Sample:
         if ids:
             self.tokens += ids
             self.response_length += len(ids)
-            mask = [1] * before if self.loss_mask is None else self.loss_mask
-            self.loss_mask = mask + [int(trainable)] * len(ids)
+            if self.loss_mask is None:
+                self.loss_mask = [1] * before
+            self.loss_mask += [int(trainable)] * len(ids)  # in place: hooks hold the list
         if values is not None:
             self._append_log_probs(values, trainable, before)
         if update_terminal_info and "finish_reason" in (meta_info or {}):
@@ -204,7 +205,7 @@ class Sample:
                     "cannot follow on them"
                 )
             self.rollout_log_probs = [0.0] * before
-        self.rollout_log_probs = self.rollout_log_probs + values
+        self.rollout_log_probs += values
 
     def _end_reply(self, args, meta_info: dict) -> None:
         if getattr(args, "sglang_speculative_algorithm", False):
