@@ -38,6 +38,9 @@ class TrainBatch:
     siblings_N: npt.NDArray[np.int64] | None = None
     """int64 [N]: number of each trajectory's episode, ascending from 0; trajectories of one episode share it.
     None: each is an episode of its own."""
+    given_rewards: tuple[float, ...] | None = None
+    """Advantage of each trajectory from its reward, as code of the user's gives it in the place of the
+    recipe's. None: the recipe's is found from rewards."""
 
     @property
     def episode_N(self) -> npt.NDArray[np.int64]:

@@ -41,6 +41,10 @@ class _Totals:
     tokens_masked: int = 0
 
 
+HOOK = "hook/"
+"""Prefix of the metrics that hooks name."""
+
+
 class Recorder:
     """Implements the listener ports of the driver. Owned by the driver's event loop."""
 
@@ -151,7 +155,7 @@ class Recorder:
                 "lost/tokens_masked": totals.tokens_masked,
                 **{f"lost/{loss}_lengths": lengths for loss, lengths in self._lost.items() if lengths},
                 **self._checkpoint_stall,
-                **metrics,
+                **_with_parts(metrics),
                 **_performance_metrics(metrics, report, times),
                 "perf/generate_tokens_per_s": tokens_per_s,
             },
@@ -229,6 +233,13 @@ class Recorder:
             groups=GroupTotals(**asdict(counts)),
             turns=None if status.live is None else turn_totals(status.live),
         )
+
+
+def _with_parts(metrics: Mapping[str, float]) -> dict[str, Value]:
+    """Return the metrics of a step, those that hooks name as parts of one."""
+    parts = {name.removeprefix(HOOK): value for name, value in metrics.items() if name.startswith(HOOK)}
+    others: dict[str, Value] = {name: value for name, value in metrics.items() if not name.startswith(HOOK)}
+    return {**others, "hook/parts": parts} if parts else others
 
 
 def _reward_metrics(rewards: Sequence[float], trajectories: Sequence[TrajectoryHeader]) -> dict[str, Value]:

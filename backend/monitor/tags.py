@@ -287,6 +287,11 @@ TAGS: dict[str, Tag] = {
         "nats",
         "Token mean of log pi_teacher - log pi. 0 if policy and teacher agree. Only with `actor.teacher`.",
     ),
+    "train/masked_hook_fraction": Tag(
+        "fraction",
+        "Tokens whose loss hooks of `rollout.hooks` have taken away. Only with `custom_tis_function` and "
+        "`rollout_data_postprocess`.",
+    ),
     "train/preference_accuracy": Tag(
         "fraction",
         "Fraction of pairs in which the chosen response has the larger value. Only for reward models.",
@@ -306,6 +311,13 @@ TAGS: dict[str, Tag] = {
     "train/zero_advantage_fraction": Tag(
         "fraction",
         "Fraction of the tokens that carry loss with advantage 0, as in groups whose rewards are all equal.",
+    ),
+    # hook
+    "hook/parts": Tag(
+        "as the hook says",
+        "`hook/NAME` for each metric that `custom_tis_function` or `custom_loss_function` returns: its mean "
+        "over the units of `actor.averaging`.",
+        "parts",
     ),
     # critic
     "critic/loss": Tag(

@@ -12,6 +12,9 @@ from slipstream.backend.objective.losses import Tokens
 from slipstream.backend.objective.policy_loss import PolicyLoss
 from slipstream.backend.objective.typed_torch import typed_dist
 
+HOOK = "hook/"
+"""Prefix of the statistics that code of the user's names; each is a sum like the others."""
+
 LARGEST_LOG_WEIGHT = 100.0
 """Importance weights are reported before their cap; a single token must not make a step's mean infinite."""
 
@@ -77,6 +80,8 @@ class StepStatistics:
 
     lr: float
     """Learning rate of the step."""
+    named_by_hooks: bool = False
+    """Whether ranks may have different statistics, since hooks name some of them."""
     _totals: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     _grad_norms: list[float] = field(default_factory=list[float])
     _skipped: int = 0
@@ -106,6 +111,8 @@ class StepStatistics:
         metrics = {"train/lr": self.lr, "train/skipped_updates": float(self._skipped)}
         if not self._grad_norms:
             return metrics
+        if self.named_by_hooks:
+            self._agree_on_names(group)
         names = sorted(self._totals)
         for operation, chosen in (
             (dist.ReduceOp.SUM, [n for n in names if not n.startswith("max/")]),
@@ -116,6 +123,13 @@ class StepStatistics:
             self._totals.update(zip(chosen, values, strict=True))
         total = {name: value.item() for name, value in self._totals.items()}
         return metrics | self._metrics(total)
+
+    def _agree_on_names(self, group: dist.ProcessGroup) -> None:
+        """Add a sum of 0 for every name that another rank has. Collective over ``group``."""
+        by_rank: list[list[str]] = [[]] * group.size()
+        dist.all_gather_object(by_rank, list(self._totals), group)
+        absent = {name for names in by_rank for name in names} - self._totals.keys()
+        self._totals |= {name: torch.zeros_like(self._totals["tokens"]) for name in absent}
 
     def _metrics(self, total: dict[str, float]) -> dict[str, float]:
         tokens = max(total["tokens"], 1.0)
@@ -133,6 +147,7 @@ class StepStatistics:
         for name, dropped in total.items():
             if name.startswith("masked/"):
                 metrics[f"train/masked_{name.removeprefix('masked/')}_fraction"] = dropped / tokens
+        metrics |= {name: value / tokens for name, value in total.items() if name.startswith(HOOK)}
         for name in ("reference_kl", "teacher_gap"):
             if name in total:
                 metrics[f"train/{name}"] = total[name] / tokens
