@@ -92,10 +92,18 @@ class Recorder:
         self._training_ended = self._clock()
 
     def evaluated(
-        self, version: int, reward: float, response_length: float, parts: Mapping[str, float]
+        self,
+        version: int,
+        reward: float,
+        response_length: float,
+        parts: Mapping[str, float],
+        *,
+        is_logged: bool = False,
     ) -> None:
         self._held_out[version] = reward
         self._unshown = HeldOut(reward, self._is_accuracy)
+        if is_logged:
+            return
         accuracy: dict[str, Value] = {"eval/accuracy": reward} if self._is_accuracy else {}
         self._metrics.log(
             version,
@@ -145,9 +153,9 @@ class Recorder:
         self._metrics.log(
             version,
             {
-                **_reward_metrics(rewards, trajectories),
+                **({} if step.is_logged else _reward_metrics(rewards, trajectories)),
                 **staleness,
-                **_length_metrics(trajectories),
+                **({} if step.is_logged else _length_metrics(trajectories)),
                 **_status_metrics(status),
                 **({} if status.live is None else live_metrics(status.live, status.live_requests_running)),
                 "rollout/episode_retries": totals.episode_retries,

@@ -127,7 +127,7 @@ class StepStatistics:
     def _agree_on_names(self, group: dist.ProcessGroup) -> None:
         """Add a sum of 0 for every name that another rank has. Collective over ``group``."""
         by_rank: list[list[str]] = [[]] * group.size()
-        dist.all_gather_object(by_rank, list(self._totals), group)
+        typed_dist.all_gather_object(by_rank, list(self._totals), group)
         absent = {name for names in by_rank for name in names} - self._totals.keys()
         self._totals |= {name: torch.zeros_like(self._totals["tokens"]) for name in absent}
 

@@ -38,10 +38,6 @@ TO_COME = (
     "data_source",
     "buffer_filter",
     "rollout_all_samples_process",
-    "custom_reward_post_process",
-    "custom_convert_samples_to_train_data",
-    "custom_rollout_log_function",
-    "custom_eval_rollout_log_function",
 )
 """Hooks that have a signature, which is checked, but that no run calls yet."""
 
@@ -106,6 +102,10 @@ def hooks_on_ranks_are_called(config: RunConfig) -> Iterator[Violation]:
     if hooks.custom_update_weight_post_write is not None and config.weights.transport.type != "disk":
         reason = f"expected disk: other transports write no files ({SECTION}.custom_update_weight_post_write)"
         yield Violation("weights.transport", config.weights.transport.type, reason)
+    if hooks.custom_eval_rollout_log_function is not None and config.eval is None:
+        reason = "expected null: the recipe has no section eval, so that nothing is evaluated"
+        name = f"{SECTION}.custom_eval_rollout_log_function"
+        yield Violation(name, hooks.custom_eval_rollout_log_function, reason)
     if hooks.custom_advantage_function is not None and actor.teacher is not None:
         reason = f"expected null: {SECTION}.custom_advantage_function sets the advantages"
         yield Violation("actor.teacher", str(actor.teacher.path), reason)
@@ -147,6 +147,6 @@ RULES = (
     ),
     Rule(hooks_are_run, (SECTION,)),
     Rule(hooks_have_what_they_need, (SECTION, "eval")),
-    Rule(hooks_on_ranks_are_called, (SECTION, "actor", "weights.transport")),
+    Rule(hooks_on_ranks_are_called, (SECTION, "actor", "weights.transport", "eval")),
     Rule(custom_config_is_a_mapping, (f"{SECTION}.custom_config_path",)),
 )

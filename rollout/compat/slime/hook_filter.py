@@ -1,11 +1,12 @@
 """slime's dynamic sampling filter as a group filter."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
+from slipstream.rollout.compat.slime.rebuilt_samples import SampleRebuilder
 from slipstream.rollout.plugins import resolve
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
+from slipstream.rollout.trajectory import Group
 from slipstream.rollout.workflow import Tokenizer
 
 
@@ -21,9 +22,8 @@ class HookFilter:
         """Raises PluginError."""
         self._hook: Callable[..., Any] = resolve(path)
         self._call: Callable[..., Any] = resolve("slime.rollout.filter_hub.base_types.call_dynamic_filter")
-        self._sample: Callable[..., Any] = resolve("slime.utils.types.Sample")
+        self._rebuilder = SampleRebuilder(arguments, tokenizer)
         self._arguments = arguments
-        self._tokenizer = tokenizer
 
     def keep(self, group: Group) -> bool:
         """Return whether the hook keeps the group. ``keep_when_insufficient`` has no meaning here: there is
@@ -35,32 +35,5 @@ class HookFilter:
 
     def samples(self, group: Group) -> list[Any]:
         """Return the trajectories of a group as samples; the siblings of one episode as a list."""
-        samples: list[Any] = []
-        for index, trajectory in enumerate(group.trajectories):
-            parts = [self._of(group, index, part) for part in trajectory.split()]
-            samples.append(parts if trajectory.siblings else parts[0])
-        return samples
-
-    def _of(self, group: Group, index: int, trajectory: Trajectory) -> Any:
-        sampled = trajectory.versions_T != UNSAMPLED
-        start = int(sampled.argmax())
-        tokens = trajectory.tokens_T.tolist()
-        statuses = cast("Any", self._sample).Status
-        key = self._arguments.reward_key
-        prompt: Prompt = group.prompt
-        return self._sample(
-            group_index=group.id,
-            index=group.id * len(group.trajectories) + index,
-            rollout_id=group.id * len(group.trajectories) + index,
-            prompt=prompt.prompt,
-            label=prompt.label,
-            metadata=dict(prompt.metadata),
-            tokens=tokens,
-            response=self._tokenizer.decode(tokens[start:]),
-            response_length=len(tokens) - start,
-            loss_mask=trajectory.loss_mask_T[start:].astype(int).tolist(),
-            rollout_log_probs=trajectory.logprobs_T[start:].tolist(),
-            weight_versions=[str(version) for version in sorted({*trajectory.versions_T[sampled].tolist()})],
-            reward=trajectory.reward if key is None else {key: trajectory.reward},
-            status=statuses.TRUNCATED if trajectory.finish is Finish.LENGTH else statuses.COMPLETED,
-        )
+        episodes = self._rebuilder.of_group(group)
+        return [samples if len(samples) > 1 else samples[0] for samples in episodes]
