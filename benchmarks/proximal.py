@@ -69,7 +69,7 @@ class PassForEach(Ours):
         from slipstream.backend.trainer import scoring
 
         # The process has no other trainer.
-        scoring.first_recomputed = lambda actor: 0
+        scoring.first_recomputed = lambda config: 0
 
 
 RECOMPUTED = {"recompute_logprobs": True, "interpolate_logprobs": False}

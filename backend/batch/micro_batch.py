@@ -38,6 +38,12 @@ class MicroBatch:
     """int64: turn of each token (``Trajectory.turn_T``)."""
     share_M: np.ndarray
     """float32: weight of each token in the mean over the tokens of the mini-batch."""
+    pack: tuple[int, ...]
+    """Place in the batch of each trajectory, those without loss included."""
+    share_N: np.ndarray
+    """float32: ``share_M`` of each trajectory of ``pack``."""
+    scale: float
+    """Factor from a mean of the recipe's units to a sum of token losses (``averaging.mean_scale``)."""
     teacher: TeacherScores | None = None
     """A teacher's scores of the M tokens. None: no trajectory of the pack has any."""
 
@@ -64,6 +70,7 @@ def assemble(
     *,
     trajectory_multiple: int = 1,
     share_N: np.ndarray | None = None,
+    scale: float = 1.0,
 ) -> MicroBatch:
     """Concatenate the trajectories ``indices`` of a batch. An empty pack gives a micro-batch of padding.
 
@@ -71,7 +78,7 @@ def assemble(
     parallelism), and the whole to a multiple of ``multiple`` tokens (sequence parallelism), which must be a
     multiple of ``trajectory_multiple``.
 
-    ``share_N`` [N]: weight of each trajectory's tokens in the loss; None: 1.
+    ``share_N`` [N]: weight of each trajectory's tokens in the loss; None: 1. ``scale``: as in ``MicroBatch``.
 
     Raises ValueError for a trajectory whose first token carries loss.
     """
@@ -92,6 +99,8 @@ def assemble(
     place_T = np.repeat(np.arange(len(parts)), np.array(lengths, np.int64))
     owner_M = place_T[predicted_M]
     trajectory_M = np.array(indices, np.int64)[owner_M]
+    if share_N is None:
+        share_N = np.ones(len(batch.trajectories), np.float32)
     padding = -len(tokens_T) % multiple if parts else multiple
     segments = [*lengths, padding] if padding else lengths
     return MicroBatch(
@@ -105,7 +114,10 @@ def assemble(
         owner_M=owner_M,
         trajectory_M=trajectory_M,
         turn_M=turn_T[predicted_M],
-        share_M=np.ones(len(owner_M), np.float32) if share_N is None else share_N[trajectory_M],
+        share_M=share_N[trajectory_M],
+        pack=tuple(indices),
+        share_N=share_N[list(indices)],
+        scale=scale,
         teacher=_taught(parts, starts, predicted_M),
     )
 

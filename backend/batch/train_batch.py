@@ -40,6 +40,9 @@ class TrainBatch:
     siblings_N: npt.NDArray[np.int64] | None = None
     """int64 [N]: number of each trajectory's episode, ascending from 0; trajectories of one episode share it.
     None: each is an episode of its own."""
+    given_rewards: tuple[float, ...] | None = None
+    """Advantage of each trajectory from its reward, as code of the user's gives it in the place of the
+    recipe's. None: the recipe's is found from rewards."""
 
     @property
     def episode_N(self) -> npt.NDArray[np.int64]:
@@ -74,6 +77,11 @@ class EncodedBatch:
     """As in ``TrainBatch``."""
     turn_advantages: TurnAdvantages = field(default_factory=dict[int, tuple[float | None, ...]])
     """Advantages of turns as in ``TrainBatch``, by the place of the episode."""
+    given_rewards: tuple[float, ...] | None = None
+    """As in ``TrainBatch``, of all trajectories but live ones, which come last."""
+    response_masks: tuple[tuple[int, ...], ...] | None = None
+    """0 where code of the user's takes the loss of a token away: for all trajectories but live ones, their
+    tokens from the first sampled one on. None: nowhere."""
 
     def decoded(self) -> TrainBatch:
         """Return the trajectories, those of one episode one behind the other. Raises CorruptRecord."""
@@ -88,14 +96,28 @@ class EncodedBatch:
         group_E[is_dropped_E] = np.min(group_E, initial=0) - 1 - np.arange(is_dropped_E.sum())
         counts = [len(parts) for parts in episodes]
         first = np.cumsum([0, *counts])
+        trajectories = [trajectory for parts in episodes for trajectory in parts]
+        rewards = self.given_rewards
+        if rewards is not None:
+            rewards = (*rewards, *[0.0] * (len(trajectories) - len(rewards)))
+        for place, mask_R in enumerate(self.response_masks or ()):
+            trajectories[place] = _with_response_mask(trajectories[place], mask_R)
         return TrainBatch(
             self.version,
-            tuple(trajectory for parts in episodes for trajectory in parts),
+            tuple(trajectories),
             np.repeat(group_E, counts),
             self.lags,
             {int(first[place]): by_turn for place, by_turn in self.turn_advantages.items()},
             np.repeat(np.arange(len(episodes)), counts),
+            rewards,
         )
+
+
+def _with_response_mask(trajectory: Trajectory, mask_R: Sequence[int]) -> Trajectory:
+    """Return a trajectory without the loss of those of its last tokens that have a 0 in ``mask_R``."""
+    loss_mask_T = trajectory.loss_mask_T.copy()
+    loss_mask_T[len(loss_mask_T) - len(mask_R) :] &= np.array(mask_R, np.bool_)
+    return replace(trajectory, loss_mask_T=loss_mask_T)
 
 
 def demonstrated(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], version: int) -> TrainBatch:

@@ -19,6 +19,7 @@ from slipstream.backend.driver.devices import Colocated, Devices, Separate
 from slipstream.backend.driver.engines import EngineLimits, RayEngine
 from slipstream.backend.driver.evaluation import Evaluation
 from slipstream.backend.driver.gateways import Gateways, gateway_command
+from slipstream.backend.driver.hooked_batches import HookedBatches, hooked_batches
 from slipstream.backend.driver.inputs import Inputs
 from slipstream.backend.driver.interrupted import InterruptedUpdates
 from slipstream.backend.driver.live import LiveUsers
@@ -77,6 +78,8 @@ class Parts:
     """Turns of live users; None without a gateway."""
     live: LiveUsers | None
     """None without a gateway."""
+    hooks: HookedBatches | None
+    """Hooks that see whole batches; None where the recipe names none."""
 
     def status(self) -> RunStatus:
         """Return where the run stands now."""
@@ -174,9 +177,10 @@ def assemble(
         resumed=state.groups.continued,
     )
     key = new_key()
+    hooks = hooked_batches(config, logs, listener.note)
     evaluation = None
     if config.eval is not None and inputs.held_out:
-        evaluation = Evaluation(config.eval, inputs.held_out, questions, listener)
+        evaluation = Evaluation(config.eval, inputs.held_out, questions, listener, hooks)
     adapts = rollout.engine.adaptive_concurrency
     return Parts(
         gate=gate,
@@ -210,6 +214,7 @@ def assemble(
         ),
         turns=turns,
         live=None if turns is None else live_users(config, limits, turns, key, roster, logs, listener),
+        hooks=hooks,
     )
 
 

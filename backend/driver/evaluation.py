@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from slipstream.backend.driver.hooked_batches import HookedBatches
 from slipstream.backend.driver.ports import RunListener
 from slipstream.backend.monitor.units import mean
 from slipstream.configs.schema.run import EvalConfig
@@ -18,11 +19,14 @@ class Evaluation:
         prompts: Sequence[Prompt],
         questions: EvaluationTasks,
         listener: RunListener,
+        hooks: HookedBatches | None = None,
     ) -> None:
+        """``hooks`` see each evaluation; None: the recipe names none."""
         self._every = settings.every
         self._prompts = prompts
         self._questions = questions
         self._listener = listener
+        self._hooks = hooks
 
     def is_due(self, step: int, steps: int) -> bool:
         """Return whether to evaluate after training step ``step``, which is not the last one."""
@@ -38,4 +42,8 @@ class Evaluation:
             return
         lengths = [result.response_length for result in results]
         parts = mean_parts(result.reward_parts for result in results)
-        self._listener.evaluated(version, mean(rewards), mean(lengths), parts)
+        is_logged = False
+        if self._hooks is not None:
+            metrics = {"eval/reward": mean(rewards), "eval/response_length": mean(lengths)}
+            is_logged = await self._hooks.has_logged_evaluation(version, self._prompts, results, metrics)
+        self._listener.evaluated(version, mean(rewards), mean(lengths), parts, is_logged=is_logged)

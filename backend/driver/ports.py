@@ -221,9 +221,15 @@ class RunListener(CollectionListener, CheckpointListener, Protocol):
         ...
 
     def evaluated(
-        self, version: int, reward: float, response_length: float, parts: Mapping[str, float]
+        self,
+        version: int,
+        reward: float,
+        response_length: float,
+        parts: Mapping[str, float],
+        *,
+        is_logged: bool = False,
     ) -> None:
         """Held-out prompts were answered greedily, with the mean ``reward`` and the means of its ``parts``.
-        Beside training, some tokens may be of a newer version.
+        Beside training, some tokens may be of a newer version. ``is_logged``: a hook has logged it.
         """
         ...

@@ -108,6 +108,8 @@ async def _run(
             await parts.weights.cancel()
             if parts.live is not None:  # before the engines: users get a whole answer or an error
                 await asyncio.shield(parts.live.stop())
+            if parts.hooks is not None:
+                await asyncio.shield(parts.hooks.close())
             await asyncio.shield(parts.supervisor.stop())
             parts.trainer.kill()
             summary = recorder.summary(end, parts.status())
@@ -191,6 +193,7 @@ async def _train(
             recorder,
             parts.status,
             partial(_read, state.ledger),
+            parts.hooks,
         )
     collecting.cancel()
     await asyncio.wait({collecting})

@@ -11,7 +11,7 @@ it is restored (``revival``), and goes on from the version that it then holds.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.backend.cluster.errors import TrainerFailed
 from slipstream.backend.cluster.waits import first_of
 from slipstream.backend.driver.evaluation import Evaluation
+from slipstream.backend.driver.hooked_batches import HookedBatches
 from slipstream.backend.driver.ports import Checkpoints, ClientT, RunListener
 from slipstream.backend.driver.served_weights import ServedWeights
 from slipstream.backend.driver.skipped import SkippedUpdateLimit
@@ -40,11 +41,15 @@ async def training_loop(
     listener: RunListener,
     status: Callable[[], RunStatus],
     read: Read,
+    hooks: HookedBatches | None = None,
 ) -> None:
     """Train and publish until ``run.steps`` steps are done or the gate was ended.
 
-    ``read`` returns the chunks of trajectories, given their references into the ledger.
-    Raises TooManySkippedUpdates when the trainer skips more updates than ``run.max_skipped_updates``.
+    ``read`` returns the chunks of trajectories, given their references into the ledger. ``hooks`` see each
+    batch before it is trained; None: the recipe names none.
+
+    Raises BatchHookFailed, and TooManySkippedUpdates when the trainer skips more updates than
+    ``run.max_skipped_updates``.
     """
     clock = asyncio.get_running_loop().time
     skipped = SkippedUpdateLimit(run.max_skipped_updates, listener.note)
@@ -59,10 +64,18 @@ async def training_loop(
                 waited_s = clock() - began
                 await gate.step_begins()
                 batch = await encoded(groups, gate, read)
+                if hooks is not None:
+                    batch = await _hooked(hooks.begin(batch, groups, gate, waited_s), weights.life)
                 advance = await weights.advance(batch, gate.next_version)
                 times = StepTimes(wait_s=waited_s, train_s=advance.train_s, step_s=clock() - began)
                 step = TrainedStep(
-                    batch.headers, batch.lags or {}, advance.version, advance.metrics, advance.report, times
+                    batch.headers,
+                    batch.lags or {},
+                    advance.version,
+                    advance.metrics,
+                    advance.report,
+                    times,
+                    is_logged=hooks is not None and await hooks.has_logged(),
                 )
                 listener.step(step, status())
                 skipped.add(gate.step, advance.skipped)
@@ -94,6 +107,14 @@ async def _batch(run: RunSection, gate: AdmissionGate, life: TrainerLife) -> lis
         if lost.done():
             raise lost.result()
         return batch.result()
+
+
+async def _hooked(begin: Coroutine[None, None, EncodedBatch], life: TrainerLife) -> EncodedBatch:
+    """Wait for the hooks' batch. Raises TrainerFailed: a trainer that is restored has no use for it."""
+    async with first_of(begin, life.lost()) as (made, lost):
+        if lost.done():
+            raise lost.result()
+        return made.result()
 
 
 async def encoded(groups: Sequence[ReadyGroup], gate: AdmissionGate, read: Read) -> EncodedBatch:

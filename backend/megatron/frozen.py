@@ -53,6 +53,11 @@ class FrozenModel:
         ]
         self._put(self._waiting)
 
+    @property
+    def parts(self) -> Sequence[torch.nn.Module]:
+        """Parts of the model on this rank."""
+        return self._parts
+
     def log_probs(self, microbatches: Sequence[MicroBatch], temperature: float) -> list[Tensor | None]:
         """Return log-probs as ``LanguageModel.log_probs`` does."""
         with self._on_device():

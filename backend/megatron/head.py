@@ -91,9 +91,7 @@ def head_inputs(
 
     part: the last part of the model. The gradient of its head goes straight into the buffer of DDP.
     """
-    layer = part.output_layer
-    tied = part.share_embeddings_and_output_weights
-    weight_VH = cast("Tensor", part.shared_embedding_or_output_weight() if tied else layer.weight)
+    layer, weight_VH = part.output_layer, _head_weight(part)
     weight_grad = getattr(weight_VH, "main_grad", None) if torch.is_grad_enabled() else None
     if weight_grad is not None and part.config.no_sync_func is not None:
         weight_VH = cast("Tensor", _WithGradient.apply(weight_VH))
@@ -108,3 +106,35 @@ def head_inputs(
         hidden_MH = copied_to_ranks(hidden_MH, group)
     options = HeadOptions(temperature, vocab, group, float32_logits, weight_grad, implementation)
     return HeadInputs(hidden_MH, weight_VH, target_M, options)
+
+
+PADDING_LOGIT = -1e30
+"""Logit of a row of the LM head past the vocabulary: probability 0, and a finite product with it."""
+
+
+def logits(part: GPTModel, hidden_1TH: Tensor, *, vocab: int, float32_logits: bool) -> Tensor:
+    """Return this tensor-parallel rank's logits of all tokens, float32 [1, T, V], with gradient.
+
+    They are as large as the vocabulary: only for losses that are not about chosen tokens. ``part``: the last
+    part of the model. ``vocab``: the true size of the vocabulary.
+    """
+    layer, weight_VH = part.output_layer, _head_weight(part)
+    tensor_group = cast("dist.ProcessGroup", layer.tp_group)
+    hidden_TH = hidden_1TH[0]
+    first = 0
+    if tensor_group.size() > 1:
+        first = tensor_group.rank() * weight_VH.shape[0]
+        if layer.sequence_parallel:
+            hidden_TH = gather_from_sequence_parallel_region(hidden_TH, group=tensor_group)
+        else:
+            hidden_TH = copied_to_ranks(hidden_TH, tensor_group)
+    if float32_logits:
+        hidden_TH, weight_VH = hidden_TH.float(), weight_VH.float()
+    logits_TV = torch.nn.functional.linear(hidden_TH, weight_VH).float()
+    is_padding_V = torch.arange(first, first + weight_VH.shape[0], device=logits_TV.device) >= vocab
+    return logits_TV.masked_fill(is_padding_V, PADDING_LOGIT)[None]
+
+
+def _head_weight(part: GPTModel) -> Tensor:
+    tied = part.share_embeddings_and_output_weights
+    return cast("Tensor", part.shared_embedding_or_output_weight() if tied else part.output_layer.weight)

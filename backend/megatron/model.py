@@ -46,15 +46,26 @@ from slipstream.bridge.model.spec import ModelSpec
 from slipstream.bridge.shards.load import load_hf
 from slipstream.configs.schema import ActorConfig
 
+ModelProvider = Callable[[bool, bool, int | None], GPTModel]
+"""Makes the part that has the embedding (or not), has the output layer (or not), and is of this virtual
+pipeline stage (None: there are none). Its parameters have the names and shapes of the standard part's."""
+
 
 def build_model(
-    spec: ModelSpec, actor: ActorConfig, dtype: torch.dtype, device: torch.device, *, seed: int = 0
+    spec: ModelSpec,
+    actor: ActorConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    seed: int = 0,
+    provider: ModelProvider | None = None,
 ) -> list[GPTModel]:
     """Return this rank's part of the model for each virtual pipeline stage, with the HF checkpoint's weights.
 
-    ``seed``: for the adapters, which are not in the checkpoint.
+    ``seed``: for the adapters, which are not in the checkpoint. ``provider``: makes the parts in the place of
+    this module.
     """
-    parts = empty_model(spec, actor, dtype, device)
+    parts = empty_model(spec, actor, dtype, device, provider=provider)
     layout, rank = _layout(actor, dtype), torch.distributed.get_rank()
     load_hf(spec, layout, rank, [named_shards(part) for part in parts])
     if actor.lora is not None:
@@ -63,7 +74,12 @@ def build_model(
 
 
 def empty_model(
-    spec: ModelSpec, actor: ActorConfig, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec,
+    actor: ActorConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    provider: ModelProvider | None = None,
 ) -> list[GPTModel]:
     """Return the same parts with undefined weights and without adapters."""
     geometry, layout = spec.geometry, _layout(actor, dtype)
@@ -71,7 +87,7 @@ def empty_model(
     stage = groups.get_pipeline_model_parallel_rank()
     specs = layer_specs(geometry, layout.layer_spec)
     parts = [
-        _build_part(spec, config, part_specs, stage, chunk, layout).to(device=device, dtype=dtype)
+        _build_part(spec, config, part_specs, stage, chunk, layout, provider).to(device=device, dtype=dtype)
         for chunk, part_specs in enumerate(_specs_of_stage(specs, layout, stage))
     ]
     for module in (module for part in parts for module in part.modules()):
@@ -100,25 +116,51 @@ def _build_part(
     stage: int,
     chunk: int,
     layout: Layout,
+    provider: ModelProvider | None,
+) -> GPTModel:
+    pre_process = stage == 0 and chunk == 0
+    post_process = stage == layout.pipeline - 1 and chunk == layout.chunks - 1
+    vp_stage = chunk if layout.chunks > 1 else None
+    if provider is None:
+        part = _standard_part(spec, config, specs, layout, pre_process, post_process, vp_stage)
+    else:
+        part = provider(pre_process, post_process, vp_stage)
+    _complete_part(spec, config, part)
+    return part
+
+
+def _standard_part(
+    spec: ModelSpec,
+    config: TransformerConfig,
+    specs: list[ModuleSpec],
+    layout: Layout,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
 ) -> GPTModel:
     geometry = spec.geometry
     # Megatron takes submodules, classes and floats where its annotations say otherwise.
     norm = cast("ModuleSpec", final_norm(layout.layer_spec))
     layers = cast("ModuleSpec", TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm))
-    part = GPTModel(
+    return GPTModel(
         config,
         layers,
         vocab_size=geometry.padded_vocab(layout.tensor),
         max_sequence_length=geometry.max_positions,
-        pre_process=stage == 0 and chunk == 0,
-        post_process=stage == layout.pipeline - 1 and chunk == layout.chunks - 1,
+        pre_process=pre_process,
+        post_process=post_process,
         parallel_output=True,
         share_embeddings_and_output_weights=geometry.tied_embeddings,
         position_embedding_type="rope",
         rotary_percent=geometry.rope.fraction,
         rotary_base=cast("int", geometry.rope.theta),
-        vp_stage=chunk if layout.chunks > 1 else None,
+        vp_stage=vp_stage,
     )
+
+
+def _complete_part(spec: ModelSpec, config: TransformerConfig, part: GPTModel) -> None:
+    """Set what Megatron's own constructor leaves to its training loop, or cannot describe."""
+    geometry = spec.geometry
     if spec.gives_values and part.post_process:
         part.output_layer = cast("ColumnParallelLinear", ValueHead(config))
     _share_rotary_embeddings(part)
@@ -135,7 +177,6 @@ def _build_part(
             # Megatron takes experts for dense layers if there is one expert-parallel rank: with
             # ``expert_tensor`` unlike ``tensor``, their gradients would be summed over the wrong ranks.
             marks_of(parameter).allreduce = False
-    return part
 
 
 def _share_rotary_embeddings(part: GPTModel) -> None:

@@ -224,10 +224,20 @@ class LanguageModel(PackedModel):
         gathered = [self.gathered(micro, value_m) for value_m in (logp_m, entropy_m, divergence_m)]
         return gathered[0], gathered[1], gathered[2]
 
+    def logits(self, hidden_1TH: Tensor) -> Tensor:
+        """Return this rank's logits as ``head.logits`` does, from the output of the last stage."""
+        return head.logits(self._last, hidden_1TH, vocab=self._vocab, float32_logits=self._float32_logits)
+
+    @property
+    def _last(self) -> GPTModel:
+        """Last part of the model, without the wrapper of DDP."""
+        last = self.parts[-1]
+        return cast("GPTModel", getattr(last, "module", last))
+
     def _head_inputs(self, micro: MicroBatch, hidden_1TH: Tensor, temperature: float) -> head.HeadInputs:
-        last, batch = self.parts[-1], self.on_device(micro)
+        batch = self.on_device(micro)
         return head.head_inputs(
-            cast("GPTModel", getattr(last, "module", last)),
+            self._last,
             hidden_1TH,
             batch.index_m,
             batch.target_m,

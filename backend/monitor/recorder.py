@@ -41,6 +41,10 @@ class _Totals:
     tokens_masked: int = 0
 
 
+HOOK = "hook/"
+"""Prefix of the metrics that hooks name."""
+
+
 class Recorder:
     """Implements the listener ports of the driver. Owned by the driver's event loop."""
 
@@ -88,10 +92,18 @@ class Recorder:
         self._training_ended = self._clock()
 
     def evaluated(
-        self, version: int, reward: float, response_length: float, parts: Mapping[str, float]
+        self,
+        version: int,
+        reward: float,
+        response_length: float,
+        parts: Mapping[str, float],
+        *,
+        is_logged: bool = False,
     ) -> None:
         self._held_out[version] = reward
         self._unshown = HeldOut(reward, self._is_accuracy)
+        if is_logged:
+            return
         accuracy: dict[str, Value] = {"eval/accuracy": reward} if self._is_accuracy else {}
         self._metrics.log(
             version,
@@ -141,9 +153,9 @@ class Recorder:
         self._metrics.log(
             version,
             {
-                **_reward_metrics(rewards, trajectories),
+                **({} if step.is_logged else _reward_metrics(rewards, trajectories)),
                 **staleness,
-                **_length_metrics(trajectories),
+                **({} if step.is_logged else _length_metrics(trajectories)),
                 **_status_metrics(status),
                 **({} if status.live is None else live_metrics(status.live, status.live_requests_running)),
                 "rollout/episode_retries": totals.episode_retries,
@@ -151,7 +163,7 @@ class Recorder:
                 "lost/tokens_masked": totals.tokens_masked,
                 **{f"lost/{loss}_lengths": lengths for loss, lengths in self._lost.items() if lengths},
                 **self._checkpoint_stall,
-                **metrics,
+                **_with_parts(metrics),
                 **_performance_metrics(metrics, report, times),
                 "perf/generate_tokens_per_s": tokens_per_s,
             },
@@ -229,6 +241,13 @@ class Recorder:
             groups=GroupTotals(**asdict(counts)),
             turns=None if status.live is None else turn_totals(status.live),
         )
+
+
+def _with_parts(metrics: Mapping[str, float]) -> dict[str, Value]:
+    """Return the metrics of a step, those that hooks name as parts of one."""
+    parts = {name.removeprefix(HOOK): value for name, value in metrics.items() if name.startswith(HOOK)}
+    others: dict[str, Value] = {name: value for name, value in metrics.items() if not name.startswith(HOOK)}
+    return {**others, "hook/parts": parts} if parts else others
 
 
 def _reward_metrics(rewards: Sequence[float], trajectories: Sequence[TrajectoryHeader]) -> dict[str, Value]:

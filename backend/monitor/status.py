@@ -61,3 +61,5 @@ class TrainedStep:
     """Metrics of the trainer, by the tags of ``tags.py``."""
     report: PublishReport
     times: StepTimes
+    is_logged: bool = False
+    """Whether a hook has logged what the batch's trajectories are like."""

@@ -307,6 +307,11 @@ TAGS: dict[str, Tag] = {
         "Fraction of the tokens that carry loss at which the teacher's likeliest tokens are known. Only with "
         "a term of type `teacher_topk`.",
     ),
+    "train/masked_hook_fraction": Tag(
+        "fraction",
+        "Tokens whose loss hooks of `rollout.hooks` have taken away. Only with `custom_tis_function` and "
+        "`rollout_data_postprocess`.",
+    ),
     "train/preference_accuracy": Tag(
         "fraction",
         "Fraction of pairs in which the chosen response has the larger value. Only for reward models.",
@@ -326,6 +331,13 @@ TAGS: dict[str, Tag] = {
     "train/zero_advantage_fraction": Tag(
         "fraction",
         "Fraction of the tokens that carry loss with advantage 0, as in groups whose rewards are all equal.",
+    ),
+    # hook
+    "hook/parts": Tag(
+        "as the hook says",
+        "`hook/NAME` for each metric that `custom_tis_function` or `custom_loss_function` returns: its mean "
+        "over the units of `actor.averaging`.",
+        "parts",
     ),
     # critic
     "advantage/reward_mean": Tag(

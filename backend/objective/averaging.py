@@ -4,9 +4,11 @@ from typing import Literal
 
 import numpy as np
 
+Averaging = Literal["token", "sequence", "prompt"]
+
 
 def token_shares(
-    averaging: Literal["token", "sequence", "prompt"],
+    averaging: Averaging,
     tokens_N: np.ndarray,
     group_N: np.ndarray,
     episode_N: np.ndarray,
@@ -30,3 +32,18 @@ def token_shares(
     tokens_U = np.bincount(unit_N, weights=tokens_N)
     units = max(np.count_nonzero(tokens_U), 1)
     return (tokens_N.sum() / (units * np.maximum(tokens_U[unit_N], 1))).astype(np.float32)
+
+
+def mean_scale(
+    averaging: Averaging, tokens_N: np.ndarray, group_N: np.ndarray, episode_N: np.ndarray
+) -> float:
+    """Return the factor from a sum of means of units to the sum of token losses of a mini-batch.
+
+    It is the number of tokens / the number of units for means of episodes and of prompts, so that Megatron's
+    division by the number of tokens leaves the mean over units; 1 for the sum over tokens. The arguments are
+    those of ``token_shares``.
+    """
+    if averaging == "token":
+        return 1.0
+    units = np.unique((episode_N if averaging == "sequence" else group_N)[tokens_N > 0])
+    return float(tokens_N.sum() / max(len(units), 1))

@@ -1,5 +1,6 @@
 """The loss of each token under the recipe's objective and corrections: the one way in for the trainer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -44,26 +45,32 @@ class Tokens:
     owners: int
 
 
-def token_losses(actor: ActorConfig, x: Tokens) -> PolicyLoss:
+Weigh = Callable[[PolicyLoss], PolicyLoss]
+"""Weighs the losses of tokens in the place of the importance weight and its cap."""
+
+
+def token_losses(actor: ActorConfig, x: Tokens, weigh: Weigh | None = None) -> PolicyLoss:
     """Return the loss of each token under ``actor.objective``, decoupled and corrected as the recipe says.
 
     Decoupled: w L(pi / pi_old) with w = pi_old / mu (AReaL, arXiv:2505.24298, eq. 5). The importance weight
     corrects for the policy that sampled the token, the objective bounds how far this step moves; each is
     applied once. Otherwise the ratio is taken to pi_old, or to mu if pi_old is unknown. Objectives that are
-    defined with mu always take it to mu.
+    defined with mu always take it to mu. ``weigh``: None for the importance weight w.
     """
     objective = actor.objective
     old_M = x.proximal_logp_M
     if old_M is None or objective.against_behaviour:
         old_M = x.behaviour_logp_M
     loss = _objective_loss(objective, x, old_M)
-    if actor.use_decoupled_loss:
+    if weigh is not None:
+        loss = weigh(loss)
+    elif actor.use_decoupled_loss:
         weight_M = correction.importance_weight(_log_weight(x), actor.correction.weight_cap)
         loss = replace(loss, loss_T=weight_M * loss.loss_T)
     dropped = _dropped(actor, x)
     if dropped:
         anywhere_M = torch.stack(list(dropped.values())).any(dim=0)
-        loss = replace(loss, loss_T=torch.where(anywhere_M, 0.0, loss.loss_T), masked=dropped)
+        loss = replace(loss, loss_T=torch.where(anywhere_M, 0.0, loss.loss_T), masked=loss.masked | dropped)
     return loss
 
 

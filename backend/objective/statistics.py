@@ -15,6 +15,9 @@ from slipstream.backend.objective.typed_torch import typed_dist
 TOP_TOKENS = ("top_tokens_kl", "top_tokens")
 """Sums over the tokens at which a teacher's likeliest tokens are known: of the divergence, and of 1."""
 
+HOOK = "hook/"
+"""Prefix of the statistics that code of the user's names; each is a sum like the others."""
+
 LARGEST_LOG_WEIGHT = 100.0
 """Importance weights are reported before their cap; a single token must not make a step's mean infinite."""
 
@@ -80,6 +83,8 @@ class StepStatistics:
 
     lr: float
     """Learning rate of the step."""
+    named_by_hooks: bool = False
+    """Whether ranks may have different statistics, since hooks name some of them."""
     _totals: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     _grad_norms: list[float] = field(default_factory=list[float])
     _skipped: int = 0
@@ -109,6 +114,8 @@ class StepStatistics:
         metrics = {"train/lr": self.lr, "train/skipped_updates": float(self._skipped)}
         if not self._grad_norms:
             return metrics
+        if self.named_by_hooks:
+            self._agree_on_names(group)
         names = sorted(self._totals)
         for operation, chosen in (
             (dist.ReduceOp.SUM, [n for n in names if not n.startswith("max/")]),
@@ -119,6 +126,13 @@ class StepStatistics:
             self._totals.update(zip(chosen, values, strict=True))
         total = {name: value.item() for name, value in self._totals.items()}
         return metrics | self._metrics(total)
+
+    def _agree_on_names(self, group: dist.ProcessGroup) -> None:
+        """Add a sum of 0 for every name that another rank has. Collective over ``group``."""
+        by_rank: list[list[str]] = [[]] * group.size()
+        typed_dist.all_gather_object(by_rank, list(self._totals), group)
+        absent = {name for names in by_rank for name in names} - self._totals.keys()
+        self._totals |= {name: torch.zeros_like(self._totals["tokens"]) for name in absent}
 
     def _metrics(self, total: dict[str, float]) -> dict[str, float]:
         tokens = max(total["tokens"], 1.0)
@@ -142,6 +156,7 @@ class StepStatistics:
             metrics["train/teacher_topk_kl"] = total["top_tokens_kl"] / max(total["top_tokens"], 1.0)
             metrics["train/teacher_topk_fraction"] = total["top_tokens"] / tokens
         metrics |= {name: value / tokens for name, value in total.items() if name.startswith("advantage/")}
+        metrics |= {name: value / tokens for name, value in total.items() if name.startswith(HOOK)}
         if "capped" in total:
             metrics["train/importance_weight_capped_fraction"] = total["capped"] / tokens
         if total.get("fresh"):

@@ -20,6 +20,10 @@ class _TypedDistributed(Protocol):
         self, tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
     ) -> object: ...
 
+    def all_gather_object(
+        self, object_list: list[list[str]], obj: list[str], group: dist.ProcessGroup
+    ) -> None: ...
+
 
 typed_torch: _TypedTorch = torch
 typed_dist: _TypedDistributed = dist

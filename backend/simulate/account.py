@@ -154,7 +154,13 @@ class Account:
             self.failures.append(f"prompt {prompt}, attempt {attempt}: {error}")
 
     def evaluated(
-        self, version: int, reward: float, response_length: float, parts: Mapping[str, float]
+        self,
+        version: int,
+        reward: float,
+        response_length: float,
+        parts: Mapping[str, float],
+        *,
+        is_logged: bool = False,
     ) -> None:
         """Evaluations matter for the time that they take from the engines."""
 

@@ -6,9 +6,9 @@ from slipstream.backend.batch.flops import forward_flops
 from slipstream.backend.batch.micro_batch import MicroBatch, assemble
 from slipstream.backend.batch.packing import balance, schedule, split_minibatches
 from slipstream.backend.batch.train_batch import TrainBatch
-from slipstream.backend.objective.averaging import token_shares
+from slipstream.backend.objective.averaging import mean_scale, token_shares
 from slipstream.bridge.model.geometry import Geometry
-from slipstream.configs.schema import ActorConfig, RunConfig
+from slipstream.configs.schema import RunConfig
 
 
 def microbatches_of(
@@ -37,38 +37,46 @@ def microbatches_of(
     )
     # Means are over the mini-batch on all ranks, not over the part that one of them holds.
     share_N = np.zeros(len(tokens_N), np.float32)
+    scales: list[float] = []
     for minibatch in plan:
         members = [index for packs in minibatch for pack in packs for index in pack]
-        share_N[members] = token_shares(
-            actor.averaging, tokens_N[members], batch.group_N[members], batch.episode_N[members]
+        units = tokens_N[members], batch.group_N[members], batch.episode_N[members]
+        share_N[members] = token_shares(actor.averaging, *units)
+        scales.append(mean_scale(actor.averaging, *units))
+
+    def assembled(pack: list[int], scale: float) -> MicroBatch:
+        return assemble(
+            batch, pack, multiple, trajectory_multiple=trajectory_multiple, share_N=share_N, scale=scale
         )
 
-    def assembled(pack: list[int]) -> MicroBatch:
-        return assemble(batch, pack, multiple, trajectory_multiple=trajectory_multiple, share_N=share_N)
-
-    microbatches = [[assembled(pack) for pack in minibatch[rank]] for minibatch in plan]
+    microbatches = [
+        [assembled(pack, scale) for pack in minibatch[rank]]
+        for minibatch, scale in zip(plan, scales, strict=True)
+    ]
     quality = balance(plan, length_N, cost_N, budget)
     return microbatches, {"packing/fill": quality.fill, "packing/imbalance": quality.imbalance}
 
 
-def first_recomputed(actor: ActorConfig) -> int:
+def first_recomputed(config: RunConfig) -> int:
     """Return the number of the first mini-batch with a forward pass for its proximal log-probs.
 
     All later ones have one too; ``actor.minibatches``: none has. The training pass of mini-batch 0 gives
     these log-probs itself: no update comes before it, and there is no dropout. It comes too late only where
-    advantages depend on them.
+    advantages, or hooks that see the whole batch, depend on them.
     """
+    actor, hooks = config.actor, config.rollout.hooks
     if not actor.recompute_logprobs:
         return actor.minibatches
     in_advantages = actor.teacher_term is not None or (actor.kl is not None and actor.kl.where == "reward")
-    return 0 if in_advantages else 1
+    seen = hooks is not None and (hooks.custom_advantage_function or hooks.rollout_data_postprocess)
+    return 0 if in_advantages or seen else 1
 
 
 def is_recomputed(config: RunConfig, episode_N: np.ndarray, step: int) -> np.ndarray:
     """Return which trajectories of a batch have a forward pass for their proximal log-probs, bool [N]."""
     drawn = split_minibatches(episode_N, config.actor.minibatches, _draw(config, step))
     is_recomputed_N = np.ones(len(episode_N), np.bool_)
-    for places in drawn[: first_recomputed(config.actor)]:
+    for places in drawn[: first_recomputed(config)]:
         is_recomputed_N[places] = False
     return is_recomputed_N
 

@@ -14,13 +14,14 @@ from slipstream.backend.objective import kl
 from slipstream.backend.objective.correction import interpolated_logp
 from slipstream.backend.objective.losses import Tokens, token_losses
 from slipstream.backend.objective.statistics import TOP_TOKENS, StepStatistics, token_statistics
-from slipstream.backend.trainer.prepared import PreparedMicroBatch
+from slipstream.backend.trainer.prepared import PreparedMicroBatch, Scores
 from slipstream.backend.trainer.skipping import Faults, SkippedUpdates, add_faults
 from slipstream.configs.schema import ActorConfig
 
 if TYPE_CHECKING:  # Megatron can only be imported once the rank has joined its groups
     from slipstream.backend.megatron.packed_model import LanguageModel
     from slipstream.backend.megatron.trained import Trained
+    from slipstream.backend.trainer.slime.rank_hooks import RankHooks
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,19 @@ def update_policy(
     *,
     temperature: float,
     lr: float,
+    hooks: "RankHooks | None" = None,
 ) -> StepStatistics:
     """Make one optimizer update for each mini-batch, and return the statistics of all of them.
 
+    ``hooks``: those of the recipe that decide about losses or see updates; None: it names none.
     Updates that are not finite are left out, and added to ``skipped``.
     """
-    statistics = StepStatistics(lr)
+    statistics = StepStatistics(lr, named_by_hooks=hooks is not None)
     for number, minibatch in enumerate(minibatches):
-        loss = partial(_loss, policy, actor, temperature, number == 0)
+        loss = partial(_loss, policy, actor, temperature, number == 0, hooks)
         heads = [partial(loss, item) for item in minibatch]
+        if hooks is not None:
+            hooks.update_begins(number, trained, lr)
         update = trained.update(policy, [item.micro for item in minibatch], heads, lr)
         if update.succeeded:
             statistics.add_update([result.statistics for result in update.results], update.grad_norm)
@@ -65,6 +70,7 @@ def _loss(
     actor: ActorConfig,
     temperature: float,
     is_first: bool,
+    hooks: "RankHooks | None",
     item: PreparedMicroBatch,
     hidden: Tensor,
 ) -> tuple[Tensor, Tensor, MicroBatchResult]:
@@ -92,17 +98,18 @@ def _loss(
         owner_M=batch.owner_M,
         owners=micro.owners,
     )
-    loss = token_losses(actor, tokens)
     share_M = batch.share_M
-    total = (share_M * loss.loss_T).sum()
-    if actor.entropy_bonus > 0:
-        total = total - actor.entropy_bonus * (share_M * entropy_M).sum()
-    if actor.kl is not None and actor.kl.where == "loss":
-        assert scores.reference_M is not None
-        kl_M = kl.in_loss(logp_M, scores.reference_M, behaviour_M, actor.kl.estimator)
-        total = total + actor.kl.coefficient * (share_M * kl_M).sum()
-    if actor.top_tokens_term is not None and divergence_M is not None:
-        total = total + actor.top_tokens_term.weight * (share_M * divergence_M).sum()
+    hooked = None if hooks is None else hooks.loss_of(item)
+    if hooked is None:
+        loss = token_losses(actor, tokens)
+        total = (share_M * loss.loss_T).sum()
+    else:
+        loss = hooked.kept(token_losses(actor, tokens, hooked.weighing(tokens, share_M)))
+        total = hooked.custom_total(policy, hidden) if hooked.replaces_loss else hooked.total(loss, share_M)
+    if hooked is None or not hooked.replaces_loss:
+        total = total + _penalties(actor, scores, share_M, logp_M, entropy_M, behaviour_M)
+        if actor.top_tokens_term is not None and divergence_M is not None:
+            total = total + actor.top_tokens_term.weight * (share_M * divergence_M).sum()
     measured = token_statistics(
         loss=loss,
         tokens=tokens,
@@ -113,6 +120,8 @@ def _loss(
         recomputed=actor.recompute_logprobs,
         weight_cap=actor.correction.weight_cap if actor.use_decoupled_loss else None,
     )
+    if hooked is not None:
+        measured |= hooked.statistics()
     if actor.top_tokens_term is not None:
         measured |= _divergence_statistics(divergence_M, micro, measured["tokens"])
     return total, batch.count, MicroBatchResult(measured, logp_M.detach(), loss.loss_T.detach())
@@ -143,6 +152,27 @@ def _divergence_statistics(
         return dict.fromkeys(TOP_TOKENS, torch.zeros_like(tokens))
     known = tokens.new_tensor(float(np.count_nonzero(micro.teacher.has_top_T)))
     return dict(zip(TOP_TOKENS, (divergence_M.detach().double().sum(), known), strict=True))
+
+
+def _penalties(
+    actor: ActorConfig,
+    scores: Scores,
+    share_M: Tensor,
+    logp_M: Tensor,
+    entropy_M: Tensor,
+    behaviour_M: Tensor,
+) -> Tensor:
+    """Return what the recipe adds to the loss of a micro-batch: its entropy bonus, its penalty for leaving
+    the reference.
+    """
+    total = share_M.new_zeros(())
+    if actor.entropy_bonus > 0:
+        total = total - actor.entropy_bonus * (share_M * entropy_M).sum()
+    if actor.kl is not None and actor.kl.where == "loss":
+        assert scores.reference_M is not None
+        kl_M = kl.in_loss(logp_M, scores.reference_M, behaviour_M, actor.kl.estimator)
+        total = total + actor.kl.coefficient * (share_M * kl_M).sum()
+    return total
 
 
 def _faults(minibatch: Sequence[PreparedMicroBatch], results: Sequence[MicroBatchResult]) -> Faults:

@@ -1,6 +1,7 @@
 """From the sender's buckets to the engines, over the transport that the recipe names."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import cast
 from uuid import uuid4
 
@@ -21,13 +22,23 @@ VERSIONS = "weights"
 """Folder of the disk transport's versions within the run folder."""
 
 
-def make_publisher(config: RunConfig, plan: ExportPlan, *, address: str, backend: str) -> Publisher:
-    """Make the publisher of the recipe. address: of this process, for the engines. backend: nccl or gloo."""
+def make_publisher(
+    config: RunConfig,
+    plan: ExportPlan,
+    *,
+    address: str,
+    backend: str,
+    written: Callable[[Path], object] | None = None,
+) -> Publisher:
+    """Make the publisher of the recipe. address: of this process, for the engines. backend: nccl or gloo.
+
+    written: as in ``DiskTransport``; other transports write no files.
+    """
     weights = config.weights
     answer_s = min(weights.answer_timeout_s, weights.timeout_s)
     timeouts = Timeouts(transfer_s=weights.timeout_s, answer_s=answer_s)
     return Publisher(
-        _transport(config, plan, address, backend, timeouts),
+        _transport(config, plan, address, backend, timeouts, written),
         # Colocated engines are stopped during the training step already.
         interrupt=None if config.rollout.engine.colocated else weights.interrupt,
         timeouts=timeouts,
@@ -35,7 +46,12 @@ def make_publisher(config: RunConfig, plan: ExportPlan, *, address: str, backend
 
 
 def _transport(
-    config: RunConfig, plan: ExportPlan, address: str, backend: str, timeouts: Timeouts
+    config: RunConfig,
+    plan: ExportPlan,
+    address: str,
+    backend: str,
+    timeouts: Timeouts,
+    written: Callable[[Path], object] | None,
 ) -> Transport:
     transport = config.weights.transport
     match transport.type:
@@ -45,7 +61,8 @@ def _transport(
         case "tensor":
             return TensorTransport()
         case "disk":
-            return DiskTransport(transport.path or config.run.folder / VERSIONS, plan.spec.path)
+            folder = transport.path or config.run.folder / VERSIONS
+            return DiskTransport(folder, plan.spec.path, written)
         case "delta":
             return DeltaTransport(plan, config.model.dtype)
 

@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -52,6 +53,9 @@ from slipstream.configs.schema import RunConfig
 from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.trajectory import Completion, Finish, Span, TrajectoryBuilder
 
+if TYPE_CHECKING:
+    from slipstream.backend.trainer.slime.rank_hooks import RankHooks
+
 
 class TrainerRank(CheckpointedRank):
     """One rank of the trainer. All ranks are called with the same arguments, in the same order."""
@@ -62,6 +66,7 @@ class TrainerRank(CheckpointedRank):
         self._device = initialize(
             rank, config.actor.parallel, seed=config.run.seed, timeout_s=config.run.step_timeout_s
         )
+        self._hooks = _rank_hooks(config, self._device)
         # Megatron can only be imported now.
         from slipstream.backend.megatron import checkpoint, fusions, groups, head, model
         from slipstream.backend.megatron.packed_model import LanguageModel
@@ -76,7 +81,14 @@ class TrainerRank(CheckpointedRank):
         self._spec = model_spec(config.model.path)
         dtype = getattr(torch, config.model.dtype)
         actor = config.actor
-        parts = model.build_model(self._spec, actor, dtype, self._device, seed=config.run.seed)
+        parts = model.build_model(
+            self._spec,
+            actor,
+            dtype,
+            self._device,
+            seed=config.run.seed,
+            provider=None if self._hooks is None else self._hooks.provider,
+        )
         head.pass_on_hidden_states(parts)
         self._trained = Trained(parts, actor, dtype)
         self._policy = LanguageModel(
@@ -88,7 +100,8 @@ class TrainerRank(CheckpointedRank):
         )
         self._parameters = [model.named_shards(part) for part in parts]
         self._learning_rate = partial(learning_rate, actor.optimizer, run_steps=config.run.steps)
-        self._scorers = Scorers(config, dtype, self._device)
+        before = None if self._hooks is None else self._hooks.log_probs_begin
+        self._scorers = Scorers(config, dtype, self._device, before)
         trained = {checkpoint.POLICY: self._trained}
         if self._scorers.critic is not None:
             trained[checkpoint.CRITIC] = self._scorers.critic.trained
@@ -121,8 +134,12 @@ class TrainerRank(CheckpointedRank):
         self._skipped.begin(batch)
         minibatches, metrics = self.microbatches(batch)
         microbatches = list(chain.from_iterable(minibatches))
+        if self._hooks is not None:
+            self._hooks.step_begins(self.step, batch, microbatches)
         scores = self._scorers.score(self._policy, minibatches)
         targets = self._targets(batch, microbatches, scores)
+        if self._hooks is not None:
+            targets = self._hooks.targets(scores, targets)
         inputs = prepared(minibatches, scores, targets)
         metrics |= self._work_of(batch)
         metrics |= self._update_policy(inputs)
@@ -181,6 +198,7 @@ class TrainerRank(CheckpointedRank):
             self._skipped,
             temperature=self._config.rollout.sampling.temperature,
             lr=self._learning_rate(self.step),
+            hooks=self._hooks,
         )
         if not self._groups.is_pipeline_last_stage():
             return {}
@@ -241,7 +259,15 @@ class TrainerRank(CheckpointedRank):
             return None
         if self._publisher is None:
             backend = "nccl" if self._device.type == "cuda" else "gloo"
-            self._publisher = make_publisher(self._config, self._plan, address=self._address, backend=backend)
+            self._publisher = make_publisher(
+                self._config,
+                self._plan,
+                address=self._address,
+                backend=backend,
+                written=None if self._hooks is None else self._hooks.version_written,
+            )
+        if self._hooks is not None:
+            self._hooks.publication_begins(engines)
         return asyncio.run(publish_to(self._publisher, version, engines, buckets))
 
     def export_hf(self, folder: Path) -> None:
@@ -251,3 +277,12 @@ class TrainerRank(CheckpointedRank):
 
     def _export(self) -> Iterator[FlatBucket | None]:
         return export(self._plan, self._parameters, dist.get_rank())
+
+
+def _rank_hooks(config: RunConfig, device: torch.device) -> "RankHooks | None":
+    """Return the hooks of slime that run on this rank; None, and nothing is imported: there are none."""
+    if config.rollout.hooks is None:
+        return None
+    from slipstream.backend.trainer.slime.rank_hooks import make_rank_hooks
+
+    return make_rank_hooks(config, device)

@@ -1,6 +1,6 @@
 """Scores of a batch by the policy and the models besides it, before it is trained on."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -19,7 +19,17 @@ from slipstream.configs.schema import AverageReference, RunConfig
 class Scorers:
     """The models that the recipe's objective needs besides the policy. All have the policy's layout."""
 
-    def __init__(self, config: RunConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        before: Callable[[Sequence[torch.nn.Module], str], object] | None = None,
+    ) -> None:
+        """``before``: called with the parts of a model and its role, `policy`, `reference` or `teacher`,
+        before it computes log-probs.
+        """
+        self._before = before
         self._config = config
         actor, policy_path = config.actor, config.model.path
         reference = actor.kl and actor.kl.reference
@@ -47,23 +57,34 @@ class Scorers:
         microbatches = list(chain.from_iterable(minibatches))
         nothing: list[Tensor | None] = [None] * len(microbatches)
 
-        def log_probs(model: FrozenModel | None) -> list[Tensor | None]:
-            return model.log_probs(microbatches, temperature) if model is not None else nothing
+        def log_probs(model: FrozenModel | None, role: str) -> list[Tensor | None]:
+            if model is None:
+                return nothing
+            if self._before is not None:
+                self._before(model.parts, role)
+            return model.log_probs(microbatches, temperature)
 
         proximal = self._proximal(policy, minibatches)
         values = self.critic.values(microbatches) if self.critic is not None else nothing
-        by_model = (proximal, log_probs(self._reference), log_probs(self._teacher), values)
+        by_model = (
+            proximal,
+            log_probs(self._reference, "reference"),
+            log_probs(self._teacher, "teacher"),
+            values,
+        )
         return [Scores(*scores) for scores in zip(*by_model, strict=True)]
 
     def _proximal(
         self, policy: LanguageModel, minibatches: Sequence[Sequence[MicroBatch]]
     ) -> list[Tensor | None]:
         """Return the proximal log-probs of each micro-batch; None where none are computed beforehand."""
-        first = first_recomputed(self._config.actor)
+        first = first_recomputed(self._config)
         given: list[Tensor | None] = [None] * sum(map(len, minibatches[:first]))
         recomputed = list(chain.from_iterable(minibatches[first:]))
         if not recomputed:
             return given
+        if self._before is not None:
+            self._before(policy.parts, "policy")
         return given + policy.log_probs(recomputed, self._config.rollout.sampling.temperature)
 
     def follow(self, policy: Sequence[Mapping[str, Tensor]]) -> None:

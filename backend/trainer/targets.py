@@ -154,6 +154,8 @@ def _episode_advantages(
 ) -> Tensor:
     """Return the advantage of each trajectory, [N]: that of its episode, whose reward is the mean of those of
     its trajectories."""
+    if batch.given_rewards is not None:
+        return torch.tensor(batch.given_rewards, dtype=torch.float32)
     first_E = np.unique(batch.episode_N, return_index=True)[1]
     episode_N = torch.from_numpy(batch.episode_N)
     count_E = episode_N.bincount()

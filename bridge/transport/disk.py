@@ -4,8 +4,9 @@ This serves engines that no process group can reach. The sender writes while the
 pause every engine reads the checkpoint.
 """
 
+import asyncio
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from slipstream.bridge.hf.bucket import FlatBucket
@@ -20,15 +21,20 @@ KEPT = 2
 class DiskTransport:
     """Keeps one directory per version. A directory is complete once it has its final name."""
 
-    def __init__(self, folder: Path, source: Path) -> None:
-        """``source``: the checkpoint whose config and tokenizer belong to the weights."""
+    def __init__(self, folder: Path, source: Path, written: Callable[[Path], object] | None = None) -> None:
+        """``source``: the checkpoint whose config and tokenizer belong to the weights. ``written``: called in
+        a thread with the directory of each version that is complete, before any engine reads it.
+        """
         self._folder = folder
         self._source = source
+        self._written = written
 
     async def prepare(self, publication: Publication, buckets: BucketStream) -> None:
         with publication.report.timed("write"):
             size = await buckets.hand_over(lambda buckets: self._write(buckets, publication.version))
         publication.report.bytes_sent += size
+        if self._written is not None:
+            await asyncio.to_thread(self._written, self._folder_of(publication.version))
 
     async def update(self, publication: Publication, buckets: BucketStream, *, flush_cache: bool) -> None:
         folder, version = self._folder_of(publication.version), publication.version

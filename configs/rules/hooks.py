@@ -38,20 +38,6 @@ TO_COME = (
     "eval_function",
     "data_source",
     "buffer_filter",
-    "custom_reward_post_process",
-    "custom_convert_samples_to_train_data",
-    "custom_rollout_log_function",
-    "custom_eval_rollout_log_function",
-    "rollout_data_postprocess",
-    "custom_advantage_function",
-    "custom_loss_function",
-    "custom_tis_function",
-    "custom_pg_loss_reducer_function",
-    "custom_megatron_init",
-    "custom_megatron_before_log_prob_hook",
-    "custom_megatron_before_train_step_hook",
-    "custom_model_provider",
-    "custom_update_weight_post_write",
 )
 """Hooks that have a signature, which is checked, but that no run calls yet."""
 
@@ -100,6 +86,31 @@ def hooks_have_what_they_need(config: RunConfig) -> Iterator[Violation]:
         yield Violation(f"{SECTION}.eval_function", hooks.eval_function, reason)
 
 
+def hooks_on_ranks_are_called(config: RunConfig) -> Iterator[Violation]:
+    """Hooks that the rest of the recipe would leave uncalled, or would contradict."""
+    hooks, actor = config.rollout.hooks, config.actor
+    if hooks is None:
+        return
+    if hooks.custom_tis_function is not None:
+        name = f"{SECTION}.custom_tis_function"
+        if not actor.use_decoupled_loss:
+            reason = "expected true: the hook takes the place of the importance weight"
+            yield Violation("actor.use_decoupled_loss", False, f"{reason} ({name} is set)")
+        if actor.correction.token is not None and actor.correction.token.type == "mask":
+            reason = f"expected null or cap: {name} drops tokens itself"
+            yield Violation("actor.correction.token", "mask", reason)
+    if hooks.custom_update_weight_post_write is not None and config.weights.transport.type != "disk":
+        reason = f"expected disk: other transports write no files ({SECTION}.custom_update_weight_post_write)"
+        yield Violation("weights.transport", config.weights.transport.type, reason)
+    if hooks.custom_eval_rollout_log_function is not None and config.eval is None:
+        reason = "expected null: the recipe has no section eval, so that nothing is evaluated"
+        name = f"{SECTION}.custom_eval_rollout_log_function"
+        yield Violation(name, hooks.custom_eval_rollout_log_function, reason)
+    if hooks.custom_advantage_function is not None and actor.teacher_term is not None:
+        reason = f"expected no term of a teacher: {SECTION}.custom_advantage_function sets the advantages"
+        yield Violation("actor.advantage", [term.type for term in actor.advantage], reason)
+
+
 def custom_config_is_a_mapping(config: RunConfig) -> Iterator[Violation]:
     path = setting(config, f"{SECTION}.custom_config_path", Path)
     if path is None:
@@ -136,5 +147,6 @@ RULES = (
     ),
     Rule(hooks_are_run, (SECTION,)),
     Rule(hooks_have_what_they_need, (SECTION, "eval")),
+    Rule(hooks_on_ranks_are_called, (SECTION, "actor", "weights.transport", "eval")),
     Rule(custom_config_is_a_mapping, (f"{SECTION}.custom_config_path",)),
 )

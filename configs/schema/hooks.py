@@ -131,6 +131,14 @@ class HooksConfig(Section):
         description="Seconds that the import of one hook may take when the recipe is checked.",
     )
 
+    batch_timeout_s: float = Field(
+        default=300,
+        gt=0,
+        description="Seconds that a hook may take for one batch in its own process beside the driver. A hook "
+        "that logs is ended then, and Slipstream's metrics are logged; one that makes training data ends the "
+        "run.",
+    )
+
     def named(self) -> dict[str, list[str]]:
         """Return the import paths of each hook that the recipe names, by the name of the setting."""
         values = ((name, getattr(self, name)) for name in HOOK_NAMES)
@@ -144,6 +152,7 @@ NOT_CODE = (
     "custom_config_path",
     "apply_chat_template",
     "import_timeout_s",
+    "batch_timeout_s",
 )
 """Settings of the section that name no code."""
 

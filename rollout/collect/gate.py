@@ -20,7 +20,7 @@ from slipstream.rollout.control.quarantine import Quarantine
 from slipstream.rollout.control.slots import State
 from slipstream.rollout.ledger.transaction import Training
 from slipstream.rollout.live.batches import LiveTrajectory
-from slipstream.rollout.trajectory import TrajectoryHeader, count_tokens
+from slipstream.rollout.trajectory import Prompt, TrajectoryHeader, count_tokens
 
 LEAST_FAILURES = 8
 """Number of failed groups in a row that never end a run: with few slots, one bad prompt must not end it."""
@@ -219,6 +219,10 @@ class AdmissionGate:
         self._journal.admitted(ticket, assignment.position)
         self._core.generating(ticket.id)
         return assignment
+
+    def prompt_of(self, id_: int) -> Prompt:
+        """Return the prompt of a group that has not ended. Raises KeyError."""
+        return self._intake.prompt_of(id_)
 
     def judging(self, id_: int) -> None:
         """Note that the group waits for nothing but rewards."""

@@ -54,6 +54,10 @@ class Intake:
         self._positions[ticket.id] = position
         return Assignment(ticket, self._stream.at(position), position)
 
+    def prompt_of(self, id_: int) -> Prompt:
+        """Return the prompt of a group that has not ended. Raises KeyError."""
+        return self._stream.at(self._positions[id_])
+
     def ended(self, id_: int) -> None:
         """Forget the position of a group that needs its prompt no more."""
         self._positions.pop(id_, None)

@@ -228,8 +228,6 @@ class Runner:
         """By their settings."""
 
     async def run(self, order: dict[str, Any]) -> dict[str, Any]:
-        from slipstream.configs.schema import PluginConfig
-        from slipstream.rollout import plugins
         from slipstream.rollout.collector.episodes import Episodes, check
         from slipstream.rollout.collector.evaluation import GreedyGenerator
         from slipstream.rollout.collector.outbox import Outbox
@@ -252,7 +250,15 @@ class Runner:
             sampling = rollout.sampling
             endpoint = self._served.of(asked, sampling, is_trained=not order.get("evaluation"))
             key = order.get("reward_key", rollout.reward_key)
-            return WorkflowContext(asked, self._tokenizer, None, sampling, endpoint, key)  # type: ignore[arg-type]
+            return WorkflowContext(
+                asked,
+                self._tokenizer,
+                None,  # type: ignore[arg-type]
+                sampling,
+                endpoint,
+                reward_key=key,
+                is_evaluation=is_evaluation,
+            )
 
         class Listener:
             def attempt_failed(self, prompt: int, attempt: int, error: str) -> None:
@@ -316,6 +322,9 @@ class Runner:
 
     def _workflow(self, described: dict[str, Any]) -> Any:
         """Return a workflow, which is made once."""
+        from slipstream.configs.schema import PluginConfig
+        from slipstream.rollout import plugins
+
         key = json.dumps(described)
         if key not in self._workflows:
             self._workflows[key] = plugins.build(PluginConfig.model_validate(described))

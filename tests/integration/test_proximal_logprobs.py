@@ -83,7 +83,7 @@ def train(rank: RankSpec, work: list[tuple[int, RunConfig]], all_in_advance: boo
 
             first: Callable[..., int] = scoring.first_recomputed
             if all_in_advance:
-                first = lambda actor: 0 if actor.recompute_logprobs else actor.minibatches  # noqa: E731
+                first = lambda config: 0 if config.actor.recompute_logprobs else config.actor.minibatches  # noqa: E731
             with (
                 patch.object(trainer._policy, "log_probs", counting),
                 patch.object(scoring, "first_recomputed", first),

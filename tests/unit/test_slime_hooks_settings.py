@@ -79,7 +79,6 @@ def test_a_recipe_may_reward_by_a_hook_alone(recipe):
         ("{custom_generate_function: a.b, group_rm: true}", [], "group_rm", "expected false"),
         ("{rm_type: remote_rm}", [], "rm_url", "the server"),
         ("{rm_type: math, rm_url: 'http://x'}", [], "rm_url", "expected null"),
-        ("{rm_type: math, custom_loss_function: a.b}", [], "custom_loss_function", "does not run it yet"),
         ("{rm_type: math, custom_config_path: /nowhere.yaml}", [], "custom_config_path", "nowhere"),
         ("{custom_rm: nodots}", [], "custom_rm", "dotted import path"),
     ],

@@ -51,11 +51,12 @@ def slime_arguments(config: RunConfig) -> SlimeArguments:
     values = {**_constants(), **_recipe_values(config), **_hook_values(hooks)}
     if hooks.custom_config_path is not None:
         own = read_custom_config(hooks.custom_config_path)
-        decided = [name for name in own if name in _recipe_values(config) or name in _hook_values(hooks)]
+        recipe = {**_recipe_values(config), **_hook_values(hooks)}
+        decided = [name for name, value in own.items() if name in recipe and recipe[name] != value]
         if decided:
             raise ValueError(
-                f"{hooks.custom_config_path} sets {', '.join(sorted(decided))}, which the recipe decides: "
-                "set the recipe instead"
+                f"{hooks.custom_config_path} sets {', '.join(sorted(decided))}, which the recipe decides "
+                "otherwise: set the recipe instead"
             )
         values |= own
     return SlimeArguments(**values)
@@ -73,6 +74,11 @@ def _constants() -> dict[str, Any]:
         "use_distributed_post",
         "use_rollout_routing_replay",
         "use_routing_replay",
+        "allgather_cp",
+        "get_mismatch_metrics",
+        "keep_old_actor",
+        "use_opsm",
+        "use_unbiased_kl",
     )
     none = (
         "dump_details",
@@ -86,6 +92,7 @@ def _constants() -> dict[str, Any]:
         "sglang_model_routers",
         "sglang_speculative_algorithm",
         "tool_key",
+        "save_debug_train_data",
     )
     return {
         **dict.fromkeys(off, False),
@@ -98,6 +105,7 @@ def _constants() -> dict[str, Any]:
         "rollout_global_dataset": True,
         "rollout_skip_special_tokens": False,
         "sglang_dp_size": 1,
+        "log_probs_chunk_size": -1,
     }
 
 
@@ -151,6 +159,7 @@ def _of_data(config: RunConfig) -> dict[str, Any]:
 
 def _of_training(config: RunConfig) -> dict[str, Any]:
     actor, parallel, optimizer = config.actor, config.actor.parallel, config.actor.optimizer
+    hooks = config.rollout.hooks
     groups = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     return {
         "tensor_model_parallel_size": parallel.tensor,
@@ -176,10 +185,21 @@ def _of_training(config: RunConfig) -> dict[str, Any]:
         "eps_clip": getattr(actor.objective, "clip_low", None),
         "eps_clip_high": getattr(actor.objective, "clip_high", None),
         "entropy_coef": actor.entropy_bonus,
-        "use_kl_loss": actor.kl is not None,
+        "use_kl_loss": actor.kl is not None and actor.kl.where == "loss",
         "kl_loss_coef": actor.kl.coefficient if actor.kl is not None else 0.0,
         "calculate_per_token_loss": actor.averaging == "token",
         "use_tis": actor.use_decoupled_loss,
+        "tis_clip": actor.correction.weight_cap,
+        "tis_clip_low": 0.0,
+        "use_rollout_logprobs": not (actor.recompute_logprobs or actor.interpolate_logprobs),
+        "eps_clip_c": getattr(actor.objective, "bound", None),
+        "loss_type": "policy_loss" if hooks is None or not hooks.custom_loss_function else "custom_loss",
+        "kl_coef": actor.kl.coefficient if actor.kl is not None and actor.kl.where == "reward" else 0.0,
+        "kl_loss_type": actor.kl.estimator if actor.kl is not None else "k1",
+        "use_critic": config.critic is not None,
+        "gamma": config.critic.discount if config.critic is not None else 1.0,
+        "lambd": config.critic.gae_lambda if config.critic is not None else 1.0,
+        "normalize_advantages": False,
     }
 
 

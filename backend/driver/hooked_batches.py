@@ -1,0 +1,114 @@
+"""slime's hooks that see whole batches, as the training loop asks them: before a step, and beside it.
+
+ready groups ──► EpisodeRecords ──► training data: rewards, loss that is taken away ──► EncodedBatch
+                        └─────────► log hook, beside the training step ──► whether Slipstream logs the batch
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from slipstream.backend.batch.train_batch import EncodedBatch
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup
+from slipstream.rollout.compat.slime.batch_hooks import BatchHooks, TrainingData, batch_hooks
+from slipstream.rollout.compat.slime.batch_process import EpisodeRecord, EvaluatedPrompt
+from slipstream.rollout.messages import Evaluated, fields
+from slipstream.rollout.trajectory import Prompt
+
+
+class HookedBatches:
+    """Asks a recipe's hooks about batches and evaluations. Single event loop. ``close`` it."""
+
+    def __init__(self, hooks: BatchHooks, *, longest_evaluated: int) -> None:
+        """``longest_evaluated``: tokens at which a completion of an evaluation is cut off."""
+        self._hooks = hooks
+        self._longest_evaluated = longest_evaluated
+        self._logging: asyncio.Task[bool] | None = None
+
+    async def begin(
+        self, batch: EncodedBatch, groups: Sequence[ReadyGroup], gate: AdmissionGate, waited_s: float
+    ) -> EncodedBatch:
+        """Return the batch as the hooks make it, and begin to log it. Live trajectories stay as they are.
+
+        Raises BatchHookFailed.
+        """
+        await self._give_up()
+        episodes = records_of(batch, groups, gate)
+        data = await self._hooks.training_data(gate.step, episodes)
+        if self._hooks.names("custom_rollout_log_function"):
+            logging = self._hooks.log_batch(gate.step, episodes, {}, waited_s)
+            self._logging = asyncio.create_task(logging, name="logging of a batch by a hook")
+        return batch if data is None else with_training_data(batch, data)
+
+    async def has_logged(self) -> bool:
+        """Return whether the hook has logged the batch that began last; wait for its time limit at most."""
+        logging, self._logging = self._logging, None
+        return logging is not None and await logging
+
+    async def has_logged_evaluation(
+        self,
+        version: int,
+        prompts: Sequence[Prompt],
+        results: Sequence[Evaluated],
+        metrics: Mapping[str, float],
+    ) -> bool:
+        """Return whether the hook has logged an evaluation of which every episode has a reward."""
+        evaluated = [
+            EvaluatedPrompt(
+                fields(prompt),
+                result.reward or 0.0,
+                result.response_length,
+                result.response_length >= self._longest_evaluated,
+            )
+            for prompt, result in zip(prompts, results, strict=True)
+        ]
+        return await self._hooks.log_evaluation(version, evaluated, dict(metrics))
+
+    async def close(self) -> None:
+        """End what is under way."""
+        await self._give_up()
+        await self._hooks.close()
+
+    async def _give_up(self) -> None:
+        """Give up logging a batch whose step has failed."""
+        logging, self._logging = self._logging, None
+        if logging is not None:
+            logging.cancel()
+            await asyncio.wait({logging})
+
+
+def hooked_batches(config: RunConfig, logs: Path, note: Callable[[str], None]) -> HookedBatches | None:
+    """Return the hooks of a recipe that see whole batches; None: it names none."""
+    hooks = batch_hooks(config, logs, note)
+    if hooks is None:
+        return None
+    longest = config.rollout.sampling.max_new_tokens
+    if config.eval is not None and config.eval.max_new_tokens is not None:
+        longest = config.eval.max_new_tokens
+    return HookedBatches(hooks, longest_evaluated=longest)
+
+
+def records_of(batch: EncodedBatch, groups: Sequence[ReadyGroup], gate: AdmissionGate) -> list[EpisodeRecord]:
+    """Return the episodes of ``groups``, which come first in ``batch``."""
+    owners = [group.id for group in groups for _ in group.trajectories]
+    prompts = {group.id: fields(gate.prompt_of(group.id)) for group in groups}
+    ends = np.cumsum([0, *batch.sizes]).tolist()
+    return [
+        EpisodeRecord(group, prompts[group], batch.headers[place], batch.chunks[start:end].tobytes())
+        for place, (group, (start, end)) in enumerate(zip(owners, pairwise(ends), strict=False))
+    ]
+
+
+def with_training_data(batch: EncodedBatch, data: TrainingData) -> EncodedBatch:
+    """Return the batch with the hooks' rewards, and without the loss that they take away."""
+    masks = data.masks
+    return replace(
+        batch,
+        given_rewards=tuple(data.rewards),
+        response_masks=None if masks is None else tuple(map(tuple, masks)),
+    )

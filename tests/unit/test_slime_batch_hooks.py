@@ -1,0 +1,204 @@
+"""Hooks that see whole batches run in a process of their own, which their time limit ends."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from slipstream.backend.batch.train_batch import EncodedBatch
+from slipstream.backend.driver.hooked_batches import HookedBatches, records_of, with_training_data
+from slipstream.backend.quickstart.tokenizer import build_tokenizer
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.collect.gate import ReadyGroup, StoredTrajectory
+from slipstream.rollout.compat.slime.batch_hooks import BatchHookFailed, BatchHooks
+from slipstream.rollout.linux import children_of
+from slipstream.rollout.messages import Evaluated
+from slipstream.rollout.record import encode_trajectory
+from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory, joined
+
+HOOKS = "tests.unit.slime_batch_hooks"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def config(model: Path, hooks: dict[str, str], timeout_s: float = 60) -> RunConfig:
+    named = {setting: f"{HOOKS}.{name}" for setting, name in hooks.items()}
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "test", "steps": 1},
+            "model": {"path": str(model)},
+            "data": {"path": "unused.jsonl"},
+            "rollout": {
+                "max_head_offpolicyness": 4,
+                "batch_size": 2,
+                "n_samples_per_prompt": 2,
+                "hooks": {**named, "batch_timeout_s": timeout_s},
+            },
+        }
+    )
+
+
+def trajectory(seed: int, length: int, finish: Finish = Finish.STOP) -> Trajectory:
+    sampled_T = np.arange(3 + length) >= 3
+    return Trajectory(
+        np.random.default_rng(seed).integers(4, 30, 3 + length),
+        sampled_T,
+        np.where(sampled_T, -1.5, 0).astype(np.float32),
+        np.where(sampled_T, 2, UNSAMPLED).astype(np.int32),
+        finish,
+        reward=float(seed),
+    )
+
+
+EPISODES = (
+    trajectory(1, 4),
+    trajectory(2, 3, Finish.LENGTH),
+    joined([trajectory(3, 5), trajectory(3, 2)]),
+    trajectory(4, 6),
+)
+"""Of two groups; the third has two trajectories."""
+
+
+def made() -> tuple[EncodedBatch, list[ReadyGroup], SimpleNamespace]:
+    """Return a batch, its groups, and what the hooks ask the gate."""
+    chunks = [encode_trajectory(episode) for episode in EPISODES]
+    stored = [StoredTrajectory(episode.header, b"") for episode in EPISODES]
+    groups = [ReadyGroup(7, tuple(stored[:2])), ReadyGroup(9, tuple(stored[2:]))]
+    batch = EncodedBatch(
+        2,
+        tuple(episode.header for episode in EPISODES),
+        np.frombuffer(b"".join(chunks), np.uint8),
+        tuple(map(len, chunks)),
+        np.array([7, 7, 9, 9]),
+        None,
+    )
+    gate = SimpleNamespace(step=5, prompt_of=lambda id_: Prompt(id_, f"what is {id_}?", label=str(id_)))
+    return batch, groups, gate
+
+
+def run(model: Path, tmp_path: Path, hooks: dict[str, str], use, timeout_s: float = 60):
+    """Return the result of ``use(hooked, batch, groups, gate)``, and the notes."""
+    notes: list[str] = []
+
+    async def course():
+        hooked = HookedBatches(
+            BatchHooks(config(model, hooks, timeout_s), tmp_path, notes.append), longest_evaluated=8
+        )
+        try:
+            return await use(hooked, *made())
+        finally:
+            await hooked.close()
+
+    before = set(children_of(os.getpid()))
+    result = asyncio.run(course())
+    assert set(children_of(os.getpid())) <= before
+    return result, notes
+
+
+async def begun(hooked, batch, groups, gate):
+    return await hooked.begin(batch, groups, gate, 1.5)
+
+
+def test_rewards_of_a_hook_are_the_advantages_of_its_samples(model, tmp_path):
+    batch, _ = run(model, tmp_path, {"custom_reward_post_process": "halves"}, begun)
+    assert batch.given_rewards == (1.0, 1.0, 3.0, 3.0, 4.0)
+    decoded = batch.decoded()
+    assert decoded.given_rewards == batch.given_rewards
+    assert [t.response_length for t in decoded.trajectories] == [4, 3, 5, 2, 6]
+
+
+def test_training_data_may_take_loss_away(model, tmp_path):
+    batch, _ = run(model, tmp_path, {"custom_convert_samples_to_train_data": "train_data"}, begun)
+    assert batch.given_rewards == (14.0, 15.0, 18.0, 18.0, 19.0)
+    decoded = batch.decoded()
+    assert [t.response_length for t in decoded.trajectories] == [4, 1, 5, 1, 6]
+    assert [t.loss_mask_T.tolist().index(True) for t in decoded.trajectories] == [3] * 5
+
+
+def test_live_trajectories_keep_what_they_have():
+    batch, groups, gate = made()
+    records = records_of(batch, groups[:1], gate)
+    assert [record.group for record in records] == [7, 7]
+    data = SimpleNamespace(rewards=[1.0, 2.0], masks=[[1, 1, 1, 1], [0, 0, 0]])
+    decoded = with_training_data(batch, data).decoded()
+    assert decoded.given_rewards == (1.0, 2.0, 0.0, 0.0, 0.0)
+    assert [t.response_length for t in decoded.trajectories] == [4, 0, 5, 2, 6]
+
+
+def test_a_hook_that_logs_says_whether_ours_is_needed(model, tmp_path):
+    async def twice(hooked, batch, groups, gate):
+        answers = []
+        for _ in range(2):  # the second call finds what the first has left in the process
+            assert await hooked.begin(batch, groups, gate, 1.5) is batch
+            answers.append(await hooked.has_logged())
+        return answers
+
+    answers, notes = run(model, tmp_path, {"custom_rollout_log_function": "logs"}, twice)
+    assert answers == [True, False] and not notes
+    assert "logged (5, 5, " in (tmp_path / "hooks.log").read_text()
+
+
+def test_an_evaluation_can_be_logged_by_a_hook(model, tmp_path):
+    async def evaluated(hooked, *_):
+        prompts = [Prompt(0, "a", label="b"), Prompt(1, "c")]
+        results = [Evaluated(0, 1.0, 3, ""), Evaluated(1, 0.0, 8, "")]
+        return await hooked.has_logged_evaluation(4, prompts, results, {"eval/reward": 0.5})
+
+    logged, notes = run(model, tmp_path, {"custom_eval_rollout_log_function": "logs_evaluation"}, evaluated)
+    assert logged and not notes
+
+
+FAILING = [("hangs", "has not returned within 1 s"), ("raises", "KeyError"), ("exits", "has ended")]
+
+
+@pytest.mark.parametrize(("name", "problem"), FAILING)
+def test_a_hook_that_logs_and_fails_is_a_note(model, tmp_path, name, problem):
+    async def twice(hooked, batch, groups, gate):
+        answers = []
+        for _ in range(2):
+            await hooked.begin(batch, groups, gate, 1.5)
+            began = time.monotonic()
+            await asyncio.sleep(0)  # the loop goes on meanwhile
+            assert time.monotonic() - began < 1
+            answers.append(await hooked.has_logged())
+        return answers
+
+    answers, notes = run(model, tmp_path, {"custom_rollout_log_function": name}, twice, timeout_s=1)
+    assert answers == [False, False]
+    assert len(notes) == 2 and all(problem in note and "Slipstream logs its own" in note for note in notes)
+
+
+WRONG = {
+    "hangs": ("custom_reward_post_process", "has not returned within 1 s (rollout.hooks.batch_timeout_s)"),
+    "exits": ("custom_reward_post_process", "its process has ended"),
+    "raises": ("custom_reward_post_process", "has raised KeyError: 'no such key'"),
+    "too_few": ("custom_reward_post_process", "gives the rewards of 1 samples, expected those of 5"),
+    "not_numbers": ("custom_reward_post_process", "gives the rewards that are not finite"),
+    "one_list": ("custom_reward_post_process", "expected (raw rewards, rewards)"),
+    "other_tokens": ("custom_convert_samples_to_train_data", "changes tokens[0]"),
+    "nothing_trained": ("custom_convert_samples_to_train_data", "nothing would be trained"),
+    "without_rewards": ("custom_convert_samples_to_train_data", "without rewards"),
+    "absent": ("custom_convert_samples_to_train_data", "cannot be imported"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_hook_that_makes_no_training_data_is_an_error_by_its_name(model, tmp_path, name):
+    setting, problem = WRONG[name]
+
+    async def failing(*args):
+        with pytest.raises(BatchHookFailed) as raised:
+            await begun(*args)
+        return str(raised.value)
+
+    error, _ = run(model, tmp_path, {setting: name}, failing, timeout_s=1 if name == "hangs" else 60)
+    assert error.startswith(f"rollout.hooks.{setting} ({HOOKS}.{name})") and problem in error, error
