@@ -28,7 +28,7 @@ TEMPLATE = (
     f"{{% if add_generation_prompt %}}{START}a{{% endif %}}"
 )
 
-WARM_START_STEPS = 130
+WARM_START_STEPS = 160
 """100 steps can be enough; the others make the result steady over seeds."""
 CONVERSATIONS = 24
 """Demonstrations of one step of the warm start, of three turns each."""

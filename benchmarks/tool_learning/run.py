@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 TRAIN, HELD_OUT = 2048, 200
 """Prompts. With so many held-out ones the standard error of an accuracy is at most 3.5 percentage points."""
 
-STEPS, GROUPS, SAMPLES, BOUND = 10, 8, 8, 2
+STEPS, GROUPS, SAMPLES, BOUND = 14, 8, 8, 2
 """Training steps, groups of a step, episodes of a group, and the largest lag."""
 
 LONGEST_ANSWER = 20
