@@ -7,6 +7,7 @@ fault, and the attempt at the episode fails, unless it is a ToolError.
 """
 
 import asyncio
+import copy
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -83,6 +84,25 @@ def _fields(path: str, function: Function) -> dict[str, Any]:
     return fields
 
 
+class _Reader:
+    """Reads calls. The parser is made for the first episode, so that the driver imports no SGLang."""
+
+    def __init__(self, parser: str, schemas: Sequence[Mapping[str, Any]]) -> None:
+        self._name = parser
+        self._schemas = schemas
+        self._parser: CallParser | None = None
+
+    async def prepare(self) -> None:
+        """Make the parser. Raises ValueError for one that there is not."""
+        if self._parser is None:
+            self._parser = await asyncio.to_thread(call_parser, self._name, self._schemas)
+
+    def calls_in(self, text: str) -> Sequence[tuple[str, str]]:
+        """Return (name, arguments as JSON) of each call."""
+        assert self._parser is not None, "no episode has begun"
+        return self._parser(text)
+
+
 class ToolEnvironment:
     """Tools, and what is said of an episode with them: ``Environment``."""
 
@@ -103,13 +123,15 @@ class ToolEnvironment:
         self._tools = {tool.name: tool for tool in (Tool(path, timeout_s) for path in tools)}
         if len(self._tools) < len(tools):
             raise ValueError(f"several of the tools {list(tools)} have the same name")
-        self._parser = parser
-        self._calls_of: CallParser | None = None
-        """Made for the first episode: the driver, which never has one, does not import SGLang."""
+        self._reader = _Reader(parser, self.schemas)
         self._system = system
         self._most_calls = most_calls
         self._calls = 0
         """Number of calls in the episode."""
+
+    def another(self) -> "ToolEnvironment":
+        """Return an environment for another episode, which shares everything but the episode."""
+        return copy.copy(self)
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -123,16 +145,14 @@ class ToolEnvironment:
 
     async def reset(self, prompt: Prompt) -> Messages:
         """Return the prompt, behind the system message. Raises ValueError for a parser that there is not."""
-        if self._calls_of is None:
-            self._calls_of = await asyncio.to_thread(call_parser, self._parser, self.schemas)
+        await self._reader.prepare()
         self._calls = 0
         given = [] if self._system is None else [{"role": "system", "content": self._system}]
         return [*given, *prompt.messages()]
 
     async def step(self, action: Action) -> Step:
         """Call the tools of an answer side by side."""
-        assert self._calls_of is not None, "no episode has begun"
-        calls = self._calls_of(action.text)
+        calls = self._reader.calls_in(action.text)
         if not calls:
             return Step(is_done=True)
         results = await asyncio.gather(*(self._result(place, *call) for place, call in enumerate(calls)))

@@ -37,7 +37,7 @@ class MultiTurn:
 
     def __init__(
         self,
-        environment: str | Mapping[str, Any],
+        environment: str | Mapping[str, Any] | Callable[[], Environment],
         *,
         max_turns: int = 16,
         max_tokens: int | None = None,
@@ -47,20 +47,17 @@ class MultiTurn:
         reset_attempts: int = 3,
         template: Mapping[str, Any] | None = None,
     ) -> None:
-        """``environment``: import path, or ``{path: ..., args: {...}}``. ``max_turns``: largest number of
-        completions. ``max_tokens``: largest number of tokens of a conversation, its next completion included;
-        None: as many as the engines have room for. ``on_limit``: treatment of an episode that ends by one of
-        the two, by a completion that was cut off, or by a limit of the environment. ``environments``,
-        ``reset_timeout_s``, ``reset_attempts``: see ``EnvironmentPool``. ``template``: settings of the chat
-        template.
+        """``environment``: import path, ``{path: ..., args: {...}}``, or what makes one. ``max_turns``: most
+        completions. ``max_tokens``: largest number of tokens of a conversation, its next completion
+        included; None: as many as the engines have room for. ``on_limit``: treatment of an episode that ends
+        by one of the two, by a completion that was cut off, or by a limit of the environment.
+        ``environments``, ``reset_timeout_s``, ``reset_attempts``: see ``EnvironmentPool``. ``template``:
+        settings of the chat template.
         """
         if wrong := wrong_on_limit(on_limit):
             raise ValueError(wrong[0])
-        plugin = _PLUGIN.validate_python(environment)
-        make: Callable[..., Environment] = plugins.resolve(plugin.path)
-        plugins.check_args(plugin.path, make, plugin.args)
         self._pool = EnvironmentPool(
-            partial(make, **plugin.args),
+            environment if callable(environment) else _factory(environment),
             limit=environments,
             reset_timeout_s=reset_timeout_s,
             reset_attempts=reset_attempts,
@@ -125,7 +122,12 @@ class ToolUse(MultiTurn):
         """``tools``, ``parser``, ``system``, ``timeout_s``, ``most_calls``: see ``ToolEnvironment``; all
         other settings are those of ``MultiTurn``."""
         own = {name: settings.pop(name) for name in ("system", "timeout_s", "most_calls") if name in settings}
-        args: dict[str, Any] = {"tools": list(tools), "parser": parser, **own}
-        ToolEnvironment(**args)  # functions that cannot be tools are known at once
-        path = f"{ToolEnvironment.__module__}.{ToolEnvironment.__name__}"
-        super().__init__({"path": path, "args": args}, **settings)
+        super().__init__(ToolEnvironment(list(tools), parser=parser, **own).another, **settings)
+
+
+def _factory(environment: str | Mapping[str, Any]) -> Callable[[], Environment]:
+    """Return what makes the environments that settings describe. Raises PluginError and ValueError."""
+    plugin = _PLUGIN.validate_python(environment)
+    make: Callable[..., Environment] = plugins.resolve(plugin.path)
+    plugins.check_args(plugin.path, make, plugin.args)
+    return partial(make, **plugin.args)
