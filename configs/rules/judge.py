@@ -1,8 +1,9 @@
 """Rules about the judge of live turns and episodes."""
 
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
-from slipstream.configs.rules.rule import Rule
+from slipstream.configs.rules.rule import Rule, setting
 from slipstream.configs.schema import CodeJudge, RunConfig
 from slipstream.configs.schema.judge import HintConfig, JudgeSection
 from slipstream.configs.violations import Violation
@@ -33,6 +34,16 @@ def judge_has_something_to_judge(config: RunConfig) -> Iterator[Violation]:
     for name, value in (("ask_again_s", judge.ask_again_s), ("give_up_s", judge.give_up_s)):
         if value != JudgeSection.model_fields[name].default:
             yield Violation(f"judge.{name}", value, NONE_TRAINED)
+
+
+def servers_have_addresses(config: RunConfig) -> Iterator[Violation]:
+    for path in ("judge.endpoint.url", "judge.hint.teacher.url"):
+        url = setting(config, path, str)
+        if url is None:
+            continue
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            yield Violation(path, url, "expected http://HOST... or https://HOST...")
 
 
 def votes_can_suffice(config: RunConfig) -> Iterator[Violation]:
@@ -73,6 +84,30 @@ def teacher_is_comparable(config: RunConfig) -> Iterator[Violation]:
         )
 
 
+def scores_of_the_teacher_are_used(config: RunConfig) -> Iterator[Violation]:
+    hint = _hint(config)
+    if hint is None or hint.teacher is None:
+        return
+    terms = [
+        term.type
+        for term in config.actor.advantage
+        if term.type == "teacher_topk" or (term.type == "teacher" and term.scores.type == "trajectory")
+    ]
+    if not terms:
+        yield Violation(
+            "judge.hint.teacher",
+            hint.teacher.type,
+            "its scores have no effect: actor.advantage has no term `{type: teacher}` or "
+            "`{type: teacher_topk}`; add one, or leave the teacher out",
+        )
+    if "teacher_topk" in terms and not hint.teacher.top_k:
+        reason = "expected at least 1: actor.advantage has a term teacher_topk, which needs likeliest tokens"
+        yield Violation("judge.hint.teacher.top_k", hint.teacher.top_k, reason)
+    elif terms and "teacher_topk" not in terms and hint.teacher.top_k:
+        reason = "expected 0: no term of actor.advantage is of the type teacher_topk, which alone uses them"
+        yield Violation("judge.hint.teacher.top_k", hint.teacher.top_k, reason)
+
+
 def votes_end_before_the_judge(config: RunConfig) -> Iterator[Violation]:
     judge, live = config.judge, config.live
     if judge.type == "code":
@@ -92,9 +127,11 @@ def _hint(config: RunConfig) -> HintConfig | None:
 
 RULES = (
     Rule(judge_has_something_to_judge, ("judge", "live.train", "rollout.reward")),
+    Rule(servers_have_addresses, ("judge.endpoint", "judge.hint")),
     Rule(votes_can_suffice, ("judge.type", "judge.votes", "judge.min_votes")),
     Rule(something_is_learned, ("judge.type", "judge.score", "judge.hint")),
     Rule(teacher_is_comparable, ("judge.type", "judge.hint", "rollout.sampling.temperature")),
+    Rule(scores_of_the_teacher_are_used, ("judge.type", "judge.hint", "actor.advantage")),
     Rule(
         votes_end_before_the_judge,
         (

@@ -13,7 +13,7 @@ class UrlEndpoint(Section):
 
     type: Literal["url"] = "url"
     url: str = Field(
-        pattern=r"^https?://[^/\s]+\S*$",
+        min_length=1,
         description="Address of the server up to and including the version of its protocol, for example "
         "`https://host/v1`.",
     )
@@ -52,7 +52,7 @@ class UrlTeacher(Section):
 
     type: Literal["url"] = "url"
     url: str = Field(
-        pattern=r"^https?://[^/\s]+\S*$",
+        min_length=1,
         description="Address of the server, for example `http://host:30000`.",
     )
     key_env: str | None = Field(
