@@ -8,7 +8,7 @@
 # make gateway-memory             memory of a gateway and of the driver's live users over 20,000 turns (some minutes)
 # make crash-sweep N=200 SEED=1   kills runs N times, audits and resumes each (about half a minute per kill)
 # make crash-live N=100 SEED=1    kills gateway and driver N times while users talk (a minute per kill of the driver)
-# make test-slime SLIME=DIR   slime's contract: our tests of it, and with SLIME= the ones of a checkout of slime (a minute)
+# make test-slime SLIME=DIR   slime's contract: our tests of it, and with SLIME= the ones of a checkout of slime (some minutes)
 # make test-verifiers   episodes of environments of verifiers, in an environment of its own that this makes (a minute)
 # make test-slow    tests of minutes each: engines that do not answer for one, further kills and layouts
 # make test-other-megatron   the trainer's parity and optimizer tests on Megatron-Core 0.19.2, which Python 3.11 does not get

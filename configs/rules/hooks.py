@@ -41,6 +41,21 @@ TO_COME = (
 )
 """Hooks that have a signature, which is checked, but that no run calls yet."""
 
+_COLLECTS = (
+    "groups are admitted by the driver, whose slots bound their age; name what one episode does as "
+    f"{SECTION}.custom_generate_function"
+)
+_GIVES_PROMPTS = (
+    "prompts are admitted by the driver, so that each is trained once; write them to the file of data.path"
+)
+INSTEAD = {
+    "rollout_function": _COLLECTS,
+    "eval_function": "evaluations are the driver's, of the prompts of eval.path",
+    "data_source": _GIVES_PROMPTS,
+    "buffer_filter": _GIVES_PROMPTS,
+}
+"""Why some of these are not run, and what does the same."""
+
 
 def hooks_do_not_exclude_each_other(config: RunConfig) -> Iterator[Violation]:
     hooks = config.rollout.hooks
@@ -65,6 +80,7 @@ def hooks_are_run(config: RunConfig) -> Iterator[Violation]:
     for name in TO_COME:
         if name in named:
             reason = "expected null: Slipstream checks this hook's signature, but does not run it yet"
+            reason += f": {INSTEAD[name]}" if name in INSTEAD else ""
             yield Violation(f"{SECTION}.{name}", named[name][0], reason)
 
 

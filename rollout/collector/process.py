@@ -147,7 +147,8 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
             session.ws_connect(f"/collector/{spec.name}", max_msg_size=LONGEST_FRAME, compress=0)
         )
 
-        checking = partial(check, vocab_size=spec.vocab_size, workflow=rollout.workflow.path)
+        source = rollout.workflow.path if hooked.workflow is None else "rollout.hooks"
+        checking = partial(check, vocab_size=spec.vocab_size, workflow=source)
         episodes = Episodes(workflow, rollout, checking, limit, outbox)
         judging = hooked.reward or Judging(judges, tokenizer)
         groups = GroupCollector(

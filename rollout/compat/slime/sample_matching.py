@@ -106,7 +106,7 @@ def _shared_length(
 ) -> int:
     """Return how many tokens of a reply stand at ``place``; 0 if it does not belong there.
 
-    ``is_exact``: asked for with the ids before it. ``claimed``: log-probs that the hook reports from there.
+    ``is_exact``: it was asked for with the ids before. ``claimed``: log-probs that the hook reports.
     """
     sampled = reply.served.completion.tokens
     length = 0
