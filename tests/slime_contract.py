@@ -16,7 +16,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from slipstream.rollout.compat.slime.alias_path import ALIAS
 from tests.slime_examples import run_examples
@@ -46,20 +48,30 @@ OURS = (
     "tests/unit/test_slime_workflow.py",
     "tests/agents/test_hooks.py",
     "tests/runs/test_slime_hooks.py",
+    "tests/unit/test_trainer_slime_hooks.py",
+    "tests/unit/test_trainer_slime_context.py",
 )
+EXAMPLES = ("tests/slime_rank_examples.py",)
+"""Our tests of the checkout's example hooks for ranks."""
 REQUIRED = ("pylatexenc",)
 """What slime itself imports there, and Slipstream does not."""
 TIMEOUT_S = 900
 
 
-def run_pytest(folder: Path, tests: tuple[str, ...], path: list[Path], options: tuple[str, ...] = ()) -> dict:
+def run_pytest(
+    folder: Path,
+    tests: tuple[str, ...],
+    path: list[Path],
+    options: tuple[str, ...] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> dict:
     """Run tests in a fresh interpreter, with ``path`` before everything else. Return counts of outcomes."""
     folders = [*map(str, path), os.environ.get("PYTHONPATH", "")]
     pytest = (sys.executable, "-P", "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider")
     ended = subprocess.run(
         [*pytest, "-W", "ignore", *options, *tests],  # -P: this folder is not importable by itself
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
+        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -87,6 +99,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:  # without slime beside them, tests import the alias
             shutil.copytree(checkout / "tests", Path(folder) / "tests")
             deselected = ("-k", f"not {OF_SOURCES}")
+            shutil.copytree(checkout / "examples", Path(folder) / "examples")
+            named = {"SLIME_CHECKOUT": str(checkout)}
+            outcome["examples"] = run_pytest(ROOT, EXAMPLES, [ROOT, Path(folder)], environment=named)
             outcome["alias"] = run_pytest(Path(folder) / "tests", CONTRACT, [ALIAS], deselected)
         outcome["alias_examples"] = run_examples(checkout)
         missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]

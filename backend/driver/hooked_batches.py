@@ -1,6 +1,6 @@
 """slime's hooks that see whole batches, as the training loop asks them: before a step, and beside it.
 
-ready groups ──► EpisodeRecords ──► training data: rewards, loss that is taken away ──► EncodedBatch
+ready groups ──► RecordedEpisodes ──► training data: rewards, loss that is taken away ──► EncodedBatch
                         └─────────► log hook, beside the training step ──► whether Slipstream logs the batch
 """
 
@@ -16,7 +16,7 @@ from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup
 from slipstream.rollout.compat.slime.batch_hooks import BatchHooks, TrainingData, batch_hooks
-from slipstream.rollout.compat.slime.batch_process import EpisodeRecord, EvaluatedPrompt
+from slipstream.rollout.compat.slime.batch_process import EvaluatedPrompt, RecordedEpisode
 from slipstream.rollout.messages import Evaluated, fields
 from slipstream.rollout.trajectory import Prompt
 
@@ -93,13 +93,15 @@ def hooked_batches(config: RunConfig, logs: Path, note: Callable[[str], None]) -
     return HookedBatches(hooks, longest_evaluated=longest)
 
 
-def records_of(batch: EncodedBatch, groups: Sequence[ReadyGroup], gate: AdmissionGate) -> list[EpisodeRecord]:
+def records_of(
+    batch: EncodedBatch, groups: Sequence[ReadyGroup], gate: AdmissionGate
+) -> list[RecordedEpisode]:
     """Return the episodes of ``groups``, which come first in ``batch``."""
     owners = [group.id for group in groups for _ in group.trajectories]
     prompts = {group.id: fields(gate.prompt_of(group.id)) for group in groups}
     ends = np.cumsum([0, *batch.sizes]).tolist()
     return [
-        EpisodeRecord(group, prompts[group], batch.headers[place], batch.chunks[start:end].tobytes())
+        RecordedEpisode(group, prompts[group], batch.headers[place], batch.chunks[start:end].tobytes())
         for place, (group, (start, end)) in enumerate(zip(owners, pairwise(ends), strict=False))
     ]
 

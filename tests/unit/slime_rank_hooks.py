@@ -1,5 +1,7 @@
 """Hooks of slime's signatures for ranks, as a user would write them."""
 
+from dataclasses import fields
+
 import torch
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, get_sum_of_sample_mean
 
@@ -170,9 +172,35 @@ def before_train_step(args, rollout_id, step_id, model, optimizer, opt_param_sch
     CALLS.append(f"train {rollout_id} {step_id}")
 
 
+def begin_with_arguments(args):
+    CALLS.append(args)
+
+
 def provider(pre_process, post_process, vp_stage=None):
-    """The standard model, by Megatron's own specs."""
-    raise NotImplementedError
+    """The standard model of Slipstream, with a mark of its own."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    from slipstream.backend.megatron.layers import final_norm, layer_specs
+    from slipstream.bridge.families import model_spec
+
+    [args] = CALLS
+    names = [each.name for each in fields(TransformerConfig) if each.init and each.name in vars(args)]
+    geometry = model_spec(args.hf_checkpoint).geometry
+    layers = TransformerBlockSubmodules(layer_specs(geometry, "local"), final_norm("local"))
+    return GPTModel(
+        TransformerConfig(**{name: getattr(args, name) for name in names}),
+        layers,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+    )
 
 
 def no_model(pre_process, post_process):

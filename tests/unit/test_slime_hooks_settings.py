@@ -29,6 +29,8 @@ class Source: ...
 print("noise on the standard output")
 """
 
+REWARD = "rollout.reward=slipstream.rollout.reward.FinalAnswer"
+
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -145,6 +147,55 @@ def test_args_may_be_changed_copied_and_stored(recipe):
     first.apply_chat_template_kwargs["x"] = 1
     assert not hasattr(second, "results_dict") and second.apply_chat_template_kwargs == {}
     assert pickle.loads(pickle.dumps(first)).results_dict == {"a": [1]}
+
+
+@pytest.mark.parametrize(
+    ("hooks", "overrides", "path", "part"),
+    [
+        (
+            "{custom_tis_function: a.b}",
+            ["actor.use_decoupled_loss=false"],
+            "actor.use_decoupled_loss",
+            "true",
+        ),
+        (
+            "{custom_tis_function: a.b}",
+            ["actor.correction={token: {type: mask}}"],
+            "actor.correction.token",
+            "drops tokens itself",
+        ),
+        ("{custom_update_weight_post_write: a.b}", [], "weights.transport", "expected disk"),
+        (
+            "{custom_eval_rollout_log_function: a.b}",
+            [],
+            "rollout.hooks.custom_eval_rollout_log_function",
+            "no section eval",
+        ),
+        ("{custom_advantage_function: a.b}", ["actor.teacher={path: /t}"], "actor.teacher", "expected null"),
+    ],
+)
+def test_hooks_of_the_trainer_that_nothing_would_call_are_refused(recipe, hooks, overrides, path, part):
+    assert part in reasons(recipe, f"rollout.hooks={hooks}", *overrides)[path]
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        "{custom_tis_function: a.b, custom_pg_loss_reducer_function: a.c, custom_advantage_function: a.d}",
+        "{custom_loss_function: a.b, rollout_data_postprocess: a.c, custom_model_provider: a.d}",
+        "{custom_reward_post_process: a.b, custom_rollout_log_function: a.c, custom_megatron_init: a.d}",
+    ],
+)
+def test_hooks_of_the_trainer_need_nothing_else(recipe, hooks):
+    assert not reasons(recipe, f"rollout.hooks={hooks}", REWARD)
+
+
+def test_a_file_may_repeat_what_the_recipe_decides(recipe, tmp_path):
+    file = tmp_path / "names.yaml"
+    file.write_text("use_tis: true\ntis_level: token\n")
+    hooks = f"rollout.hooks={{custom_tis_function: a.b, custom_config_path: {file}}}"
+    args = slime_arguments(load_recipe(recipe, [hooks, REWARD]))
+    assert args.use_tis is True and args.tis_level == "token"
 
 
 def test_a_name_that_args_do_not_hold_is_an_error_that_names_the_nearest(recipe):

@@ -61,6 +61,7 @@ CASES = {
         },
         {"kl": {"where": "loss", "coefficient": 0.1}},
     ),
+    "provider": Case({"custom_megatron_init": "begin_with_arguments", "custom_model_provider": "provider"}),
     "default, two stages": Case(parallel=TWO_STAGES),
     "hooks, two stages": Case(
         {
@@ -85,6 +86,7 @@ SAME = {
     "weights of one": "plain",
     "overwritten": "plain",
     "taken away": "dropped",
+    "provider": "default",
     "hooks, two stages": "default, two stages",
     "policy loss, tensor 2": "default, tensor 2",
     "capped weights, data 2": "default, data 2",
@@ -138,7 +140,7 @@ def train(rank: RankSpec, config: RunConfig) -> tuple[list[dict[str, float]], li
     trainer = TrainerRank(config, rank)
     metrics = [trainer.train(batch(step)) for step in range(STEPS)]
     hooks = sys.modules.get(HOOKS)
-    calls = [] if hooks is None else list(hooks.CALLS)
+    calls = [] if hooks is None else [each for each in hooks.CALLS if isinstance(each, str)]
     return [each for each in metrics if each is not None], calls
 
 

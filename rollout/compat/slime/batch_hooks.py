@@ -17,9 +17,9 @@ import msgspec
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.compat.slime.batch_process import (
     BatchQuestion,
-    EpisodeRecord,
     EvaluatedPrompt,
-    Setup,
+    HookSetup,
+    RecordedEpisode,
 )
 from slipstream.rollout.programs.served import ProgramGone, ServedProgram
 
@@ -73,7 +73,9 @@ class BatchHooks:
         """Return whether the recipe names a hook for ``setting``."""
         return setting in self._paths
 
-    async def training_data(self, rollout_id: int, episodes: Sequence[EpisodeRecord]) -> TrainingData | None:
+    async def training_data(
+        self, rollout_id: int, episodes: Sequence[RecordedEpisode]
+    ) -> TrainingData | None:
         """Return what the hooks make of a batch; None: the recipe names none. Raises BatchHookFailed."""
         for setting in ("custom_convert_samples_to_train_data", "custom_reward_post_process"):
             if setting in self._paths:
@@ -82,7 +84,7 @@ class BatchHooks:
         return None
 
     async def log_batch(
-        self, rollout_id: int, episodes: Sequence[EpisodeRecord], metrics: dict[str, float], seconds: float
+        self, rollout_id: int, episodes: Sequence[RecordedEpisode], metrics: dict[str, float], seconds: float
     ) -> bool:
         """Return whether ``custom_rollout_log_function`` says that it has logged the batch itself."""
         setting = "custom_rollout_log_function"
@@ -125,7 +127,7 @@ class BatchHooks:
             self._log,
         )
         config = self._config.model_dump_json().encode()
-        setup = msgspec.msgpack.encode(Setup(config, self._paths))
+        setup = msgspec.msgpack.encode(HookSetup(config, self._paths))
         reply = await self._exchanged(hook, setup, START_TIMEOUT_S, "for the start of its process")
         if "error" in reply:
             await self.close()

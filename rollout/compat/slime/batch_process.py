@@ -1,6 +1,6 @@
 """The process in which a recipe's hooks see whole batches and evaluations. Started by ``batch_hooks``.
 
-first request   Setup ──► {"ready": true}
+first request   HookSetup ──► {"ready": true}
 the others      BatchQuestion ──► {"value": ...} or {"error": what the hook has done wrong}
 
 Replies are JSON: nothing that a hook returns is unpickled anywhere.
@@ -30,7 +30,7 @@ PromptFields = tuple[int, Any, Any, dict[str, Any]]
 """A prompt's id, text or chat, label and metadata."""
 
 
-class Setup(msgspec.Struct, array_like=True, frozen=True):
+class HookSetup(msgspec.Struct, array_like=True, frozen=True):
     """What the process begins with."""
 
     config: bytes
@@ -39,7 +39,7 @@ class Setup(msgspec.Struct, array_like=True, frozen=True):
     """Import path of each hook, by its setting."""
 
 
-class EpisodeRecord(msgspec.Struct, array_like=True, frozen=True):
+class RecordedEpisode(msgspec.Struct, array_like=True, frozen=True):
     """One episode of a batch, as it was recorded."""
 
     group: int
@@ -62,7 +62,7 @@ class BatchQuestion(msgspec.Struct, array_like=True, frozen=True):
 
     setting: str
     rollout_id: int
-    episodes: tuple[EpisodeRecord, ...] = ()
+    episodes: tuple[RecordedEpisode, ...] = ()
     prompts: tuple[EvaluatedPrompt, ...] = ()
     metrics: dict[str, float] = {}
     seconds: float = 0.0
@@ -75,7 +75,7 @@ class WrongAnswer(ValueError):
 class BatchHooksProcess:
     """Calls the hooks. ``args`` is the same in every call, as in slime's rollout process."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: HookSetup) -> None:
         """Raises whatever the import of user code raises."""
         make_slime_importable()
         config = RunConfig.model_validate_json(setup.config)
@@ -100,7 +100,7 @@ class BatchHooksProcess:
         sampled = [_sampled(sample) for sample in samples]
         return train_data_of(hook(self._args, samples), sampled)
 
-    def _samples(self, episodes: Sequence[EpisodeRecord]) -> list[Any]:
+    def _samples(self, episodes: Sequence[RecordedEpisode]) -> list[Any]:
         """Return the samples of all trajectories, group by group."""
         samples: list[Any] = []
         for number, records in itertools.groupby(episodes, key=lambda episode: episode.group):
@@ -197,7 +197,7 @@ def serve(descriptor: int) -> None:
     if request is None:
         return
     try:
-        process = BatchHooksProcess(msgspec.msgpack.decode(request, type=Setup))
+        process = BatchHooksProcess(msgspec.msgpack.decode(request, type=HookSetup))
     except BaseException as error:  # user code is imported
         traceback.print_exc()
         answering.reply(json.dumps({"error": f"cannot be imported: {error}"}).encode())
