@@ -51,7 +51,7 @@ OURS = (
     "tests/unit/test_trainer_slime_hooks.py",
     "tests/unit/test_trainer_slime_context.py",
 )
-EXAMPLES = ("tests/slime_rank_examples.py",)
+RANK_EXAMPLES = ("tests/slime_rank_examples.py",)
 """Our tests of the checkout's example hooks for ranks."""
 REQUIRED = ("pylatexenc",)
 """What slime itself imports there, and Slipstream does not."""
@@ -101,7 +101,9 @@ def main() -> int:
             deselected = ("-k", f"not {OF_SOURCES}")
             shutil.copytree(checkout / "examples", Path(folder) / "examples")
             named = {"SLIME_CHECKOUT": str(checkout)}
-            outcome["examples"] = run_pytest(ROOT, EXAMPLES, [ROOT, Path(folder)], environment=named)
+            outcome["rank_examples"] = run_pytest(
+                ROOT, RANK_EXAMPLES, [ROOT, Path(folder)], environment=named
+            )
             outcome["alias"] = run_pytest(Path(folder) / "tests", CONTRACT, [ALIAS], deselected)
         outcome["alias_examples"] = run_examples(checkout)
         missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
