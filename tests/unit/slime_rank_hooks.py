@@ -4,6 +4,7 @@ from dataclasses import fields
 
 import torch
 from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, get_sum_of_sample_mean
+from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
 
 # ---- what Slipstream does by default, as hooks
 
@@ -33,25 +34,21 @@ def advantages_of_rewards(args, rollout_data):
 
 def policy_loss(args, batch, logits, sum_of_sample_mean):
     """PPO's clipped loss with a truncated importance weight, from logits."""
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
     assert logits.dtype == torch.float32 and logits.shape[:2] == batch["tokens"].shape
-    targets = torch.zeros_like(batch["tokens"])
-    chosen = torch.zeros_like(targets, dtype=torch.bool)
-    start = 0
-    for tokens, response in zip(batch["unconcat_tokens"], batch["response_lengths"], strict=True):
-        first, last = start + len(tokens) - response - 1, start + len(tokens) - 1
-        targets[0, first:last] = tokens[-response:]
-        chosen[0, first:last] = True
-        start += len(tokens)
-    log_probs = -vocab_parallel_cross_entropy(logits / args.rollout_temperature, targets)[chosen]
+    names = ("unconcat_tokens", "total_lengths", "response_lengths")
+    _, values = get_log_probs_and_entropy(
+        logits, args=args, **{name: batch[name] for name in names}, with_entropy=True
+    )
+    log_probs = torch.cat(values["log_probs"])
     old = torch.cat(batch["log_probs"]) if batch["log_probs"] else log_probs.detach()
     weight = (old - torch.cat(batch["rollout_log_probs"])).exp().clamp(max=args.tis_clip)
     ratio = (log_probs - old).exp()
     advantages = torch.cat(batch["advantages"])
     clipped = ratio.clamp(1 - args.eps_clip, 1 + args.eps_clip_high)
     loss = sum_of_sample_mean(weight * -torch.minimum(ratio * advantages, clipped * advantages))
-    return loss, {"pg_loss": loss.detach(), "weight": sum_of_sample_mean(weight)}
+    entropy = sum_of_sample_mean(torch.cat(values["entropy"]))
+    metrics = {"pg_loss": loss.detach(), "entropy": entropy.detach()}
+    return loss - args.entropy_coef * entropy, metrics
 
 
 # ---- changes

@@ -18,8 +18,9 @@ from tests.unit.test_trainer_slime_hooks import HOOKS, batch
 SIZE = 2
 
 
-def micro_batch() -> MicroBatch:
-    return assemble(batch(0, 6), [3, 0, 4, 5], 2 * SIZE, trajectory_multiple=2 * SIZE)
+def micro_batch(size: int = SIZE) -> MicroBatch:
+    multiple = ParallelConfig(context=size).trajectory_multiple
+    return assemble(batch(0, 6), [3, 0, 4, 5], multiple, trajectory_multiple=multiple)
 
 
 def hooked(rank: RankSpec, size: int) -> dict[str, Any]:
@@ -34,11 +35,12 @@ def hooked(rank: RankSpec, size: int) -> dict[str, Any]:
     from slipstream.backend.megatron.groups import groups
     from slipstream.backend.trainer.prepared import PreparedMicroBatch, Scores, Targets
     from slipstream.backend.trainer.slime.data_hooks import DataFunctions, StepData
+    from slipstream.backend.trainer.slime.log_probs import _chosen
     from slipstream.backend.trainer.slime.loss_hooks import HookedLoss, LossFunctions
     from slipstream.backend.trainer.slime.named import NamedHook
     from slipstream.backend.trainer.slime.samples import ContextPlace, Samples
 
-    micro = micro_batch()
+    micro = micro_batch(size)
     group = groups.get_context_parallel_group() if size > 1 else None
     place = ContextPlace(size, groups.get_context_parallel_rank(), group)
     samples = Samples(batch(0, 6), micro, place, torch.device("cpu"))
@@ -68,6 +70,15 @@ def hooked(rank: RankSpec, size: int) -> dict[str, Any]:
     halved = NamedHook("rollout_data_postprocess", "halved", resolve(f"{HOOKS}.halved_advantages"))
     data = StepData(DataFunctions(args, True, None, halved), batch(0, 6), [samples])
     [target] = data.targets(0, [item.scores], [item.targets])
+    whole = [trajectory.tokens_T for trajectory in samples.trajectories]
+    lengths = samples.response_lengths
+    index_r, target_r, counts = _chosen(list(map(torch.from_numpy, whole)), samples.total_lengths, lengths)
+    ends = [(tokens_T[-n:], tokens_T[-n - 1 : -1]) for tokens_T, n in zip(whole, lengths, strict=True)]
+    responses, befores = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*ends, strict=True))
+    tokens_t = torch.from_numpy(share_of(micro, size, place.rank).tokens_t)
+    assert counts == samples.held_lengths
+    assert torch.equal(target_r, torch.cat(samples.held(responses)))
+    assert torch.equal(tokens_t[index_r], torch.cat(samples.held(befores)))
     return {
         "loss_M": weighed.loss_T.detach().numpy(),
         "statistics": {name: float(value) for name, value in loss.statistics().items()},

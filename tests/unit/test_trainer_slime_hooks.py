@@ -35,6 +35,7 @@ class Case:
         return RunConfig.model_validate(recipe)
 
 
+BONUS = {"entropy_bonus": 0.1}
 PLAIN = {"use_decoupled_loss": False}
 SEQUENCE = {"averaging": "sequence"}
 TWO_STAGES = {"pipeline": 2}
@@ -71,6 +72,8 @@ CASES = {
         },
         parallel=TWO_STAGES,
     ),
+    "entropy bonus": Case(actor=BONUS),
+    "policy loss, entropy bonus": Case({"custom_loss_function": "policy_loss"}, BONUS),
     "default, tensor 2": Case(parallel={"tensor": 2}),
     "policy loss, tensor 2": Case({"custom_loss_function": "policy_loss"}, parallel={"tensor": 2}),
     "default, data 2": Case(parallel={"data": 2}),
@@ -197,6 +200,15 @@ def test_metrics_of_hooks_are_means_of_the_batch(outcomes):
     assert first["hook/tis_clipfrac"] == pytest.approx(capped, abs=1e-6)
     loss = metrics_of(outcomes, "policy loss, sequence")[0]
     assert loss["hook/pg_loss"] == pytest.approx(loss["train/loss"], rel=1e-5)
+
+
+def test_a_loss_from_logits_may_have_an_entropy_bonus(outcomes):
+    hooked, default = (
+        metrics_of(outcomes, "policy loss, entropy bonus"),
+        metrics_of(outcomes, "entropy bonus"),
+    )
+    assert hooked[0]["train/grad_norm"] == pytest.approx(default[0]["train/grad_norm"], rel=1e-4)
+    assert hooked[0]["hook/entropy"] == pytest.approx(default[0]["train/entropy"], rel=1e-5)
 
 
 def test_hooks_of_megatron_are_called_in_order(outcomes):
