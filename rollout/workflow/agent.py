@@ -25,7 +25,7 @@ from slipstream.rollout.programs.call import command_of
 from slipstream.rollout.programs.program import ProgramEnd, run_program
 from slipstream.rollout.temporary import OwnedFolder
 from slipstream.rollout.trajectory import Prompt
-from slipstream.rollout.workflow.guest import Guest, GuestFailed, wrong_limits
+from slipstream.rollout.workflow.agent_episodes import AgentEpisodes, AgentFailed, wrong_limits
 from slipstream.rollout.workflow.limited import OnLimit
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ Run = Callable[[str, str, object, dict[str, object]], object]
 """``run(base_url, api_key, prompt, metadata)``, which returns a number, a mapping or None, or awaits it."""
 
 
-class Agent(Guest):
+class Agent(AgentEpisodes):
     """Runs an agent for each episode, and trains what the policy has answered it.
 
         workflow:
@@ -79,7 +79,7 @@ class Agent(Guest):
         weakref.finalize(self, self._prompts.remove)
 
     async def result(self, endpoint: OpenEndpoint, prompt: Prompt) -> object:
-        """Run the agent. Raises GuestFailed, and what the agent raises."""
+        """Run the agent. Raises AgentFailed, and what the agent raises."""
         base_url, metadata = f"{endpoint.base_url}/v1", _metadata(prompt)
         if self._run is not None:
             running = cast(
@@ -93,7 +93,7 @@ class Agent(Guest):
         return _last_json(await self._program(endpoint, given))
 
     async def _program(self, endpoint: OpenEndpoint, given: str) -> ProgramEnd:
-        """Run the program of an episode. Raises GuestFailed."""
+        """Run the program of an episode. Raises AgentFailed."""
         fd, path = tempfile.mkstemp(suffix=".json", dir=self._prompts.path)
         try:
             with os.fdopen(fd, "w") as file:
@@ -109,7 +109,7 @@ class Agent(Guest):
         finally:
             Path(path).unlink(missing_ok=True)
         if end.code:
-            raise GuestFailed(
+            raise AgentFailed(
                 f"{self._command[0]} has ended with exit code {end.code}: {end.errors[-_LONGEST_NOTE:]}"
             )
         return end

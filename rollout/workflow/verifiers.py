@@ -28,7 +28,7 @@ from slipstream.rollout.programs.program import ProgramEnd, run_program
 from slipstream.rollout.reward.value import is_part_name
 from slipstream.rollout.temporary import OwnedFolder
 from slipstream.rollout.trajectory import Prompt
-from slipstream.rollout.workflow.guest import Guest, GuestFailed, wrong_limits
+from slipstream.rollout.workflow.agent_episodes import AgentEpisodes, AgentFailed, wrong_limits
 from slipstream.rollout.workflow.limited import OnLimit
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ LONGEST_NOTE = 4000
 LOOPBACK = "127.0.0.1"
 
 
-class Verifiers(Guest):
+class Verifiers(AgentEpisodes):
     """Runs episodes of an environment of verifiers, and trains what the policy has answered in them.
 
     workflow:
@@ -68,8 +68,8 @@ class Verifiers(Guest):
     ) -> None:
         """``environment``: what verifiers' ``load_environment`` takes, the table ``[env]`` of its own
         configurations. ``python``: a Python with verifiers and the environment's package.
-        ``start_timeout_s``: seconds for the environment to start. The others are those of ``Guest``. Raises
-        PluginError, with all that is wrong.
+        ``start_timeout_s``: seconds for the environment to start. The others are those of ``AgentEpisodes``.
+        Raises PluginError, with all that is wrong.
         """
         wrong = wrong_limits(max_turns, max_tokens, on_limit)
         taskset = environment.get("taskset")
@@ -85,10 +85,10 @@ class Verifiers(Guest):
         self._host = Host(python, environment, start_timeout_s)
 
     async def result(self, endpoint: OpenEndpoint, prompt: Prompt) -> object:
-        """Run an episode. Raises GuestFailed."""
+        """Run an episode. Raises AgentFailed."""
         task = prompt.metadata.get(TASK)
         if not isinstance(task, int):
-            raise GuestFailed(
+            raise AgentFailed(
                 f"prompt {prompt.id} has {task!r} in the column {TASK!r}, expected the number of a task: "
                 "write the prompt set with `python -m slipstream.rollout.workflow.verifiers`"
             )
@@ -120,7 +120,7 @@ class Host:
         self._connection: _Connection | None = None
 
     async def episode(self, task: int, base_url: str, api_key: str) -> dict[str, float]:
-        """Return the rewards and metrics of an episode. Raises GuestFailed."""
+        """Return the rewards and metrics of an episode. Raises AgentFailed."""
         async with self._starting:
             if self._connection is None or self._connection.has_ended:
                 connection = _Connection(self._command)
@@ -129,7 +129,7 @@ class Host:
                         await connection.open(self._environment)
                 except TimeoutError:
                     await connection.close()
-                    raise GuestFailed(
+                    raise AgentFailed(
                         f"the environment has not started within {self._start_timeout_s:g} s"
                     ) from None
                 except BaseException:
@@ -160,7 +160,7 @@ class _Connection:
         return self._program is None or self._program.done()
 
     async def open(self, environment: Mapping[str, object]) -> None:
-        """Start the program, and wait until its environment has started. Raises GuestFailed."""
+        """Start the program, and wait until its environment has started. Raises AgentFailed."""
         folder = OwnedFolder(Path(tempfile.gettempdir()), "verifiers")
         try:
             path = folder.path / "episodes"
@@ -197,7 +197,7 @@ class _Connection:
         if waiting is None or waiting.done():
             return
         if "error" in message:
-            waiting.set_exception(GuestFailed(str(message["error"])))
+            waiting.set_exception(AgentFailed(str(message["error"])))
         else:
             waiting.set_result(cast("dict[str, float]", message["result"]))
 
@@ -212,11 +212,11 @@ class _Connection:
                 reason = f"the environment has ended with exit code {end.code}: {end.errors[-LONGEST_NOTE:]}"
         for waiting in (self._ready, *self._waiting.values()):
             if not waiting.done():
-                waiting.set_exception(GuestFailed(reason))
+                waiting.set_exception(AgentFailed(reason))
         self._ready.exception()  # nobody may wait for it any more
 
     async def episode(self, task: int, base_url: str, api_key: str) -> dict[str, float]:
-        """Return the rewards and metrics of an episode. Raises GuestFailed."""
+        """Return the rewards and metrics of an episode. Raises AgentFailed."""
         number = next(self._numbers)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         self._say({"number": number, "task": task, "base_url": base_url, "api_key": api_key})

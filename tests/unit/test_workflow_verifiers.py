@@ -8,7 +8,7 @@ import pytest
 from slipstream.configs.schema import PluginConfig
 from slipstream.rollout import plugins
 from slipstream.rollout.plugins import PluginError
-from slipstream.rollout.workflow.guest import GuestFailed
+from slipstream.rollout.workflow.agent_episodes import AgentFailed
 from slipstream.rollout.workflow.verifiers import Host, numbers_of
 
 ENVIRONMENT = {"taskset": {"id": "spelling"}}
@@ -39,7 +39,7 @@ def test_a_python_without_the_library_is_said_and_another_episode_tries_again():
     async def ask_twice() -> None:
         host = Host(sys.executable, ENVIRONMENT, 60)
         for _ in range(2):
-            with pytest.raises(GuestFailed, match="No module named 'verifiers'"):
+            with pytest.raises(AgentFailed, match="No module named 'verifiers'"):
                 await host.episode(0, "http://127.0.0.1:9/v1", "key")
         await host.close()
 

@@ -1,6 +1,6 @@
 """Episodes of code that is not ours and talks to the policy over the endpoint of its episode.
 
-open ──► result of the guest ──► close ──► trajectories, with the guest's reward or without
+open ──► result of the agent ──► close ──► trajectories, with the agent's reward or without
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from slipstream.rollout.workflow.endpoint import OpenEndpoint
 
 
-class GuestFailed(RuntimeError):
-    """A guest has failed for a reason outside the policy."""
+class AgentFailed(RuntimeError):
+    """An agent has failed for a reason outside the policy."""
 
 
-class Guest(ABC):
-    """A workflow whose episodes are what a guest does with the policy's endpoint."""
+class AgentEpisodes(ABC):
+    """A workflow whose episodes are what an agent does with the policy's endpoint."""
 
     needs_endpoint = True
 
@@ -37,10 +37,10 @@ class Guest(ABC):
 
     @abstractmethod
     async def result(self, endpoint: OpenEndpoint, prompt: Prompt) -> object:
-        """Let the guest do an episode. Return what a reward returns, or None: it gives none."""
+        """Let the agent do an episode. Return what a reward returns, or None: it gives none."""
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> Sequence[Trajectory]:
-        """Run one episode. What the guest raises behind a limit is no failure."""
+        """Run one episode. What the agent raises behind a limit is no failure."""
         assert context.endpoint is not None, "the collector serves an endpoint for this workflow"
         async with context.endpoint.open(**self._limits) as endpoint:
             result: object = None
@@ -59,7 +59,7 @@ class Guest(ABC):
 
 
 def wrong_limits(max_turns: object, max_tokens: object, on_limit: object) -> list[str]:
-    """Return what is wrong with the limits of a guest."""
+    """Return what is wrong with the limits of an agent."""
     return [
         *(
             f"{name}: expected a whole number from 1, found {value!r}"
