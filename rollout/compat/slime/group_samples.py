@@ -5,14 +5,14 @@ episode of another one   ──► samples that are made of its trajectory
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, cast
 
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
-from slipstream.rollout.plugins import resolve
+from slipstream.rollout.compat.slime.rebuilt_samples import SampleRebuilder
 from slipstream.rollout.tokenizer import Tokenizer
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
+from slipstream.rollout.trajectory import Prompt, Trajectory
 
 _Key = tuple[int, bytes]
 """Prompt, and a digest of the tokens and log-probs of one trajectory."""
@@ -65,9 +65,8 @@ class GroupSamples:
 
     def __init__(self, arguments: SlimeArguments, tokenizer: Tokenizer, returned: ReturnedSamples) -> None:
         """``slime`` must be importable. Raises PluginError."""
-        self._sample: Callable[..., Any] = resolve("slime.utils.types.Sample")
+        self._rebuild = SampleRebuilder(arguments, tokenizer)
         self._reward_key = cast("str | None", arguments.reward_key)
-        self._tokenizer = tokenizer
         self._returned = returned
 
     def of(self, prompt: Prompt, trajectories: Sequence[Trajectory], group: int | None = None) -> list[Any]:
@@ -99,23 +98,9 @@ class GroupSamples:
         return {self._reward_key: trajectory.reward, **dict(trajectory.reward_parts)}
 
     def _made(self, prompt: Prompt, trajectory: Trajectory) -> Any:
-        sampled = trajectory.versions_T != UNSAMPLED
-        start = int(sampled.argmax())
-        tokens = trajectory.tokens_T.tolist()
-        statuses = cast("Any", self._sample).Status
-        return self._sample(
-            group_index=prompt.id,
-            prompt=prompt.prompt,
-            label=prompt.label,
-            metadata=dict(prompt.metadata),
-            tokens=tokens,
-            response=self._tokenizer.decode(tokens[start:]),
-            response_length=len(tokens) - start,
-            loss_mask=trajectory.loss_mask_T[start:].astype(int).tolist(),
-            rollout_log_probs=trajectory.logprobs_T[start:].tolist(),
-            weight_versions=[str(version) for version in sorted({*trajectory.versions_T[sampled].tolist()})],
-            status=statuses.TRUNCATED if trajectory.finish is Finish.LENGTH else statuses.COMPLETED,
-        )
+        sample = self._rebuild.sample(trajectory, prompt, prompt.id, None)
+        sample.reward = None
+        return sample
 
 
 def flat(samples: Sequence[Any]) -> list[Any]:

@@ -40,8 +40,8 @@ class SampleRebuilder:
             for index, episode in enumerate(group.trajectories)
         ]
 
-    def sample(self, trajectory: Trajectory, prompt: Prompt, group: int, index: int) -> Any:
-        """Return the sample of one trajectory. ``index``: of its episode over the life of the run."""
+    def sample(self, trajectory: Trajectory, prompt: Prompt, group: int, index: int | None) -> Any:
+        """Return the sample of one trajectory. ``index``: of its episode over the run, if known."""
         sampled = trajectory.versions_T != UNSAMPLED
         start = int(sampled.argmax())
         tokens = trajectory.tokens_T.tolist()
