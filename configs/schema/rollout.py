@@ -232,7 +232,7 @@ class RolloutConfig(Section):
         default=None,
         description="How the endpoint of each collector speaks for the policy: OpenAI's and Anthropic's "
         "protocols and SGLang's own, on loopback. Only for workflows that need it, such as "
-        "`slipstream.rollout.workflow.Agent`; null: the defaults.",
+        "`slipstream.rollout.workflow.Agent`, and for hooks that may ask the policy; null: the defaults.",
     )
     reward: Plugin | None = Field(
         default=None,

@@ -273,8 +273,8 @@ def _needs_endpoint(config: RunConfig) -> bool:
     needs_endpoint = needs_endpoint or bool(getattr(plugins.resolve(path), "needs_endpoint", False))
     if config.rollout.endpoint is not None and not needs_endpoint:
         raise plugins.PluginError(
-            f"rollout.endpoint is set, but {path} needs no endpoint: leave the section out, or give the "
-            "workflow an attribute `needs_endpoint = True`"
+            f"rollout.endpoint is set, but neither {path} nor a hook needs an endpoint: leave the section "
+            "out, or give the workflow an attribute `needs_endpoint = True`"
         )
     return needs_endpoint
 

@@ -3,6 +3,6 @@
 from typing import Any
 
 
-def length(prompt: Any, response: str, trajectory: Any) -> float:
-    """Return a number of 1 to 3 that changes with the length of the response."""
-    return 1.0 + len(response) % 3
+def letters(prompt: Any, response: str, trajectory: Any) -> float:
+    """Return a number from 1 to 2 that changes with every letter of the response."""
+    return 1.0 + sum(map(ord, response)) % 97 / 97

@@ -65,17 +65,17 @@ def test_a_run_of_hooks_trains_what_the_engines_have_sampled(
 def test_slimes_own_generate_function_trains_as_without_hooks(
     launch: Callable[..., LaunchedRun], monkeypatch: pytest.MonkeyPatch
 ):
-    """One request at a time, so that both runs draw the same random numbers for the same tokens."""
+    """At a temperature at which both runs sample the same tokens: SGLang's random numbers on a CPU depend on
+    the order in which requests arrive.
+    """
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     settings = (
         "run.steps=5",
         "rollout.max_head_offpolicyness=0",
-        "rollout.max_concurrent=1",
-        "rollout.batch_size=1",
         "rollout.sampling.max_new_tokens=12",
+        "rollout.sampling.temperature=0.001",
+        "rollout.reward={path: tests.runs.rewards.letters}",
         "actor.advantage=reward",
-        "rollout.reward={path: tests.runs.rewards.length}",
-        "actor.minibatches=1",
     )
     by_default, named = (
         launch(*settings, *hooks, name=name)
@@ -87,6 +87,8 @@ def test_slimes_own_generate_function_trains_as_without_hooks(
     steps = []
     for run in (by_default, named):
         assert finish(run) == 0, run.output()
-        steps.append([(record["train/loss"], record["train/grad_norm"]) for record in records(run)])
+        steps.append(
+            [(record["train/loss"], record["reward/mean"], record["train/tokens"]) for record in records(run)]
+        )
     assert len(set(steps[0])) == 5, "each step is another one"
     assert steps[1] == [pytest.approx(step, abs=1e-6) for step in steps[0]]
