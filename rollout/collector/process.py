@@ -39,6 +39,7 @@ from slipstream.rollout.engine.trace import RequestTrace
 from slipstream.rollout.garbage import OF_COLLECTED_EPISODE, expect_objects, look_seldom_for_garbage
 from slipstream.rollout.judge.pool import JudgePool, JudgeStatus
 from slipstream.rollout.messages import DOWN, LONGEST_FRAME, SILENCE_S, Down, Status, Up, pack, split
+from slipstream.rollout.teacher import TeacherNeeds
 from slipstream.rollout.workflow import Tokenizer, Workflow, WorkflowContext
 from slipstream.rollout.workflow.tokenizer import load_tokenizer
 
@@ -152,6 +153,7 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
             judge=judging,
             samples=rollout.n_samples_per_prompt,
             group_filter=group_filter,
+            needs=TeacherNeeds.of(config.actor),
         )
         engines, sampling = GreedyGenerator(pool), _evaluation_sampling(config)
         greedy = WorkflowContext(
