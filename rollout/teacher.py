@@ -5,10 +5,13 @@ In array names, T is the number of tokens, and K the number of the teacher's lik
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:  # most processes that import this read no recipe
+    from slipstream.configs.schema import ActorConfig
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -158,3 +161,47 @@ def placed(tokens: int, parts: Sequence[tuple[int, TeacherScores]]) -> TeacherSc
             whole.top_ids_TK[start:end, : scores.k] = scores.top_ids_TK
             whole.top_logp_TK[start:end, : scores.k] = scores.top_logp_TK
     return whole
+
+
+@dataclass(frozen=True)
+class TeacherNeeds:
+    """What a recipe needs of the scores that come with trajectories: ``actor.advantage``."""
+
+    logps: bool = False
+    """Log-probs of the sampled tokens."""
+    tops: bool = False
+    """Log-probs of the teacher's likeliest tokens."""
+    alone: bool = False
+    """The recipe has no other term, so that a trajectory without scores trains nothing."""
+
+    @classmethod
+    def of(cls, actor: "ActorConfig") -> "TeacherNeeds":
+        """Return what the terms of a recipe need."""
+        term = actor.teacher_term
+        logps = term is not None and actor.teacher_model is None
+        tops = actor.top_tokens_term is not None
+        others = actor.reward_term is not None or actor.teacher_model is not None
+        return cls(logps, tops, alone=(logps or tops) and not others)
+
+    def problem(self, scores: TeacherScores | None, is_trained_T: npt.NDArray[np.bool_]) -> str | None:
+        """Return what is missing, if anything. ``is_trained_T``: the tokens that carry loss.
+
+        A token that has one of the needed values must have the other. A token without any is not taught.
+        """
+        if scores is None:
+            scores = unscored(len(is_trained_T))
+        needed = [(self.logps, scores.has_T, "log-prob"), (self.tops, scores.has_top_T, "likeliest tokens")]
+        is_known_T = (scores.has_T | scores.has_top_T) & is_trained_T
+        for is_needed, has_T, name in needed:
+            missing = int((is_known_T & ~has_T).sum())
+            if is_needed and missing:
+                return (
+                    f"a teacher's {name} at {missing} of {int(is_known_T.sum())} tokens that it has scored: "
+                    "actor.advantage needs all of them"
+                )
+        if self.alone and is_trained_T.any() and not is_known_T.any():
+            return "a teacher's scores of the tokens that carry loss: actor.advantage has no other term"
+        return None
+
+
+NOTHING_NEEDED = TeacherNeeds()

@@ -52,6 +52,7 @@ from slipstream.rollout.live.judging import LiveJudging
 from slipstream.rollout.live.status import LiveListener
 from slipstream.rollout.live.turns import LiveTurns
 from slipstream.rollout.messages import SILENCE_S
+from slipstream.rollout.teacher import TeacherNeeds
 from slipstream.rollout.trajectory import Prompt
 
 PROBE = "What do you see when you look out of the window?"
@@ -228,6 +229,7 @@ def live_turns(config: RunConfig, inputs: Inputs, state: RunState) -> LiveTurns:
         state.turns,
         train=live.train,
         vocab=inputs.spec.geometry.vocab,
+        needs=TeacherNeeds.of(config.actor),
     )
 
 

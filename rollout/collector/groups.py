@@ -34,6 +34,7 @@ from slipstream.rollout.messages import (
 )
 from slipstream.rollout.record import CorruptRecord, decode_header, decode_trajectory, encode_scores
 from slipstream.rollout.reward.value import Judgement
+from slipstream.rollout.teacher import NOTHING_NEEDED, TeacherNeeds
 from slipstream.rollout.trajectory import Group, Messages, Prompt, Trajectory
 from slipstream.rollout.workflow import Generator, WorkflowContext
 
@@ -169,10 +170,11 @@ class GroupCollector(Generic[RecordT]):
         judge: EpisodeJudge,
         samples: int,
         group_filter: NamedFilter | None,
+        needs: TeacherNeeds = NOTHING_NEEDED,
     ) -> None:
         """``record``: makes the record of an attempt at an episode, given its group, lease and sample, and
         the number of the attempt. ``context``: returns what a workflow may use in that attempt. ``samples``:
-        episodes of a group.
+        episodes of a group. ``needs``: what the recipe needs of a teacher.
         """
         self._outbox = outbox
         self._record = record
@@ -181,6 +183,7 @@ class GroupCollector(Generic[RecordT]):
         self._judge = judge
         self._samples = samples
         self._filter = group_filter
+        self._needs = needs
         self._running: dict[tuple[int, int], tuple[_Running[RecordT], asyncio.Task[None]]] = {}
 
     def __len__(self) -> int:
@@ -257,6 +260,8 @@ class GroupCollector(Generic[RecordT]):
                 trajectories = await self._all(group, prompt, prior)
             if any(trajectory.reward is None for trajectory in trajectories):
                 trajectories = await self._judged_together(group, prompt, trajectories)
+            for trajectory in trajectories:
+                self._check_teacher(prompt, trajectory)
             verdict = self._verdict(group, prompt, trajectories)
         except EpisodeFailed as error:
             self._failed(lease, str(error))
@@ -281,6 +286,11 @@ class GroupCollector(Generic[RecordT]):
         finally:
             group.is_over = True
             await _cancelled([task for task in tasks if not task.done()])
+
+    def _check_teacher(self, prompt: Prompt, trajectory: Trajectory) -> None:
+        """Raise EpisodeFailed for a trajectory that lacks what its recipe needs of a teacher."""
+        if missing := self._needs.problem(trajectory.teacher, trajectory.loss_mask_T):
+            raise EpisodeFailed(f"prompt {prompt.id}: neither workflow nor reward has given {missing}")
 
     def _verdict(self, running: _Running[RecordT], prompt: Prompt, trajectories: list[Trajectory]) -> int:
         if self._filter is None:

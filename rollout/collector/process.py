@@ -42,6 +42,7 @@ from slipstream.rollout.garbage import OF_COLLECTED_EPISODE, expect_objects, loo
 from slipstream.rollout.judge.named_model import named_model
 from slipstream.rollout.judge.pool import JudgePool, JudgeStatus
 from slipstream.rollout.messages import DOWN, LONGEST_FRAME, SILENCE_S, Down, Status, Up, pack, split
+from slipstream.rollout.teacher import TeacherNeeds
 from slipstream.rollout.tokenizer import Tokenizer, load_tokenizer
 from slipstream.rollout.workflow import Workflow, WorkflowContext
 
@@ -168,6 +169,7 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
             judge=judging,
             samples=rollout.n_samples_per_prompt,
             group_filter=group_filter,
+            needs=TeacherNeeds.of(config.actor),
         )
         engines, sampling = GreedyGenerator(pool), _evaluation_sampling(config)
         greedy = WorkflowContext(

@@ -42,7 +42,7 @@ from slipstream.rollout.live.known import KnownTurn, Said, Session
 from slipstream.rollout.live.status import LiveStatus, SinceLastBatch
 from slipstream.rollout.record import CorruptRecord, decode_chunks, encode, encode_scores
 from slipstream.rollout.reward.live import NO_VOTES, JudgedTurn, Verdict
-from slipstream.rollout.teacher import TeacherScores
+from slipstream.rollout.teacher import NOTHING_NEEDED, TeacherNeeds, TeacherScores
 from slipstream.rollout.trajectory import Messages
 from slipstream.rollout.turns import Entry, Forgotten, NextState, SessionEnd, Turn, TurnType, UserReward
 
@@ -88,15 +88,18 @@ class LiveTurns:
         *,
         train: bool,
         vocab: int,
+        needs: TeacherNeeds = NOTHING_NEEDED,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """``baseline``: makes one of the scores that were trained. ``train``: whether turns are judged and
-        trained. ``vocab``: number of token ids. ``clock``: seconds since the epoch.
+        trained. ``vocab``: number of token ids. ``needs``: what the recipe needs of a teacher. ``clock``:
+        seconds since the epoch.
         """
         self._ledger = ledger
         self._make_baseline = baseline
         self._train = train
         self._vocab = vocab
+        self._needs = needs
         self._clock = clock
         self._changes = Changes()
         self._ready_listeners: list[Callable[[], None]] = []
@@ -267,7 +270,7 @@ class LiveTurns:
         turn = self._turns.get(id_)
         if turn is None or not self._core.live.is_alive(id_) or self._is_in_training(id_):
             self._late_rewards += 1
-        elif math.isfinite(reward):
+        elif math.isfinite(reward) and not (self._needs.alone and turn.payload.teacher is None):
             self._rule(turn, VerdictRow(reward, CLIENT, turn.payload.teacher is not None))
 
     def _enter_end(self, id_: int) -> None:
@@ -316,7 +319,8 @@ class LiveTurns:
     def verdict(self, id_: int, verdict: Verdict) -> None:
         """Take a verdict with a score or with a teacher's, unless the turn needs none any more.
 
-        A verdict whose teacher's scores do not fit the turn gives the turn up.
+        A verdict whose teacher's scores do not fit the turn gives the turn up. One without a teacher's scores
+        filters it if the recipe trains on nothing else.
         """
         if self._held is not None:
             self._late.append(partial(self.verdict, id_, verdict))
@@ -329,6 +333,9 @@ class LiveTurns:
             self.unanswerable(id_, problem)
             return
         self._verdicts += 1
+        if teacher is None and self._needs.alone:
+            self._filter_out(turn)
+            return
         scores = b"" if teacher is None else encode_scores(teacher)
         self._rule(turn, VerdictRow(verdict.score, JUDGE, teacher is not None), verdict.hint, scores)
 
@@ -339,9 +346,18 @@ class LiveTurns:
                 f"its judge gave a teacher's scores of {int(teacher.has_T.sum())} tokens, expected one for "
                 f"each of the {turn.head.sampled} sampled tokens"
             )
+        missing = self._needs.problem(teacher, np.ones(len(teacher), np.bool_))
+        if missing is not None:
+            return f"its judge has not given {missing}"
         if teacher.largest_id >= self._vocab:
             return f"its judge gave a teacher's token ids outside the vocabulary of {self._vocab}"
         return None
+
+    def _filter_out(self, turn: KnownTurn) -> None:
+        """End a turn that would train nothing."""
+        if self._core.live.ended(turn.id, TurnEnd.FILTERED):
+            self._ledger.turns.ended(turn.id, TurnEnd.FILTERED, Loss.FILTERED)
+            self._drop_if_over(turn.session)
 
     def unanswerable(self, id_: int, problem: str) -> None:
         """Give up a turn whose question cannot be read, or whose verdict cannot be used."""

@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
+from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.trajectory import Prompt, Trajectory
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ __all__ = [
     "Exact",
     "FinalAnswer",
     "GroupReward",
+    "Judgement",
     "MathVerify",
     "ModelVotes",
     "Regex",
@@ -54,9 +56,9 @@ def __getattr__(name: str) -> object:
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
-RewardValue = float | Mapping[str, float | str]
+RewardValue = float | Mapping[str, float | str] | Judgement
 """A number, or a mapping of numbers. In a mapping, ``rollout.reward_key`` names the number that trains; the
-others are metrics. Texts in it are left out."""
+others are metrics. Texts in it are left out. A ``Judgement`` also holds a teacher's scores of the tokens."""
 
 
 class Reward(Protocol):

@@ -19,6 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.rollout.reward import Judgement
+from slipstream.rollout.teacher import TeacherScores
+
 FOREVER_S = 600
 
 
@@ -520,7 +523,7 @@ class Parts:
     """Returns the mapping that the response says in Python."""
 
     def score(self, prompt, response, trajectory):
-        return eval(response, {"np": np})
+        return eval(response, {"np": np, "Judgement": Judgement, "TeacherScores": TeacherScores})
 
 
 class Lengths:
@@ -529,7 +532,8 @@ class Lengths:
     def score_group(self, prompt, responses, trajectories):
         assert [len(each.tokens_T) for each in trajectories] == [12] * len(responses)
         if responses[0].startswith("return "):
-            return eval(responses[0].removeprefix("return "), {"np": np})
+            names = {"np": np, "Judgement": Judgement, "TeacherScores": TeacherScores}
+            return eval(responses[0].removeprefix("return "), names)
         if responses[0] == "sleeps":
             sleeps()
         ranked = sorted(responses, key=len)

@@ -35,7 +35,7 @@ from slipstream.rollout.messages import (
     fields,
 )
 from slipstream.rollout.reward.value import Judgement
-from slipstream.rollout.teacher import TeacherScores
+from slipstream.rollout.teacher import NOTHING_NEEDED, TeacherNeeds, TeacherScores
 from slipstream.rollout.trajectory import Group, Prompt, Trajectory, TrajectoryBuilder
 from slipstream.rollout.workflow import WorkflowContext
 from slipstream.rollout.workflow.multi_turn import limited
@@ -78,6 +78,7 @@ class World:
     judged_together: Callable[[Sequence[Trajectory]], Any] = lambda trajectories: []
     """The rewards of a group, which take a second, or an error that is raised."""
     groups_asked: list[list[Trajectory]] = field(default_factory=list)
+    needs: TeacherNeeds = NOTHING_NEEDED
     engines: Any = field(default_factory=PureEngines)
     driver: HoldingDriver = field(default_factory=HoldingDriver)
     outbox: Outbox = field(default_factory=Outbox)
@@ -104,6 +105,7 @@ class World:
             judge=self,
             samples=self.samples,
             group_filter=NamedFilter("my.Filter", WholeGroups(group_filter)) if group_filter else None,
+            needs=self.needs,
         )
 
     def _record(self, group: int, lease: int, sample: int, attempt: int) -> Recording:
@@ -264,6 +266,31 @@ def test_scores_of_a_teacher_of_other_tokens_fail_the_group():
     verdict, note = world.verdict
     assert verdict == FAILED
     assert "scores of 3 tokens" in note
+
+
+@pytest.mark.parametrize(
+    ("needs", "values", "missing"),
+    [
+        (TeacherNeeds(logps=True), None, None),
+        (TeacherNeeds(logps=True, alone=True), None, "that carry loss: actor.advantage has no other term"),
+        (TeacherNeeds(logps=True, alone=True), [-1.0, np.nan], None),
+        (TeacherNeeds(logps=True, tops=True), [-1.0, -1.0], "likeliest tokens at 2 of 2 tokens"),
+        (TeacherNeeds(tops=True), [-1.0, -1.0], "likeliest tokens at 2 of 2 tokens"),
+    ],
+)
+def test_what_a_recipe_needs_of_a_teacher_and_lacks_fails_the_group(needs, values, missing):
+    def judged(trajectory: Trajectory) -> Judgement:
+        if values is None:
+            return Judgement(1.0)
+        logp_T = np.full(len(trajectory.tokens_T), np.nan, np.float32)
+        logp_T[-2:] = values
+        return Judgement(1.0, (), TeacherScores(logp_T))
+
+    world = World(1, judged=judged, needs=needs)
+    world.run()
+    verdict, note = world.verdict
+    assert verdict == (TRAIN if missing is None else FAILED)
+    assert (missing or "") in note
 
 
 def test_nobody_is_asked_about_a_dropped_episode():

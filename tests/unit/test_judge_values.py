@@ -72,6 +72,42 @@ def test_a_mapping_travels_from_the_judge_process(judging):
     assert judging.use(judging.pool("Parts"), ask) == Judgement(0.5, (("format", 1.0),))
 
 
+def test_scores_of_a_teacher_travel_from_the_judge_process_for_an_episode_and_for_a_group(judging):
+    said = "Judgement(0.5, (('a', 1.0),), TeacherScores(np.array([np.nan] * 11 + [-1.5])))"
+
+    async def ask(pool):
+        return await pool.score(PROMPT, said, trajectory())
+
+    async def ask_all(pool):
+        return await ask_group(pool, f"return [1, {said}]", "b")
+
+    single = judging.use(judging.pool("Parts"), ask)
+    without, second = judging.use(judging.pool("Lengths"), ask_all)
+    for judgement in (single, second):
+        assert (judgement.reward, judgement.parts) == (0.5, (("a", 1.0),))
+        assert judgement.teacher.logp_T[11] == -1.5
+        assert judgement.teacher.has_T.sum() == 1
+    assert without == Judgement(1.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("Judgement(0.5, (), TeacherScores(np.zeros(3)))", "scores of 3 tokens, expected 12"),
+        ("Judgement(0.5, (), [0.0] * 12)", "its teacher is of type list, expected TeacherScores"),
+        ("Judgement(0.5, (), TeacherScores(np.full(12, np.inf)))", "expected finite numbers of at most 0"),
+        ("Judgement(None)", "it returned None"),
+        ("Judgement(0.5, [1])", "reward_parts are of type list"),
+    ],
+)
+def test_a_judgement_that_is_none_is_a_failed_attempt(judging, said, reason):
+    async def ask(pool):
+        with pytest.raises(JudgingFailed, match=reason):
+            await pool.score(PROMPT, said, trajectory())
+
+    judging.use(judging.pool("Parts"), ask)
+
+
 @pytest.mark.parametrize("reward", ["Lengths", "LengthsTogether"])
 def test_a_group_is_one_question(judging, reward):
     async def ask(pool):

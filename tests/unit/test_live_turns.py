@@ -28,7 +28,7 @@ from slipstream.rollout.live.turns import JournalGap, LiveTurns
 from slipstream.rollout.prompts import PromptStream
 from slipstream.rollout.record import REF, checksum, encode, encode_chunk, encode_trajectory
 from slipstream.rollout.reward.live import Verdict
-from slipstream.rollout.teacher import TeacherScores
+from slipstream.rollout.teacher import NOTHING_NEEDED, TeacherNeeds, TeacherScores
 from slipstream.rollout.trajectory import Completion, Finish, Prompt, Span, TrajectoryBuilder
 from slipstream.rollout.turns import Entry, Forgotten, NextState, SessionEnd, Turn, TurnType, UserReward
 from tests.unit.doubles import Listener
@@ -140,6 +140,7 @@ class Run:
             partial(ScoreBaseline, more.pop("baseline", NoBaseline())),
             self.recovered.live,
             train=more.pop("train", True),
+            needs=more.pop("needs", NOTHING_NEEDED),
             vocab=VOCAB,
             clock=more.pop("clock", lambda: NOW),
         )
@@ -544,6 +545,41 @@ def test_scores_of_a_teacher_that_do_not_fit_the_turn_are_a_failure_and_not_0(in
     with closing(sqlite3.connect(in_run.folder / LEDGER)) as ledger:
         [(note,)] = ledger.execute("SELECT note FROM turns").fetchall()
     assert problem in note
+
+
+def test_a_verdict_that_a_recipe_cannot_train_on_filters_its_turn(in_run):
+    talk = Talk()
+    for session in ("score", "teacher"):
+        talk.say(session=session)
+
+    async def act(run):
+        await run.hear(talk)
+        talk.add(UserReward(1, 1.0))  # it trains nothing, so the judge is asked all the same
+        await run.hear(talk, first=5)
+        assert run.live.status().ready == 0
+        run.live.verdict(await run.live.unjudged(), Verdict(1.0))
+        run.live.verdict(await run.live.unjudged(), Verdict(1.0, None, scores(-1.0, -2.0)))
+        await run.ledger.flushed()
+        assert run.core.live.ends == {TurnEnd.FILTERED: 1}
+        assert run.live.status().ready == 1
+
+    in_run(act, needs=TeacherNeeds(logps=True, alone=True))
+
+
+def test_scores_without_the_likeliest_tokens_that_a_recipe_needs_are_a_failure(in_run):
+    talk = Talk()
+    talk.say()
+    talk.say(session="other")
+
+    async def act(run):
+        await run.hear(talk)
+        run.live.verdict(await run.live.unjudged(), Verdict(1.0, None, scores(-1.0, -2.0)))
+        run.live.verdict(await run.live.unjudged(), Verdict(1.0, None, scores(-1.0, -2.0, top=3)))
+        await run.ledger.flushed()
+        assert run.core.live.ends == {TurnEnd.FAILED: 1}
+        assert run.live.status().ready == 1
+
+    in_run(act, needs=TeacherNeeds(logps=True, tops=True))
 
 
 def test_a_reward_of_the_client_leaves_the_scores_of_a_teacher(in_run):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.configs.schema import ActorConfig
 from slipstream.rollout.judge.wire import REQUEST, EpisodeQuestion, FrameReader, framed_question
 from slipstream.rollout.record import (
     CorruptRecord,
@@ -19,7 +20,7 @@ from slipstream.rollout.record import (
     encode_scores,
     encode_trajectory,
 )
-from slipstream.rollout.teacher import TeacherScores
+from slipstream.rollout.teacher import TeacherNeeds, TeacherScores
 from slipstream.rollout.trajectory import (
     Completion,
     Finish,
@@ -180,3 +181,21 @@ def test_a_judgement_replaces_scores_only_if_it_has_any():
     assert taught.judged(0.5).teacher is taught.teacher
     other = scores([NAN] * 4 + [-1.0])
     assert taught.judged(0.5, (), other).teacher is other
+
+
+MODEL = {"type": "teacher", "scores": {"type": "model", "path": "nowhere"}}
+
+
+@pytest.mark.parametrize(
+    ("terms", "needs"),
+    [
+        ([{"type": "reward"}], TeacherNeeds()),
+        ([MODEL], TeacherNeeds()),
+        ([{"type": "teacher"}], TeacherNeeds(logps=True, alone=True)),
+        ([{"type": "teacher"}, {"type": "reward"}], TeacherNeeds(logps=True)),
+        ([{"type": "teacher_topk"}, {"type": "teacher"}], TeacherNeeds(True, True, True)),
+        ([{"type": "teacher_topk"}, MODEL], TeacherNeeds(tops=True)),
+    ],
+)
+def test_terms_say_what_is_needed(terms, needs):
+    assert TeacherNeeds.of(ActorConfig.model_validate({"advantage": terms})) == needs
