@@ -121,6 +121,7 @@ def unknown_key(root: type[Section], section: type[Section], path: Sequence[str]
     *outer, key = path
     settings, name = list(section.model_fields), key.rpartition(".")[2]
     elsewhere = [other for other in schema_paths(root) if other.rpartition(".")[2] == name]
+    elsewhere = [other for other in elsewhere if outer and other.startswith(f"{outer[0]}.")] or elsewhere
     if join(*(part for part in path if not part.isdigit())) in elsewhere:
         return f"unknown key; another type has it; the keys here are {_keys(section)}", []
     near = nearest(key, settings, SAME_SECTION)

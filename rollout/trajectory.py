@@ -311,7 +311,7 @@ class Trajectory:
         ``turn_rewards``: take the place of those of the trajectory; empty: those stay.
         """
         teacher = self.teacher if teacher is None else teacher
-        turns = turn_rewards or self.turn_rewards
+        turns = turn_rewards or self.header.turn_rewards
         trajectory = replace(self, reward=reward, reward_parts=parts, teacher=teacher, turn_rewards=turns)
         header = msgspec.structs.replace(self.header, reward=reward, reward_parts=parts, turn_rewards=turns)
         trajectory.__dict__["header"] = header  # as computed

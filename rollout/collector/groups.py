@@ -289,6 +289,8 @@ class GroupCollector(Generic[RecordT]):
 
     def _check_teacher(self, prompt: Prompt, trajectory: Trajectory) -> None:
         """Raise EpisodeFailed for a trajectory that lacks what its recipe needs of a teacher."""
+        if self._needs == NOTHING_NEEDED:
+            return
         if missing := self._needs.problem(trajectory.teacher, trajectory.loss_mask_T):
             raise EpisodeFailed(f"prompt {prompt.id}: neither workflow nor reward has given {missing}")
 

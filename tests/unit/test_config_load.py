@@ -308,9 +308,21 @@ BESIDES = {
 """The required settings of optional sections."""
 
 
+JUDGES = {
+    "judge.code.": {"type": "code"},
+    "judge.": {
+        "type": "model",
+        "endpoint": {"type": "url", "url": "https://host/v1", "model": "judge"},
+        "hint": {"choose": {"type": "overlap"}, "teacher": {"type": "url", "url": "http://host:30000"}},
+    },
+}
+"""A judge with all settings that begin so: its unions are within one another."""
+
+
 @pytest.mark.parametrize("path", LEAVES)
 def test_junk_in_any_setting_is_reported_at_that_setting(recipe, path):
-    data = VALID
+    judge = next((settings for start, settings in JUDGES.items() if path.startswith(start)), None)
+    data = VALID if judge is None else changed("judge", judge)
     section = path.rpartition(".")[0]
     if type_ := next((type_ for start, type_ in TYPE_THAT_HAS.items() if path.startswith(start)), None):
         data = changed(f"{section}.type", type_, data)
@@ -322,7 +334,7 @@ def test_junk_in_any_setting_is_reported_at_that_setting(recipe, path):
             [name] = path.removeprefix(f"{section}.").split(".")
             data = changed(section, {**others, name: [{"junk": 1}]}, data)
     if path in PLUGIN_ARGS:
-        data = changed(path.removesuffix(".args"), {"path": "rollout.Thing", "args": [{"junk": 1}]})
+        data = changed(path.removesuffix(".args"), {"path": "rollout.Thing", "args": [{"junk": 1}]}, data)
     assert list(violations(recipe(data))) == [path]
 
 

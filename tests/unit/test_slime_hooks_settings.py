@@ -171,7 +171,12 @@ def test_args_may_be_changed_copied_and_stored(recipe):
             "rollout.hooks.custom_eval_rollout_log_function",
             "no section eval",
         ),
-        ("{custom_advantage_function: a.b}", ["actor.teacher={path: /t}"], "actor.teacher", "expected null"),
+        (
+            "{custom_advantage_function: a.b}",
+            ["actor.advantage=[{type: teacher, scores: {type: model, path: /t}}]"],
+            "actor.advantage",
+            "expected no term",
+        ),
     ],
 )
 def test_hooks_of_the_trainer_that_nothing_would_call_are_refused(recipe, hooks, overrides, path, part):

@@ -44,7 +44,7 @@ def episode(rewards: tuple[float, ...], reward: float) -> Trajectory:
 def by_turn(settings: TurnsConfig) -> list[list[float]]:
     """Return the advantage of each turn of both episodes. All tokens of a turn must have the same."""
     episodes = [episode(FIRST, 1.0), episode(SECOND, 0.0)]
-    given = advantages(ActorConfig(advantage="grpo", turns=settings), episodes, [8, 8])
+    given = advantages(ActorConfig(turns=settings), episodes, [8, 8])
     turns: list[list[float]] = []
     for number, rewards in enumerate((FIRST, SECOND)):
         lengths = [len(word) + 1 for word in WORDS[: len(rewards)]]  # with the token that ends a turn
