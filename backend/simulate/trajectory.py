@@ -6,6 +6,7 @@ the others are set by name in the instance, past the constructors that would nee
 
 import msgspec
 
+from slipstream.rollout.teacher import TeacherScores
 from slipstream.rollout.trajectory import (
     UNSAMPLED,
     Completion,
@@ -60,7 +61,13 @@ class SimulatedTrajectory(Trajectory):
         header = TrajectoryHeader(tuple(runs), Finish.STOP, retractions, reward)
         self.__dict__.update(sample=sample, header=header, reward=reward)
 
-    def judged(self, reward: float, parts: RewardParts = ()) -> "SimulatedTrajectory":
+    def judged(
+        self,
+        reward: float,
+        parts: RewardParts = (),
+        teacher: TeacherScores | None = None,
+        turn_rewards: tuple[tuple[int, float | None], ...] = (),
+    ) -> "SimulatedTrajectory":
         """Return the same episode with its reward."""
         judged = SimulatedTrajectory.__new__(SimulatedTrajectory)
         header = msgspec.structs.replace(self.header, reward=reward, reward_parts=parts)
