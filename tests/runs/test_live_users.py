@@ -1,6 +1,7 @@
 """A whole run that learns from users alone: what they got is in the ledger once, and is what was trained."""
 
 import asyncio
+import json
 import random
 import signal
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from slipstream.rollout.record import REF, decode_chunks
 from tests.ports import held_port
 from tests.runs.conftest import LaunchedRun
 from tests.runs.test_run import finish, records, summary
+from tests.unit.chat_server import ChatServer
 
 STEPS, BATCH, USERS = 3, 8, 16
 
@@ -96,3 +98,55 @@ def test_what_users_got_is_in_the_ledger_once_and_is_what_was_trained(launch: La
     # The trainer has trained what the engines have sampled, and computes for it what they did.
     trained = [step for step in records(run) if "mismatch/logprob_abs_max" in step]
     assert trained and np.max([step["mismatch/logprob_abs_max"] for step in trained]) < 1e-4
+
+
+def vote(messages: list[dict]) -> str:
+    """Judge as the user says, and always have a hint."""
+    if "[HINT_START]" in messages[0]["content"]:
+        return r"\boxed{1} [HINT_START]add the two numbers[HINT_END]"
+    after = messages[-1]["content"].rpartition("# What came after the reply")[2]
+    return r"\boxed{1}" if THANKS in after else r"\boxed{-1}"
+
+
+@pytest.mark.timeout(300)
+def test_votes_and_hints_of_a_server_and_the_policy_as_teacher_train(launch: Launch, tmp_path: Path):
+    key = add_key(tmp_path / "run.keys.json", "ann")
+    port, server = held_port(), ChatServer(vote)
+
+    async def judged() -> LaunchedRun:
+        async with server.serving() as url:
+            judge = {
+                "type": "model",
+                "endpoint": {"type": "url", "url": url, "model": "judge"},
+                "votes": 2,
+                "hint": {"teacher": {"type": "policy"}},
+            }
+            run = launch(
+                f"run.steps={STEPS}",
+                f"rollout.batch_size={BATCH}",
+                "live={}",
+                f"judge={json.dumps(judge)}",
+                "actor.advantage=[{type: reward}, {type: teacher}]",
+                f"gateway.port={port}",
+                f"gateway.admin_port={held_port()}",
+                by="serve",
+            )
+            await talk(run, f"http://127.0.0.1:{port}", key)
+            return run
+
+    run = asyncio.run(judged())
+    run.process.send_signal(signal.SIGTERM)
+    assert finish(run) == 0, run.output()
+    run.assert_nothing_left()
+
+    audit = audit_run(run.folder, print)
+    assert audit.discrepancies == []
+    assert (audit.steps, audit.turns["trained"]) == (STEPS, STEPS * BATCH)
+    steps = records(run)
+    assert [step["advantage/teacher_fraction"] for step in steps] == [1.0] * STEPS
+    assert all(step["advantage/teacher_abs_mean"] > 0 for step in steps), "a hint changes the probabilities"
+    assert (
+        {step["live/votes_missing"] for step in steps} == {step["live/votes_tied"] for step in steps} == {0}
+    )
+    asked = server.requests[0]["messages"][-1]["content"]
+    assert "# Conversation before the reply" in asked
