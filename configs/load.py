@@ -77,6 +77,10 @@ def _raise_any(violations: Sequence[Violation], source: Path | str) -> None:
         raise RecipeError(violations, str(source))
 
 
+MOST_ROUNDS = 20
+"""Rounds of validation. More of them mean that a placeholder is refused as well, and would be for ever."""
+
+
 def _validated(root: type[Root], document: Document, source: Path) -> Root:
     """Validate ``document.data``, and add to the document's violations and unsure paths.
 
@@ -86,12 +90,13 @@ def _validated(root: type[Root], document: Document, source: Path) -> Root:
     if document.data is None:
         raise RecipeError(document.violations, str(source))
     data = document.data
-    while True:
+    for _ in range(MOST_ROUNDS):
         try:
             return root.model_validate(data)
         except ValidationError as error:
             for problem in error.errors(include_url=False):
                 data = _repaired(data, problem, root, document)
+    raise RecipeError(document.violations, str(source))
 
 
 def _repaired(
@@ -110,7 +115,9 @@ def _repaired(
         document.refuse((*path, "type"), expectation(problem, field), name)
         document.unsure.add(join(*path))
         near = nearest(name, types) if isinstance(name, str) else None
-        return _replaced(data, (*path, "type"), near) if near else _replaced(data, path, ABSENT)
+        if near:
+            return _replaced(data, (*path, "type"), near)
+        return _replaced(data, path, _placeholder(field) if field.is_required() else ABSENT)
     if is_item(problem) and path[-1].isdigit():
         path = path[:-1]
     if is_item(problem) and (value := _value_at(data, path)) is ABSENT:
@@ -155,9 +162,10 @@ def _with_item(items: object, place: int, path: Sequence[str], value: object) ->
 
 def _placeholder(field: FieldInfo) -> object:
     """A valid value for a required setting. No rule reads it."""
-    for section in sections_of(field).values():
+    for type_, section in sections_of(field).items():
         required = {name: inner for name, inner in section.model_fields.items() if inner.is_required()}
-        return {name: _placeholder(inner) for name, inner in required.items()}
+        named: dict[str, object] = {"type": type_} if type_ else {}
+        return named | {name: _placeholder(inner) for name, inner in required.items()}
     if get_origin(field.annotation) is Literal:
         return get_args(field.annotation)[0]
     return 1 if field.annotation is int or field.annotation is float else "missing.value"

@@ -317,12 +317,13 @@ JUDGES = {
     },
 }
 """A judge with all settings that begin so: its unions are within one another."""
+TAUGHT = [{"type": "reward"}, {"type": "teacher"}]
 
 
 @pytest.mark.parametrize("path", LEAVES)
 def test_junk_in_any_setting_is_reported_at_that_setting(recipe, path):
     judge = next((settings for start, settings in JUDGES.items() if path.startswith(start)), None)
-    data = VALID if judge is None else changed("judge", judge)
+    data = VALID if judge is None else changed("judge", judge, changed("actor.advantage", TAUGHT))
     section = path.rpartition(".")[0]
     if type_ := next((type_ for start, type_ in TYPE_THAT_HAS.items() if path.startswith(start)), None):
         data = changed(f"{section}.type", type_, data)
