@@ -481,7 +481,8 @@ def test_without_locks_a_stopped_driver_wakes_up_fenced_and_the_ledger_is_its_su
     second.until(str(taken_at + 20))
     first.send(signal.SIGCONT)
     printed = first.until("")
-    assert "on there has taken the run over" in printed[-1]
+    # Stopped within a renewal, it writes that one late, over the successor's, and cannot read who that is.
+    assert "has taken the run over" in printed[-1]
     acknowledged = [int(line) for line in printed[:-1]]
     second.until(str(taken_at + 40))
     second.kill()  # so that the next one finds what is on disk
