@@ -297,6 +297,7 @@ def test_a_run_ends_when_too_many_updates_are_not_finite(recipe, tmp_path: Path)
     assert "was skipped" in (tmp_path / "runs/sft/logs/trainer-0.log").read_text()
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_reach_no_checkpoint(recipe, tmp_path: Path):
     file = recipe(checkpoint={"every": 1})
     spoil(tmp_path / "model")

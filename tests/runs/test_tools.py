@@ -55,6 +55,7 @@ def spoken(tokens: list[str]) -> list[bool]:
     return flags
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_what_the_policy_said_is_trained_and_what_tools_answered_is_not(run: LaunchedRun):
     tokenizer = AutoTokenizer.from_pretrained(run.folder.parent / "inputs/policy")
@@ -77,6 +78,7 @@ def test_what_the_policy_said_is_trained_and_what_tools_answered_is_not(run: Lau
     assert max(calculated[:1]) < 1e-4, "the trainer computes for the first batch what the engine did"
 
 
+@pytest.mark.slow
 def test_the_audit_is_clean_and_every_group_was_trained(run: LaunchedRun):
     audit = subprocess.run(
         run_command("audit", str(run.folder), "--json"), capture_output=True, text=True, timeout=120
