@@ -1,5 +1,6 @@
 """Means of numbers, and formats for people who read them on a terminal."""
 
+import math
 from collections.abc import Sequence
 
 
@@ -27,7 +28,12 @@ def clock_face(value: float) -> str:
 
 
 def reward(value: float, *, is_accuracy: bool = False) -> str:
-    """Format a reward: ``0.531``, ``-1.000``, ``1.23e+06``, or ``53.1%`` for an accuracy that can be one."""
+    """Format a reward: ``0.531``, ``-1.000``, ``1.23e+06``, or ``53.1%`` for an accuracy that can be one.
+
+    NaN, the mean of a batch without rewards: ``-``.
+    """
+    if math.isnan(value):
+        return "-"
     if is_accuracy and 0 <= value <= 1:
         return f"{value:.1%}"
     return f"{value:.3f}" if abs(value) < 1e4 else f"{value:.3g}"

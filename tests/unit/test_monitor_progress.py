@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from slipstream.backend.monitor.progress import HeldOut, LiveProgress, PlainProgress, StepTimer, open_progress
-from slipstream.backend.monitor.units import clock_face, count, seconds
+from slipstream.backend.monitor.units import clock_face, count, reward, seconds
 
 
 class Terminal(io.StringIO):
@@ -169,3 +169,7 @@ def test_numbers_read_well():
         "0.48 s", "7.3 s", "10 s", "42 s", "1:00", "3:05",
     ]  # fmt: skip
     assert [clock_face(s) for s in (0, 7, 59.6, 185, 3750)] == ["0:00", "0:07", "1:00", "3:05", "1:02:30"]
+
+
+def test_a_batch_without_rewards_shows_a_dash():
+    assert reward(float("nan")) == "-"
