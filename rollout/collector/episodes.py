@@ -18,7 +18,7 @@ from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.reward.value import NoNumber, check_parts, number_of
 from slipstream.rollout.teacher import TeacherScores
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory, joined
-from slipstream.rollout.workflow import Workflow, WorkflowContext
+from slipstream.rollout.workflow import GroupRejected, Workflow, WorkflowContext
 
 LARGEST_LOGPROB = 1e-3
 """A log-prob above 0 by more than rounding is no log-prob."""
@@ -78,7 +78,8 @@ class Episodes:
         """Return a trajectory, with a reward or without.
 
         Raises EpisodeFailed after the last attempt; NoEngine and JudgeStartFailed, which no attempt can mend;
-        and CancelledError when the host has given the episode up.
+        GroupRejected, with which the workflow gives its group up; and CancelledError when the host has given
+        the episode up.
         """
         failure = ""
         for attempt in range(self._attempts):
@@ -111,6 +112,8 @@ class Episodes:
             raise asyncio.CancelledError from error
         if (fatal := _within(error, NoEngine) or _within(error, JudgeStartFailed)) is not None:
             raise fatal
+        if isinstance(error, GroupRejected):
+            raise error
         if (judging := _within(error, JudgingFailed)) is not None:  # judging has attempts of its own
             raise EpisodeFailed(f"prompt {prompt.id}: {judging}") from error
         task = asyncio.current_task()

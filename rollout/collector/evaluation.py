@@ -18,15 +18,17 @@ from slipstream.rollout.trajectory import Completion, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
 
 
-class GreedyGenerator:
-    """The engines as a workflow sees them during evaluation."""
+class UnrecordedGenerator:
+    """The engines without a record of what they sample: of evaluations, and of whoever keeps it himself."""
 
-    def __init__(self, engines: GrowingGenerator) -> None:
+    def __init__(self, engines: GrowingGenerator, *, greedy: bool) -> None:
+        """``greedy``: sample the likeliest tokens, whatever temperature a client asks for."""
         self._engines = engines
+        self._greedy = greedy
 
     async def generate(self, input_ids: Sequence[int], sampling: SamplingConfig) -> Completion:
         completion = GrowingCompletion()
-        await self._engines.generate(input_ids, sampling, completion, greedy=True)
+        await self._engines.generate(input_ids, sampling, completion, greedy=self._greedy)
         return completion.completion()
 
     async def extend(
@@ -37,8 +39,8 @@ class GreedyGenerator:
         *,
         grown: Callable[[], None] | None = None,
     ) -> None:
-        """Continue the completion of a client's request, whatever temperature it asks for."""
-        await self._engines.generate(input_ids, sampling, completion, greedy=True, grown=grown)
+        """Continue the completion of a client's request."""
+        await self._engines.generate(input_ids, sampling, completion, greedy=self._greedy, grown=grown)
 
 
 class _EvaluationEpisode:

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar, cast
 
@@ -36,7 +36,7 @@ from slipstream.rollout.record import CorruptRecord, decode_header, decode_traje
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.teacher import NOTHING_NEEDED, TeacherNeeds
 from slipstream.rollout.trajectory import Group, Messages, Prompt, Trajectory
-from slipstream.rollout.workflow import Generator, WorkflowContext
+from slipstream.rollout.workflow import Generator, GroupRejected, Place, WorkflowContext
 
 log = logging.getLogger(__name__)
 
@@ -125,18 +125,20 @@ class _Running(Generic[RecordT]):
 class _Episode(Generic[RecordT]):
     """One episode of a group, as ``EpisodeHost``. Each attempt has a record of its own."""
 
-    __slots__ = ("_context", "_group", "_make", "record")
+    __slots__ = ("_context", "_group", "_make", "_place", "record")
 
     def __init__(
         self,
         group: _Running[RecordT],
         make: Callable[[int], RecordT],
         context: Callable[[RecordT], WorkflowContext],
+        place: Place,
     ) -> None:
         """``make``: makes the record of an attempt."""
         self._group = group
         self._make = make
         self._context = context
+        self._place = place
         self.record = make(0)
 
     @property
@@ -146,7 +148,7 @@ class _Episode(Generic[RecordT]):
     def begin(self, attempt: int) -> WorkflowContext:
         if attempt:
             self.renew(attempt)
-        return self._context(self.record)
+        return replace(self._context(self.record), place=self._place)
 
     def renew(self, attempt: int) -> None:
         """Give up what is recorded."""
@@ -195,7 +197,8 @@ class GroupCollector(Generic[RecordT]):
         group = _Running[RecordT](lease, self._samples)
         for sample in range(self._samples):
             make = partial(self._record, lease.group, lease.lease, sample)
-            group.episodes.append(_Episode(group, make, self._context))
+            place = Place(lease.group, sample, lease.version)
+            group.episodes.append(_Episode(group, make, self._context, place))
         task = asyncio.create_task(self._collect(group, chunks), name=task_name(lease.group))
         self._running[lease.group, lease.lease] = (group, task)
         task.add_done_callback(lambda task: self._ended(group, task))
@@ -265,6 +268,8 @@ class GroupCollector(Generic[RecordT]):
             verdict = self._verdict(group, prompt, trajectories)
         except EpisodeFailed as error:
             self._failed(lease, str(error))
+        except GroupRejected:
+            self._outbox.ended(lease.group, lease.lease, FILTERED)
         else:
             self._outbox.ended(lease.group, lease.lease, verdict)
 
@@ -279,9 +284,9 @@ class GroupCollector(Generic[RecordT]):
         ]
         try:
             return list(await asyncio.gather(*tasks))
-        except EpisodeFailed:
+        except (EpisodeFailed, GroupRejected):
             for episode in group.episodes:
-                episode.record.close()  # nothing of a failed group is needed
+                episode.record.close()  # nothing more of the group is needed
             raise
         finally:
             group.is_over = True

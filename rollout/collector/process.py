@@ -22,7 +22,7 @@ from slipstream.configs.schema import RunConfig, SamplingConfig
 from slipstream.configs.schema.judge import asks_policy
 from slipstream.rollout import plugins
 from slipstream.rollout.collector.episodes import Episodes, check
-from slipstream.rollout.collector.evaluation import Evaluations, GreedyGenerator
+from slipstream.rollout.collector.evaluation import Evaluations, UnrecordedGenerator
 from slipstream.rollout.collector.groups import GroupCollector, NamedFilter, WholeGroups
 from slipstream.rollout.collector.judging import Judges, Judging, WorkflowReward
 from slipstream.rollout.collector.outbox import Outbox
@@ -171,7 +171,7 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
             group_filter=group_filter,
             needs=TeacherNeeds.of(config.actor),
         )
-        engines, sampling = GreedyGenerator(pool), _evaluation_sampling(config)
+        engines, sampling = UnrecordedGenerator(pool, greedy=True), _evaluation_sampling(config)
         greedy = WorkflowContext(
             engines,
             tokenizer,

@@ -27,7 +27,7 @@ belongs to, so that a completion is the sampled tokens of its request's pieces.
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -299,6 +299,10 @@ class Recording:
             self._write(self._ended.pop(0), now)
 
     # ---- the record
+
+    def attest(self, versions: Iterable[int]) -> None:
+        """Note policy versions of tokens that the episode has got, but that it has not asked for itself."""
+        self._versions.update(versions)
 
     def accept(self, trajectory: Trajectory) -> None:
         """Raise ValueError for a trajectory with tokens of policy versions that no completion has had."""

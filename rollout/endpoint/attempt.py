@@ -10,7 +10,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from slipstream.rollout.endpoint.trajectories import SampledTurn, replies_of, trajectories_of
+from slipstream.rollout.endpoint.trajectories import (
+    SampledTurn,
+    replies_of,
+    trajectories_of,
+    untrained_replies_of,
+)
 from slipstream.rollout.engine.client import EngineError
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.pool import NoEngine
@@ -184,6 +189,10 @@ class Attempt:
         if not replies:
             raise NothingToTrain(_why_nothing(list(turns.values())))
         return replies
+
+    def untrained_replies(self) -> list[Reply]:
+        """Return the completions of all turns that cannot be trained, in order."""
+        return untrained_replies_of(self._sampled_turns())
 
     def _sampled_turns(self) -> dict[int, SampledTurn]:
         return {number: _sampled(number, *kept) for number, kept in self._recorded.items()}

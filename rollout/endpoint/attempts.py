@@ -57,10 +57,15 @@ class Attempts:
 
     def open(self, make: Callable[[str], Attempt]) -> tuple[str, Attempt]:
         """Return the key of a new attempt, and the attempt that ``make`` returns for a name."""
-        key, name = KEY_PREFIX + secrets.token_urlsafe(32), str(next(self._names))
-        attempt = make(name)
-        self._by_key[_hash(key)] = self._by_name[name] = attempt
-        return key, attempt
+        key = KEY_PREFIX + secrets.token_urlsafe(32)
+        return key, self.renew(key, make)
+
+    def renew(self, key: str, make: Callable[[str], Attempt]) -> Attempt:
+        """End the attempt of a key, and let the key name another one."""
+        self.close(key)
+        name = str(next(self._names))
+        attempt = self._by_key[_hash(key)] = self._by_name[name] = make(name)
+        return attempt
 
     def close(self, key: str) -> None:
         """Make a key void, and end all requests of its attempt."""

@@ -10,7 +10,9 @@ import asyncio
 import socket
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Protocol
 
 from slipstream.configs.schema import EndpointConfig, LimitsConfig, RunConfig, SamplingConfig
 from slipstream.rollout.endpoint.attempt import Attempt, AttemptLimits, EpisodeEngines
@@ -19,7 +21,7 @@ from slipstream.rollout.gateway.engines import Decode
 from slipstream.rollout.gateway.port import PortServer
 from slipstream.rollout.gateway.serving.assemble import assemble, served_model
 from slipstream.rollout.trajectory import Trajectory
-from slipstream.rollout.workflow.endpoint import Reply, ResultT
+from slipstream.rollout.workflow.endpoint import EndedEpisode, NothingToTrain, Reply, ResultT
 
 LOOPBACK = "127.0.0.1"
 
@@ -74,6 +76,10 @@ async def serve(
         server.close()
 
 
+class _MakeAttempt(Protocol):
+    def __call__(self, name: str, *, limits: AttemptLimits) -> Attempt: ...
+
+
 class CollectorEndpoint:
     """Makes the endpoint of each attempt at an episode."""
 
@@ -92,7 +98,7 @@ class CollectorEndpoint:
     ) -> "AttemptEndpoint":
         """Return the endpoint of an attempt. ``is_trained``: the trainer must reproduce its sampling."""
 
-        def make(name: str, limits: AttemptLimits) -> Attempt:
+        def make(name: str, *, limits: AttemptLimits) -> Attempt:
             return Attempt(
                 name,
                 engines,
@@ -109,9 +115,7 @@ class CollectorEndpoint:
 class AttemptEndpoint:
     """The ``PolicyEndpoint`` of one attempt at an episode."""
 
-    def __init__(
-        self, attempts: Attempts, url: str, make: Callable[[str, AttemptLimits], Attempt], completion: int
-    ) -> None:
+    def __init__(self, attempts: Attempts, url: str, make: "_MakeAttempt", completion: int) -> None:
         """``completion``: largest number of tokens of a completion."""
         self._attempts = attempts
         self._url = url
@@ -124,8 +128,9 @@ class AttemptEndpoint:
     ) -> AsyncGenerator["OpenedEndpoint"]:
         """Open the endpoint for the block."""
         limits = AttemptLimits(max_turns=max_turns, max_tokens=max_tokens, completion=self._completion)
-        key, attempt = self._attempts.open(lambda name: self._make(name, limits))
-        opened = OpenedEndpoint(self._attempts, attempt, self._url, key)
+        make = partial(self._make, limits=limits)
+        key, attempt = self._attempts.open(make)
+        opened = OpenedEndpoint(self._attempts, attempt, self._url, key, make)
         try:
             yield opened
         finally:
@@ -135,9 +140,18 @@ class AttemptEndpoint:
 class OpenedEndpoint:
     """The ``OpenEndpoint`` of one attempt at an episode."""
 
-    def __init__(self, attempts: Attempts, attempt: Attempt, url: str, key: str) -> None:
+    def __init__(
+        self,
+        attempts: Attempts,
+        attempt: Attempt,
+        url: str,
+        key: str,
+        make: Callable[[str], Attempt],
+    ) -> None:
+        """``make``: makes a further attempt of the same kind, given its name."""
         self._attempts = attempts
         self._attempt = attempt
+        self._make = make
         self.base_url = url
         self.api_key = key
 
@@ -175,6 +189,14 @@ class OpenedEndpoint:
         """End the episode, and return each of its completions. Raises NothingToTrain."""
         self.close()
         return self._attempt.replies()
+
+    def renew(self) -> EndedEpisode:
+        """End the episode, and return its completions. The key names another episode from now on."""
+        ended, self._attempt = self._attempt, self._attempts.renew(self.api_key, self._make)
+        replies: Sequence[Reply] = ()
+        with suppress(NothingToTrain):
+            replies = ended.replies()
+        return EndedEpisode(replies, ended.untrained_replies())
 
     def close(self) -> None:
         """Make the key void, and end all requests."""

@@ -77,6 +77,12 @@ def replies_of(turns: Mapping[int, SampledTurn], retractions: int = 0) -> list[R
     ]
 
 
+def untrained_replies_of(turns: Mapping[int, SampledTurn]) -> list[Reply]:
+    """Return the completions that are left out of ``replies_of``, in order."""
+    others = (turns[number] for number in sorted(turns) if not turns[number].is_trained)
+    return [_reply(turns, turn, 0) for turn in others if len(turn.tokens)]
+
+
 def _reply(turns: Mapping[int, SampledTurn], turn: SampledTurn, retractions: int) -> Reply:
     parts = [_tokens(part, carries_loss=False)[:length] for part, length in _chain(turns, turn)]
     input_ids = np.concatenate(parts)["token"][: -len(turn.tokens)]

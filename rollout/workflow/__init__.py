@@ -19,8 +19,10 @@ __all__ = [
     "Agent",
     "Dialogue",
     "Generator",
+    "GroupRejected",
     "Judge",
     "MultiTurn",
+    "Place",
     "PolicyEndpoint",
     "SingleTurn",
     "Tokenizer",
@@ -67,6 +69,21 @@ class Judge(Protocol):
         ...
 
 
+class GroupRejected(Exception):
+    """A workflow raises this where its group is not worth training: it is counted as ``filtered``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which episode of the run this is."""
+
+    group: int
+    sample: int
+    """Number of the episode in its group, from 0."""
+    version: int
+    """Policy version at the group's admission: no token that is trained may be of an older one."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkflowContext:
     """Everything that an episode may use."""
@@ -82,6 +99,8 @@ class WorkflowContext:
     """``rollout.reward_key`` of the recipe: the name of the number that trains, in a mapping of rewards."""
     is_evaluation: bool = False
     """Nothing of the episode is trained: it is one of an evaluation, with greedy completions."""
+    place: Place | None = None
+    """None in an evaluation."""
 
 
 class Workflow(Protocol):
@@ -127,5 +146,6 @@ class Workflow(Protocol):
         Raise an exception when the episode fails for a reason outside the policy. It is run again, up to
         ``rollout.episode_attempts`` times, and then its group is counted as ``failed``. An episode that
         takes longer than ``rollout.episode_timeout_s`` is cancelled, which counts as a failed attempt.
+        Raise GroupRejected when nothing of the group is to be trained.
         """
         ...

@@ -8,7 +8,7 @@ async with context.endpoint.open() as opened:
 from collections.abc import Awaitable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from slipstream.rollout.trajectory import Completion, Trajectory
 
@@ -26,6 +26,14 @@ class Reply:
     input_ids: tuple[int, ...]
     """Token ids that the completion continues. Those of a request by text are the endpoint's."""
     completion: Completion
+
+
+class EndedEpisode(NamedTuple):
+    """The completions of an episode, in the order in which they have ended."""
+
+    replies: Sequence[Reply]
+    untrained: Sequence[Reply]
+    """Those that the trainer cannot reproduce, or whose client has gone before their end."""
 
 
 class OpenEndpoint(Protocol):
@@ -67,6 +75,13 @@ class OpenEndpoint(Protocol):
         For a workflow that builds its trajectories itself. Completions that the trainer cannot reproduce, and
         those whose client has gone before their end, are left out. The last one has the retractions of all.
         Raises NothingToTrain.
+        """
+        ...
+
+    def renew(self) -> EndedEpisode:
+        """End the episode, and return its completions.
+
+        The same key names another episode from now on, which has nothing of this one.
         """
         ...
 

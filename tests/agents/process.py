@@ -229,7 +229,7 @@ class Runner:
 
     async def run(self, order: dict[str, Any]) -> dict[str, Any]:
         from slipstream.rollout.collector.episodes import Episodes, check
-        from slipstream.rollout.collector.evaluation import GreedyGenerator
+        from slipstream.rollout.collector.evaluation import UnrecordedGenerator
         from slipstream.rollout.collector.outbox import Outbox
         from slipstream.rollout.collector.recording import Recording
         from slipstream.rollout.collector.time_limit import TimeLimit
@@ -246,7 +246,7 @@ class Runner:
         driver.samples[5, 0] = held
 
         def context(record: Any) -> Any:
-            asked = GreedyGenerator(engines) if is_evaluation else record
+            asked = UnrecordedGenerator(engines, greedy=True) if is_evaluation else record
             sampling = rollout.sampling
             endpoint = self._served.of(asked, sampling, is_trained=not order.get("evaluation"))
             key = order.get("reward_key", rollout.reward_key)

@@ -12,7 +12,7 @@ import pytest
 from slipstream.backend.simulate import clock
 from slipstream.configs.schema import RolloutConfig
 from slipstream.rollout.collector.episodes import Episodes, check
-from slipstream.rollout.collector.evaluation import Evaluations, GreedyGenerator
+from slipstream.rollout.collector.evaluation import Evaluations, UnrecordedGenerator
 from slipstream.rollout.collector.groups import CLOSE_TIMEOUT_S
 from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.collector.time_limit import TimeLimit
@@ -61,7 +61,7 @@ class World:
         nothing: Any = None
         checking = partial(check, vocab_size=100, workflow="my.Flow")
         episodes = Episodes(self, rollout, checking, TimeLimit(60), self.outbox)
-        context = WorkflowContext(GreedyGenerator(Greedy()), nothing, nothing, SAMPLING)
+        context = WorkflowContext(UnrecordedGenerator(Greedy(), greedy=True), nothing, nothing, SAMPLING)
         self.evaluations = Evaluations(self.outbox, context, episodes, self)
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> Trajectory:

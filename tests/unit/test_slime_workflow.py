@@ -25,7 +25,7 @@ from slipstream.rollout.compat.slime.group_judge import GroupJudge
 from slipstream.rollout.compat.slime.group_samples import GroupSamples, ReturnedSamples
 from slipstream.rollout.compat.slime.hook_filter import HookFailed, HookFilter
 from slipstream.rollout.compat.slime.hook_workflow import HookWorkflow, WrongReturn
-from slipstream.rollout.compat.slime.sample_matching import LogprobsDiffer, match_sample
+from slipstream.rollout.compat.slime.sample_matching import LogprobsDiffer, SampledReplies, match_sample
 from slipstream.rollout.judge.errors import JudgingFailed
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.trajectory import (
@@ -276,29 +276,33 @@ def served(input_ids: Sequence[int], *tokens: int) -> Reply:
     return Reply(tuple(input_ids), completion(*tokens))
 
 
+def matched(tokens, start, replies, mask, reported):
+    return match_sample(tokens, start, SampledReplies(replies), mask, reported)
+
+
 def test_a_completion_that_a_hook_has_cut_off_is_trained_as_far_as_it_stands():
-    match = match_sample([1, 2, 10, 11, 50], 2, [served([1, 2], 10, 11, 12, 13)], [1, 1, 0], None)
+    match = matched([1, 2, 10, 11, 50], 2, [served([1, 2], 10, 11, 12, 13)], [1, 1, 0], None)
     assert match.sampled_T.tolist() == [False, False, True, True, False]
 
 
 def test_a_reply_to_a_text_is_found_by_its_ids_although_its_prompt_has_others():
     reply = served([9, 9, 9], 10, 11)
-    whole = match_sample([1, 2, 50, 10, 11], 2, [reply], [0, 1, 1], None)
+    whole = matched([1, 2, 50, 10, 11], 2, [reply], [0, 1, 1], None)
     assert whole.sampled_T.tolist() == [False, False, False, True, True]
-    cut_off = match_sample([1, 2, 10, 50], 2, [reply], [1, 0], None)
+    cut_off = matched([1, 2, 10, 50], 2, [reply], [1, 0], None)
     assert not cut_off.sampled_T.any(), "the beginning of a reply proves nothing by itself"
-    with_logprobs = match_sample([1, 2, 10, 50], 2, [reply], [1, 0], [-1.0, 0.0])
+    with_logprobs = matched([1, 2, 10, 50], 2, [reply], [1, 0], [-1.0, 0.0])
     assert with_logprobs.sampled_T.tolist() == [False, False, True, False]
 
 
 def test_the_longest_of_several_replies_to_one_request_is_taken():
     replies = [served([1], 10, 12), served([1], 10, 11, 12)]
-    match = match_sample([1, 10, 11, 12], 1, replies, [1, 1, 1], None)
+    match = matched([1, 10, 11, 12], 1, replies, [1, 1, 1], None)
     assert match.sampled_T.tolist() == [False, True, True, True]
 
 
 def test_a_tool_may_repeat_what_the_policy_has_said():
-    match = match_sample([1, 10, 11, 10, 11], 1, [served([1], 10, 11)], [1, 1, 0, 0], None)
+    match = matched([1, 10, 11, 10, 11], 1, [served([1], 10, 11)], [1, 1, 0, 0], None)
     assert match.sampled_T.tolist() == [False, True, True, False, False]
 
 
@@ -306,14 +310,14 @@ def test_of_replies_to_one_request_the_one_with_the_reported_log_probs_is_taken(
     [first, second] = [served([1], 10, 11), served([1], 10, 11)]
     other = replace(second.completion, logprobs=(-0.9, -0.8), spans=(Span(5, 0, 2),))
     replies = [first, Reply((1,), other)]
-    match = match_sample([1, 10, 11], 1, replies, [1, 1], [-0.9, -0.8])
+    match = matched([1, 10, 11], 1, replies, [1, 1], [-0.9, -0.8])
     assert match.versions_T.tolist()[1:] == [5, 5]
     with pytest.raises(LogprobsDiffer, match=r"token 1 .* says -0\.7"):
-        match_sample([1, 10, 11], 1, replies, [1, 1], [-0.9, -0.7])
+        matched([1, 10, 11], 1, replies, [1, 1], [-0.9, -0.7])
 
 
 def test_the_prompt_is_never_trained_although_it_was_sampled_before():
-    match = match_sample([10, 11, 12], 2, [served([], 10, 11), served([10, 11], 12)], [1], None)
+    match = matched([10, 11, 12], 2, [served([], 10, 11), served([10, 11], 12)], [1], None)
     assert match.sampled_T.tolist() == [False, False, True]
 
 
@@ -336,7 +340,7 @@ def test_a_sample_that_contradicts_itself_is_refused(hooks, change, message):
     fields = {"tokens": [1, 10, 11], "response_length": 2, "status": Sample.Status.COMPLETED, "reward": 1.0}
     sample = Sample(**{**fields, **change})
     with pytest.raises(SampleError, match=message):
-        trajectory_of(sample, [served([1], 10, 11)], "reward")
+        trajectory_of(sample, SampledReplies([served([1], 10, 11)]), "reward")
 
 
 def test_whatever_a_mapping_holds_beside_numbers_is_left_out():

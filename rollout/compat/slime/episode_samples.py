@@ -1,17 +1,16 @@
 """Samples and trajectories: what hooks are given, and what is trained of what they return."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any, Protocol, cast
 
 import numpy as np
 
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
-from slipstream.rollout.compat.slime.sample_matching import match_sample
+from slipstream.rollout.compat.slime.sample_matching import SampledReplies, match_sample
 from slipstream.rollout.reward.value import Judgement, NoNumber, is_part_name, judgement_of
 from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
-from slipstream.rollout.workflow.endpoint import Reply
 
 
 class SampleStatus(Protocol):
@@ -39,10 +38,19 @@ class SampleLike(Protocol):
     status: SampleStatus
     metadata: dict[str, Any]
     custom_rm_path: str | None
+    weight_versions: list[str]
+
+
+class WrongReturn(TypeError):
+    """A hook has returned something else than its contract says."""
 
 
 class SampleError(ValueError):
     """A hook has returned a sample that cannot be trained."""
+
+
+class NothingSampled(SampleError):
+    """No engine has sampled anything of a sample in its episode."""
 
 
 class EpisodeEnded(SampleError):
@@ -64,21 +72,21 @@ def fields_of(prompt: Prompt, args: SlimeArguments, tokenizer: Tokenizer) -> dic
     }
 
 
-def trajectory_of(sample: SampleLike, replies: Sequence[Reply], reward_key: str) -> Trajectory:
+def trajectory_of(sample: SampleLike, replies: SampledReplies, reward_key: str) -> Trajectory:
     """Return the trajectory of a sample, with its reward if it has one.
 
     Only what an engine has sampled carries loss (``sample_matching``). Raises EpisodeEnded for one that was
-    aborted or has failed, and SampleError for one that contradicts itself or the engines.
+    aborted or has failed, NothingSampled, and SampleError for one that contradicts itself or the engines.
     """
     if sample.status.value in ("aborted", "failed"):
         raise EpisodeEnded(f"the sample has the status {sample.status.value}: the episode does not count")
-    mask = _checked_mask(sample)
+    mask = checked_mask(sample)
     start = len(sample.tokens) - sample.response_length
     match = match_sample(sample.tokens, start, replies, mask, sample.rollout_log_probs)
     if not match.sampled_T.any():
-        raise SampleError(
+        raise NothingSampled(
             f"no engine has sampled any of the {sample.response_length} response tokens of the sample, in "
-            f"{len(replies)} replies of /generate that can be trained"
+            f"{replies.count} replies of /generate that can be trained"
         )
     loss_mask_T = match.sampled_T.copy()
     loss_mask_T[start:] &= np.array(mask, np.bool_)
@@ -89,16 +97,33 @@ def trajectory_of(sample: SampleLike, replies: Sequence[Reply], reward_key: str)
         loss_mask_T,
         match.logprobs_T,
         match.versions_T,
-        Finish.LENGTH if sample.status.value == "truncated" else Finish.STOP,
+        finish_of(sample),
         match.retractions,
     )
+    return rewarded(trajectory, sample, reward_key)
+
+
+def is_sampled(sample: SampleLike, replies: SampledReplies) -> bool:
+    """True if the response holds something of the replies."""
+    start = len(sample.tokens) - sample.response_length
+    match = match_sample(sample.tokens, start, replies, checked_mask(sample), None)
+    return bool(match.sampled_T.any())
+
+
+def finish_of(sample: SampleLike) -> Finish:
+    """Return how the last completion of a sample has ended."""
+    return Finish.LENGTH if sample.status.value == "truncated" else Finish.STOP
+
+
+def rewarded(trajectory: Trajectory, sample: SampleLike, reward_key: str) -> Trajectory:
+    """Return the trajectory with the reward of its sample, if that has one. Raises SampleError."""
     if sample.reward is None:
         return trajectory
     judgement = judgement_of_reward(sample.reward, reward_key)
     return trajectory.judged(judgement.reward, judgement.parts)
 
 
-def _checked_mask(sample: SampleLike) -> list[int]:
+def checked_mask(sample: SampleLike) -> list[int]:
     """Return the loss mask of the response. Raises SampleError."""
     length = sample.response_length
     if not 0 < length <= len(sample.tokens):

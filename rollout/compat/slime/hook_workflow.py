@@ -14,29 +14,27 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 from slipstream.configs.schema import HooksConfig
+from slipstream.rollout.compat.slime.addresses import address, prepare_requests
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.episode_samples import (
     SampleLike,
+    WrongReturn,
     fields_of,
     trajectory_of,
 )
 from slipstream.rollout.compat.slime.group_samples import ReturnedSamples
+from slipstream.rollout.compat.slime.sample_matching import SampledReplies
 from slipstream.rollout.plugins import resolve
 from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
-from slipstream.rollout.workflow.endpoint import OpenEndpoint, Reply
+from slipstream.rollout.workflow.endpoint import Reply
 
 log = logging.getLogger(__name__)
 
 Hook = Callable[..., Any]
-
-
-class WrongReturn(TypeError):
-    """A hook has returned something else than its contract says."""
 
 
 class HookWorkflow:
@@ -61,7 +59,7 @@ class HookWorkflow:
         self._rm: Hook = resolve("slime.rollout.rm_hub.async_rm")
         self._batched_rm: Hook = resolve("slime.rollout.rm_hub.batched_async_rm")
         self._numbers = itertools.count()
-        _prepare_requests(arguments)
+        prepare_requests(arguments)
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> Sequence[Trajectory]:
         """Return the trajectories of one episode: as many as the generate function returns samples."""
@@ -72,11 +70,12 @@ class HookWorkflow:
             samples = await self._finished(args, sample, context)
         else:
             async with context.endpoint.open() as endpoint:
-                _address(args, endpoint)
+                address(args, endpoint)
                 samples, replies = await endpoint.run(self._asked(args, sample, prompt, context))
                 if self._generate is not None:
                     replies = endpoint.replies()
-        trajectories = [self._trajectory(sample, replies) for sample in samples]
+        sampled = SampledReplies(replies)
+        trajectories = [self._trajectory(sample, sampled) for sample in samples]
         self._returned.keep(prompt, trajectories, samples)
         return trajectories
 
@@ -154,7 +153,7 @@ class HookWorkflow:
             )
         return cast("list[SampleLike]", samples)
 
-    def _trajectory(self, sample: SampleLike, replies: Sequence[Reply]) -> Trajectory:
+    def _trajectory(self, sample: SampleLike, replies: SampledReplies) -> Trajectory:
         trajectory = trajectory_of(sample, replies, self._reward_key)
         asked = sum(sample.loss_mask) if sample.loss_mask is not None else sample.response_length
         if not sample.remove_sample and trajectory.response_length < asked:
@@ -165,13 +164,6 @@ class HookWorkflow:
                 self._hooks.custom_generate_function,
             )
         return trajectory
-
-
-def _address(args: SlimeArguments, endpoint: OpenEndpoint) -> None:
-    """Let hooks find the endpoint of their episode."""
-    url = urlsplit(endpoint.base_url)
-    args.sglang_router_ip = f"episode:{endpoint.api_key}@{url.hostname}"
-    args.sglang_router_port = url.port
 
 
 def _prompt_ids(prompt: Prompt, sample: SampleLike, tokenizer: Tokenizer) -> list[int]:
@@ -201,12 +193,3 @@ def _sampling_params(args: SlimeArguments) -> dict[str, Any]:
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,
     }
-
-
-def _prepare_requests(arguments: SlimeArguments) -> None:
-    """Make the HTTP client of a checkout of slime, which its own start would make. The alias needs none."""
-    requests = resolve("slime.utils.http_utils.post")
-    prepare = inspect.getmodule(requests)
-    make = getattr(prepare, "init_http_client", None)
-    if make is not None:
-        make(arguments)

@@ -14,7 +14,7 @@ get other ids for the same text; such a reply belongs to a place with loss where
 the log-probs that the hook reports. A tool may repeat what the policy has said: its tokens stay the tool's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,10 +48,39 @@ class _Answer:
     versions: npt.NDArray[np.int32]
 
 
+class SampledReplies:
+    """The replies among which the tokens of samples are looked for. Made once for many samples."""
+
+    def __init__(self, replies: Sequence[Reply]) -> None:
+        self.count = 0
+        self._by_first: dict[int, list[_Answer]] = {}
+        self._by_place: dict[tuple[int, int], list[_Answer]] = {}
+        self.add(replies)
+
+    def add(self, replies: Iterable[Reply]) -> None:
+        for served in replies:
+            self.count += 1
+            if served.completion.tokens:
+                first, answer = served.completion.tokens[0], _answer(served)
+                self._by_first.setdefault(first, []).append(answer)
+                self._by_place.setdefault((len(served.input_ids), first), []).append(answer)
+
+    def asked_at(self, ids: tuple[int, ...], place: int) -> "list[_Answer]":
+        """Return the replies that were asked for with the ids before ``place``, and begin as these go on."""
+        answers = self._by_place.get((place, ids[place]))
+        if answers is None:
+            return []
+        before = ids[:place]
+        return [answer for answer in answers if answer.served.input_ids == before]
+
+    def beginning_with(self, token: int) -> "Sequence[_Answer]":
+        return self._by_first.get(token, ())
+
+
 def match_sample(
     tokens: Sequence[int],
     response_start: int,
-    served: Sequence[Reply],
+    served: SampledReplies,
     loss_mask: Sequence[int],
     reported: Sequence[float] | None,
 ) -> Match:
@@ -60,41 +89,70 @@ def match_sample(
     ``loss_mask`` and ``reported`` (log-probs; None: the hook reports none) cover the response. Raises
     LogprobsDiffer where a token that shall carry loss has another log-prob than the hook says.
     """
-    by_first: dict[int, list[_Answer]] = {}
-    for request in served:
-        if request.completion.tokens:
-            by_first.setdefault(request.completion.tokens[0], []).append(_reply(request))
     ids, size, trained = tuple(tokens), len(tokens), np.asarray(loss_mask, np.bool_)
     claimed = None if reported is None else np.asarray(reported, np.float64)
     match = Match(np.zeros(size, np.bool_), np.zeros(size, np.float32), np.full(size, UNSAMPLED, np.int32), 0)
     retractions, place = 0, response_start
     while place < size:
-        best, length, longest = None, 0, (0, 0)
-        for reply in by_first.get(ids[place], ()):
-            asked = reply.served.input_ids
-            is_exact = len(asked) == place and asked == ids[:place]
-            if not (is_exact or trained[place - response_start]):
-                continue
-            rest = None if claimed is None else claimed[place - response_start :]
-            shared = _shared_length(reply, ids, place, is_exact, rest)
-            agreed = shared if rest is None else _agreed_length(reply, rest, shared)
-            if shared and (agreed, shared) > longest:
-                best, length, longest = reply, shared, (agreed, shared)
+        rest = None if claimed is None else claimed[place - response_start :]
+        best = _best(served.asked_at(ids, place), ids, place, rest, is_exact=True)
+        if trained[place - response_start] and (best is None or not best.is_sure):
+            best = max(
+                filter(None, (best, _best(served.beginning_with(ids[place]), ids, place, rest))),
+                key=lambda found: (found.agreed, found.shared),
+                default=None,
+            )
         if best is None:
             place += 1
             continue
-        end = place + length
+        length, end = best.shared, place + best.shared
         match.sampled_T[place:end] = True
-        match.logprobs_T[place:end] = best.logprobs[:length]
-        match.versions_T[place:end] = best.versions[:length]
-        retractions += best.served.completion.retractions
+        match.logprobs_T[place:end] = best.answer.logprobs[:length]
+        match.versions_T[place:end] = best.answer.versions[:length]
+        retractions += best.answer.served.completion.retractions
         place = end
     if claimed is not None:
         _check_logprobs(match, response_start, trained, claimed)
     return Match(match.sampled_T, match.logprobs_T, match.versions_T, retractions)
 
 
-def _reply(served: Reply) -> _Answer:
+@dataclass(frozen=True)
+class _Found:
+    """A reply that belongs to a place of a sample."""
+
+    answer: _Answer
+    shared: int
+    """Number of its tokens that stand there."""
+    agreed: int
+    """Number of these up to the first one whose log-prob the hook reports otherwise."""
+
+    @property
+    def is_sure(self) -> bool:
+        return self.agreed == self.shared == len(self.answer.logprobs)
+
+
+def _best(
+    answers: Iterable[_Answer],
+    ids: tuple[int, ...],
+    place: int,
+    claimed: npt.NDArray[np.float64] | None,
+    *,
+    is_exact: bool = False,
+) -> _Found | None:
+    """Return the first of the replies that agree with the hook, and then with the tokens, for the longest.
+
+    ``claimed``: log-probs that the hook reports from ``place`` on.
+    """
+    best = None
+    for answer in answers:
+        shared = _shared_length(answer, ids, place, is_exact, claimed)
+        agreed = shared if claimed is None else _agreed_length(answer, claimed, shared)
+        if shared and (best is None or (agreed, shared) > (best.agreed, best.shared)):
+            best = _Found(answer, shared, agreed)
+    return best
+
+
+def _answer(served: Reply) -> _Answer:
     completion = served.completion
     lengths = [span.end - span.start for span in completion.spans]
     versions = np.repeat(np.array([span.version for span in completion.spans], np.int32), lengths)

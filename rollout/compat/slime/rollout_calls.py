@@ -1,0 +1,351 @@
+"""slime's rollout function, called again and again with the groups that are leased to a collector.
+
+    episodes of a group wait ──► leased ──► rollout function, in a thread ──► samples: the episodes go on
+                                   ▲               │  │
+                                   └──given back───┘  └─ neither returned nor given back: GroupRejected
+
+One call runs at a time, as in slime. It is asked for as many groups as wait when it begins, a batch at the
+most: so it ends whatever is left of a batch behind a restart, and however many collectors share it.
+
+What the engines sample meanwhile is kept for the whole call, because requests do not say of which episode
+they are. It is lost with the process: then the groups are leased, and the function is called, again.
+"""
+
+import asyncio
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from contextvars import Context
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, cast
+
+from slipstream.rollout.changes import Changes
+from slipstream.rollout.compat.slime.addresses import address, prepare_requests
+from slipstream.rollout.compat.slime.arguments import SlimeArguments
+from slipstream.rollout.compat.slime.episode_samples import SampleLike, WrongReturn
+from slipstream.rollout.compat.slime.leased_groups import LeasedGroups, SampleGroup, number_of
+from slipstream.rollout.compat.slime.sample_matching import SampledReplies
+from slipstream.rollout.engine.pool import NoEngine
+from slipstream.rollout.plugins import resolve
+from slipstream.rollout.workflow import GroupRejected, Place
+from slipstream.rollout.workflow.endpoint import OpenEndpoint, PolicyEndpoint, Reply
+
+GATHER_S = 0.05
+"""Seconds for which a call waits for another group, and a group for another one of its episodes."""
+
+
+class FunctionFailed(RuntimeError):
+    """A rollout function has raised something."""
+
+
+class EpisodeLimit(Protocol):
+    """The time limit of episodes: ``rollout.collector.time_limit.TimeLimit``."""
+
+    def __call__(self) -> AbstractContextManager[object]: ...
+    def suspended(self) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True)
+class CallSurroundings:
+    """What calls use of their collector."""
+
+    endpoint: PolicyEndpoint
+    """Serves the function; its completions are trained."""
+    greedy: PolicyEndpoint
+    """Serves evaluations."""
+    limit: EpisodeLimit
+    version: Callable[[], int]
+    """Returns the policy version that the engines serve."""
+    give_up: Callable[[str], None]
+    """Ends the process, given the reason: a function cannot be ended otherwise."""
+
+
+class SampledEpisode(NamedTuple):
+    """What a function has made of one episode."""
+
+    samples: list[SampleLike]
+    """Several: siblings."""
+    replies: SampledReplies
+    """What the engines have sampled in the call, of all episodes."""
+    untrained: SampledReplies
+    """Further replies, which the trainer cannot reproduce."""
+
+
+@dataclass
+class _OpenGroup:
+    samples: SampleGroup
+    episodes: dict[int, "asyncio.Future[SampledEpisode]"] = field(
+        default_factory=dict[int, "asyncio.Future[SampledEpisode]"]
+    )
+    is_leased: bool = False
+
+
+class RolloutCalls:
+    """Calls the recipe's rollout function. Single event loop. ``close`` it."""
+
+    def __init__(
+        self,
+        path: str,
+        arguments: SlimeArguments,
+        groups: LeasedGroups,
+        surroundings: CallSurroundings,
+    ) -> None:
+        """``path``: of the function. ``arguments``: one namespace for all calls, as in slime's own process.
+        ``groups``: its data source.
+
+        Raises PluginError.
+        """
+        self._path = path
+        self._function: Callable[..., object] = resolve(path)
+        self._call_function: Callable[..., Any] = resolve("slime.rollout.base_types.call_rollout_fn")
+        self._args = arguments
+        self._batch = cast("int", arguments.rollout_batch_size)
+        self._over_sampling = arguments.over_sampling_batch_size / max(1, self._batch)
+        self._episodes = cast("int", arguments.n_samples_per_prompt)
+        self._leased = groups
+        self._around = surroundings
+        self._groups: dict[int, _OpenGroup] = {}
+        self._changes = Changes()
+        self._turn = asyncio.Lock()
+        self._rollout_id = -1
+        self._replies: list[Reply] = []
+        """Of this call, and of those before from which groups were given back."""
+        self._serving: asyncio.Task[None] | None = None
+
+    async def episode(self, place: Place, make: Callable[[int], SampleLike]) -> SampledEpisode:
+        """Return what the function makes of one episode. ``make``: returns the samples of its group.
+
+        Raises GroupRejected when it drops the group, FunctionFailed, WrongReturn and NoEngine.
+        """
+        loop = asyncio.get_running_loop()
+        if self._serving is None or self._serving.done():
+            # Not inside the time limit of this episode.
+            self._serving = loop.create_task(
+                self._serve(), name="calls of the rollout function", context=Context()
+            )
+        group = self._groups.get(place.group)
+        if group is None:
+            group = self._groups[place.group] = _OpenGroup([make(i) for i in range(self._episodes)])
+            loop.call_later(GATHER_S, self._lease, place.group, group)
+        future = group.episodes[place.sample] = loop.create_future()
+        if len(group.episodes) == self._episodes:
+            self._lease(place.group, group)
+        try:
+            with self._around.limit.suspended():  # calls have the time limit
+                return await future
+        finally:
+            group.episodes.pop(place.sample, None)
+            if not group.episodes and self._groups.get(place.group) is group:
+                del self._groups[place.group]
+                self._leased.withdraw(place.group)
+
+    async def evaluate(self, path: str, rollout_id: int, arguments: SlimeArguments) -> dict[str, Any]:
+        """Return what the function at ``path`` says of an evaluation: its data by the name of each set.
+
+        Waits for the end of the present call. Raises FunctionFailed, WrongReturn and NoEngine.
+        """
+        function = resolve(path)
+        async with self._turn, self._around.greedy.open() as opened:
+            address(arguments, opened)
+            work = self._called(path, function, arguments, rollout_id, evaluation=True)
+            data = (await self._limited(opened, work, path)).data
+        if not isinstance(data, dict):
+            raise WrongReturn(f"{path} returned {type(data).__name__}, expected a dictionary by name of set")
+        return cast("dict[str, Any]", data)
+
+    async def close(self) -> None:
+        """Give up the call that runs. Its thread ends with the process."""
+        self._leased.close()
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.wait({self._serving})
+
+    # ---- calls
+
+    def _lease(self, number: int, group: _OpenGroup) -> None:
+        """Let the function draw a group, whether or not all of its episodes need it."""
+        if not group.is_leased and self._groups.get(number) is group:
+            group.is_leased = True
+            self._leased.lease(number, group.samples)
+            self._changes.notify()
+
+    async def _serve(self) -> None:
+        failure: BaseException = asyncio.CancelledError()
+        try:
+            prepare_requests(self._args)
+            async with self._around.endpoint.open() as opened:
+                address(self._args, opened)
+                while True:
+                    await self._gathered()
+                    async with self._turn:
+                        await self._call(opened)
+        except NoEngine as error:
+            failure = error
+        except Exception as error:
+            failure = FunctionFailed(f"{self._path} cannot be called: {error}")
+        finally:
+            for number in list(self._groups):
+                self._end(number, failure)
+
+    async def _gathered(self) -> None:
+        """Wait until a batch can be drawn, or until no further group comes."""
+        await self._changes.first(lambda: self._leased.available or None)
+        while (available := self._leased.available) < self._batch:
+            try:
+                async with asyncio.timeout(GATHER_S):
+                    await self._changes.first(lambda n=available: self._leased.available > n or None)
+            except TimeoutError:
+                return
+
+    async def _call(self, opened: OpenEndpoint) -> None:
+        """Call the function once, and let episodes go on."""
+        args, size = self._args, min(self._batch, self._leased.available)
+        if not size:  # withdrawn meanwhile
+            return
+        args.rollout_batch_size = size
+        args.over_sampling_batch_size = max(size, round(size * self._over_sampling))
+        self._rollout_id = max(self._rollout_id + 1, self._around.version())
+        self._leased.begin_call()
+        output, failure = None, None
+        try:
+            work = self._called(self._path, self._function, args, self._rollout_id, evaluation=False)
+            output = await self._limited(opened, work, self._path)
+        except (FunctionFailed, WrongReturn) as error:
+            failure = error
+        finally:
+            drawn = self._leased.end_call()
+            ended = opened.renew()
+            self._replies += ended.replies
+        try:
+            returned = [] if output is None else self._returned(output.samples)
+        except WrongReturn as error:
+            returned, failure = [], error
+        replies = SampledReplies(self._replies), SampledReplies(ended.untrained)
+        for number, group in placed(returned, drawn):
+            drawn.remove(number)
+            self._deliver(number, group, *replies)
+        for number in drawn:
+            self._end(number, failure or GroupRejected(f"{self._path} has not returned it"))
+        if not self._leased.buffer:
+            self._replies = []
+
+    async def _limited(self, opened: OpenEndpoint, work: "_InThread", path: str) -> Any:
+        """Return what a function returns. Ends the process if it takes longer than an episode may."""
+        try:
+            with self._around.limit():
+                return await opened.run(work.result)
+        except TimeoutError:
+            if work.has_ended:
+                raise
+            self._around.give_up(
+                f"{path} has not returned within rollout.episode_timeout_s:\n{work.traceback()}"
+            )
+            raise
+
+    def _called(
+        self,
+        path: str,
+        function: Callable[..., object],
+        args: SlimeArguments,
+        rollout_id: int,
+        *,
+        evaluation: bool,
+    ) -> "_InThread":
+        def call() -> object:
+            return self._call_function(function, args, rollout_id, self._leased, evaluation=evaluation)
+
+        return _InThread(call, path)
+
+    def _returned(self, samples: object) -> list[SampleGroup]:
+        """Return the groups that a function has returned. Raises WrongReturn."""
+        groups = cast("list[object]", samples if isinstance(samples, list) else [None])
+        if not all(isinstance(group, list) and group for group in groups):
+            kinds = sorted({type(group).__name__ for group in groups})
+            raise WrongReturn(f"{self._path} returned groups of type {kinds}, expected lists of samples")
+        return cast("list[SampleGroup]", groups)
+
+    def _deliver(
+        self, number: int, group: SampleGroup, replies: SampledReplies, untrained: SampledReplies
+    ) -> None:
+        if len(group) != self._episodes:
+            reason = f"{self._path} returned a group of {len(group)}, expected {self._episodes} samples"
+            self._end(number, WrongReturn(f"{reason} (rollout.n_samples_per_prompt)"))
+            return
+        waiting = self._groups.pop(number, None)
+        for place, future in list(waiting.episodes.items()) if waiting is not None else ():
+            each = group[place]
+            samples = cast("list[SampleLike]", each if isinstance(each, list) else [each])
+            if not future.done():
+                future.set_result(SampledEpisode(samples, replies, untrained))
+
+    def _end(self, number: int, reason: BaseException) -> None:
+        waiting = self._groups.pop(number, None)
+        for future in list(waiting.episodes.values()) if waiting is not None else ():
+            if future.done():
+                continue
+            if isinstance(reason, asyncio.CancelledError):
+                future.cancel()
+            else:
+                future.set_exception(reason)
+
+
+def placed(groups: Sequence[SampleGroup], drawn: Sequence[int]) -> list[tuple[int, SampleGroup]]:
+    """Return the groups that a call has returned with the numbers under which they are leased.
+
+    One whose samples do not say where they come from takes the place of a group that was dropped. Groups
+    beyond those that were drawn are left out.
+    """
+    left = dict.fromkeys(drawn)
+    found: list[tuple[int, SampleGroup]] = []
+    others: list[SampleGroup] = []
+    for group in groups:
+        number = number_of(group)
+        if number in left:
+            del left[number]
+            found.append((number, group))
+        else:
+            others.append(group)
+    return [*found, *zip(left, others, strict=False)]
+
+
+class _InThread:
+    """A call of user code in a thread of its own, which ends with the process at the latest."""
+
+    def __init__(self, call: Callable[[], object], path: str) -> None:
+        self._call = call
+        self._path = path
+        self._loop = asyncio.get_running_loop()
+        self.result: asyncio.Future[Any] = self._loop.create_future()
+        self.has_ended = False
+        self._thread = threading.Thread(target=self._run, name="rollout function", daemon=True)
+        self._thread.start()
+
+    def traceback(self) -> str:
+        """Return where the code is now, and the tracebacks of all other threads of hooks."""
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        here = threading.get_ident()
+        return "".join(
+            f"thread {thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
+            for thread in threading.enumerate()
+            if thread.ident in frames and thread.ident != here
+        )
+
+    def _run(self) -> None:
+        try:
+            value, failure = self._call(), None
+        except BaseException as error:  # user code
+            traceback.print_exc()
+            value, failure = None, FunctionFailed(f"{self._path} raised {type(error).__name__}: {error}")
+        self.has_ended = True
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._set, value, failure)
+
+    def _set(self, value: object, failure: Exception | None) -> None:
+        if self.result.done():
+            return
+        if failure is None:
+            self.result.set_result(value)
+        else:
+            self.result.set_exception(failure)
