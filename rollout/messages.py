@@ -89,8 +89,18 @@ class FailedAttempt(msgspec.Struct, array_like=True, gc=False):
     error: str
 
 
+class EvaluatedSet(msgspec.Struct, array_like=True, gc=False):
+    """What a function has said of one set of prompts; each list is over its samples."""
+
+    name: str
+    rewards: list[float]
+    lengths: list[int]
+    """Response tokens; 0 where the function has not said."""
+    truncated: list[bool]
+
+
 class Evaluated(msgspec.Struct, array_like=True, gc=False):
-    """The result of one evaluation episode."""
+    """The result of one evaluation episode, or of a whole evaluation by a function."""
 
     task: int
     reward: float | None
@@ -99,6 +109,8 @@ class Evaluated(msgspec.Struct, array_like=True, gc=False):
     note: str
     """Reason of a failure."""
     reward_parts: RewardParts = ()
+    sets: list[EvaluatedSet] = []
+    """Of a whole evaluation."""
 
 
 class Status(msgspec.Struct, array_like=True, gc=False):
@@ -150,10 +162,13 @@ class Lease(msgspec.Struct, array_like=True, gc=False):
 
 
 class Question(msgspec.Struct, array_like=True, gc=False):
-    """One evaluation episode to run greedily."""
+    """One evaluation episode to run greedily, or a whole evaluation for the recipe's function."""
 
     task: int
-    prompt: tuple[int, object, object, dict[str, object]]
+    prompt: tuple[int, object, object, dict[str, object]] | None
+    """None: a whole evaluation."""
+    rollout_id: int = 0
+    """Number that the function is given: the policy version."""
 
 
 class Down(msgspec.Struct, array_like=True, gc=False):

@@ -114,6 +114,16 @@ class PromptStream:
         """Position of the next prompt that has not been drawn."""
         self._order = lru_cache(maxsize=2)(self._order_of)
 
+    def draw(self) -> int:
+        """Return the position of the next prompt, and go on behind it."""
+        self.position += 1
+        return self.position - 1
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the next prompt is there, as it always is."""
+        return True
+
     def at(self, position: int) -> Prompt:
         """Return the prompt at any position, drawn already or not."""
         epoch, offset = divmod(position, len(self._prompts))

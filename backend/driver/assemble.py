@@ -38,6 +38,7 @@ from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.collect.leases import Leases
 from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.collect.server import CollectorServer
+from slipstream.rollout.compat.slime.drawn_prompts import Drawing
 from slipstream.rollout.control.concurrency import ConcurrencyController
 from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.key import Key, new_key
@@ -81,6 +82,8 @@ class Parts:
     """None without a gateway."""
     hooks: HookedBatches | None
     """Hooks that see whole batches; None where the recipe names none."""
+    drawing: Drawing | None
+    """Gets the prompts of a data source; None where the recipe names none."""
 
     def status(self) -> RunStatus:
         """Return where the run stands now."""
@@ -181,7 +184,15 @@ def assemble(
     hooks = hooked_batches(config, logs, listener.note)
     evaluation = None
     if config.eval is not None and inputs.held_out:
-        evaluation = Evaluation(config.eval, inputs.held_out, questions, listener, hooks)
+        slime = rollout.hooks
+        evaluation = Evaluation(
+            config.eval,
+            inputs.held_out,
+            questions,
+            listener,
+            hooks,
+            by_function=slime is not None and slime.evaluating is not None,
+        )
     adapts = rollout.engine.adaptive_concurrency
     return Parts(
         gate=gate,
@@ -209,14 +220,22 @@ def assemble(
             trainer,
             weights,
             checkpoints,
-            Rewind(config, inputs, state.ledger, gate, leases, listener.note, turns),
+            Rewind(config, inputs, state.ledger, gate, leases, listener.note, turns, state.drawn),
             restarts=config.run.trainer_restarts,
             note=listener.note,
         ),
         turns=turns,
         live=None if turns is None else live_users(config, limits, turns, key, roster, logs, listener),
         hooks=hooks,
+        drawing=_drawing(config, state, gate, logs),
     )
+
+
+def _drawing(config: RunConfig, state: RunState, gate: AdmissionGate, logs: Path) -> Drawing | None:
+    if state.drawn is None:
+        return None
+    state.drawn.when_ready(gate.prompts_came)
+    return Drawing(config, state.drawn, logs, ahead=state.control.capacity)
 
 
 def live_turns(config: RunConfig, inputs: Inputs, state: RunState) -> LiveTurns:

@@ -17,7 +17,7 @@ from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup
 from slipstream.rollout.compat.slime.batch_hooks import BatchHooks, TrainingData, batch_hooks
 from slipstream.rollout.compat.slime.batch_process import EvaluatedPrompt, RecordedEpisode
-from slipstream.rollout.messages import Evaluated, fields
+from slipstream.rollout.messages import Evaluated, EvaluatedSet, fields
 from slipstream.rollout.trajectory import Prompt
 
 
@@ -35,7 +35,7 @@ class HookedBatches:
     ) -> EncodedBatch:
         """Return the batch as the hooks make it, and begin to log it. Live trajectories stay as they are.
 
-        Raises BatchHookFailed.
+        Raises HookProcessFailed.
         """
         await self._give_up()
         episodes = records_of(batch, groups, gate)
@@ -68,6 +68,12 @@ class HookedBatches:
             for prompt, result in zip(prompts, results, strict=True)
         ]
         return await self._hooks.log_evaluation(version, evaluated, dict(metrics))
+
+    async def has_logged_sets(
+        self, version: int, sets: Sequence[EvaluatedSet], metrics: Mapping[str, float]
+    ) -> bool:
+        """Return whether the hook has logged an evaluation that a function of the recipe has made."""
+        return await self._hooks.log_sets(version, sets, dict(metrics))
 
     async def close(self) -> None:
         """End what is under way."""

@@ -22,6 +22,7 @@ from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.live import live_places
 from slipstream.rollout.collect.intake import Intake
 from slipstream.rollout.collect.restored import RestoredGroups, take_up
+from slipstream.rollout.compat.slime.drawn_prompts import DrawnPrompts, drawn_prompts
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.policies import make_control
 from slipstream.rollout.control.versions import VersionTree
@@ -50,6 +51,8 @@ class RunState:
     """Messages about the restart, for the user."""
     turns: RecoveredTurns
     """Turns of live users."""
+    drawn: DrawnPrompts | None = None
+    """Prompts of a data source; None: the recipe names none."""
 
 
 async def open_run(
@@ -125,7 +128,10 @@ def begin(
         restored=checkpoint.record.version if checkpoint else 0,
         guard=lease.check,
     )
-    collected = restore_collection(config, inputs, ledger, recovered, other_prompts=other_prompts)
+    drawn = drawn_prompts(config)
+    collected = restore_collection(
+        config, inputs, ledger, recovered, drawn=drawn, other_prompts=other_prompts
+    )
     notes = [*(checkpoint.warnings if checkpoint else []), *recovered.notes]
     if recovered.epoch:
         notes.append(f"resumed from {collected.described()}")
@@ -139,6 +145,7 @@ def begin(
         recovered.failures,
         notes,
         recovered.live,
+        drawn,
     )
 
 
@@ -167,11 +174,13 @@ def restore_collection(
     recovered: Recovered,
     *,
     served: int | None = None,
+    drawn: DrawnPrompts | None = None,
     other_prompts: bool = False,
 ) -> RestoredCollection:
     """Return what a run goes on with from ``recovered``.
 
-    ``served``: version of engines that have outlived the trainer. Raises CorruptRecord.
+    ``drawn``: the prompts of a data source; None: those of the prompt set. ``served``: version of engines
+    that have outlived the trainer. Raises CorruptRecord.
     """
     rollout = config.rollout
     control = make_control(
@@ -184,7 +193,9 @@ def restore_collection(
         counts=recovered.counts,
         losses=recovered.losses,
     )
-    stream = PromptStream(
+    if drawn is not None:
+        drawn.go_to(recovered.position)
+    stream = drawn or PromptStream(
         inputs.prompts,
         shuffle=config.data is not None and config.data.shuffle,
         seed=config.run.seed,

@@ -17,6 +17,7 @@ from slipstream.backend.driver.resume import restore_collection
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.collect.leases import Leases
+from slipstream.rollout.compat.slime.drawn_prompts import DrawnPrompts
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.ledger.turns import RecoveredTurns
 from slipstream.rollout.ledger.writer import Ledger
@@ -46,8 +47,9 @@ class Rewind:
         leases: Leases,
         note: Callable[[str], None],
         turns: Turns | None = None,
+        drawn: DrawnPrompts | None = None,
     ) -> None:
-        """``turns``: those of live users; None without a gateway."""
+        """``turns``: those of live users; None without a gateway. ``drawn``: prompts of a data source."""
         self._config = config
         self._inputs = inputs
         self._ledger = ledger
@@ -55,6 +57,7 @@ class Rewind:
         self._leases = leases
         self._note = note
         self._turns = turns
+        self._drawn = drawn
 
     @property
     def step(self) -> int:
@@ -84,7 +87,12 @@ class Rewind:
             version, bound=rollout.max_head_offpolicyness, n_samples=rollout.n_samples_per_prompt
         )
         collected = restore_collection(
-            self._config, self._inputs, self._ledger, recovered, served=self._gate.served
+            self._config,
+            self._inputs,
+            self._ledger,
+            recovered,
+            served=self._gate.served,
+            drawn=self._drawn,
         )
         self._gate.restored(collected.control, collected.intake, collected.groups.ready, recovered.failures)
         self._leases.restored(collected.groups.continued)

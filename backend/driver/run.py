@@ -110,6 +110,8 @@ async def _run(
                 await asyncio.shield(parts.live.stop())
             if parts.hooks is not None:
                 await asyncio.shield(parts.hooks.close())
+            if parts.drawing is not None:
+                await asyncio.shield(parts.drawing.close())
             await asyncio.shield(parts.supervisor.stop())
             parts.trainer.kill()
             summary = recorder.summary(end, parts.status())
@@ -139,6 +141,9 @@ async def _course(
         collectors_task = tasks.create_task(
             keep_collecting(parts.server, parts.collectors, driver_address(config)), name="collectors"
         )
+        drawing_task = None
+        if parts.drawing is not None:
+            drawing_task = tasks.create_task(parts.drawing.run(), name="drawing of prompts")
         live_task = None
         if parts.live is not None:
             live_task = tasks.create_task(parts.live.keep(driver_address(config)), name="live users")
@@ -170,6 +175,8 @@ async def _course(
             with stop.by("stopping", parts.gate.end):
                 await parts.gate.ended()
         revival_task.cancel()
+        if drawing_task is not None:
+            drawing_task.cancel()
         if live_task is not None:
             live_task.cancel()
         serving_task.cancel()

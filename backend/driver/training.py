@@ -48,7 +48,7 @@ async def training_loop(
     ``read`` returns the chunks of trajectories, given their references into the ledger. ``hooks`` see each
     batch before it is trained; None: the recipe names none.
 
-    Raises BatchHookFailed, and TooManySkippedUpdates when the trainer skips more updates than
+    Raises HookProcessFailed, and TooManySkippedUpdates when the trainer skips more updates than
     ``run.max_skipped_updates``.
     """
     clock = asyncio.get_running_loop().time

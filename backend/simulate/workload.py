@@ -106,6 +106,11 @@ class SimulatedStream:
 
     def __init__(self) -> None:
         self.position = 0
+        self.is_ready = True
+
+    def draw(self) -> int:
+        self.position += 1
+        return self.position - 1
 
     def at(self, position: int) -> Prompt:
         return Prompt(position, "")

@@ -22,6 +22,7 @@ INSTEAD_OF = {
     "dynamic_sampling_filter": ("rollout.group_filter",),
     "rollout_sample_filter": ("rollout.group_filter",),
     "rollout_all_samples_process": ("rollout.group_filter",),
+    "rollout_function": ("rollout.workflow",),
 }
 """Hooks that do what another setting names code for."""
 
@@ -32,29 +33,6 @@ REPLACED_BY = {
     "custom_pg_loss_reducer_function": ("custom_loss_function",),
 }
 """Hooks that are never called when one of the others is named: it does their work itself."""
-
-TO_COME = (
-    "rollout_function",
-    "eval_function",
-    "data_source",
-    "buffer_filter",
-)
-"""Hooks that have a signature, which is checked, but that no run calls yet."""
-
-_COLLECTS = (
-    "groups are admitted by the driver, whose slots bound their age; name what one episode does as "
-    f"{SECTION}.custom_generate_function"
-)
-_GIVES_PROMPTS = (
-    "prompts are admitted by the driver, so that each is trained once; write them to the file of data.path"
-)
-INSTEAD = {
-    "rollout_function": _COLLECTS,
-    "eval_function": "evaluations are the driver's, of the prompts of eval.path",
-    "data_source": _GIVES_PROMPTS,
-    "buffer_filter": _GIVES_PROMPTS,
-}
-"""Why some of these are not run, and what does the same."""
 
 
 def hooks_do_not_exclude_each_other(config: RunConfig) -> Iterator[Violation]:
@@ -75,15 +53,6 @@ def hooks_do_not_exclude_each_other(config: RunConfig) -> Iterator[Violation]:
                 yield Violation(f"{SECTION}.{name}", getattr(hooks, name), reason)
 
 
-def hooks_are_run(config: RunConfig) -> Iterator[Violation]:
-    named = config.rollout.hooks.named() if config.rollout.hooks is not None else {}
-    for name in TO_COME:
-        if name in named:
-            reason = "expected null: Slipstream checks this hook's signature, but does not run it yet"
-            reason += f": {INSTEAD[name]}" if name in INSTEAD else ""
-            yield Violation(f"{SECTION}.{name}", named[name][0], reason)
-
-
 def hooks_have_what_they_need(config: RunConfig) -> Iterator[Violation]:
     hooks = config.rollout.hooks
     if hooks is None:
@@ -97,6 +66,9 @@ def hooks_have_what_they_need(config: RunConfig) -> Iterator[Violation]:
     if hooks.rm_url is not None and hooks.rm_type != "remote_rm" and hooks.custom_rm is None:
         reason = f"expected null: only {SECTION}.rm_type: remote_rm and {SECTION}.custom_rm ask a server"
         yield Violation(f"{SECTION}.rm_url", hooks.rm_url, reason)
+    if hooks.buffer_filter is not None and hooks.rollout_function is None:
+        reason = f"expected null: only {SECTION}.rollout_function gives groups back into a buffer"
+        yield Violation(f"{SECTION}.buffer_filter", hooks.buffer_filter, reason)
     if hooks.eval_function is not None and config.eval is None:
         reason = "expected null: the recipe has no section eval, so that nothing is evaluated"
         yield Violation(f"{SECTION}.eval_function", hooks.eval_function, reason)
@@ -161,7 +133,6 @@ RULES = (
         hooks_do_not_exclude_each_other,
         (SECTION, "rollout.workflow", "rollout.reward", "rollout.group_filter"),
     ),
-    Rule(hooks_are_run, (SECTION,)),
     Rule(hooks_have_what_they_need, (SECTION, "eval")),
     Rule(hooks_on_ranks_are_called, (SECTION, "actor", "weights.transport", "eval")),
     Rule(custom_config_is_a_mapping, (f"{SECTION}.custom_config_path",)),

@@ -139,6 +139,11 @@ class HooksConfig(Section):
         "run.",
     )
 
+    @property
+    def evaluating(self) -> str | None:
+        """Import path of the function that evaluates whole sets; None: Slipstream does."""
+        return self.eval_function or self.rollout_function
+
     def named(self) -> dict[str, list[str]]:
         """Return the import paths of each hook that the recipe names, by the name of the setting."""
         values = ((name, getattr(self, name)) for name in HOOK_NAMES)

@@ -210,7 +210,11 @@ class AdmissionGate:
 
     def may_admit(self) -> bool:
         """Return whether a group may start."""
-        return self._core.may_admit()
+        return self._core.may_admit() and self._intake.is_ready
+
+    def prompts_came(self) -> None:
+        """Let groups start that have waited for prompts."""
+        self._notify()
 
     def admit(self) -> Assignment:
         """Give a slot to the next group. Raises ControlError when ``may_admit`` is False."""

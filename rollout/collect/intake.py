@@ -9,10 +9,21 @@ from slipstream.rollout.trajectory import Prompt
 
 
 class PromptSource(Protocol):
-    """An endless sequence of prompts: ``rollout.prompts.PromptStream``."""
+    """An endless sequence of prompts: ``rollout.prompts.PromptStream``, or those of a data source."""
 
-    position: int
-    """Where the next fresh prompt is."""
+    @property
+    def position(self) -> int:
+        """Where the next fresh prompt is."""
+        ...
+
+    def draw(self) -> int:
+        """Return where the next fresh prompt is, and go on behind it."""
+        ...
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the next fresh prompt is there. None is admitted while it is not."""
+        ...
 
     def at(self, position: int) -> Prompt: ...
 
@@ -42,6 +53,11 @@ class Intake:
         """Number of prompts drawn from the stream so far."""
         return self._stream.position
 
+    @property
+    def is_ready(self) -> bool:
+        """True if there is a prompt for the next ticket."""
+        return self._stream.is_ready
+
     def assign(self, ticket: Ticket) -> Assignment:
         """Return the work that a ticket stands for."""
         if ticket.id in self._positions:
@@ -49,8 +65,7 @@ class Intake:
         elif ticket.requeued_from is not None:
             position = self._positions.pop(ticket.requeued_from)
         else:
-            position = self._stream.position
-            self._stream.position += 1
+            position = self._stream.draw()
         self._positions[ticket.id] = position
         return Assignment(ticket, self._stream.at(position), position)
 

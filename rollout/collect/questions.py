@@ -43,10 +43,15 @@ class EvaluationTasks:
 
         Waits for a collector if there is none. A caller that is cancelled withdraws its questions.
         """
+        return await self._ask([Question(next(self._numbers), fields(prompt)) for prompt in prompts])
+
+    async def ask_function(self, rollout_id: int) -> Evaluated:
+        """Have the recipe's function evaluate by itself, in one collector, and return what it says."""
+        return (await self._ask([Question(next(self._numbers), None, rollout_id)]))[0]
+
+    async def _ask(self, questions: Sequence[Question]) -> list[Evaluated]:
         loop = asyncio.get_running_loop()
-        asked = [
-            _Open(Question(next(self._numbers), fields(prompt)), loop.create_future()) for prompt in prompts
-        ]
+        asked = [_Open(question, loop.create_future()) for question in questions]
         self._open |= {each.question.task: each for each in asked}
         self._distribute()
         try:

@@ -3,9 +3,10 @@
 import asyncio
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from slipstream.configs.schema import SamplingConfig
-from slipstream.rollout.collector.episodes import EpisodeFailed, Episodes
+from slipstream.rollout.collector.episodes import EpisodeFailed, Episodes, describe
 from slipstream.rollout.collector.groups import EpisodeJudge, as_prompt, wait_for_end
 from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.collector.recording import GrowingGenerator
@@ -13,9 +14,17 @@ from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.engine.sampling import LiveSampling
 from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
-from slipstream.rollout.messages import Question
+from slipstream.rollout.messages import EvaluatedSet, Question
 from slipstream.rollout.trajectory import Completion, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
+
+
+class SetEvaluation(Protocol):
+    """Evaluates whole sets of prompts: slime's ``eval_function``."""
+
+    async def evaluate(self, rollout_id: int) -> list[EvaluatedSet]:
+        """Return what it says of each set. Raises NoEngine, and whatever user code raises."""
+        ...
 
 
 class UnrecordedGenerator:
@@ -61,13 +70,19 @@ class Evaluations:
     """Runs the evaluation episodes that the driver asks for. Single event loop."""
 
     def __init__(
-        self, outbox: Outbox, context: WorkflowContext, episodes: Episodes, judge: EpisodeJudge
+        self,
+        outbox: Outbox,
+        context: WorkflowContext,
+        episodes: Episodes,
+        judge: EpisodeJudge,
+        function: SetEvaluation | None = None,
     ) -> None:
-        """``context``: what a workflow may use in an evaluation."""
+        """``context``: what a workflow may use in an evaluation. ``function``: evaluates whole sets."""
         self._outbox = outbox
         self._context = context
         self._episodes = episodes
         self._judge = judge
+        self._function = function
         self._running: dict[int, tuple[_EvaluationEpisode, asyncio.Task[None]]] = {}
 
     def start(self, question: Question) -> None:
@@ -91,6 +106,9 @@ class Evaluations:
         await wait_for_end(tasks)
 
     async def _run(self, question: Question, episode: _EvaluationEpisode) -> None:
+        if question.prompt is None:
+            await self._evaluate_sets(question)
+            return
         prompt = as_prompt(question.prompt)
         try:
             trajectory = await self._episodes.run(prompt, episode)
@@ -102,6 +120,19 @@ class Evaluations:
         else:
             self._outbox.evaluated(question.task, trajectory.header)
 
+    async def _evaluate_sets(self, question: Question) -> None:
+        if self._function is None:
+            self._failed(question, "the recipe has no function that evaluates")
+            return
+        try:
+            sets = await self._function.evaluate(question.rollout_id)
+        except (NoEngine, asyncio.CancelledError):
+            raise
+        except Exception as error:  # user code
+            self._failed(question, describe(error))
+        else:
+            self._outbox.evaluated_sets(question.task, sets)
+
     def _ended(self, question: Question, episode: _EvaluationEpisode, task: asyncio.Task[None]) -> None:
         """See to it that the driver hears of every question that it has not withdrawn."""
         del self._running[question.task]
@@ -109,7 +140,8 @@ class Evaluations:
         if episode.is_given_up:
             return
         if task.cancelled():
-            self._failed(question, f"prompt {question.prompt[0]}: the workflow has cancelled itself")
+            who = f"prompt {question.prompt[0]}: the workflow" if question.prompt else "the function"
+            self._failed(question, f"{who} has cancelled itself")
         elif isinstance(error, NoEngine | JudgeStartFailed):
             self._outbox.cannot_go_on(str(error))
         elif error is not None:

@@ -20,6 +20,7 @@ from slipstream.rollout.messages import (
     JUDGED,
     PIECE,
     Evaluated,
+    EvaluatedSet,
     Event,
     FailedAttempt,
     GroupVerdict,
@@ -157,6 +158,11 @@ class Outbox:
         """The result of an evaluation episode, which has been judged."""
         result = Evaluated(task, header.reward, header.sampled_length, "", header.reward_parts)
         self._next.evaluated.append(result)
+        self._due.set()
+
+    def evaluated_sets(self, task: int, sets: list[EvaluatedSet]) -> None:
+        """The result of a whole evaluation by a function."""
+        self._next.evaluated.append(Evaluated(task, None, 0, "", sets=sets))
         self._due.set()
 
     def evaluation_failed(self, task: int, note: str) -> None:

@@ -29,7 +29,8 @@ from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.collector.recording import JOURNAL_EVERY_S, Recording
 from slipstream.rollout.collector.spec import CollectorSpec
 from slipstream.rollout.collector.time_limit import TimeLimit
-from slipstream.rollout.collector.watchdog import watched
+from slipstream.rollout.collector.watchdog import end_process, watched
+from slipstream.rollout.compat.slime.function_calls import CallSurroundings
 from slipstream.rollout.compat.slime.parts import UNREWARDED, HookParts, hook_parts, hooks_need_endpoint
 from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.engine.client import EngineClient
@@ -121,9 +122,6 @@ async def collect(
 async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: RunConfig) -> None:
     """Collect in given surroundings until the connection ends."""
     rollout, tokenizer, judges = config.rollout, surroundings.tokenizer, surroundings.judges
-    hooked = hook_parts(config, tokenizer)
-    workflow = hooked.workflow or cast(Workflow, plugins.build(rollout.workflow))
-    group_filter = _filter(config, hooked)
     limit, outbox = TimeLimit(rollout.episode_timeout_s), Outbox()
     pool = EnginePool(
         wait_timeout_s=rollout.engine.start_timeout_s,
@@ -143,6 +141,22 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
                     config, context=spec.context, version=lambda: pool.version, decode=tokenizer.decode
                 )
             )
+        engines, sampling = UnrecordedGenerator(pool, greedy=True), _evaluation_sampling(config)
+
+        def around_calls() -> CallSurroundings:
+            assert endpoints is not None
+            sampled = UnrecordedGenerator(pool, greedy=False)
+            return CallSurroundings(
+                endpoints.of(sampled, rollout.sampling),
+                endpoints.of(engines, sampling, is_trained=False),
+                limit,
+                lambda: pool.version,
+                lambda reason: end_process(_reporter(spec), None, reason),
+            )
+
+        hooked = hook_parts(config, tokenizer, lambda: pool.version, around_calls)
+        workflow = hooked.workflow or cast(Workflow, plugins.build(rollout.workflow))
+        group_filter = _filter(config, hooked)
         session = await stack.enter_async_context(aiohttp.ClientSession(spec.url, headers=spec.headers()))
         socket = await stack.enter_async_context(
             session.ws_connect(f"/collector/{spec.name}", max_msg_size=LONGEST_FRAME, compress=0)
@@ -171,7 +185,6 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
             group_filter=group_filter,
             needs=TeacherNeeds.of(config.actor),
         )
-        engines, sampling = UnrecordedGenerator(pool, greedy=True), _evaluation_sampling(config)
         greedy = WorkflowContext(
             engines,
             tokenizer,
@@ -181,7 +194,7 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
             rollout.reward_key,
             is_evaluation=True,
         )
-        evaluations = Evaluations(outbox, greedy, episodes, judging)
+        evaluations = Evaluations(outbox, greedy, episodes, judging, hooked.evaluation)
         if (close := getattr(workflow, "close", None)) is not None:
             stack.push_async_callback(close)
         stack.push_async_callback(evaluations.close)

@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from slipstream.rollout.collector.groups import TASK_NAME
 
@@ -81,12 +82,14 @@ class _Watchdog:
         task = asyncio.current_task(self._loop)
         name = task.get_name() if task is not None else ""
         group = int(name.removeprefix(TASK_NAME)) if name.startswith(TASK_NAME) else None
-        print(
-            f"the event loop has stood still for {self._limit_s:g} s in {name or 'no task'}:\n{stack}",
-            file=sys.stderr,
-            flush=True,
-        )
-        try:
-            self._report(group, stack)
-        finally:
-            os._exit(BLOCKED)
+        reason = f"the event loop has stood still for {self._limit_s:g} s in {name or 'no task'}"
+        end_process(self._report, group, stack, reason)
+
+
+def end_process(report: Report, group: int | None, stack: str, reason: str = "") -> NoReturn:
+    """End this process, whose user code cannot be ended otherwise, after the driver has heard why."""
+    print(f"{reason}:\n{stack}" if reason else stack, file=sys.stderr, flush=True)
+    try:
+        report(group, stack)
+    finally:
+        os._exit(BLOCKED)

@@ -13,7 +13,8 @@ from slipstream.backend.driver.hooked_batches import HookedBatches, records_of, 
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collect.gate import ReadyGroup, StoredTrajectory
-from slipstream.rollout.compat.slime.batch_hooks import BatchHookFailed, BatchHooks
+from slipstream.rollout.compat.slime.batch_hooks import BatchHooks
+from slipstream.rollout.compat.slime.hook_process import HookProcessFailed
 from slipstream.rollout.linux import children_of
 from slipstream.rollout.messages import Evaluated
 from slipstream.rollout.record import encode_trajectory
@@ -188,7 +189,7 @@ OF_DATA = ("other_tokens", "nothing_trained", "without_rewards")
 
 
 async def refused(hooked, batch, groups, gate) -> str:
-    with pytest.raises(BatchHookFailed) as raised:
+    with pytest.raises(HookProcessFailed) as raised:
         await begun(hooked, batch, groups, gate)
     return str(raised.value)
 

@@ -209,7 +209,7 @@ def run(hooks, settings: dict, **args):
     arguments = SlimeArguments(**{**ARGS, **paths, **args})
     returned = ReturnedSamples(8)
     key = args.get("reward_key") or "reward"
-    workflow = HookWorkflow(arguments, config, key, returned)
+    workflow = HookWorkflow(arguments, config, key, returned, lambda: 7)
 
     class Generator:
         async def generate(self, input_ids, sampling):

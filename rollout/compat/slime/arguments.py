@@ -82,6 +82,7 @@ def _constants() -> dict[str, Any]:
     )
     none = (
         "dump_details",
+        "eval_max_prompt_len",
         "eval_min_new_tokens",
         "eval_reward_key",
         "multimodal_keys",
@@ -149,6 +150,7 @@ def _of_data(config: RunConfig) -> dict[str, Any]:
         "eval_interval": (evaluation.every or None) if evaluation is not None else None,
         "eval_max_response_len": (evaluation.max_new_tokens or length) if evaluation is not None else None,
         "eval_max_context_len": config.rollout.engine.args.get("context_length"),
+        "eval_max_prompts": evaluation.max_prompts if evaluation is not None else None,
         "eval_temperature": 0.0,
         "n_samples_per_eval_prompt": 1,
         "save": str(config.run.folder),

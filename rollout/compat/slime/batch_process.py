@@ -2,14 +2,10 @@
 
 first request   HookSetup ──► {"ready": true}
 the others      BatchQuestion ──► {"value": ...} or {"error": what the hook has done wrong}
-
-Replies are JSON: nothing that a hook returns is unpickled anywhere.
 """
 
 import itertools
-import json
 import math
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -19,9 +15,10 @@ import msgspec
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.compat.slime.alias_path import make_slime_importable
 from slipstream.rollout.compat.slime.arguments import HELD_OUT, SlimeArguments, slime_arguments
+from slipstream.rollout.compat.slime.hook_process import WrongAnswer, serve_answers
 from slipstream.rollout.compat.slime.rebuilt_samples import SampleRebuilder
+from slipstream.rollout.messages import EvaluatedSet
 from slipstream.rollout.plugins import resolve
-from slipstream.rollout.programs.served import Answering
 from slipstream.rollout.record import decode_trajectory
 from slipstream.rollout.tokenizer import load_tokenizer
 from slipstream.rollout.trajectory import Group, Prompt, TrajectoryHeader
@@ -64,12 +61,10 @@ class BatchQuestion(msgspec.Struct, array_like=True, frozen=True):
     rollout_id: int
     episodes: tuple[RecordedEpisode, ...] = ()
     prompts: tuple[EvaluatedPrompt, ...] = ()
+    sets: tuple[EvaluatedSet, ...] = ()
+    """Of an evaluation by a function, instead of prompts."""
     metrics: dict[str, float] = {}
     seconds: float = 0.0
-
-
-class WrongAnswer(ValueError):
-    """A hook has returned what cannot be used."""
 
 
 class BatchHooksProcess:
@@ -89,7 +84,7 @@ class BatchHooksProcess:
         """Call the hook that the question names, and return what it says as plain data."""
         hook = self._hooks[question.setting]
         if question.setting == "custom_eval_rollout_log_function":
-            data = self._evaluation(question.prompts)
+            data = self._evaluation(question.prompts) if question.prompts else self._sets(question.sets)
             return bool(hook(question.rollout_id, self._args, data, dict(question.metrics)))
         samples = self._samples(question.episodes)
         if question.setting == "custom_rollout_log_function":
@@ -118,6 +113,16 @@ class BatchHooksProcess:
                 "truncated": [each.is_truncated for each in prompts],
                 "samples": samples,
             }
+        }
+
+    def _sets(self, sets: Sequence[EvaluatedSet]) -> dict[str, Any]:
+        return {
+            each.name: {
+                "rewards": each.rewards,
+                "truncated": each.truncated,
+                "samples": [self._rebuilder.of_set(each, number) for number in range(len(each.rewards))],
+            }
+            for each in sets
         }
 
 
@@ -192,24 +197,9 @@ def _numbers(name: str, values: object, count: int) -> list[float]:
 
 def serve(descriptor: int) -> None:
     """Be that process, until its owner has no more questions."""
-    answering = Answering(descriptor)
-    request = answering.receive()
-    if request is None:
-        return
-    try:
+
+    def make(request: bytes) -> Callable[[bytes], object]:
         process = BatchHooksProcess(msgspec.msgpack.decode(request, type=HookSetup))
-    except BaseException as error:  # user code is imported
-        traceback.print_exc()
-        answering.reply(json.dumps({"error": f"cannot be imported: {error}"}).encode())
-        return
-    answering.reply(b'{"ready": true}')
-    while (request := answering.receive()) is not None:
-        question = msgspec.msgpack.decode(request, type=BatchQuestion)
-        try:
-            reply = json.dumps({"value": process.answer(question)})
-        except WrongAnswer as error:
-            reply = json.dumps({"error": str(error)})
-        except Exception as error:
-            traceback.print_exc()
-            reply = json.dumps({"error": f"has raised {type(error).__name__}: {error}"})
-        answering.reply(reply.encode())
+        return lambda request: process.answer(msgspec.msgpack.decode(request, type=BatchQuestion))
+
+    serve_answers(descriptor, make)

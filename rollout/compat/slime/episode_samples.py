@@ -1,6 +1,6 @@
 """Samples and trajectories: what hooks are given, and what is trained of what they return."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any, Protocol, cast
 
@@ -57,19 +57,48 @@ class EpisodeEnded(SampleError):
     """A hook says that the episode was aborted or has failed: no policy is to be judged by it."""
 
 
+DRAWN = "slime_samples"
+"""Name in a prompt's metadata of what a data source has put on the samples of its group besides the prompt:
+once for all of them, or for each."""
+
+
 def fields_of(prompt: Prompt, args: SlimeArguments, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the fields of the sample that an episode begins with."""
     text: object = prompt.prompt
-    if args.apply_chat_template:
+    is_rendered = DRAWN in prompt.metadata and isinstance(text, str)  # by the data source
+    if args.apply_chat_template and not is_rendered:
         text = tokenizer.apply_chat_template(
             prompt.messages(), tokenize=False, add_generation_prompt=True, **args.apply_chat_template_kwargs
         )
     return {
         "prompt": text,
         "label": prompt.label,
-        "metadata": dict(prompt.metadata),
+        "metadata": metadata_of(prompt),
         "group_index": prompt.id,
     }
+
+
+def metadata_of(prompt: Prompt) -> dict[str, Any]:
+    """Return a prompt's metadata as hooks see them."""
+    return {name: value for name, value in prompt.metadata.items() if name != DRAWN}
+
+
+def drawn_onto(sample: SampleLike, prompt: Prompt, number: int) -> SampleLike:
+    """Return the sample with what a data source has put on the one with this number in its group."""
+    drawn = cast("Sequence[Mapping[str, Any]]", prompt.metadata.get(DRAWN) or ())
+    if not drawn:
+        return sample
+    for name, value in drawn[number if len(drawn) > 1 else 0].items():
+        if name == "status":
+            sample.status = type(sample.status)(value)  # pyright: ignore[reportCallIssue]
+        elif name not in ("spec_info", "prefix_cache_info"):
+            setattr(sample, name, value)
+    return sample
+
+
+def is_done(sample: SampleLike) -> bool:
+    """True if a sample has its response already: its data source has one of its own."""
+    return sample.response_length > 0 and sample.status.value in ("completed", "truncated")
 
 
 def trajectory_of(sample: SampleLike, replies: SampledReplies, reward_key: str) -> Trajectory:

@@ -18,10 +18,13 @@ from typing import Any, cast
 from slipstream.configs.schema import HooksConfig
 from slipstream.rollout.compat.slime.addresses import address, prepare_requests
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
+from slipstream.rollout.compat.slime.declared_samples import attest, declared
 from slipstream.rollout.compat.slime.episode_samples import (
     SampleLike,
     WrongReturn,
+    drawn_onto,
     fields_of,
+    is_done,
     trajectory_of,
 )
 from slipstream.rollout.compat.slime.group_samples import ReturnedSamples
@@ -41,10 +44,16 @@ class HookWorkflow:
     """Runs episodes of the recipe's hooks. ``slime`` must be importable (``alias_path``)."""
 
     def __init__(
-        self, arguments: SlimeArguments, hooks: HooksConfig, reward_key: str, returned: ReturnedSamples
+        self,
+        arguments: SlimeArguments,
+        hooks: HooksConfig,
+        reward_key: str,
+        returned: ReturnedSamples,
+        version: Callable[[], int],
     ) -> None:
         """``arguments``: of which every episode gets a copy. ``reward_key``: ``rollout.reward_key``.
-        ``returned``: keeps the samples for hooks that see whole groups.
+        ``returned``: keeps the samples for hooks that see whole groups. ``version``: returns the policy
+        version that the engines serve.
 
         Raises PluginError.
         """
@@ -52,6 +61,7 @@ class HookWorkflow:
         self._hooks = hooks
         self._reward_key = reward_key
         self._returned = returned
+        self._version = version
         self._sample: Callable[..., SampleLike] = resolve("slime.utils.types.Sample")
         path = hooks.custom_generate_function
         self._generate: Hook | None = resolve(path) if path is not None else None
@@ -65,6 +75,14 @@ class HookWorkflow:
         """Return the trajectories of one episode: as many as the generate function returns samples."""
         args = self._arguments.copied()
         sample = self._sample(**fields_of(prompt, args, context.tokenizer), index=next(self._numbers))
+        if (place := context.place) is not None:
+            sample = drawn_onto(sample, prompt, place.sample)
+            if is_done(sample):
+                samples = await self._finished(args, sample, context)
+                newest = self._version()
+                trajectories = [declared(each, place.version, newest, self._reward_key) for each in samples]
+                attest(context, trajectories)
+                return trajectories
         if context.endpoint is None:
             replies = await self._complete(sample, prompt, context)
             samples = await self._finished(args, sample, context)

@@ -1,14 +1,22 @@
 """What a collector runs in place of its own parts where a recipe names hooks of slime."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from slipstream.configs.schema import HooksConfig, PluginConfig, RunConfig
 from slipstream.rollout.compat.slime.alias_path import make_slime_importable
-from slipstream.rollout.compat.slime.arguments import slime_arguments
+from slipstream.rollout.compat.slime.arguments import SlimeArguments, slime_arguments
+from slipstream.rollout.compat.slime.function_calls import CallSurroundings, FunctionCalls
+from slipstream.rollout.compat.slime.function_workflow import FunctionWorkflow
 from slipstream.rollout.compat.slime.group_judge import GroupJudge
 from slipstream.rollout.compat.slime.group_samples import GroupSamples, ReturnedSamples
 from slipstream.rollout.compat.slime.hook_filter import HookFilter
 from slipstream.rollout.compat.slime.hook_workflow import HookWorkflow
+from slipstream.rollout.compat.slime.leased_groups import LeasedGroups, pop_first
+from slipstream.rollout.compat.slime.rollout_calls import RolloutCalls
+from slipstream.rollout.compat.slime.set_evaluation import SetEvaluation
+from slipstream.rollout.plugins import resolve
+from slipstream.rollout.prompts import read_prompts
 from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import Prompt, Trajectory
 
@@ -29,19 +37,30 @@ UNREWARDED = PluginConfig(path="slipstream.rollout.compat.slime.parts.Unrewarded
 class HookParts:
     """Parts that a recipe's hooks replace; None: the collector's own one stays."""
 
-    workflow: HookWorkflow | None = None
+    workflow: HookWorkflow | FunctionWorkflow | None = None
     filter: HookFilter | None = None
     reward: GroupJudge | None = None
+    evaluation: SetEvaluation | None = None
 
 
 def hooks_need_endpoint(config: RunConfig) -> bool:
     """Return whether a hook of the recipe may ask the policy."""
     hooks = config.rollout.hooks
-    return hooks is not None and bool(hooks.custom_generate_function or hooks.custom_rm)
+    return hooks is not None and bool(
+        hooks.custom_generate_function or hooks.custom_rm or hooks.rollout_function or hooks.eval_function
+    )
 
 
-def hook_parts(config: RunConfig, tokenizer: Tokenizer) -> HookParts:
+def hook_parts(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    version: Callable[[], int],
+    surroundings: Callable[[], CallSurroundings],
+) -> HookParts:
     """Return the parts that a recipe's hooks replace.
+
+    ``version``: returns the policy version that the engines serve. ``surroundings``: of functions for whole
+    batches.
 
     Raises PluginError, and ValueError and OSError for ``custom_config_path``.
     """
@@ -50,18 +69,45 @@ def hook_parts(config: RunConfig, tokenizer: Tokenizer) -> HookParts:
         return HookParts()
     make_slime_importable()
     arguments = slime_arguments(config)
+    evaluation = None
+    if (path := hooks.evaluating) is not None:
+        around, groups = surroundings(), _leased_groups(config, arguments)
+        calls = FunctionCalls(groups, around)
+        evaluation = SetEvaluation(path, calls, arguments, rollout.reward_key)
+        if hooks.rollout_function is not None:  # it calls the other hooks of episodes and groups itself
+            rollouts = RolloutCalls(hooks.rollout_function, calls, arguments, groups)
+            workflow = FunctionWorkflow(rollouts, arguments, rollout.reward_key, version)
+            return HookParts(workflow, evaluation=evaluation)
     returned = ReturnedSamples(_most_episodes(config))
     samples = GroupSamples(arguments, tokenizer, returned)
     return HookParts(
-        HookWorkflow(arguments, hooks, rollout.reward_key, returned) if _are_of_episodes(hooks) else None,
+        HookWorkflow(arguments, hooks, rollout.reward_key, returned, version)
+        if _are_of_episodes(hooks)
+        else None,
         HookFilter(hooks, arguments, samples) if _are_of_groups(hooks) else None,
         GroupJudge(arguments, samples, rollout.judging, rollout.reward_key) if hooks.group_rm else None,
+        evaluation,
+    )
+
+
+def _leased_groups(config: RunConfig, arguments: SlimeArguments) -> LeasedGroups:
+    """Return the data source of rollout functions. Raises PluginError."""
+    path = config.rollout.hooks and config.rollout.hooks.buffer_filter
+    return LeasedGroups(
+        arguments,
+        pop_first if path is None else resolve(path),
+        prompts=len(read_prompts(config.data.path)) if config.data is not None else 0,
+        patience_s=config.rollout.episode_timeout_s / 2,
     )
 
 
 def _are_of_episodes(hooks: HooksConfig) -> bool:
     return bool(
-        hooks.custom_generate_function or hooks.rollout_sample_hook or hooks.custom_rm or hooks.rm_type
+        hooks.custom_generate_function
+        or hooks.rollout_sample_hook
+        or hooks.custom_rm
+        or hooks.rm_type
+        or hooks.data_source
     )
 
 

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
+from slipstream.rollout.compat.slime.episode_samples import metadata_of
+from slipstream.rollout.messages import EvaluatedSet
 from slipstream.rollout.plugins import resolve
 from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
@@ -53,7 +55,7 @@ class SampleRebuilder:
             rollout_id=index,
             prompt=prompt.prompt,
             label=prompt.label,
-            metadata=dict(prompt.metadata),
+            metadata=metadata_of(prompt),
             tokens=tokens,
             response=self._tokenizer.decode(tokens[start:]),
             response_length=len(tokens) - start,
@@ -72,8 +74,20 @@ class SampleRebuilder:
             rollout_id=prompt.id,
             prompt=prompt.prompt,
             label=prompt.label,
-            metadata=dict(prompt.metadata),
+            metadata=metadata_of(prompt),
             response_length=result.response_length,
             reward=result.reward if self._reward_key is None else {self._reward_key: result.reward},
             status=statuses.TRUNCATED if result.is_truncated else statuses.COMPLETED,
+        )
+
+    def of_set(self, evaluated: EvaluatedSet, number: int) -> Any:
+        """Return a sample of an evaluation by a function, of which only lengths and rewards are recorded."""
+        statuses = cast("Any", self._sample).Status
+        reward = evaluated.rewards[number]
+        return self._sample(
+            index=number,
+            rollout_id=number,
+            response_length=evaluated.lengths[number],
+            reward=reward if self._reward_key is None else {self._reward_key: reward},
+            status=statuses.TRUNCATED if evaluated.truncated[number] else statuses.COMPLETED,
         )

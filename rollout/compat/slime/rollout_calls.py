@@ -12,54 +12,24 @@ they are. It is lost with the process: then the groups are leased, and the funct
 """
 
 import asyncio
-import sys
-import threading
-import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
 from contextvars import Context
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 from slipstream.rollout.changes import Changes
 from slipstream.rollout.compat.slime.addresses import address, prepare_requests
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.episode_samples import SampleLike, WrongReturn
+from slipstream.rollout.compat.slime.function_calls import FunctionCalls, FunctionFailed
 from slipstream.rollout.compat.slime.leased_groups import LeasedGroups, SampleGroup, number_of
 from slipstream.rollout.compat.slime.sample_matching import SampledReplies
 from slipstream.rollout.engine.pool import NoEngine
-from slipstream.rollout.plugins import resolve
 from slipstream.rollout.workflow import GroupRejected, Place
-from slipstream.rollout.workflow.endpoint import OpenEndpoint, PolicyEndpoint, Reply
+from slipstream.rollout.workflow.endpoint import OpenEndpoint, Reply
 
 GATHER_S = 0.05
 """Seconds for which a call waits for another group, and a group for another one of its episodes."""
-
-
-class FunctionFailed(RuntimeError):
-    """A rollout function has raised something."""
-
-
-class EpisodeLimit(Protocol):
-    """The time limit of episodes: ``rollout.collector.time_limit.TimeLimit``."""
-
-    def __call__(self) -> AbstractContextManager[object]: ...
-    def suspended(self) -> AbstractContextManager[None]: ...
-
-
-@dataclass(frozen=True)
-class CallSurroundings:
-    """What calls use of their collector."""
-
-    endpoint: PolicyEndpoint
-    """Serves the function; its completions are trained."""
-    greedy: PolicyEndpoint
-    """Serves evaluations."""
-    limit: EpisodeLimit
-    version: Callable[[], int]
-    """Returns the policy version that the engines serve."""
-    give_up: Callable[[str], None]
-    """Ends the process, given the reason: a function cannot be ended otherwise."""
 
 
 class SampledEpisode(NamedTuple):
@@ -86,29 +56,20 @@ class RolloutCalls:
     """Calls the recipe's rollout function. Single event loop. ``close`` it."""
 
     def __init__(
-        self,
-        path: str,
-        arguments: SlimeArguments,
-        groups: LeasedGroups,
-        surroundings: CallSurroundings,
+        self, path: str, calls: FunctionCalls, arguments: SlimeArguments, groups: LeasedGroups
     ) -> None:
         """``path``: of the function. ``arguments``: one namespace for all calls, as in slime's own process.
-        ``groups``: its data source.
-
-        Raises PluginError.
+        ``groups``: the data source of ``calls``.
         """
         self._path = path
-        self._function: Callable[..., object] = resolve(path)
-        self._call_function: Callable[..., Any] = resolve("slime.rollout.base_types.call_rollout_fn")
+        self._calls = calls
         self._args = arguments
         self._batch = cast("int", arguments.rollout_batch_size)
         self._over_sampling = arguments.over_sampling_batch_size / max(1, self._batch)
         self._episodes = cast("int", arguments.n_samples_per_prompt)
         self._leased = groups
-        self._around = surroundings
         self._groups: dict[int, _OpenGroup] = {}
         self._changes = Changes()
-        self._turn = asyncio.Lock()
         self._rollout_id = -1
         self._replies: list[Reply] = []
         """Of this call, and of those before from which groups were given back."""
@@ -133,27 +94,13 @@ class RolloutCalls:
         if len(group.episodes) == self._episodes:
             self._lease(place.group, group)
         try:
-            with self._around.limit.suspended():  # calls have the time limit
+            with self._calls.around.limit.suspended():  # calls have the time limit
                 return await future
         finally:
             group.episodes.pop(place.sample, None)
             if not group.episodes and self._groups.get(place.group) is group:
                 del self._groups[place.group]
                 self._leased.withdraw(place.group)
-
-    async def evaluate(self, path: str, rollout_id: int, arguments: SlimeArguments) -> dict[str, Any]:
-        """Return what the function at ``path`` says of an evaluation: its data by the name of each set.
-
-        Waits for the end of the present call. Raises FunctionFailed, WrongReturn and NoEngine.
-        """
-        function = resolve(path)
-        async with self._turn, self._around.greedy.open() as opened:
-            address(arguments, opened)
-            work = self._called(path, function, arguments, rollout_id, evaluation=True)
-            data = (await self._limited(opened, work, path)).data
-        if not isinstance(data, dict):
-            raise WrongReturn(f"{path} returned {type(data).__name__}, expected a dictionary by name of set")
-        return cast("dict[str, Any]", data)
 
     async def close(self) -> None:
         """Give up the call that runs. Its thread ends with the process."""
@@ -175,11 +122,11 @@ class RolloutCalls:
         failure: BaseException = asyncio.CancelledError()
         try:
             prepare_requests(self._args)
-            async with self._around.endpoint.open() as opened:
+            async with self._calls.around.endpoint.open() as opened:
                 address(self._args, opened)
                 while True:
                     await self._gathered()
-                    async with self._turn:
+                    async with self._calls.turn:
                         await self._call(opened)
         except NoEngine as error:
             failure = error
@@ -206,13 +153,12 @@ class RolloutCalls:
             return
         args.rollout_batch_size = size
         args.over_sampling_batch_size = max(size, round(size * self._over_sampling))
-        self._rollout_id = max(self._rollout_id + 1, self._around.version())
+        self._rollout_id = max(self._rollout_id + 1, self._calls.around.version())
         self._leased.begin_call()
         output, failure = None, None
         try:
-            work = self._called(self._path, self._function, args, self._rollout_id, evaluation=False)
-            output = await self._limited(opened, work, self._path)
-        except (FunctionFailed, WrongReturn) as error:
+            output = await self._calls.call(self._path, args, self._rollout_id, opened, evaluation=False)
+        except FunctionFailed as error:
             failure = error
         finally:
             drawn = self._leased.end_call()
@@ -231,39 +177,13 @@ class RolloutCalls:
         if not self._leased.buffer:
             self._replies = []
 
-    async def _limited(self, opened: OpenEndpoint, work: "_InThread", path: str) -> Any:
-        """Return what a function returns. Ends the process if it takes longer than an episode may."""
-        try:
-            with self._around.limit():
-                return await opened.run(work.result)
-        except TimeoutError:
-            if work.has_ended:
-                raise
-            self._around.give_up(
-                f"{path} has not returned within rollout.episode_timeout_s:\n{work.traceback()}"
-            )
-            raise
-
-    def _called(
-        self,
-        path: str,
-        function: Callable[..., object],
-        args: SlimeArguments,
-        rollout_id: int,
-        *,
-        evaluation: bool,
-    ) -> "_InThread":
-        def call() -> object:
-            return self._call_function(function, args, rollout_id, self._leased, evaluation=evaluation)
-
-        return _InThread(call, path)
-
     def _returned(self, samples: object) -> list[SampleGroup]:
         """Return the groups that a function has returned. Raises WrongReturn."""
-        groups = cast("list[object]", samples if isinstance(samples, list) else [None])
-        if not all(isinstance(group, list) and group for group in groups):
-            kinds = sorted({type(group).__name__ for group in groups})
-            raise WrongReturn(f"{self._path} returned groups of type {kinds}, expected lists of samples")
+        groups = cast("list[object]", samples if isinstance(samples, list) else [samples])
+        for group in groups:
+            if not isinstance(group, list):
+                kind = type(group).__name__
+                raise WrongReturn(f"{self._path} returned {kind}, expected lists of samples, one a group")
         return cast("list[SampleGroup]", groups)
 
     def _deliver(
@@ -308,44 +228,3 @@ def placed(groups: Sequence[SampleGroup], drawn: Sequence[int]) -> list[tuple[in
         else:
             others.append(group)
     return [*found, *zip(left, others, strict=False)]
-
-
-class _InThread:
-    """A call of user code in a thread of its own, which ends with the process at the latest."""
-
-    def __init__(self, call: Callable[[], object], path: str) -> None:
-        self._call = call
-        self._path = path
-        self._loop = asyncio.get_running_loop()
-        self.result: asyncio.Future[Any] = self._loop.create_future()
-        self.has_ended = False
-        self._thread = threading.Thread(target=self._run, name="rollout function", daemon=True)
-        self._thread.start()
-
-    def traceback(self) -> str:
-        """Return where the code is now, and the tracebacks of all other threads of hooks."""
-        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
-        here = threading.get_ident()
-        return "".join(
-            f"thread {thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
-            for thread in threading.enumerate()
-            if thread.ident in frames and thread.ident != here
-        )
-
-    def _run(self) -> None:
-        try:
-            value, failure = self._call(), None
-        except BaseException as error:  # user code
-            traceback.print_exc()
-            value, failure = None, FunctionFailed(f"{self._path} raised {type(error).__name__}: {error}")
-        self.has_ended = True
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(self._set, value, failure)
-
-    def _set(self, value: object, failure: Exception | None) -> None:
-        if self.result.done():
-            return
-        if failure is None:
-            self.result.set_result(value)
-        else:
-            self.result.set_exception(failure)

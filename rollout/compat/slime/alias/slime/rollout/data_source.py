@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from slime.utils.misc import load_function
+from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample
 
 
@@ -45,7 +46,8 @@ class RolloutDataSource(DataSource):
         return [self._group() for _ in range(num_samples)]
 
     def _group(self) -> list[Sample]:
-        row = Sample() if self._stream is None else sample_of(self._stream.at(self.sample_group_index))
+        stream = self._stream
+        row = Sample() if stream is None else samples_of(self.args, [stream.at(self.sample_group_index)])[0]
         group = []
         for _ in range(self.args.n_samples_per_prompt):
             sample = copy.deepcopy(row)
@@ -106,6 +108,9 @@ def pop_first(args, rollout_id, buffer, num_samples: int) -> list[list[Sample]]:
     return groups
 
 
-def sample_of(prompt) -> Sample:
-    """Return the sample of one row of a prompt set: a ``slipstream.Prompt``."""
-    return Sample(prompt=prompt.prompt, label=prompt.label, metadata=copy.deepcopy(prompt.metadata))
+def samples_of(args, prompts) -> list[Sample]:
+    """Return a sample for each row of a prompt set: of ``slipstream.Prompt``."""
+    from slipstream.rollout.compat.slime.episode_samples import fields_of
+
+    tokenizer = load_tokenizer(args.hf_checkpoint) if args.apply_chat_template else None
+    return [Sample(**fields_of(prompt, args, tokenizer)) for prompt in prompts]

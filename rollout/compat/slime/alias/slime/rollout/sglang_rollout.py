@@ -1,11 +1,14 @@
 """Generation with the policy: what custom functions build on, and the default of every hook around them."""
 
 import asyncio
+import copy
 import inspect
 import uuid
 from contextlib import contextmanager
+from pathlib import Path
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.data_source import samples_of
 from slime.rollout.filter_hub.base_types import (
     MetricGatherer,
     call_dynamic_filter,
@@ -18,6 +21,7 @@ from slime.utils.http_utils import get_rollout_num_engines, post
 from slime.utils.misc import SingletonMeta, load_function
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
+from slipstream.rollout.prompts import read_prompts
 
 __all__ = ["generate_rollout", "get_model_url"]
 
@@ -201,8 +205,35 @@ def _index(group: list) -> int:
     return (first[0] if isinstance(first, list) else first).index
 
 
+async def eval_rollout(args, rollout_id: int):
+    """Return what the policy gets for every set of ``args.eval_datasets``, and no aborted samples."""
+    sets = [await eval_rollout_single_dataset(args, rollout_id, each) for each in args.eval_datasets]
+    return RolloutFnEvalOutput({name: data for each in sets for name, data in each.items()}), []
+
+
+async def eval_rollout_single_dataset(args, rollout_id: int, dataset_cfg) -> dict:
+    """Return rewards, samples, and which of them were cut off, in the order of the prompts."""
+    params = {
+        **GenerateState(args).sampling_params,
+        "temperature": dataset_cfg.temperature,
+        "max_new_tokens": dataset_cfg.max_response_len,
+    }
+    episodes = []
+    for row in samples_of(args, read_prompts(Path(dataset_cfg.path))[: args.eval_max_prompts]):
+        for _ in range(dataset_cfg.n_samples_per_eval_prompt):
+            sample = copy.deepcopy(row)
+            sample.index, sample.custom_rm_path = len(episodes), dataset_cfg.custom_rm_path
+            episodes.append(generate_and_rm(args, sample, dict(params), evaluation=True))
+    samples = []
+    for episode in await asyncio.gather(*episodes):
+        samples += episode if isinstance(episode, list) else [episode]
+    truncated = [sample.status is Sample.Status.TRUNCATED for sample in samples]
+    rewards = [sample.get_reward_value(args) for sample in samples]
+    return {dataset_cfg.name: {"rewards": rewards, "truncated": truncated, "samples": samples}}
+
+
 def generate_rollout(args, rollout_id, data_source, evaluation=False):
-    """Return a batch of groups. Slipstream evaluates with its own loop: an evaluation holds no data set."""
+    """Return a batch of groups, or what an evaluation has found."""
     if evaluation:
-        return RolloutFnEvalOutput({})
+        return run(eval_rollout(args, rollout_id))[0]
     return run(generate_rollout_async(args, rollout_id, data_source.get_samples))[0]

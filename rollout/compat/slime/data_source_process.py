@@ -1,0 +1,123 @@
+"""The process in which a recipe's data source lives. Started by ``drawn_prompts``.
+
+first request   SourceSetup ──► {"ready": true}
+the others      Draw ──► {"value": groups, each as a row of the file of drawn prompts}
+                Save ──► {"value": null}
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.compat.slime.alias_path import make_slime_importable
+from slipstream.rollout.compat.slime.arguments import slime_arguments
+from slipstream.rollout.compat.slime.hook_process import WrongAnswer, serve_answers
+from slipstream.rollout.plugins import resolve
+
+CHUNK = 1000
+"""Groups that are skipped at one time."""
+
+OF_PROMPTS = frozenset({"prompt", "label", "metadata"})
+OF_EPISODES = frozenset({"index", "group_index", "rollout_id", "session_id"})
+"""Fields of samples that are numbered anew."""
+
+
+class SourceSetup(msgspec.Struct, array_like=True, frozen=True):
+    """What the process begins with."""
+
+    config: bytes
+    """The recipe as JSON."""
+    path: str
+    """Import path of the class."""
+    saved: int | None
+    """Number under which its state was saved last; None: never."""
+    skipped: int
+    """Groups that were drawn behind that state: the run has them already."""
+
+
+class SourceRequest(msgspec.Struct, array_like=True, frozen=True):
+    draw: int = 0
+    """Number of groups to draw; 0: none."""
+    save: int | None = None
+    """Number under which to save the state."""
+
+
+class Source:
+    """The data source, and how much it has given."""
+
+    def __init__(self, setup: SourceSetup) -> None:
+        """Raises whatever user code raises."""
+        make_slime_importable()
+        args = slime_arguments(RunConfig.model_validate_json(setup.config))
+        self._episodes = cast("int", args.n_samples_per_prompt)
+        self._kind: type = resolve("slime.utils.types.Sample")
+        self._source: Any = resolve(setup.path)(args)
+        if setup.saved is not None:
+            self._source.load(setup.saved)
+        for start in range(0, setup.skipped, CHUNK):
+            self._source.get_samples(min(CHUNK, setup.skipped - start))
+
+    def answer(self, request: SourceRequest) -> object:
+        """Draw or save. Raises WrongAnswer, and whatever user code raises."""
+        if request.save is not None:
+            return self._source.save(request.save)
+        returned: object = self._source.get_samples(request.draw)
+        groups = cast("list[object]", returned if isinstance(returned, list) else [])
+        if not groups:
+            found = "an empty list" if isinstance(returned, list) else type(returned).__name__
+            raise WrongAnswer(f"get_samples({request.draw}) returned {found}, expected a list of groups")
+        return [self._row(group) for group in groups]
+
+    def _row(self, group: object) -> dict[str, Any]:
+        """Return a group as it is written down. Raises WrongAnswer."""
+        samples = cast("list[Any]", group if isinstance(group, list) else [group])
+        if len(samples) != self._episodes or not all(isinstance(each, self._kind) for each in samples):
+            kinds = ", ".join(sorted({type(each).__name__ for each in samples}))
+            raise WrongAnswer(
+                f"get_samples returned a group of {len(samples)} ({kinds}), expected {self._episodes} "
+                "samples (rollout.n_samples_per_prompt)"
+            )
+        first = samples[0]
+        if any((each.prompt, each.label) != (first.prompt, first.label) for each in samples):
+            raise WrongAnswer("get_samples returned a group with several prompts or labels, expected one")
+        others = [self._others(each) for each in samples]
+        if all(each == others[0] for each in others):
+            others = others[:1]
+        row = {
+            "prompt": first.prompt,
+            "label": first.label,
+            "metadata": dict(first.metadata or {}),
+            "samples": others,
+        }
+        try:
+            json.dumps(row)
+        except (TypeError, ValueError) as error:
+            raise WrongAnswer(f"get_samples returned a sample that cannot be written down: {error}") from None
+        return row
+
+    def _others(self, sample: Any) -> dict[str, Any]:
+        """Return what a sample holds besides its prompt: whatever differs from a new sample."""
+        defaults = self._kind().to_dict()
+        return {
+            name: value
+            for name, value in sample.to_dict().items()
+            if name not in OF_PROMPTS | OF_EPISODES and (name not in defaults or value != defaults[name])
+        }
+
+
+def rows_of(value: Sequence[dict[str, Any]]) -> list[bytes]:
+    """Return the lines of groups in the file of drawn prompts."""
+    return [msgspec.json.encode(row) for row in value]
+
+
+def serve(descriptor: int) -> None:
+    """Be that process, until its owner has no more questions."""
+
+    def make(request: bytes) -> Callable[[bytes], object]:
+        source = Source(msgspec.msgpack.decode(request, type=SourceSetup))
+        return lambda request: source.answer(msgspec.msgpack.decode(request, type=SourceRequest))
+
+    serve_answers(descriptor, make)
