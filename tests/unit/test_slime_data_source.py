@@ -1,0 +1,152 @@
+"""A data source gives prompts from a process of its own, and they are on disk before they are used."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from slipstream.backend.quickstart.tokenizer import build_tokenizer
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.collect.gate import AdmissionGate
+from slipstream.rollout.collect.intake import Intake
+from slipstream.rollout.collect.journal import NoJournal
+from slipstream.rollout.compat.slime.alias_path import make_slime_importable
+from slipstream.rollout.compat.slime.arguments import SlimeArguments
+from slipstream.rollout.compat.slime.drawn_prompts import FILE, Drawing, DrawnPrompts
+from slipstream.rollout.compat.slime.episode_samples import DRAWN, drawn_onto, fields_of, is_done
+from slipstream.rollout.compat.slime.hook_process import HookProcessFailed
+from slipstream.rollout.control.core import RolloutControl
+from slipstream.rollout.plugins import resolve
+from slipstream.rollout.trajectory import Prompt
+from tests.unit.doubles import Listener
+
+SAMPLES = 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def config(model: Path, root: Path, name: str, timeout_s: float = 60) -> RunConfig:
+    (root / "run").mkdir(exist_ok=True)
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "run", "root": str(root), "steps": 1},
+            "model": {"path": str(model)},
+            "data": {"path": "unused.jsonl"},
+            "rollout": {
+                "max_head_offpolicyness": 4,
+                "batch_size": 2,
+                "n_samples_per_prompt": SAMPLES,
+                "hooks": {
+                    "data_source": f"tests.unit.slime_data_sources.{name}",
+                    "batch_timeout_s": timeout_s,
+                },
+            },
+        }
+    )
+
+
+async def drawing(model: Path, root: Path, name: str, *, until: int, take: int = 0, **more) -> DrawnPrompts:
+    """Draw until so many prompts are there. ``take``: number of prompts that are used first."""
+    settings = config(model, root, name, **more)
+    prompts = DrawnPrompts(root / "run" / FILE)
+    for _ in range(take):
+        prompts.draw()
+    drawn = asyncio.Event()
+    prompts.when_ready(lambda: drawn.set() if prompts.drawn >= until else None)
+    source = Drawing(settings, prompts, root / "logs", ahead=until - take)
+    task = asyncio.create_task(source.run())
+    waiting = asyncio.create_task(drawn.wait())
+    try:
+        async with asyncio.timeout(60):
+            await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        task.cancel()
+        waiting.cancel()
+        await asyncio.wait({task, waiting})
+        await source.close()
+    return prompts
+
+
+def test_what_was_drawn_is_read_again_and_the_source_goes_on_behind_it(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("slipstream.rollout.compat.slime.drawn_prompts.SAVE_EVERY", 3)
+    first = asyncio.run(drawing(model, tmp_path, "Counting", until=4))
+    assert [first.at(position).prompt for position in range(4)] == ["0+1=", "1+1=", "2+1=", "3+1="]
+    assert first.at(2).label == "3" and first.at(2).metadata["number"] == 2
+
+    file = tmp_path / "run" / FILE
+    with file.open("ab") as cut_off:
+        cut_off.write(b'{"prompt": "half a li')
+    second = asyncio.run(drawing(model, tmp_path, "Counting", until=6, take=4))
+    assert [second.at(position).prompt for position in range(6)] == [f"{n}+1=" for n in range(6)]
+    assert not file.read_bytes().count(b"half")
+    assert list((tmp_path / "run").glob("source-*.json")), "its state was saved on the way"
+    with pytest.raises(OSError, match="holds 6 groups, expected the one at position 6"):
+        second.at(6)
+
+
+def test_a_position_that_the_ledger_knows_and_the_file_does_not_is_an_error(tmp_path):
+    (tmp_path / "run").mkdir()
+    prompts = DrawnPrompts(tmp_path / "run" / FILE)
+    prompts.go_to(5)
+    assert not prompts.is_ready
+    with pytest.raises(OSError, match="has lost groups"):
+        prompts.at(2)
+
+
+def test_no_group_is_admitted_before_its_prompt_is_there(tmp_path):
+    prompts = DrawnPrompts(tmp_path / FILE)
+    gate = AdmissionGate(RolloutControl(1, 1), Intake(prompts), NoJournal(), Listener())
+    prompts.when_ready(gate.prompts_came)
+
+    async def check() -> None:
+        await gate.changed()  # what was there at the beginning
+        assert not gate.may_admit()
+        waiting = asyncio.create_task(gate.changed())
+        await prompts.add([b'{"prompt": "a"}'])
+        async with asyncio.timeout(10):
+            await waiting
+        assert gate.may_admit()
+        assert gate.admit().prompt == Prompt(0, "a", None, {DRAWN: []})
+        assert not gate.may_admit()
+
+    asyncio.run(check())
+
+
+def test_samples_keep_what_the_source_has_put_on_them(model, tmp_path):
+    make_slime_importable()
+    prompts = asyncio.run(drawing(model, tmp_path, "WithAnswers", until=1))
+    prompt = prompts.at(0)
+    sample_type = resolve("slime.utils.types.Sample")
+    args = SlimeArguments(apply_chat_template=True, apply_chat_template_kwargs={})
+    samples = []
+    for number in range(SAMPLES):
+        fields = fields_of(prompt, args, None)  # pyright: ignore
+        assert fields["prompt"] == "0+1=", "the source has rendered it"
+        assert fields["metadata"] == {"number": 0}
+        samples.append(drawn_onto(sample_type(**fields), prompt, number))
+    assert [sample.tokens for sample in samples] == [[1, 2, 3], [1, 2, 4]]
+    assert all(is_done(sample) and sample.teacher == "somebody" for sample in samples)
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "timeout_s"),
+    [
+        ("Empty", "returned an empty list, expected a list of groups", 60),
+        ("Uneven", r"a group of 1 \(Sample\), expected 2 samples", 60),
+        ("Mixed", "several prompts or labels", 60),
+        ("Secret", "cannot be written down", 60),
+        ("Raising", "has raised KeyError: 'answer_idx'", 60),
+        ("Hanging", r"has not returned within 0.5 s \(rollout.hooks.batch_timeout_s\)", 0.5),
+    ],
+)
+def test_a_source_that_breaks_its_contract_is_named(model, tmp_path, name, message, timeout_s):
+    with pytest.raises(HookProcessFailed, match=message) as raised:
+        asyncio.run(drawing(model, tmp_path, name, until=1, timeout_s=timeout_s))
+    assert f"rollout.hooks.data_source (tests.unit.slime_data_sources.{name})" in str(raised.value)
