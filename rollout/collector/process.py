@@ -154,7 +154,8 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
                 lambda reason: end_process(_reporter(spec), None, reason),
             )
 
-        hooked = hook_parts(config, tokenizer, lambda: pool.version, around_calls)
+        own_judging = Judging(judges, tokenizer)
+        hooked = hook_parts(config, tokenizer, own_judging, lambda: pool.version, around_calls)
         workflow = hooked.workflow or cast(Workflow, plugins.build(rollout.workflow))
         group_filter = _filter(config, hooked)
         session = await stack.enter_async_context(aiohttp.ClientSession(spec.url, headers=spec.headers()))
@@ -165,7 +166,7 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
         source = rollout.workflow.path if hooked.workflow is None else "rollout.hooks"
         checking = partial(check, vocab_size=spec.vocab_size, workflow=source)
         episodes = Episodes(workflow, rollout, checking, limit, outbox)
-        judging = hooked.reward or Judging(judges, tokenizer)
+        judging = hooked.reward or own_judging
         groups = GroupCollector(
             outbox=outbox,
             record=lambda group, lease, sample, attempt: Recording(

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Protocol
 
 from slipstream.configs.schema import EndpointConfig, LimitsConfig, RunConfig, SamplingConfig
 from slipstream.rollout.endpoint.attempt import Attempt, AttemptLimits, EpisodeEngines
@@ -21,7 +20,7 @@ from slipstream.rollout.gateway.engines import Decode
 from slipstream.rollout.gateway.port import PortServer
 from slipstream.rollout.gateway.serving.assemble import assemble, served_model
 from slipstream.rollout.trajectory import Trajectory
-from slipstream.rollout.workflow.endpoint import EndedEpisode, NothingToTrain, Reply, ResultT
+from slipstream.rollout.workflow.endpoint import EndedEpisode, NothingToTrain, PolicyEndpoint, Reply, ResultT
 
 LOOPBACK = "127.0.0.1"
 
@@ -76,10 +75,6 @@ async def serve(
         server.close()
 
 
-class _MakeAttempt(Protocol):
-    def __call__(self, name: str, *, limits: AttemptLimits) -> Attempt: ...
-
-
 class CollectorEndpoint:
     """Makes the endpoint of each attempt at an episode."""
 
@@ -98,7 +93,7 @@ class CollectorEndpoint:
     ) -> "AttemptEndpoint":
         """Return the endpoint of an attempt. ``is_trained``: the trainer must reproduce its sampling."""
 
-        def make(name: str, *, limits: AttemptLimits) -> Attempt:
+        def make(name: str, limits: AttemptLimits) -> Attempt:
             return Attempt(
                 name,
                 engines,
@@ -115,22 +110,27 @@ class CollectorEndpoint:
 class AttemptEndpoint:
     """The ``PolicyEndpoint`` of one attempt at an episode."""
 
-    def __init__(self, attempts: Attempts, url: str, make: "_MakeAttempt", completion: int) -> None:
+    def __init__(
+        self, attempts: Attempts, url: str, make: Callable[[str, AttemptLimits], Attempt], completion: int
+    ) -> None:
         """``completion``: largest number of tokens of a completion."""
         self._attempts = attempts
         self._url = url
         self._make = make
         self._completion = completion
 
+    def make(self, name: str, *, max_turns: int | None = None, max_tokens: int | None = None) -> Attempt:
+        """Return an attempt of this endpoint."""
+        limits = AttemptLimits(max_turns=max_turns, max_tokens=max_tokens, completion=self._completion)
+        return self._make(name, limits)
+
     @asynccontextmanager
     async def open(
         self, *, max_turns: int | None = None, max_tokens: int | None = None
     ) -> AsyncGenerator["OpenedEndpoint"]:
         """Open the endpoint for the block."""
-        limits = AttemptLimits(max_turns=max_turns, max_tokens=max_tokens, completion=self._completion)
-        make = partial(self._make, limits=limits)
-        key, attempt = self._attempts.open(make)
-        opened = OpenedEndpoint(self._attempts, attempt, self._url, key, make)
+        key, attempt = self._attempts.open(partial(self.make, max_turns=max_turns, max_tokens=max_tokens))
+        opened = OpenedEndpoint(self._attempts, attempt, self._url, key)
         try:
             yield opened
         finally:
@@ -140,18 +140,9 @@ class AttemptEndpoint:
 class OpenedEndpoint:
     """The ``OpenEndpoint`` of one attempt at an episode."""
 
-    def __init__(
-        self,
-        attempts: Attempts,
-        attempt: Attempt,
-        url: str,
-        key: str,
-        make: Callable[[str], Attempt],
-    ) -> None:
-        """``make``: makes a further attempt of the same kind, given its name."""
+    def __init__(self, attempts: Attempts, attempt: Attempt, url: str, key: str) -> None:
         self._attempts = attempts
         self._attempt = attempt
-        self._make = make
         self.base_url = url
         self.api_key = key
 
@@ -190,9 +181,10 @@ class OpenedEndpoint:
         self.close()
         return self._attempt.replies()
 
-    def renew(self) -> EndedEpisode:
-        """End the episode, and return its completions. The key names another episode from now on."""
-        ended, self._attempt = self._attempt, self._attempts.renew(self.api_key, self._make)
+    def renew(self, endpoint: PolicyEndpoint) -> EndedEpisode:
+        """End the episode, and return its completions. The key names one of ``endpoint`` from now on."""
+        assert isinstance(endpoint, AttemptEndpoint)
+        ended, self._attempt = self._attempt, self._attempts.renew(self.api_key, endpoint.make)
         replies: Sequence[Reply] = ()
         with suppress(NothingToTrain):
             replies = ended.replies()

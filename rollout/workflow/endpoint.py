@@ -78,10 +78,10 @@ class OpenEndpoint(Protocol):
         """
         ...
 
-    def renew(self) -> EndedEpisode:
+    def renew(self, endpoint: "PolicyEndpoint") -> EndedEpisode:
         """End the episode, and return its completions.
 
-        The same key names another episode from now on, which has nothing of this one.
+        The same key names another episode from now on: one of ``endpoint``, which has nothing of this one.
         """
         ...
 

@@ -38,10 +38,11 @@ def functions(monkeypatch: pytest.MonkeyPatch):
 class ScriptedEndpoint:
     """Answers every request with two tokens of the version that is served."""
 
-    def __init__(self, functions, port: int, *, trained: bool = True) -> None:
-        self.functions, self.port, self.trained = functions, port, trained
+    def __init__(self, functions, *, trained: bool = True) -> None:
+        self.functions, self.trained = functions, trained
         self.version = VERSION
-        self.renewed = 0
+        self.names: list[ScriptedEndpoint] = []
+        """What the key has named, one behind the other."""
 
     @asynccontextmanager
     async def open(self):
@@ -54,8 +55,8 @@ class ScriptedEndpoint:
             replies.append(Reply(tuple(ids), completion))
             return [10, 11], list(logprobs)
 
-        def renew() -> EndedEpisode:
-            self.renewed += 1
+        def renew(endpoint: ScriptedEndpoint) -> EndedEpisode:
+            self.names.append(endpoint)
             ended = list(replies)
             replies.clear()
             return EndedEpisode(ended, []) if self.trained else EndedEpisode([], ended)
@@ -63,10 +64,8 @@ class ScriptedEndpoint:
         async def work(awaitable):
             return await awaitable
 
-        self.functions.ASK["episode:sk@127.0.0.1", self.port] = ask
-        yield SimpleNamespace(
-            base_url=f"http://127.0.0.1:{self.port}", api_key="sk", run=work, renew=renew, replies=None
-        )
+        self.functions.ASK["episode:sk@127.0.0.1", 8001] = ask
+        yield SimpleNamespace(base_url="http://127.0.0.1:8001", api_key="sk", run=work, renew=renew)
 
 
 class World:
@@ -88,8 +87,8 @@ class World:
             apply_chat_template=False,
             **args,
         )
-        self.endpoint = ScriptedEndpoint(functions, 8001, trained=trained)
-        self.greedy = ScriptedEndpoint(functions, 8002)
+        self.endpoint = ScriptedEndpoint(functions, trained=trained)
+        self.greedy = ScriptedEndpoint(functions)
         self.given_up: list[str] = []
         self.groups = LeasedGroups(
             self.arguments, buffer_filter or pop_first, prompts=9, patience_s=patience_s
@@ -98,9 +97,9 @@ class World:
         around = CallSurroundings(
             self.endpoint, self.greedy, self.limit, lambda: self.endpoint.version, self.given_up.append
         )
-        self.calls = FunctionCalls(self.groups, around)
+        self.calls = FunctionCalls(self.arguments, self.groups, around)
         path = f"{MODULE}.{name}"
-        rollouts = RolloutCalls(path, self.calls, self.arguments, self.groups)
+        rollouts = RolloutCalls(path, self.calls, self.groups)
         self.workflow = FunctionWorkflow(rollouts, self.arguments, "score", lambda: self.endpoint.version)
         self.attested: set[int] = set()
 
@@ -290,11 +289,14 @@ def test_an_eval_function_says_rewards_by_set(functions, as_output):
             **dict.fromkeys(("input_key", "label_key", "metadata_key"), "prompt"),
         }
         world = World(functions, "plain", as_output=as_output, **values)
-        evaluation = SetEvaluation(f"{MODULE}.evaluates", world.calls, world.arguments, "score")
-        nothing = SetEvaluation(f"{MODULE}.evaluates_nothing", world.calls, world.arguments, "score")
+        evaluation = SetEvaluation(f"{MODULE}.evaluates", world.calls, "score")
+        nothing = SetEvaluation(f"{MODULE}.evaluates_nothing", world.calls, "score")
         with pytest.raises(WrongReturn, match="returned an empty dictionary"):
             await nothing.evaluate(3)
-        return await evaluation.evaluate(3)
+        sets = await evaluation.evaluate(3)
+        assert world.endpoint.names == [world.greedy, world.endpoint] * 2
+        await world.calls.close()
+        return sets
 
     first, second = asyncio.run(check())
     assert (first.name, first.rewards, first.lengths) == ("first_set", [1.0, 0.0], [2, 2])

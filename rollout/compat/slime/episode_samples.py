@@ -62,6 +62,10 @@ DRAWN = "slime_samples"
 once for all of them, or for each."""
 
 
+PARTS = "recipe_reward_parts"
+"""Attribute of samples whose reward is a number: the parts that the recipe's own reward has given besides."""
+
+
 def fields_of(prompt: Prompt, args: SlimeArguments, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the fields of the sample that an episode begins with."""
     text: object = prompt.prompt
@@ -149,7 +153,7 @@ def rewarded(trajectory: Trajectory, sample: SampleLike, reward_key: str) -> Tra
     if sample.reward is None:
         return trajectory
     judgement = judgement_of_reward(sample.reward, reward_key)
-    return trajectory.judged(judgement.reward, judgement.parts)
+    return trajectory.judged(judgement.reward, judgement.parts or getattr(sample, PARTS, ()))
 
 
 def checked_mask(sample: SampleLike) -> list[int]:

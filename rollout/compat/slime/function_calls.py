@@ -5,14 +5,15 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from slipstream.rollout.compat.slime.addresses import address, prepare_requests
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.leased_groups import LeasedGroups
 from slipstream.rollout.plugins import resolve
-from slipstream.rollout.workflow.endpoint import OpenEndpoint, PolicyEndpoint
+from slipstream.rollout.workflow.endpoint import EndedEpisode, OpenEndpoint, PolicyEndpoint
 
 
 class FunctionFailed(RuntimeError):
@@ -42,43 +43,61 @@ class CallSurroundings:
 
 
 class FunctionCalls:
-    """Calls functions. Single event loop."""
+    """Calls functions. Single event loop. ``close`` it.
 
-    def __init__(self, groups: LeasedGroups, surroundings: CallSurroundings) -> None:
+    All calls have one namespace and one address, as in slime's own process: what slime's functions share is
+    made with those of the first call.
+    """
+
+    def __init__(
+        self, arguments: SlimeArguments, groups: LeasedGroups, surroundings: CallSurroundings
+    ) -> None:
         """``groups``: the data source of the functions. Raises PluginError."""
+        self.args = arguments
         self.around = surroundings
         self.turn = asyncio.Lock()
-        """Held around a call and all that belongs to it: slime's own functions share their state."""
+        """Held around a call and all that belongs to it."""
         self._groups = groups
         self._call_function: Callable[..., Any] = resolve("slime.rollout.base_types.call_rollout_fn")
+        self._stack = AsyncExitStack()
+        self._opened: OpenEndpoint | None = None
 
-    async def call(
-        self,
-        path: str,
-        args: SlimeArguments,
-        rollout_id: int,
-        opened: OpenEndpoint,
-        *,
-        evaluation: bool,
-    ) -> Any:
-        """Return slime's output of the function at ``path``, which asks ``opened``. The caller has the turn.
+    async def call(self, path: str, rollout_id: int, *, evaluation: bool) -> tuple[Any, EndedEpisode]:
+        """Return slime's output of the function at ``path``, and what the engines have sampled meanwhile.
 
-        Raises FunctionFailed, PluginError and NoEngine. Ends the process if the function takes longer than an
-        episode may.
+        The caller has the turn. Raises FunctionFailed, PluginError and NoEngine. Ends the process if the
+        function takes longer than an episode may.
         """
-        function = resolve(path)
+        function, opened = resolve(path), await self._open()
+        opened.renew(self.around.greedy if evaluation else self.around.endpoint)
         running = _InThread(
-            lambda: self._call_function(function, args, rollout_id, self._groups, evaluation=evaluation), path
+            lambda: self._call_function(function, self.args, rollout_id, self._groups, evaluation=evaluation),
+            path,
         )
         try:
             with self.around.limit():
-                return await opened.run(running.result)
+                output = await opened.run(running.result)
         except TimeoutError:
             if not running.has_ended:
                 self.around.give_up(
                     f"{path} has not returned within rollout.episode_timeout_s:\n{running.traceback()}"
                 )
             raise
+        finally:
+            ended = opened.renew(self.around.endpoint)
+        return output, ended
+
+    async def close(self) -> None:
+        """Refuse all further requests of functions."""
+        self._groups.close()
+        await self._stack.aclose()
+
+    async def _open(self) -> OpenEndpoint:
+        if self._opened is None:
+            prepare_requests(self.args)
+            self._opened = await self._stack.enter_async_context(self.around.endpoint.open())
+            address(self.args, self._opened)
+        return self._opened
 
 
 class _InThread:

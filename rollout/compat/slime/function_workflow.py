@@ -12,6 +12,7 @@ from slipstream.rollout.compat.slime.episode_samples import (
     is_sampled,
     trajectory_of,
 )
+from slipstream.rollout.compat.slime.recipe_reward import PROMPT
 from slipstream.rollout.compat.slime.rollout_calls import RolloutCalls, SampledEpisode
 from slipstream.rollout.plugins import resolve
 from slipstream.rollout.tokenizer import Tokenizer
@@ -55,6 +56,7 @@ class FunctionWorkflow:
         values = fields_of(prompt, self._arguments, tokenizer)
         index = place.group * self._arguments.n_samples_per_prompt + number
         sample = self._sample(**values | {"group_index": place.group, "index": index})
+        setattr(sample, PROMPT, prompt)
         return drawn_onto(sample, prompt, number)
 
     def _trajectory(self, sample: SampleLike, made: SampledEpisode, place: Place) -> Trajectory:

@@ -13,6 +13,8 @@ from slipstream.rollout.compat.slime.group_samples import GroupSamples, Returned
 from slipstream.rollout.compat.slime.hook_filter import HookFilter
 from slipstream.rollout.compat.slime.hook_workflow import HookWorkflow
 from slipstream.rollout.compat.slime.leased_groups import LeasedGroups, pop_first
+from slipstream.rollout.compat.slime.recipe_reward import PATH as RECIPE_REWARD
+from slipstream.rollout.compat.slime.recipe_reward import Judge, answer_by
 from slipstream.rollout.compat.slime.rollout_calls import RolloutCalls
 from slipstream.rollout.compat.slime.set_evaluation import SetEvaluation
 from slipstream.rollout.plugins import resolve
@@ -54,13 +56,14 @@ def hooks_need_endpoint(config: RunConfig) -> bool:
 def hook_parts(
     config: RunConfig,
     tokenizer: Tokenizer,
+    judge: Judge,
     version: Callable[[], int],
     surroundings: Callable[[], CallSurroundings],
 ) -> HookParts:
     """Return the parts that a recipe's hooks replace.
 
-    ``version``: returns the policy version that the engines serve. ``surroundings``: of functions for whole
-    batches.
+    ``judge``: asks the recipe's own reward. ``version``: returns the policy version that the engines serve.
+    ``surroundings``: of functions for whole batches.
 
     Raises PluginError, and ValueError and OSError for ``custom_config_path``.
     """
@@ -72,10 +75,14 @@ def hook_parts(
     evaluation = None
     if (path := hooks.evaluating) is not None:
         around, groups = surroundings(), _leased_groups(config, arguments)
-        calls = FunctionCalls(groups, around)
-        evaluation = SetEvaluation(path, calls, arguments, rollout.reward_key)
+        shared = arguments.copied()
+        if hooks.custom_rm is None and hooks.rm_type is None and rollout.reward is not None:
+            shared.custom_rm_path = RECIPE_REWARD
+            answer_by(judge)
+        calls = FunctionCalls(shared, groups, around)
+        evaluation = SetEvaluation(path, calls, rollout.reward_key)
         if hooks.rollout_function is not None:  # it calls the other hooks of episodes and groups itself
-            rollouts = RolloutCalls(hooks.rollout_function, calls, arguments, groups)
+            rollouts = RolloutCalls(hooks.rollout_function, calls, groups)
             workflow = FunctionWorkflow(rollouts, arguments, rollout.reward_key, version)
             return HookParts(workflow, evaluation=evaluation)
     returned = ReturnedSamples(_most_episodes(config))

@@ -18,15 +18,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 from slipstream.rollout.changes import Changes
-from slipstream.rollout.compat.slime.addresses import address, prepare_requests
-from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.episode_samples import SampleLike, WrongReturn
 from slipstream.rollout.compat.slime.function_calls import FunctionCalls, FunctionFailed
 from slipstream.rollout.compat.slime.leased_groups import LeasedGroups, SampleGroup, number_of
 from slipstream.rollout.compat.slime.sample_matching import SampledReplies
 from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.workflow import GroupRejected, Place
-from slipstream.rollout.workflow.endpoint import OpenEndpoint, Reply
+from slipstream.rollout.workflow.endpoint import EndedEpisode, Reply
 
 GATHER_S = 0.05
 """Seconds for which a call waits for another group, and a group for another one of its episodes."""
@@ -55,15 +53,11 @@ class _OpenGroup:
 class RolloutCalls:
     """Calls the recipe's rollout function. Single event loop. ``close`` it."""
 
-    def __init__(
-        self, path: str, calls: FunctionCalls, arguments: SlimeArguments, groups: LeasedGroups
-    ) -> None:
-        """``path``: of the function. ``arguments``: one namespace for all calls, as in slime's own process.
-        ``groups``: the data source of ``calls``.
-        """
+    def __init__(self, path: str, calls: FunctionCalls, groups: LeasedGroups) -> None:
+        """``path``: of the function. ``groups``: the data source of ``calls``."""
+        arguments = calls.args
         self._path = path
         self._calls = calls
-        self._args = arguments
         self._batch = cast("int", arguments.rollout_batch_size)
         self._over_sampling = arguments.over_sampling_batch_size / max(1, self._batch)
         self._episodes = cast("int", arguments.n_samples_per_prompt)
@@ -104,10 +98,10 @@ class RolloutCalls:
 
     async def close(self) -> None:
         """Give up the call that runs. Its thread ends with the process."""
-        self._leased.close()
         if self._serving is not None:
             self._serving.cancel()
             await asyncio.wait({self._serving})
+        await self._calls.close()
 
     # ---- calls
 
@@ -121,13 +115,10 @@ class RolloutCalls:
     async def _serve(self) -> None:
         failure: BaseException = asyncio.CancelledError()
         try:
-            prepare_requests(self._args)
-            async with self._calls.around.endpoint.open() as opened:
-                address(self._args, opened)
-                while True:
-                    await self._gathered()
-                    async with self._calls.turn:
-                        await self._call(opened)
+            while True:
+                await self._gathered()
+                async with self._calls.turn:
+                    await self._call()
         except NoEngine as error:
             failure = error
         except Exception as error:
@@ -146,28 +137,24 @@ class RolloutCalls:
             except TimeoutError:
                 return
 
-    async def _call(self, opened: OpenEndpoint) -> None:
+    async def _call(self) -> None:
         """Call the function once, and let episodes go on."""
-        args, size = self._args, min(self._batch, self._leased.available)
+        args, size = self._calls.args, min(self._batch, self._leased.available)
         if not size:  # withdrawn meanwhile
             return
         args.rollout_batch_size = size
         args.over_sampling_batch_size = max(size, round(size * self._over_sampling))
         self._rollout_id = max(self._rollout_id + 1, self._calls.around.version())
         self._leased.begin_call()
-        output, failure = None, None
+        ended, returned, failure = EndedEpisode((), ()), list[SampleGroup](), None
         try:
-            output = await self._calls.call(self._path, args, self._rollout_id, opened, evaluation=False)
-        except FunctionFailed as error:
+            output, ended = await self._calls.call(self._path, self._rollout_id, evaluation=False)
+            returned = self._returned(output.samples)
+        except (FunctionFailed, WrongReturn) as error:
             failure = error
         finally:
             drawn = self._leased.end_call()
-            ended = opened.renew()
-            self._replies += ended.replies
-        try:
-            returned = [] if output is None else self._returned(output.samples)
-        except WrongReturn as error:
-            returned, failure = [], error
+        self._replies += ended.replies
         replies = SampledReplies(self._replies), SampledReplies(ended.untrained)
         for number, group in placed(returned, drawn):
             drawn.remove(number)

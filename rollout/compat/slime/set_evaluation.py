@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-from slipstream.rollout.compat.slime.addresses import address, prepare_requests
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.episode_samples import WrongReturn, judgement_of_reward
 from slipstream.rollout.compat.slime.function_calls import FunctionCalls
@@ -21,11 +20,11 @@ _NO_NAME = re.compile(r"[^\w.-]")
 class SetEvaluation:
     """Asks the function of a recipe. The engines answer greedily, whatever it asks for."""
 
-    def __init__(self, path: str, calls: FunctionCalls, arguments: SlimeArguments, reward_key: str) -> None:
+    def __init__(self, path: str, calls: FunctionCalls, reward_key: str) -> None:
         self._path = path
         self._calls = calls
-        self._arguments = arguments
         self._reward_key = reward_key
+        calls.args.eval_datasets = datasets(calls.args)
 
     async def evaluate(self, rollout_id: int) -> list[EvaluatedSet]:
         """Return what the function says of each set.
@@ -33,12 +32,8 @@ class SetEvaluation:
         Waits for the end of the present call of a rollout function. Raises FunctionFailed, WrongReturn,
         SampleError and NoEngine.
         """
-        args = self._arguments.copied()
-        args.eval_datasets = datasets(args)
-        prepare_requests(args)
-        async with self._calls.turn, self._calls.around.greedy.open() as opened:
-            address(args, opened)
-            output = await self._calls.call(self._path, args, rollout_id, opened, evaluation=True)
+        async with self._calls.turn:
+            output, _ = await self._calls.call(self._path, rollout_id, evaluation=True)
         data: object = getattr(output, "data", None)
         if not isinstance(data, Mapping) or not data:
             found = "an empty dictionary" if isinstance(data, Mapping) else type(data).__name__
@@ -71,7 +66,9 @@ def evaluated_set(name: str, values: object, path: str, reward_key: str) -> Eval
 
 
 def datasets(args: SlimeArguments) -> list[Any]:
-    """Return the sets of an evaluation in slime's form: the recipe's one."""
+    """Return the sets of an evaluation in slime's form: the recipe's one, if it has one."""
+    if args.eval_prompt_data is None:
+        return []
     name, path = args.eval_prompt_data
     values = {
         "name": name,
