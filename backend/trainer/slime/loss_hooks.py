@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from slipstream.backend.objective.losses import Tokens, Weigh
+from slipstream.backend.objective.names import HOOK
 from slipstream.backend.objective.policy_loss import PolicyLoss
-from slipstream.backend.objective.statistics import HOOK
 from slipstream.backend.trainer.prepared import PreparedMicroBatch
 from slipstream.backend.trainer.slime.named import NamedHook
 from slipstream.backend.trainer.slime.returned import (
