@@ -22,7 +22,7 @@ import msgspec
 from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.routing import PoolStatus, Routing
 from slipstream.rollout.record import UNREADABLE
-from slipstream.rollout.trajectory import Prompt, RewardParts
+from slipstream.rollout.trajectory import PromptFields, RewardParts
 
 PIECE, ANSWERED, JUDGED = range(3)
 """Kinds of an event: a part of an unfinished episode, a trajectory without its reward, and one with it."""
@@ -144,8 +144,7 @@ class Lease(msgspec.Struct, array_like=True, gc=False):
     lease: int
     version: int
     """Policy version at admission."""
-    prompt: tuple[int, object, object, dict[str, object]]
-    """Fields of the ``Prompt``."""
+    prompt: PromptFields
     prior: list[PriorSample] = []
 
 
@@ -153,7 +152,7 @@ class Question(msgspec.Struct, array_like=True, gc=False):
     """One evaluation episode to run greedily."""
 
     task: int
-    prompt: tuple[int, object, object, dict[str, object]]
+    prompt: PromptFields
 
 
 class Down(msgspec.Struct, array_like=True, gc=False):
@@ -232,8 +231,3 @@ def as_note(text: str) -> str:
         head = LONGEST_NOTE // 2
         text = f"{text[:head]}\n[... {len(text) - 2 * head} characters left out ...]\n{text[-head:]}"
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def fields(prompt: Prompt) -> tuple[int, object, object, dict[str, object]]:
-    """Return a prompt as a message holds it."""
-    return prompt.id, prompt.prompt, prompt.label, prompt.metadata

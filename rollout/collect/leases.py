@@ -43,10 +43,9 @@ from slipstream.rollout.messages import (
     MalformedFrame,
     PriorSample,
     Up,
-    fields,
 )
 from slipstream.rollout.record import HEADER, REF
-from slipstream.rollout.trajectory import Prompt, TrajectoryHeader
+from slipstream.rollout.trajectory import Prompt, TrajectoryHeader, prompt_fields
 
 AHEAD = 1 / 4
 """Episodes that a collector holds beyond those that its engines may run, as a share of these."""
@@ -276,7 +275,7 @@ class Leases:
         collector.generating += self._samples
         collector.groups.add(id_)
         collector.outgoing.lease(
-            Lease(id_, group.lease, group.ticket.version, fields(group.prompt), prior), chunks
+            Lease(id_, group.lease, group.ticket.version, prompt_fields(group.prompt), prior), chunks
         )
 
     def _prior(

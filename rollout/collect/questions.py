@@ -8,8 +8,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
-from slipstream.rollout.messages import Evaluated, Question, fields
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.messages import Evaluated, Question
+from slipstream.rollout.trajectory import Prompt, prompt_fields
 
 
 class Asking(Protocol):
@@ -45,7 +45,8 @@ class EvaluationTasks:
         """
         loop = asyncio.get_running_loop()
         asked = [
-            _Open(Question(next(self._numbers), fields(prompt)), loop.create_future()) for prompt in prompts
+            _Open(Question(next(self._numbers), prompt_fields(prompt)), loop.create_future())
+            for prompt in prompts
         ]
         self._open |= {each.question.task: each for each in asked}
         self._distribute()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.collector.episodes import EpisodeFailed, Episodes
-from slipstream.rollout.collector.groups import EpisodeJudge, as_prompt, wait_for_end
+from slipstream.rollout.collector.groups import EpisodeJudge, wait_for_end
 from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.collector.recording import GrowingGenerator
 from slipstream.rollout.engine.growing import GrowingCompletion
@@ -14,7 +14,7 @@ from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.engine.sampling import LiveSampling
 from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.messages import Question
-from slipstream.rollout.trajectory import Completion, Trajectory
+from slipstream.rollout.trajectory import Completion, Prompt, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
 
 
@@ -89,7 +89,7 @@ class Evaluations:
         await wait_for_end(tasks)
 
     async def _run(self, question: Question, episode: _EvaluationEpisode) -> None:
-        prompt = as_prompt(question.prompt)
+        prompt = Prompt(*question.prompt)
         try:
             trajectory = await self._episodes.run(prompt, episode)
             if trajectory.reward is None:
