@@ -145,11 +145,6 @@ class Leases:
         self.void_events = 0
         """Number of events that came too late: of leases that had ended."""
 
-    @property
-    def leased_again(self) -> int:
-        """Number of groups that wait for another collector."""
-        return len(self._waiting)
-
     # ---- collectors
 
     def joined(self, name: str, outgoing: Outgoing) -> None:
