@@ -7,7 +7,6 @@ driver's loop ──question──► BatchHooks ──frames──► batch_pro
 
 import asyncio
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from slipstream.rollout.compat.slime.batch_process import (
     RecordedEpisode,
 )
 from slipstream.rollout.programs.served import ProgramGone, ServedProgram
+from slipstream.rollout.programs.start import python_calling
 
 BESIDE_DRIVER = (
     "custom_reward_post_process",
@@ -34,13 +34,11 @@ BESIDE_DRIVER = (
 LOG = "hooks.log"
 """File of what hooks print."""
 
+SERVE = "slipstream.rollout.compat.slime.batch_process.serve"
+"""The function that the process runs."""
+
 START_TIMEOUT_S = 120.0
 """Seconds for the start of the process, with the imports of the hooks and the tokenizer."""
-
-_BOOT = (
-    "import sys; sys.path[:] = {path!r}; from slipstream.rollout.compat.slime.batch_process import serve; "
-    "serve({descriptor})"
-)
 
 
 class BatchHookFailed(RuntimeError):
@@ -121,9 +119,8 @@ class BatchHooks:
         return reply["value"]
 
     async def _start(self, hook: str) -> None:
-        path = list(map(str, sys.path))
         self._program = await ServedProgram.start(
-            lambda descriptor: (sys.executable, "-c", _BOOT.format(path=path, descriptor=descriptor)),
+            lambda descriptor: python_calling(SERVE, descriptor),
             self._log,
         )
         config = self._config.model_dump_json().encode()
