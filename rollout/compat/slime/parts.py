@@ -34,12 +34,6 @@ class HookParts:
     reward: GroupJudge | None = None
 
 
-def hooks_need_endpoint(config: RunConfig) -> bool:
-    """Return whether a hook of the recipe may ask the policy."""
-    hooks = config.rollout.hooks
-    return hooks is not None and bool(hooks.custom_generate_function or hooks.custom_rm)
-
-
 def hook_parts(config: RunConfig, tokenizer: Tokenizer) -> HookParts:
     """Return the parts that a recipe's hooks replace.
 
