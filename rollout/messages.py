@@ -1,4 +1,4 @@
-"""What the driver and its collectors say to each other.
+"""Messages between the driver and its collectors.
 
     driver ──► collector    Down: groups to collect or to give up, prompts to evaluate, the engines
     collector ──► driver    Up: what is new of each episode, verdicts on groups, the collector's status

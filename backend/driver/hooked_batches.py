@@ -46,7 +46,7 @@ class HookedBatches:
         return batch if data is None else with_training_data(batch, data)
 
     async def has_logged(self) -> bool:
-        """Return whether the hook has logged the batch that began last; wait for its time limit at most."""
+        """Wait for the hook, at most as long as it may take. Return True if it has logged the last batch."""
         logging, self._logging = self._logging, None
         return logging is not None and await logging
 
@@ -57,7 +57,7 @@ class HookedBatches:
         results: Sequence[Evaluated],
         metrics: Mapping[str, float],
     ) -> bool:
-        """Return whether the hook has logged an evaluation of which every episode has a reward."""
+        """Ask the hook. Return True if it has logged an evaluation of which every episode has a reward."""
         evaluated = [
             EvaluatedPrompt(
                 prompt_fields(prompt),

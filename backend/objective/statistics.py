@@ -82,7 +82,7 @@ class StepStatistics:
     lr: float
     """Learning rate of the step."""
     named_by_hooks: bool = False
-    """Whether ranks may have different statistics, since hooks name some of them."""
+    """True if ranks may have different statistics, since hooks name some of them."""
     _totals: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     _grad_norms: list[float] = field(default_factory=list[float])
     _skipped: int = 0

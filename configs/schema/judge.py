@@ -229,7 +229,7 @@ Judge = Annotated[CodeJudge | ModelJudge, Field(discriminator="type")]
 
 
 def asks_policy(judge: Judge) -> bool:
-    """Return whether judge processes send requests to the policy's engines."""
+    """True if judge processes send requests to the policy's engines."""
     if not isinstance(judge, ModelJudge):
         return False
     hint = judge.hint

@@ -1,4 +1,4 @@
-"""Which collector works on which group, and what the events of collectors mean.
+"""Leases groups to collectors, and turns the events of collectors into what the run knows.
 
     slot free ──► lease ──► collector ──► events ──► ledger ──on disk──► gate: ready
                     ▲                        └─ verdict: filtered, failed ──► gate: slot free
@@ -74,7 +74,7 @@ class SampleState:
         self.pieces: list[tuple[bytes, bytes]] = []
         """Packed ``record.REF`` and encoded ``PieceHeader`` of each piece."""
         self.refs = b""
-        """Of a whole trajectory: ``record.REF`` of its chunks."""
+        """``record.REF`` of the chunks of a whole trajectory."""
         self.header = b""
         """Encoded ``TrajectoryHeader`` of a whole trajectory."""
         self.trajectory: TrajectoryHeader | None = None
@@ -207,7 +207,7 @@ class Leases:
 
     @property
     def is_open(self) -> bool:
-        """Return whether leases are given out."""
+        """True if leases are given out."""
         return self._is_open
 
     def restored(self, groups: Iterable[LeasedGroup]) -> None:

@@ -192,7 +192,7 @@ class ServerControl(EngineConnection):
             raise EngineError(f"{self.name} /v1/loads: {error}") from error
 
     async def healthy(self) -> bool:
-        """Return whether the server says within ``address.answer_timeout_s`` that it is well. Raises nothing.
+        """True if the server says within ``address.answer_timeout_s`` that it is well. Raises nothing.
 
         True as well while this process cannot ask, for reasons of its own: then nothing is known against the
         server.

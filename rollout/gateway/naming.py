@@ -97,7 +97,7 @@ def turn_type(headers: Mapping[str, str], body: Mapping[str, object]) -> TurnTyp
 
 
 def session_done(headers: Mapping[str, str], body: Mapping[str, object]) -> bool:
-    """Return whether a request says that it is the last one of its session.
+    """True if a request says that it is the last one of its session.
 
     ``X-Session-Done`` counts before ``session_done`` of the body.
     """

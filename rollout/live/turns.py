@@ -486,7 +486,7 @@ class LiveTurns:
         self._train = False
 
     def settle(self) -> bool:
-        """Write down the turns that have expired. Return whether there were any."""
+        """Write down the turns that have expired. Return True if there were any."""
         sessions = self._write_expired()
         for session in sessions:
             self._drop_if_over(session)
@@ -622,7 +622,7 @@ class LiveTurns:
 
 
 def _can_continue(shared: int, parent: KnownTurn | None) -> bool:
-    """Return whether a turn can share so many tokens with its parent; None: there is no such turn."""
+    """True if a turn can share so many tokens with its parent; None: there is no such turn."""
     if parent is None:
         return False
     return not shared or (not parent.is_lost and shared <= parent.head.length)

@@ -44,7 +44,7 @@ class LossFunctions:
 
     args: SlimeArguments
     per_token: bool
-    """Whether the recipe averages over tokens."""
+    """True if the recipe averages over tokens."""
     weigh: NamedHook | None
     reduce: NamedHook | None
     loss: NamedHook | None
@@ -69,7 +69,7 @@ class HookedLoss:
 
     @property
     def replaces_loss(self) -> bool:
-        """Whether the recipe's loss, its entropy bonus and its penalty are the hook's concern."""
+        """True if the recipe's loss, its entropy bonus and its penalty are the hook's concern."""
         return self._functions.loss is not None
 
     def weighing(self, tokens: Tokens, share_M: Tensor) -> Weigh | None:

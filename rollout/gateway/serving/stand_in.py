@@ -1,4 +1,4 @@
-"""What SGLang's endpoints need of a server, without the server: tokenizer, template, settings.
+"""Stands in for the server that SGLang's endpoints expect: tokenizer, template, settings.
 
 Imports SGLang, and is therefore imported by gateway processes only. SGLang keeps its settings once for each
 process, so that a process serves one model.
