@@ -18,6 +18,7 @@ from slipstream.configs.schema import DialectConfig, LimitsConfig, SamplingConfi
 from slipstream.rollout.gateway.conversations import Conversations, EntryLog, KeyRing, User
 from slipstream.rollout.gateway.serving.app import ModelCard, create_admin_app, create_app
 from slipstream.rollout.gateway.serving.call import SharedParts
+from slipstream.rollout.gateway.serving.contents import AnswerContents
 from slipstream.rollout.gateway.serving.endpoints import Endpoints
 from slipstream.rollout.gateway.serving.handling import RequestHandler
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
@@ -66,7 +67,7 @@ def assemble(
         defaults=stand_in.model_config.get_default_sampling_params(),
         check_sampling=stand_in.check_sampling,
         end_tokens=frozenset(stand_in.tokenizer.all_special_ids),
-        version=lambda: source.version,
+        contents=AnswerContents(stand_in.tokenizer, lambda: source.version),  # pyright: ignore[reportArgumentType]
         entries=entries,
         mint=mint,
     )

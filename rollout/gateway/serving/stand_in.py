@@ -24,7 +24,8 @@ from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from slipstream.configs.schema import SamplingConfig
-from slipstream.rollout.gateway.serving.call import Content, Form, LiveCall
+from slipstream.rollout.gateway.serving.call import LiveCall
+from slipstream.rollout.gateway.serving.contents import Content, Form
 
 log = logging.getLogger(__name__)
 
