@@ -87,7 +87,7 @@ def expectation(problem: ErrorDetails, field: FieldInfo) -> str:
 
 
 def is_item(problem: ErrorDetails) -> bool:
-    """Return whether ``problem`` is about an item of a list. The setting is the whole list."""
+    """True if ``problem`` is about an item of a list. The setting is the whole list."""
     return isinstance(problem["loc"][-1], int)
 
 

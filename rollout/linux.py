@@ -26,7 +26,7 @@ def prctl(option: int, *arguments: int | bytes) -> None:
 
 
 def has_children() -> bool:
-    """Return whether this process has children, adopted ones included."""
+    """True if this process has children, adopted ones included."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -1,4 +1,4 @@
-"""What the driver and its collectors say to each other.
+"""Messages between the driver and its collectors.
 
     driver ──► collector    Down: groups to collect or to give up, prompts to evaluate, the engines
     collector ──► driver    Up: what is new of each episode, verdicts on groups, the collector's status
@@ -22,7 +22,7 @@ import msgspec
 from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.routing import PoolStatus, Routing
 from slipstream.rollout.record import UNREADABLE
-from slipstream.rollout.trajectory import Prompt, RewardParts
+from slipstream.rollout.trajectory import PromptFields, RewardParts
 
 PIECE, ANSWERED, JUDGED = range(3)
 """Kinds of an event: a part of an unfinished episode, a trajectory without its reward, and one with it."""
@@ -156,8 +156,7 @@ class Lease(msgspec.Struct, array_like=True, gc=False):
     lease: int
     version: int
     """Policy version at admission."""
-    prompt: tuple[int, object, object, dict[str, object]]
-    """Fields of the ``Prompt``."""
+    prompt: PromptFields
     prior: list[PriorSample] = []
 
 
@@ -165,7 +164,7 @@ class Question(msgspec.Struct, array_like=True, gc=False):
     """One evaluation episode to run greedily, or a whole evaluation for the recipe's function."""
 
     task: int
-    prompt: tuple[int, object, object, dict[str, object]] | None
+    prompt: PromptFields | None
     """None: a whole evaluation."""
     rollout_id: int = 0
     """Number that the function is given: the policy version."""
@@ -247,8 +246,3 @@ def as_note(text: str) -> str:
         head = LONGEST_NOTE // 2
         text = f"{text[:head]}\n[... {len(text) - 2 * head} characters left out ...]\n{text[-head:]}"
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def fields(prompt: Prompt) -> tuple[int, object, object, dict[str, object]]:
-    """Return a prompt as a message holds it."""
-    return prompt.id, prompt.prompt, prompt.label, prompt.metadata

@@ -130,11 +130,6 @@ class TeacherScores:
         """Return the scores of the tokens at ``places``, in that order."""
         return TeacherScores(self.logp_T[places], self.top_ids_TK[places], self.top_logp_TK[places])
 
-    @property
-    def is_empty(self) -> bool:
-        """True if no token has a value."""
-        return not (self.has_T.any() or self.has_top_T.any())
-
 
 def unscored(tokens: int, k: int = 0) -> TeacherScores:
     """Return scores of ``tokens`` tokens without a value, with room for ``k`` likeliest tokens at each."""

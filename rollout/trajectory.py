@@ -63,6 +63,15 @@ class Prompt:
         return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
 
 
+PromptFields = tuple[int, Any, Any, dict[str, Any]]
+"""A prompt as messages between processes hold it: its id, its text or chat, its label and its metadata."""
+
+
+def prompt_fields(prompt: Prompt) -> PromptFields:
+    """Return a prompt as messages hold it; ``Prompt(*fields)`` makes it again."""
+    return prompt.id, prompt.prompt, prompt.label, prompt.metadata
+
+
 class Finish(StrEnum):
     """Reason why a completion ended."""
 

@@ -1,4 +1,4 @@
-"""What a gateway records of its users: entries of an append-only journal. Plain data.
+"""The entries of the append-only journal in which a gateway records its users. Plain data.
 
     session   the requests of one user's conversation, and of everything that branches off it
     branch    a chain of turns in which each prompt repeats all tokens of the turn before, and adds some

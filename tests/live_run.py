@@ -234,7 +234,9 @@ async def _drive(task: LiveRunTask) -> None:
 
     commands = [command(number) for number in range(gateway.processes)]
     kept = Gateways(commands, run, run / "logs", note, first_pause_s=0.0)
-    judging = LiveJudging(CodeJudge(), LiveJudgingConfig(), turns, _instant, SimpleNamespace(note=note))
+    judging = LiveJudging(
+        CodeJudge(), LiveJudgingConfig(), turns.verdicts, _instant, SimpleNamespace(note=note)
+    )
     users = LiveUsers(receiver, kept, judging, run, key)
     clients = [
         EngineClient(EngineAddress(f"engine-{number}", url, 1, VOCABULARY, CONTEXT, 60.0, stream_interval=1))

@@ -1,4 +1,4 @@
-"""How a trainer fails."""
+"""The errors by which a trainer fails."""
 
 
 class TrainerFailed(RuntimeError):

@@ -24,7 +24,7 @@ VARIABLES = {
 SGLANG_API_KEY itself."""
 
 VOTES = ("PRM_M", "judge.votes")
-"""The same for recipes that learn from users by the votes of a language model."""
+"""Variable and setting that count in addition where a language model votes on turns of users."""
 
 
 def load_serving(recipe: Path, overrides: Sequence[str], variables: Mapping[str, str]) -> RunConfig:

@@ -278,7 +278,7 @@ def live_users(
             model=named_model(config),
             engines=lambda: encoded(each.address for each in roster.clients) if asks else b"",
         )
-        judging = LiveJudging(config.judge, live.judging, turns, judges, listener)
+        judging = LiveJudging(config.judge, live.judging, turns.verdicts, judges, listener)
     return LiveUsers(
         GatewayReceiver(key, turns, roster, limit=gateway.limits.concurrent),
         Gateways(commands, run, logs, listener.note),

@@ -1,4 +1,4 @@
-"""When checkpoints are taken and how they end: written beside training, committed by one rename.
+"""Takes checkpoints when they are due: written beside training, committed by one rename.
 
 step done ──► copy the trainer's state (training waits) ──► ranks write ──► ledger flushed ──► rename
 """
@@ -109,7 +109,7 @@ class TrainerCheckpoints:
     async def newest(self, is_behind: Callable[[int], bool]) -> FoundCheckpoint | None:
         """Return the newest sound checkpoint that the run can go on from; None if there is none at all.
 
-        ``is_behind``: returns whether the present weights are those of a version or descend from them. Raises
+        ``is_behind``: returns True if the present weights are those of a version or descend from them. Raises
         CheckpointError when damage leaves no checkpoint.
         """
 

@@ -1,4 +1,4 @@
-"""Who has the GPUs: trainer and engines have their own, or take turns on the same ones.
+"""Decides who has the GPUs: trainer and engines have their own, or take turns on the same ones.
 
 Colocated engines generate while the trainer's state is in host memory. For a training step they stop and give
 their memory up:

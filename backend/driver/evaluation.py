@@ -34,7 +34,7 @@ class Evaluation:
         self._hooks = hooks
 
     def is_due(self, step: int, steps: int) -> bool:
-        """Return whether to evaluate after training step ``step``, which is not the last one."""
+        """True if an evaluation is due after training step ``step``, which is not the last one."""
         return self._every > 0 and step % self._every == 0 and step < steps
 
     async def run(self, version: int) -> None:

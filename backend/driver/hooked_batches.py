@@ -17,8 +17,8 @@ from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup
 from slipstream.rollout.compat.slime.batch_hooks import BatchHooks, TrainingData, batch_hooks
 from slipstream.rollout.compat.slime.batch_process import EvaluatedPrompt, RecordedEpisode
-from slipstream.rollout.messages import Evaluated, EvaluatedSet, fields
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.messages import Evaluated, EvaluatedSet
+from slipstream.rollout.trajectory import Prompt, prompt_fields
 
 
 class HookedBatches:
@@ -46,7 +46,7 @@ class HookedBatches:
         return batch if data is None else with_training_data(batch, data)
 
     async def has_logged(self) -> bool:
-        """Return whether the hook has logged the batch that began last; wait for its time limit at most."""
+        """Wait for the hook, at most as long as it may take. Return True if it has logged the last batch."""
         logging, self._logging = self._logging, None
         return logging is not None and await logging
 
@@ -57,10 +57,10 @@ class HookedBatches:
         results: Sequence[Evaluated],
         metrics: Mapping[str, float],
     ) -> bool:
-        """Return whether the hook has logged an evaluation of which every episode has a reward."""
+        """Ask the hook. Return True if it has logged an evaluation of which every episode has a reward."""
         evaluated = [
             EvaluatedPrompt(
-                fields(prompt),
+                prompt_fields(prompt),
                 result.reward or 0.0,
                 result.response_length,
                 result.response_length >= self._longest_evaluated,
@@ -104,7 +104,7 @@ def records_of(
 ) -> list[RecordedEpisode]:
     """Return the episodes of ``groups``, which come first in ``batch``."""
     owners = [group.id for group in groups for _ in group.trajectories]
-    prompts = {group.id: fields(gate.prompt_of(group.id)) for group in groups}
+    prompts = {group.id: prompt_fields(gate.prompt_of(group.id)) for group in groups}
     ends = np.cumsum([0, *batch.sizes]).tolist()
     return [
         RecordedEpisode(group, prompts[group], batch.headers[place], batch.chunks[start:end].tobytes())

@@ -14,6 +14,7 @@ from slipstream.configs.schema import PluginConfig, RunConfig
 from slipstream.rollout import plugins
 from slipstream.rollout.compat.slime.checking import hook_problems
 from slipstream.rollout.control.filters import GroupFilter
+from slipstream.rollout.endpoint.needed import endpoint_problems
 from slipstream.rollout.judge.named_model import judge_of_turns, named_model
 from slipstream.rollout.prompts import PromptError, read_prompts
 from slipstream.rollout.reward.loading import TURNS, check_judge, load_judge, wants_model
@@ -65,7 +66,8 @@ def read_inputs(config: RunConfig) -> Inputs:
     workflow = plugin("rollout.workflow", rollout.workflow)
     reward = attempt("rollout.reward", lambda: _reward(config))
     group_filter = plugin("rollout.group_filter", rollout.group_filter)
-    problems += [*hook_problems(config), *checkpoint_problems(config, OTHER_MODELS)]
+    problems += [*endpoint_problems(config), *hook_problems(config)]
+    problems += checkpoint_problems(config, OTHER_MODELS)
     if problems or spec is None or tokenizer is None or prompts is None or held_out is None:
         raise InputError("\n".join(problems))
     return Inputs(
@@ -100,7 +102,7 @@ def plugin_problems(config: RunConfig) -> list[str]:
     attempt("rollout.workflow", lambda: _check_plugin(rollout.workflow))
     if (group_filter := rollout.group_filter) is not None:
         attempt("rollout.group_filter", lambda: _check_plugin(group_filter))
-    return problems
+    return [*problems, *endpoint_problems(config)]
 
 
 def _check_plugin(settings: PluginConfig) -> None:

@@ -1,4 +1,4 @@
-"""What engines hold after the trainer has died in the middle of a publication.
+"""Decides what is done with the engines after the trainer has died in the middle of a publication.
 
 An engine is *intact* when no part of the new weights has reached it: it goes on with the version that it
 serves. Otherwise it may hold a mixture of two versions, and must not generate before it has got a whole one.

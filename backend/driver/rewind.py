@@ -65,7 +65,7 @@ class Rewind:
         return self._gate.step
 
     def is_possible(self, version: int) -> bool:
-        """Return whether the present weights are those of ``version`` or descend from them."""
+        """True if the present weights are those of ``version`` or descend from them."""
         return self._gate.descends_from(version)
 
     async def copy_begins(self) -> int | None:

@@ -143,7 +143,7 @@ def with_absolute_paths(section: AnySection) -> AnySection:
 
 
 def can_resume(folder: Path) -> bool:
-    """Return whether the folder holds a run of ``slipstream train``."""
+    """True if the folder holds a run of ``slipstream train``."""
     return (folder / LEDGER).exists()
 
 

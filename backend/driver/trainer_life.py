@@ -20,7 +20,7 @@ class TrainerLife:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether no failure is known that the trainer was not restored from."""
+        """True if no failure is known that the trainer was not restored from."""
         return self._error is None
 
     def fail(self, error: TrainerFailed) -> None:

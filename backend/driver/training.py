@@ -93,7 +93,7 @@ async def training_loop(
 
 
 async def _is_trainer_there(life: TrainerLife, gate: AdmissionGate) -> bool:
-    """Wait for a trainer that is being restored. Return whether there is one: not once the gate was ended."""
+    """Wait for a trainer that is being restored. Return True if there is one: not once the gate was ended."""
     if life.is_alive:
         return True
     async with first_of(life.alive(), gate.ended()):

@@ -73,7 +73,7 @@ class Verifier:
         """Version and checksum of the engines that were last verified."""
 
     def due(self, version: int) -> bool:
-        """Return whether to verify all engines at this version. An engine that starts is always verified."""
+        """True if all engines are verified at this version. An engine that starts is always verified."""
         return version % self._every == 0
 
     async def wrong(

@@ -41,7 +41,7 @@ def gradient_buffers(parts: Sequence["DistributedDataParallel"]) -> list[Tensor]
 
 @torch.no_grad()
 def update_is_finite(parts: Sequence["DistributedDataParallel"], losses: Sequence[Tensor]) -> bool:
-    """Return whether all losses and gradients of all ranks are finite. Collective over all ranks.
+    """True if all losses and gradients of all ranks are finite. Collective over all ranks.
 
     Squared norms of the gradients and the losses are added up, over the ranks too: NaN and infinity survive
     every sum. In single precision the sum also overflows where Adam's second moment would.

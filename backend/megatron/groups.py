@@ -24,7 +24,7 @@ groups = cast("ProcessGroups", parallel_state)
 
 
 def reports() -> bool:
-    """Return whether this is the one rank whose results go to the driver: the first of the last stage."""
+    """True if this is the one rank whose results go to the driver: the first of the last stage."""
     first_of_tensor = groups.get_tensor_model_parallel_rank() == 0
     first_of_data = groups.get_data_parallel_rank(with_context_parallel=True) == 0
     return groups.is_pipeline_last_stage() and first_of_tensor and first_of_data

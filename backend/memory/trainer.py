@@ -209,7 +209,7 @@ def _logit_bytes(actor: ActorConfig, sharing: Sharing) -> int:
 
 
 def _has_head_kernels(actor: ActorConfig, sharing: Sharing) -> bool:
-    """Return whether logits never leave the registers (``actor.lm_head``); their gradients do."""
+    """True if logits never leave the registers (``actor.lm_head``); their gradients do."""
     return sharing.kernels == "fused" and actor.lm_head != "chunked"
 
 

@@ -16,6 +16,7 @@ from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.backend.monitor.summary import GroupTotals, RunSummary, turn_totals
 from slipstream.backend.monitor.trace import TraceLog
 from slipstream.backend.monitor.units import mean
+from slipstream.backend.objective.names import HOOK
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.core import Loss
 from slipstream.rollout.control.slots import State
@@ -39,10 +40,6 @@ class _Totals:
     retractions: int = 0
     episode_retries: int = 0
     tokens_masked: int = 0
-
-
-HOOK = "hook/"
-"""Prefix of the metrics that hooks name."""
 
 
 class Recorder:

@@ -62,4 +62,4 @@ class TrainedStep:
     report: PublishReport
     times: StepTimes
     is_logged: bool = False
-    """Whether a hook has logged what the batch's trajectories are like."""
+    """True if a hook has logged what the batch's trajectories are like."""

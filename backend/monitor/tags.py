@@ -332,14 +332,7 @@ TAGS: dict[str, Tag] = {
         "fraction",
         "Fraction of the tokens that carry loss with advantage 0, as in groups whose rewards are all equal.",
     ),
-    # hook
-    "hook/parts": Tag(
-        "as the hook says",
-        "`hook/NAME` for each metric that `custom_tis_function` or `custom_loss_function` returns: its mean "
-        "over the units of `actor.averaging`.",
-        "parts",
-    ),
-    # critic
+    # advantage
     "advantage/reward_mean": Tag(
         "1", "Token mean of the advantage from rewards, times its weight. Only with a term of type `reward`."
     ),
@@ -360,6 +353,14 @@ TAGS: dict[str, Tag] = {
     "advantage/teacher_clipped_fraction": Tag(
         "fraction", "Fraction of the tokens that carry loss whose teacher's term `clip` has cut."
     ),
+    # hook
+    "hook/parts": Tag(
+        "as the hook says",
+        "`hook/NAME` for each metric that `custom_tis_function` or `custom_loss_function` returns: its mean "
+        "over the units of `actor.averaging`.",
+        "parts",
+    ),
+    # critic
     "critic/loss": Tag(
         "1", "Token mean of half the squared difference of value and return, with the value clip applied."
     ),

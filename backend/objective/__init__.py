@@ -14,6 +14,7 @@
     averaging      which tokens, trajectories or prompts have equal weight in the loss
     value          losses of a critic and of a reward model
     statistics     metrics of a training step
+    names          what statistics and metrics are both called
     typed_torch    torch functions that carry no types of their own
 
 Legend: T tokens of a pack or batch, M of them with loss, N trajectories, V vocabulary. ``owner_T`` (int64):

@@ -9,14 +9,12 @@ from torch import Tensor
 
 from slipstream.backend.objective import kl
 from slipstream.backend.objective.losses import Tokens
+from slipstream.backend.objective.names import HOOK
 from slipstream.backend.objective.policy_loss import PolicyLoss
 from slipstream.backend.objective.typed_torch import typed_dist
 
 TOP_TOKENS = ("top_tokens_kl", "top_tokens")
 """Sums over the tokens at which a teacher's likeliest tokens are known: of the divergence, and of 1."""
-
-HOOK = "hook/"
-"""Prefix of the statistics that code of the user's names; each is a sum like the others."""
 
 LARGEST_LOG_WEIGHT = 100.0
 """Importance weights are reported before their cap; a single token must not make a step's mean infinite."""
@@ -84,7 +82,7 @@ class StepStatistics:
     lr: float
     """Learning rate of the step."""
     named_by_hooks: bool = False
-    """Whether ranks may have different statistics, since hooks name some of them."""
+    """True if ranks may have different statistics, since hooks name some of them."""
     _totals: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     _grad_norms: list[float] = field(default_factory=list[float])
     _skipped: int = 0

@@ -64,7 +64,7 @@ def noisy_demonstration(prompt: str, rng: random.Random, habit_rate: float = HAB
 
 
 def is_correct(response: str, label: str) -> bool:
-    """Return whether a finished response, without its end token, ends in `label`. Its steps do not count."""
+    """True if a finished response, without its end token, ends in `label`. Its steps do not count."""
     _, mark, answer = response.partition("#")
     return mark == "#" and answer == label
 
@@ -78,7 +78,7 @@ def sample_problem(
 
 
 def is_held_out(prompt: str) -> bool:
-    """Return whether a prompt belongs to the held-out half of all prompts.
+    """True if a prompt belongs to the held-out half of all prompts.
 
     This depends on the string alone, so sets stay disjoint whatever seeds and runs they were drawn with. A
     share smaller than one half would leave too few distinct prompts of two operands.

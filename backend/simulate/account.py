@@ -22,7 +22,7 @@ class EngineSeconds:
     idle: float
     down: float
     requests: float
-    """Of decoding, times the requests that ran meanwhile."""
+    """Seconds of decoding, times the requests that ran meanwhile."""
 
     @property
     def total(self) -> float:

@@ -1,4 +1,4 @@
-"""What a simulated episode consists of: one request, and the judging of its completion."""
+"""A simulated episode: one request, and the judging of its completion."""
 
 import asyncio
 from collections.abc import Sequence

@@ -49,7 +49,7 @@ class Workload:
         return self._blocks(position // BLOCK, number)[position % BLOCK]
 
     def fails(self, position: int, number: int, attempt: int) -> bool:
-        """Return whether an attempt at a sample fails. The first attempt is number 0."""
+        """True if an attempt at a sample fails. The first attempt is number 0."""
         return self._random(FAILURE, position, number, attempt).random() < self.failure_rate
 
     def engine_failures(self, engine: int) -> np.random.Generator:

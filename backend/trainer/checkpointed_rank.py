@@ -19,7 +19,7 @@ class CheckpointedRank:
         self._checkpoints.begin(folder, step=self.step)
 
     def checkpoint_done(self) -> bool:
-        """Return whether this rank has ended writing, successfully or not. Needs no other rank."""
+        """True if this rank has ended writing, successfully or not. Needs no other rank."""
         return self._checkpoints.written
 
     def finish_checkpoint(self) -> None:

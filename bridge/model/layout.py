@@ -1,4 +1,4 @@
-"""How the trainer's ranks share a model. Imports no torch and needs no process groups.
+"""The part of a model that each of the trainer's ranks holds. Imports no torch and needs no process groups.
 
 Ranks are in Megatron's order. Within a pipeline stage, tensor-parallel ranks are adjacent; then come the
 ranks that share a context, which hold the same weights, and then the data-parallel replicas. Experts have a

@@ -43,7 +43,7 @@ class UnreadableRecord(ValueError):
 
 
 def has_gpus() -> bool:
-    """Return whether this machine has a driver for GPUs, without loading it."""
+    """True if this machine has a driver for GPUs, without loading it."""
     return os.path.exists("/dev/nvidiactl")
 
 

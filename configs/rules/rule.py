@@ -19,7 +19,7 @@ class Rule:
     """Path of every setting or section that ``check`` reads."""
 
     def is_affected_by(self, path: str) -> bool:
-        """Return whether ``check`` reads ``path``, a setting in it or a section around it."""
+        """True if ``check`` reads ``path``, a setting in it or a section around it."""
         return any(
             read == path or read.startswith(f"{path}.") or path.startswith(f"{read}.") for read in self.reads
         )

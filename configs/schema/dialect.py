@@ -1,4 +1,4 @@
-"""How the policy is heard by those who talk to it: the settings of every endpoint that speaks for it."""
+"""The settings that every endpoint of the policy has: how it speaks with its clients."""
 
 from typing import Literal
 

@@ -8,7 +8,17 @@ from slipstream.configs.schema.base import Section
 from slipstream.configs.schema.plugin import Plugin, PluginConfig
 
 
-class UrlEndpoint(Section):
+class KeyedServer(Section):
+    """A server that may ask for a key."""
+
+    key_env: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Environment variable with the key of the server; null: it asks for none.",
+    )
+
+
+class UrlEndpoint(KeyedServer):
     """A server that speaks OpenAI's chat completions."""
 
     type: Literal["url"] = "url"
@@ -18,11 +28,6 @@ class UrlEndpoint(Section):
         "`https://host/v1`.",
     )
     model: str = Field(min_length=1, description="Name of the model, as the server knows it.")
-    key_env: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Environment variable with the key of the server; null: it asks for none.",
-    )
 
 
 class PolicyItself(Section):
@@ -34,10 +39,9 @@ class PolicyItself(Section):
 Endpoint = Annotated[UrlEndpoint | PolicyItself, Field(discriminator="type")]
 
 
-class PolicyTeacher(Section):
-    """The policy itself, as its engines hold it now: it is its own teacher because it sees the hint."""
+class ScoringTeacher(Section):
+    """Somebody who gives log-probs to the tokens of an answer."""
 
-    type: Literal["policy"] = "policy"
     top_k: int = Field(
         default=0,
         ge=0,
@@ -47,7 +51,13 @@ class PolicyTeacher(Section):
     )
 
 
-class UrlTeacher(Section):
+class PolicyTeacher(ScoringTeacher):
+    """The policy itself, as its engines hold it now: it is its own teacher because it sees the hint."""
+
+    type: Literal["policy"] = "policy"
+
+
+class UrlTeacher(ScoringTeacher, KeyedServer):
     """An SGLang server whose model has the policy's tokenizer."""
 
     type: Literal["url"] = "url"
@@ -55,20 +65,8 @@ class UrlTeacher(Section):
         min_length=1,
         description="Address of the server, for example `http://host:30000`.",
     )
-    key_env: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Environment variable with the key of the server; null: it asks for none.",
-    )
     context: int = Field(
         default=32_768, ge=16, description="Largest number of tokens that the server takes in one request."
-    )
-    top_k: int = Field(
-        default=0,
-        ge=0,
-        le=1024,
-        description="Number of the teacher's likeliest tokens whose log-probs are kept at each position; 0: "
-        "those of the sampled tokens alone.",
     )
 
 
@@ -99,34 +97,41 @@ HintChoice = Annotated[LongestHint | OverlapHint, Field(discriminator="type")]
 MODEL = "slipstream.rollout.reward.model"
 
 
-class ScoreQuestion(Section):
-    """How a turn is made into a question about its worth, and the answer into a vote."""
-
-    prompt: Plugin = Field(
-        default=PluginConfig(path=f"{MODEL}.prompts.ask_score"),
+PromptMaker = Annotated[
+    Plugin,
+    Field(
         description="Import path of a function that returns the messages of the question. Its parameters are "
-        "some of `turn`, `next_state`, `response_text`, `next_state_text` and `next_state_role`.",
-    )
-    parser: Plugin = Field(
-        default=PluginConfig(path=f"{MODEL}.parsing.read_score"),
+        "some of `turn`, `next_state`, `response_text`, `next_state_text` and `next_state_role`."
+    ),
+]
+VoteReader = Annotated[
+    Plugin,
+    Field(
         description="Import path of a function that reads a vote from the text of an answer: a number, a "
-        "pair of number and hint, or a `Vote`; None: the answer is unparsable.",
-    )
+        "pair of number and hint, or a `Vote`; None: the answer is unparsable."
+    ),
+]
 
 
-class HintQuestion(Section):
-    """How a turn is made into a question about a hint, and the answer into a vote: 1 is yes."""
+class ModelQuestion(Section):
+    """The code that turns a live turn into a question to the model, and each answer into a vote."""
 
-    prompt: Plugin = Field(
-        default=PluginConfig(path=f"{MODEL}.prompts.ask_hint"),
-        description="Import path of a function that returns the messages of the question. Its parameters are "
-        "some of `turn`, `next_state`, `response_text`, `next_state_text` and `next_state_role`.",
-    )
-    parser: Plugin = Field(
-        default=PluginConfig(path=f"{MODEL}.parsing.read_hint"),
-        description="Import path of a function that reads a vote from the text of an answer: a number, a "
-        "pair of number and hint, or a `Vote`; None: the answer is unparsable.",
-    )
+    prompt: PromptMaker
+    parser: VoteReader
+
+
+class ScoreQuestion(ModelQuestion):
+    """The question about the worth of a turn."""
+
+    prompt: PromptMaker = PluginConfig(path=f"{MODEL}.prompts.ask_score")
+    parser: VoteReader = PluginConfig(path=f"{MODEL}.parsing.read_score")
+
+
+class HintQuestion(ModelQuestion):
+    """The question about a hint. A vote of 1 is yes."""
+
+    prompt: PromptMaker = PluginConfig(path=f"{MODEL}.prompts.ask_hint")
+    parser: VoteReader = PluginConfig(path=f"{MODEL}.parsing.read_hint")
 
 
 class HintConfig(Section):
@@ -224,7 +229,7 @@ Judge = Annotated[CodeJudge | ModelJudge, Field(discriminator="type")]
 
 
 def asks_policy(judge: Judge) -> bool:
-    """Return whether judge processes send requests to the policy's engines."""
+    """True if judge processes send requests to the policy's engines."""
     if not isinstance(judge, ModelJudge):
         return False
     hint = judge.hint

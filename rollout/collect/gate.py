@@ -73,7 +73,7 @@ class LiveBatches(Protocol):
         ...
 
     def settle(self) -> bool:
-        """Write down the turns that have expired. Return whether there were any."""
+        """Write down the turns that have expired. Return True if there were any."""
         ...
 
     def when_ready(self, then: Callable[[], None]) -> None:
@@ -148,7 +148,7 @@ class AdmissionGate:
         return self._core.version if self._core.served is None else self._core.served
 
     def descends_from(self, version: int) -> bool:
-        """Return whether the trainer's weights are those of ``version`` or descend from them."""
+        """True if the trainer's weights are those of ``version`` or descend from them."""
         try:
             return self._core.versions.is_ancestor(version, of=self._core.version)
         except UnknownVersion:
@@ -156,12 +156,12 @@ class AdmissionGate:
 
     @property
     def may_generate(self) -> bool:
-        """Return whether what the engines sample now can be trained within the bound."""
+        """True if what the engines sample now can be trained within the bound."""
         return self._core.may_generate
 
     @property
     def is_ended(self) -> bool:
-        """Return whether no further batch is given out."""
+        """True if no further batch is given out."""
         return self._is_ended
 
     @property
@@ -189,7 +189,7 @@ class AdmissionGate:
         return dict(self._core.states)
 
     def is_open(self, id_: int) -> bool:
-        """Return whether work on the group is still needed. An expired group is not open."""
+        """True if work on the group is still needed. An expired group is not open."""
         return self._core.is_open(id_)
 
     def lag(self, version: int) -> int:
@@ -209,7 +209,7 @@ class AdmissionGate:
         return given_up
 
     def may_admit(self) -> bool:
-        """Return whether a group may start."""
+        """True if a group may start."""
         return self._core.may_admit() and self._intake.is_ready
 
     def prompts_came(self) -> None:
@@ -309,7 +309,7 @@ class AdmissionGate:
 
     @property
     def is_stepping(self) -> bool:
-        """Return whether a step has begun whose version is not published."""
+        """True if a step has begun whose version is not published."""
         return self._batch.version is not None
 
     async def ended(self) -> None:
@@ -448,7 +448,7 @@ class AdmissionGate:
         return Training(group.id, head_lag, trained, sampled - trained, sampled, tuple(tokens.items()))
 
     def _settle_expired(self) -> bool:
-        """Write down the groups that have expired. Return whether there were any."""
+        """Write down the groups that have expired. Return True if there were any."""
         expired_groups = self._core.take_expired()
         for expired in expired_groups:
             group = self._ready.pop(expired.id, None)

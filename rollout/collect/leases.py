@@ -1,4 +1,4 @@
-"""Which collector works on which group, and what the events of collectors mean.
+"""Leases groups to collectors, and turns the events of collectors into what the run knows.
 
     slot free ──► lease ──► collector ──► events ──► ledger ──on disk──► gate: ready
                     ▲                        └─ verdict: filtered, failed ──► gate: slot free
@@ -43,10 +43,9 @@ from slipstream.rollout.messages import (
     MalformedFrame,
     PriorSample,
     Up,
-    fields,
 )
 from slipstream.rollout.record import HEADER, REF
-from slipstream.rollout.trajectory import Prompt, TrajectoryHeader
+from slipstream.rollout.trajectory import Prompt, TrajectoryHeader, prompt_fields
 
 AHEAD = 1 / 4
 """Episodes that a collector holds beyond those that its engines may run, as a share of these."""
@@ -75,7 +74,7 @@ class SampleState:
         self.pieces: list[tuple[bytes, bytes]] = []
         """Packed ``record.REF`` and encoded ``PieceHeader`` of each piece."""
         self.refs = b""
-        """Of a whole trajectory: ``record.REF`` of its chunks."""
+        """``record.REF`` of the chunks of a whole trajectory."""
         self.header = b""
         """Encoded ``TrajectoryHeader`` of a whole trajectory."""
         self.trajectory: TrajectoryHeader | None = None
@@ -146,11 +145,6 @@ class Leases:
         self.void_events = 0
         """Number of events that came too late: of leases that had ended."""
 
-    @property
-    def leased_again(self) -> int:
-        """Number of groups that wait for another collector."""
-        return len(self._waiting)
-
     # ---- collectors
 
     def joined(self, name: str, outgoing: Outgoing) -> None:
@@ -213,7 +207,7 @@ class Leases:
 
     @property
     def is_open(self) -> bool:
-        """Return whether leases are given out."""
+        """True if leases are given out."""
         return self._is_open
 
     def restored(self, groups: Iterable[LeasedGroup]) -> None:
@@ -276,7 +270,7 @@ class Leases:
         collector.generating += self._samples
         collector.groups.add(id_)
         collector.outgoing.lease(
-            Lease(id_, group.lease, group.ticket.version, fields(group.prompt), prior), chunks
+            Lease(id_, group.lease, group.ticket.version, prompt_fields(group.prompt), prior), chunks
         )
 
     def _prior(

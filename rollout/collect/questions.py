@@ -8,8 +8,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
-from slipstream.rollout.messages import Evaluated, Question, fields
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.messages import Evaluated, Question
+from slipstream.rollout.trajectory import Prompt, prompt_fields
 
 
 class Asking(Protocol):
@@ -43,7 +43,7 @@ class EvaluationTasks:
 
         Waits for a collector if there is none. A caller that is cancelled withdraws its questions.
         """
-        return await self._ask([Question(next(self._numbers), fields(prompt)) for prompt in prompts])
+        return await self._ask([Question(next(self._numbers), prompt_fields(prompt)) for prompt in prompts])
 
     async def ask_function(self, rollout_id: int) -> Evaluated:
         """Have the recipe's function evaluate by itself, in one collector, and return what it says."""

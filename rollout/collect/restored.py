@@ -1,4 +1,4 @@
-"""What becomes of the groups that a restart finds unfinished: of the run, or of its trainer alone.
+"""Takes in the groups that a restart finds unfinished: of the run, or of its trainer alone.
 
 all trajectories judged ──► ready, unless too old by now ──────┐
 something recorded      ──► continued, unless too old by now ──┼──► generated again from the prompt

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.collector.episodes import EpisodeFailed, Episodes, describe
-from slipstream.rollout.collector.groups import EpisodeJudge, as_prompt, wait_for_end
+from slipstream.rollout.collector.groups import EpisodeJudge, wait_for_end
 from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.collector.recording import GrowingGenerator
 from slipstream.rollout.engine.growing import GrowingCompletion
@@ -15,7 +15,7 @@ from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.engine.sampling import LiveSampling
 from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.messages import EvaluatedSet, Question
-from slipstream.rollout.trajectory import Completion, Trajectory
+from slipstream.rollout.trajectory import Completion, Prompt, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
 
 
@@ -109,7 +109,7 @@ class Evaluations:
         if question.prompt is None:
             await self._evaluate_sets(question)
             return
-        prompt = as_prompt(question.prompt)
+        prompt = Prompt(*question.prompt)
         try:
             trajectory = await self._episodes.run(prompt, episode)
             if trajectory.reward is None:

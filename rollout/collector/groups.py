@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, Protocol, TypeVar
 
 from slipstream.rollout.collector.episodes import EpisodeFailed, Episodes, describe
 from slipstream.rollout.collector.outbox import Outbox
@@ -35,7 +35,7 @@ from slipstream.rollout.messages import (
 from slipstream.rollout.record import CorruptRecord, decode_header, decode_trajectory, encode_scores
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.teacher import NOTHING_NEEDED, TeacherNeeds
-from slipstream.rollout.trajectory import Group, Messages, Prompt, Trajectory
+from slipstream.rollout.trajectory import Group, Prompt, Trajectory
 from slipstream.rollout.workflow import Generator, GroupRejected, Place, WorkflowContext
 
 log = logging.getLogger(__name__)
@@ -255,7 +255,7 @@ class GroupCollector(Generic[RecordT]):
     async def _collect(self, group: _Running[RecordT], chunks: memoryview) -> None:
         await self._outbox.room()
         lease = group.lease
-        prompt, prior = as_prompt(lease.prompt), dict(_slices(lease.prior, chunks))
+        prompt, prior = Prompt(*lease.prompt), dict(_slices(lease.prior, chunks))
         try:
             if self._samples == 1:
                 trajectories = [await self._sample(group, prompt, 0, prior.get(0))]
@@ -390,12 +390,6 @@ class GroupCollector(Generic[RecordT]):
             raise EpisodeFailed(f"prompt {prompt.id}: the scores that its reward gave: {error}") from error
         record.judged(trajectory, b"" if teacher is None else encode_scores(teacher, replaces=had_scores))
         return trajectory
-
-
-def as_prompt(fields: tuple[int, object, object, dict[str, object]]) -> Prompt:
-    """Return the prompt that a message holds."""
-    id_, prompt, label, metadata = fields
-    return Prompt(id_, cast("str | Messages", prompt), label, metadata)
 
 
 def _slices(prior: list[PriorSample], chunks: memoryview) -> Iterator[tuple[int, _Prior]]:

@@ -1,4 +1,4 @@
-"""What a collector has to say, gathered into few frames.
+"""Gathers what a collector has to say into few frames.
 
 events of all episodes ──► outbox ──(FLUSH_S later)──► one frame ──► driver
 

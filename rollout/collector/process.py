@@ -31,8 +31,9 @@ from slipstream.rollout.collector.spec import CollectorSpec
 from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.collector.watchdog import end_process, watched
 from slipstream.rollout.compat.slime.function_calls import CallSurroundings
-from slipstream.rollout.compat.slime.parts import UNREWARDED, HookParts, hook_parts, hooks_need_endpoint
+from slipstream.rollout.compat.slime.parts import UNREWARDED, HookParts, hook_parts
 from slipstream.rollout.control.filters import GroupFilter
+from slipstream.rollout.endpoint.needed import needs_endpoint
 from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.descriptors import make_room
@@ -91,7 +92,7 @@ async def collect(
     rollout = config.rollout
     reward = rollout.reward or UNREWARDED  # without hooks there are no episodes without a reward
     serve_endpoint = None
-    if _needs_endpoint(config):
+    if needs_endpoint(config):
         from slipstream.rollout.endpoint.load import load
 
         serve_endpoint = load()  # before the tokenizer imports transformers
@@ -280,19 +281,6 @@ class _Connection:
             self._evaluations.start(question)
         for task in message.withdrawn:
             self._evaluations.withdraw(task)
-
-
-def _needs_endpoint(config: RunConfig) -> bool:
-    """Return whether agents or hooks are to reach the policy. Raises PluginError."""
-    path = config.rollout.workflow.path
-    needs_endpoint = hooks_need_endpoint(config)
-    needs_endpoint = needs_endpoint or bool(getattr(plugins.resolve(path), "needs_endpoint", False))
-    if config.rollout.endpoint is not None and not needs_endpoint:
-        raise plugins.PluginError(
-            f"rollout.endpoint is set, but neither {path} nor a hook needs an endpoint: leave the section "
-            "out, or give the workflow an attribute `needs_endpoint = True`"
-        )
-    return needs_endpoint
 
 
 def _evaluation_sampling(config: RunConfig) -> SamplingConfig:

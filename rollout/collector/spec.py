@@ -1,4 +1,4 @@
-"""What a collector must know to begin. Imports nothing heavy, so that the driver stays light."""
+"""The data that a collector begins with. Imports nothing heavy, so that the driver stays light."""
 
 from dataclasses import dataclass
 from pathlib import Path

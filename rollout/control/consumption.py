@@ -46,7 +46,7 @@ class ConsumptionPolicy(Protocol):
         ...
 
     def complete(self, table: SlotTable, due: Due) -> bool:
-        """Return whether the ``due.batch_size`` oldest ready groups may be trained now."""
+        """True if the ``due.batch_size`` oldest ready groups may be trained now."""
         ...
 
 

@@ -314,7 +314,7 @@ class RolloutControl:
 
     @property
     def is_training(self) -> bool:
-        """Return whether a batch was taken and neither published nor given back."""
+        """True if a batch was taken and neither published nor given back."""
         return bool(self._training or self.live.training)
 
     def lag(self, version: int) -> int:
@@ -323,7 +323,7 @@ class RolloutControl:
 
     @property
     def may_generate(self) -> bool:
-        """Return whether what the engines sample now can be trained within the bound."""
+        """True if what the engines sample now can be trained within the bound."""
         return self.served is None or self.lag(self.served) <= self.bound
 
     @property
@@ -349,7 +349,7 @@ class RolloutControl:
     # ---- admission
 
     def may_admit(self) -> bool:
-        """Return whether a slot is free for one more group."""
+        """True if a slot is free for one more group."""
         held = len(self._table)
         if self.last_step is not None:
             needed = (self.last_step - self.step) * self.batch_size
@@ -413,7 +413,7 @@ class RolloutControl:
         self._lose(self._open(id_), Loss.FAILED)
 
     def is_open(self, id_: int) -> bool:
-        """Return whether work on the group shall go on: False once it is ready or has ended."""
+        """True if work on the group shall go on: False once it is ready or has ended."""
         slot = self._table.get(id_)
         return slot is not None and slot.state in OPEN
 
@@ -449,7 +449,7 @@ class RolloutControl:
         return self.consumption.complete(self._table, due)
 
     def _turns_are_complete(self) -> bool:
-        """Return whether there are turns enough for the batch, or as many as it has to do with."""
+        """True if there are turns enough for the batch, or as many as it has to do with."""
         available = self.live.available
         if not self.batch_size and not available:
             self._is_wait_over = False
@@ -658,7 +658,7 @@ class RolloutControl:
                 self._expire(slot, Loss.STALE)
 
     def _is_late(self, slot: Slot) -> bool:
-        """Return whether the ready group has tokens that are too old."""
+        """True if the ready group has tokens that are too old."""
         return bool(self._stale(slot))
 
     def _stale(self, slot: Slot) -> frozenset[int]:

@@ -161,12 +161,12 @@ class LiveDoor:
         heapq.heappush(self._ready, (turn.standing, turn.order, id_))
 
     def is_waiting(self, id_: int) -> bool:
-        """Return whether the turn is known and not judged yet."""
+        """True if the turn is known and not judged yet."""
         turn = self._turns.get(id_)
         return turn is not None and turn.state is TurnState.WAITING
 
     def is_alive(self, id_: int) -> bool:
-        """Return whether the turn is known and has not ended."""
+        """True if the turn is known and has not ended."""
         turn = self._turns.get(id_)
         return turn is not None and turn.state is not None
 

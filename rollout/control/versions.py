@@ -103,7 +103,7 @@ class VersionTree:
         return self.updates(a) + self.updates(b) - 2 * self.updates(self._last_common_ancestor(a, b))
 
     def is_ancestor(self, version: int, of: int) -> bool:
-        """Return whether the weights of ``of`` are those of ``version`` or descend from them.
+        """True if the weights of ``of`` are those of ``version`` or descend from them.
 
         Raises UnknownVersion.
         """

@@ -174,7 +174,7 @@ def continue_ids(tail: Segment | None, prompt: Sequence[int]) -> Extended:
 
 
 def repeats(tail: Segment | None, ids: Sequence[int], text: str | None, decode: Decode) -> bool:
-    """Return whether a prompt repeats a chain whole, by its text if that is known."""
+    """True if a prompt repeats a chain whole, by its text if that is known."""
     if text is not None:
         return _repeated(tail, text, decode)[2] is None
     length = length_of(tail)

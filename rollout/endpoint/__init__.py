@@ -4,6 +4,8 @@ agent ──HTTP, key of an attempt──► gateway's application ──► att
                                                                │
                                                                └──turns──► trajectories
 
+needed        whether a recipe needs an endpoint
+keys          variables of the environment that agents do not get
 load          imports all of it, and SGLang
 serve         the application on a port of this process. Imports SGLang
 attempts      all attempts that run, as the gateway's application knows its users, sessions and journal

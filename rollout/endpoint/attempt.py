@@ -132,16 +132,17 @@ class Attempt:
 
     def begin(self, arrival: Arrival) -> Begun | Joined:
         """Place a request. Raises ValueError for what the client did wrong, and behind a limit."""
-        if not self._sessions.runs_already(arrival):
-            self.limits.check(arrival.choices)
+        joined = self._sessions.join(arrival)
+        if joined is not None:
+            self.limits.reached = None
+            return joined
+        self.limits.check(arrival.choices)
         try:
-            begun = self._sessions.begin(arrival)
+            begun = self._sessions.begin_another(arrival)
         except PromptTooLong:
             self.limits.reached = "context"
             raise
         self.limits.reached = None
-        if isinstance(begun, Joined):
-            return begun
         self.limits.turns += arrival.choices
         length = self.limits.longest(begun.sampling.get("max_new_tokens"))
         begun.sampling = {**begun.sampling, "max_new_tokens": length}

@@ -9,13 +9,14 @@ Importing this module imports SGLang, for which ``engine.process.let_import_sgla
 import asyncio
 import socket
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence, Set
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 from slipstream.configs.schema import EndpointConfig, LimitsConfig, RunConfig, SamplingConfig
 from slipstream.rollout.endpoint.attempt import Attempt, AttemptLimits, EpisodeEngines
 from slipstream.rollout.endpoint.attempts import UNLIMITED, Attempts
+from slipstream.rollout.endpoint.keys import key_variables
 from slipstream.rollout.gateway.engines import Decode
 from slipstream.rollout.gateway.port import PortServer
 from slipstream.rollout.gateway.serving.assemble import assemble, served_model
@@ -55,6 +56,7 @@ async def serve(
         entries=attempts,
         keys=attempts,
         mint=_mint,
+        aborts_all=True,
     )
     listener = socket.socket()
     listener.bind((LOOPBACK, 0))
@@ -65,7 +67,12 @@ async def serve(
         if running.done():
             running.result()
         yield CollectorEndpoint(
-            attempts, server.url, sampling.temperature, dialect.sampling == "recipe", decode
+            attempts,
+            server.url,
+            sampling.temperature,
+            dialect.sampling == "recipe",
+            decode,
+            key_variables(config),
         )
     finally:
         await serving.close()
@@ -79,14 +86,23 @@ class CollectorEndpoint:
     """Makes the endpoint of each attempt at an episode."""
 
     def __init__(
-        self, attempts: Attempts, url: str, temperature: float, override: bool, decode: Decode
+        self,
+        attempts: Attempts,
+        url: str,
+        temperature: float,
+        override: bool,
+        decode: Decode,
+        key_variables: Set[str],
     ) -> None:
-        """``override``: sample as the recipe says, whatever clients ask for."""
+        """``override``: sample as the recipe says, whatever clients ask for. ``key_variables``: environment
+        variables with keys of the run itself.
+        """
         self.attempts = attempts
         self.url = url
         self._temperature = temperature
         self._override = override
         self._decode = decode
+        self._key_variables = key_variables
 
     def of(
         self, engines: EpisodeEngines, sampling: SamplingConfig, *, is_trained: bool = True
@@ -104,20 +120,26 @@ class CollectorEndpoint:
                 mint=_mint,
             )
 
-        return AttemptEndpoint(self.attempts, self.url, make, sampling.max_new_tokens)
+        return AttemptEndpoint(self.attempts, self.url, make, sampling.max_new_tokens, self._key_variables)
 
 
 class AttemptEndpoint:
     """The ``PolicyEndpoint`` of one attempt at an episode."""
 
     def __init__(
-        self, attempts: Attempts, url: str, make: Callable[[str, AttemptLimits], Attempt], completion: int
+        self,
+        attempts: Attempts,
+        url: str,
+        make: Callable[[str, AttemptLimits], Attempt],
+        completion: int,
+        key_variables: Set[str],
     ) -> None:
         """``completion``: largest number of tokens of a completion."""
         self._attempts = attempts
         self._url = url
         self._make = make
         self._completion = completion
+        self._key_variables = key_variables
 
     def make(self, name: str, *, max_turns: int | None = None, max_tokens: int | None = None) -> Attempt:
         """Return an attempt of this endpoint."""
@@ -130,7 +152,7 @@ class AttemptEndpoint:
     ) -> AsyncGenerator["OpenedEndpoint"]:
         """Open the endpoint for the block."""
         key, attempt = self._attempts.open(partial(self.make, max_turns=max_turns, max_tokens=max_tokens))
-        opened = OpenedEndpoint(self._attempts, attempt, self._url, key)
+        opened = OpenedEndpoint(self._attempts, attempt, self._url, key, self._key_variables)
         try:
             yield opened
         finally:
@@ -140,11 +162,14 @@ class AttemptEndpoint:
 class OpenedEndpoint:
     """The ``OpenEndpoint`` of one attempt at an episode."""
 
-    def __init__(self, attempts: Attempts, attempt: Attempt, url: str, key: str) -> None:
+    def __init__(
+        self, attempts: Attempts, attempt: Attempt, url: str, key: str, key_variables: Set[str]
+    ) -> None:
         self._attempts = attempts
         self._attempt = attempt
         self.base_url = url
         self.api_key = key
+        self.key_variables = key_variables
 
     @property
     def limit(self) -> str | None:

@@ -128,7 +128,7 @@ class CompletionStream:
         self._vocab_size = vocab_size
 
     def add(self, chunk: object) -> bool:
-        """Take the next chunk. Return whether it was the last one.
+        """Take the next chunk. Return True if it was the last one.
 
         Raises Aborted when the server gave the completion up, Refused when it refuses the request, and
         another ValueError for a malformed chunk, nothing of which is kept.

@@ -70,6 +70,6 @@ def _stand_in_paths() -> list[str]:
 
 
 def _has_triton() -> bool:
-    """Return whether there is a triton that is no stand-in: this process may have stand-ins itself."""
+    """True if there is a triton that is no stand-in: this process may have stand-ins itself."""
     spec = importlib.util.find_spec("triton")
     return spec is not None and STAND_INS not in Path(spec.origin or "").parents

@@ -139,7 +139,7 @@ class GrowingCompletion:
         return max(0, budget - len(self.tokens)) if self.finish is Finish.PARTIAL else 0
 
     def is_due(self, budget: int) -> bool:
-        """Return whether a request for it must be sent: there is something that is still to come."""
+        """True if a request for it must be sent: there is something that is still to come."""
         return self.finish is Finish.PARTIAL and (self.wants_prompt or self.tokens_left(budget) > 0)
 
     def ended(self) -> None:

@@ -1,4 +1,4 @@
-"""How long an engine takes for a token, seen from the requests of one process. Pure.
+"""Estimates the time of an engine for a token from the requests of one process. Pure.
 
 The least loaded engine is not the best one if it is slow: an engine that takes ten times as long would have
 as many requests as the others, and each of those would take ten times as long. Small differences come from

@@ -217,7 +217,7 @@ class ServerProcess:
             return False
 
     def _listens(self) -> bool:
-        """Return whether it is a process of this server that listens on the server's port."""
+        """True if it is a process of this server that listens on the server's port."""
         for pid in members(self._process.pid):
             with suppress(psutil.Error):  # processes come and go
                 for connection in psutil.Process(pid).net_connections("tcp"):

@@ -164,10 +164,6 @@ class EngineRoster:
         """Return the first version of an engine in the roster that is not verified yet; None: all are."""
         return self._engines[client].doubted
 
-    async def abort_running(self) -> None:
-        """Make every engine abort its requests: the run ends, and nobody waits for them."""
-        await asyncio.gather(*(client.abort_all() for client in self._engines), return_exceptions=True)
-
     # ---- holding requests back
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What the driver tells every collector about the engines, and what a collector's pool tells back.
+"""Messages about the engines: from the driver to every collector, and from a collector's pool back.
 
     driver    EngineRoster ── Routing 7 ──► EnginePool    collector
                            ◄── PoolStatus ─               number 7 is in force

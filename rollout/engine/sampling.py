@@ -46,7 +46,7 @@ Sampling = SamplingConfig | LiveSampling
 
 
 def starts_over(sampling: Sampling) -> bool:
-    """Return whether an interrupted completion starts over instead of going on."""
+    """True if an interrupted completion starts over instead of going on."""
     return isinstance(sampling, LiveSampling) and sampling.starts_over
 
 

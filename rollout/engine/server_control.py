@@ -61,9 +61,6 @@ class ServerControl(EngineConnection):
         """Abort the request with this id, if there is one."""
         await self._post("/abort_request", {"rid": rid})
 
-    async def abort_all(self) -> None:
-        await self._post("/abort_request", {"abort_all": True})
-
     async def release_memory(self, parts: Sequence[EngineMemory]) -> None:
         """Release GPU memory. The server must be paused, but not ``in_place``."""
         await self._post("/release_memory_occupation", {"tags": list(parts)})
@@ -195,7 +192,7 @@ class ServerControl(EngineConnection):
             raise EngineError(f"{self.name} /v1/loads: {error}") from error
 
     async def healthy(self) -> bool:
-        """Return whether the server says within ``address.answer_timeout_s`` that it is well. Raises nothing.
+        """True if the server says within ``address.answer_timeout_s`` that it is well. Raises nothing.
 
         True as well while this process cannot ask, for reasons of its own: then nothing is known against the
         server.

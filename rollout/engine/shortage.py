@@ -25,7 +25,7 @@ PERIOD_S = 30.0
 
 
 def is_local(error: BaseException) -> bool:
-    """Return whether an error of the network is a shortage of this process.
+    """True if an error of the network is a shortage of this process.
 
     Libraries wrap errors: with the same number, or with the original one as the cause.
     """

@@ -1,4 +1,4 @@
-"""What whoever runs a gateway process can have it do, over HTTP on loopback.
+"""The requests of whoever runs a gateway process, over HTTP on loopback.
 
     POST /forget {"session": ..., "key": ...}    remove a session, those of a key, or the session of a key
 

@@ -1,4 +1,4 @@
-"""What a gateway process serves: SGLang's endpoints on the process's sessions. Imports SGLang.
+"""Puts SGLang's endpoints onto the sessions of a gateway process, which serves the result. Imports SGLang.
 
 journal ──entries──► Sessions ◄──► endpoints ◄──► users
 """

@@ -1,4 +1,4 @@
-"""Where a request belongs, and what becomes of it: the port between the endpoints and the sessions.
+"""The port between endpoints and sessions: it places each request, and takes in what becomes of it.
 
     begun = conversations.begin(arrival)      # which ids go to the engine, in which session, as which turn
     ... the engine generates; the answer is parsed for the client ...
@@ -118,7 +118,7 @@ class Recorded:
 
     entry: Entry
     chunk: bytes = b""
-    """Of a turn: its chunk of ``rollout.record``. Empty with all other entries."""
+    """Chunk of a turn, as ``rollout.record`` has it. Empty with all other entries."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,13 +33,18 @@ def key_of(headers: Mapping[str, str]) -> str:
     kind, _, key = headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer":
         return key.strip()
-    return _password(key) if kind.lower() == "basic" else headers.get("x-api-key", "")
+    if kind.lower() == "basic":
+        return credentials_of(headers).partition(":")[2]
+    return headers.get("x-api-key", "")
 
 
-def _password(credentials: str) -> str:
-    """Return the password of basic authentication (RFC 7617); empty for what is none."""
+def credentials_of(headers: Mapping[str, str]) -> str:
+    """Return the ``user:password`` of basic authentication (RFC 7617); empty for what is none."""
+    kind, _, encoded = headers.get("authorization", "").partition(" ")
+    if kind.lower() != "basic":
+        return ""
     try:
-        return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
+        return base64.b64decode(encoded, validate=True).decode()
     except ValueError:
         return ""
 
@@ -97,7 +102,7 @@ def turn_type(headers: Mapping[str, str], body: Mapping[str, object]) -> TurnTyp
 
 
 def session_done(headers: Mapping[str, str], body: Mapping[str, object]) -> bool:
-    """Return whether a request says that it is the last one of its session.
+    """True if a request says that it is the last one of its session.
 
     ``X-Session-Done`` counts before ``session_done`` of the body.
     """

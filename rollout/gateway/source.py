@@ -1,4 +1,4 @@
-"""Where the gateway's tokens come from: ids in; ids, log-probs and version spans out. No HTTP, no text.
+"""The source of the gateway's tokens: ids in; ids, log-probs and version spans out. No HTTP, no text.
 
     async for delta in source.generate(request):
         delta.tokens, delta.logprobs      # new since the delta before

@@ -1,4 +1,4 @@
-"""What a gateway process is told, and what its endpoints and sessions are made from and offer. Plain data and
+"""The specification of a gateway process, and the parts of its endpoints and sessions. Plain data and
 protocols: ``process.py`` runs what ``compose.py`` makes.
 """
 

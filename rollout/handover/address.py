@@ -1,4 +1,4 @@
-"""Where the driver of a run listens for gateways: a file in the run folder, which only its owner can read.
+"""The address at which a driver listens for gateways: a file in the run folder that only its owner can read.
 
 A gateway outlives a connection, and may outlive the driver: the next one listens elsewhere, with another key.
 """

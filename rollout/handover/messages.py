@@ -1,4 +1,4 @@
-"""What a gateway and the driver say to each other.
+"""Messages between a gateway and the driver.
 
     gateway ──► driver    GatewayUp: who it is, the entries of its journal in their order, its status
     driver ──► gateway    GatewayDown: which entries it has, which of them are durable, the engines

@@ -93,7 +93,7 @@ class _Open:
     answered: bool = False
 
     def goes_on(self) -> bool:
-        """Return whether anything of the question still runs."""
+        """True if anything of the question still runs."""
         return not self.task.done() or any(work.running() for work in self.threads)
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a reward, for the user: why a judge process ended, and what each attempt failed from."""
+"""Errors of rewards, for the user: why a judge process ended, and what each attempt failed from."""
 
 import os
 import re

@@ -172,7 +172,7 @@ class _Watch:
             )
 
     def _handle_events(self, seconds: float | None) -> bool:
-        """Wait for something to happen and handle it. Return whether anything has."""
+        """Wait for something to happen and handle it. Return True if anything has."""
         events = self._poll.poll(None if seconds is None else seconds * 1000)
         for fd, _ in events:
             if fd == self._output:

@@ -1,4 +1,4 @@
-"""What keeps a reward within its bounds inside its process: time, memory, forks, the working directory."""
+"""Keeps a reward within its bounds inside its process: time, memory, forks, the working directory."""
 
 import ctypes
 import faulthandler

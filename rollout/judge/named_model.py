@@ -1,4 +1,4 @@
-"""What judge processes are given of the recipe's section ``judge``."""
+"""The part of the recipe's section ``judge`` that judge processes are given."""
 
 from slipstream.configs.schema import Judge, ModelJudge, PluginConfig, RunConfig
 from slipstream.rollout.judge.wire import ModelSetup

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,6 +28,7 @@ from slipstream.rollout.judge.wire import (
     framed,
 )
 from slipstream.rollout.linux import kill_users_of
+from slipstream.rollout.programs.start import python_calling
 from slipstream.rollout.temporary import OwnedFolder
 
 GRACE_S = 2.0
@@ -36,8 +36,6 @@ GRACE_S = 2.0
 
 KILL_S = 8.0
 """Seconds for a keeper to end everything and to report. Then it is killed itself."""
-
-_BOOT = "import sys; sys.path[:] = {path!r}; from slipstream.rollout.judge.keeper import keep; keep{args!r}"
 
 
 class JudgeProcess:
@@ -112,7 +110,7 @@ class JudgeProcess:
             # In this thread, because the keeper is told when the thread ends that has started it. In its own
             # session, because Ctrl-C is for the run.
             self._keeper = subprocess.Popen(
-                [sys.executable, "-c", _BOOT.format(path=list(map(str, sys.path)), args=args)],
+                python_calling("slipstream.rollout.judge.keeper.keep", *args),
                 pass_fds=inherited,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -169,7 +169,7 @@ class Seat:
     # -- A question
 
     def _ask(self, process: JudgeProcess, question: OpenQuestion) -> bool:
-        """Send a question. Return whether it was sent: not if nobody waits, or if it cannot be encoded."""
+        """Send a question. Return True if it was sent: not if nobody waits, or if it cannot be encoded."""
         if question.answer.done():
             return False
         try:
@@ -261,7 +261,7 @@ class Seat:
                     raise
 
     def _ended_by_itself(self) -> bool:
-        """Return whether the process has ended without any reason that a question could have."""
+        """True if the process has ended without any reason that a question could have."""
         return not self._open and not self._answered and not self._is_retiring
 
     def _sort_out(self, ending: Ending) -> None:

@@ -22,7 +22,15 @@ import numpy as np
 from slipstream.rollout.record import decode_scores, encode_scores
 from slipstream.rollout.reward.live import NO_VOTES, JudgedTurn, VoteCounts
 from slipstream.rollout.reward.value import TurnRewards
-from slipstream.rollout.trajectory import Finish, Messages, Prompt, RewardParts, Trajectory
+from slipstream.rollout.trajectory import (
+    Finish,
+    Messages,
+    Prompt,
+    PromptFields,
+    RewardParts,
+    Trajectory,
+    prompt_fields,
+)
 
 LONGEST_REPLY = 1 << 24
 """Bytes in a frame of a judge process. Replies are shortened far below it: a longer one is garbage."""
@@ -62,10 +70,6 @@ class JudgeSetup(msgspec.Struct, array_like=True):
     """Name of the number that trains, where the reward returns a mapping."""
     model: ModelSetup | None = None
     """None: the recipe names none."""
-
-
-PromptFields = tuple[int, Any, Any, dict[str, Any]]
-"""Fields of a ``Prompt``."""
 
 
 class FinishedEpisode(msgspec.Struct, array_like=True, gc=False):
@@ -258,7 +262,7 @@ def framed_question(
 ) -> bytes:
     """Return the frame of a question. Raises what ``framed`` raises."""
     episode = _finished(response, trajectory)
-    return framed(EpisodeQuestion(number, _fields(prompt), episode, engines()))
+    return framed(EpisodeQuestion(number, prompt_fields(prompt), episode, engines()))
 
 
 def framed_group(
@@ -270,11 +274,7 @@ def framed_group(
 ) -> bytes:
     """Return the frame of a question about a whole group. Raises what ``framed`` raises."""
     episodes = [_finished(*each) for each in zip(responses, trajectories, strict=True)]
-    return framed(GroupQuestion(number, _fields(prompt), episodes, engines()))
-
-
-def _fields(prompt: Prompt) -> PromptFields:
-    return prompt.id, prompt.prompt, prompt.label, prompt.metadata
+    return framed(GroupQuestion(number, prompt_fields(prompt), episodes, engines()))
 
 
 def _finished(response: str, trajectory: Trajectory) -> FinishedEpisode:

@@ -52,7 +52,7 @@ class Lineage:
         return sum(self.trained.get(each, 0) for each in deepest_line(self.parents, version))
 
     def is_ancestor(self, version: int) -> bool:
-        """Return whether today's weights are those of ``version`` or descend from them."""
+        """True if today's weights are those of ``version`` or descend from them."""
         return version == INITIAL or version in self.versions
 
 

@@ -178,7 +178,7 @@ class _Stored:
             return None
 
     def _is_within_bound(self, version: int, step: int) -> bool:
-        """Return whether tokens of ``version`` carry loss in the step that made version ``step``."""
+        """True if tokens of ``version`` carry loss in the step that made version ``step``."""
         start = self._records.parents.get(step, INITIAL)
         bound = self._bounds.get(self._epochs.get(step, -1), -1)
         return self._records.distance(version, start) <= bound

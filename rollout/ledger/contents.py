@@ -1,4 +1,4 @@
-"""What exists of the groups that go on, read from the rows and checked against the segments."""
+"""Reads what exists of the groups that go on from the rows, and checks it against the segments."""
 
 import sqlite3
 from collections import defaultdict

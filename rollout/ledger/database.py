@@ -343,7 +343,7 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
 
 
 def exists(path: Path) -> bool:
-    """Return whether there is a ledger at ``path``. Raises LedgerError when that cannot be seen.
+    """True if there is a ledger at ``path``. Raises LedgerError when that cannot be seen.
 
     An empty file is refused, too: SQLite would take it for a new one.
     """

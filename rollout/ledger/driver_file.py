@@ -62,7 +62,7 @@ class Driver(msgspec.Struct, frozen=True):
         return Machine(self.host, self.boot, self.namespace)
 
     def lives(self, machine: Machine) -> bool | None:
-        """Return whether the driver lives; None if this cannot be known on ``machine``."""
+        """True if the driver lives; None if this cannot be known on ``machine``."""
         if self.ended:
             return False
         if self.machine != machine or not machine.boot:

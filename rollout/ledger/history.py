@@ -60,11 +60,11 @@ class History:
         self._on_line = frozenset(self.line)
 
     def knows(self, version: int) -> bool:
-        """Return whether a version was published, or is the initial one."""
+        """True if a version was published, or is the initial one."""
         return version == INITIAL or version in self.published
 
     def is_on_line(self, version: int) -> bool:
-        """Return whether today's weights are those of ``version`` or descend from them."""
+        """True if today's weights are those of ``version`` or descend from them."""
         return version == INITIAL or version in self._on_line
 
     def trained_by(self, version: int) -> int:

@@ -1,4 +1,4 @@
-"""Which groups need which segments. A segment that no group needs can be deleted.
+"""Counts the groups that need each segment. A segment that no group needs can be deleted.
 
 A group needs the segments in which its chunks are, and those during which its rows were written: rows are
 deleted together with the segment of their time. It does so from its admission until it is lost, or until the

@@ -1,4 +1,4 @@
-"""What every start of a trainer does with the ledger: a new start of the run, or one in a running process.
+"""Brings the ledger back at every start of a trainer: a new start of the run, or one in a running process.
 
     begin_epoch ──► undo_trainings ──► read ──► recovered
 

@@ -1,4 +1,4 @@
-"""What was generated, as a log of rows: each row goes on with a sample, replaces it, or makes it void.
+"""The generated samples as a log of rows: each row goes on with a sample, replaces it, or makes it void.
 
 A row is never changed. Rows of a sample that is over stay until the segment of their time is dropped, so that
 neither writing nor forgetting touches any page of the database but the newest. The state of a sample is what
@@ -100,7 +100,7 @@ class OpenSample:
 
 
 def is_intact(row: StoredRow) -> bool:
-    """Return whether a row is as it was written."""
+    """True if a row is as it was written."""
     id_, key, state, base, refs, blob = row
     try:
         unsealed(blob, _start(id_, key, state, base, refs))

@@ -193,7 +193,7 @@ class Segments:
         return self._pread(segment, offset, size).ljust(size, b"\0")
 
     def has(self, segment: int, offset: int, size: int, crc: int) -> bool:
-        """Return whether a chunk is there and undamaged. Raises LedgerError when that cannot be seen."""
+        """True if a chunk is there and undamaged. Raises LedgerError when that cannot be seen."""
         data = self._pread(segment, offset, size)
         return len(data) == size and zlib.crc32(data) == crc
 

@@ -1,4 +1,4 @@
-"""What the writer thread does: one transaction after the other, segments first.
+"""The work of the writer thread: one transaction after the other, segments first.
 
 frames ──► segment, on disk ──► rows, stamp ──► COMMIT ──► tidy: drop segments, copy what is left of others,
                                                            write SQLite's log back

@@ -1,4 +1,4 @@
-"""What a restart finds of live users: which turns go on, checked byte by byte."""
+"""Reads the turns of live users with which a restart goes on, and checks them byte by byte."""
 
 import json
 import sqlite3

@@ -162,7 +162,7 @@ class TurnRows:
 
     @property
     def is_tidy(self) -> bool:
-        """Return whether ``tidy`` has nothing to do."""
+        """True if ``tidy`` has nothing to do."""
         return not self._must_erase
 
     def tidy(self) -> None:

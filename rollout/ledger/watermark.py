@@ -1,4 +1,4 @@
-"""How far a ledger is, as a checkpoint records it: ``backend/checkpoint/watermarks.py`` compares the two."""
+"""The progress of a ledger in a checkpoint. ``backend/checkpoint/watermarks.py`` compares the two."""
 
 from dataclasses import dataclass
 

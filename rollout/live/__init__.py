@@ -5,12 +5,14 @@
                             ▼                                │
                          judging ──score──► ledger ──► control core: ready ──► batch
 
-turns        all turns of open sessions: entries in, verdicts in, trajectories out
+turns        all turns of open sessions: entries in, trajectories out, and restarts
+verdicts     the turns that wait for verdicts, and what becomes of them
+table        what both share: turns, sessions, the control core
+checks       what is wrong with a turn or a verdict
 conversation the messages that a judge is shown
 known        one turn in memory, and the branch that it ends
 batches      trajectories of the turns that train together
 judging      asks judge processes about turns, again and again until there is a verdict
-votes        makes one verdict of several
 baseline     what a score is compared with
 status       numbers for metrics
 """

@@ -1,4 +1,4 @@
-"""What the score of a turn is compared with: a running mean of the scores that were trained. Pure.
+"""The baseline of the score of a turn: a running mean of the scores that were trained. Pure.
 
 A live trajectory is alone in its group, so that no other trajectory of the prompt says what was to be
 expected. The mean over all turns trained so far does. A turn that is trained gets weight 1 in it, and reduces

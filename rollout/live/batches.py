@@ -32,7 +32,7 @@ class LiveTrajectory:
     stale: tuple[frozenset[int], ...]
     """Policy versions whose tokens carry no loss, of each of the turns."""
     advantages: tuple[float | None, ...] = ()
-    """Of each of the turns. None: the turn has no score."""
+    """Advantage of each of the turns. None: the turn has no score."""
     trained_tokens: dict[int, int] = field(init=False)
     """Number of tokens that carry loss, by policy version."""
 

@@ -1,4 +1,4 @@
-"""What a judge is asked about a turn: the conversation up to it, and what came next. Nothing is changed.
+"""Makes the question about a turn: the conversation up to it, and what came next. Nothing is changed.
 
     request of a turn = the first ``kept`` messages of (request and answer of its parent), then its own
 

@@ -1,6 +1,6 @@
 """Judging of live turns: asks again and again until there is a verdict, or the turn has ended otherwise.
 
-    turns.unjudged() ──► judge process ──score──► turns.verdict()
+    verdicts.unjudged() ──► judge process ──score──► verdicts.take()
          ▲                     │
          └── after a wait ◄────┴── no score, or every attempt has failed
          └── at once ◄──────────── the judges are gone: they are started again, after a wait
@@ -19,7 +19,7 @@ from slipstream.configs.schema.live import LiveJudgingConfig
 from slipstream.rollout.judge.errors import JudgesClosed, JudgeStartFailed, JudgingFailed
 from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.live.status import LiveListener
-from slipstream.rollout.live.turns import LiveTurns
+from slipstream.rollout.live.verdicts import Verdicts
 from slipstream.rollout.record import CorruptRecord
 from slipstream.rollout.reward.live import JudgedTurn, Verdict
 from slipstream.rollout.trajectory import Messages
@@ -44,7 +44,7 @@ class LiveJudging:
         self,
         judge: JudgeSection,
         settings: LiveJudgingConfig,
-        turns: LiveTurns,
+        verdicts: Verdicts,
         judges: Callable[[], AbstractAsyncContextManager[TurnJudges]],
         listener: LiveListener,
     ) -> None:
@@ -52,7 +52,7 @@ class LiveJudging:
         self._judge = judge
         self._needs_ids = isinstance(judge, ModelJudge) and judge.scores_tokens
         self._settings = settings
-        self._turns = turns
+        self._verdicts = verdicts
         self._judges = judges
         self._listener = listener
         self._timers: set[asyncio.TimerHandle] = set()
@@ -79,20 +79,20 @@ class LiveJudging:
     async def _give_up(self) -> None:
         """Fail the turns that have waited too long, during an outage of the judges too."""
         while True:
-            await asyncio.sleep(self._turns.give_up(self._judge.give_up_s))
+            await asyncio.sleep(self._verdicts.give_up(self._judge.give_up_s))
 
     async def _keep_judging(self) -> None:
         outages = 0
         while True:
-            verdicts = self._turns.status().verdicts
+            verdicts = self._verdicts.count
             try:
                 async with self._judges() as judges:
                     reason = await self._judge_with(judges)
             except JudgeStartFailed as error:
                 reason = str(error)
-            if self._turns.status().verdicts > verdicts:
+            if self._verdicts.count > verdicts:
                 outages = 0
-            self._turns.judge_outages += 1
+            self._verdicts.outages += 1
             self._say(f"no turn of a live user can be judged at present: {reason}")
             await asyncio.sleep(self._wait_s(outages))
             outages += 1
@@ -120,33 +120,33 @@ class LiveJudging:
 
     async def _work(self, judges: TurnJudges, gone: "asyncio.Future[str]") -> None:
         while not gone.done():
-            id_ = await self._turns.unjudged()
+            id_ = await self._verdicts.unjudged()
             try:
-                question = await asyncio.to_thread(self._turns.question, id_, with_ids=self._needs_ids)
+                question = await asyncio.to_thread(self._verdicts.question, id_, with_ids=self._needs_ids)
                 if question is None:
                     continue
                 verdict = await judges.judge(*question)
             except (LedgerError, CorruptRecord) as error:
-                self._turns.unanswerable(id_, f"its messages cannot be read: {error}")
+                self._verdicts.unanswerable(id_, f"its messages cannot be read: {error}")
             except JudgingFailed as error:
                 self._say(f"a turn of a live user waits on: {error}")
                 self._later(id_)
             except (JudgeStartFailed, JudgesClosed) as error:
-                self._turns.ask_again(id_)
+                self._verdicts.ask_again(id_)
                 if not gone.done():
                     gone.set_result(str(error))
             except BaseException:
-                self._turns.ask_again(id_)
+                self._verdicts.ask_again(id_)
                 raise
             else:
-                self._turns.votes += verdict.votes
+                self._verdicts.votes += verdict.votes
                 if verdict.nothing_to_learn:
-                    self._turns.nothing_to_learn(id_)
+                    self._verdicts.nothing_to_learn(id_)
                 elif verdict.score is None and verdict.teacher is None:
                     self._has_no_score(question[1])
                     self._later(id_)
                 else:
-                    self._turns.verdict(id_, verdict)
+                    self._verdicts.take(id_, verdict)
 
     def _has_no_score(self, next_state: Messages) -> None:
         """Tell the user, once, that the judge has no score although something has come after a turn."""
@@ -159,11 +159,11 @@ class LiveJudging:
 
     def _later(self, id_: int) -> None:
         """Ask about a turn again after a wait."""
-        delay = self._wait_s(self._turns.put_off(id_))
+        delay = self._wait_s(self._verdicts.put_off(id_))
 
         def ask() -> None:
             self._timers.discard(timer)
-            self._turns.ask_again(id_)
+            self._verdicts.ask_again(id_)
 
         timer = asyncio.get_running_loop().call_later(delay, ask)
         self._timers.add(timer)

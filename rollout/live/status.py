@@ -52,9 +52,9 @@ class SinceLastBatch:
     expired_ages_s: list[float] = field(default_factory=list[float])
     """Seconds since the end of its answer."""
     trained_ages_s: list[float] = field(default_factory=list[float])
-    """Of each turn of the batch: seconds from the end of the answer until the batch was taken."""
+    """Seconds from the end of each turn of the batch until the batch was taken."""
     scores: Sequence[float] = ()
-    """Of each turn of the batch."""
+    """Score of each turn of the batch."""
 
 
 class LiveListener(Protocol):

@@ -12,15 +12,12 @@ import sys
 from collections.abc import Sequence
 
 from slipstream.rollout.plugins import resolve
-
-_BOOT = (
-    "import sys; sys.path[:] = {path!r}; from slipstream.rollout.programs.call import call; call({name!r})"
-)
+from slipstream.rollout.programs.start import python_calling
 
 
 def command_of(name: str) -> Sequence[str]:
     """Return the command that calls the function at an import path, where it can import what we can."""
-    return (sys.executable, "-c", _BOOT.format(path=list(map(str, sys.path)), name=name))
+    return python_calling("slipstream.rollout.programs.call.call", name)
 
 
 def call(name: str) -> None:

@@ -3,22 +3,18 @@
 import asyncio
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
+
+from slipstream.rollout.programs.start import start_kept
 
 TAIL = 1 << 16
 """Bytes of the end of each output that are kept. A program may print as much as it likes."""
 
 KILL_S = 8.0
 """Seconds for a keeper to end everything. Then it is killed itself, and its program with it."""
-
-_BOOT = (
-    "import sys; sys.path[:] = {path!r}; from slipstream.rollout.programs.keeper import keep; "
-    "sys.exit(keep({lifeline}, {command!r}))"
-)
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,14 @@ async def run_program(command: Sequence[str], environment: Mapping[str, str], gi
     ours, theirs = socket.socketpair()
     try:
         with theirs:
-            process = _start(command, environment, theirs.fileno())
+            process = start_kept(
+                command,
+                theirs.fileno(),
+                environment=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
     except BaseException:
         ours.close()
         raise
@@ -60,19 +63,6 @@ async def run_program(command: Sequence[str], environment: Mapping[str, str], gi
         await _ended(process, lost)
         writer.close()
     return ProgramEnd(process.wait(), output, errors)
-
-
-def _start(command: Sequence[str], environment: Mapping[str, str], lifeline: int) -> subprocess.Popen[bytes]:
-    boot = _BOOT.format(path=list(map(str, sys.path)), lifeline=lifeline, command=list(command))
-    return subprocess.Popen(
-        [sys.executable, "-c", boot],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        pass_fds=(lifeline,),
-        env=dict(environment),
-        start_new_session=True,
-    )
 
 
 async def _give(pipe: IO[bytes] | None, given: bytes) -> None:

@@ -11,22 +11,17 @@ import os
 import socket
 import struct
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 from slipstream.rollout.programs.program import KILL_S
+from slipstream.rollout.programs.start import start_kept
 
 LENGTH = struct.Struct("<Q")
 MOST_BYTES = 1 << 32
 """Longest frame. A program that announces a longer one is not answering in frames."""
-
-_BOOT = (
-    "import sys; sys.path[:] = {path!r}; from slipstream.rollout.programs.keeper import keep; "
-    "sys.exit(keep({lifeline}, {command!r}))"
-)
 
 
 class ProgramGone(RuntimeError):
@@ -59,18 +54,13 @@ class ServedProgram:
         lifeline, kept = socket.socketpair()
         try:
             with theirs, kept, log.open("ab") as output:
-                boot = _BOOT.format(
-                    path=list(map(str, sys.path)),
-                    lifeline=kept.fileno(),
-                    command=list(command_of(theirs.fileno())),
-                )
-                process = subprocess.Popen(
-                    [sys.executable, "-c", boot],
+                process = start_kept(
+                    command_of(theirs.fileno()),
+                    kept.fileno(),
+                    inherited=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    pass_fds=(theirs.fileno(), kept.fileno()),
-                    start_new_session=True,
                 )
         except BaseException:
             ours.close()

@@ -142,5 +142,5 @@ class GroupReward(Protocol):
 
 
 def is_accuracy(reward: object) -> bool:
-    """Return whether the mean of the rewards is an accuracy: the class has ``is_accuracy = True``."""
+    """True if the mean of the rewards is an accuracy: the class has ``is_accuracy = True``."""
     return getattr(reward, "is_accuracy", False) is True

@@ -118,7 +118,7 @@ def _text(value: object) -> str:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Return whether two outputs are equal but for white space at the ends of lines and of the text."""
+    """True if two outputs are equal but for white space at the ends of lines and of the text."""
     return _lines(printed) == _lines(expected)
 
 

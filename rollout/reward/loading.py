@@ -89,7 +89,7 @@ def check_judge(
 
 
 def wants_model(factory: object) -> bool:
-    """Return whether a class or function has a parameter ``judge_model``."""
+    """True if a class or function has a parameter ``judge_model``."""
     try:
         return callable(factory) and MODEL in inspect.signature(factory).parameters
     except (TypeError, ValueError):  # a callable that Python cannot look into
@@ -116,7 +116,7 @@ def _with_model(
 
 
 def is_concurrent(call: Callable[..., Any]) -> bool:
-    """Return whether ``call`` is a coroutine function, so that calls may overlap."""
+    """True if ``call`` is a coroutine function, so that calls may overlap."""
     method = getattr(type(call), "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(method)
 

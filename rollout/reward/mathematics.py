@@ -89,7 +89,7 @@ class _Library:
         return self._call(self._parse, text, parsing_timeout=self._timeout_s, raise_on_error=True) or []
 
     def any_equal(self, labels: list[object], answers: list[object]) -> bool:
-        """Return whether any answer equals any label."""
+        """True if any answer equals any label."""
         return any(
             self._call(
                 self._verify, label, answer, timeout_seconds=self._timeout_s, raise_on_error=True, **self._how

@@ -1,4 +1,4 @@
-"""What rewards return: a number, or a mapping of numbers, one of which trains."""
+"""The values that rewards return: a number, or a mapping of numbers, one of which trains."""
 
 import math
 import re
@@ -48,7 +48,7 @@ class Judgement:
 
 
 def is_part_name(name: str) -> bool:
-    """Return whether a further number of a reward may have this name."""
+    """True if a further number of a reward may have this name."""
     return _NAME.fullmatch(name) is not None and name not in RESERVED
 
 

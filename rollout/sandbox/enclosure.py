@@ -1,4 +1,4 @@
-"""What is around the commands of one sandbox: namespaces where the kernel allows it, else a user of its own.
+"""Encloses the commands of one sandbox: in namespaces where the kernel allows it, else a user of its own.
 
 The keeper clones a box with ``NAMESPACES``; the box then calls `enclose`, which makes the enclosure in the
 process that calls it.
@@ -159,7 +159,7 @@ def map_users(box: int) -> None:
 
 
 def limits_processes(level: Level) -> bool:
-    """Return whether the kernel limits the number of processes of a command without namespaces.
+    """True if the kernel limits the number of processes of a command without namespaces.
 
     It does not for root. A command that forks without an end would then take all processes of the machine.
     """

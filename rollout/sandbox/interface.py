@@ -1,4 +1,4 @@
-"""What a sandbox offers to workflows, environments and rewards."""
+"""The interface of a sandbox for workflows, environments and rewards."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol

@@ -97,7 +97,7 @@ class _Keeper:
         self._end()
 
     def _take(self) -> bool:
-        """Clone a box for the next connection. Return whether there was one: False is the owner's end."""
+        """Clone a box for the next connection. Return True if there was one: False is the owner's end."""
         # Before the keeper has a connection, because the box of a trial would keep it open.
         problem = self._find_isolation()
         data, fds, _, _ = socket.recv_fds(self._control, 1, 1)

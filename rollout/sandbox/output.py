@@ -1,4 +1,4 @@
-"""What a command prints on one of its streams, up to a limit."""
+"""Reads the output of a command on one of its streams, up to a limit."""
 
 import os
 
@@ -20,7 +20,7 @@ class Output:
         """True if more has come than is kept."""
 
     def read(self) -> bool:
-        """Take what has come. Return whether the stream goes on."""
+        """Take what has come. Return True if the stream goes on."""
         try:
             data = os.read(self.reader, _PART)
         except BlockingIOError:
@@ -30,7 +30,7 @@ class Output:
         return bool(data)
 
     def finish(self) -> bool:
-        """Take the rest, and close the pipe. Return whether anything was cut."""
+        """Take the rest, and close the pipe. Return True if anything was cut."""
         for _ in range(_MOST_READS):
             before = len(self._text)
             if self.is_full or not self.read() or len(self._text) == before:

@@ -190,7 +190,7 @@ class SandboxServer:
         served.timer = asyncio.get_running_loop().call_later(served.idle_s, self._drop, name)
 
     def serves(self, name: str) -> bool:
-        """Return whether a sandbox is not closed."""
+        """True if a sandbox is not closed."""
         return name in self._served
 
     def _drop(self, name: str) -> _Served | None:

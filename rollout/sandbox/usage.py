@@ -1,4 +1,4 @@
-"""What a command and its descendants use together, as the kernel counts it for each process."""
+"""Sums the resources that a command and its descendants use, as the kernel counts it for each process."""
 
 import os
 from contextlib import suppress

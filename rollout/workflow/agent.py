@@ -19,19 +19,21 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from slipstream.rollout.network import directly
 from slipstream.rollout.plugins import PluginError, resolve
 from slipstream.rollout.programs.call import command_of
 from slipstream.rollout.programs.program import ProgramEnd, run_program
 from slipstream.rollout.temporary import OwnedFolder
 from slipstream.rollout.trajectory import Prompt
-from slipstream.rollout.workflow.agent_episodes import AgentEpisodes, AgentFailed, wrong_limits
+from slipstream.rollout.workflow.agent_episodes import (
+    AgentEpisodes,
+    AgentFailed,
+    program_variables,
+    wrong_limits,
+)
 from slipstream.rollout.workflow.limited import OnLimit
 
 if TYPE_CHECKING:
     from slipstream.rollout.workflow.endpoint import OpenEndpoint
-
-HOST = "127.0.0.1"
 
 Run = Callable[[str, str, object, dict[str, object]], object]
 """``run(base_url, api_key, prompt, metadata)``, which returns a number, a mapping or None, or awaits it."""
@@ -74,7 +76,6 @@ class Agent(AgentEpisodes):
         self._run = function if function is not None and _is_async(function) else None
         self._command = command_of(run) if run is not None else tuple(command or ())
         self._is_command = command is not None
-        self._environment = {**os.environ, **directly(HOST, os.environ)}
         self._prompts = OwnedFolder(Path(tempfile.gettempdir()), "prompts")
         weakref.finalize(self, self._prompts.remove)
 
@@ -98,14 +99,14 @@ class Agent(AgentEpisodes):
         try:
             with os.fdopen(fd, "w") as file:
                 file.write(given)
-            variables = {
+            variables = program_variables(endpoint) | {
                 "OPENAI_BASE_URL": f"{endpoint.base_url}/v1",
                 "OPENAI_API_KEY": endpoint.api_key,
                 "ANTHROPIC_BASE_URL": endpoint.base_url,
                 "ANTHROPIC_API_KEY": endpoint.api_key,
                 "SLIPSTREAM_PROMPT": path,
             }
-            end = await run_program(self._command, self._environment | variables, f"{given}\n".encode())
+            end = await run_program(self._command, variables, f"{given}\n".encode())
         finally:
             Path(path).unlink(missing_ok=True)
         if end.code:

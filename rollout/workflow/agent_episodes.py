@@ -5,10 +5,12 @@ open ──► result of the agent ──► close ──► trajectories, with 
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from slipstream.rollout.network import directly
 from slipstream.rollout.reward.value import judgement_of
 from slipstream.rollout.trajectory import Prompt, Trajectory
 from slipstream.rollout.workflow.limited import OnLimit, limited, wrong_on_limit
@@ -20,6 +22,19 @@ if TYPE_CHECKING:
 
 class AgentFailed(RuntimeError):
     """An agent has failed for a reason outside the policy."""
+
+
+LOOPBACK = "127.0.0.1"
+"""Address of the endpoint."""
+
+
+def program_variables(endpoint: OpenEndpoint) -> dict[str, str]:
+    """Return the environment of a program of an agent: this process's, without the keys of the run itself.
+
+    The program reaches the endpoint past the environment's proxy.
+    """
+    variables = {name: value for name, value in os.environ.items() if name not in endpoint.key_variables}
+    return variables | directly(LOOPBACK, variables)
 
 
 class AgentEpisodes(ABC):

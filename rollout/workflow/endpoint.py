@@ -5,7 +5,7 @@ async with context.endpoint.open() as opened:
     return opened.trajectories()
 """
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Sequence, Set
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
@@ -47,6 +47,11 @@ class OpenEndpoint(Protocol):
     @property
     def api_key(self) -> str:
         """Key that names the attempt. Nobody can guess it."""
+        ...
+
+    @property
+    def key_variables(self) -> Set[str]:
+        """Environment variables with keys of the run itself, which no program of an agent may get."""
         ...
 
     @property

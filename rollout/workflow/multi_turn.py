@@ -82,7 +82,7 @@ class MultiTurn:
         messages: list[dict[str, Any]],
         context: WorkflowContext,
     ) -> bool:
-        """Hold the conversation. Return whether it has ended by itself."""
+        """Hold the conversation. Return True if it has ended by itself."""
         for _ in range(self._max_turns):
             prompt = dialogue.prompt(messages)
             sampling = context.sampling

@@ -22,13 +22,17 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from slipstream.rollout.network import directly
 from slipstream.rollout.plugins import PluginError
 from slipstream.rollout.programs.program import ProgramEnd, run_program
 from slipstream.rollout.reward.value import is_part_name
 from slipstream.rollout.temporary import OwnedFolder
 from slipstream.rollout.trajectory import Prompt
-from slipstream.rollout.workflow.agent_episodes import AgentEpisodes, AgentFailed, wrong_limits
+from slipstream.rollout.workflow.agent_episodes import (
+    AgentEpisodes,
+    AgentFailed,
+    program_variables,
+    wrong_limits,
+)
 from slipstream.rollout.workflow.limited import OnLimit
 
 if TYPE_CHECKING:
@@ -42,8 +46,6 @@ TASK = "task"
 LONGEST_LINE = 1 << 24
 LONGEST_NOTE = 4000
 """Characters of what a host has printed, in the reason of a failure."""
-
-LOOPBACK = "127.0.0.1"
 
 
 class Verifiers(AgentEpisodes):
@@ -92,7 +94,9 @@ class Verifiers(AgentEpisodes):
                 f"prompt {prompt.id} has {task!r} in the column {TASK!r}, expected the number of a task: "
                 "write the prompt set with `python -m slipstream.rollout.workflow.verifiers`"
             )
-        return numbers_of(await self._host.episode(task, f"{endpoint.base_url}/v1", endpoint.api_key))
+        variables = program_variables(endpoint)
+        result = await self._host.episode(task, f"{endpoint.base_url}/v1", endpoint.api_key, variables)
+        return numbers_of(result)
 
     async def close(self) -> None:
         """End the host."""
@@ -119,11 +123,15 @@ class Host:
         self._starting = asyncio.Lock()
         self._connection: _Connection | None = None
 
-    async def episode(self, task: int, base_url: str, api_key: str) -> dict[str, float]:
-        """Return the rewards and metrics of an episode. Raises AgentFailed."""
+    async def episode(
+        self, task: int, base_url: str, api_key: str, variables: Mapping[str, str]
+    ) -> dict[str, float]:
+        """Return the rewards and metrics of an episode. Raises AgentFailed. ``variables``: all environment
+        variables of the program, if it is to be started.
+        """
         async with self._starting:
             if self._connection is None or self._connection.has_ended:
-                connection = _Connection(self._command)
+                connection = _Connection(self._command, variables)
                 try:
                     async with asyncio.timeout(self._start_timeout_s):
                         await connection.open(self._environment)
@@ -147,8 +155,9 @@ class Host:
 class _Connection:
     """One life of the program, and the socket over which it is spoken with."""
 
-    def __init__(self, command: tuple[str, ...]) -> None:
+    def __init__(self, command: tuple[str, ...], variables: Mapping[str, str]) -> None:
         self._command = command
+        self._variables = variables
         self._numbers = count()
         self._waiting: dict[int, asyncio.Future[dict[str, float]]] = {}
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -165,7 +174,7 @@ class _Connection:
         try:
             path = folder.path / "episodes"
             server = await asyncio.start_unix_server(self._speak, path, limit=LONGEST_LINE)
-            variables = {**os.environ, **directly(LOOPBACK, os.environ), "SLIPSTREAM_EPISODES": str(path)}
+            variables = {**self._variables, "SLIPSTREAM_EPISODES": str(path)}
             self._environment = environment
             self._program = asyncio.create_task(
                 run_program(self._command, variables, b""), name="environment of verifiers"

@@ -26,6 +26,8 @@ from tests.environment import environment
 CONTEXT = 2048
 TEMPERATURE = 0.9
 START_TIMEOUT_S = 120
+OWN_KEYS = dict.fromkeys(("RAY_AUTH_TOKEN", "SGLANG_API_KEY", "VOTING_KEY", "GRADING_KEY"), "secret")
+"""Variables with keys of the run itself; the recipe names the last two."""
 
 
 class AgentsProcess:
@@ -37,7 +39,7 @@ class AgentsProcess:
             [sys.executable, "-m", "tests.agents.process", str(folder), json.dumps(dialect)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment(folder, *path),
+            env=environment(folder, *path) | OWN_KEYS | {"USERS_OWN": "1"},
         )
         assert self._process.stdout is not None
         timer = threading.Timer(START_TIMEOUT_S, self._process.kill)
@@ -380,10 +382,14 @@ async def _main(folder: Path, dialect: dict[str, Any]) -> None:
                 "max_head_offpolicyness": 0,
                 "batch_size": 1,
                 "n_samples_per_prompt": 1,
-                "reward": "my.Reward",
+                "reward": {"path": "my.Reward", "args": {"parts": [{"key_variable": "GRADING_KEY"}]}},
                 "engine": {"args": {"context_length": CONTEXT}},
                 "sampling": {"temperature": TEMPERATURE, "max_new_tokens": 256},
                 "endpoint": dialect,
+            },
+            "judge": {
+                "type": "model",
+                "endpoint": {"type": "url", "url": "nowhere", "model": "any", "key_env": "VOTING_KEY"},
             },
         }
     )

@@ -7,6 +7,7 @@ import yaml
 
 from slipstream.configs.schema import EndpointConfig
 from tests.agents.conftest import example
+from tests.agents.process import OWN_KEYS
 
 AGENT = "slipstream.rollout.workflow.Agent"
 
@@ -240,6 +241,21 @@ def test_a_program_finds_the_policy_in_its_environment(collector, text, prompt, 
     assert episode.error is None, episode.failures
     assert episode.trained() == [[0]]
     assert episode.rewards == [reward]
+
+
+REPORT_VARIABLES = (
+    ASK_CLAUDE
+    + """
+import json, os
+print(json.dumps({"reward": float("USERS_OWN" in os.environ), "keys": len(%r & os.environ.keys())}))
+"""
+)
+
+
+def test_a_program_gets_the_users_variables_without_the_keys_of_the_run(collector):
+    episode = collector.episode(program(REPORT_VARIABLES % set(OWN_KEYS)))
+    assert (episode.error, episode.rewards) == (None, [1.0]), episode.failures
+    assert episode.trajectories[0]["parts"] == {"keys": 0.0}
 
 
 def test_a_program_that_fails_or_takes_too_long_is_a_failed_attempt(collector):

@@ -182,17 +182,17 @@ class Driver:
 
     async def _judge_all(self) -> None:
         while True:
-            id_ = await self.live.unjudged()
-            question = self.live.question(id_)
+            id_ = await self.live.verdicts.unjudged()
+            question = self.live.verdicts.question(id_)
             if question is None:
                 continue
             score = self._judge(*question)
             if score is None:
                 asyncio.get_running_loop().call_later(
-                    self._draw.choice([0.005, 0.1, 0.5]), self.live.ask_again, id_
+                    self._draw.choice([0.005, 0.1, 0.5]), self.live.verdicts.ask_again, id_
                 )
             else:
-                self.live.verdict(id_, Verdict(score))
+                self.live.verdicts.take(id_, Verdict(score))
 
     async def _train(self) -> None:
         while True:

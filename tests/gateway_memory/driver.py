@@ -109,7 +109,7 @@ class Driver:
         judge = CodeJudge(ask_again_s=0.05)
         settings = LiveJudgingConfig(concurrency=8)
         judges = ScriptedJudges().open
-        self.judging = LiveJudging(judge, settings, self.live, judges, SilentListener())
+        self.judging = LiveJudging(judge, settings, self.live.verdicts, judges, SilentListener())
         self._run = run
         self._publish = publish
         self.steps = 0
@@ -157,9 +157,9 @@ class Driver:
         """Return how many things of each kind are held for turns and sessions."""
         live, door = self.live, self.core.live
         return {
-            "turns": len(live._turns),
-            "sessions": len(live._sessions),
-            "unjudged": len(live._queue),
+            "turns": len(live._table.turns),
+            "sessions": len(live._table.sessions),
+            "unjudged": len(live.verdicts._queue),
             "turns of the door": len(door._turns),
             "ready": len(door._ready),
             "standings": len(door._by_standing),

@@ -32,11 +32,10 @@ from slipstream.rollout.messages import (
     TRAIN,
     Lease,
     PriorSample,
-    fields,
 )
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.teacher import NOTHING_NEEDED, TeacherNeeds, TeacherScores
-from slipstream.rollout.trajectory import Group, Prompt, Trajectory, TrajectoryBuilder
+from slipstream.rollout.trajectory import Group, Prompt, Trajectory, TrajectoryBuilder, prompt_fields
 from slipstream.rollout.workflow import WorkflowContext
 from slipstream.rollout.workflow.multi_turn import limited
 from tests.unit.collecting import SAMPLING, HeldSample, HoldingDriver, PureEngines, ideal
@@ -140,7 +139,7 @@ class World:
                 prior.append(each)
                 chunks += data
         self.driver.leases[group] = number
-        self.groups.start(Lease(group, number, 3, fields(PROMPT), prior), memoryview(chunks))
+        self.groups.start(Lease(group, number, 3, prompt_fields(PROMPT), prior), memoryview(chunks))
 
     @asynccontextmanager
     async def heard(self):

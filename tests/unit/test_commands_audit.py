@@ -34,8 +34,8 @@ def test_hints_are_printed_with_their_turns(in_run):
 
     async def act(run: Run):
         await run.hear(talk)
-        run.live.verdict(number(1), Verdict(-1.0, "größer"))
-        run.live.verdict(number(3), Verdict(1.0))
+        run.live.verdicts.take(number(1), Verdict(-1.0, "größer"))
+        run.live.verdicts.take(number(3), Verdict(1.0))
 
     in_run(act)
     [line] = hints_as_json(in_run.folder)

@@ -209,7 +209,6 @@ def test_prompt_log_probs_ask_for_no_new_token_and_skip_the_first():
         (lambda c: c.pause("retract"), ("/pause_generation", {"mode": "retract"})),
         (lambda c: c.resume(), ("/continue_generation", {})),
         (lambda c: c.abort("x"), ("/abort_request", {"rid": "x"})),
-        (lambda c: c.abort_all(), ("/abort_request", {"abort_all": True})),
         (lambda c: c.begin_update(), ("/begin_weight_update", {})),
         (lambda c: c.end_update(), ("/end_weight_update", {})),
         (lambda c: c.leave_group("g"), ("/destroy_weights_update_group", {"group_name": "g"})),

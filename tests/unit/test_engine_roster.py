@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from slipstream.configs.schema import SamplingConfig
-from slipstream.rollout.engine.client import EngineAddress, EngineError, EngineLost
+from slipstream.rollout.engine.client import EngineAddress, EngineLost
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.roster import RECORDS_OF_AN_EPOCH, EngineRoster
@@ -22,12 +22,6 @@ class ControlClient:
     def __init__(self, name: str) -> None:
         self.name = name
         self.address = EngineAddress(name, f"http://{name}", 1, 100, 100, timeout_s=5)
-        self.aborts = 0
-
-    async def abort_all(self) -> None:
-        self.aborts += 1
-        if self.name == "refuses":
-            raise EngineError("no")
 
 
 class Generator:
@@ -285,15 +279,6 @@ def test_reports_of_a_collector_that_has_left_count_no_more():
         roster.reported("gone", PoolStatus(in_use=5, lost=(LostEngine("a", engine.life, "why"),)))
         assert roster.clients == [client]
         assert roster.in_use == 0
-
-    asyncio.run(main())
-
-
-def test_aborting_asks_every_engine_also_when_one_refuses():
-    async def main():
-        clients = [ControlClient("refuses"), ControlClient("agrees")]
-        await make(*clients).abort_running()
-        assert [client.aborts for client in clients] == [1, 1]
 
     asyncio.run(main())
 

@@ -17,7 +17,7 @@ __all__ = ["in_run"]
 
 def asked(run: Run, entry: int) -> JudgedTurn:
     """What a judge is asked about the turn with this entry."""
-    question = run.live.question(number(entry))
+    question = run.live.verdicts.question(number(entry))
     assert question is not None
     return question[0]
 
@@ -64,7 +64,7 @@ def test_a_judge_gets_the_ids_of_the_prompt_and_of_the_answer_where_a_teacher_ne
         await run.hear(talk)
         assert asked(run, third).prompt_ids == asked(run, third).answer_ids == b""
         for turn in (second, third, fork):
-            question = run.live.question(number(turn), with_ids=True)
+            question = run.live.verdicts.question(number(turn), with_ids=True)
             assert question is not None
             prompt, answer = (
                 np.frombuffer(ids, "<i4").tolist() for ids in (question[0].prompt_ids, question[0].answer_ids)
@@ -117,7 +117,7 @@ def test_the_oldest_turns_are_left_out_where_there_is_no_room(in_run):
 
     async def act(run):
         await run.hear(talk)
-        known = run.live._turns[number(third)]
+        known = run.live._table.turns[number(third)]
         stored = len(run.ledger.read(known.parent.payload.said))
         for longest, expected in [(0, []), (stored - 1, []), (stored, ["two", "2"])]:
             turn, _ = question_of(known, run.ledger.read, longest)
@@ -132,7 +132,7 @@ def test_damage_before_a_turn_leaves_out_what_is_older_and_harms_no_turn(in_run)
 
     async def act(run):
         await run.hear(talk)
-        known = run.live._turns
+        known = run.live._table.turns
         for damage in (LedgerError("damaged"), b"no record"):
             for broken, expected in [(first, ["two", "2"]), (second, [])]:
 
@@ -159,7 +159,7 @@ def test_a_judge_never_sees_another_session(in_run):
 
     async def act(run):
         await run.hear(talk)
-        known = run.live._turns[number(later)]
+        known = run.live._table.turns[number(later)]
         assert texts(history_of(known, 4, run.ledger.read)) == ["mine", "hi"]
         assert run.core.live.ends[TurnEnd.FAILED] == 2
 

@@ -63,7 +63,9 @@ def judged(folder: Path, judges: Judges, *said: str, until: int | None = None, *
 
     async def body():
         await run.hear(talk)
-        judging = asyncio.create_task(LiveJudging(judge, limits, run.live, judges.open, listener).run())
+        judging = asyncio.create_task(
+            LiveJudging(judge, limits, run.live.verdicts, judges.open, listener).run()
+        )
         async with asyncio.timeout(10):
             while run.core.live.states[TurnState.READY] < (len(said) if until is None else until):
                 await asyncio.sleep(0.005)
@@ -96,7 +98,7 @@ def test_a_turn_without_a_score_is_asked_about_again(tmp_path):
     run = judged(tmp_path, judges, "later", "now")
     assert judges.asked.count("later") == 3
     assert run.live.status().put_off == 2
-    [score] = [turn.score for turn in run.live._turns.values() if turn.id == number(1)]
+    [score] = [turn.score for turn in run.live._table.turns.values() if turn.id == number(1)]
     assert score == -1.0
 
 
@@ -146,7 +148,7 @@ def test_a_turn_that_cannot_be_read_fails_and_no_other(tmp_path):
 
     async def body():
         await run.hear(talk)
-        judging = LiveJudging(CodeJudge(), LiveJudgingConfig(), run.live, judges.open, Told())
+        judging = LiveJudging(CodeJudge(), LiveJudgingConfig(), run.live.verdicts, judges.open, Told())
         task = asyncio.create_task(judging.run())
         async with asyncio.timeout(10):
             while run.core.live.states[TurnState.READY] < 1 or run.core.live.states[TurnState.WAITING]:
@@ -180,7 +182,7 @@ def test_an_outage_of_real_judge_processes_is_no_score(tmp_path):
 
     async def body():
         await run.hear(talk)
-        judging = LiveJudging(CodeJudge(ask_again_s=0.05), settings, run.live, pool, told)
+        judging = LiveJudging(CodeJudge(ask_again_s=0.05), settings, run.live.verdicts, pool, told)
         task = asyncio.create_task(judging.run())
         async with asyncio.timeout(60):
             while not told.notes:
@@ -210,20 +212,20 @@ def test_a_turn_that_waits_too_long_fails_also_while_the_judges_are_down(tmp_pat
     async def body():
         await run.hear(talk)
         judge = CodeJudge(ask_again_s=ASK_AGAIN_S, give_up_s=60)
-        assert run.live.give_up(judge.give_up_s) == 60
+        assert run.live.verdicts.give_up(judge.give_up_s) == 60
         now[0] += 59
-        assert run.live.give_up(judge.give_up_s) == 1
+        assert run.live.verdicts.give_up(judge.give_up_s) == 1
         assert run.core.live.states[TurnState.WAITING] == 1
         now[0] += 1
         task = asyncio.create_task(
-            LiveJudging(judge, LiveJudgingConfig(), run.live, judges.open, Told()).run()
+            LiveJudging(judge, LiveJudgingConfig(), run.live.verdicts, judges.open, Told()).run()
         )
         async with asyncio.timeout(10):
             while run.core.live.states[TurnState.WAITING]:
                 await asyncio.sleep(0.005)
         task.cancel()
         await asyncio.wait({task})
-        run.live.verdict(number(1), Verdict(1.0))  # it comes too late
+        run.live.verdicts.take(number(1), Verdict(1.0))  # it comes too late
         await run.ledger.flushed()
 
     try:

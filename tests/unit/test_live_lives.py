@@ -128,13 +128,13 @@ class Users:
 
     async def judge(self, run: Run) -> None:
         for _ in range(self.dice.randrange(6)):
-            id_ = run.live._next_unjudged()
+            id_ = run.live.verdicts._next_unjudged()
             if id_ is None:
                 break
             score = None if self.dice.random() < 0.2 else self.dice.random()
-            run.live.verdict(id_, Verdict(score))
+            run.live.verdicts.take(id_, Verdict(score))
             if score is None:
-                run.live.ask_again(id_)
+                run.live.verdicts.ask_again(id_)
         await run.ledger.flushed()
         await asyncio.sleep(0)
 

@@ -164,9 +164,9 @@ class Run:
     async def judge(self, score: float = 1.0) -> list[int]:
         """Give a verdict on every turn that waits for one. Return their numbers."""
         asked = []
-        while (id_ := self.live._next_unjudged()) is not None:
+        while (id_ := self.live.verdicts._next_unjudged()) is not None:
             asked.append(id_)
-            self.live.verdict(id_, Verdict(score))
+            self.live.verdicts.take(id_, Verdict(score))
         await self.ledger.flushed()
         await asyncio.sleep(0)
         return asked
@@ -395,8 +395,8 @@ def test_a_turn_is_judged_when_something_has_followed_and_from_what_was_said(in_
         assert await run.judge() == []
         talk.next(1, "no, thanks")
         await run.hear(talk, first=2)
-        id_ = await run.live.unjudged()
-        turn, next_state = run.live.question(id_)
+        id_ = await run.live.verdicts.unjudged()
+        turn, next_state = run.live.verdicts.question(id_)
         assert (turn.session, turn.key, turn.text, turn.tokens) == ("session", "key", "hi", 2)
         assert turn.messages == [{"role": "user", "content": "hello"}]
         assert next_state == [{"role": "user", "content": "no, thanks"}]
@@ -410,16 +410,16 @@ def test_without_a_score_a_turn_waits_also_over_a_restart(in_run):
 
     async def act(run):
         await run.hear(talk)
-        id_ = await run.live.unjudged()
-        run.live.verdict(id_, Verdict(None))
+        id_ = await run.live.verdicts.unjudged()
+        run.live.verdicts.take(id_, Verdict(None))
         assert run.live.status().unjudged == 1
 
     in_run(act)
 
     async def again(run):
-        assert run.live.question(await run.live.unjudged()) is not None
+        assert run.live.verdicts.question(await run.live.verdicts.unjudged()) is not None
         assert run.live.status().unjudged == 1
-        run.live.ask_again(number(1))
+        run.live.verdicts.ask_again(number(1))
         assert await run.judge(-1.0) == [number(1)]
         assert run.live.status().ready == 1
         assert run.core.live.states[TurnState.READY] == 1
@@ -435,9 +435,9 @@ def test_when_a_session_ends_its_turns_are_judged_without_a_next_state(in_run):
 
     async def act(run):
         await run.hear(talk)
-        [id_] = [await run.live.unjudged()]
+        [id_] = [await run.live.verdicts.unjudged()]
         assert id_ == number(1)
-        assert run.live.question(id_)[1] == []
+        assert run.live.verdicts.question(id_)[1] == []
 
     in_run(act)
 
@@ -449,12 +449,12 @@ def test_a_reward_of_the_client_takes_the_place_of_a_verdict(in_run):
 
     async def act(run):
         await run.hear(talk)
-        run.live.verdict(number(second), Verdict(1.0))
+        run.live.verdicts.take(number(second), Verdict(1.0))
         talk.add(UserReward(first, -2.0))
         talk.add(UserReward(second, -3.0))
         talk.add(UserReward(second, float("inf")))
         await run.hear(talk, first=5)
-        run.live.verdict(number(first), Verdict(1.0))
+        run.live.verdicts.take(number(first), Verdict(1.0))
         batch = await run.step()
         assert sorted(t.reward for t in batch.trajectories) == [-3.0, -2.0]
         talk.add(UserReward(second, 5.0))
@@ -484,7 +484,7 @@ def test_a_turn_trains_on_its_score_its_teacher_or_both_also_over_a_restart(in_r
     async def judge(run):
         await run.hear(talk)
         for verdict in verdicts:
-            run.live.verdict(await run.live.unjudged(), verdict)
+            run.live.verdicts.take(await run.live.verdicts.unjudged(), verdict)
         await run.ledger.flushed()
         assert run.live.status().ready == 3
 
@@ -515,7 +515,7 @@ def test_a_batch_of_turns_with_a_teacher_alone_has_no_reward(in_run):
 
     async def act(run):
         await run.hear(talk)
-        run.live.verdict(await run.live.unjudged(), Verdict(None, None, scores(-1.0, -2.0)))
+        run.live.verdicts.take(await run.live.verdicts.unjudged(), Verdict(None, None, scores(-1.0, -2.0)))
         await run.ledger.flushed()
         batch = await run.step()
         assert (batch.trajectories[0].reward, batch.turn_advantages) == (None, {0: (None,)})
@@ -538,7 +538,7 @@ def test_scores_of_a_teacher_that_do_not_fit_the_turn_are_a_failure_and_not_0(in
 
     async def act(run):
         await run.hear(talk)
-        run.live.verdict(await run.live.unjudged(), Verdict(1.0, None, teacher))
+        run.live.verdicts.take(await run.live.verdicts.unjudged(), Verdict(1.0, None, teacher))
         assert run.core.live.ends == {TurnEnd.FAILED: 1}
 
     in_run(act)
@@ -557,8 +557,8 @@ def test_a_verdict_that_a_recipe_cannot_train_on_filters_its_turn(in_run):
         talk.add(UserReward(1, 1.0))  # it trains nothing, so the judge is asked all the same
         await run.hear(talk, first=5)
         assert run.live.status().ready == 0
-        run.live.verdict(await run.live.unjudged(), Verdict(1.0))
-        run.live.verdict(await run.live.unjudged(), Verdict(1.0, None, scores(-1.0, -2.0)))
+        run.live.verdicts.take(await run.live.verdicts.unjudged(), Verdict(1.0))
+        run.live.verdicts.take(await run.live.verdicts.unjudged(), Verdict(1.0, None, scores(-1.0, -2.0)))
         await run.ledger.flushed()
         assert run.core.live.ends == {TurnEnd.FILTERED: 1}
         assert run.live.status().ready == 1
@@ -573,8 +573,10 @@ def test_scores_without_the_likeliest_tokens_that_a_recipe_needs_are_a_failure(i
 
     async def act(run):
         await run.hear(talk)
-        run.live.verdict(await run.live.unjudged(), Verdict(1.0, None, scores(-1.0, -2.0)))
-        run.live.verdict(await run.live.unjudged(), Verdict(1.0, None, scores(-1.0, -2.0, top=3)))
+        run.live.verdicts.take(await run.live.verdicts.unjudged(), Verdict(1.0, None, scores(-1.0, -2.0)))
+        run.live.verdicts.take(
+            await run.live.verdicts.unjudged(), Verdict(1.0, None, scores(-1.0, -2.0, top=3))
+        )
         await run.ledger.flushed()
         assert run.core.live.ends == {TurnEnd.FAILED: 1}
         assert run.live.status().ready == 1
@@ -588,7 +590,7 @@ def test_a_reward_of_the_client_leaves_the_scores_of_a_teacher(in_run):
 
     async def act(run):
         await run.hear(talk)
-        run.live.verdict(await run.live.unjudged(), Verdict(None, None, scores(-1.0, -2.0)))
+        run.live.verdicts.take(await run.live.verdicts.unjudged(), Verdict(None, None, scores(-1.0, -2.0)))
         talk.add(UserReward(1, 0.5))
         await run.hear(talk, first=3)
 
@@ -607,7 +609,7 @@ def test_a_turn_is_not_trained_before_its_score_is_on_disk(in_run):
 
     async def act(run):
         await run.hear(talk)
-        run.live.verdict(await run.live.unjudged(), Verdict(1.0))
+        run.live.verdicts.take(await run.live.verdicts.unjudged(), Verdict(1.0))
         assert run.core.live.states[TurnState.READY] == 0
         await run.ledger.flushed()
         assert run.core.live.states[TurnState.READY] == 1
@@ -957,8 +959,8 @@ def test_nothing_is_kept_of_a_session_that_is_forgotten(in_run):
 
     async def act(run):
         await run.hear(talk)
-        assert run.live._sessions == {}
-        assert run.live._turns == {}
+        assert run.live._table.sessions == {}
+        assert run.live._table.turns == {}
         await run.ledger.flushed()
 
     in_run(act)
@@ -979,7 +981,7 @@ def test_a_session_that_is_forgotten_in_training_is_kept_until_its_step_is_over(
         [count] = run.ledger._store._connection.execute("SELECT count(*) FROM sessions").fetchone()
         assert count == 1
         run.gate.published(run.gate.next_version)
-        assert run.live._turns == {}
+        assert run.live._table.turns == {}
         run.ledger.release(run.gate.version)
         await run.ledger.flushed()
 
@@ -1002,7 +1004,7 @@ def test_a_session_that_was_forgotten_in_a_step_that_is_lost_is_over_after_a_res
     assert sessions_in(in_run.folder) == 1
 
     async def again(run):
-        assert run.live._turns == {}
+        assert run.live._table.turns == {}
 
     in_run(again)
     assert sessions_in(in_run.folder) == 0
@@ -1019,7 +1021,7 @@ def test_while_the_ledger_goes_back_entries_and_verdicts_wait(in_run):
     async def act(run):
         await run.hear(talk)
         await run.step()
-        id_ = await run.live.unjudged()
+        id_ = await run.live.verdicts.unjudged()
         assert id_ == number(asked)
         run.live.hold()
         heard = len(talk.entries)
@@ -1027,7 +1029,7 @@ def test_while_the_ledger_goes_back_entries_and_verdicts_wait(in_run):
         run.live.take("gateway", heard + 1, talk.entries[heard:], talk.chunks[heard:])
         told = asyncio.Event()
         run.live.when_durable(told.set)
-        run.live.verdict(id_, Verdict(0.5))
+        run.live.verdicts.take(id_, Verdict(0.5))
         recovered = await run.ledger.restarted(0, bound=2, n_samples=1)
         assert not told.is_set()
         assert run.live.durable("gateway") == heard

@@ -29,12 +29,11 @@ from slipstream.rollout.messages import (
     Status,
     Up,
     as_note,
-    fields,
     pack,
     split,
 )
 from slipstream.rollout.record import PieceHeader, encode
-from slipstream.rollout.trajectory import Prompt
+from slipstream.rollout.trajectory import Prompt, prompt_fields
 
 NUMBERS = st.integers(0, 2**40)
 TEXTS = st.text(max_size=9)
@@ -64,7 +63,7 @@ UPS = st.builds(
     status=st.none() | st.builds(Status, POOLS, NUMBERS, st.floats(0, 1e9)),
     fatal=TEXTS,
 )
-PROMPTS = st.builds(Prompt, NUMBERS, TEXTS, JSON, st.dictionaries(TEXTS, JSON, max_size=2)).map(fields)
+PROMPTS = st.builds(Prompt, NUMBERS, TEXTS, JSON, st.dictionaries(TEXTS, JSON, max_size=2)).map(prompt_fields)
 PRIOR = st.builds(
     PriorSample, NUMBERS, st.integers(PIECE, JUDGED), RAW, st.lists(st.tuples(U32, RAW), max_size=3)
 )

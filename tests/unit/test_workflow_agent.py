@@ -2,10 +2,13 @@
 
 import pytest
 
+from slipstream.backend.driver.inputs import InputError, plugin_problems, read_inputs
+from slipstream.configs.load import load_recipe
 from slipstream.configs.schema import PluginConfig
 from slipstream.rollout import plugins
 from slipstream.rollout.plugins import PluginError
 from slipstream.rollout.workflow import Agent
+from tests.environment import ROOT
 
 NOT_CALLABLE = 3
 
@@ -60,3 +63,18 @@ def test_all_that_is_wrong_is_said_at_once():
 
 def test_an_agent_needs_an_endpoint():
     assert Agent(run=here("with_four")).needs_endpoint
+
+
+def test_an_endpoint_that_nobody_needs_is_a_problem_of_the_recipe():
+    config = load_recipe(ROOT / "configs/recipes/quickstart.yaml", ["rollout.endpoint={}"])
+    [problem] = plugin_problems(config)
+    assert "rollout.endpoint: neither slipstream.rollout.workflow.SingleTurn nor a hook" in problem
+    with pytest.raises(InputError) as refused:
+        read_inputs(config)
+    assert problem in str(refused.value)
+    agent = {"path": "slipstream.rollout.workflow.Agent", "args": {"run": here("with_four")}}
+    rollout = config.rollout.model_copy(update={"workflow": PluginConfig(**agent)})
+    assert not plugin_problems(config.model_copy(update={"rollout": rollout}))
+    lost = config.rollout.model_copy(update={"workflow": PluginConfig(path="nowhere.Agent")})
+    [problem] = plugin_problems(config.model_copy(update={"rollout": lost}))
+    assert problem.startswith("rollout.workflow: ")

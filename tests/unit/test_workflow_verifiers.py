@@ -1,6 +1,7 @@
 """The settings of environments of verifiers, and a Python without it. tests/verifiers runs episodes."""
 
 import asyncio
+import os
 import sys
 
 import pytest
@@ -40,7 +41,7 @@ def test_a_python_without_the_library_is_said_and_another_episode_tries_again():
         host = Host(sys.executable, ENVIRONMENT, 60)
         for _ in range(2):
             with pytest.raises(AgentFailed, match="No module named 'verifiers'"):
-                await host.episode(0, "http://127.0.0.1:9/v1", "key")
+                await host.episode(0, "http://127.0.0.1:9/v1", "key", os.environ)
         await host.close()
 
     asyncio.run(ask_twice())

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from slipstream.backend.objective.losses import Tokens, Weigh
+from slipstream.backend.objective.names import HOOK
 from slipstream.backend.objective.policy_loss import PolicyLoss
-from slipstream.backend.objective.statistics import HOOK
 from slipstream.backend.trainer.prepared import PreparedMicroBatch
 from slipstream.backend.trainer.slime.named import NamedHook
 from slipstream.backend.trainer.slime.returned import (
@@ -44,7 +44,7 @@ class LossFunctions:
 
     args: SlimeArguments
     per_token: bool
-    """Whether the recipe averages over tokens."""
+    """True if the recipe averages over tokens."""
     weigh: NamedHook | None
     reduce: NamedHook | None
     loss: NamedHook | None
@@ -69,7 +69,7 @@ class HookedLoss:
 
     @property
     def replaces_loss(self) -> bool:
-        """Whether the recipe's loss, its entropy bonus and its penalty are the hook's concern."""
+        """True if the recipe's loss, its entropy bonus and its penalty are the hook's concern."""
         return self._functions.loss is not None
 
     def weighing(self, tokens: Tokens, share_M: Tensor) -> Weigh | None:

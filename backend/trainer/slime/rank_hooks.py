@@ -35,7 +35,7 @@ PREFIXES = {"policy": "", "reference": "ref_", "teacher": "teacher_"}
 
 
 class LearningRates:
-    """What hooks get for ``opt_param_scheduler``: the recipe decides learning rates, per training step."""
+    """Stands for ``opt_param_scheduler`` in hooks: the recipe decides learning rates, per training step."""
 
     def __init__(self, lr: float, step: int) -> None:
         self.num_steps = step
@@ -180,7 +180,7 @@ def rank_arguments(config: RunConfig) -> SlimeArguments:
     layout = Layout.of(actor.parallel, layer_spec(actor, config.model.dtype))
     dtype = getattr(torch, config.model.dtype)
     megatron = vars(transformer_config(geometry, actor, layout, dtype))
-    own = {
+    of_the_rank = {
         "padded_vocab_size": geometry.padded_vocab(layout.tensor),
         "vocab_size": geometry.vocab,
         "max_position_embeddings": geometry.max_positions,
@@ -190,7 +190,7 @@ def rank_arguments(config: RunConfig) -> SlimeArguments:
         "rank": torch.distributed.get_rank(),
         "world_size": torch.distributed.get_world_size(),
     }
-    for name, value in {**megatron, **own}.items():
+    for name, value in {**megatron, **of_the_rank}.items():
         if name not in vars(args):
             setattr(args, name, value)
     return args

@@ -50,15 +50,15 @@ def slime_arguments(config: RunConfig) -> SlimeArguments:
     hooks = config.rollout.hooks or HooksConfig()
     values = {**_constants(), **_recipe_values(config), **_hook_values(hooks)}
     if hooks.custom_config_path is not None:
-        own = read_custom_config(hooks.custom_config_path)
+        from_file = read_custom_config(hooks.custom_config_path)
         recipe = {**_recipe_values(config), **_hook_values(hooks)}
-        decided = [name for name, value in own.items() if name in recipe and recipe[name] != value]
+        decided = [name for name, value in from_file.items() if name in recipe and recipe[name] != value]
         if decided:
             raise ValueError(
                 f"{hooks.custom_config_path} sets {', '.join(sorted(decided))}, which the recipe decides "
                 "otherwise: set the recipe instead"
             )
-        values |= own
+        values |= from_file
     return SlimeArguments(**values)
 
 

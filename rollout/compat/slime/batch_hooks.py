@@ -25,7 +25,7 @@ BESIDE_DRIVER = (
 )
 """Settings of ``rollout.hooks`` whose code runs in this process."""
 
-PROCESS = "slipstream.rollout.compat.slime.batch_process"
+SERVE = "slipstream.rollout.compat.slime.batch_process.serve"
 
 
 class TrainingData(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ class BatchHooks:
         self._timeout_s = config.rollout.hooks.batch_timeout_s
         self._note = note
         setup = msgspec.msgpack.encode(HookSetup(config.model_dump_json().encode(), self._paths))
-        self._process = HookProcess(PROCESS, setup, logs / LOG)
+        self._process = HookProcess(SERVE, setup, logs / LOG)
 
     def names(self, setting: str) -> bool:
         """Return whether the recipe names a hook for ``setting``."""

@@ -21,10 +21,7 @@ from slipstream.rollout.messages import EvaluatedSet
 from slipstream.rollout.plugins import resolve
 from slipstream.rollout.record import decode_trajectory
 from slipstream.rollout.tokenizer import load_tokenizer
-from slipstream.rollout.trajectory import Group, Prompt, TrajectoryHeader
-
-PromptFields = tuple[int, Any, Any, dict[str, Any]]
-"""A prompt's id, text or chat, label and metadata."""
+from slipstream.rollout.trajectory import Group, Prompt, PromptFields, TrajectoryHeader
 
 
 class HookSetup(msgspec.Struct, array_like=True, frozen=True):

@@ -27,7 +27,7 @@ from slipstream.rollout.trajectory import Prompt
 FILE = "drawn-prompts.jsonl"
 """In the run folder."""
 
-PROCESS = "slipstream.rollout.compat.slime.data_source_process"
+SERVE = "slipstream.rollout.compat.slime.data_source_process.serve"
 
 SAVE_EVERY = 1000
 """Groups after which the state of the data source is saved."""
@@ -184,7 +184,7 @@ class Drawing:
         setup = SourceSetup(
             config.model_dump_json().encode(), hooks.data_source, prompts.saved, prompts.drawn_behind
         )
-        self._process = HookProcess(PROCESS, msgspec.msgpack.encode(setup), logs / LOG)
+        self._process = HookProcess(SERVE, msgspec.msgpack.encode(setup), logs / LOG)
 
     async def run(self) -> None:
         """Draw until cancelled. Raises HookProcessFailed and OSError."""

@@ -8,21 +8,19 @@ driver's loop ──question──► HookProcess ──frames──► a module
 
 import asyncio
 import json
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from slipstream.rollout.programs.served import Answering, ProgramGone, ServedProgram
+from slipstream.rollout.programs.start import python_calling
 
 LOG = "hooks.log"
 """File of what hooks print."""
 
 START_TIMEOUT_S = 120.0
 """Seconds for the start of the process, with the imports of the hooks and the tokenizer."""
-
-_BOOT = "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({descriptor})"
 
 
 class HookProcessFailed(RuntimeError):
@@ -32,9 +30,9 @@ class HookProcessFailed(RuntimeError):
 class HookProcess:
     """One process. Single event loop; questions wait for one another. ``close`` it."""
 
-    def __init__(self, module: str, setup: bytes, log: Path) -> None:
-        """``module``: its ``serve`` runs in the process. ``setup``: its first request."""
-        self._module = module
+    def __init__(self, serve: str, setup: bytes, log: Path) -> None:
+        """``serve``: import path of the function that the process runs. ``setup``: its first request."""
+        self._serve = serve
         self._setup = setup
         self._log = log
         self._turn = asyncio.Lock()
@@ -58,14 +56,8 @@ class HookProcess:
         return reply["value"]
 
     async def _start(self, hook: str) -> None:
-        path = list(map(str, sys.path))
         self._program = await ServedProgram.start(
-            lambda descriptor: (
-                sys.executable,
-                "-c",
-                _BOOT.format(path=path, module=self._module, descriptor=descriptor),
-            ),
-            self._log,
+            lambda descriptor: python_calling(self._serve, descriptor), self._log
         )
         reply = await self._exchanged(hook, self._setup, START_TIMEOUT_S, "for the start of its process")
         if "error" in reply:

@@ -45,14 +45,6 @@ class HookParts:
     evaluation: SetEvaluation | None = None
 
 
-def hooks_need_endpoint(config: RunConfig) -> bool:
-    """Return whether a hook of the recipe may ask the policy."""
-    hooks = config.rollout.hooks
-    return hooks is not None and bool(
-        hooks.custom_generate_function or hooks.custom_rm or hooks.rollout_function or hooks.eval_function
-    )
-
-
 def hook_parts(
     config: RunConfig,
     tokenizer: Tokenizer,

@@ -211,7 +211,7 @@ class Chatting(OpenAIServingChat):
         return super()._append_assistant_prefix_to_prompt_ids(prompt_ids, assistant_prefix)
 
     def _is_parsed(self, has_tools: bool) -> bool:
-        """Return whether a parser splits the text of the answer."""
+        """True if a parser splits the text of the answer."""
         return bool(self.reasoning_parser or (has_tools and self.tool_call_parser))
 
     def _parts(self, prompt: object) -> PromptParts:

@@ -18,6 +18,7 @@ from slipstream.configs.schema import DialectConfig, LimitsConfig, SamplingConfi
 from slipstream.rollout.gateway.conversations import Conversations, EntryLog, KeyRing, User
 from slipstream.rollout.gateway.serving.app import ModelCard, create_admin_app, create_app
 from slipstream.rollout.gateway.serving.call import SharedParts
+from slipstream.rollout.gateway.serving.contents import AnswerContents
 from slipstream.rollout.gateway.serving.endpoints import Endpoints
 from slipstream.rollout.gateway.serving.handling import RequestHandler
 from slipstream.rollout.gateway.serving.metrics import ServingMetrics
@@ -50,10 +51,12 @@ def assemble(
     keys: KeyRing,
     mint: Callable[[], str],
     log_content: bool = False,
+    aborts_all: bool = False,
 ) -> Serving:
     """Make both applications. Once in a process: SGLang's settings belong to the whole process.
 
     ``mint`` returns ids of requests, which nobody can guess. ``log_content``: write requests into the log.
+    ``aborts_all``: a key names one client, which may abort all of its requests at once.
     """
     stand_in = StandIn(model)
     turns = RunningTurns(source, conversations, entries)
@@ -66,7 +69,7 @@ def assemble(
         defaults=stand_in.model_config.get_default_sampling_params(),
         check_sampling=stand_in.check_sampling,
         end_tokens=frozenset(stand_in.tokenizer.all_special_ids),
-        version=lambda: source.version,
+        contents=AnswerContents(stand_in.tokenizer, lambda: source.version),  # pyright: ignore[reportArgumentType]
         entries=entries,
         mint=mint,
     )
@@ -83,6 +86,7 @@ def assemble(
         metrics=metrics,
         record_reward=record_reward,
         log_content=log_content,
+        aborts_all=aborts_all,
     )
     card = ModelCard(model.name, str(model.path), model.context, int(time.time()))
     app = create_app(

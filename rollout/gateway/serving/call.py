@@ -1,4 +1,4 @@
-"""One request on its way: what it is called, the turns that it begins, and their answers in SGLang's form.
+"""One request on its way: what it is called, the turns that it begins, and how it is read and recorded.
 
     arrives ──► begin (once for each prompt) ──► contents ──► SGLang's endpoint ──► record ──► last byte
                   └─ or joins a turn that runs                                         └─ or end: cancelled
@@ -7,11 +7,11 @@ Knows neither HTTP nor SGLang's classes, only the form in which SGLang's tokeniz
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
@@ -28,15 +28,19 @@ from slipstream.rollout.gateway.conversations import (
     UnknownTurn,
     User,
 )
+from slipstream.rollout.gateway.serving.contents import (
+    AnswerContents,
+    Content,
+    Form,
+    TextDecoder,
+    merged,
+    whole,
+)
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.running import AnswerPart, RunningAnswer, RunningTurn, RunningTurns
 from slipstream.rollout.gateway.serving.text import GrowingText
-from slipstream.rollout.gateway.source import Alternatives, Exhausted, Finished, Rejected, TokenRequest
-from slipstream.rollout.trajectory import Finish
+from slipstream.rollout.gateway.source import Exhausted, Rejected, TokenRequest
 from slipstream.rollout.turns import TurnType
-
-Content = dict[str, Any]
-"""What SGLang's tokenizer manager yields: ``text``, ``output_ids`` and ``meta_info``."""
 
 TEXT_ONLY = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
 """Sampling parameters that shape the text and never reach an engine."""
@@ -46,18 +50,6 @@ MOST_ALTERNATIVES = 20
 
 FULL_AGAIN_S = 1.0
 """Seconds after which a client may ask again when this process generates all that it may."""
-
-
-class TextDecoder(Protocol):
-    """The part of a Hugging Face tokenizer that answers need."""
-
-    def decode(
-        self,
-        token_ids: Sequence[int],
-        *,
-        skip_special_tokens: bool = ...,
-        spaces_between_special_tokens: bool = ...,
-    ) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +91,7 @@ class SharedParts:
     """Raises ValueError for parameters that SGLang would refuse."""
     end_tokens: Collection[int]
     """Token ids that may end an answer."""
-    version: Callable[[], int]
-    """The policy version that a new request gets."""
+    contents: AnswerContents
     entries: EntryLog
     mint: Callable[[], str]
     """Returns an id that nobody can guess and that belongs to this process."""
@@ -292,7 +283,7 @@ class LiveCall:
         except Exception as error:
             raise self._refuse(error) from error
 
-    def contents(self, form: "Form") -> AsyncGenerator[Content | list[Content]]:
+    def contents(self, form: Form) -> AsyncGenerator[Content | list[Content]]:
         """Yield the answers in SGLang's form: all at the end, or each part with its ``index`` as it comes.
 
         Raises ValueError, with which SGLang's endpoints refuse a request; ``refusal`` says more. Ends with
@@ -302,11 +293,11 @@ class LiveCall:
         self._contents.append(contents)
         return contents
 
-    async def _read(self, form: "Form") -> AsyncGenerator[Content | list[Content]]:
+    async def _read(self, form: Form) -> AsyncGenerator[Content | list[Content]]:
         if form.stream:
             parts = [self._parts(index, form) for index in range(len(self.answers))]
-            async with aclosing(_merged(parts)) as merged:
-                async for part in merged:
+            async with aclosing(merged(parts)) as contents:
+                async for part in contents:
                     yield part
             return
         wholes: list[Content] = []
@@ -315,16 +306,16 @@ class LiveCall:
                 await answer.ended()
             except Exception as error:
                 raise ValueError(self._refuse(error).message) from error
-            wholes.append(self._content(turn, answer, form, 0, _whole(answer)))
+            wholes.append(self._shared.contents.of(turn, answer, form, 0, whole(answer)))
         yield wholes if len(wholes) > 1 else wholes[0]
 
-    async def _parts(self, index: int, form: "Form") -> AsyncGenerator[Content]:
+    async def _parts(self, index: int, form: Form) -> AsyncGenerator[Content]:
         turn, _, answer = self.answers[index]
         known = 0
         try:
             async with aclosing(answer.read()) as steps:
                 async for step in steps:
-                    yield self._content(turn, answer, form, known, step) | {"index": index}
+                    yield self._shared.contents.of(turn, answer, form, known, step) | {"index": index}
                     known = step.tokens
         except Exception as error:
             refusal = self._refuse(error)
@@ -332,7 +323,7 @@ class LiveCall:
                 raise ValueError(refusal.message) from error
             reason = {"type": "abort", "message": refusal.message, "status_code": HTTPStatus(refusal.status)}
             content: Content = {
-                **self._content(turn, answer, form, known, AnswerPart("", known, None)),
+                **self._shared.contents.of(turn, answer, form, known, AnswerPart("", known, None)),
                 "index": index,
             }
             content["meta_info"]["finish_reason"] = reason
@@ -346,50 +337,6 @@ class LiveCall:
         else:
             self.refusal = Refusal(503, "the answer cannot be finished", retry_after_s=FULL_AGAIN_S)
         return self.refusal
-
-    def _content(
-        self, turn: RunningTurn, answer: RunningAnswer, form: "Form", known: int, step: AnswerPart
-    ) -> Content:
-        """Return the part of an answer between ``known`` tokens and those of ``step``."""
-        meta: dict[str, Any] = {
-            "id": form.id,
-            "finish_reason": None if step.finish is None else _finish_reason(step),
-            "prompt_tokens": len(turn.begun.input_ids),
-            "completion_tokens": step.tokens,
-            "reasoning_tokens": form.reasoning_tokens(answer) if step.finish else 0,
-            "cached_tokens": answer.cached_tokens,
-            "weight_version": str(answer.spans[-1][0] if answer.spans else self._shared.version()),
-        }
-        if step.finish is not None:
-            meta["weight_versions"] = _version_spans(answer.spans)
-        new = slice(known, step.tokens)
-        if form.logprobs:
-            meta |= {
-                "output_token_logprobs": [
-                    (logprob, token, self._shown(token))
-                    for logprob, token in zip(answer.logprobs[new], answer.tokens[new], strict=True)
-                ],
-                "output_token_logprobs_length": step.tokens,
-                "input_token_logprobs": [],
-            }
-        if form.top_logprobs:
-            meta["output_top_logprobs"] = self._shown_rows(answer.top_logprobs[new])
-        if answer.prompt_logprobs and not known:
-            meta["input_token_logprobs"] = [
-                (logprob, token, self._shown(token))
-                for logprob, token in zip(answer.prompt_logprobs, turn.begun.input_ids, strict=True)
-            ]
-            meta["input_top_logprobs"] = self._shown_rows(answer.prompt_top_logprobs)
-        content: Content = {"text": step.text, "output_ids": answer.tokens[new], "meta_info": meta}
-        if form.prompt_ids:
-            content["prompt_token_ids"] = list(turn.begun.input_ids)
-        return content
-
-    def _shown_rows(self, rows: Sequence[Alternatives]) -> list[list[tuple[float, int, str]] | None]:
-        return [[(logprob, token, self._shown(token)) for logprob, token in row] or None for row in rows]
-
-    def _shown(self, token: int) -> str:
-        return self._shared.tokenizer.decode([token])
 
     # ---- the end
 
@@ -422,27 +369,6 @@ class LiveCall:
                 self._shared.turns.leave(turn)
 
 
-@dataclass(frozen=True)
-class Form:
-    """How SGLang's endpoint wants the answers."""
-
-    id: str
-    stream: bool
-    logprobs: bool = False
-    top_logprobs: int = 0
-    prompt_ids: bool = False
-    thought_end: int | None = None
-    """Token id that ends the reasoning; None: there is no reasoning to be counted."""
-
-    def reasoning_tokens(self, answer: RunningAnswer) -> int:
-        if self.thought_end is None:
-            return 0
-        try:
-            return answer.tokens.index(self.thought_end) + 1
-        except ValueError:
-            return len(answer.tokens)
-
-
 def _parameters(sampling: Mapping[str, object], room: int, choice: int) -> dict[str, object]:
     """Return the sampling parameters of one of several answers, for which ``room`` tokens are left."""
     parameters = dict(sampling)
@@ -454,55 +380,3 @@ def _parameters(sampling: Mapping[str, object], room: int, choice: int) -> dict[
     if isinstance(seed, int) and choice:
         parameters["sampling_seed"] = seed + choice  # else all answers would be the same
     return parameters
-
-
-def _whole(answer: RunningAnswer) -> AnswerPart:
-    return AnswerPart(answer.text, len(answer.tokens), answer.finish)
-
-
-def _finish_reason(step: AnswerPart) -> dict[str, object]:
-    finish = step.finish
-    assert isinstance(finish, Finished)
-    if finish.finish is Finish.LENGTH:
-        return {"type": "length", "length": step.tokens}
-    if finish.finish is Finish.PARTIAL:
-        return {"type": "abort", "message": "aborted by its client"}
-    return {"type": "stop", "matched": finish.matched}
-
-
-def _version_spans(spans: Sequence[tuple[int, int]]) -> list[dict[str, object]]:
-    listed: list[dict[str, object]] = []
-    start = 0
-    for version, tokens in spans:
-        listed.append({"version": str(version), "start": start, "end": start + tokens})
-        start += tokens
-    return listed
-
-
-async def _merged(parts: Sequence[AsyncGenerator[Content]]) -> AsyncGenerator[Content]:
-    """Yield what several generators yield, each as soon as it comes."""
-    if len(parts) == 1:
-        async with aclosing(parts[0]) as only:
-            async for part in only:
-                yield part
-        return
-    waiting = {asyncio.ensure_future(_next(generator)): generator for generator in parts}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                generator = waiting.pop(task)
-                part = task.result()
-                if part is not None:
-                    yield part
-                    waiting[asyncio.ensure_future(_next(generator))] = generator
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        for generator in parts:
-            await generator.aclose()
-
-
-async def _next(generator: AsyncIterator[Content]) -> Content | None:
-    return await anext(generator, None)

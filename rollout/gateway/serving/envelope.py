@@ -1,4 +1,4 @@
-"""What a request says about itself beside its prompt: who sends it, its session, its type. Pure."""
+"""Reads the envelope of a request: who sends it, its session, its type. Pure."""
 
 import hashlib
 from collections.abc import Mapping

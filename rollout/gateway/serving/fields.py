@@ -1,4 +1,4 @@
-"""What a client may set. Pure.
+"""The fields of a request that a client may set. Pure.
 
 SGLang's endpoints take much that is not for users: the ids behind the messages, adapters, the place in the
 engine's queue and cache, code, addresses of other servers. Each endpoint here has a list of the fields that

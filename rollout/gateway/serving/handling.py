@@ -45,7 +45,9 @@ class RequestHandler:
         record_reward: Callable[[User, str, float, int | None], None],
         clock: Callable[[], float] = time.time,
         log_content: bool = False,
+        aborts_all: bool = False,
     ) -> None:
+        """``aborts_all``: a key names one client, which may abort all of its requests at once."""
         self._shared = shared
         self._source = source
         self._keys = keys
@@ -54,6 +56,7 @@ class RequestHandler:
         self._record_reward = record_reward
         self._clock = clock
         self._log_content = log_content
+        self._aborts_all = aborts_all
         self._rates = Rates(limits.requests_per_minute, time.monotonic)
         self._calls: dict[LiveCall, str] = {}
         """Requests that run, and the names of their users."""
@@ -208,17 +211,15 @@ class RequestHandler:
         """End the answers of a request of the same user where they are, as SGLang's /abort_request does."""
         user = self.user(request)
         body = _json(await read_body(request, self._limits.body_bytes))
-        rid = body.get("rid")
+        rid, calls = body.get("rid"), [call for call, owner in self._calls.items() if owner == user.name]
         if body.get("abort_all"):
-            raise Refusal(400, "clients may not set abort_all: name each request", param="abort_all")
-        if not isinstance(rid, str) or not rid:
+            if not self._aborts_all:
+                raise Refusal(400, "clients may not set abort_all: name each request", param="abort_all")
+        elif not isinstance(rid, str) or not rid:
             raise Refusal(400, "rid: expected the id of a request or of its answer", param="rid")
-        aborted = [
-            call.abort()
-            for call, owner in self._calls.items()
-            if owner == user.name and request_of(rid) in (call.id, call.answer_id)
-        ]
-        return replies.json_reply({"aborted": sum(aborted)})
+        else:
+            calls = [call for call in calls if request_of(rid) in (call.id, call.answer_id)]
+        return replies.json_reply({"aborted": sum(call.abort() for call in calls)})
 
     # ---- rewards
 

@@ -1,4 +1,4 @@
-"""How much a client may ask for: the rate of a key, the size of a body, the shape of a request. Pure.
+"""Limits of requests: the rate of a key, the size of a body, the shape of a request. Pure.
 
 Whatever is too much is refused before anything is generated, with an HTTP status that says which kind it is.
 """

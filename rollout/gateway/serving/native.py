@@ -7,7 +7,8 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from slipstream.rollout.gateway.serving.answering import as_batch
-from slipstream.rollout.gateway.serving.call import Content, Form, LiveCall, PromptParts
+from slipstream.rollout.gateway.serving.call import LiveCall, PromptParts
+from slipstream.rollout.gateway.serving.contents import Content, Form
 from slipstream.rollout.gateway.serving.limits import Refusal
 from slipstream.rollout.gateway.serving.stand_in import StandIn
 

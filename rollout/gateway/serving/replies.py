@@ -1,4 +1,4 @@
-"""How replies leave: errors in the words of each protocol, answers with their session, streams that end early
+"""Sends replies: errors in the words of each protocol, answers with their session, streams that end early
 when their client goes. Knows Starlette, not SGLang.
 """
 

@@ -1,4 +1,4 @@
-"""What SGLang's endpoints need of a server, without the server: tokenizer, template, settings.
+"""Stands in for the server that SGLang's endpoints expect: tokenizer, template, settings.
 
 Imports SGLang, and is therefore imported by gateway processes only. SGLang keeps its settings once for each
 process, so that a process serves one model.
@@ -24,7 +24,8 @@ from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from slipstream.configs.schema import SamplingConfig
-from slipstream.rollout.gateway.serving.call import Content, Form, LiveCall
+from slipstream.rollout.gateway.serving.call import LiveCall
+from slipstream.rollout.gateway.serving.contents import Content, Form
 
 log = logging.getLogger(__name__)
 

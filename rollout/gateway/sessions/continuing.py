@@ -234,7 +234,7 @@ def _why(turn: ChainTurn, differs: Segment | None) -> BranchReason:
 
 
 def _opens_thinking(context: Segment) -> bool:
-    """Return whether a prompt ends with the beginning of a reasoning, such as ``<think>``."""
+    """True if a prompt ends with the beginning of a reasoning, such as ``<think>``."""
     return context.text is not None and context.text.rstrip().endswith("think>")
 
 

@@ -227,6 +227,6 @@ class SessionTable:
 
 
 def _waits(session: SessionState, history: bytes) -> bool:
-    """Return whether a turn of a session waits for a next state at the end of a history."""
+    """True if a turn of a session waits for a next state at the end of a history."""
     node = session.nodes.get(history)
     return history in session.cleared or (node is not None and any(turn.waits for turn in node.turns))

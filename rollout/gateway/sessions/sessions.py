@@ -94,11 +94,25 @@ class Sessions:
 
         Raises PromptTooLong and another ValueError for what the client did wrong, and TooManySessions.
         """
-        running = self._joined(arrival)
-        if running is not None:
-            running.retries = arrival.retries
-            self.counters.joined += 1
-            return Joined(running)
+        return self.join(arrival) or self.begin_another(arrival)
+
+    def join(self, arrival: Arrival) -> Joined | None:
+        """Return the running request that a retry repeats; None: it is none, or could repeat several."""
+        if not arrival.retries:
+            return None
+        same = [
+            running
+            for running in self._requests.get((arrival.user.name, arrival.digest), ())
+            if arrival.session in (None, running.session) and running.retries < arrival.retries
+        ]
+        if len(same) != 1:
+            return None
+        same[0].retries = arrival.retries
+        self.counters.joined += 1
+        return Joined(same[0])
+
+    def begin_another(self, arrival: Arrival) -> Running:
+        """Place a request that joins none. Raises what ``begin`` raises."""
         marks = marks_of(arrival.messages)
         session = self._session(arrival, marks)
         declared = arrival.user.turn_type if arrival.turn_type is None else arrival.turn_type
@@ -207,21 +221,6 @@ class Sessions:
             restoring.take(number, recorded)
             self._shrink()
         return self._leave()
-
-    def runs_already(self, arrival: Arrival) -> bool:
-        """Return whether a request repeats one that is running, so that it begins nothing."""
-        return self._joined(arrival) is not None
-
-    def _joined(self, arrival: Arrival) -> Running | None:
-        """Return the running request that a retry repeats, if it can be no other."""
-        if not arrival.retries:
-            return None
-        same = [
-            running
-            for running in self._requests.get((arrival.user.name, arrival.digest), ())
-            if arrival.session in (None, running.session) and running.retries < arrival.retries
-        ]
-        return same[0] if len(same) == 1 else None
 
     def _session(self, arrival: Arrival, marks: Sequence[Mark]) -> SessionState:
         """Return the session of a request; a new one is not in the table yet."""

@@ -78,7 +78,7 @@ class ChainTurn:
         return self.trained and not self.paired
 
     def continue_anchor(self) -> bool:
-        """Find the turn whose branch this one continues; return whether another turn continues it already."""
+        """Find the turn whose branch this one continues; return True if another turn continues it already."""
         parent = self.parent
         if parent is not None and self.shared == parent.length:
             self.anchor = parent if parent.trained else parent.anchor

@@ -1,4 +1,4 @@
-"""Where the model answers: a server that speaks chat completions, or the policy's own engines."""
+"""The endpoint of the judging model: a server that speaks chat completions, or the policy's own engines."""
 
 import asyncio
 import json

@@ -3,7 +3,7 @@
 import asyncio
 from typing import NamedTuple
 
-from slipstream.configs.schema.judge import HintQuestion, ScoreQuestion
+from slipstream.configs.schema.judge import ModelQuestion
 from slipstream.rollout.plugins import PluginError
 from slipstream.rollout.reward.live import NO_VOTES, JudgedTurn, Verdict
 from slipstream.rollout.reward.model.functions import Parser, Prompt, load_parser, load_prompt
@@ -80,7 +80,7 @@ class TurnVotes:
         return [] if score is None else hints_for(scores.votes, score)
 
 
-def _question(settings: ScoreQuestion | HintQuestion, section: str, problems: list[str]) -> _Question | None:
+def _question(settings: ModelQuestion, section: str, problems: list[str]) -> _Question | None:
     """Return prompt and parser of a section of the recipe; None, with ``problems``, if one cannot be used."""
     prompt = parser = None
     try:

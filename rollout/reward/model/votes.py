@@ -18,9 +18,9 @@ class Tied(ValueError):
 
 def elected(votes: Sequence[Vote]) -> float:
     """Return the score that more votes have than any other. Raises Tied. ``votes``: at least one."""
-    leaders = Counter(vote.score for vote in votes).most_common(2)
+    counts = Counter(vote.score for vote in votes)
+    leaders = counts.most_common(2)
     if len(leaders) == 2 and leaders[0][1] == leaders[1][1]:
-        counts = Counter(vote.score for vote in votes)
         raise Tied(f"the votes are tied: {dict(sorted(counts.items()))}")
     return leaders[0][0]
 

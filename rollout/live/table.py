@@ -1,0 +1,115 @@
+"""The turns of sessions that are not over, beside the core and the ledger that know them too."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from slipstream.rollout.control.core import Loss, RolloutControl
+from slipstream.rollout.control.live import TurnEnd
+from slipstream.rollout.ledger.turn_log import TurnLog
+from slipstream.rollout.live.known import KnownTurn, Session
+from slipstream.rollout.live.status import SinceLastBatch
+
+
+class LiveLedger(Protocol):
+    """The part of the ledger that live users need: ``rollout.ledger.writer.Ledger``."""
+
+    turns: TurnLog
+
+    def read(self, refs: bytes) -> bytes: ...
+    def when_durable(self, then: Callable[[], None]) -> None: ...
+
+
+class TurnTable:
+    """Everything that entries, verdicts and training share. Single event loop."""
+
+    def __init__(self, core: RolloutControl, ledger: LiveLedger, clock: Callable[[], float]) -> None:
+        """``clock``: seconds since the epoch."""
+        self.core = core
+        self.ledger = ledger
+        self.clock = clock
+        self.turns: dict[int, KnownTurn] = {}
+        self.sessions: dict[int, Session] = {}
+        self.since = SinceLastBatch()
+        self._ready_listeners: list[Callable[[], None]] = []
+        self._late: list[Callable[[], None]] | None = None
+
+    def begin_again(self, core: RolloutControl) -> None:
+        """Forget all turns, and go on with another control core."""
+        self.core = core
+        self.turns, self.sessions = {}, {}
+
+    # ---- while the ledger is held
+
+    @property
+    def is_held(self) -> bool:
+        """True if nothing is to be recorded: the ledger goes back to an older version."""
+        return self._late is not None
+
+    def hold(self) -> None:
+        """Record nothing until ``release``."""
+        self._late = []
+
+    def defer(self, event: Callable[[], None]) -> bool:
+        """True if ``event`` is called later: by ``release``, because the ledger is held."""
+        if self._late is None:
+            return False
+        self._late.append(event)
+        return True
+
+    def release(self) -> list[Callable[[], None]]:
+        """Record again. Return what was deferred, in order, for the caller to call."""
+        late, self._late = self._late or [], None
+        return late
+
+    # ---- turns that are ready
+
+    def when_ready(self, then: Callable[[], None]) -> None:
+        """Call ``then`` whenever a turn has become ready."""
+        self._ready_listeners.append(then)
+
+    def notify_ready(self) -> None:
+        """Say that turns have become ready."""
+        for then in self._ready_listeners:
+            then()
+
+    # ---- the ends of turns and sessions
+
+    def remember(self, turn: KnownTurn) -> None:
+        self.turns[turn.id] = turn
+        self.sessions.setdefault(turn.session, Session()).turns[turn.id] = turn
+
+    def is_in_training(self, id_: int) -> bool:
+        return any(taken.id == id_ for path in self.core.live.training for taken in path)
+
+    def erase(self) -> None:
+        """Have what is forgotten written over, unless a training step may read it."""
+        if not self.core.is_training:
+            self.ledger.turns.may_erase()
+
+    def drop_if_over(self, id_: int) -> None:
+        """Forget a session of which no turn is to be trained or continued."""
+        self.write_expired()  # it knows the turns
+        session = self.sessions.get(id_)
+        if session is None or not session.has_ended:
+            return
+        if not any(map(self.core.live.is_alive, session.turns)):
+            self.core.live.unlink(session.turns)
+            for turn in session.turns:
+                del self.turns[turn]
+            del self.sessions[id_]
+            if session.is_forgotten:
+                self.ledger.turns.session_ended(id_)
+
+    def write_expired(self) -> set[int]:
+        """Write down the turns that have expired, and return their sessions."""
+        sessions: set[int] = set()
+        now = self.clock()
+        for expired in self.core.live.take_expired():
+            turn = self.turns[expired.id]
+            sessions.add(turn.session)
+            self.ledger.turns.ended(
+                turn.id, TurnEnd.EXPIRED, Loss.STALE, version=self.core.version, lag=expired.lag
+            )
+            self.since.expired_lags.append(expired.lag)
+            self.since.expired_ages_s.append(max(0.0, now - turn.head.ended_s))
+        return sessions

@@ -1,0 +1,173 @@
+"""The verdicts on turns: who waits for one, what a judge says, and what becomes of the turn.
+
+ask() ──► queue ──► unjudged() ──► question() ──► take() ──► ledger ──on disk──► core: ready
+            ▲                                      │
+            └────────── ask_again() ◄── put_off() ─┘ no verdict
+"""
+
+from collections import deque
+from functools import partial
+
+from slipstream.rollout.changes import Changes
+from slipstream.rollout.control.core import Loss, RolloutControl
+from slipstream.rollout.control.live import TurnEnd
+from slipstream.rollout.ledger.turns import JUDGE, VerdictRow
+from slipstream.rollout.live.checks import problem_of_scores
+from slipstream.rollout.live.conversation import question_of
+from slipstream.rollout.live.known import KnownTurn
+from slipstream.rollout.live.table import TurnTable
+from slipstream.rollout.record import encode_scores
+from slipstream.rollout.reward.live import NO_VOTES, JudgedTurn, Verdict
+from slipstream.rollout.teacher import TeacherNeeds
+from slipstream.rollout.trajectory import Messages
+
+SOONEST_S = 0.01
+LOOK_AGAIN_S = 1.0
+"""Fewest and, while the ledger is held, most seconds until waiting turns are looked at again."""
+
+
+class Verdicts:
+    """The turns that wait for verdicts. Single event loop."""
+
+    def __init__(self, table: TurnTable, needs: TeacherNeeds, vocab: int) -> None:
+        """``needs``: what the recipe needs of a teacher. ``vocab``: number of token ids."""
+        self._table = table
+        self._needs = needs
+        self._vocab = vocab
+        self._changes = Changes()
+        self._queue: deque[int] = deque()
+        self.count = self.put_off_count = self.given_up = self.outages = 0
+        """Numbers of verdicts, of questions without one, of turns that waited too long, of outages."""
+        self.votes = NO_VOTES
+        """Votes of language models that gave no verdict, or were not needed for it."""
+
+    def begin_again(self) -> None:
+        """Forget who waits."""
+        self._queue.clear()
+
+    async def unjudged(self) -> int:
+        """Wait for a turn that is to be judged, and take it off the queue."""
+        return await self._changes.first(self._next_unjudged)
+
+    def question(self, id_: int, *, with_ids: bool = False) -> tuple[JudgedTurn, Messages] | None:
+        """Return what a judge is asked about a turn; None if it needs no verdict any more. ``with_ids``: with
+        its token ids.
+
+        May be called in any thread. Raises LedgerError and CorruptRecord when it cannot be read.
+        """
+        turn = self._table.turns.get(id_)
+        if turn is None or not self.is_needed(turn):
+            return None
+        return question_of(turn, self._table.ledger.read, with_ids=with_ids)
+
+    def take(self, id_: int, verdict: Verdict) -> None:
+        """Take a verdict with a score or with a teacher's, unless the turn needs none any more.
+
+        A verdict whose teacher's scores do not fit the turn gives the turn up. One without a teacher's scores
+        filters it if the recipe trains on nothing else.
+        """
+        if self._table.defer(partial(self.take, id_, verdict)):
+            return
+        turn = self._table.turns.get(id_)
+        teacher = verdict.teacher
+        if turn is None or (verdict.score is None and teacher is None) or not self.is_needed(turn):
+            return
+        problem = None if teacher is None else problem_of_scores(turn, teacher, self._needs, self._vocab)
+        if problem is not None:
+            self.unanswerable(id_, problem)
+            return
+        self.count += 1
+        if teacher is None and self._needs.alone:
+            self._filter_out(turn)
+            return
+        scores = b"" if teacher is None else encode_scores(teacher)
+        self.rule(turn, VerdictRow(verdict.score, JUDGE, teacher is not None), verdict.hint, scores)
+
+    def _filter_out(self, turn: KnownTurn) -> None:
+        """End a turn that would train nothing."""
+        if self._table.core.live.ended(turn.id, TurnEnd.FILTERED):
+            self._table.ledger.turns.ended(turn.id, TurnEnd.FILTERED, Loss.FILTERED)
+            self._table.drop_if_over(turn.session)
+
+    def unanswerable(self, id_: int, problem: str) -> None:
+        """Give up a turn whose question cannot be read, or whose verdict cannot be used."""
+        self._end_unjudged(id_, TurnEnd.FAILED, Loss.FAILED, problem)
+
+    def nothing_to_learn(self, id_: int) -> None:
+        """End a turn that the judge has decided about without a score and without a hint."""
+        self._end_unjudged(id_, TurnEnd.FILTERED, Loss.FILTERED, "the judge has neither a score nor a hint")
+
+    def give_up(self, after_s: float) -> float:
+        """Fail the turns that have waited for their verdicts for so long. Return when to look again: the
+        number of seconds until the next turn may have.
+        """
+        now, oldest_s = self._table.clock(), 0.0
+        if self._table.is_held:
+            return min(after_s, LOOK_AGAIN_S)
+        for turn in list(self._table.turns.values()):
+            if not self.is_needed(turn):
+                continue
+            waited_s = now - turn.followed_s
+            if waited_s >= after_s:
+                self.given_up += 1
+                problem = f"it has waited {waited_s:.0f} s for its verdict (judge.give_up_s: {after_s:g})"
+                self._end_unjudged(turn.id, TurnEnd.FAILED, Loss.FAILED, problem)
+            else:
+                oldest_s = max(oldest_s, waited_s)
+        return max(SOONEST_S, after_s - oldest_s)
+
+    def _end_unjudged(self, id_: int, end: TurnEnd, loss: Loss, note: str) -> None:
+        if self._table.defer(partial(self._end_unjudged, id_, end, loss, note)):
+            return
+        if self._table.core.live.ended(id_, end):
+            self._table.ledger.turns.ended(id_, end, loss, note=note)
+            self._table.drop_if_over(self._table.turns[id_].session)
+
+    def put_off(self, id_: int) -> int:
+        """Note that a turn gets no verdict for the time being. Return how often that was so before."""
+        self.put_off_count += 1
+        turn = self._table.turns.get(id_)
+        if turn is None:
+            return 0
+        turn.put_off += 1
+        return turn.put_off - 1
+
+    def ask_again(self, id_: int) -> None:
+        """Put a turn back onto the queue, if it still needs a verdict."""
+        turn = self._table.turns.get(id_)
+        if turn is not None and self.is_needed(turn):
+            self.ask(id_)
+
+    def is_needed(self, turn: KnownTurn) -> bool:
+        """True if the turn waits for a verdict now."""
+        is_waiting = self._table.core.live.is_waiting(turn.id)
+        return is_waiting and turn.has_followed and turn.verdict is None and not turn.is_lost
+
+    def ask(self, id_: int) -> None:
+        """Put a turn onto the queue."""
+        self._queue.append(id_)
+        self._changes.notify()
+
+    def _next_unjudged(self) -> int | None:
+        while self._queue:
+            id_ = self._queue.popleft()
+            turn = self._table.turns.get(id_)
+            if turn is not None and self.is_needed(turn):
+                return id_
+        return None
+
+    def rule(
+        self, turn: KnownTurn, verdict: VerdictRow, hint: str | None = None, scores: bytes = b""
+    ) -> None:
+        """Record a verdict, of whomever, that lets the turn be trained. ``scores``: a teacher's, encoded."""
+        turn.verdict = verdict
+        ref = self._table.ledger.turns.judged(turn.id, verdict, hint, scores)
+        if ref is not None:
+            turn.payload = turn.payload._replace(teacher=ref)
+        self._table.ledger.when_durable(partial(self._has_verdict, self._table.core, turn.id))
+
+    def _has_verdict(self, core: RolloutControl, id_: int) -> None:
+        """Let a turn be trained whose verdict is on disk. ``core``: the one that was in charge then."""
+        if core is self._table.core and core.live.is_waiting(id_):
+            core.live.ready(id_)
+            self._table.notify_ready()
