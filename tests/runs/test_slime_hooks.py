@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 
 from slipstream.rollout.ledger.samples import SAMPLES
-from tests.environment import environment
+from tests.environment import ROOT, environment
 from tests.runs.conftest import LaunchedRun, run_command
 from tests.runs.stored import stored
 from tests.runs.test_run import finish, records, summary
+
+STEADY_DRAWS = ROOT / "tests" / "steady_draws"
+
+LEARNING_RATE = 0.1
 
 HOOKS = {
     "custom_generate_function": "tests.runs.slime_hooks.generate",
@@ -65,17 +69,22 @@ def test_a_run_of_hooks_trains_what_the_engines_have_sampled(
 def test_slimes_own_generate_function_trains_as_without_hooks(
     launch: Callable[..., LaunchedRun], monkeypatch: pytest.MonkeyPatch
 ):
-    """At a temperature at which both runs sample the same tokens: SGLang's random numbers on a CPU depend on
-    the order in which requests arrive.
+    """At the recipe's temperature and learning rate. SGLang's random numbers on a CPU depend on the order in
+    which requests arrive, so that engines draw with noise of their own (``tests/steady_draws``).
     """
-    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    monkeypatch.setenv("PYTHONPATH", environment(STEADY_DRAWS)["PYTHONPATH"])
+    monkeypatch.setenv("SLIPSTREAM_STEADY_DRAWS", "1")
     settings = (
         "run.steps=5",
         "rollout.max_head_offpolicyness=0",
+        "rollout.n_samples_per_prompt=2",
         "rollout.sampling.max_new_tokens=12",
-        "rollout.sampling.temperature=0.001",
-        "rollout.reward={path: tests.runs.rewards.letters}",
-        "actor.advantage=reward",
+        "rollout.reward={path: tests.runs.rewards.by_place}",
+        "actor.advantage=[{type: reward, estimator: reward}]",
+        f"actor.optimizer.lr={LEARNING_RATE}",
+        "actor.optimizer.eps=1",
+        "actor.optimizer.warmup_steps=0",
+        "checkpoint.every=5",
     )
     by_default, named = (
         launch(*settings, *hooks, name=name)
@@ -88,7 +97,16 @@ def test_slimes_own_generate_function_trains_as_without_hooks(
     for run in (by_default, named):
         assert finish(run) == 0, run.output()
         steps.append(
-            [(record["train/loss"], record["reward/mean"], record["train/tokens"]) for record in records(run)]
+            [
+                (
+                    record["train/loss"],
+                    record["reward/mean"],
+                    record["train/tokens"],
+                    record["train/grad_norm"],
+                )
+                for record in records(run)
+            ]
         )
+    print(json.dumps(steps))
     assert len(set(steps[0])) == 5, "each step is another one"
     assert steps[1] == [pytest.approx(step, abs=1e-6) for step in steps[0]]

@@ -66,6 +66,11 @@ async def fan_out(args, sample, sampling_params, evaluation=False):
     second.remove_sample = True
     return [first, second]
 
+async def taught(args, sample, sampling_params):
+    sample = await turns(args, sample, sampling_params)
+    sample.teacher_log_probs = [-0.5 - place for place in range(sample.response_length)]
+    return sample
+
 async def liar(args, sample, sampling_params):
     sample = await turns(args, sample, sampling_params)
     sample.rollout_log_probs[0] -= 0.5
@@ -203,13 +208,13 @@ def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return agent_hooks
 
 
-def run(hooks, settings: dict, **args):
+def run(hooks, settings: dict, *, has_teacher: bool = False, **args):
     config = HooksConfig(**settings)
     paths = {"custom_rm_path": config.custom_rm, "rollout_sample_hook_path": config.rollout_sample_hook}
     arguments = SlimeArguments(**{**ARGS, **paths, **args})
     returned = ReturnedSamples(8)
     key = args.get("reward_key") or "reward"
-    workflow = HookWorkflow(arguments, config, key, returned)
+    workflow = HookWorkflow(arguments, config, key, returned, has_teacher=has_teacher)
 
     class Generator:
         async def generate(self, input_ids, sampling):
@@ -228,6 +233,39 @@ def test_tokens_of_tools_carry_no_loss_and_versions_are_the_engines(hooks):
     assert np.allclose(trajectory.logprobs_T[[2, 7]], [-1.0, -1.3]) and trajectory.reward is None
     [sample] = samples.of(PROMPT, [trajectory])
     assert sample.metadata["seen"] == 1, "args of an episode are a copy"
+
+
+def test_a_teachers_log_probs_are_its_scores_of_what_was_sampled(hooks):
+    [trajectory], samples = run(hooks, {"custom_generate_function": "agent_hooks.taught"}, has_teacher=True)
+    assert trajectory.tokens_T.tolist() == [1, 2, 10, 11, 50, 51, 12, 13]
+    nan = np.nan
+    assert trajectory.teacher is not None
+    assert np.array_equal(
+        trajectory.teacher.logp_T, np.float32([nan, nan, -0.5, -1.5, nan, nan, -4.5, -5.5]), equal_nan=True
+    )
+    [trajectory], samples = run(hooks, {"custom_generate_function": "agent_hooks.taught"})
+    assert trajectory.teacher is None, "no term of the recipe reads them"
+    [sample] = samples.of(PROMPT, [trajectory])
+    assert len(sample.teacher_log_probs) == 6, "hooks of groups read what a hook has set"
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        ([-0.5], "teacher_log_probs has 1 values, but the response 2 tokens"),
+        ([-0.5, 0.5], "expected finite numbers of at most 0"),
+        (["a", "b"], "teacher_log_probs holds no numbers"),
+    ],
+)
+def test_a_teachers_log_probs_that_are_none_are_refused(hooks, scores, message):
+    from slime.utils.types import Sample
+
+    sample = Sample(
+        tokens=[1, 10, 11], response_length=2, status=Sample.Status.COMPLETED, teacher_log_probs=scores
+    )
+    with pytest.raises(SampleError, match=message):
+        trajectory_of(sample, [served([1], 10, 11)], "reward", has_teacher=True)
+    assert trajectory_of(sample, [served([1], 10, 11)], "reward").teacher is None
 
 
 def test_siblings_are_trajectories_of_one_episode_and_removed_ones_carry_no_loss(hooks):

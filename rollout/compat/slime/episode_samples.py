@@ -5,10 +5,12 @@ from math import isfinite
 from typing import Any, Protocol, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.sample_matching import match_sample
 from slipstream.rollout.reward.value import Judgement, NoNumber, is_part_name, judgement_of
+from slipstream.rollout.teacher import TeacherScores
 from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
 from slipstream.rollout.workflow.endpoint import Reply
@@ -35,6 +37,7 @@ class SampleLike(Protocol):
     reward: Any
     loss_mask: list[int] | None
     rollout_log_probs: list[float] | None
+    teacher_log_probs: Any
     remove_sample: bool
     status: SampleStatus
     metadata: dict[str, Any]
@@ -64,11 +67,15 @@ def fields_of(prompt: Prompt, args: SlimeArguments, tokenizer: Tokenizer) -> dic
     }
 
 
-def trajectory_of(sample: SampleLike, replies: Sequence[Reply], reward_key: str) -> Trajectory:
+def trajectory_of(
+    sample: SampleLike, replies: Sequence[Reply], reward_key: str, *, has_teacher: bool = False
+) -> Trajectory:
     """Return the trajectory of a sample, with its reward if it has one.
 
-    Only what an engine has sampled carries loss (``sample_matching``). Raises EpisodeEnded for one that was
-    aborted or has failed, and SampleError for one that contradicts itself or the engines.
+    Only what an engine has sampled carries loss (``sample_matching``). ``has_teacher``: the recipe trains
+    towards a teacher, whose log-probs are ``teacher_log_probs``; otherwise the field is the hooks' own.
+    Raises EpisodeEnded for one that was aborted or has failed, and SampleError for one that contradicts
+    itself or the engines.
     """
     if sample.status.value in ("aborted", "failed"):
         raise EpisodeEnded(f"the sample has the status {sample.status.value}: the episode does not count")
@@ -91,11 +98,36 @@ def trajectory_of(sample: SampleLike, replies: Sequence[Reply], reward_key: str)
         match.versions_T,
         Finish.LENGTH if sample.status.value == "truncated" else Finish.STOP,
         match.retractions,
+        teacher=_teacher_scores(sample, start, match.sampled_T) if has_teacher else None,
     )
     if sample.reward is None:
         return trajectory
     judgement = judgement_of_reward(sample.reward, reward_key)
     return trajectory.judged(judgement.reward, judgement.parts)
+
+
+def _teacher_scores(sample: SampleLike, start: int, sampled_T: npt.NDArray[np.bool_]) -> TeacherScores | None:
+    """Return the teacher's log-probs of the tokens that were sampled; None: no hook has set any.
+
+    ``start``: index of the first token of the response. Raises SampleError.
+    """
+    if sample.teacher_log_probs is None:
+        return None
+    try:
+        logp_R = np.asarray(sample.teacher_log_probs, np.float32).reshape(-1)
+    except (TypeError, ValueError) as error:
+        raise SampleError(f"teacher_log_probs holds no numbers: {error}") from None
+    if len(logp_R) != sample.response_length:
+        raise SampleError(
+            f"teacher_log_probs has {len(logp_R)} values, but the response {sample.response_length} tokens"
+        )
+    logp_T = np.full(len(sampled_T), np.nan, np.float32)
+    logp_T[start:] = logp_R
+    logp_T[~sampled_T] = np.nan
+    try:
+        return TeacherScores(logp_T)
+    except ValueError as error:
+        raise SampleError(f"teacher_log_probs: {error}") from None
 
 
 def _checked_mask(sample: SampleLike) -> list[int]:

@@ -43,10 +43,17 @@ class HookWorkflow:
     """Runs episodes of the recipe's hooks. ``slime`` must be importable (``alias_path``)."""
 
     def __init__(
-        self, arguments: SlimeArguments, hooks: HooksConfig, reward_key: str, returned: ReturnedSamples
+        self,
+        arguments: SlimeArguments,
+        hooks: HooksConfig,
+        reward_key: str,
+        returned: ReturnedSamples,
+        *,
+        has_teacher: bool = False,
     ) -> None:
         """``arguments``: of which every episode gets a copy. ``reward_key``: ``rollout.reward_key``.
-        ``returned``: keeps the samples for hooks that see whole groups.
+        ``returned``: keeps the samples for hooks that see whole groups. ``has_teacher``: samples may have a
+        teacher's log-probs, towards which the recipe trains.
 
         Raises PluginError.
         """
@@ -54,6 +61,7 @@ class HookWorkflow:
         self._hooks = hooks
         self._reward_key = reward_key
         self._returned = returned
+        self._has_teacher = has_teacher
         self._sample: Callable[..., SampleLike] = resolve("slime.utils.types.Sample")
         path = hooks.custom_generate_function
         self._generate: Hook | None = resolve(path) if path is not None else None
@@ -155,7 +163,7 @@ class HookWorkflow:
         return cast("list[SampleLike]", samples)
 
     def _trajectory(self, sample: SampleLike, replies: Sequence[Reply]) -> Trajectory:
-        trajectory = trajectory_of(sample, replies, self._reward_key)
+        trajectory = trajectory_of(sample, replies, self._reward_key, has_teacher=self._has_teacher)
         asked = sum(sample.loss_mask) if sample.loss_mask is not None else sample.response_length
         if not sample.remove_sample and trajectory.response_length < asked:
             log.debug(

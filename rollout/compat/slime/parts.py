@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 from slipstream.configs.schema import HooksConfig, PluginConfig, RunConfig
 from slipstream.rollout.compat.slime.alias_path import make_slime_importable
-from slipstream.rollout.compat.slime.arguments import slime_arguments
+from slipstream.rollout.compat.slime.arguments import SlimeArguments, slime_arguments
 from slipstream.rollout.compat.slime.group_judge import GroupJudge
 from slipstream.rollout.compat.slime.group_samples import GroupSamples, ReturnedSamples
 from slipstream.rollout.compat.slime.hook_filter import HookFilter
 from slipstream.rollout.compat.slime.hook_workflow import HookWorkflow
+from slipstream.rollout.teacher import TeacherNeeds
 from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import Prompt, Trajectory
 
@@ -53,9 +54,20 @@ def hook_parts(config: RunConfig, tokenizer: Tokenizer) -> HookParts:
     returned = ReturnedSamples(_most_episodes(config))
     samples = GroupSamples(arguments, tokenizer, returned)
     return HookParts(
-        HookWorkflow(arguments, hooks, rollout.reward_key, returned) if _are_of_episodes(hooks) else None,
+        _workflow(config, arguments, returned) if _are_of_episodes(hooks) else None,
         HookFilter(hooks, arguments, samples) if _are_of_groups(hooks) else None,
         GroupJudge(arguments, samples, rollout.judging, rollout.reward_key) if hooks.group_rm else None,
+    )
+
+
+def _workflow(config: RunConfig, arguments: SlimeArguments, returned: ReturnedSamples) -> HookWorkflow:
+    hooks = config.rollout.hooks or HooksConfig()
+    return HookWorkflow(
+        arguments,
+        hooks,
+        config.rollout.reward_key,
+        returned,
+        has_teacher=TeacherNeeds.of(config.actor).logps,
     )
 
 
