@@ -1,6 +1,6 @@
 """A tiny policy that slime's examples can work with: whatever it is asked, it says one of a few sentences.
 
-One calls the tools of retool and of search-r1; the others answer in the forms of all examples, right or wrong.
+One sentence calls the tools of retool and search-r1. The others answer in the forms of all examples at once.
 """
 
 import random

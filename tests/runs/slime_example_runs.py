@@ -19,7 +19,7 @@ from tests.environment import environment
 from tests.runs.conftest import LaunchedRun, run_command, start_run
 from tests.runs.stored import stored
 from tests.runs.test_run import finish, records, summary
-from tests.slime_examples import FOLDERS, retriever
+from tests.slime_examples import AGENTS, FILTERS, FOLDERS, retriever
 from tests.slime_policy import LONGEST, write_slime_policy
 
 CHECKOUT = Path(os.environ["SLIME_CHECKOUT"])
@@ -27,7 +27,6 @@ SOURCES = os.environ.get("SLIME_SOURCES", "alias").split(",")
 
 STEPS, GROUPS = 5, 2
 PROMPTS = 64
-FILTERS = "slime.rollout.filter_hub.dynamic_sampling_filters"
 MIS = "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
 
 Finished = list[LaunchedRun]
@@ -35,7 +34,7 @@ Finished = list[LaunchedRun]
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the policy, prompts with each kind of label, and the examples without slime beside them."""
+    """A folder with the policy, prompts with each kind of label, and the examples without slime."""
     folder = tmp_path_factory.mktemp("slime")
     write_slime_policy(folder / "policy")
     labels = {"train": "4", "heldout": "4", "search": {"ground_truth": {"target": ["4"]}}}
@@ -158,7 +157,7 @@ def test_search_with_prompts_as_text_and_versions_on_a_disk(run_all, inputs, tmp
 @pytest.mark.timeout(900)
 def test_agents_that_return_lists(run_all, inputs):
     hooks = {
-        "custom_generate_function": "examples.multi_agent.rollout_with_multi_agents.generate_with_multi_agents",
+        "custom_generate_function": f"{AGENTS}.generate_with_multi_agents",
         "rm_type": "math",
     }
     for run in run_all(hooks):

@@ -1,7 +1,7 @@
 """Put on the PYTHONPATH of a run, this fixes the noise of its engines: ``SLIPSTREAM_STEADY_DRAWS``.
 
 Tokens are drawn from the policy's distribution at the recipe's temperature, and their log-probs are SGLang's.
-But the noise depends only on the token's place in the sequence, and not on the requests that run side by side:
+But the noise depends only on the token's place in the sequence, not on the requests that run side by side:
 engines with the same weights draw the same tokens. All samples of a prompt are the same, too.
 
 Python imports a module of this name in every process, before anything else.
