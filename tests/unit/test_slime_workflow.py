@@ -18,6 +18,7 @@ from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.episode_samples import (
     EpisodeEnded,
     SampleError,
+    fields_of,
     judgement_of_reward,
     trajectory_of,
 )
@@ -361,7 +362,14 @@ def test_the_prompt_is_never_trained_although_it_was_sampled_before():
         ({"response_length": 9}, "response_length is 9"),
         ({"response_length": 0}, "response_length is 0"),
         ({"loss_mask": [1]}, "loss_mask has 1 values"),
-        ({"loss_mask": [1, 2]}, r"loss_mask holds \[2\]"),
+        ({"loss_mask": [1, 2]}, r"loss_mask holds \[2\.0\]"),
+        ({"loss_mask": ["a", "b"]}, r"loss_mask is \['a', 'b'\], expected numbers"),
+        ({"response_length": 2.0}, r"response_length is 2\.0"),
+        ({"tokens": None}, "tokens are None, expected token ids"),
+        ({"tokens": [1, 10, -11]}, r"tokens are \[1, 10, -11\], expected token ids"),
+        ({"status": "completed"}, "status is 'completed', expected a member of"),
+        ({"rollout_log_probs": [float("nan"), -1.1]}, "rollout_log_probs says nan"),
+        ({"rollout_log_probs": [-1.0, None]}, "rollout_log_probs says nan"),
         ({"rollout_log_probs": [0.0]}, "rollout_log_probs has 1 values"),
         ({"tokens": [1, 30, 31]}, "no engine has sampled any"),
         ({"reward": float("nan")}, "finite"),
@@ -373,8 +381,36 @@ def test_a_sample_that_contradicts_itself_is_refused(hooks, change, message):
 
     fields = {"tokens": [1, 10, 11], "response_length": 2, "status": Sample.Status.COMPLETED, "reward": 1.0}
     sample = Sample(**{**fields, **change})
-    with pytest.raises(SampleError, match=message):
+    with pytest.raises((SampleError, LogprobsDiffer), match=message):
         trajectory_of(sample, [served([1], 10, 11)], "reward")
+
+
+def test_hooks_may_hold_tensors_and_arrays_in_the_place_of_lists(hooks):
+    import torch
+    from slime.utils.types import Sample
+
+    for kind in (torch.tensor, np.array):
+        sample = Sample(
+            tokens=kind([1, 10, 11]),
+            response_length=2,
+            status=Sample.Status.COMPLETED,
+            loss_mask=kind([True, False]),
+            rollout_log_probs=kind([-1.0, -1.1]),
+        )
+        trajectory = trajectory_of(sample, [served([1], 10, 11)], "reward")
+        assert trajectory.tokens_T.tolist() == [1, 10, 11]
+        assert trajectory.loss_mask_T.tolist() == [False, True, False]
+
+
+def test_what_a_hook_writes_into_its_sample_stays_in_its_episode(hooks):
+    prompt = Prompt(7, [{"role": "user", "content": "hi"}], {"answers": ["4"]}, {"levels": [1]})
+    arguments = SlimeArguments(**{**ARGS, "apply_chat_template": False})
+    fields = fields_of(prompt, arguments, Characters())
+    fields["label"]["answers"].append("5")
+    fields["metadata"]["levels"].append(2)
+    fields["prompt"][0]["content"] = "changed"
+    assert prompt.label == {"answers": ["4"]} and prompt.metadata == {"levels": [1]}
+    assert prompt.prompt == [{"role": "user", "content": "hi"}]
 
 
 def test_whatever_a_mapping_holds_beside_numbers_is_left_out():

@@ -1,5 +1,6 @@
 """Samples and trajectories: what hooks are given, and what is trained of what they return."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any, Protocol, cast
@@ -14,6 +15,9 @@ from slipstream.rollout.teacher import TeacherScores
 from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
 from slipstream.rollout.workflow.endpoint import Reply
+
+_LONGEST_SHOWN = 80
+"""Characters of a wrong value in an error."""
 
 
 class SampleStatus(Protocol):
@@ -59,12 +63,14 @@ def fields_of(prompt: Prompt, args: SlimeArguments, tokenizer: Tokenizer) -> dic
         text = tokenizer.apply_chat_template(
             prompt.messages(), tokenize=False, add_generation_prompt=True, **args.apply_chat_template_kwargs
         )
-    return {
+    fields: dict[str, Any] = {
         "prompt": text,
         "label": prompt.label,
         "metadata": dict(prompt.metadata),
         "group_index": prompt.id,
     }
+    # Hooks write into what they are given, and the prompt is that of all episodes of a group.
+    return copy.deepcopy(fields)
 
 
 def trajectory_of(
@@ -77,11 +83,15 @@ def trajectory_of(
     Raises EpisodeEnded for one that was aborted or has failed, and SampleError for one that contradicts
     itself or the engines.
     """
-    if sample.status.value in ("aborted", "failed"):
-        raise EpisodeEnded(f"the sample has the status {sample.status.value}: the episode does not count")
-    mask = _checked_mask(sample)
-    start = len(sample.tokens) - sample.response_length
-    match = match_sample(sample.tokens, start, replies, mask, sample.rollout_log_probs)
+    status = getattr(sample.status, "value", None)
+    if status is None:
+        raise SampleError(f"status is {sample.status!r}, expected a member of Sample.Status")
+    if status in ("aborted", "failed"):
+        raise EpisodeEnded(f"the sample has the status {status}: the episode does not count")
+    tokens = _token_ids(sample)
+    mask, reported = _checked_mask(sample, len(tokens))
+    start = len(tokens) - sample.response_length
+    match = match_sample(tokens, start, replies, mask, reported)
     if not match.sampled_T.any():
         raise SampleError(
             f"no engine has sampled any of the {sample.response_length} response tokens of the sample, in "
@@ -92,11 +102,11 @@ def trajectory_of(
     if sample.remove_sample:
         loss_mask_T[:] = False
     trajectory = Trajectory(
-        np.array(sample.tokens, np.int64),
+        np.array(tokens, np.int64),
         loss_mask_T,
         match.logprobs_T,
         match.versions_T,
-        Finish.LENGTH if sample.status.value == "truncated" else Finish.STOP,
+        Finish.LENGTH if status == "truncated" else Finish.STOP,
         match.retractions,
         teacher=_teacher_scores(sample, start, match.sampled_T) if has_teacher else None,
     )
@@ -130,19 +140,48 @@ def _teacher_scores(sample: SampleLike, start: int, sampled_T: npt.NDArray[np.bo
         raise SampleError(f"teacher_log_probs: {error}") from None
 
 
-def _checked_mask(sample: SampleLike) -> list[int]:
-    """Return the loss mask of the response. Raises SampleError."""
-    length = sample.response_length
-    if not 0 < length <= len(sample.tokens):
-        raise SampleError(f"response_length is {length}, but the sample has {len(sample.tokens)} tokens")
-    mask = [1] * length if sample.loss_mask is None else list(sample.loss_mask)
+def _token_ids(sample: SampleLike) -> list[int]:
+    """Return the token ids, which hooks may hold in a list, an array or a tensor. Raises SampleError."""
+    try:
+        ids_T = np.asarray(sample.tokens)
+    except (TypeError, ValueError) as error:
+        raise SampleError(f"tokens are no token ids: {error}") from None
+    if ids_T.ndim != 1 or ids_T.dtype.kind not in "iu" or ids_T.min(initial=0) < 0:
+        raise SampleError(f"tokens are {_shown(sample.tokens)}, expected token ids")
+    return ids_T.tolist()
+
+
+def _checked_mask(sample: SampleLike, tokens: int) -> tuple[list[int], list[float] | None]:
+    """Return the loss mask of the response and the log-probs that the hook reports. Raises SampleError.
+
+    ``tokens``: number of tokens of the sample.
+    """
+    length = cast("object", sample.response_length)
+    if not isinstance(length, int) or not 0 < length <= tokens:
+        raise SampleError(f"response_length is {length}, but the sample has {tokens} tokens")
+    mask = [1] * length if sample.loss_mask is None else _listed("loss_mask", sample.loss_mask, length)
     reported = sample.rollout_log_probs
-    for name, values in (("loss_mask", mask), ("rollout_log_probs", reported)):
-        if values is not None and len(values) != length:
-            raise SampleError(f"{name} has {len(values)} values, but the response {length} tokens")
-    if set(mask) - {0, 1}:
-        raise SampleError(f"loss_mask holds {sorted(set(mask) - {0, 1})[:3]}, expected 0 and 1")
-    return mask
+    logprobs = None if reported is None else _listed("rollout_log_probs", reported, length)
+    wrong = [value for value in mask if value not in (0, 1)]
+    if wrong:
+        raise SampleError(f"loss_mask holds {wrong[:3]}, expected 0 and 1")
+    return [int(value) for value in mask], logprobs
+
+
+def _listed(name: str, values: object, length: int) -> list[float]:
+    """Return one number for each token of the response as a list; NaN for None. Raises SampleError."""
+    try:
+        numbers: list[float] = np.asarray(values, np.float64).reshape(-1).tolist()
+    except (TypeError, ValueError):
+        raise SampleError(f"{name} is {_shown(values)}, expected numbers") from None
+    if len(numbers) != length:
+        raise SampleError(f"{name} has {len(numbers)} values, but the response {length} tokens")
+    return numbers
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def judgement_of_reward(value: object, reward_key: str) -> Judgement:
