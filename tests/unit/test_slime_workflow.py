@@ -123,6 +123,14 @@ async def raises_rm(args, samples):
     CALLS.append(samples)
     raise ValueError("no")
 
+async def exits_rm(args, samples):
+    CALLS.append(samples)
+    raise SystemExit(3)
+
+async def cancels_rm(args, samples):
+    CALLS.append(samples)
+    raise asyncio.CancelledError
+
 async def hangs_rm(args, samples):
     CALLS.append(samples)
     await asyncio.Event().wait()
@@ -505,6 +513,8 @@ def test_a_reward_of_groups_is_asked_once_about_all_samples(hooks):
     [
         ("too_few", {}, "returned 1 rewards for 3 samples"),
         ("raises", {}, "ValueError: no"),
+        ("exits", {}, "SystemExit: 3"),
+        ("cancels", {}, "CancelledError, which the hook has raised itself"),
         ("hangs", {"timeout_s": 0.01}, "no answer within 0.01 s"),
     ],
 )
