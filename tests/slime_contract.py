@@ -56,6 +56,8 @@ RANK_EXAMPLES = ("tests/slime_rank_examples.py",)
 """Our tests of the checkout's example hooks for ranks."""
 REQUIRED = ("pylatexenc",)
 """What slime itself imports there, and Slipstream does not."""
+SCRIPTS = ("tests/slime_scripts.py",)
+"""Our tests of the checkout's launch scripts and arguments."""
 RUNS = ("tests/runs/slime_example_runs.py",)
 """Whole runs of the checkout's example hooks."""
 TIMEOUT_S, RUNS_TIMEOUT_S = 900, 3600
@@ -106,6 +108,7 @@ def main() -> int:
             deselected = ("-k", f"not {OF_SOURCES}")
             shutil.copytree(checkout / "examples", Path(folder) / "examples")
             named = {"SLIME_CHECKOUT": str(checkout)}
+            outcome["scripts"] = run_pytest(ROOT, SCRIPTS, [ROOT], environment=named)
             outcome["rank_examples"] = run_pytest(
                 ROOT, RANK_EXAMPLES, [ROOT, Path(folder)], environment=named
             )

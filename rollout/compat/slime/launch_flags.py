@@ -136,6 +136,9 @@ DEFAULT_HOOKS = (
 )
 """Code that does what Slipstream does without a hook."""
 
+SGLANG_NAMES = {"expert_parallel_size": "ep_size", "data_parallel_size": "dp_size"}
+"""Fields of SGLang's ServerArgs whose flags have a second name."""
+
 _OF_CHECKPOINT = "the model's config.json says it"
 _ALWAYS = "Slipstream always does so"
 _TENSORBOARD = "Slipstream writes metrics for TensorBoard into the run folder"
@@ -149,7 +152,7 @@ def _each(reason: str, names: str) -> dict[str, str]:
 
 NEEDLESS = {
     **_each(
-        _ALWAYS,
+        _OF_CHECKPOINT,
         """
         add-qkv-bias apply-layernorm-1p attention-output-gate disable-bias-linear ffn-hidden-size
         group-query-attention hidden-size kv-channels kv-lora-rank make-vocab-size-divisible-by
@@ -163,9 +166,15 @@ NEEDLESS = {
         rotary-scaling-factor rotary-seq-len-interpolation-factor seq-length spec squared-relu
         swiglu untie-embeddings-and-output-weights use-gated-attention use-rope-scaling
         use-rotary-position-embeddings v-head-dim vocab-size moe-router-pre-softmax model-name
-        padded-vocab-size balance-by-flops no-check-for-nan-in-loss-and-grad get-mismatch-metrics
+        padded-vocab-size
+        """,
+    ),
+    **_each(
+        _ALWAYS,
+        """
+        balance-by-flops no-check-for-nan-in-loss-and-grad get-mismatch-metrics
         accumulate-allreduce-grads-in-fp32 balance-data use-dynamic-batch-size apply-chat-template
-        rollout-shuffle use-fault-tolerance bf16 moe-grouped-gemm attention-softmax-in-fp32 offload
+        use-fault-tolerance bf16 moe-grouped-gemm attention-softmax-in-fp32 offload
         offload-train offload-rollout
         """,
     ),
@@ -210,7 +219,7 @@ NEEDLESS = {
     ),
     **_each(
         "the run's processes find each other",
-        "http-proxy use-distributed-post distributed-backend rollout-data-transport train-env-vars",
+        "http-proxy use-distributed-post distributed-backend rollout-data-transport",
     ),
     "distributed-timeout-minutes": "run.step_timeout_s bounds a step",
     "start-rollout-id": "`--resume` goes on where the run has ended",
@@ -254,7 +263,8 @@ REFUSED = {
         "an evaluation takes each prompt as a rollout does",
         "eval-max-prompt-len eval-max-context-len eval-min-new-tokens eval-reward-key eval-tool-key",
     ),
-    "skip-eval-before-train": "set eval.every: the first evaluation measures the first policy",
+    "skip-eval-before-train": "the first policy is always evaluated, so that a run shows what it has changed",
+    "train-env-vars": "set them where the run is started: its processes inherit them",
     "rollout-max-prompt-len": "prompts are not filtered by their length: leave long ones out of data.path",
     "rollout-skip-special-tokens": "hooks get the text with its special tokens",
     "apply-chat-template-kwargs": "set the defaults in the model's chat template",

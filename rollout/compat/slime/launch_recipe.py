@@ -16,6 +16,7 @@ from slipstream.rollout.compat.slime.launch_flags import (
     NEEDLESS,
     REFUSED,
     SETTINGS,
+    SGLANG_NAMES,
     FlagError,
 )
 from slipstream.rollout.compat.slime.launch_script import Flag, LaunchScript
@@ -36,9 +37,6 @@ _ESTIMATORS = {
 _KL_TYPES = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3", "kl": "k1"}
 _OF_MEGATRON = re.compile(r"moe-|no-|deterministic|attention-backend|decoder-|cross-entropy|tp-comm")
 """Flags of Megatron that are passed on. The loader refuses those that it has no field for."""
-
-_OTHER_NAMES = {"expert_parallel_size": "ep_size", "data_parallel_size": "dp_size"}
-"""Fields of SGLang's ServerArgs whose flags have a second name."""
 
 _USUAL_BOUND = 4
 """Bound on the lag for scripts of slime's fully asynchronous rollout, which has none."""
@@ -108,6 +106,7 @@ class _Import:
         self._derived: dict[str, Callable[[], str]] = {
             "actor-num-nodes": lambda: "actor.parallel.data",
             "actor-num-gpus-per-node": lambda: "actor.parallel.data",
+            "rollout-shuffle": lambda: "data.shuffle",
             "rollout-num-gpus": lambda: "rollout.engine.count",
             "sequence-parallel": self._sequence_parallel,
             "max-tokens-per-gpu": self._microbatch,
@@ -158,7 +157,7 @@ class _Import:
             return FlagOutcome(flag, MAPPED, self._set(path, convert(flag.text)))
         if flag.name.startswith("sglang-") and flag.name not in REFUSED:
             name = flag.name.removeprefix("sglang-").replace("-", "_")
-            name = _OTHER_NAMES.get(name, name)
+            name = SGLANG_NAMES.get(name, name)
             return FlagOutcome(flag, MAPPED, self._set(f"rollout.engine.args.{name}", _plain(flag)))
         return None
 
