@@ -3,6 +3,7 @@
 One sentence calls the tools of retool and search-r1. The others answer in the forms of all examples at once.
 """
 
+import math
 import random
 from pathlib import Path
 
@@ -28,9 +29,10 @@ ENDINGS = (
 )
 """Ends of what the examples ask with."""
 
-STEPS, BATCH, LR = 120, 16, 6e-3
-CONTEXT = (4, 60)
-"""Least and largest number of bytes of the text before an ending."""
+LR = 6e-3
+PHASES = ((100, 16, (4, 60)), (120, 4, (4, 1600)))
+"""Steps, examples of a step, and least and largest number of bytes before an ending: the sentences are learned
+behind short texts, and then not to be lost behind long ones."""
 
 
 def write_slime_policy(folder: Path) -> Path:
@@ -52,14 +54,15 @@ def write_slime_policy(folder: Path) -> Path:
 def _train(policy: Qwen3ForCausalLM, tokenizer, rng: random.Random) -> None:
     prose = (Path(__file__).parents[1] / "docs" / "slime.md").read_text()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=STEPS)
-    for _ in range(STEPS):
-        texts = [_example(prose, rng) for _ in range(BATCH)]
+    sizes = [(batch, context) for steps, batch, context in PHASES for _ in range(steps)]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=len(sizes))
+    for batch, context in sizes:
+        texts = [_example(prose, rng, context) for _ in range(batch)]
         asked = [tokenizer.encode(before) for before, _ in texts]
         said = [tokenizer.encode(f"{sentence}{END}") for _, sentence in texts]
         width = max(len(a) + len(b) for a, b in zip(asked, said, strict=True))
-        tokens_BT = torch.full((BATCH, width), tokenizer.pad_token_id)
-        labels_BT = torch.full((BATCH, width), -100)
+        tokens_BT = torch.full((batch, width), tokenizer.pad_token_id)
+        labels_BT = torch.full((batch, width), -100)
         for row, (before, after) in enumerate(zip(asked, said, strict=True)):
             tokens_BT[row, : len(before) + len(after)] = torch.tensor(before + after)
             labels_BT[row, len(before) : len(before) + len(after)] = torch.tensor(after)
@@ -71,8 +74,9 @@ def _train(policy: Qwen3ForCausalLM, tokenizer, rng: random.Random) -> None:
         schedule.step()
 
 
-def _example(prose: str, rng: random.Random) -> tuple[str, str]:
-    length = rng.randint(*CONTEXT)
+def _example(prose: str, rng: random.Random, context: tuple[int, int]) -> tuple[str, str]:
+    least, largest = map(math.log, context)
+    length = round(math.exp(rng.uniform(least, largest)))  # as many short texts as long ones
     start = rng.randrange(len(prose) - length)
     earlier = rng.choice(("", *SENTENCES))
     return prose[start : start + length] + earlier + rng.choice(ENDINGS), rng.choice(SENTENCES)

@@ -17,7 +17,10 @@ PLACES = 4096
 
 
 def steady():
-    """Return what stands in the place of SGLang's ``sampling_from_probs_torch``."""
+    """Return what stands in the place of SGLang's two functions that draw tokens.
+
+    SGLang takes the second one for whole batches once a greedy request was among them.
+    """
     import torch
 
     noise = {}
@@ -29,7 +32,10 @@ def steady():
             noise["gumbel"] = -torch.log(-torch.log(uniform.clamp(1e-7, 1 - 1e-7)))
         return (torch.log(probs.float()) + noise["gumbel"][places]).argmax(-1).to(torch.int32)
 
-    return draw
+    def draw_beside_greedy(probs, top_ks, top_ps, min_ps, needs_min_p, seed, positions, **_):
+        return torch.where(top_ks == 1, probs.argmax(-1).to(torch.int32), draw(probs, seed, positions))
+
+    return draw, draw_beside_greedy
 
 
 class _Loader(importlib.abc.Loader):
@@ -41,7 +47,9 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module) -> None:
         self._loader.exec_module(module)
-        module.sampling_from_probs_torch = steady()
+        draw, draw_beside_greedy = steady()
+        module.sampling_from_probs_torch = draw
+        module.top_k_top_p_min_p_sampling_from_probs_torch = draw_beside_greedy
 
 
 class _Finder(importlib.abc.MetaPathFinder):
