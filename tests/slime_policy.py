@@ -31,8 +31,8 @@ ENDINGS = (
 
 LR = 6e-3
 PHASES = ((100, 16, (4, 60)), (120, 4, (4, 1600)))
-"""Steps, examples of a step, and least and largest number of bytes before an ending: the sentences are learned
-behind short texts, and then not to be lost behind long ones."""
+"""Steps, examples of a step, and least and largest number of bytes before an ending. Behind long texts the
+attention is spread over so many bytes that sentences learned behind short ones must be learned again."""
 
 
 def write_slime_policy(folder: Path) -> Path:
