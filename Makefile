@@ -8,7 +8,7 @@
 # make gateway-memory             memory of a gateway and of the driver's live users over 20,000 turns (some minutes)
 # make crash-sweep N=200 SEED=1   kills runs N times, audits and resumes each (about half a minute per kill)
 # make crash-live N=100 SEED=1    kills gateway and driver N times while users talk (a minute per kill of the driver)
-# make test-slime SLIME=DIR   slime's contract: our tests of it, and with SLIME= the ones of a checkout of slime (some minutes)
+# make test-slime SLIME=DIR   slime's contract: our tests of it, and with SLIME= the tests and examples of a checkout of slime (some minutes)
 # make test-verifiers   episodes of environments of verifiers, in an environment of its own that this makes (a minute)
 # make test-slow    tests of minutes each: engines that do not answer for one, further kills and layouts
 # make test-other-megatron   the trainer's parity and optimizer tests on Megatron-Core 0.19.2, which Python 3.11 does not get
@@ -49,8 +49,14 @@ test-fast: install $(VENV)/.triton
 test-slow: install
 	$(BIN)/python -m pytest -m slow
 
-test-slime: install
-	@$(BIN)/python -m tests.slime_contract $(if $(SLIME),--checkout "$(SLIME)")
+# What slime itself imports in these tests, and Slipstream does not.
+$(VENV)/.slime: | install
+	@$(PIP) --no-deps --upgrade --target $(VENV)/slime pylatexenc
+	@touch $@
+
+test-slime: install $(if $(SLIME),$(VENV)/.slime)
+	@$(if $(SLIME),PYTHONPATH="$(CURDIR)/$(VENV)/slime$${PYTHONPATH:+:$$PYTHONPATH}") \
+	  $(BIN)/python -m tests.slime_contract $(if $(SLIME),--checkout "$(SLIME)")
 
 # verifiers and SGLang want different versions of the same libraries: each has an environment of its own.
 VERIFIERS := $(CURDIR)/.venv-verifiers

@@ -1,7 +1,8 @@
 """slime's own CPU tests of what hooks import, against the alias and against a checkout.
 
     make test-slime                  the tests of this repository
-    make test-slime SLIME=DIR        also those of a checkout of slime, and its example hooks, unmodified
+    make test-slime SLIME=DIR        also those of a checkout of slime, and its example hooks, unmodified: in
+                                     a collector, on ranks, and in whole runs
 
 The last line is one JSON object: for each package tested, how many tests passed, failed or were not run, and
 what has become of each example.
@@ -55,7 +56,11 @@ RANK_EXAMPLES = ("tests/slime_rank_examples.py",)
 """Our tests of the checkout's example hooks for ranks."""
 REQUIRED = ("pylatexenc",)
 """What slime itself imports there, and Slipstream does not."""
-TIMEOUT_S = 900
+SCRIPTS = ("tests/slime_scripts.py",)
+"""Our tests of the checkout's launch scripts and arguments."""
+RUNS = ("tests/runs/slime_example_runs.py",)
+"""Whole runs of the checkout's example hooks."""
+TIMEOUT_S, RUNS_TIMEOUT_S = 900, 3600
 
 
 def run_pytest(
@@ -64,6 +69,7 @@ def run_pytest(
     path: list[Path],
     options: tuple[str, ...] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
+    timeout_s: float = TIMEOUT_S,
 ) -> dict:
     """Run tests in a fresh interpreter, with ``path`` before everything else. Return counts of outcomes."""
     folders = [*map(str, path), os.environ.get("PYTHONPATH", "")]
@@ -74,7 +80,7 @@ def run_pytest(
         env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=timeout_s,
     )
     print(ended.stdout, ended.stderr, sep="\n")
     outcomes = re.findall(r"(\d+) (passed|failed|error)", ended.stdout)
@@ -90,7 +96,8 @@ def main() -> int:
     """Print the outcomes, and return 0 if no test has failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkout", type=Path, help="folder of a checkout of slime")
-    checkout: Path | None = parser.parse_args().checkout
+    given: Path | None = parser.parse_args().checkout
+    checkout = given.resolve() if given is not None else None
     outcome = {"ours": run_pytest(ROOT, OURS, [ROOT])}
     if checkout is not None:
         if not (checkout / "tests" / "plugin_contracts").is_dir():
@@ -101,6 +108,7 @@ def main() -> int:
             deselected = ("-k", f"not {OF_SOURCES}")
             shutil.copytree(checkout / "examples", Path(folder) / "examples")
             named = {"SLIME_CHECKOUT": str(checkout)}
+            outcome["scripts"] = run_pytest(ROOT, SCRIPTS, [ROOT], environment=named)
             outcome["rank_examples"] = run_pytest(
                 ROOT, RANK_EXAMPLES, [ROOT, Path(folder)], environment=named
             )
@@ -110,8 +118,15 @@ def main() -> int:
         if missing:
             outcome["checkout"] = {"not_run": f"slime needs {', '.join(missing)}, which is not installed"}
         else:
-            outcome["checkout"] = run_pytest(checkout / "tests", CONTRACT, [checkout])
+            # Some of them open slime's sources by paths from its root.
+            tests = tuple(f"tests/{name}" for name in CONTRACT)
+            outcome["checkout"] = run_pytest(checkout, tests, [checkout])
             outcome["checkout_examples"] = run_examples(checkout, checkout)
+        named = {
+            "SLIME_CHECKOUT": str(checkout),
+            "SLIME_SOURCES": "alias" if missing else "alias,checkout",
+        }
+        outcome["example_runs"] = run_pytest(ROOT, RUNS, [ROOT], environment=named, timeout_s=RUNS_TIMEOUT_S)
     print(json.dumps(outcome))
     return int(any(result.get("exit_code") for result in outcome.values()))
 

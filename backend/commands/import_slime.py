@@ -23,6 +23,10 @@ from slipstream.rollout.compat.slime.launch_script import UnreadableScript, read
 MOST_ROUNDS = 20
 """Rounds of loading a recipe without what the loader has refused before."""
 
+OF_MACHINE = "actor.layer_spec"
+"""Setting that a script leaves alone unless Transformer Engine must be installed where the run will be. This
+machine may have none."""
+
 
 def import_slime(script: Path, out: Path) -> ImportedRecipe:
     """Write the recipe of ``script`` to ``out``. Returns what has become of its flags.
@@ -54,7 +58,11 @@ def _keep_what_loads(recipe: ImportedRecipe, out: Path) -> None:
             # The model and the prompts may be on another machine.
             load_recipe(out, [f"prepare={NO_INPUTS}"])
         except RecipeError as error:
-            taken = [recipe.refuse(problem.path, problem.reason) for problem in error.violations]
+            problems = [problem for problem in error.violations if problem.path != OF_MACHINE]
+            if not problems:
+                recipe.notes.append(f"{OF_MACHINE}, on this machine: {error.violations[0].reason}")
+                return
+            taken = [recipe.refuse(problem.path, problem.reason) for problem in problems]
             if not any(taken):
                 out.unlink()
                 raise WrongInput(f"the script makes no recipe that can be loaded: {error}") from None

@@ -99,7 +99,7 @@ def _unknown(library: Library, name: str, fields: Fields) -> str:
 
 
 def _why_unread(library: Library) -> str:
-    if _package(library.package) is None:
+    if package_folder(library.package) is None:
         return f"{library.distribution} is not installed"
     return f"{_version(library)} does not declare {library.classes} where Slipstream looks for it"
 
@@ -111,7 +111,7 @@ def _version(library: Library) -> str:
         return library.distribution
 
 
-def _package(name: str) -> Path | None:
+def package_folder(name: str) -> Path | None:
     """Find the directory of a package without importing anything.
 
     Only the first part of a dotted name is looked up, and the rest is a path inside it: looking up
@@ -130,7 +130,7 @@ def _package(name: str) -> Path | None:
 
 def _fields(library: Library) -> Fields | None:
     """The fields of a library; None if it is not installed, or its source is not laid out as expected."""
-    folder = _package(library.package)
+    folder = package_folder(library.package)
     return None if folder is None else _read(library.read, folder)
 
 

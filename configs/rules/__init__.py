@@ -7,7 +7,18 @@ the schema, and fields of Megatron and SGLang by ``installed``.
 
 from collections.abc import Collection, Iterator
 
-from slipstream.configs.rules import gateway, hooks, inputs, judge, layout, live, objective, rollout, trainer
+from slipstream.configs.rules import (
+    gateway,
+    hooks,
+    inputs,
+    judge,
+    layout,
+    live,
+    objective,
+    parsers,
+    rollout,
+    trainer,
+)
 from slipstream.configs.rules.rule import Rule
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.violations import Violation
@@ -17,6 +28,7 @@ RULES: tuple[Rule, ...] = (
     *trainer.RULES,
     *rollout.RULES,
     *hooks.RULES,
+    *parsers.RULES,
     *gateway.RULES,
     *live.RULES,
     *judge.RULES,

@@ -189,6 +189,8 @@ class OpenedEndpoint:
             if fatal.done():
                 raise fatal.result()
             return task.result()
+        except _EndedItself as ended:
+            raise ended.error from None  # of this task, whose caller takes whatever user code raises
         except asyncio.CancelledError:
             self.close()  # at once: what the engines have sampled so far is recorded
             raise
@@ -221,7 +223,18 @@ class OpenedEndpoint:
 
 
 async def _awaited(work: Awaitable[ResultT]) -> ResultT:
-    return await work
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:  # out of a task, they end the event loop
+        raise _EndedItself(error) from error
+
+
+class _EndedItself(Exception):
+    """User code has raised what ends a process. It is the error of its episode alone."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 def _mint() -> str:

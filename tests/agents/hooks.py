@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import sys
 from typing import Any
 
 import aiohttp
@@ -104,6 +105,21 @@ async def hangs(args: Any, sample: Sample, sampling_params: Any) -> Sample:
 async def raises(args: Any, sample: Sample, sampling_params: Any) -> Sample:
     await fill(args, sample, post)
     raise RuntimeError("the environment is broken")
+
+
+async def exits(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+    await with_post(args, sample, sampling_params)
+    sys.exit(3)
+
+
+async def interrupts(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+    await with_post(args, sample, sampling_params)
+    raise KeyboardInterrupt
+
+
+async def cancels(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+    await with_post(args, sample, sampling_params)
+    raise asyncio.CancelledError
 
 
 async def uneven(args: Any, sample: Sample, sampling_params: Any) -> list[Any]:

@@ -41,6 +41,9 @@ def test_tokens_that_no_engine_has_sampled_carry_no_loss(collector):
     [
         ("raises", "the environment is broken"),
         ("hangs", "TimeoutError"),
+        ("exits", "SystemExit: 3"),
+        ("interrupts", "KeyboardInterrupt"),
+        ("cancels", "CancelledError"),
         ("uneven", "WrongReturn: .* returned Sample, list, expected a Sample"),
         ("as_many", "returned an empty list"),
         ("invents_everything", "no engine has sampled any"),

@@ -195,7 +195,7 @@ def test_a_package_that_is_not_installed_is_reported_only_when_it_is_used(monkey
 
 def test_a_package_laid_out_in_another_way_is_reported(monkeypatch, tmp_path):
     write(tmp_path / "sglang", srt__config="class Renamed: ...")
-    monkeypatch.setattr(installed, "_package", lambda name: tmp_path / "sglang")
+    monkeypatch.setattr(installed, "package_folder", lambda name: tmp_path / "sglang")
     assert "does not declare ServerArgs" in check(sglang={"a": 1})["rollout.engine.args"]
 
 

@@ -1,9 +1,13 @@
 """Rules between settings: each names its setting, and declares what it reads."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
+from slipstream.configs.installed import parsers
+from slipstream.configs.installed.parsers import parser_names
 from slipstream.configs.load import load_recipe
 from slipstream.configs.rules import RULES, check_rules, trainer
 from slipstream.configs.schema import RunConfig
@@ -38,6 +42,9 @@ def base(tmp_path):
         "   reward: slipstream.rollout.reward.FinalAnswer, sampling: {max_new_tokens: 64}}\n"
     )
     return file
+
+
+TOOLS = "{path: slipstream.rollout.workflow.ToolUse, args: {tools: [a.b], parser: %s}}"
 
 
 def violations(file, *overrides: str) -> dict[str, str]:
@@ -417,6 +424,17 @@ def violations(file, *overrides: str) -> dict[str, str]:
             "rollout.admission.type",
             "expected 'slots'",
         ),
+        (["rollout.endpoint={tool_parser: qwen25, reasoning_parser: qwen3}"], None, ""),
+        (["rollout.endpoint={tool_parser: null, reasoning_parser: auto}"], None, ""),
+        (["rollout.endpoint={tool_parser: qwen2}"], "rollout.endpoint.tool_parser", "nearest: qwen25, qwen"),
+        (["gateway={reasoning_parser: deepseek}"], "gateway.reasoning_parser", "nearest: deepseek-"),
+        ([f"rollout.workflow={TOOLS % 'llama3'}"], None, ""),
+        (
+            [f"rollout.workflow={TOOLS % 'lama3'}"],
+            "rollout.workflow.args.parser",
+            "expected a parser of tool calls that SGLang has; nearest: llama3",
+        ),
+        ([f"rollout.workflow={TOOLS % '[llama3]'}"], "rollout.workflow.args.parser", "expected a parser"),
         (["eval=null"], None, ""),
         ([], None, ""),
     ],
@@ -496,6 +514,37 @@ def test_a_rule_declares_every_setting_that_it_reads(base, rule, overrides):
             read == declared or read.startswith(f"{declared}.") or declared.startswith(f"{read}.")
             for declared in rule.reads
         ), f"{read} is read but not declared"
+
+
+@pytest.mark.parametrize("kind", ["tool_parser", "reasoning_parser"])
+def test_names_of_parsers_are_read_without_importing_sglang(kind):
+    code = f"""
+import sys
+from slipstream.configs.installed.parsers import parser_names
+print(*parser_names({kind!r}))
+assert "sglang" not in sys.modules and "torch" not in sys.modules
+"""
+    read = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    known = "FunctionCallParser" if kind == "tool_parser" else "ReasoningParser"
+    module = "function_call.function_call_parser" if kind == "tool_parser" else "parser.reasoning_parser"
+    names = "ToolCallParserEnum" if kind == "tool_parser" else "DetectorMap"
+    code = f"""
+from slipstream.rollout.engine.process import importing_sglang
+with importing_sglang():
+    from sglang.srt.{module} import {known}
+print(*sorted({known}.{names}))
+"""
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert read.stdout.split() == imported.stdout.splitlines()[-1].split()
+
+
+def test_parsers_are_not_checked_where_they_cannot_be_read(base, monkeypatch, tmp_path):
+    parser_names.cache_clear()
+    monkeypatch.setattr(parsers, "package_folder", lambda name: tmp_path)
+    try:
+        assert not violations(base, "rollout.endpoint={tool_parser: anything}")
+    finally:
+        parser_names.cache_clear()
 
 
 def test_declared_reads_are_settings_of_the_schema():

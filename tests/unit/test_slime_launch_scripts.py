@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from slipstream.backend.cli import app
 from slipstream.backend.commands.check import NO_INPUTS
 from slipstream.configs.load import load_recipe
+from slipstream.configs.rules import trainer
 from slipstream.rollout.compat.slime.launch_script import Flag, UnreadableScript, read_launch_script
 
 SCRIPT = r"""#!/bin/bash
@@ -156,3 +158,42 @@ def test_a_missing_backslash_is_noticed(script):
     launch = read_launch_script(script)
     assert any("backslash" in note for note in launch.notes)
     assert "hf-checkpoint" in {flag.name for flag in launch.flags}
+
+
+FURTHER = """python3 train.py --hf-checkpoint /m --prompt-data /d.jsonl --rm-type math --num-rollout 3 \\
+ --rollout-batch-size 8 --n-samples-per-prompt 4 --context-parallel-size 2 --no-rope-fusion \\
+ --rollout-sample-hook-path hooks.first --rollout-sample-hook-path hooks.second --eps-clip-c 3.5 \\
+ --sglang-config engines.yaml --sglang-expert-parallel-size 2 --use-rollout-logprobs --no-offload-train \\
+ --eval-input-key question
+"""
+
+
+def test_flags_that_need_more_than_a_name_are_mapped_or_refused_with_what_to_do(script):
+    script.write_text(FURTHER)
+    result, out = imported(script, "--json")
+    recipe = yaml.safe_load(out.read_text())
+    assert recipe["rollout"]["hooks"]["rollout_sample_hook"] == ["hooks.first", "hooks.second"]
+    assert recipe["actor"]["objective"] == {"type": "dual_clip", "bound": 3.5}
+    assert recipe["actor"]["megatron"] == {"apply_rope_fusion": False}
+    assert recipe["rollout"]["engine"]["args"] == {"ep_size": 2}
+    assert (recipe["actor"]["use_decoupled_loss"], recipe["actor"]["recompute_logprobs"]) == (False, False)
+    flags = {entry["flag"]: entry for entry in json.loads(result.stdout)["flags"]}
+    assert {name for name, entry in flags.items() if entry["outcome"] == "refused"} == {
+        "sglang-config",
+        "no-offload-train",
+        "eval-input-key",
+    }
+    assert "alike" in flags["sglang-config"]["reason"]
+
+
+def test_a_layout_that_needs_transformer_engine_is_kept_where_there_is_none(script, monkeypatch):
+    script.write_text(FURTHER)
+    for installed in (False, True):
+        monkeypatch.setattr(trainer, "transformer_engine_is_installed", lambda is_there=installed: is_there)
+        result, out = imported(script, "--json")
+        recipe = yaml.safe_load(out.read_text())
+        assert recipe["actor"]["layer_spec"] == "transformer_engine"
+        assert recipe["actor"]["parallel"]["context"] == 2
+        notes = "\n".join(json.loads(result.stdout)["notes"])
+        assert ("Transformer Engine is not installed" in notes) is not installed
+        out.unlink()

@@ -18,6 +18,7 @@ from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.episode_samples import (
     EpisodeEnded,
     SampleError,
+    fields_of,
     judgement_of_reward,
     trajectory_of,
 )
@@ -65,6 +66,11 @@ async def fan_out(args, sample, sampling_params, evaluation=False):
     second = copy.deepcopy(first)
     second.remove_sample = True
     return [first, second]
+
+async def taught(args, sample, sampling_params):
+    sample = await turns(args, sample, sampling_params)
+    sample.teacher_log_probs = [-0.5 - place for place in range(sample.response_length)]
+    return sample
 
 async def liar(args, sample, sampling_params):
     sample = await turns(args, sample, sampling_params)
@@ -116,6 +122,14 @@ async def too_few_rm(args, samples):
 async def raises_rm(args, samples):
     CALLS.append(samples)
     raise ValueError("no")
+
+async def exits_rm(args, samples):
+    CALLS.append(samples)
+    raise SystemExit(3)
+
+async def cancels_rm(args, samples):
+    CALLS.append(samples)
+    raise asyncio.CancelledError
 
 async def hangs_rm(args, samples):
     CALLS.append(samples)
@@ -203,13 +217,13 @@ def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return agent_hooks
 
 
-def run(hooks, settings: dict, **args):
+def run(hooks, settings: dict, *, has_teacher: bool = False, **args):
     config = HooksConfig(**settings)
     paths = {"custom_rm_path": config.custom_rm, "rollout_sample_hook_path": config.rollout_sample_hook}
     arguments = SlimeArguments(**{**ARGS, **paths, **args})
     returned = ReturnedSamples(8)
     key = args.get("reward_key") or "reward"
-    workflow = HookWorkflow(arguments, config, key, returned, lambda: 7)
+    workflow = HookWorkflow(arguments, config, key, returned, lambda: 7, has_teacher=has_teacher)
 
     class Generator:
         async def generate(self, input_ids, sampling):
@@ -228,6 +242,39 @@ def test_tokens_of_tools_carry_no_loss_and_versions_are_the_engines(hooks):
     assert np.allclose(trajectory.logprobs_T[[2, 7]], [-1.0, -1.3]) and trajectory.reward is None
     [sample] = samples.of(PROMPT, [trajectory])
     assert sample.metadata["seen"] == 1, "args of an episode are a copy"
+
+
+def test_a_teachers_log_probs_are_its_scores_of_what_was_sampled(hooks):
+    [trajectory], samples = run(hooks, {"custom_generate_function": "agent_hooks.taught"}, has_teacher=True)
+    assert trajectory.tokens_T.tolist() == [1, 2, 10, 11, 50, 51, 12, 13]
+    nan = np.nan
+    assert trajectory.teacher is not None
+    assert np.array_equal(
+        trajectory.teacher.logp_T, np.float32([nan, nan, -0.5, -1.5, nan, nan, -4.5, -5.5]), equal_nan=True
+    )
+    [trajectory], samples = run(hooks, {"custom_generate_function": "agent_hooks.taught"})
+    assert trajectory.teacher is None, "no term of the recipe reads them"
+    [sample] = samples.of(PROMPT, [trajectory])
+    assert len(sample.teacher_log_probs) == 6, "hooks of groups read what a hook has set"
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        ([-0.5], "teacher_log_probs has 1 values, but the response 2 tokens"),
+        ([-0.5, 0.5], "expected finite numbers of at most 0"),
+        (["a", "b"], "teacher_log_probs holds no numbers"),
+    ],
+)
+def test_a_teachers_log_probs_that_are_none_are_refused(hooks, scores, message):
+    from slime.utils.types import Sample
+
+    sample = Sample(
+        tokens=[1, 10, 11], response_length=2, status=Sample.Status.COMPLETED, teacher_log_probs=scores
+    )
+    with pytest.raises(SampleError, match=message):
+        trajectory_of(sample, SampledReplies([served([1], 10, 11)]), "reward", has_teacher=True)
+    assert trajectory_of(sample, SampledReplies([served([1], 10, 11)]), "reward").teacher is None
 
 
 def test_siblings_are_trajectories_of_one_episode_and_removed_ones_carry_no_loss(hooks):
@@ -327,7 +374,14 @@ def test_the_prompt_is_never_trained_although_it_was_sampled_before():
         ({"response_length": 9}, "response_length is 9"),
         ({"response_length": 0}, "response_length is 0"),
         ({"loss_mask": [1]}, "loss_mask has 1 values"),
-        ({"loss_mask": [1, 2]}, r"loss_mask holds \[2\]"),
+        ({"loss_mask": [1, 2]}, r"loss_mask holds \[2\.0\]"),
+        ({"loss_mask": ["a", "b"]}, r"loss_mask is \['a', 'b'\], expected numbers"),
+        ({"response_length": 2.0}, r"response_length is 2\.0"),
+        ({"tokens": None}, "tokens are None, expected token ids"),
+        ({"tokens": [1, 10, -11]}, r"tokens are \[1, 10, -11\], expected token ids"),
+        ({"status": "completed"}, "status is 'completed', expected a member of"),
+        ({"rollout_log_probs": [float("nan"), -1.1]}, "rollout_log_probs says nan"),
+        ({"rollout_log_probs": [-1.0, None]}, "rollout_log_probs says nan"),
         ({"rollout_log_probs": [0.0]}, "rollout_log_probs has 1 values"),
         ({"tokens": [1, 30, 31]}, "no engine has sampled any"),
         ({"reward": float("nan")}, "finite"),
@@ -339,8 +393,36 @@ def test_a_sample_that_contradicts_itself_is_refused(hooks, change, message):
 
     fields = {"tokens": [1, 10, 11], "response_length": 2, "status": Sample.Status.COMPLETED, "reward": 1.0}
     sample = Sample(**{**fields, **change})
-    with pytest.raises(SampleError, match=message):
+    with pytest.raises((SampleError, LogprobsDiffer), match=message):
         trajectory_of(sample, SampledReplies([served([1], 10, 11)]), "reward")
+
+
+def test_hooks_may_hold_tensors_and_arrays_in_the_place_of_lists(hooks):
+    import torch
+    from slime.utils.types import Sample
+
+    for kind in (torch.tensor, np.array):
+        sample = Sample(
+            tokens=kind([1, 10, 11]),
+            response_length=2,
+            status=Sample.Status.COMPLETED,
+            loss_mask=kind([True, False]),
+            rollout_log_probs=kind([-1.0, -1.1]),
+        )
+        trajectory = trajectory_of(sample, SampledReplies([served([1], 10, 11)]), "reward")
+        assert trajectory.tokens_T.tolist() == [1, 10, 11]
+        assert trajectory.loss_mask_T.tolist() == [False, True, False]
+
+
+def test_what_a_hook_writes_into_its_sample_stays_in_its_episode(hooks):
+    prompt = Prompt(7, [{"role": "user", "content": "hi"}], {"answers": ["4"]}, {"levels": [1]})
+    arguments = SlimeArguments(**{**ARGS, "apply_chat_template": False})
+    fields = fields_of(prompt, arguments, Characters())
+    fields["label"]["answers"].append("5")
+    fields["metadata"]["levels"].append(2)
+    fields["prompt"][0]["content"] = "changed"
+    assert prompt.label == {"answers": ["4"]} and prompt.metadata == {"levels": [1]}
+    assert prompt.prompt == [{"role": "user", "content": "hi"}]
 
 
 def test_whatever_a_mapping_holds_beside_numbers_is_left_out():
@@ -435,6 +517,8 @@ def test_a_reward_of_groups_is_asked_once_about_all_samples(hooks):
     [
         ("too_few", {}, "returned 1 rewards for 3 samples"),
         ("raises", {}, "ValueError: no"),
+        ("exits", {}, "SystemExit: 3"),
+        ("cancels", {}, "CancelledError, which the hook has raised itself"),
         ("hangs", {"timeout_s": 0.01}, "no answer within 0.01 s"),
     ],
 )

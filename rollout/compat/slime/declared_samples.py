@@ -8,8 +8,8 @@ import numpy as np
 from slipstream.rollout.compat.slime.episode_samples import (
     SampleError,
     SampleLike,
-    checked_mask,
     finish_of,
+    response_of,
     rewarded,
 )
 from slipstream.rollout.trajectory import UNSAMPLED, Trajectory
@@ -47,20 +47,19 @@ def declared(sample: SampleLike, oldest: int, newest: int, reward_key: str) -> T
             f"weight_versions is {versions}, expected versions from {oldest}, which the engines served when "
             f"its group was admitted, to {newest}: another age could not be bounded"
         )
-    if sample.rollout_log_probs is None:
+    tokens, start, mask, logprobs = response_of(sample)
+    if logprobs is None:
         raise SampleError(
             "the sample declares its weight_versions, but has no rollout_log_probs, expected one for each "
             "token of the response"
         )
-    mask, size = checked_mask(sample), len(sample.tokens)
-    start = size - sample.response_length
+    size, wanted = len(tokens), np.array(mask, np.bool_)
     loss_mask_T, logprobs_T = np.zeros(size, np.bool_), np.zeros(size, np.float32)
     versions_T = np.full(size, UNSAMPLED, np.int32)
-    loss_mask_T[start:] = np.array(mask, np.bool_) & (not sample.remove_sample)
-    logprobs_T[start:], versions_T[start:] = sample.rollout_log_probs, min(versions)
-    versions_T[start:][~np.array(mask, np.bool_)] = UNSAMPLED  # written by tools
-    logprobs_T[versions_T == UNSAMPLED] = 0.0
+    loss_mask_T[start:] = wanted & (not sample.remove_sample)
+    logprobs_T[start:] = np.where(wanted, logprobs, 0.0)
+    versions_T[start:][wanted] = min(versions)  # tools have written the rest
     trajectory = Trajectory(
-        np.array(sample.tokens, np.int64), loss_mask_T, logprobs_T, versions_T, finish_of(sample)
+        np.array(tokens, np.int64), loss_mask_T, logprobs_T, versions_T, finish_of(sample)
     )
     return rewarded(trajectory, sample, reward_key)

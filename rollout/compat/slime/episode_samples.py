@@ -1,16 +1,22 @@
 """Samples and trajectories: what hooks are given, and what is trained of what they return."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.sample_matching import SampledReplies, match_sample
 from slipstream.rollout.reward.value import Judgement, NoNumber, is_part_name, judgement_of
+from slipstream.rollout.teacher import TeacherScores
 from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import Finish, Prompt, Trajectory
+
+_LONGEST_SHOWN = 80
+"""Characters of a wrong value in an error."""
 
 
 class SampleStatus(Protocol):
@@ -34,6 +40,7 @@ class SampleLike(Protocol):
     reward: Any
     loss_mask: list[int] | None
     rollout_log_probs: list[float] | None
+    teacher_log_probs: Any
     remove_sample: bool
     status: SampleStatus
     metadata: dict[str, Any]
@@ -74,12 +81,14 @@ def fields_of(prompt: Prompt, args: SlimeArguments, tokenizer: Tokenizer) -> dic
         text = tokenizer.apply_chat_template(
             prompt.messages(), tokenize=False, add_generation_prompt=True, **args.apply_chat_template_kwargs
         )
-    return {
+    fields: dict[str, Any] = {
         "prompt": text,
         "label": prompt.label,
         "metadata": metadata_of(prompt),
         "group_index": prompt.id,
     }
+    # Hooks write into what they are given, and the prompt is that of all episodes of a group.
+    return copy.deepcopy(fields)
 
 
 def metadata_of(prompt: Prompt) -> dict[str, Any]:
@@ -105,17 +114,31 @@ def is_done(sample: SampleLike) -> bool:
     return sample.response_length > 0 and sample.status.value in ("completed", "truncated")
 
 
-def trajectory_of(sample: SampleLike, replies: SampledReplies, reward_key: str) -> Trajectory:
+class Response(NamedTuple):
+    """The tokens of a sample, of which the response is the end."""
+
+    tokens: list[int]
+    start: int
+    """Index of the first token of the response."""
+    mask: list[int]
+    """1 where the hook wants loss, 0 elsewhere, over the response."""
+    logprobs: list[float] | None
+    """What the hook reports of the response; None: nothing."""
+
+
+def trajectory_of(
+    sample: SampleLike, replies: SampledReplies, reward_key: str, *, has_teacher: bool = False
+) -> Trajectory:
     """Return the trajectory of a sample, with its reward if it has one.
 
-    Only what an engine has sampled carries loss (``sample_matching``). Raises EpisodeEnded for one that was
-    aborted or has failed, NothingSampled, and SampleError for one that contradicts itself or the engines.
+    Only what an engine has sampled carries loss (``sample_matching``). ``has_teacher``: the recipe trains
+    towards a teacher, whose log-probs are ``teacher_log_probs``; otherwise the field is the hooks' own.
+    Raises EpisodeEnded for one that was aborted or has failed, NothingSampled, and SampleError for one that
+    contradicts itself or the engines.
     """
-    if sample.status.value in ("aborted", "failed"):
-        raise EpisodeEnded(f"the sample has the status {sample.status.value}: the episode does not count")
-    mask = checked_mask(sample)
-    start = len(sample.tokens) - sample.response_length
-    match = match_sample(sample.tokens, start, replies, mask, sample.rollout_log_probs)
+    finish = finish_of(sample)
+    tokens, start, mask, reported = response_of(sample)
+    match = match_sample(tokens, start, replies, mask, reported)
     if not match.sampled_T.any():
         raise NothingSampled(
             f"no engine has sampled any of the {sample.response_length} response tokens of the sample, in "
@@ -126,26 +149,31 @@ def trajectory_of(sample: SampleLike, replies: SampledReplies, reward_key: str) 
     if sample.remove_sample:
         loss_mask_T[:] = False
     trajectory = Trajectory(
-        np.array(sample.tokens, np.int64),
+        np.array(tokens, np.int64),
         loss_mask_T,
         match.logprobs_T,
         match.versions_T,
-        finish_of(sample),
+        finish,
         match.retractions,
+        teacher=_teacher_scores(sample, start, match.sampled_T) if has_teacher else None,
     )
     return rewarded(trajectory, sample, reward_key)
 
 
 def is_sampled(sample: SampleLike, replies: SampledReplies) -> bool:
     """True if the response holds something of the replies."""
-    start = len(sample.tokens) - sample.response_length
-    match = match_sample(sample.tokens, start, replies, checked_mask(sample), None)
-    return bool(match.sampled_T.any())
+    tokens, start, mask, _ = response_of(sample)
+    return bool(match_sample(tokens, start, replies, mask, None).sampled_T.any())
 
 
 def finish_of(sample: SampleLike) -> Finish:
-    """Return how the last completion of a sample has ended."""
-    return Finish.LENGTH if sample.status.value == "truncated" else Finish.STOP
+    """Return how the last completion of a sample has ended. Raises EpisodeEnded, and SampleError."""
+    status = getattr(sample.status, "value", None)
+    if status is None:
+        raise SampleError(f"status is {sample.status!r}, expected a member of Sample.Status")
+    if status in ("aborted", "failed"):
+        raise EpisodeEnded(f"the sample has the status {status}: the episode does not count")
+    return Finish.LENGTH if status == "truncated" else Finish.STOP
 
 
 def rewarded(trajectory: Trajectory, sample: SampleLike, reward_key: str) -> Trajectory:
@@ -156,19 +184,69 @@ def rewarded(trajectory: Trajectory, sample: SampleLike, reward_key: str) -> Tra
     return trajectory.judged(judgement.reward, judgement.parts or getattr(sample, PARTS, ()))
 
 
-def checked_mask(sample: SampleLike) -> list[int]:
-    """Return the loss mask of the response. Raises SampleError."""
-    length = sample.response_length
-    if not 0 < length <= len(sample.tokens):
-        raise SampleError(f"response_length is {length}, but the sample has {len(sample.tokens)} tokens")
-    mask = [1] * length if sample.loss_mask is None else list(sample.loss_mask)
+def _teacher_scores(sample: SampleLike, start: int, sampled_T: npt.NDArray[np.bool_]) -> TeacherScores | None:
+    """Return the teacher's log-probs of the tokens that were sampled; None: no hook has set any.
+
+    ``start``: index of the first token of the response. Raises SampleError.
+    """
+    if sample.teacher_log_probs is None:
+        return None
+    try:
+        logp_R = np.asarray(sample.teacher_log_probs, np.float32).reshape(-1)
+    except (TypeError, ValueError) as error:
+        raise SampleError(f"teacher_log_probs holds no numbers: {error}") from None
+    if len(logp_R) != sample.response_length:
+        raise SampleError(
+            f"teacher_log_probs has {len(logp_R)} values, but the response {sample.response_length} tokens"
+        )
+    logp_T = np.full(len(sampled_T), np.nan, np.float32)
+    logp_T[start:] = logp_R
+    logp_T[~sampled_T] = np.nan
+    try:
+        return TeacherScores(logp_T)
+    except ValueError as error:
+        raise SampleError(f"teacher_log_probs: {error}") from None
+
+
+def _token_ids(sample: SampleLike) -> list[int]:
+    """Return the token ids, which hooks may hold in a list, an array or a tensor. Raises SampleError."""
+    try:
+        ids_T = np.asarray(sample.tokens)
+    except (TypeError, ValueError) as error:
+        raise SampleError(f"tokens are no token ids: {error}") from None
+    if ids_T.ndim != 1 or ids_T.dtype.kind not in "iu" or ids_T.min(initial=0) < 0:
+        raise SampleError(f"tokens are {_shown(sample.tokens)}, expected token ids")
+    return ids_T.tolist()
+
+
+def response_of(sample: SampleLike) -> Response:
+    """Return what a sample says of its response. Raises SampleError for what contradicts itself."""
+    tokens, length = _token_ids(sample), cast("object", sample.response_length)
+    if not isinstance(length, int) or not 0 < length <= len(tokens):
+        raise SampleError(f"response_length is {length}, but the sample has {len(tokens)} tokens")
+    mask = [1] * length if sample.loss_mask is None else _listed("loss_mask", sample.loss_mask, length)
     reported = sample.rollout_log_probs
-    for name, values in (("loss_mask", mask), ("rollout_log_probs", reported)):
-        if values is not None and len(values) != length:
-            raise SampleError(f"{name} has {len(values)} values, but the response {length} tokens")
-    if set(mask) - {0, 1}:
-        raise SampleError(f"loss_mask holds {sorted(set(mask) - {0, 1})[:3]}, expected 0 and 1")
-    return mask
+    logprobs = None if reported is None else _listed("rollout_log_probs", reported, length)
+    wrong = [value for value in mask if value not in (0, 1)]
+    if wrong:
+        raise SampleError(f"loss_mask holds {wrong[:3]}, expected 0 and 1")
+    return Response(tokens, len(tokens) - length, [int(value) for value in mask], logprobs)
+
+
+def _listed(name: str, values: object, length: int) -> list[float]:
+    """Return one number for each token of the response as a list; NaN for None. Raises SampleError."""
+    try:
+        numbers: list[float] = np.asarray(values, np.float64).reshape(-1).tolist()
+    except (TypeError, ValueError):
+        raise SampleError(f"{name} is {_shown(values)}, expected numbers") from None
+    if len(numbers) != length:
+        raise SampleError(f"{name} has {len(numbers)} values, but the response {length} tokens")
+    return numbers
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def judgement_of_reward(value: object, reward_key: str) -> Judgement:

@@ -24,13 +24,22 @@ class FunctionWorkflow:
     """Has every episode made by the rollout function."""
 
     def __init__(
-        self, calls: RolloutCalls, arguments: SlimeArguments, reward_key: str, version: Callable[[], int]
+        self,
+        calls: RolloutCalls,
+        arguments: SlimeArguments,
+        reward_key: str,
+        version: Callable[[], int],
+        *,
+        has_teacher: bool = False,
     ) -> None:
-        """``version``: returns the policy version that the engines serve. Raises PluginError."""
+        """``version``: returns the policy version that the engines serve. ``has_teacher``: samples may have a
+        teacher's log-probs, towards which the recipe trains. Raises PluginError.
+        """
         self._calls = calls
         self._arguments = arguments
         self._reward_key = reward_key
         self._version = version
+        self._has_teacher = has_teacher
         self._sample: Callable[..., SampleLike] = resolve("slime.utils.types.Sample")
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> Sequence[Trajectory]:
@@ -61,7 +70,7 @@ class FunctionWorkflow:
 
     def _trajectory(self, sample: SampleLike, made: SampledEpisode, place: Place) -> Trajectory:
         try:
-            return trajectory_of(sample, made.replies, self._reward_key)
+            return trajectory_of(sample, made.replies, self._reward_key, has_teacher=self._has_teacher)
         except NothingSampled:
             if not sample.weight_versions or is_sampled(sample, made.untrained):
                 raise

@@ -52,8 +52,13 @@ class GroupJudge:
                     return await self._judgements(prompt, trajectories)
             except TimeoutError:
                 failure = f"no answer within {self._settings.timeout_s:g} s (rollout.judging.timeout_s)"
-            except Exception as error:  # user code
+            except (Exception, SystemExit, KeyboardInterrupt) as error:  # user code
                 failure = f"{type(error).__name__}: {error}"
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                failure = f"{type(error).__name__}, which the hook has raised itself"
         raise JudgingFailed(
             f"rollout.hooks.group_rm: {self._settings.attempts} attempts at the rewards of a group have "
             f"failed, the last one with {failure}"

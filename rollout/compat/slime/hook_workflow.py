@@ -50,10 +50,13 @@ class HookWorkflow:
         reward_key: str,
         returned: ReturnedSamples,
         version: Callable[[], int],
+        *,
+        has_teacher: bool = False,
     ) -> None:
         """``arguments``: of which every episode gets a copy. ``reward_key``: ``rollout.reward_key``.
         ``returned``: keeps the samples for hooks that see whole groups. ``version``: returns the policy
-        version that the engines serve.
+        version that the engines serve. ``has_teacher``: samples may have a teacher's log-probs, towards which
+        the recipe trains.
 
         Raises PluginError.
         """
@@ -62,6 +65,7 @@ class HookWorkflow:
         self._reward_key = reward_key
         self._returned = returned
         self._version = version
+        self._has_teacher = has_teacher
         self._sample: Callable[..., SampleLike] = resolve("slime.utils.types.Sample")
         path = hooks.custom_generate_function
         self._generate: Hook | None = resolve(path) if path is not None else None
@@ -172,7 +176,7 @@ class HookWorkflow:
         return cast("list[SampleLike]", samples)
 
     def _trajectory(self, sample: SampleLike, replies: SampledReplies) -> Trajectory:
-        trajectory = trajectory_of(sample, replies, self._reward_key)
+        trajectory = trajectory_of(sample, replies, self._reward_key, has_teacher=self._has_teacher)
         asked = sum(sample.loss_mask) if sample.loss_mask is not None else sample.response_length
         if not sample.remove_sample and trajectory.response_length < asked:
             log.debug(

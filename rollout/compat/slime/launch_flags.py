@@ -91,6 +91,13 @@ SETTINGS: dict[str, Setting] = {
     "rm-url": ("rollout.hooks.rm_url", _text),
     "reward-key": ("rollout.reward_key", _text),
     "custom-config-path": ("rollout.hooks.custom_config_path", _text),
+    "transformer-impl": (
+        "actor.layer_spec",
+        _one_of(transformer_engine="transformer_engine", local="local"),
+    ),
+    "fp8-format": ("actor.megatron.fp8", _text),
+    "fp8-recipe": ("actor.megatron.fp8_recipe", _text),
+    "no-rope-fusion": ("actor.megatron.apply_rope_fusion", lambda _: False),
 }
 """The setting of a flag, and how its value is read."""
 
@@ -102,6 +109,7 @@ HOOKS = {
     "data-source-path": "data_source",
     "dynamic-sampling-filter-path": "dynamic_sampling_filter",
     "buffer-filter-path": "buffer_filter",
+    "rollout-sample-hook-path": "rollout_sample_hook",
     "rollout-sample-filter-path": "rollout_sample_filter",
     "rollout-all-samples-process-path": "rollout_all_samples_process",
     "rollout-data-postprocess-path": "rollout_data_postprocess",
@@ -128,6 +136,9 @@ DEFAULT_HOOKS = (
 )
 """Code that does what Slipstream does without a hook."""
 
+SGLANG_NAMES = {"expert_parallel_size": "ep_size", "data_parallel_size": "dp_size"}
+"""Fields of SGLang's ServerArgs whose flags have a second name."""
+
 _OF_CHECKPOINT = "the model's config.json says it"
 _ALWAYS = "Slipstream always does so"
 _TENSORBOARD = "Slipstream writes metrics for TensorBoard into the run folder"
@@ -141,7 +152,7 @@ def _each(reason: str, names: str) -> dict[str, str]:
 
 NEEDLESS = {
     **_each(
-        _ALWAYS,
+        _OF_CHECKPOINT,
         """
         add-qkv-bias apply-layernorm-1p attention-output-gate disable-bias-linear ffn-hidden-size
         group-query-attention hidden-size kv-channels kv-lora-rank make-vocab-size-divisible-by
@@ -155,8 +166,15 @@ NEEDLESS = {
         rotary-scaling-factor rotary-seq-len-interpolation-factor seq-length spec squared-relu
         swiglu untie-embeddings-and-output-weights use-gated-attention use-rope-scaling
         use-rotary-position-embeddings v-head-dim vocab-size moe-router-pre-softmax model-name
+        padded-vocab-size
+        """,
+    ),
+    **_each(
+        _ALWAYS,
+        """
+        balance-by-flops no-check-for-nan-in-loss-and-grad get-mismatch-metrics
         accumulate-allreduce-grads-in-fp32 balance-data use-dynamic-batch-size apply-chat-template
-        rollout-shuffle use-fault-tolerance bf16 moe-grouped-gemm attention-softmax-in-fp32 offload
+        use-fault-tolerance bf16 moe-grouped-gemm attention-softmax-in-fp32 offload
         offload-train offload-rollout
         """,
     ),
@@ -164,7 +182,7 @@ NEEDLESS = {
         _TENSORBOARD,
         """
         use-wandb wandb-project wandb-group wandb-key wandb-team wandb-host wandb-mode wandb-dir
-        disable-wandb-random-suffix wandb-always-use-train-step use-tensorboard tb-project-name
+        wandb-run-id disable-wandb-random-suffix wandb-always-use-train-step use-tensorboard tb-project-name
         tb-experiment-name log-passrate log-multi-turn log-reward-category log-correct-samples
         """,
     ),
@@ -191,10 +209,29 @@ NEEDLESS = {
     "recompute-method": "actor.recompute: full recomputes every layer",
     "recompute-num-layers": "actor.recompute: full recomputes every layer",
     "update-weight-buffer-size": "weights.transport.bucket_mb has a default",
+    **_each(
+        "rollout.engine.answer_timeout_s says when an engine is given up",
+        "rollout-health-check-interval rollout-health-check-timeout rollout-health-check-first-wait",
+    ),
+    **_each(
+        "checkpoints of Hugging Face have no steps",
+        "ref-ckpt-step opd-teacher-ckpt-step",
+    ),
+    **_each(
+        "the run's processes find each other",
+        "http-proxy use-distributed-post distributed-backend rollout-data-transport",
+    ),
+    "distributed-timeout-minutes": "run.step_timeout_s bounds a step",
+    "start-rollout-id": "`--resume` goes on where the run has ended",
+    "recompute-loss-function": "the LM head never holds all logits",
+    "data-pad-size-multiplier": "packs are as long as their tokens",
+    "qwen-gdn-backend": "actor.layer_spec chooses the layers",
     "train-backend": "the trainer is Megatron",
     "num-gpus-per-node": "the cluster says it",
     "input-key": "",
     "label-key": "",
+    "eval-input-key": "",
+    "eval-label-key": "",
     "metadata-key": "every other column of a prompt set is metadata",
     "optimizer": "",
     "attention-dropout": "",
@@ -210,13 +247,49 @@ NEEDLESS = {
 }
 """Flags that a recipe needs nothing for, and why. An empty reason: ``launch_recipe`` decides by the value."""
 
+_DEVELOPERS = "it is a tool of slime's developers"
+_STATES = "all parameters are trained by one Adam, whose state is kept; adapters: actor.lora"
+_GREEDY = "an evaluation is greedy"
+_SEQUENCES = "set actor.correction.sequence or actor.correction.negative (docs/objectives.md)"
+_ALIKE = "all engines are alike, and each run starts its own"
+_BUFFER = "Slipstream collects by itself, without a server of rollouts"
+
 REFUSED = {
     "num-epoch": "a run has steps: set run.steps to epochs * prompts / rollout.batch_size",
     "loss-type": "Slipstream trains `policy_loss` by reinforcement, and supervised by `slipstream sft`",
     "n-samples-per-eval-prompt": "an evaluation samples one greedy completion of each prompt",
-    "eval-top-p": "an evaluation is greedy",
-    "eval-top-k": "an evaluation is greedy",
-    "eval-temperature": "an evaluation is greedy",
+    **_each(_GREEDY, "eval-top-p eval-top-k eval-temperature"),
+    **_each(
+        "an evaluation takes each prompt as a rollout does",
+        "eval-max-prompt-len eval-max-context-len eval-min-new-tokens eval-reward-key eval-tool-key",
+    ),
+    "skip-eval-before-train": "the first policy is always evaluated, so that a run shows what it has changed",
+    "train-env-vars": "set them where the run is started: its processes inherit them",
+    "rollout-max-prompt-len": "prompts are not filtered by their length: leave long ones out of data.path",
+    "rollout-skip-special-tokens": "hooks get the text with its special tokens",
+    "apply-chat-template-kwargs": "set the defaults in the model's chat template",
+    "tool-key": "a workflow has the tools: docs/agents.md",
+    "disable-rollout-global-dataset": "prompts come from data.path",
+    "disable-compute-advantages-and-returns": "a custom_loss_function may leave advantages alone",
+    "normalize-advantages": "the estimators reinforce_pp and reinforce_pp_baseline whiten advantages",
+    "ref-update-interval": "set actor.kl (docs/objectives.md)",
+    **_each(_SEQUENCES, "use-opsm opsm-delta"),
+    **_each(
+        _STATES,
+        """
+        freeze-params-name-list only-train-params-name-list freeze-indexer reset-optimizer-states
+        use-stateless-adam
+        """,
+    ),
+    "use-rollout-entropy": "entropies are those of the trainer: train/entropy",
+    "mask-offpolicy-in-partial-rollout": "set rollout.consumption.on_stale: mask",
+    **_each(
+        "with rollout.engine.colocated, trainer and engines are offloaded in turns, and otherwise neither",
+        "release-train no-offload no-offload-train no-offload-rollout",
+    ),
+    "allgather-cp": "Transformer Engine exchanges keys and values of context parallelism",
+    "enable-experimental": "experimental parts of Megatron are off",
+    "megatron-config-path": "set actor.megatron, and for the critic critic.megatron",
     "eval-config": "an evaluation has one set of prompts: eval.path",
     "rollout-stop": "a completion ends with the model's end tokens",
     "rollout-stop-token-ids": "a completion ends with the model's end tokens",
@@ -226,16 +299,27 @@ REFUSED = {
     "use-precision-aware-optimizer": "the optimizer's state is float32",
     "use-rollout-routing-replay": "routes of experts are not replayed",
     "use-routing-replay": "routes of experts are not replayed",
-    "debug-train-only": "it is a tool of slime's developers",
-    "debug-rollout-only": "it is a tool of slime's developers",
+    **_each(
+        _DEVELOPERS,
+        """
+        debug-train-only debug-rollout-only ci-test ci-disable-kl-checker ci-load-grad-norm ci-save-grad-norm
+        ci-train-rollout-logprob-abs-diff-threshold check-weight-update-equal load-debug-rollout-data
+        load-debug-rollout-data-subsample load-forge-rollout-data save-debug-train-data
+        megatron-deepgemm-forward-layers megatron-deepgemm-forward-modules
+        megatron-deepgemm-moe-forward-layers megatron-deepgemm-moe-forward-modules
+        memory-recorder memory-snapshot-dir memory-snapshot-num-steps profile-target record-memory-history
+        """,
+    ),
     "save-debug-rollout-data": "the ledger holds every trajectory: `slipstream audit`",
     "dump-details": "the ledger holds every trajectory: `slipstream audit`",
-    "ci-test": "it is a tool of slime's developers",
     "enable-mtp-training": "multi-token prediction is not trained",
     "mtp-num-layers": "multi-token prediction is not trained",
     "mtp-loss-scaling-factor": "multi-token prediction is not trained",
     "keep-old-actor": "the proximal log-probs are those of the step's first weights",
-    "rollout-buffer-url": "Slipstream collects by itself, without a server of rollouts",
+    **_each(
+        _BUFFER,
+        "rollout-buffer-url fetch-trajectory-retry-times min-batch-collection-ratio rollout-task-type",
+    ),
     "multimodal-keys": "prompts are text",
     "use-opd": "add a term of type teacher to actor.advantage",
     "opd-type": "add a term of type teacher to actor.advantage",
@@ -243,7 +327,7 @@ REFUSED = {
     "opd-teacher-load": "set scores: {type: model, path: ...} in the term of type teacher",
     "tis-clip": "set actor.correction.token (docs/objectives.md)",
     "tis-clip-low": "set actor.correction.token (docs/objectives.md)",
-    "sglang-config": "all engines are alike",
+    **_each(_ALIKE, "sglang-config prefill-num-servers rollout-external-engine-addrs"),
 }
 """Flags that a recipe has no setting for, and what to do."""
 

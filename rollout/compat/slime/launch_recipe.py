@@ -16,6 +16,7 @@ from slipstream.rollout.compat.slime.launch_flags import (
     NEEDLESS,
     REFUSED,
     SETTINGS,
+    SGLANG_NAMES,
     FlagError,
 )
 from slipstream.rollout.compat.slime.launch_script import Flag, LaunchScript
@@ -97,6 +98,7 @@ class _Import:
     def __init__(self, script: LaunchScript, name: str) -> None:
         self.recipe = ImportedRecipe(notes=list(script.notes))
         self._settings = self.recipe.settings
+        self._all_flags = script.flags
         self._flags = {flag.name: flag for flag in script.flags}  # the last one counts, as in argparse
         self._trainer = script.trainer
         self._settings |= {"run.name": name, "run.steps": 1000}
@@ -104,6 +106,7 @@ class _Import:
         self._derived: dict[str, Callable[[], str]] = {
             "actor-num-nodes": lambda: "actor.parallel.data",
             "actor-num-gpus-per-node": lambda: "actor.parallel.data",
+            "rollout-shuffle": lambda: "data.shuffle",
             "rollout-num-gpus": lambda: "rollout.engine.count",
             "sequence-parallel": self._sequence_parallel,
             "max-tokens-per-gpu": self._microbatch,
@@ -112,6 +115,7 @@ class _Import:
             "advantage-estimator": lambda: "actor.advantage",
             "eps-clip": lambda: self._clip("clip_low", "eps-clip"),
             "eps-clip-high": lambda: self._clip("clip_high", "eps-clip-high"),
+            "eps-clip-c": self._dual_clip,
             "calculate-per-token-loss": lambda: "actor.averaging",
             "disable-grpo-std-normalization": lambda: "actor.advantage",
             "eval-prompt-data": self._eval_prompts,
@@ -120,7 +124,7 @@ class _Import:
             "disable-rewards-normalization": lambda: "actor.advantage",
             "update-weights-interval": lambda: "rollout.max_head_offpolicyness",
             "use-tis": lambda: self._set("actor.use_decoupled_loss", True),
-            "use-rollout-logprobs": lambda: self._set("actor.recompute_logprobs", False),
+            "use-rollout-logprobs": self._behaviour_logprobs,
             "decoder-last-pipeline-num-layers": self._pipeline_layers,
             "decoder-first-pipeline-num-layers": self._pipeline_layers,
             "sglang-server-concurrency": self._concurrency,
@@ -151,8 +155,9 @@ class _Import:
             if path.startswith("critic.") and not self._has_critic():
                 return FlagOutcome(flag, NEEDS_NOTHING, "there is no critic without the advantage `gae`")
             return FlagOutcome(flag, MAPPED, self._set(path, convert(flag.text)))
-        if flag.name.startswith("sglang-"):
+        if flag.name.startswith("sglang-") and flag.name not in REFUSED:
             name = flag.name.removeprefix("sglang-").replace("-", "_")
+            name = SGLANG_NAMES.get(name, name)
             return FlagOutcome(flag, MAPPED, self._set(f"rollout.engine.args.{name}", _plain(flag)))
         return None
 
@@ -160,6 +165,8 @@ class _Import:
         decide = {
             "input-key": lambda: self._column(flag, "prompt"),
             "label-key": lambda: self._column(flag, "label"),
+            "eval-input-key": lambda: self._column(flag, "prompt"),
+            "eval-label-key": lambda: self._column(flag, "label"),
             "optimizer": lambda: self._expected(flag, "adam", "the optimizer is Adam"),
             "attention-dropout": lambda: self._no_dropout(flag),
             "hidden-dropout": lambda: self._no_dropout(flag),
@@ -193,7 +200,10 @@ class _Import:
             return FlagOutcome(flag, MAPPED, "rollout.max_head_offpolicyness")
         if "sleep" in flag.text.split(".")[-1]:
             return FlagOutcome(flag, REFUSES, "it is a tool of slime's developers")
-        return FlagOutcome(flag, MAPPED, self._set(f"rollout.hooks.{HOOKS[flag.name]}", _text_of(flag)))
+        value: object = _text_of(flag)
+        if flag.name == "rollout-sample-hook-path":  # the flag may stand several times
+            value = [_text_of(each) for each in self._all_flags if each.name == flag.name]
+        return FlagOutcome(flag, MAPPED, self._set(f"rollout.hooks.{HOOKS[flag.name]}", value))
 
     def _set(self, path: str, value: object) -> str:
         self._settings[path] = value
@@ -246,6 +256,16 @@ class _Import:
         if name == "eps-clip" and "eps-clip-high" not in self._flags:
             self._set("actor.objective.clip_high", self._number(name, 0.2))
         return path
+
+    def _behaviour_logprobs(self) -> str:
+        self._set("actor.use_decoupled_loss", "use-tis" in self._flags)
+        return self._set("actor.recompute_logprobs", False)
+
+    def _dual_clip(self) -> str:
+        if self._settings["actor.objective.type"] not in ("ppo", "dual_clip"):
+            raise FlagError("this objective has no bound of the loss for negative advantages")
+        self._settings["actor.objective.type"] = "dual_clip"
+        return self._set("actor.objective.bound", self._number("eps-clip-c", 3.0))
 
     def _placement(self) -> None:
         gpus = self._whole("actor-num-nodes", 1) * self._whole("actor-num-gpus-per-node", 8)

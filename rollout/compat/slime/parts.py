@@ -19,6 +19,7 @@ from slipstream.rollout.compat.slime.rollout_calls import RolloutCalls
 from slipstream.rollout.compat.slime.set_evaluation import SetEvaluation
 from slipstream.rollout.plugins import resolve
 from slipstream.rollout.prompts import read_prompts
+from slipstream.rollout.teacher import TeacherNeeds
 from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import Prompt, Trajectory
 
@@ -64,7 +65,7 @@ def hook_parts(
         return HookParts()
     make_slime_importable()
     arguments = slime_arguments(config)
-    evaluation = None
+    evaluation, has_teacher = None, TeacherNeeds.of(config.actor).logps
     if (path := hooks.evaluating) is not None:
         around, groups = surroundings(), _leased_groups(config, arguments)
         shared = arguments.copied()
@@ -75,12 +76,14 @@ def hook_parts(
         evaluation = SetEvaluation(path, calls, rollout.reward_key)
         if hooks.rollout_function is not None:  # it calls the other hooks of episodes and groups itself
             rollouts = RolloutCalls(hooks.rollout_function, calls, groups)
-            workflow = FunctionWorkflow(rollouts, arguments, rollout.reward_key, version)
+            workflow = FunctionWorkflow(
+                rollouts, arguments, rollout.reward_key, version, has_teacher=has_teacher
+            )
             return HookParts(workflow, evaluation=evaluation)
     returned = ReturnedSamples(_most_episodes(config))
     samples = GroupSamples(arguments, tokenizer, returned)
     return HookParts(
-        HookWorkflow(arguments, hooks, rollout.reward_key, returned, version)
+        HookWorkflow(arguments, hooks, rollout.reward_key, returned, version, has_teacher=has_teacher)
         if _are_of_episodes(hooks)
         else None,
         HookFilter(hooks, arguments, samples) if _are_of_groups(hooks) else None,

@@ -5,12 +5,11 @@ Functions run on loops of their own: the question goes to the loop of the collec
 """
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 
-from slipstream.rollout.compat.slime.episode_samples import PARTS, SampleLike, finish_of
+from slipstream.rollout.compat.slime.episode_samples import PARTS, SampleLike, finish_of, response_of
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.trajectory import UNSAMPLED, Prompt, Trajectory
 
@@ -68,15 +67,12 @@ async def _score(args: Any, sample: SampleLike) -> object:
 
 def _trajectory(sample: SampleLike) -> Trajectory:
     """Return what a reward may see of a sample whose versions nobody has looked at yet."""
-    size = len(sample.tokens)
-    start = size - sample.response_length
-    mask = np.array(cast("Sequence[int]", sample.loss_mask or [1] * sample.response_length), np.bool_)
+    tokens, start, mask, logprobs = response_of(sample)
+    size, wanted = len(tokens), np.array(mask, np.bool_)
     loss_mask_T, logprobs_T = np.zeros(size, np.bool_), np.zeros(size, np.float32)
     versions_T = np.full(size, UNSAMPLED, np.int32)
-    loss_mask_T[start:] = mask
-    versions_T[start:][mask] = 0
-    if sample.rollout_log_probs is not None:
-        logprobs_T[start:] = sample.rollout_log_probs
-    return Trajectory(
-        np.array(sample.tokens, np.int64), loss_mask_T, logprobs_T, versions_T, finish_of(sample)
-    )
+    loss_mask_T[start:] = wanted
+    versions_T[start:][wanted] = 0
+    if logprobs is not None:
+        logprobs_T[start:] = logprobs
+    return Trajectory(np.array(tokens, np.int64), loss_mask_T, logprobs_T, versions_T, finish_of(sample))

@@ -186,8 +186,8 @@ def _agreed_length(reply: _Answer, claimed: npt.NDArray[np.float64], length: int
 def _check_logprobs(
     match: Match, start: int, trained: npt.NDArray[np.bool_], claimed: npt.NDArray[np.float64]
 ) -> None:
-    differ = np.abs(claimed - match.logprobs_T[start:]) > LOGPROB_TOLERANCE
-    wrong = np.flatnonzero(differ & trained & match.sampled_T[start:])
+    agree = np.abs(claimed - match.logprobs_T[start:]) <= LOGPROB_TOLERANCE  # a NaN agrees with nothing
+    wrong = np.flatnonzero(~agree & trained & match.sampled_T[start:])
     if len(wrong):
         first = int(wrong[0])
         raise LogprobsDiffer(
