@@ -6,3 +6,13 @@ from typing import Any
 def letters(prompt: Any, response: str, trajectory: Any) -> float:
     """Return a number from 1 to 2 that changes with every letter of the response."""
     return 1.0 + sum(map(ord, response)) % 97 / 97
+
+
+def same_question(turn: Any) -> str:
+    """Return the last message of a turn as the question about it: the quickstart's policy reads no other."""
+    return turn.messages[-1]["content"]
+
+
+def from_letters(text: str) -> float:
+    """Return a score that every answer has."""
+    return 1.0 if sum(map(ord, text)) % 2 else -1.0
