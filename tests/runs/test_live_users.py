@@ -166,15 +166,18 @@ def test_a_judge_with_engines_of_its_own_votes_and_teaches_although_its_engine_d
     launch: Launch, inputs: Path, tmp_path: Path
 ):
     key, port = add_key(tmp_path / "run.keys.json", "ann"), held_port()
-    functions = {"prompt": "tests.runs.rewards.same_question", "parser": "tests.runs.rewards.from_letters"}
+    score, hint = (
+        {"prompt": "tests.runs.rewards.same_question", "parser": f"tests.runs.rewards.{parser}"}
+        for parser in ("from_letters", "always_a_hint")
+    )
     judge = {
         "type": "model",
         "endpoint": {"type": "engines", "path": str(inputs / "policy"), "dtype": "float32"},
         "max_new_tokens": LONGEST_ANSWER,
         "votes": 1,
         "ask_again_s": 1,
-        "score": functions,
-        "hint": {"question": functions, "teacher": {"type": "judge"}},
+        "score": score,
+        "hint": {"question": hint, "teacher": {"type": "judge"}},
     }
     run = launch(
         f"run.steps={STEPS}",
@@ -188,7 +191,7 @@ def test_a_judge_with_engines_of_its_own_votes_and_teaches_although_its_engine_d
     )
 
     def killed_once() -> None:
-        [server] = run.pids_of("judge-engine-0")
+        [server, *_] = run.pids_of("judge-engine-0")
         os.kill(server, signal.SIGKILL)
 
     asyncio.run(talk(run, f"http://127.0.0.1:{port}", key, after_a_step=killed_once))
@@ -201,3 +204,4 @@ def test_a_judge_with_engines_of_its_own_votes_and_teaches_although_its_engine_d
     assert audit.discrepancies == []
     assert (audit.steps, audit.turns["trained"]) == (STEPS, STEPS * BATCH)
     assert summary(run)["engine_restarts"] == 0, "the policy's engine goes on"
+    assert [step["advantage/teacher_fraction"] for step in records(run)] == [1.0] * STEPS
