@@ -10,7 +10,7 @@ from slipstream.backend.monitor.figure import FAINT, MARGIN, Chart, Colour, Figu
 COLOURS: Mapping[Way, Colour] = {"reward": (38, 84, 160), "hints": (200, 90, 0), "both": (20, 140, 110)}
 NAMES: Mapping[Way, str] = {"reward": "votes alone", "hints": "hints alone", "both": "both"}
 
-WIDTH, HEIGHT, SPLIT = 1500, 800, 1060
+WIDTH, HEIGHT, SPLIT = 1500, 820, 1060
 TOP, BOTTOM = 210, 690
 
 
@@ -22,7 +22,7 @@ def draw(outcomes: Sequence[Outcome], down: str) -> bytes:
     turns = max(outcome.trained for outcome in outcomes)
     curves = Chart(figure, 130, TOP, SPLIT - 60, BOTTOM, (0, turns), (0, 100))
     curves.y_axis("right answers, %")
-    curves.x_axis({x: f"{x:,}" for x in range(0, turns + 1, 512)}, "turns trained: answers to users")
+    curves.x_axis({x: f"{x:,}" for x in range(0, turns + 1, 256)}, "turns trained: answers to users")
     ends = Chart(figure, SPLIT + 60, TOP, WIDTH - 40, BOTTOM, (-0.5, len(WAYS) - 0.5), (0, 100))
     ends.y_axis("")
     ends.x_axis(dict(enumerate(WAYS)), "held-out problems, before and after")

@@ -167,12 +167,15 @@ WINDOW = 256
 def shares(marks: list[tuple[int, int]], right: list[bool]) -> list[tuple[int, float]]:
     """Return the share of right answers between two marks, at the turns trained in their middle.
 
-    ``marks``: turns trained, and answers so far. Marks between which there are too few answers are left out.
+    ``marks``: turns trained, and answers so far. Marks between which there are too few answers are left out,
+    but not the last one.
     """
     kept = marks[:1]
     for mark in marks[1:]:
         if mark[1] - kept[-1][1] >= WINDOW:
             kept.append(mark)
+    if len(kept) > 1:
+        kept[-1] = marks[-1]
     return [
         ((first[0] + last[0]) // 2, sum(right[first[1] : last[1]]) / (last[1] - first[1]))
         for first, last in pairwise(kept)

@@ -48,6 +48,6 @@ def test_the_judge_is_down_for_a_third_of_the_time():
 
 
 def test_a_curve_has_a_point_for_each_two_marks_with_enough_answers_between_them():
-    right = [False] * 300 + [True] * 300 + [True, False] * 150
-    marks = [(0, 0), (64, 200), (128, 300), (192, 600), (256, 900)]
-    assert shares(marks, right) == [(64, 0.0), (160, 1.0), (224, 0.5)]
+    right = [False] * 300 + [True] * 300 + [True, False] * 200
+    marks = [(0, 0), (64, 200), (128, 300), (192, 600), (256, 900), (320, 1000)]
+    assert shares(marks, right) == [(64, 0.0), (160, 1.0), (256, 0.5)]
