@@ -22,7 +22,9 @@ class HfTokenizer(Tokenizer, Protocol):
     """An HF tokenizer, with what runs need of it beyond workflows."""
 
     eos_token_id: int
+    chat_template: str | None
 
+    def get_vocab(self) -> dict[str, int]: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
     def __len__(self) -> int: ...
 

@@ -10,6 +10,7 @@ from slipstream.backend.cluster.handles import CollectorHandle, EngineServerActo
 from slipstream.backend.cluster.placement import Node, Placement
 from slipstream.backend.cluster.trainer_actor import TrainerActor
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.judge import OwnEngines
 from slipstream.rollout import gpu_environment
 from slipstream.rollout.engine.actor import EngineActor
 from slipstream.rollout.engine.process import LIVE_SERVER_ARGS, ReplicaSpec
@@ -72,13 +73,17 @@ class EngineActors:
         self._placement = placement
         self._logs = logs
 
+    @staticmethod
+    def name(number: int) -> str:
+        return f"engine-{number}"
+
     def create(self, number: int, trainer_gpus: Sequence[Sequence[str]]) -> EngineServerActor:
         """Return the handle of a new actor for engine ``number``.
 
         ``trainer_gpus``: ids of each trainer rank's GPUs. A colocated engine has those and asks Ray for none.
         """
         config, placement = self._config, self._placement
-        engine, name = config.rollout.engine, f"engine-{number}"
+        engine = config.rollout.engine
         sharing = placement.shared[number] if placement.shared else ()
         shared_gpus = [gpu for rank in sharing for gpu in trainer_gpus[rank]]
         gpus = engine.tensor_parallel if placement.device == "cuda" and not shared_gpus else 0
@@ -86,7 +91,7 @@ class EngineActors:
             ray.remote(EngineActor)
             .options(**on_node(placement.engines[number], gpus), max_concurrency=CALLS_AT_ONCE)
             .remote(
-                name=name,
+                name=self.name(number),
                 run=config.run.name,
                 umask=config.run.umask,
                 model_path=str(config.model.path.resolve()),
@@ -103,6 +108,48 @@ class EngineActors:
                     gpu_environment.environment(config, "engines") if placement.device == "cuda" else {}
                 ),
                 replica=replica_of(config),
+            )
+        )
+        return cast(EngineServerActor, actor)
+
+
+class JudgeEngineActors:
+    """Makes the actor of any engine of the judge's own, as often as it is needed."""
+
+    def __init__(self, config: RunConfig, engines: OwnEngines, placement: Placement, logs: Path) -> None:
+        self._config = config
+        self._engines = engines
+        self._placement = placement
+        self._logs = logs
+
+    @staticmethod
+    def name(number: int) -> str:
+        return f"judge-engine-{number}"
+
+    def create(self, number: int) -> EngineServerActor:
+        """Return the handle of a new actor for engine ``number``."""
+        config, engines, placement = self._config, self._engines, self._placement
+        on_gpus = placement.device == "cuda"
+        actor = (
+            ray.remote(EngineActor)
+            .options(
+                **on_node(placement.judge[number], engines.tensor_parallel if on_gpus else 0),
+                max_concurrency=CALLS_AT_ONCE,
+            )
+            .remote(
+                name=self.name(number),
+                run=config.run.name,
+                umask=config.run.umask,
+                model_path=str(engines.path.resolve()),
+                dtype=engines.dtype,
+                device=placement.device,
+                tensor_parallel=engines.tensor_parallel,
+                seed=config.run.seed + number,
+                args=engines.args,
+                log_folder=str(self._logs),
+                loopback=config.cluster.type == "local",
+                start_timeout_s=engines.start_timeout_s,
+                environment=gpu_environment.environment(config, "engines") if on_gpus else {},
             )
         )
         return cast(EngineServerActor, actor)

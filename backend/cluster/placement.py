@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.judge import own_engines
 
 
 class PlacementError(ValueError):
@@ -31,13 +32,16 @@ class Placement:
     shared: tuple[tuple[int, ...], ...] = ()
     """Trainer ranks whose GPUs each engine shares, by engine (``rollout.engine.colocated``)."""
     collectors: tuple[Node, ...] = ()
+    judge: tuple[Node, ...] = ()
+    """Nodes of the judge's own engines."""
 
 
 def place(nodes: Sequence[Node], config: RunConfig) -> Placement:
     """Place trainer ranks on the first nodes and engines on the nodes after them; a single node is shared.
 
     A rank takes one GPU, an engine as many as its tensor-parallel size, on one node. Colocated engines share
-    the GPUs of consecutive trainer ranks. CPUs are not counted. Raises PlacementError.
+    the GPUs of consecutive trainer ranks. The judge's own engines take GPUs that are left. CPUs are not
+    counted. Raises PlacementError.
     """
     nodes = sorted(nodes, key=_by_address)
     device = _device(nodes, config)
@@ -60,7 +64,8 @@ def place(nodes: Sequence[Node], config: RunConfig) -> Placement:
         on_nodes = tuple(engine_nodes[engine % len(engine_nodes)] for engine in range(engines))
     else:
         on_nodes = _take(engine_nodes, free, engines, size, "engines (rollout.engine)")
-    return Placement(trainer, on_nodes, device, collectors=_collectors(nodes, config))
+    judge = _judge(engine_nodes, free, config, device)
+    return Placement(trainer, on_nodes, device, collectors=_collectors(nodes, config), judge=judge)
 
 
 def place_engines(nodes: Sequence[Node], config: RunConfig) -> Placement:
@@ -82,8 +87,19 @@ def _collectors(nodes: Sequence[Node], config: RunConfig) -> tuple[Node, ...]:
     return tuple(nodes[number % len(nodes)] for number in range(count))
 
 
+def _judge(nodes: Sequence[Node], free: dict[str, int], config: RunConfig, device: str) -> tuple[Node, ...]:
+    """Place the judge's own engines on what trainer and engines leave ``free``."""
+    judge = own_engines(config.judge)
+    if judge is None:
+        return ()
+    if device == "cpu":
+        return tuple(nodes[engine % len(nodes)] for engine in range(judge.count))
+    return _take(nodes, free, judge.count, judge.tensor_parallel, "engines of the judge (judge.endpoint)")
+
+
 def _colocated(nodes: Sequence[Node], config: RunConfig, device: str) -> Placement:
-    trainer = _ranks(nodes, {node.id: node.gpus for node in nodes}, config, device)
+    free = {node.id: node.gpus for node in nodes}
+    trainer = _ranks(nodes, free, config, device)
     count, size = config.rollout.engine.count, config.rollout.engine.tensor_parallel
     if device == "cpu":
         shared: list[tuple[int, ...]] = []
@@ -107,7 +123,8 @@ def _colocated(nodes: Sequence[Node], config: RunConfig, device: str) -> Placeme
             f"weights.transport.type is tensor, but not all engines are on {trainer[0].address}, the node of "
             "the trainer's first rank, whose memory they would share: use disk or delta"
         )
-    return Placement(trainer, tuple(engines), device, tuple(shared), _collectors(nodes, config))
+    judge = _judge(nodes, free, config, device)
+    return Placement(trainer, tuple(engines), device, tuple(shared), _collectors(nodes, config), judge)
 
 
 def place_trainer(nodes: Sequence[Node], config: RunConfig) -> Placement:

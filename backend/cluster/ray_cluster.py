@@ -17,6 +17,7 @@ from slipstream.backend.cluster.object_store import (
 )
 from slipstream.backend.cluster.placement import Node
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.judge import own_engines
 from slipstream.rollout.temporary import OwnedFolder
 
 TEMPORARY = Path("/tmp")
@@ -63,13 +64,16 @@ def driver_address(config: RunConfig) -> str:
 
 
 def _start_local(config: RunConfig, folder: Path, batch_bytes: int, note: Callable[[str], None]) -> None:
+    judge = own_engines(config.judge)
     store = object_store(batch_bytes, shared_memory=free_shared_memory(), memory=free_memory())
     if store.note:
         note(store.note)
     ray.init(
         address="local",
         # Logical CPUs: on a small machine trainer and engines share the cores.
-        num_cpus=config.actor.parallel.world_size + config.rollout.engine.count,
+        num_cpus=config.actor.parallel.world_size
+        + config.rollout.engine.count
+        + (judge.count if judge else 0),
         object_store_memory=store.size,
         include_dashboard=False,
         log_to_driver=False,

@@ -9,7 +9,7 @@ from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.memory.activations import Kernels
 from slipstream.backend.memory.engine import EngineMemory, engine_memory
 from slipstream.backend.memory.trainer import RUNTIME, StageMemory, trainer_memory
-from slipstream.backend.memory.verdict import GIB, misfits
+from slipstream.backend.memory.verdict import GIB, judge_misfits, misfits
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.model.layout import UnevenSplit
@@ -72,13 +72,14 @@ def check(config: RunConfig, *, weights: bool = True, supervised: bool = False) 
     with everything that is wrong. A model that ``prepare`` has yet to make is not checked. weights: compare
     the tensors in the checkpoints too.
     """
-    from slipstream.backend.driver.inputs import checkpoint_problems, plugin_problems
+    from slipstream.backend.driver.inputs import checkpoint_problems, judge_model_problems, plugin_problems
 
-    problems = [*plugin_problems(config), *hook_problems(config)]
+    problems = [*plugin_problems(config), *hook_problems(config), *judge_model_problems(config)]
     if (config.model.path / "config.json").exists():
         try:
             plan = planned(config, supervised=supervised)
             problems += misfits(config, plan.stages, plan.engine, plan.gpu_memory)
+            problems += judge_misfits(config, plan.gpu_memory)
         except WrongInput as error:
             problems.append(str(error))
         if weights:

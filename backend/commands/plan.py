@@ -15,13 +15,14 @@ from rich.console import Console
 from slipstream.backend.commands.check import Planned
 from slipstream.backend.memory.engine import EngineMemory
 from slipstream.backend.memory.trainer import StageMemory, tokens_of
-from slipstream.backend.memory.verdict import GIB
+from slipstream.backend.memory.verdict import GIB, judge_weights
 from slipstream.backend.monitor.tables import rows_table
 from slipstream.backend.simulate.advice import SplitAdvice
 from slipstream.backend.simulate.compare import SimulatedRun
 from slipstream.bridge.hf.index import ITEMSIZE
 from slipstream.bridge.shards.plan import SENDER
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.judge import own_engines
 from slipstream.rollout import gpu_environment
 
 SHOWN = 20
@@ -65,6 +66,17 @@ class SharedVariable(TypedDict):
     reason: str
 
 
+class JudgeEngines(TypedDict):
+    """The judge's own engines."""
+
+    model: str
+    engines: int
+    ranks: int
+    """Of each engine. Each takes a GPU of its own."""
+    weights: int
+    """Bytes on each rank, as the files of the model have them."""
+
+
 class PlanDocument(TypedDict):
     """A layout, the memory of its ranks and its export plan. Ranks are global ranks of the trainer."""
 
@@ -82,6 +94,8 @@ class PlanDocument(TypedDict):
     """Bytes on a rank of each pipeline stage."""
     engine_memory: dict[str, int | None] | None
     """Bytes on a rank of an engine; None: supervised training has none."""
+    judge: JudgeEngines | None
+    """None: the judge has no engines of its own."""
     splits: list[SimulatedSplit] | None
     """None: not simulated."""
     environment: list[SharedVariable]
@@ -124,8 +138,21 @@ def describe(planned: Planned, advice: SplitAdvice | None) -> PlanDocument:
         "gpu_memory": planned.gpu_memory,
         "trainer_memory": [asdict(stage) | {"peak": stage.peak} for stage in planned.stages],
         "engine_memory": None if planned.engine is None else asdict(planned.engine),
+        "judge": _judge(planned.config),
         "splits": None if advice is None else _splits(advice),
         "environment": _environment(planned),
+    }
+
+
+def _judge(config: RunConfig) -> JudgeEngines | None:
+    engines = own_engines(config.judge)
+    if engines is None:
+        return None
+    return {
+        "model": str(engines.path),
+        "engines": engines.count,
+        "ranks": engines.tensor_parallel,
+        "weights": judge_weights(engines),
     }
 
 
@@ -168,6 +195,7 @@ def print_plan(planned: Planned, advice: SplitAdvice | None, console: Console, *
     document = describe(planned, advice)
     _print_layout(planned, document, console)
     _print_memory(planned, console)
+    _print_judge(document, console)
     if advice is not None:
         _print_split(advice, console)
     _print_environment(document, console)
@@ -219,6 +247,16 @@ def _print_memory(planned: Planned, console: Console) -> None:
     )
     if planned.engine is not None:
         _print_cache(planned.config, planned.engine, gpu, console)
+
+
+def _print_judge(document: PlanDocument, console: Console) -> None:
+    if (judge := document["judge"]) is not None:
+        ranks, gpus = judge["ranks"], judge["engines"] * judge["ranks"]
+        _line(
+            console,
+            f"judge: {judge['engines']} engines of its own, tensor {ranks}, on {gpus} GPUs of their own, "
+            f"{_gib(judge['weights'])} GiB of weights on each: {judge['model']}",
+        )
 
 
 Sizes = dict[str, int | None]

@@ -12,8 +12,9 @@ from pathlib import Path
 import slipstream.slurm
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.driver.job_end import SHORTEST_S
-from slipstream.configs.rules.models import MODELS, model_folder
+from slipstream.configs.rules.models import JUDGE, MODELS, model_folder
 from slipstream.configs.schema import ContainerConfig, RunConfig
+from slipstream.configs.schema.judge import OwnEngines, own_engines
 
 SBATCH_TIMEOUT_S = 120.0
 """Longest time for sbatch to accept or to refuse a job."""
@@ -66,7 +67,7 @@ def _named_folders(config: RunConfig) -> list[Path]:
     folders = [root if root.is_dir() else root.parent]
     folders += [config.data.path.parent] if config.data else []
     folders += [config.eval.path.parent] if config.eval else []
-    folders += [folder for name in MODELS if (folder := model_folder(config, name)) is not None]
+    folders += [folder for name in (*MODELS, JUDGE) if (folder := model_folder(config, name)) is not None]
     absolute = [folder for folder in folders if folder.is_absolute() and folder.is_dir()]
     return [folder for folder in absolute if folder != Path("/")]
 
@@ -88,8 +89,14 @@ def nodes_needed(config: RunConfig, verb: str, gpus_per_node: int) -> int:
             f"rollout.engine.tensor_parallel: an engine of {engine.tensor_parallel} GPUs does not fit on a "
             f"node of {gpus_per_node} (--gpus-per-node)"
         )
+    judge = own_engines(config.judge)
+    if judge is not None and judge.tensor_parallel > gpus_per_node:
+        raise WrongInput(
+            f"judge.endpoint.tensor_parallel: an engine of {judge.tensor_parallel} GPUs does not fit on a "
+            f"node of {gpus_per_node} (--gpus-per-node)"
+        )
     if engine.colocated:
-        return trainer
+        return trainer + _further_nodes(judge, [trainer * gpus_per_node - ranks], gpus_per_node)
     if cluster.trainer_nodes is not None and cluster.trainer_nodes < trainer:
         raise WrongInput(
             f"cluster.trainer_nodes: {cluster.trainer_nodes} nodes of {gpus_per_node} GPUs (--gpus-per-node) "
@@ -100,8 +107,19 @@ def nodes_needed(config: RunConfig, verb: str, gpus_per_node: int) -> int:
             f"cluster.trainer_nodes: null means 1, but {ranks} trainer ranks (actor.parallel) need {trainer} "
             f"nodes of {gpus_per_node} GPUs: set it to {trainer}"
         )
-    engines = -(-engine.count // (gpus_per_node // engine.tensor_parallel))
-    return (cluster.trainer_nodes or 1) + engines
+    on_node = gpus_per_node // engine.tensor_parallel
+    counts = [min(on_node, engine.count - first) for first in range(0, engine.count, on_node)]
+    left = [gpus_per_node - count * engine.tensor_parallel for count in counts]
+    return (cluster.trainer_nodes or 1) + len(counts) + _further_nodes(judge, left, gpus_per_node)
+
+
+def _further_nodes(judge: OwnEngines | None, left: list[int], gpus_per_node: int) -> int:
+    """Return the number of nodes that the judge's own engines need beyond the GPUs ``left`` on others."""
+    if judge is None:
+        return 0
+    size = judge.tensor_parallel
+    without = max(0, judge.count - sum(gpus // size for gpus in left))
+    return -(-without // (gpus_per_node // size))
 
 
 def seconds(time: str) -> float | None:

@@ -5,6 +5,7 @@ listener ──► gate ──► roster ──► trainer, devices ──► we
                                    └───────────────────────────────────────────────────────────┘
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,12 +17,13 @@ from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.driver.checkpointing import TrainerCheckpoints
 from slipstream.backend.driver.collectors import Collectors
 from slipstream.backend.driver.devices import Colocated, Devices, Separate
-from slipstream.backend.driver.engines import EngineLimits, RayEngine
+from slipstream.backend.driver.engines import EngineLimits, policy_engines
 from slipstream.backend.driver.evaluation import Evaluation
 from slipstream.backend.driver.gateways import Gateways, gateway_command
 from slipstream.backend.driver.hooked_batches import HookedBatches, hooked_batches
 from slipstream.backend.driver.inputs import Inputs
 from slipstream.backend.driver.interrupted import InterruptedUpdates
+from slipstream.backend.driver.judge_engines import judge_supervisor
 from slipstream.backend.driver.live import LiveUsers
 from slipstream.backend.driver.ports import RunListener
 from slipstream.backend.driver.resume import RunState
@@ -33,7 +35,7 @@ from slipstream.backend.driver.verification import Verifier, probe_text
 from slipstream.backend.monitor.status import RunStatus
 from slipstream.bridge.publish.endpoint import PAUSE
 from slipstream.configs.schema import LiveConfig, RunConfig
-from slipstream.configs.schema.judge import asks_policy
+from slipstream.configs.schema.judge import asks_policy, own_engines
 from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.collect.leases import Leases
 from slipstream.rollout.collect.questions import EvaluationTasks
@@ -80,6 +82,8 @@ class Parts:
     """Turns of live users; None without a gateway."""
     live: LiveUsers | None
     """None without a gateway."""
+    judge: Supervisor | None
+    """Keeps the judge's own engines serving; None: it has none."""
     hooks: HookedBatches | None
     """Hooks that see whole batches; None where the recipe names none."""
     drawing: Drawing | None
@@ -152,7 +156,7 @@ def assemble(
     actors = EngineActors(config, placement, logs)
     limits = EngineLimits.of(config, inputs.spec.geometry)
     supervisor = Supervisor(
-        [RayEngine(number, actors, limits, trainer, devices) for number in range(rollout.engine.count)],
+        policy_engines(config, actors, limits, trainer, devices),
         roster,
         weights,
         restarts=rollout.engine.restarts,
@@ -226,6 +230,7 @@ def assemble(
         ),
         turns=turns,
         live=None if turns is None else live_users(config, limits, turns, key, roster, logs, listener),
+        judge=judge_supervisor(config, placement, logs, roster.judge_serves, listener.note),
         hooks=hooks,
         drawing=_drawing(config, state, gate, logs),
     )
@@ -266,7 +271,6 @@ def live_users(
     gateway, live, run = config.gateway, config.live, config.run.folder
     commands = [gateway_command(config, number, limits.max_length) for number in range(gateway.processes)]
     judging = None
-    asks = asks_policy(config.judge)
     if live is not None and live.train:
         judges = partial(
             JudgePool,
@@ -276,7 +280,7 @@ def live_users(
             "live",
             of_turns=True,
             model=named_model(config),
-            engines=lambda: encoded(each.address for each in roster.clients) if asks else b"",
+            engines=_askable(config, roster),
         )
         judging = LiveJudging(config.judge, live.judging, turns.verdicts, judges, listener)
     return LiveUsers(
@@ -286,6 +290,14 @@ def live_users(
         run,
         key,
     )
+
+
+def _askable(config: RunConfig, roster: EngineRoster) -> Callable[[], bytes]:
+    """Return what says which engines the judge of live turns may ask now."""
+    asks = asks_policy(config.judge)
+    if not asks and own_engines(config.judge) is None:
+        return bytes
+    return lambda: encoded((each.address for each in roster.clients) if asks else (), roster.judge)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The engines of a run as the supervisor sees them: one handle each, with a Ray actor behind it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,23 +65,29 @@ class NoTrainer:
     gpus: Sequence[Sequence[str]] = ()
 
 
+class InitialWeights:
+    """Every engine that has started holds the version that is served: the initial one."""
+
+    async def bring_up_to_date(self, engine: EngineAddress, admit: Callable[[], None]) -> str | None:
+        """Admit the engine."""
+        admit()
+        return None
+
+
 class RayEngine:
     """An ``EngineHandle`` whose server is owned by a Ray actor. A lost actor is replaced."""
 
     def __init__(
         self,
-        number: int,
-        actors: EngineActors,
+        name: str,
+        create: Callable[[], EngineServerActor],
         limits: EngineLimits,
-        trainer: TrainerGpus,
         devices: Devices,
     ) -> None:
-        """``trainer``: its GPUs are also a colocated engine's. ``devices`` say when a server may start."""
-        self.name = f"engine-{number}"
-        self._number = number
-        self._actors = actors
+        """``create``: makes an actor for the engine. ``devices`` say when a server may start."""
+        self.name = name
+        self._create = create
         self._limits = limits
-        self._trainer = trainer
         self._devices = devices
         self._actor: EngineServerActor | None = None
 
@@ -123,9 +129,18 @@ class RayEngine:
         finally:
             kill(self._actor)
 
-    def _create(self) -> EngineServerActor:
-        return self._actors.create(self._number, self._trainer.gpus)
-
     async def _start(self, actor: EngineServerActor) -> ServerAccess:
         started = actor.start.remote(INITIAL_VERSION)
         return await within(self._limits.start_timeout_s, f"starting {self.name}", started)
+
+
+def policy_engines(
+    config: RunConfig, actors: EngineActors, limits: EngineLimits, trainer: TrainerGpus, devices: Devices
+) -> list[RayEngine]:
+    """Return the handles of the policy's engines. ``trainer``: its GPUs are also a colocated engine's."""
+    return [
+        RayEngine(
+            actors.name(number), lambda number=number: actors.create(number, trainer.gpus), limits, devices
+        )
+        for number in range(config.rollout.engine.count)
+    ]

@@ -9,12 +9,14 @@ from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.hf.index import HfCheckpointError
 from slipstream.bridge.model.spec import ModelSpec, value_spec
 from slipstream.bridge.shards.check import check_tensors
-from slipstream.configs.rules.models import CRITIC, OTHER_MODELS, model_folder
+from slipstream.configs.rules.models import CRITIC, JUDGE, OTHER_MODELS, model_folder
 from slipstream.configs.schema import PluginConfig, RunConfig
+from slipstream.configs.schema.judge import own_engines
 from slipstream.rollout import plugins
 from slipstream.rollout.compat.slime.checking import hook_problems
 from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.endpoint.needed import endpoint_problems
+from slipstream.rollout.engine.model_limits import context_of, vocabulary_of
 from slipstream.rollout.judge.named_model import judge_of_turns, named_model
 from slipstream.rollout.prompts import PromptError, read_prompts
 from slipstream.rollout.reward.loading import TURNS, check_judge, load_judge, wants_model
@@ -66,8 +68,12 @@ def read_inputs(config: RunConfig) -> Inputs:
     workflow = plugin("rollout.workflow", rollout.workflow)
     reward = attempt("rollout.reward", lambda: _reward(config))
     group_filter = plugin("rollout.group_filter", rollout.group_filter)
-    problems += [*endpoint_problems(config), *hook_problems(config)]
-    problems += checkpoint_problems(config, OTHER_MODELS)
+    problems += [
+        *endpoint_problems(config),
+        *hook_problems(config),
+        *checkpoint_problems(config, OTHER_MODELS),
+        *judge_model_problems(config),
+    ]
     if problems or spec is None or tokenizer is None or prompts is None or held_out is None:
         raise InputError("\n".join(problems))
     return Inputs(
@@ -122,6 +128,35 @@ def checkpoint_problems(config: RunConfig, settings: Iterable[str]) -> list[str]
                 check_tensors(value_spec(spec) if name == CRITIC else spec)
             except (UnsupportedModel, HfCheckpointError, OSError) as error:
                 problems.append(f"{name}: {error}")
+    return problems
+
+
+def judge_model_problems(config: RunConfig) -> list[str]:
+    """Return what is wrong with the model of the judge's own engines, as far as it is not in the weights."""
+    engines = own_engines(config.judge)
+    if engines is None:
+        return []
+    try:
+        tokenizer, vocabulary = load_tokenizer(engines.path), vocabulary_of(engines.path)
+        context_of(engines.path)
+    except (OSError, ValueError) as error:
+        return [f"{JUDGE}: {error}"]
+    problems: list[str] = []
+    if not tokenizer.chat_template:
+        problems.append(f"{JUDGE}: the tokenizer has no chat template, which writes questions for the model")
+    if len(tokenizer) > vocabulary:
+        problems.append(
+            f"{JUDGE}: the tokenizer has {len(tokenizer)} tokens, the model {vocabulary} (vocab_size in "
+            "config.json)"
+        )
+    hint = config.judge.hint if config.judge.type == "model" else None
+    teaches = hint is not None and hint.teacher is not None and hint.teacher.type == "judge"
+    has_policy = (config.model.path / "config.json").exists()
+    if teaches and has_policy and load_tokenizer(config.model.path).get_vocab() != tokenizer.get_vocab():
+        problems.append(
+            f"{JUDGE}: its tokenizer is not that of model.path, whose tokens it is to score "
+            "(judge.hint.teacher)"
+        )
     return problems
 
 

@@ -113,6 +113,8 @@ async def _run(
             if parts.drawing is not None:
                 await asyncio.shield(parts.drawing.close())
             await asyncio.shield(parts.supervisor.stop())
+            if parts.judge is not None:
+                await asyncio.shield(parts.judge.stop())
             parts.trainer.kill()
             summary = recorder.summary(end, parts.status())
             try:
@@ -132,12 +134,15 @@ async def _course(
     the run was asked to end; a checkpoint has been taken by then, unless the trainer was being restarted.
     """
     weights, evaluation = parts.weights, parts.evaluation
-    serving, training = asyncio.Event(), asyncio.Event()
+    serving, judge_serving, training = asyncio.Event(), asyncio.Event(), asyncio.Event()
     await state.ledger.flushed()
     async with asyncio.TaskGroup() as tasks:
         serving_task = tasks.create_task(
             serving_loop(parts.supervisor, parts.roster, parts.controller, serving, training), name="serving"
         )
+        judge_task = None
+        if parts.judge is not None:
+            judge_task = tasks.create_task(parts.judge.run(judge_serving), name="the judge's engines")
         collectors_task = tasks.create_task(
             keep_collecting(parts.server, parts.collectors, driver_address(config)), name="collectors"
         )
@@ -154,6 +159,8 @@ async def _course(
                 await parts.trainer.restore(state.checkpoint.path)
         revival_task = tasks.create_task(parts.revival.run(), name="revival")
         await serving.wait()
+        if judge_task is not None:
+            await judge_serving.wait()
         if config.gateway is not None:
             progress.note(announcement(config, os.environ))
         if parts.collectors.count:
@@ -180,6 +187,8 @@ async def _course(
         if live_task is not None:
             live_task.cancel()
         serving_task.cancel()
+        if judge_task is not None:
+            judge_task.cancel()
         collectors_task.cancel()
     if stop.asked:
         raise Stopped

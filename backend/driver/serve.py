@@ -9,7 +9,6 @@ Turns are recorded in the ledger, and neither judged nor trained. With ``live.tr
 import asyncio
 import os
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 
 from slipstream.backend.cluster.actors import EngineActors
@@ -17,7 +16,7 @@ from slipstream.backend.cluster.placement import place_engines
 from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
 from slipstream.backend.driver.assemble import ServedVersion, live_turns, live_users
 from slipstream.backend.driver.devices import Separate
-from slipstream.backend.driver.engines import EngineLimits, NoTrainer, RayEngine
+from slipstream.backend.driver.engines import EngineLimits, InitialWeights, NoTrainer, policy_engines
 from slipstream.backend.driver.gateways import announcement
 from slipstream.backend.driver.inputs import InputError, read_inputs
 from slipstream.backend.driver.job_end import stop_after_s
@@ -30,19 +29,9 @@ from slipstream.backend.driver.unlogged import Unlogged
 from slipstream.backend.monitor.progress import Progress
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collect.gate import AdmissionGate
-from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.engine.key import new_key
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.supervisor import Supervisor
-
-
-class InitialWeights:
-    """Every engine that has started holds the version that is served: the initial one."""
-
-    async def bring_up_to_date(self, engine: EngineAddress, admit: Callable[[], None]) -> str | None:
-        """Admit the engine."""
-        admit()
-        return None
 
 
 async def serve(
@@ -103,7 +92,7 @@ async def _course(
     """Start the engines and the gateways, and keep them until cancelled."""
     engines = config.rollout.engine
     supervisor = Supervisor(
-        [RayEngine(number, actors, limits, NoTrainer(), Separate()) for number in range(engines.count)],
+        policy_engines(config, actors, limits, NoTrainer(), Separate()),
         roster,
         InitialWeights(),
         restarts=engines.restarts,

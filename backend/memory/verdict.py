@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from slipstream.backend.memory.engine import EngineMemory
 from slipstream.backend.memory.trainer import StageMemory
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.judge import OwnEngines, own_engines
 
 GIB = 2**30
 
@@ -39,3 +40,21 @@ def misfits(
             "more ranks, up to the GPUs of one node: an engine cannot span nodes"
         )
     return problems
+
+
+def judge_misfits(config: RunConfig, gpu_memory: int | None) -> list[str]:
+    """Return a line if the weights of the judge's own engines alone are too large for a GPU."""
+    engines = own_engines(config.judge)
+    if engines is None or gpu_memory is None or (weights := judge_weights(engines)) < gpu_memory:
+        return []
+    return [
+        f"judge.endpoint.tensor_parallel: the weights take {weights / GIB:.1f} GiB on each of the "
+        f"{engines.tensor_parallel} ranks of an engine, and a GPU has {gpu_memory / GIB:g} GiB "
+        "(cluster.gpu_memory_gib); use more ranks, up to the GPUs of one node"
+    ]
+
+
+def judge_weights(engines: OwnEngines) -> int:
+    """Return the bytes of weights on each rank of the judge's own engines, as their files have them."""
+    size = sum(file.stat().st_size for file in engines.path.glob("*.safetensors"))
+    return size // engines.tensor_parallel

@@ -10,8 +10,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from slipstream.backend.quickstart import task
+
+if TYPE_CHECKING:
+    from slipstream.backend.quickstart.warm_start import Demonstrate
 
 TRAIN_PROBLEMS = 4096
 HELD_OUT_PROBLEMS = 300
@@ -66,14 +70,24 @@ def write_problems(path: Path, problems: Sequence[task.Problem]) -> None:
     path.write_text("".join(f"{line}\n" for line in lines))
 
 
-def write_policy(path: Path, seed: int, *, steps: int, say: Callable[[str], None]) -> None:
-    """Write policy and tokenizer to `path` after a warm start of `steps`; `say` receives its accuracy."""
+def write_policy(
+    path: Path,
+    seed: int,
+    *,
+    steps: int,
+    say: Callable[[str], None],
+    demonstrate: "Demonstrate | None" = None,
+) -> None:
+    """Write policy and tokenizer to `path` after a warm start of `steps`; `say` receives its accuracy.
+
+    `demonstrate` makes what the warm start shows; None: responses with the bad habit.
+    """
     # Imported here: torch takes seconds to load, which a preparation with nothing to do must not take.
     from transformers import Qwen3ForCausalLM
 
     from slipstream.backend.quickstart import policy as policies
     from slipstream.backend.quickstart.tokenizer import build_tokenizer
-    from slipstream.backend.quickstart.warm_start import warm_start
+    from slipstream.backend.quickstart.warm_start import noisily, warm_start
 
     started = time.monotonic()
     tokenizer = build_tokenizer()
@@ -82,7 +96,7 @@ def write_policy(path: Path, seed: int, *, steps: int, say: Callable[[str], None
     say(f"  {policy.num_parameters():,} parameters, Qwen3")
     policy.save_pretrained(untrained)
     tokenizer.save_pretrained(untrained)
-    warm_start(untrained, path, seed=seed, steps=steps)
+    warm_start(untrained, path, seed=seed, steps=steps, demonstrate=demonstrate or noisily)
     held_out = task.held_out_set(seed, HELD_OUT_PROBLEMS)
     trained = Qwen3ForCausalLM.from_pretrained(path)
     accuracy = policies.greedy_accuracy(trained, tokenizer, held_out)

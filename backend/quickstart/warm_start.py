@@ -6,6 +6,7 @@ It runs once, before the job. RL then begins with a policy that has the right fo
 
 import os
 import random
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from slipstream.backend.quickstart.tokenizer import build_tokenizer, demonstrati
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.supervised import SupervisedConfig
 from slipstream.configs.supervised import run_of
+
+Demonstrate = Callable[[str, random.Random], tuple[str, str]]
+"""Makes the prompt and the response of a demonstration from the prompt of a problem."""
 
 BATCH = 64
 RANKS = 2
@@ -36,9 +40,17 @@ MICROBATCH_TOKENS = 1024
 TIMEOUT_S = 900
 
 
-def warm_start(start: Path, out: Path, *, seed: int, steps: int) -> None:
-    """Train the checkpoint at `start`, write it to `out`, which must not exist, and print progress."""
-    run_ranks(RANKS, _train, start, out, seed, steps, timeout_s=TIMEOUT_S)
+def noisily(prompt: str, rng: random.Random) -> tuple[str, str]:
+    """Return the prompt of a problem, and a response with the bad habit."""
+    return prompt, task.noisy_demonstration(prompt, rng)
+
+
+def warm_start(start: Path, out: Path, *, seed: int, steps: int, demonstrate: Demonstrate = noisily) -> None:
+    """Train the checkpoint at `start`, write it to `out`, which must not exist, and print progress.
+
+    `demonstrate` must be defined in a module: the processes that train import it.
+    """
+    run_ranks(RANKS, _train, start, out, seed, steps, demonstrate, timeout_s=TIMEOUT_S)
 
 
 def recipe(start: Path, seed: int, steps: int) -> RunConfig:
@@ -70,7 +82,7 @@ def recipe(start: Path, seed: int, steps: int) -> RunConfig:
     )
 
 
-def _train(rank: RankSpec, start: Path, out: Path, seed: int, steps: int) -> None:
+def _train(rank: RankSpec, start: Path, out: Path, seed: int, steps: int, demonstrate: Demonstrate) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so small a model is faster without
     from slipstream.backend.trainer.rank import TrainerRank
 
@@ -78,7 +90,8 @@ def _train(rank: RankSpec, start: Path, out: Path, seed: int, steps: int) -> Non
     trainer = TrainerRank(recipe(start, seed, steps), rank)
     rng = random.Random(f"warm-start-{seed}")  # the same on every rank
     for step in range(steps):
-        examples = [encoded(tokenizer, *pair) for pair in demonstrations(rng, progress=step / steps)]
+        pairs = demonstrations(rng, step / steps, demonstrate)
+        examples = [encoded(tokenizer, *pair) for pair in pairs]
         metrics = trainer.train(demonstrated(examples, step))
         if metrics is not None and (step % 100 == 0 or step == steps - 1):
             loss = metrics["train/loss"]
@@ -86,17 +99,17 @@ def _train(rank: RankSpec, start: Path, out: Path, seed: int, steps: int) -> Non
     trainer.export_hf(out)
 
 
-def demonstrations(rng: random.Random, progress: float) -> list[tuple[str, str]]:
-    """Draw a batch of prompts and noisy responses, which get longer as `progress` goes from 0 to 1."""
+def demonstrations(
+    rng: random.Random, progress: float, demonstrate: Demonstrate = noisily
+) -> list[tuple[str, str]]:
+    """Draw a batch of prompts and responses, which get longer as `progress` goes from 0 to 1."""
     grown = min(1.0, progress / CURRICULUM_UNTIL)
     problems = task.train_problems(
         rng,
         mean_extra=1.0 + (task.MEAN_EXTRA_OPERANDS - 1.0) * grown,
         max_operands=round(3 + (task.MAX_OPERANDS - 3) * grown),
     )
-    return [
-        (problem.prompt, task.noisy_demonstration(problem.prompt, rng)) for problem in islice(problems, BATCH)
-    ]
+    return [demonstrate(problem.prompt, rng) for problem in islice(problems, BATCH)]
 
 
 def encoded(tokenizer: PreTrainedTokenizerFast, prompt: str, response: str) -> tuple[list[int], list[int]]:

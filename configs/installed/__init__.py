@@ -1,19 +1,21 @@
 """Settings that go through to Megatron-Core and SGLang, checked against the installed versions.
 
-``actor.megatron`` and ``rollout.engine.args`` hold fields of other projects' classes. The fields are read
-from the installed source (``source``). Fields that Slipstream sets itself are refused (``owned``).
+``actor.megatron``, ``rollout.engine.args`` and ``judge.endpoint.args`` hold fields of other projects'
+classes. The fields are read from the installed source (``source``). Fields that Slipstream sets itself are
+refused (``owned``).
 """
 
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from slipstream.configs.installed.owned import MEGATRON_OWNED, SGLANG_OWNED
+from slipstream.configs.installed.owned import JUDGE_OWNED, MEGATRON_OWNED, SGLANG_OWNED
 from slipstream.configs.installed.source import Fields, read_megatron, read_sglang
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.judge import own_engines
 from slipstream.configs.violations import Violation, join, nearest
 
 
@@ -49,12 +51,18 @@ SGLANG = Library(
     owned=SGLANG_OWNED,
     read=read_sglang,
 )
+JUDGES_SGLANG = replace(SGLANG, section="judge.endpoint.args", owned=JUDGE_OWNED)
 LIBRARIES = (MEGATRON, SGLANG)
 
 
 def check_passthrough(config: RunConfig) -> Iterator[Violation]:
-    """Check ``actor.megatron`` and ``rollout.engine.args``."""
-    for library, given in ((MEGATRON, config.actor.megatron), (SGLANG, config.rollout.engine.args)):
+    """Check ``actor.megatron``, ``rollout.engine.args`` and ``judge.endpoint.args``."""
+    judge = own_engines(config.judge)
+    for library, given in (
+        (MEGATRON, config.actor.megatron),
+        (SGLANG, config.rollout.engine.args),
+        (JUDGES_SGLANG, judge.args if judge is not None else {}),
+    ):
         if given:
             yield from _check(library, given)
 

@@ -97,3 +97,17 @@ SGLANG_OWNED: Mapping[str, str] = {
     "weight_version": "Slipstream sets this field whenever it publishes a policy version",
     "skip_server_warmup": "Slipstream sets this field, and waits until the engine is healthy instead",
 }
+
+JUDGE_OWNED: Mapping[str, str] = {
+    **SGLANG_OWNED,
+    **_all("model_path model tokenizer_path", _use("judge.endpoint.path")),
+    "dtype": _use("judge.endpoint.dtype"),
+    **_all("tp_size tp tensor_parallel_size", _use("judge.endpoint.tensor_parallel")),
+    **_all("dp_size dp data_parallel_size", _use("judge.endpoint.count")),
+    **_all(
+        "pp_size pp pipeline_parallel_size",
+        "Slipstream splits an engine by tensor parallelism only; use judge.endpoint.tensor_parallel instead",
+    ),
+    **_all("preferred_sampling_params sampling_defaults", _use("judge.temperature")),
+    "weight_version": "the judge's weights have no versions: they never change",
+}

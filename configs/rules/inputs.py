@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from slipstream.configs.rules.models import (
+    JUDGE,
     MODELS,
     OTHER_MODELS,
     POLICY,
@@ -145,8 +146,8 @@ RULES = (
     Rule(reward_is_given, ("rollout.reward", "rollout.hooks", "data", "eval")),
     *(Rule(partial(prompts_have_a_known_format, path=path), (path,)) for path in PROMPTS),
     *(Rule(partial(prompts_exist, path=path), ("prepare", path)) for path in PROMPTS),
-    *(Rule(partial(model_exists, path=path), ("prepare", POLICY, path)) for path in MODELS),
-    *(Rule(partial(model_config_is_readable, path=path), (path,)) for path in MODELS),
+    *(Rule(partial(model_exists, path=path), ("prepare", POLICY, path)) for path in (*MODELS, JUDGE)),
+    *(Rule(partial(model_config_is_readable, path=path), (path,)) for path in (*MODELS, JUDGE)),
     *(Rule(partial(plugin_can_be_found, path=path), (path,)) for path in PLUGINS),
     *(Rule(partial(vocabulary_is_the_policys, path=path), (POLICY, path)) for path in OTHER_MODELS),
     *(Rule(partial(completion_fits_the_model, path=path), (POLICY, path)) for path in COMPLETION_LENGTHS),

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from slipstream.configs.rules.models import JUDGE, model_folder, model_number
 from slipstream.configs.rules.rule import Rule, setting
 from slipstream.configs.schema import CodeJudge, RunConfig
-from slipstream.configs.schema.judge import HintConfig, JudgeSection
+from slipstream.configs.schema.judge import HintConfig, JudgeSection, own_engines
 from slipstream.configs.violations import Violation
 
 REWARD = "slipstream.rollout.reward.ModelVotes"
@@ -121,6 +122,36 @@ def votes_end_before_the_judge(config: RunConfig) -> Iterator[Violation]:
             yield Violation("judge.request_timeout_s", judge.request_timeout_s, reason)
 
 
+def teachers_engines_are_there(config: RunConfig) -> Iterator[Violation]:
+    hint = _hint(config)
+    if hint is None or hint.teacher is None or hint.teacher.type != "judge":
+        return
+    if own_engines(config.judge) is None:
+        reason = (
+            "the judge has no engines of its own: expected 'policy' or 'url', or judge.endpoint.type: engines"
+        )
+        yield Violation("judge.hint.teacher.type", "judge", reason)
+        return
+    policys, judges = model_number(config, "vocab_size"), model_number(config, "vocab_size", JUDGE)
+    if policys and judges and policys != judges:
+        yield Violation(
+            JUDGE,
+            str(model_folder(config, JUDGE)),
+            f"its vocabulary has {judges} tokens; expected {policys}, the vocabulary of model.path, whose "
+            "tokens it is to score (judge.hint.teacher)",
+        )
+
+
+def judges_answers_fit_its_model(config: RunConfig) -> Iterator[Violation]:
+    """The length of the questions is unknown here, but each has at least one token."""
+    judge, context = config.judge, model_number(config, "max_position_embeddings", JUDGE)
+    if judge.type == "model" and context is not None and judge.max_new_tokens >= context:
+        reason = (
+            f"expected less than {context}, max_position_embeddings of {JUDGE}, to leave room for a question"
+        )
+        yield Violation("judge.max_new_tokens", judge.max_new_tokens, reason)
+
+
 def _hint(config: RunConfig) -> HintConfig | None:
     return None if config.judge.type == "code" else config.judge.hint
 
@@ -131,6 +162,8 @@ RULES = (
     Rule(votes_can_suffice, ("judge.type", "judge.votes", "judge.min_votes")),
     Rule(something_is_learned, ("judge.type", "judge.score", "judge.hint")),
     Rule(teacher_is_comparable, ("judge.type", "judge.hint", "rollout.sampling.temperature")),
+    Rule(teachers_engines_are_there, ("judge", "model.path")),
+    Rule(judges_answers_fit_its_model, ("judge.type", "judge.endpoint", "judge.max_new_tokens")),
     Rule(scores_of_the_teacher_are_used, ("judge.type", "judge.hint", "actor.advantage")),
     Rule(
         votes_end_before_the_judge,

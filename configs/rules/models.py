@@ -12,6 +12,9 @@ OTHER_MODELS = ("actor.kl.reference.path", "actor.advantage.scores.path", CRITIC
 """Settings that name the checkpoints of the models besides the policy. All of them have its layout."""
 MODELS = (POLICY, *OTHER_MODELS)
 
+JUDGE = "judge.endpoint.path"
+"""Setting that names the judge's model, which engines alone load: it may be of any family."""
+
 
 def model_folder(config: RunConfig, model: str) -> Path | None:
     """The checkpoint directory at the setting ``model``; None if the setting is not given."""

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.base import PathSetting, Section
 from slipstream.configs.schema.plugin import Plugin, PluginConfig
 
 
@@ -36,7 +36,32 @@ class PolicyItself(Section):
     type: Literal["policy"] = "policy"
 
 
-Endpoint = Annotated[UrlEndpoint | PolicyItself, Field(discriminator="type")]
+class OwnEngines(Section):
+    """SGLang engines of the judge's own, on devices of their own. The run starts them, watches them and ends
+    them. Their weights never change."""
+
+    type: Literal["engines"] = "engines"
+    path: PathSetting = Field(description="Hugging Face checkpoint directory of the judge's model.")
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        default="bfloat16", description="Type of the weights in the engines."
+    )
+    count: int = Field(default=1, ge=1, description="Number of engines, each of which is a server.")
+    tensor_parallel: int = Field(default=1, ge=1, description="Number of tensor-parallel ranks per engine.")
+    start_timeout_s: float = Field(
+        default=600, gt=0, description="Seconds that an engine may take to start and become healthy."
+    )
+    answer_timeout_s: float = Field(
+        default=20,
+        gt=0,
+        description="Seconds within which an engine must say that it is well. It is asked every few seconds. "
+        "One that does not say so is started again.",
+    )
+    args: dict[str, object] = Field(
+        default={}, description="Further fields of SGLang's ServerArgs, under their own names."
+    )
+
+
+Endpoint = Annotated[UrlEndpoint | PolicyItself | OwnEngines, Field(discriminator="type")]
 
 
 class ScoringTeacher(Section):
@@ -57,6 +82,12 @@ class PolicyTeacher(ScoringTeacher):
     type: Literal["policy"] = "policy"
 
 
+class JudgeTeacher(ScoringTeacher):
+    """The judge's own engines (`judge.endpoint.type: engines`), if their model has the policy's tokenizer."""
+
+    type: Literal["judge"] = "judge"
+
+
 class UrlTeacher(ScoringTeacher, KeyedServer):
     """An SGLang server whose model has the policy's tokenizer."""
 
@@ -70,7 +101,7 @@ class UrlTeacher(ScoringTeacher, KeyedServer):
     )
 
 
-Teacher = Annotated[PolicyTeacher | UrlTeacher, Field(discriminator="type")]
+Teacher = Annotated[PolicyTeacher | JudgeTeacher | UrlTeacher, Field(discriminator="type")]
 
 
 class LongestHint(Section):
@@ -237,3 +268,10 @@ def asks_policy(judge: Judge) -> bool:
         (hint.teacher is not None and hint.teacher.type == "policy") or hint.choose.type == "overlap"
     )
     return judge.endpoint.type == "policy" or by_hint
+
+
+def own_engines(judge: Judge) -> OwnEngines | None:
+    """Return the engines of the judge's own; None: it has none."""
+    if isinstance(judge, ModelJudge) and isinstance(judge.endpoint, OwnEngines):
+        return judge.endpoint
+    return None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import aiohttp
 
 from slipstream.configs.schema import RunConfig, SamplingConfig
-from slipstream.configs.schema.judge import asks_policy
+from slipstream.configs.schema.judge import asks_policy, own_engines
 from slipstream.rollout import plugins
 from slipstream.rollout.collector.episodes import Episodes, check
 from slipstream.rollout.collector.evaluation import Evaluations, UnrecordedGenerator
@@ -98,8 +98,8 @@ async def collect(
         serve_endpoint = load()  # before the tokenizer imports transformers
     most_requests = make_room(rollout.max_concurrent, each=DESCRIPTORS if serve_endpoint else 1)
     tokenizer = load_tokenizer(config.model.path)
-    engines = ServingAddresses()
     asks = asks_policy(config.judge)
+    engines = ServingAddresses(asks_policy=asks)
     async with JudgePool(
         rollout.judging,
         reward,
@@ -107,7 +107,7 @@ async def collect(
         spec.name,
         reward_key=rollout.reward_key,
         model=named_model(config),
-        engines=(lambda: engines.encoded) if asks else bytes,
+        engines=(lambda: engines.encoded) if asks or own_engines(config.judge) else bytes,
     ) as judges:
         surroundings = Surroundings(
             tokenizer,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.rollout.changes import Changes
-from slipstream.rollout.engine.client import EngineClient
+from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.engine.routing import PoolStatus, Routing, ServingEngine
 
 log = logging.getLogger(__name__)
@@ -98,6 +98,7 @@ class EngineRoster:
         self.outdated: asyncio.Queue[tuple[EngineClient, str]] = asyncio.Queue()
         """Engines that were withdrawn, each once, with the reason; the supervisor has them brought up to
         date."""
+        self._judge: tuple[EngineAddress, ...] = ()
         self.withdrawn: set[EngineClient] = set()
         """Engines that were withdrawn and do not serve again yet."""
 
@@ -137,6 +138,16 @@ class EngineRoster:
         if client in self._engines:
             self.remove(client)
             self.lost.put_nowait((client, reason))
+
+    @property
+    def judge(self) -> tuple[EngineAddress, ...]:
+        """The judge's own engines that serve."""
+        return self._judge
+
+    def judge_serves(self, addresses: tuple[EngineAddress, ...]) -> None:
+        """Let these engines of the judge's own, and no others, be asked."""
+        self._judge = addresses
+        self._new_record()
 
     def announce(self) -> None:
         """Tell the collectors of the policy version, which has moved."""
@@ -278,6 +289,7 @@ class EngineRoster:
             held=self._holds > 0 or (self._awaiting > 0 and not self._engines),
             limit=self.share_of(name),
             engines=(*engines[first:], *engines[:first]),
+            judge=self._judge if self._collectors[name].limit is None else (),
         )
 
     # ---- totals

@@ -36,6 +36,8 @@ class Routing(msgspec.Struct, array_like=True, frozen=True):
     """Largest number of ``generate`` calls that this collector runs at one time."""
     engines: tuple[ServingEngine, ...] = ()
     """In the order in which this collector prefers them when they are equally loaded."""
+    judge: tuple[EngineAddress, ...] = ()
+    """The judge's own engines that serve, for the judge processes of a collector."""
 
 
 class LostEngine(msgspec.Struct, array_like=True, frozen=True):

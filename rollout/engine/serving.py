@@ -1,4 +1,4 @@
-"""The policy's engines as a judge process knows them: those that the newest question has named.
+"""The engines that a judge process may ask: those that the newest question has named.
 
 A judge process has no connection with the driver. Each question brings the addresses of the engines that
 serve at that time, so that nothing has to be sent when an engine is restarted.
@@ -22,18 +22,29 @@ def _key(kind: type, value: object) -> object:
     return Key(cast(str, value)) if kind is Key else value
 
 
-_ADDRESSES = msgspec.msgpack.Decoder(tuple[EngineAddress, ...], dec_hook=_key)
+class Askable(msgspec.Struct, array_like=True, frozen=True):
+    """The engines that serve at one time."""
+
+    policy: tuple[EngineAddress, ...] = ()
+    """Empty too if no judge asks them."""
+    judge: tuple[EngineAddress, ...] = ()
+    """The judge's own."""
 
 
-def encoded(addresses: Iterable[EngineAddress]) -> bytes:
+_ASKABLE = msgspec.msgpack.Decoder(Askable, dec_hook=_key)
+
+
+def encoded(policy: Iterable[EngineAddress] = (), judge: Iterable[EngineAddress] = ()) -> bytes:
     """Return addresses as a question holds them."""
-    return msgspec.msgpack.encode(tuple(addresses), enc_hook=str)
+    return msgspec.msgpack.encode(Askable(tuple(policy), tuple(judge)), enc_hook=str)
 
 
 class ServingAddresses:
     """The engines of the newest routing record, as questions hold them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, asks_policy: bool = True) -> None:
+        """``asks_policy``: whether judges ask the policy's engines."""
+        self._asks_policy = asks_policy
         self._number = 0
         self.encoded = b""
 
@@ -41,24 +52,27 @@ class ServingAddresses:
         """Take note of a routing record, unless it is older than the last one."""
         if routing.number > self._number:
             self._number = routing.number
-            self.encoded = encoded(engine.address for engine in routing.engines)
+            policy = routing.engines if self._asks_policy else ()
+            self.encoded = encoded((engine.address for engine in policy), routing.judge)
 
 
-class PolicyEngines:
-    """Clients of the engines that serve, each made when it is first used. Single event loop."""
+class ModelEngines:
+    """Clients of the engines of one model, each made when it is first used. Single event loop."""
 
-    def __init__(self, connect: Callable[[EngineAddress], EngineClient] = EngineClient) -> None:
+    def __init__(
+        self, whose: str = "the policy", connect: Callable[[EngineAddress], EngineClient] = EngineClient
+    ) -> None:
+        """``whose``: the model's name in errors."""
+        self._whose = whose
         self._connect = connect
         self._addresses: tuple[EngineAddress, ...] = ()
-        self._encoded = b""
         self._clients: dict[EngineAddress, EngineClient] = {}
         self._running: Counter[EngineAddress] = Counter()
         self._closing: set[asyncio.Task[None]] = set()
 
-    def follow(self, addresses: bytes) -> None:
-        """Send requests to these engines from now on: what ``encoded`` returns. Those that run go on."""
-        if addresses != self._encoded:
-            self._addresses, self._encoded = _ADDRESSES.decode(addresses), addresses
+    def follow(self, addresses: tuple[EngineAddress, ...]) -> None:
+        """Send requests to these engines from now on. Those that run go on."""
+        self._addresses = addresses
 
     @property
     def addresses(self) -> tuple[EngineAddress, ...]:
@@ -68,7 +82,7 @@ class PolicyEngines:
     async def least_loaded(self) -> AsyncIterator[EngineClient]:
         """Give the client of the engine with the fewest requests of this process. Raises EngineLost."""
         if not self._addresses:
-            raise EngineLost("no engine of the policy serves at present")
+            raise EngineLost(f"no engine of {self._whose} serves at present")
         self._close_unused()
         address = min(self._addresses, key=lambda each: self._running[each])
         client = self._clients.get(address)
@@ -96,5 +110,21 @@ class PolicyEngines:
             await client.close()
 
 
-ENGINES = PolicyEngines()
+class ProcessEngines:
+    """All engines that the code of this process may ask."""
+
+    def __init__(self) -> None:
+        self.policy = ModelEngines("the policy")
+        self.judge = ModelEngines("the judge")
+        self._encoded = b""
+
+    def follow(self, addresses: bytes) -> None:
+        """Send requests to these engines from now on: what ``encoded`` returns. Those that run go on."""
+        if addresses != self._encoded:
+            askable, self._encoded = _ASKABLE.decode(addresses), addresses
+            self.policy.follow(askable.policy)
+            self.judge.follow(askable.judge)
+
+
+ENGINES = ProcessEngines()
 """The engines of this process."""

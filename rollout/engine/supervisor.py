@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
-from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.engine.watch import unwell
 
 
@@ -44,6 +43,23 @@ class WeightsSource(Protocol):
         ...
 
 
+class Roster(Protocol):
+    """The engines that serve: ``EngineRoster``, or the judge's."""
+
+    lost: asyncio.Queue[tuple[EngineClient, str]]
+    """Engines to be started again, each once, with the reason."""
+    outdated: asyncio.Queue[tuple[EngineClient, str]]
+    """Engines to be brought up to date, each once, with the reason."""
+
+    def add(self, client: EngineClient) -> None:
+        """Let an engine serve."""
+        ...
+
+    def remove(self, client: EngineClient) -> None:
+        """Let an engine serve no more."""
+        ...
+
+
 @dataclass
 class _Engine:
     handle: EngineHandle
@@ -62,20 +78,24 @@ class Supervisor:
     def __init__(
         self,
         handles: Sequence[EngineHandle],
-        roster: EngineRoster,
+        roster: Roster,
         weights: WeightsSource,
         *,
-        restarts: int,
+        restarts: int | None,
         note: Callable[[str], None],
         watch: Callable[[EngineClient], Awaitable[str]] = unwell,
+        pause_s: float = 0.0,
     ) -> None:
-        """``restarts``: of each engine. ``watch``: waits until a server is not well, and tells why."""
+        """``restarts``: of each engine; None: as many as it takes. ``watch``: waits until a server is not
+        well, and tells why. ``pause_s``: seconds before each restart.
+        """
         self._engines = {handle.name: _Engine(handle) for handle in handles}
         self._roster = roster
         self._weights = weights
         self._restarts_allowed = restarts
         self._note = note
         self._watch = watch
+        self._pause_s = pause_s
 
     @property
     def restarts(self) -> int:
@@ -131,11 +151,12 @@ class Supervisor:
         while True:
             reason = await self._serve(engine, started)
             engine.restarts += 1
-            if engine.restarts > self._restarts_allowed:
+            if self._restarts_allowed is not None and engine.restarts > self._restarts_allowed:
                 raise EngineGone(
                     f"{engine.handle.name} failed {engine.restarts} times; the last time {reason}"
                 )
             self._note(f"{engine.handle.name} is started again: {reason}")
+            await asyncio.sleep(self._pause_s)
 
     async def _serve(self, engine: _Engine, started: asyncio.Event) -> str:
         """Run one life of the engine, from its start to its loss. Return the reason of the loss."""

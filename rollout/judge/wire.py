@@ -120,7 +120,7 @@ class EpisodeQuestion(msgspec.Struct, array_like=True, tag="q", gc=False):
     prompt: PromptFields
     episode: FinishedEpisode
     engines: bytes = b""
-    """The policy's engines that serve now (``engine.serving.encoded``), if the judge asks them."""
+    """The engines that serve now (``engine.serving.encoded``), if the judge asks any."""
 
     def arguments(self) -> tuple[Prompt, str, Trajectory]:
         """Return the arguments of ``Reward.score``."""
@@ -254,7 +254,7 @@ def framed(message: JudgeSetup | Request | Reply) -> bytes:
 
 
 Engines = Callable[[], bytes]
-"""Returns the policy's engines that serve now: ``engine.serving.encoded``."""
+"""Returns the engines that serve now: ``engine.serving.encoded``."""
 
 
 def framed_question(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import random
 import signal
 from collections.abc import Callable
@@ -30,8 +31,13 @@ STEPS, BATCH, USERS = 3, 8, 16
 Launch = Callable[..., LaunchedRun]
 
 
-async def talk(run: LaunchedRun, url: str, key: str) -> Users:
-    """Have users talk until the run has done its steps. They praise and complain at random."""
+async def talk(
+    run: LaunchedRun, url: str, key: str, after_a_step: Callable[[], None] = lambda: None
+) -> Users:
+    """Have users talk until the run has done its steps. They praise and complain at random.
+
+    ``after_a_step`` is called once, when the first step is done.
+    """
     conversations, rng = Conversations(url, key), random.Random(1)
 
     async def said(_: str) -> str:
@@ -40,9 +46,12 @@ async def talk(run: LaunchedRun, url: str, key: str) -> Users:
     users = Users(conversations, train_problems(random.Random(1)), USERS, said)
     await conversations.ready(120)
     async with asyncio.timeout(120), users.talking():
-        while not (run.folder / "metrics.jsonl").exists() or len(records(run)) < STEPS:
-            assert run.process.poll() is None, run.output()
-            await asyncio.sleep(0.2)
+        for steps in (1, STEPS):
+            while not (run.folder / "metrics.jsonl").exists() or len(records(run)) < steps:
+                assert run.process.poll() is None, run.output()
+                await asyncio.sleep(0.2)
+            if steps == 1:
+                after_a_step()
     await conversations.close()
     return users
 
@@ -150,3 +159,49 @@ def test_votes_and_hints_of_a_server_and_the_policy_as_teacher_train(launch: Lau
     )
     asked = server.requests[0]["messages"][-1]["content"]
     assert "# Conversation before the reply" in asked
+
+
+@pytest.mark.timeout(300)
+def test_a_judge_with_engines_of_its_own_votes_and_teaches_although_its_engine_dies(
+    launch: Launch, inputs: Path, tmp_path: Path
+):
+    key, port = add_key(tmp_path / "run.keys.json", "ann"), held_port()
+    score, hint = (
+        {"prompt": "tests.runs.rewards.same_question", "parser": f"tests.runs.rewards.{parser}"}
+        for parser in ("from_letters", "always_a_hint")
+    )
+    judge = {
+        "type": "model",
+        "endpoint": {"type": "engines", "path": str(inputs / "policy"), "dtype": "float32"},
+        "max_new_tokens": LONGEST_ANSWER,
+        "votes": 1,
+        "ask_again_s": 1,
+        "score": score,
+        "hint": {"question": hint, "teacher": {"type": "judge"}},
+    }
+    run = launch(
+        f"run.steps={STEPS}",
+        f"rollout.batch_size={BATCH}",
+        "live={}",
+        f"judge={json.dumps(judge)}",
+        "actor.advantage=[{type: reward}, {type: teacher}]",
+        f"gateway.port={port}",
+        f"gateway.admin_port={held_port()}",
+        by="serve",
+    )
+
+    def killed_once() -> None:
+        [server, *_] = run.pids_of("judge-engine-0")
+        os.kill(server, signal.SIGKILL)
+
+    asyncio.run(talk(run, f"http://127.0.0.1:{port}", key, after_a_step=killed_once))
+    run.process.send_signal(signal.SIGTERM)
+    assert finish(run) == 0, run.output()
+    run.assert_nothing_left()
+
+    assert "judge-engine-0 is started again" in run.output()
+    audit = audit_run(run.folder, print)
+    assert audit.discrepancies == []
+    assert (audit.steps, audit.turns["trained"]) == (STEPS, STEPS * BATCH)
+    assert summary(run)["engine_restarts"] == 0, "the policy's engine goes on"
+    assert [step["advantage/teacher_fraction"] for step in records(run)] == [1.0] * STEPS

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from slipstream.backend.cluster.placement import Node, PlacementError, place
 from slipstream.configs.schema import RunConfig
 
+JUDGE = {"type": "engines", "path": "unused"}
+
 
 def config(
     *,
@@ -18,6 +20,7 @@ def config(
     slurm: int = 0,
     colocated: bool = False,
     transport: str = "disk",
+    judge: dict[str, object] | None = None,
 ) -> RunConfig:
     cluster = {"type": "slurm", "trainer_nodes": slurm} if slurm else {"type": "local"}
     return RunConfig.model_validate(
@@ -35,6 +38,7 @@ def config(
             },
             "weights": {"transport": {"type": transport}},
             "cluster": cluster | {"device": device},
+            **({"judge": {"type": "model", "endpoint": JUDGE | judge}} if judge is not None else {}),
         }
     )
 
@@ -171,3 +175,19 @@ def test_colocated_engines_without_gpus_are_where_ranks_are():
     found = place(nodes(0, 0), config(data=2, engines=3, colocated=True))
     assert addresses(found.engines) == [0, 1, 0]
     assert found.shared == ()
+
+
+def test_the_judges_engines_take_what_trainer_and_engines_leave():
+    placed = place(nodes(8), config(data=2, engines=2, judge={"count": 2, "tensor_parallel": 2}))
+    assert addresses(placed.judge) == [0, 0]
+    placed = place(nodes(8, 8, 8), config(data=8, engines=6, slurm=1, judge={"tensor_parallel": 4}))
+    assert addresses(placed.judge) == [2]
+    placed = place(nodes(8), config(data=4, engines=4, colocated=True, judge={"count": 4}))
+    assert addresses(placed.judge) == [0] * 4
+    assert addresses(place(nodes(0), config(judge={"count": 2})).judge) == [0, 0]
+    assert place(nodes(0), config()).judge == ()
+
+
+def test_a_judge_without_room_is_refused():
+    with pytest.raises(PlacementError, match="engines of the judge"):
+        place(nodes(4), config(data=2, engines=2, judge={}))

@@ -57,6 +57,26 @@ def test_the_json_document_has_every_tensor_of_the_checkpoint_once(recipe, tmp_p
     assert [bucket["dtype"] for bucket in found["buckets"]] == ["bfloat16", "float32"]
 
 
+def test_plan_and_check_know_the_judges_own_engines(recipe, tmp_path):
+    with_judge = (
+        recipe,
+        f"judge={{type: model, endpoint: {{type: engines, path: {tmp_path / 'model'}, count: 2}}, "
+        "max_new_tokens: 32}",
+        "rollout.reward=slipstream.rollout.reward.ModelVotes",
+    )
+    weights = (tmp_path / "model/model.safetensors").stat().st_size
+    shown = call("plan", *with_judge)
+    assert "judge: 2 engines of its own, tensor 1, on 2 GPUs of their own" in shown.stdout, shown.output
+    found = json.loads(call("plan", *with_judge, "--json").stdout)["judge"]
+    assert (found["engines"], found["ranks"], found["weights"]) == (2, 1, weights)
+    small = ["cluster.type=local", "cluster.device=gpu", f"cluster.gpu_memory_gib={weights / 2**31}"]
+    ended = call("check", *with_judge, *small)
+    text = " ".join(ended.output.split())
+    assert ended.exit_code == 2
+    assert "judge.endpoint.path: " in text and "has no tokenizer" in text
+    assert "judge.endpoint.tensor_parallel: the weights take" in text
+
+
 def test_a_plan_shows_the_environment_that_processes_on_gpus_get(recipe):
     on_gpus = ("plan", recipe, "cluster={type: local, device: gpu}", "--no-split")
     shown = call(*on_gpus).stdout

@@ -20,7 +20,7 @@ from slipstream.backend.commands.submit import (
     seconds,
     submit,
 )
-from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema import ModelJudge, RunConfig
 from tests.environment import environment
 from tests.unit.test_rollout_gpu_environment import VALID
 
@@ -55,6 +55,24 @@ def recipe(
 )
 def test_a_job_has_the_nodes_that_trainer_and_engines_need(parallel, engine, cluster, nodes):
     assert nodes_needed(recipe(parallel=parallel, engine=engine, **cluster), "train", 8) == nodes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engine", "judge", "nodes"),
+    [
+        (8, {"count": 6}, {"count": 2}, 2),
+        (8, {"count": 6}, {"count": 3}, 3),
+        (8, {"count": 6}, {"tensor_parallel": 4}, 3),
+        (8, {"count": 2, "tensor_parallel": 4}, {"count": 3, "tensor_parallel": 4}, 4),
+        (4, {"count": 4, "colocated": True}, {"tensor_parallel": 4}, 1),
+        (8, {"count": 8, "colocated": True}, {"tensor_parallel": 4}, 2),
+    ],
+)
+def test_the_judges_own_engines_have_gpus_that_are_left_or_further_nodes(ranks, engine, judge, nodes):
+    config = recipe(parallel={"tensor": ranks}, engine=engine)
+    endpoint = {"type": "engines", "path": "judge", **judge}
+    section = ModelJudge.model_validate({"endpoint": endpoint})
+    assert nodes_needed(config.model_copy(update={"judge": section}), "train", 8) == nodes
 
 
 def test_supervised_training_has_no_engines():

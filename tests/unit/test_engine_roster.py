@@ -93,6 +93,22 @@ async def stop(*tasks: asyncio.Task) -> None:
 # ---- records
 
 
+def test_collectors_hear_of_the_judges_engines_and_gateways_do_not():
+    async def main():
+        roster = make(ControlClient("a"))
+        Generating(roster)
+        roster.joined("gateway", limit=4)
+        judge = ControlClient("judge-engine-0").address
+        before = roster.number
+        roster.judge_serves((judge,))
+        assert roster.number > before
+        assert roster.routing_for("collector").judge == (judge,)
+        assert [engine.address.name for engine in roster.routing_for("collector").engines] == ["a"]
+        assert roster.routing_for("gateway").judge == ()
+
+    asyncio.run(main())
+
+
 def test_all_changes_of_one_tick_are_sent_once_and_as_the_whole_truth():
     async def main():
         a, b = ControlClient("a"), ControlClient("b")

@@ -46,7 +46,7 @@ class FakeHandle:
 class World:
     """A supervisor over fake handles, with a roster, a collector and a sync that the test controls."""
 
-    def __init__(self, n: int, restarts: int) -> None:
+    def __init__(self, n: int, restarts: int | None, pause_s: float = 0.0) -> None:
         self.handles = [FakeHandle(f"engine-{i}") for i in range(n)]
         self.roster = EngineRoster(Policy(), limit=8)
         self.pool = Collector(self.roster).pool
@@ -65,6 +65,7 @@ class World:
             restarts=restarts,
             note=self.notes.append,
             watch=lambda client: self.unwell.get(),
+            pause_s=pause_s,
         )
 
     async def bring_up_to_date(self, address, admit):
@@ -104,8 +105,8 @@ async def settle() -> None:
 
 
 @asynccontextmanager
-async def supervised(n: int = 1, restarts: int = 3):
-    world = World(n, restarts)
+async def supervised(n: int = 1, restarts: int | None = 3, pause_s: float = 0.0):
+    world = World(n, restarts, pause_s)
     running = asyncio.create_task(world.supervisor.run(world.serving))
     world.running = running
     try:
@@ -535,5 +536,19 @@ def test_an_engine_that_dies_while_it_is_withdrawn_is_started_again():
             await until(lambda: world.handle.starts == 2)
             await until(lambda: world.urls == ["http://127.0.0.1:2"])
             assert not world.roster.withdrawn
+
+    asyncio.run(main())
+
+
+def test_without_a_limit_an_engine_is_started_again_as_often_as_it_takes_and_after_a_pause():
+    async def main():
+        async with supervised(restarts=None, pause_s=0.05) as world:
+            await world.serving.wait()
+            for number in range(2, 7):
+                lost = asyncio.get_running_loop().time()
+                world.handle.exit(1)
+                await until(lambda number=number: world.urls == [f"http://127.0.0.1:{number}"])
+                assert asyncio.get_running_loop().time() - lost >= 0.05
+            assert not world.running.done()
 
     asyncio.run(main())

@@ -5,7 +5,8 @@ import json
 import pytest
 import yaml
 
-from slipstream.backend.driver.inputs import plugin_problems
+from slipstream.backend.driver.inputs import judge_model_problems, plugin_problems
+from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.load import load_recipe
 from slipstream.configs.schema import CodeJudge, RunConfig
 from slipstream.rollout.judge.named_model import TURN_VOTES, judge_of_turns, named_model
@@ -15,6 +16,8 @@ __all__ = ["base"]
 
 LIVE = ["gateway={}", "live={}"]
 POLICY = {"type": "policy"}
+ENGINES = {"type": "engines", "path": "MODEL"}
+OF_JUDGE = {"teacher": {"type": "judge"}}
 TEACHER = "actor.advantage=[{type: reward}, {type: teacher}]"
 
 
@@ -73,6 +76,62 @@ def test_a_rule_reports_its_own_setting_and_only_that(base, overrides, path, par
     assert set(found) == ({path} if path else set())
     if path:
         assert part in found[path]
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "part"),
+    [
+        ({}, None, ""),
+        ({"hint": OF_JUDGE}, None, ""),
+        ({"endpoint": POLICY, "hint": OF_JUDGE}, "judge.hint.teacher.type", "no engines of its own"),
+        ({"endpoint": {"type": "engines", "path": "/nowhere"}}, "judge.endpoint.path", "no config.json"),
+        ({"endpoint": {"type": "engines"}}, "judge.endpoint.path", "required"),
+        ({"endpoint": ENGINES | {"args": {"dtype": "half"}}}, "judge.endpoint.args.dtype", "endpoint.dtype"),
+        (
+            {"endpoint": ENGINES | {"args": {"mem_fraction": 1}}},
+            "judge.endpoint.args.mem_fraction",
+            "no such field",
+        ),
+        ({"endpoint": ENGINES | {"args": {"log_level": "info"}}}, None, ""),
+        ({"max_new_tokens": 512, "endpoint": ENGINES}, "judge.max_new_tokens", "less than 512"),
+    ],
+)
+def test_a_judge_with_engines_of_its_own(base, tmp_path, settings, path, part):
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge/config.json").write_text('{"max_position_embeddings": 512}')
+    section = model(**{"endpoint": ENGINES, "max_new_tokens": 100, **settings})
+    terms = [TEACHER] if "hint" in settings else []
+    found = violations(base, *LIVE, *terms, section.replace("MODEL", str(tmp_path / "judge")))
+    assert set(found) == ({path} if path else set())
+    if path:
+        assert part in found[path]
+
+
+def test_a_judge_that_scores_the_policys_tokens_has_its_vocabulary(base, tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 7}')
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy/config.json").write_text('{"vocab_size": 8}')
+    section = model(endpoint=ENGINES | {"path": str(tmp_path)}, hint=OF_JUDGE)
+    found = violations(base, *LIVE, TEACHER, section, f"model.path={tmp_path / 'policy'}")
+    assert "7 tokens; expected 8" in found["judge.endpoint.path"]
+
+
+def test_the_model_of_a_judge_with_engines_is_looked_at(base, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    config = recipe(base, *LIVE, model(endpoint=ENGINES | {"path": str(tmp_path)}))
+    [problem] = judge_model_problems(config)
+    assert problem.startswith("judge.endpoint.path: ") and "no tokenizer" in problem
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    [problem] = judge_model_problems(config)
+    assert "config.json" in problem
+    (tmp_path / "config.json").write_text(
+        '{"text_config": {"vocab_size": 4, "max_position_embeddings": 512}}'
+    )
+    problems = judge_model_problems(config)
+    assert ["no chat template" in each for each in problems] == [True, False]
+    assert "the tokenizer has 48 tokens, the model 4" in problems[1]
 
 
 def recipe(base, *overrides: str) -> RunConfig:

@@ -160,6 +160,15 @@ TURN = JudgedTurn(
 )
 
 
+def test_the_judges_own_engines_can_be_the_teacher():
+    policy, judge = Engine({}), Engine({})
+    config = HintConfig.model_validate({"teacher": {"type": "judge"}})
+    engines = {"policy": policy.any, "judge": judge.any}
+    teacher = HintTeacher(config, lambda: TOKENIZER, 10, **engines)  # type: ignore[arg-type]
+    assert asyncio.run(teacher.taught(TURN, ["hint"])) is not None
+    assert len(judge.asked) == 1 and not policy.asked
+
+
 def taught(engine: Engine, hints: list[str], **settings):
     config = HintConfig.model_validate({"teacher": {"type": "policy"}, **settings})
     teacher = HintTeacher(config, lambda: TOKENIZER, 10, policy=engine.any)  # type: ignore[arg-type]

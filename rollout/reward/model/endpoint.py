@@ -1,4 +1,4 @@
-"""The endpoint of the judging model: a server that speaks chat completions, or the policy's own engines."""
+"""The endpoint of the judging model: a server that speaks chat completions, or engines of the run."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from slipstream.configs.schema.judge import ModelJudge, UrlEndpoint
 from slipstream.rollout.engine.client import Aborted, EngineError, EngineLost, InvalidRequest
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.sampling import LiveSampling
-from slipstream.rollout.engine.serving import ENGINES, PolicyEngines
+from slipstream.rollout.engine.serving import ModelEngines
 from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import Finish, Messages
 
@@ -88,13 +88,16 @@ class ChatServer:
         return self._session[1]
 
 
-class PolicyModel:
-    """The policy as its engines hold it now. Prompts are rendered with its chat template."""
+class ChatEngines:
+    """A model in engines of the run: the policy as they hold it now, or the judge's own.
+
+    Questions are rendered with its chat template.
+    """
 
     def __init__(
-        self, settings: ModelJudge, tokenizer: Callable[[], Tokenizer], engines: PolicyEngines = ENGINES
+        self, settings: ModelJudge, tokenizer: Callable[[], Tokenizer], engines: ModelEngines
     ) -> None:
-        """``tokenizer``: returns the policy's, when it is first needed."""
+        """``tokenizer``: returns the model's, when it is first needed."""
         self._settings = settings
         self._tokenizer = tokenizer
         self._engines = engines

@@ -3,14 +3,16 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from slipstream.configs.schema.judge import Judge, ModelJudge
+from slipstream.rollout.engine.serving import ENGINES
 from slipstream.rollout.reward.live import NO_VOTES, VoteCounts
-from slipstream.rollout.reward.model.endpoint import ChatServer, CutOff, Missing, ModelEndpoint, PolicyModel
+from slipstream.rollout.reward.model.endpoint import ChatEngines, ChatServer, CutOff, Missing, ModelEndpoint
 from slipstream.rollout.reward.model.votes import Tied, Vote, elected
 from slipstream.rollout.tokenizer import Tokenizer, load_tokenizer
 from slipstream.rollout.trajectory import Messages
@@ -121,4 +123,7 @@ class JudgeModel:
         endpoint = self.settings.endpoint
         if endpoint.type == "url":
             return ChatServer(endpoint, self.settings)
-        return PolicyModel(self.settings, lambda: self.tokenizer)
+        if endpoint.type == "engines":
+            tokenizer = cache(lambda: load_tokenizer(endpoint.path))
+            return ChatEngines(self.settings, tokenizer, ENGINES.judge)
+        return ChatEngines(self.settings, lambda: self.tokenizer, ENGINES.policy)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slipstream.configs.schema.judge import HintConfig, OverlapHint, UrlTeacher
+from slipstream.configs.schema.judge import HintConfig, JudgeTeacher, OverlapHint, UrlTeacher
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.engine.completion import TokenScores
 from slipstream.rollout.engine.key import NO_KEY, Key
@@ -40,10 +40,11 @@ class HintTeacher:
         tokenizer: Callable[[], Tokenizer],
         timeout_s: float,
         *,
-        policy: AnyEngine = ENGINES.least_loaded,
+        policy: AnyEngine = ENGINES.policy.least_loaded,
+        judge: AnyEngine = ENGINES.judge.least_loaded,
     ) -> None:
         """``tokenizer``: returns the policy's. ``timeout_s``: of one request to a server that is not the
-        policy's. ``policy``: gives an engine of the policy.
+        run's. ``policy``, ``judge``: give an engine of the policy, and of the judge's own.
 
         Raises ValueError when the environment lacks a key.
         """
@@ -55,6 +56,8 @@ class HintTeacher:
         self._teacher = policy
         if isinstance(settings.teacher, UrlTeacher):
             self._teacher = _server(settings.teacher, timeout_s)
+        elif isinstance(settings.teacher, JudgeTeacher):
+            self._teacher = judge
 
     async def taught(self, turn: JudgedTurn, hints: Sequence[str]) -> Taught | None:
         """Return the hint that is taken, with the teacher's scores of the sampled tokens.

@@ -9,9 +9,9 @@ from slipstream.configs.schema import ModelJudge
 from slipstream.rollout.engine.client import EngineClient, InvalidRequest
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.sampling import LiveSampling
-from slipstream.rollout.engine.serving import PolicyEngines, encoded
+from slipstream.rollout.engine.serving import ModelEngines
 from slipstream.rollout.reward.live import JudgedTurn
-from slipstream.rollout.reward.model.endpoint import CutOff, PolicyModel
+from slipstream.rollout.reward.model.endpoint import ChatEngines, CutOff
 from slipstream.rollout.reward.model.hints import with_hint
 from slipstream.rollout.reward.model.teacher import HintTeacher
 from slipstream.rollout.tokenizer import load_tokenizer
@@ -67,10 +67,10 @@ def test_the_policy_answers_questions_and_teaches_itself(server, checkpoint):
     hints = ["add both", "count"]
 
     async def main():
-        engines = PolicyEngines()
-        engines.follow(encoded([server.address]))
+        engines = ModelEngines()
+        engines.follow((server.address,))
         try:
-            endpoint = PolicyModel(settings, lambda: tokenizer, engines)
+            endpoint = ChatEngines(settings, lambda: tokenizer, engines)
             try:
                 text = await endpoint.complete(messages)
             except CutOff:

@@ -1,0 +1,30 @@
+"""The policy's start: a bad habit behind plain prompts, and the right way behind a hint.
+
+    plain       a3b9c8                             mostly wrong after an 8 or a 9
+    with hint   a3b9c8\\n\\n[hint]\\ncarry right      right
+
+Both are in the warm start's demonstrations, so that the policy knows what the hint means. It is its own
+teacher then: behind the hint it scores what it has answered without.
+"""
+
+import random
+
+from slipstream.backend.quickstart.task import noisy_demonstration
+from slipstream.rollout.reward.model.hints import HEAD
+
+HINT = "carry right"
+
+HINTED_SHARE = 0.5
+"""Share of the demonstrations with the hint."""
+
+
+def hinted(prompt: str) -> str:
+    """Return the prompt with the hint, as a teacher reads it."""
+    return f"{prompt}{HEAD}{HINT}"
+
+
+def demonstrate(prompt: str, rng: random.Random) -> tuple[str, str]:
+    """Return the prompt of a problem, with or without the hint, and a response."""
+    if rng.random() < HINTED_SHARE:
+        return hinted(prompt), noisy_demonstration(prompt, rng, habit_rate=0)
+    return prompt, noisy_demonstration(prompt, rng)
