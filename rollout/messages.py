@@ -28,8 +28,8 @@ PIECE, ANSWERED, JUDGED = range(3)
 """Kinds of an event: a part of an unfinished episode, a trajectory without its reward, and one with it."""
 
 TRAIN, FILTERED, FAILED = range(3)
-"""Verdicts on a group: it is complete and shall be trained, it is complete and the recipe's filter rejects
-it, or one of its episodes has failed as often as is allowed."""
+"""Verdicts on a group: it is complete and shall be trained, the recipe's filter or its workflow rejects it,
+or one of its episodes has failed as often as is allowed."""
 
 SILENCE_S = 120.0
 """Seconds after which a connection has ended on which nothing was heard. A side whose event loop is busy for

@@ -249,7 +249,7 @@ class AdmissionGate:
         self._notify()
 
     def filtered(self, id_: int, trajectories: Sequence[TrajectoryHeader]) -> None:
-        """Give up a complete group that the recipe's filter rejects."""
+        """Give up a group that the recipe's filter or its workflow rejects, with what is complete of it."""
         self._core.filtered(id_)
         self._failures_in_a_row = 0
         self._lost(id_, Loss.FILTERED, trajectories)

@@ -37,6 +37,7 @@ from slipstream.rollout.messages import (
     JUDGED,
     NOTHING,
     PIECE,
+    TRAIN,
     Event,
     GroupVerdict,
     Lease,
@@ -413,7 +414,7 @@ class Leases:
             self._fail(group, verdict.note)
             return
         stored = group.judged
-        if len(stored) != self._samples:
+        if len(stored) != self._samples and verdict.verdict == TRAIN:
             raise MalformedFrame(f"group {verdict.group} has {len(stored)} of {self._samples} trajectories")
         complete = ReadyGroup(verdict.group, tuple(stored))
         if (unknown := self._unknown_version(complete.trained_tokens)) is not None:

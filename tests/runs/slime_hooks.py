@@ -1,17 +1,23 @@
-"""Hooks of the shape of slime's examples, for a run of the quickstart's policy: three kinds of episodes.
+"""Hooks of the shape of slime's examples, for runs of the quickstart's policy. Three kinds of episodes:
 
 0  a tool, as in retool: token ids, the tool's tokens without loss
 1  a search, as in search-r1: the prompt as text, with stop strings
 2  several agents, as in multi_agent: a list of samples, with rewards of their own
+
+Behind them the functions for whole batches.
 """
 
+import asyncio
 import copy
 import json
 import os
 from pathlib import Path
 
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
-from slime.rollout.sglang_rollout import GenerateState
+from slime.rollout.sglang_rollout import GenerateState, generate_and_rm_group, generate_rollout
+from slime.utils.async_utils import run
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
 
@@ -119,3 +125,59 @@ def remove_first(args, groups) -> None:
 def see_all(args, groups, data_source) -> None:
     for group in groups:
         note("group", samples=[len(each) if isinstance(each, list) else 1 for each in group])
+
+
+class Numbered(RolloutDataSourceWithBuffer):
+    """The prompts of the recipe, each with its number."""
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        groups = super().get_samples(num_samples)
+        for group in groups:
+            for sample in group:
+                sample.metadata = {"number": sample.group_index}
+                sample.drawn_by = "Numbered"
+        return groups
+
+
+def collect(args, rollout_id, data_source, evaluation=False):
+    """A batch of groups: one of them is dropped, and in the first call one is given back."""
+    state = GenerateState(args)
+
+    async def batch(groups):
+        tasks = [generate_and_rm_group(args, group, dict(state.sampling_params)) for group in groups]
+        return await asyncio.gather(*tasks)
+
+    groups = data_source.get_samples(args.rollout_batch_size)
+    assert all(sample.drawn_by == "Numbered" for group in groups for sample in group)
+    numbers = [group[0].metadata["number"] for group in groups]
+    given_back = groups[1:2] if not getattr(args, "gave_back", False) else []
+    args.gave_back = True  # the namespace of all calls
+    done = run(batch([group for group in groups if group not in given_back]))
+    data_source.add_samples(given_back)
+    dropped = done[:1] if len(done) > 2 else []
+    note(
+        "call",
+        rollout_id=rollout_id,
+        numbers=numbers,
+        dropped=[group[0].metadata["number"] for group in dropped],
+        given_back=[group[0].metadata["number"] for group in given_back],
+    )
+    return RolloutFnTrainOutput([group for group in done if group not in dropped], {"calls": 1.0})
+
+
+def take_last(args, rollout_id, buffer, num_samples):
+    note("buffer", numbers=[group[0].metadata["number"] for group in buffer])
+    return [buffer.pop() for _ in range(min(num_samples, len(buffer)))]
+
+
+def evaluate(args, rollout_id, data_source, evaluation=False):
+    output = generate_rollout(args, rollout_id, data_source, evaluation=True)
+    [values] = output.data.values()
+    lengths = [sample.response_length for sample in values["samples"]]
+    note("evaluation", rollout_id=rollout_id, rewards=values["rewards"], lengths=lengths)
+    return {"first": values, "second": {"rewards": [0.25, 0.75]}}
+
+
+def log_evaluation(rollout_id, args, data, extra_metrics):
+    note("logged", names=sorted(data), rewards=data["second"]["rewards"])
+    return False

@@ -1,6 +1,8 @@
 """Whole runs whose episodes are hooks written for slime."""
 
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ from slipstream.rollout.ledger.samples import SAMPLES
 from tests.environment import ROOT, environment
 from tests.runs.conftest import LaunchedRun, run_command
 from tests.runs.stored import stored
-from tests.runs.test_run import finish, records, summary
+from tests.runs.test_run import finish, records, summary, wait_for_step
 
 STEADY_DRAWS = ROOT / "tests" / "steady_draws"
 
@@ -66,6 +68,61 @@ def test_a_run_of_hooks_trains_what_the_engines_have_sampled(
     assert len(removed) >= 20 and all(key % SAMPLES == 0 for key in removed)
     steps = records(run)
     assert [record["reward/turns"] for record in steps] and all("reward/agents" in record for record in steps)
+
+
+FUNCTIONS = {
+    "rollout_function": "tests.runs.slime_hooks.collect",
+    "data_source": "tests.runs.slime_hooks.Numbered",
+    "buffer_filter": "tests.runs.slime_hooks.take_last",
+    "eval_function": "tests.runs.slime_hooks.evaluate",
+    "custom_eval_rollout_log_function": "tests.runs.slime_hooks.log_evaluation",
+}
+
+
+def test_functions_for_whole_batches_collect_and_evaluate_although_their_collector_is_killed(
+    launch: Callable[..., LaunchedRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen = tmp_path / "seen.jsonl"
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    monkeypatch.setenv("SLIME_HOOKS_SEEN", str(seen))
+    run = launch(
+        "run.steps=5",
+        "eval.every=5",
+        "eval.max_prompts=4",
+        "rollout.max_head_offpolicyness=1",
+        "rollout.sampling.max_new_tokens=12",
+        "rollout.reward={path: tests.runs.rewards.letters}",
+        *(f"rollout.hooks.{name}={value}" for name, value in FUNCTIONS.items()),
+    )
+
+    def notes(kind: str) -> list[dict]:
+        lines = seen.read_text().splitlines() if seen.exists() else []
+        return [note for note in map(json.loads, lines) if note["kind"] == kind]
+
+    wait_for_step(run, 2, 240)
+    [collector] = run.pids_of("ray::CollectorActor")
+    os.kill(collector, signal.SIGKILL)
+    assert finish(run) == 0, run.output()
+    groups = summary(run)["groups"]
+    assert (groups["trained"], groups["failed"]) == (20, 0), run.output()
+    audit = subprocess.run(
+        run_command("audit", str(run.folder), "--json"), capture_output=True, text=True, timeout=120
+    )
+    assert json.loads(audit.stdout)["clean"], audit.stdout + audit.stderr
+    run.assert_nothing_left()
+
+    calls = notes("call")
+    dropped = [number for call in calls for number in call["dropped"]]
+    assert dropped and groups["filtered"] >= len(set(dropped)) - 4, "a lost call may have dropped some"
+    given_back = [number for call in calls for number in call["given_back"]]
+    assert given_back and {tuple(note["numbers"]) for note in notes("buffer")} >= {(given_back[0],)}
+    assert [note["names"] for note in notes("logged")] == [["first", "second"]] * 2
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    evaluated = [record for record in map(json.loads, lines) if "eval/reward" in record]
+    assert [record["eval/reward_second"] for record in evaluated] == [0.5, 0.5]
+    drawn = (run.folder / "drawn-prompts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["metadata"]["number"] for line in drawn] == list(range(len(drawn)))
+    assert len(drawn) >= 20 + groups["filtered"]
 
 
 def largest_change(run: LaunchedRun, inputs: Path) -> float:

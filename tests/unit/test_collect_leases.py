@@ -275,7 +275,7 @@ class Schedule(RuleBasedStateMachine):
             for sample in range(self.samples):
                 self.episode_goes_on(collector, working, sample, chance)
             if chance.random() < 0.02:
-                collector.decide(working, FAILED)
+                collector.decide(working, chance.choice([FAILED, FILTERED]))  # by its workflow
             elif all(kind == JUDGED for kind in working.kinds) and chance.random() < 0.7:
                 collector.decide(working, chance.choice([TRAIN, TRAIN, TRAIN, FILTERED]))
 

@@ -36,7 +36,7 @@ from slipstream.rollout.messages import (
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.teacher import NOTHING_NEEDED, TeacherNeeds, TeacherScores
 from slipstream.rollout.trajectory import Group, Prompt, Trajectory, TrajectoryBuilder, prompt_fields
-from slipstream.rollout.workflow import WorkflowContext
+from slipstream.rollout.workflow import GroupRejected, WorkflowContext
 from slipstream.rollout.workflow.multi_turn import limited
 from tests.unit.collecting import SAMPLING, HeldSample, HoldingDriver, PureEngines, ideal
 
@@ -498,6 +498,13 @@ def test_of_a_failed_group_nothing_more_is_generated_or_recorded():
     world.run()
     assert world.verdict[0] == FAILED
     assert not world.driver.sent
+
+
+def test_a_group_that_its_workflow_rejects_is_filtered_and_not_tried_again():
+    world = World(2, Flow({0: GroupRejected()}), attempts=3)
+    world.run()
+    assert world.verdict == (FILTERED, "")
+    assert not world.driver.failed and world.driver.released == 2
 
 
 def test_a_group_fails_when_its_reward_does():
