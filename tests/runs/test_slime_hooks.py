@@ -128,8 +128,12 @@ def test_functions_for_whole_batches_collect_and_evaluate_although_their_collect
 def largest_change(run: LaunchedRun, inputs: Path) -> float:
     """Return the largest difference of a weight between the last version on the disk and the first policy."""
     *_, last = sorted((run.folder / "weights").glob("version-*"))
-    before, after = (load_file(folder / "model.safetensors") for folder in (inputs / "policy", last))
+    before, after = (weights_in(folder) for folder in (inputs / "policy", last))
     return max(float(np.abs(after[name] - before[name]).max()) for name in before)
+
+
+def weights_in(folder: Path) -> dict[str, np.ndarray]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
 @pytest.mark.slow
