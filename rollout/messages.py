@@ -22,7 +22,7 @@ import msgspec
 from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.routing import PoolStatus, Routing
 from slipstream.rollout.record import UNREADABLE
-from slipstream.rollout.trajectory import PromptFields, RewardParts
+from slipstream.rollout.trajectory import EvaluatedSet, PromptFields, RewardParts
 
 PIECE, ANSWERED, JUDGED = range(3)
 """Kinds of an event: a part of an unfinished episode, a trajectory without its reward, and one with it."""
@@ -87,16 +87,6 @@ class FailedAttempt(msgspec.Struct, array_like=True, gc=False):
     attempt: int
     """From 1."""
     error: str
-
-
-class EvaluatedSet(msgspec.Struct, array_like=True, gc=False):
-    """What a function has said of one set of prompts; each list is over its samples."""
-
-    name: str
-    rewards: list[float]
-    lengths: list[int]
-    """Response tokens; 0 where the function has not said."""
-    truncated: list[bool]
 
 
 class Evaluated(msgspec.Struct, array_like=True, gc=False):

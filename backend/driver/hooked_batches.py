@@ -17,8 +17,8 @@ from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup
 from slipstream.rollout.compat.slime.batch_hooks import BatchHooks, TrainingData, batch_hooks
 from slipstream.rollout.compat.slime.batch_process import EvaluatedPrompt, RecordedEpisode
-from slipstream.rollout.messages import Evaluated, EvaluatedSet
-from slipstream.rollout.trajectory import Prompt, prompt_fields
+from slipstream.rollout.messages import Evaluated
+from slipstream.rollout.trajectory import EvaluatedSet, Prompt, prompt_fields
 
 
 class HookedBatches:

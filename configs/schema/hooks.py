@@ -45,19 +45,23 @@ class HooksConfig(Section):
     )
     rollout_function: ImportPath | None = Field(
         default=None,
-        description="`(args, rollout_id, data_source, evaluation=False)`: collects a whole batch.",
+        description="`(args, rollout_id, data_source, evaluation=False)`: collects the groups of a batch, "
+        "and calls the other hooks of episodes and groups itself.",
     )
     eval_function: ImportPath | None = Field(
-        default=None, description="`(args, rollout_id, data_source, evaluation=True)`: evaluates."
+        default=None,
+        description="`(args, rollout_id, data_source, evaluation=True)`: evaluates whole sets. null: "
+        "`rollout_function`; without that, Slipstream evaluates each prompt.",
     )
     data_source: ImportPath | None = Field(
         default=None,
-        description="Class `(args)` with `get_samples`, `add_samples`, `save`, `load` and `__len__`.",
+        description="Class `(args)` with `get_samples`, `add_samples`, `save`, `load` and `__len__`: gives "
+        "the prompts, from a process beside the driver. null: those of `data.path`.",
     )
     buffer_filter: ImportPath | None = Field(
         default=None,
-        description="`(args, rollout_id, buffer, num_samples)`: takes groups out of the buffer "
-        "of the data source.",
+        description="`(args, rollout_id, buffer, num_samples)`: takes groups out of those that "
+        "`rollout_function` has given back. null: the first ones.",
     )
     rollout_all_samples_process: ImportPath | None = Field(
         default=None,

@@ -14,12 +14,12 @@ from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.engine.sampling import LiveSampling
 from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
-from slipstream.rollout.messages import EvaluatedSet, Question
-from slipstream.rollout.trajectory import Completion, Prompt, Trajectory
+from slipstream.rollout.messages import Question
+from slipstream.rollout.trajectory import Completion, EvaluatedSet, Prompt, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
 
 
-class SetEvaluation(Protocol):
+class EvaluatesSets(Protocol):
     """Evaluates whole sets of prompts: slime's ``eval_function``."""
 
     async def evaluate(self, rollout_id: int) -> list[EvaluatedSet]:
@@ -75,7 +75,7 @@ class Evaluations:
         context: WorkflowContext,
         episodes: Episodes,
         judge: EpisodeJudge,
-        function: SetEvaluation | None = None,
+        function: EvaluatesSets | None = None,
     ) -> None:
         """``context``: what a workflow may use in an evaluation. ``function``: evaluates whole sets."""
         self._outbox = outbox

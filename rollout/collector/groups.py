@@ -36,7 +36,7 @@ from slipstream.rollout.record import CorruptRecord, decode_header, decode_traje
 from slipstream.rollout.reward.value import Judgement
 from slipstream.rollout.teacher import NOTHING_NEEDED, TeacherNeeds
 from slipstream.rollout.trajectory import Group, Prompt, Trajectory
-from slipstream.rollout.workflow import Generator, GroupRejected, Place, WorkflowContext
+from slipstream.rollout.workflow import EpisodePlace, Generator, GroupRejected, WorkflowContext
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class _Episode(Generic[RecordT]):
         group: _Running[RecordT],
         make: Callable[[int], RecordT],
         context: Callable[[RecordT], WorkflowContext],
-        place: Place,
+        place: EpisodePlace,
     ) -> None:
         """``make``: makes the record of an attempt."""
         self._group = group
@@ -197,7 +197,7 @@ class GroupCollector(Generic[RecordT]):
         group = _Running[RecordT](lease, self._samples)
         for sample in range(self._samples):
             make = partial(self._record, lease.group, lease.lease, sample)
-            place = Place(lease.group, sample, lease.version)
+            place = EpisodePlace(lease.group, sample, lease.version)
             group.episodes.append(_Episode(group, make, self._context, place))
         task = asyncio.create_task(self._collect(group, chunks), name=task_name(lease.group))
         self._running[lease.group, lease.lease] = (group, task)

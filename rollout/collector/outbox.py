@@ -20,7 +20,6 @@ from slipstream.rollout.messages import (
     JUDGED,
     PIECE,
     Evaluated,
-    EvaluatedSet,
     Event,
     FailedAttempt,
     GroupVerdict,
@@ -29,7 +28,7 @@ from slipstream.rollout.messages import (
     as_note,
 )
 from slipstream.rollout.record import PieceHeader, checksum, encode
-from slipstream.rollout.trajectory import TrajectoryHeader
+from slipstream.rollout.trajectory import EvaluatedSet, TrajectoryHeader
 
 FLUSH_S = 0.002
 """Longest time that an event waits for others before they are sent in one frame."""

@@ -18,11 +18,11 @@ from slipstream.rollout.workflow.verifiers import Verifiers
 __all__ = [
     "Agent",
     "Dialogue",
+    "EpisodePlace",
     "Generator",
     "GroupRejected",
     "Judge",
     "MultiTurn",
-    "Place",
     "PolicyEndpoint",
     "SingleTurn",
     "Tokenizer",
@@ -74,7 +74,7 @@ class GroupRejected(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class EpisodePlace:
     """Which episode of the run this is."""
 
     group: int
@@ -99,7 +99,7 @@ class WorkflowContext:
     """``rollout.reward_key`` of the recipe: the name of the number that trains, in a mapping of rewards."""
     is_evaluation: bool = False
     """Nothing of the episode is trained: it is one of an evaluation, with greedy completions."""
-    place: Place | None = None
+    place: EpisodePlace | None = None
     """None in an evaluation."""
 
 

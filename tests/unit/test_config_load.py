@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from slipstream.configs.document import RECIPES, read_document
 from slipstream.configs.load import load_recipe, load_supervised
 from slipstream.configs.schema import PluginConfig, RunConfig
+from slipstream.configs.schema.judge import OwnEngines
 from slipstream.configs.schema.paths import schema_fields, schema_paths, sections_of
 from slipstream.configs.violations import ABSENT, RecipeError, Violation
 
@@ -310,6 +311,10 @@ BESIDES = {
 
 JUDGES = {
     "judge.code.": {"type": "code"},
+    **{
+        f"judge.endpoint.{name}": {"type": "model", "endpoint": {"type": "engines", "path": "nowhere"}}
+        for name in OwnEngines.model_fields.keys() - {"type"}
+    },
     "judge.": {
         "type": "model",
         "endpoint": {"type": "url", "url": "https://host/v1", "model": "judge"},

@@ -154,6 +154,7 @@ def test_a_data_source_gives_groups_of_the_recipes_order_and_goes_on_after_a_res
         rollout_shuffle=False,
         n_samples_per_prompt=2,
         buffer_filter_path=None,
+        apply_chat_template=False,
         save=str(tmp_path),
         load=str(tmp_path),
     )

@@ -81,8 +81,14 @@ def test_a_recipe_may_reward_by_a_hook_alone(recipe):
         ("{custom_generate_function: a.b, group_rm: true}", [], "group_rm", "expected false"),
         ("{rm_type: remote_rm}", [], "rm_url", "the server"),
         ("{rm_type: math, rm_url: 'http://x'}", [], "rm_url", "expected null"),
-        ("{rm_type: math, data_source: a.b}", [], "data_source", "write them to the file of data.path"),
-        ("{rm_type: math, rollout_function: a.b}", [], "rollout_function", "custom_generate_function"),
+        ("{rm_type: math, buffer_filter: a.b}", [], "buffer_filter", "gives groups back into a buffer"),
+        ("{rm_type: math, eval_function: a.b}", ["eval=null"], "eval_function", "no section eval"),
+        (
+            "{rollout_function: a.b}",
+            ["rollout.workflow=c.d"],
+            "rollout_function",
+            "rollout.workflow names code for the same",
+        ),
         (
             "{rm_type: math, rollout_sample_filter: a.b}",
             ["rollout.group_filter=c.d"],

@@ -21,7 +21,7 @@ from slipstream.rollout.compat.slime.rollout_calls import RolloutCalls, placed
 from slipstream.rollout.compat.slime.set_evaluation import SetEvaluation
 from slipstream.rollout.plugins import resolve
 from slipstream.rollout.trajectory import UNSAMPLED, Completion, Finish, Prompt, Span
-from slipstream.rollout.workflow import GroupRejected, Place
+from slipstream.rollout.workflow import EpisodePlace, GroupRejected
 from slipstream.rollout.workflow.endpoint import EndedEpisode, Reply
 
 MODULE = "tests.unit.slime_rollout_functions"
@@ -105,7 +105,9 @@ class World:
 
     async def episode(self, group: int, sample: int, version: int = VERSION):
         generator = SimpleNamespace(attest=self.attested.update)
-        context = SimpleNamespace(place=Place(group, sample, version), generator=generator, tokenizer=None)
+        context = SimpleNamespace(
+            place=EpisodePlace(group, sample, version), generator=generator, tokenizer=None
+        )
         prompt = Prompt(group, f"question {group}", "label", {})
         with self.limit():
             return await self.workflow.run(prompt, context)  # pyright: ignore

@@ -15,7 +15,7 @@ from slipstream.rollout.compat.slime.batch_process import (
     RecordedEpisode,
 )
 from slipstream.rollout.compat.slime.hook_process import LOG, HookProcess, HookProcessFailed
-from slipstream.rollout.messages import EvaluatedSet
+from slipstream.rollout.trajectory import EvaluatedSet
 
 BESIDE_DRIVER = (
     "custom_reward_post_process",

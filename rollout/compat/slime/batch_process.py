@@ -17,11 +17,10 @@ from slipstream.rollout.compat.slime.alias_path import make_slime_importable
 from slipstream.rollout.compat.slime.arguments import HELD_OUT, SlimeArguments, slime_arguments
 from slipstream.rollout.compat.slime.hook_process import WrongAnswer, serve_answers
 from slipstream.rollout.compat.slime.rebuilt_samples import SampleRebuilder
-from slipstream.rollout.messages import EvaluatedSet
 from slipstream.rollout.plugins import resolve
 from slipstream.rollout.record import decode_trajectory
 from slipstream.rollout.tokenizer import load_tokenizer
-from slipstream.rollout.trajectory import Group, Prompt, PromptFields, TrajectoryHeader
+from slipstream.rollout.trajectory import EvaluatedSet, Group, Prompt, PromptFields, TrajectoryHeader
 
 
 class HookSetup(msgspec.Struct, array_like=True, frozen=True):

@@ -17,7 +17,7 @@ from slipstream.rollout.compat.slime.rollout_calls import RolloutCalls, SampledE
 from slipstream.rollout.plugins import resolve
 from slipstream.rollout.tokenizer import Tokenizer
 from slipstream.rollout.trajectory import Prompt, Trajectory
-from slipstream.rollout.workflow import Place, WorkflowContext
+from slipstream.rollout.workflow import EpisodePlace, WorkflowContext
 
 
 class FunctionWorkflow:
@@ -61,14 +61,14 @@ class FunctionWorkflow:
         """Give up the call that runs."""
         await self._calls.close()
 
-    def _made(self, prompt: Prompt, place: Place, number: int, tokenizer: Tokenizer) -> SampleLike:
+    def _made(self, prompt: Prompt, place: EpisodePlace, number: int, tokenizer: Tokenizer) -> SampleLike:
         values = fields_of(prompt, self._arguments, tokenizer)
         index = place.group * self._arguments.n_samples_per_prompt + number
         sample = self._sample(**values | {"group_index": place.group, "index": index})
         setattr(sample, PROMPT, prompt)
         return drawn_onto(sample, prompt, number)
 
-    def _trajectory(self, sample: SampleLike, made: SampledEpisode, place: Place) -> Trajectory:
+    def _trajectory(self, sample: SampleLike, made: SampledEpisode, place: EpisodePlace) -> Trajectory:
         try:
             return trajectory_of(sample, made.replies, self._reward_key, has_teacher=self._has_teacher)
         except NothingSampled:

@@ -14,7 +14,7 @@ from slipstream.rollout.compat.slime.hook_filter import HookFilter
 from slipstream.rollout.compat.slime.hook_workflow import HookWorkflow
 from slipstream.rollout.compat.slime.leased_groups import LeasedGroups, pop_first
 from slipstream.rollout.compat.slime.recipe_reward import PATH as RECIPE_REWARD
-from slipstream.rollout.compat.slime.recipe_reward import Judge, answer_by
+from slipstream.rollout.compat.slime.recipe_reward import SampleJudge, answer_by
 from slipstream.rollout.compat.slime.rollout_calls import RolloutCalls
 from slipstream.rollout.compat.slime.set_evaluation import SetEvaluation
 from slipstream.rollout.plugins import resolve
@@ -49,7 +49,7 @@ class HookParts:
 def hook_parts(
     config: RunConfig,
     tokenizer: Tokenizer,
-    judge: Judge,
+    judge: SampleJudge,
     version: Callable[[], int],
     surroundings: Callable[[], CallSurroundings],
 ) -> HookParts:

@@ -5,10 +5,9 @@ from typing import Any, Protocol, cast
 
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.episode_samples import metadata_of
-from slipstream.rollout.messages import EvaluatedSet
 from slipstream.rollout.plugins import resolve
 from slipstream.rollout.tokenizer import Tokenizer
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
+from slipstream.rollout.trajectory import UNSAMPLED, EvaluatedSet, Finish, Group, Prompt, Trajectory
 
 
 class EvaluatedResult(Protocol):

@@ -21,7 +21,7 @@ PROMPT = "recipe_prompt"
 """Attribute of samples of leased groups: the prompt as the recipe has it, for rewards."""
 
 
-class Judge(Protocol):
+class SampleJudge(Protocol):
     """``collector.judging.Judging``."""
 
     @property
@@ -29,14 +29,14 @@ class Judge(Protocol):
     async def judge(self, prompt: Prompt, trajectory: Trajectory) -> Judgement: ...
 
 
-class _Judges:
-    judge: Judge | None = None
+class _Answering:
+    judge: SampleJudge | None = None
     loop: asyncio.AbstractEventLoop
 
 
-def answer_by(judge: Judge) -> None:
+def answer_by(judge: SampleJudge) -> None:
     """Answer the questions of this process by ``judge``, on the running loop."""
-    _Judges.judge, _Judges.loop = judge, asyncio.get_running_loop()
+    _Answering.judge, _Answering.loop = judge, asyncio.get_running_loop()
 
 
 async def score(args: Any, samples: SampleLike | list[SampleLike], **kwargs: object) -> object:
@@ -51,13 +51,13 @@ async def score(args: Any, samples: SampleLike | list[SampleLike], **kwargs: obj
 
 
 async def _score(args: Any, sample: SampleLike) -> object:
-    judge, prompt = _Judges.judge, getattr(sample, PROMPT, None)
+    judge, prompt = _Answering.judge, getattr(sample, PROMPT, None)
     assert judge is not None
     if judge.of_groups and prompt is not None:
         return None
     if prompt is None:  # of an evaluation
         prompt = Prompt(sample.index or 0, sample.prompt, sample.label, dict(sample.metadata))
-    question = asyncio.run_coroutine_threadsafe(judge.judge(prompt, _trajectory(sample)), _Judges.loop)
+    question = asyncio.run_coroutine_threadsafe(judge.judge(prompt, _trajectory(sample)), _Answering.loop)
     judgement = await asyncio.wrap_future(question)
     if args.reward_key is not None:
         return {args.reward_key: judgement.reward, **dict(judgement.parts)}

@@ -23,7 +23,7 @@ from slipstream.rollout.compat.slime.function_calls import FunctionCalls, Functi
 from slipstream.rollout.compat.slime.leased_groups import LeasedGroups, SampleGroup, number_of
 from slipstream.rollout.compat.slime.sample_matching import SampledReplies
 from slipstream.rollout.engine.pool import NoEngine
-from slipstream.rollout.workflow import GroupRejected, Place
+from slipstream.rollout.workflow import EpisodePlace, GroupRejected
 from slipstream.rollout.workflow.endpoint import EndedEpisode, Reply
 
 GATHER_S = 0.05
@@ -69,7 +69,7 @@ class RolloutCalls:
         """Of this call, and of those before from which groups were given back."""
         self._serving: asyncio.Task[None] | None = None
 
-    async def episode(self, place: Place, make: Callable[[int], SampleLike]) -> SampledEpisode:
+    async def episode(self, place: EpisodePlace, make: Callable[[int], SampleLike]) -> SampledEpisode:
         """Return what the function makes of one episode. ``make``: returns the samples of its group.
 
         Raises GroupRejected when it drops the group, FunctionFailed, WrongReturn and NoEngine.
