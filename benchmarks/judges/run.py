@@ -11,6 +11,7 @@ from typing import Literal
 
 from benchmarks.judges.server import JudgeServer
 from benchmarks.judges.task import demonstrate, hinted
+from benchmarks.judges.teacher import KEY_VARIABLE, teaching
 from benchmarks.live_learning import Served
 from benchmarks.quickstart_users import POLL_S, Users
 from slipstream.backend.commands.audit import audit_run
@@ -27,8 +28,10 @@ HELD_OUT = 300
 """Held-out problems: the standard error of an accuracy is at most 2.9 percentage points."""
 
 BATCH, STEPS = 64, 12
-"""Turns of a training step, and training steps. With more of them the teacher, which is the policy behind the
-hint, gets worse: nothing trains the policy there."""
+"""Turns of a training step, and training steps."""
+
+CONTEXT = 512
+"""Tokens of a request to the teacher, at the most."""
 
 WARM_START_STEPS = 400
 
@@ -93,15 +96,16 @@ def _policy(root: Path, seed: int) -> Path:
     return root / f"policy-{seed}"
 
 
-def judge(way: Way, url: str) -> dict[str, object]:
-    """Return the section `judge` of a way. ``url``: of the judge's server."""
+def judge(way: Way, url: str, teacher: str) -> dict[str, object]:
+    """Return the section `judge` of a way. ``url``: of the judge's server. ``teacher``: of the teacher's."""
+    taught = {"teacher": {"type": "url", "url": teacher, "key_env": KEY_VARIABLE, "context": CONTEXT}}
     return {
         "type": "model",
         "endpoint": {"type": "url", "url": url, "model": "judge"},
         "votes": VOTES,
         "ask_again_s": ASK_AGAIN_S,
         **({"score": None} if way == "hints" else {}),
-        **({} if way == "reward" else {"hint": {"teacher": {"type": "policy"}}}),
+        **({} if way == "reward" else {"hint": taught}),
     }
 
 
@@ -109,15 +113,18 @@ async def learn(root: Path, seed: int, way: Way) -> Outcome:
     """Serve the policy of a seed to users until it has learned in this way for ``STEPS`` steps."""
     held_out = held_out_set(seed, HELD_OUT)
     with_hint = [Problem(hinted(problem.prompt), problem.label) for problem in held_out]
-    server = JudgeServer()
-    async with server.serving() as url:
+    server, start = JudgeServer(), _policy(root, seed)
+    async with server.serving() as url, teaching(start, root / f"teacher-{seed}.log") as teacher:
         served = Served(
             root,
             f"{way}-{seed}",
             *(f"rollout.batch_size={BATCH}", "live={}", "checkpoint.every=1000"),
-            *(f"run.seed={seed}", f"run.steps={STEPS}", f"model.path={_policy(root, seed)}"),
+            *(f"run.seed={seed}", f"run.steps={STEPS}", f"model.path={start}"),
             f"actor.optimizer={json.dumps(OPTIMIZER)}",
-            *(f"judge={json.dumps(judge(way, url))}", f"actor.advantage={json.dumps(ADVANTAGE[way])}"),
+            *(
+                f"judge={json.dumps(judge(way, url, teacher))}",
+                f"actor.advantage={json.dumps(ADVANTAGE[way])}",
+            ),
         )
         try:
             async with served.conversations() as conversations:

@@ -68,6 +68,23 @@ def gives_back_first(args, rollout_id, data_source, evaluation=False):
     return groups
 
 
+def renumbers(args, rollout_id, data_source, evaluation=False):
+    groups = plain(args, rollout_id, data_source)
+    for group in groups:
+        for sample in group:
+            sample.group_index = 0
+    return groups[::-1]
+
+
+def returns_copies(args, rollout_id, data_source, evaluation=False):
+    groups = plain(args, rollout_id, data_source)
+    copies = copy.deepcopy(groups[0])
+    for sample in copies:
+        del sample.leased_group
+        sample.group_index = None
+    return [groups[0], copies]
+
+
 def fans_out(args, rollout_id, data_source, evaluation=False):
     groups = plain(args, rollout_id, data_source)
     return [[[sample, copy.deepcopy(sample)] for sample in group] for group in groups]

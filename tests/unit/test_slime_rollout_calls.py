@@ -18,6 +18,7 @@ from slipstream.rollout.compat.slime.function_calls import CallSurroundings, Fun
 from slipstream.rollout.compat.slime.function_workflow import FunctionWorkflow
 from slipstream.rollout.compat.slime.leased_groups import LeasedGroups, pop_first
 from slipstream.rollout.compat.slime.rollout_calls import RolloutCalls, placed
+from slipstream.rollout.compat.slime.sample_matching import LogprobsDiffer
 from slipstream.rollout.compat.slime.set_evaluation import SetEvaluation
 from slipstream.rollout.plugins import resolve
 from slipstream.rollout.trajectory import UNSAMPLED, Completion, Finish, Prompt, Span
@@ -142,6 +143,23 @@ def test_what_a_function_returns_are_the_episodes_of_its_groups(functions, name)
     assert [call["size"] for call in functions.CALLS] == [2, 1]
     ids = [call["rollout_id"] for call in functions.CALLS]
     assert ids == [VERSION, VERSION + 1], "ascending, and never behind the version"
+
+
+def test_a_group_is_known_whatever_a_function_writes_into_it(functions):
+    async def check():
+        return await World(functions, "renumbers").collect(1, 2)
+
+    groups = asyncio.run(check())
+    assert [[trajectory.reward for [trajectory] in group] for group in groups] == [[2.0, 3.0], [4.0, 5.0]]
+
+
+def test_what_was_sampled_once_is_trained_in_one_group_alone(functions):
+    async def check():
+        return await World(functions, "returns_copies").collect(1, 2)
+
+    first, second = asyncio.run(check())
+    assert [trajectory.reward for [trajectory] in first] == [2.0, 3.0]
+    assert all(isinstance(each, LogprobsDiffer) for each in second), "its own replies have others"
 
 
 def test_groups_that_a_function_drops_are_rejected(functions):
@@ -310,9 +328,10 @@ def test_groups_without_a_number_take_the_places_of_dropped_ones():
     def group(number):
         return [SimpleNamespace(group_index=number)]
 
-    stranger, known, excess = group(None), group(3), group(77)
-    found = placed([stranger, known, excess], [2, 3])
+    stranger, known, again, excess = group(None), group(3), group(3), group(77)
+    found = placed([stranger, known, again, excess], [2, 3])
     assert found == [(3, known), (2, stranger)]
+    assert placed([known, again], [2, 3]) == [(3, known)], "nothing is trained twice"
 
 
 def test_nothing_but_what_was_drawn_can_be_given_back(functions):

@@ -127,18 +127,25 @@ class Response(NamedTuple):
 
 
 def trajectory_of(
-    sample: SampleLike, replies: SampledReplies, reward_key: str, *, has_teacher: bool = False
+    sample: SampleLike,
+    replies: SampledReplies,
+    reward_key: str,
+    *,
+    has_teacher: bool = False,
+    owner: int | None = None,
 ) -> Trajectory:
     """Return the trajectory of a sample, with its reward if it has one.
 
     Only what an engine has sampled carries loss (``sample_matching``). ``has_teacher``: the recipe trains
     towards a teacher, whose log-probs are ``teacher_log_probs``; otherwise the field is the hooks' own.
-    Raises EpisodeEnded for one that was aborted or has failed, NothingSampled, and SampleError for one that
-    contradicts itself or the engines.
+    ``owner``: the group of the sample, where the replies are those of several.
+
+    Raises EpisodeEnded for one that was aborted or has failed, NothingSampled, LogprobsDiffer, and
+    SampleError for one that contradicts itself.
     """
     finish = finish_of(sample)
     tokens, start, mask, reported = response_of(sample)
-    match = match_sample(tokens, start, replies, mask, reported)
+    match = match_sample(tokens, start, replies, mask, reported, owner)
     if not match.sampled_T.any():
         raise NothingSampled(
             f"no engine has sampled any of the {sample.response_length} response tokens of the sample, in "

@@ -12,6 +12,7 @@ from slipstream.rollout.compat.slime.episode_samples import (
     is_sampled,
     trajectory_of,
 )
+from slipstream.rollout.compat.slime.leased_groups import GROUP
 from slipstream.rollout.compat.slime.recipe_reward import PROMPT
 from slipstream.rollout.compat.slime.rollout_calls import RolloutCalls, SampledEpisode
 from slipstream.rollout.plugins import resolve
@@ -66,11 +67,14 @@ class FunctionWorkflow:
         index = place.group * self._arguments.n_samples_per_prompt + number
         sample = self._sample(**values | {"group_index": place.group, "index": index})
         setattr(sample, PROMPT, prompt)
+        setattr(sample, GROUP, place.group)
         return drawn_onto(sample, prompt, number)
 
     def _trajectory(self, sample: SampleLike, made: SampledEpisode, place: EpisodePlace) -> Trajectory:
         try:
-            return trajectory_of(sample, made.replies, self._reward_key, has_teacher=self._has_teacher)
+            return trajectory_of(
+                sample, made.replies, self._reward_key, has_teacher=self._has_teacher, owner=place.group
+            )
         except NothingSampled:
             if not sample.weight_versions or is_sampled(sample, made.untrained):
                 raise

@@ -15,6 +15,10 @@ from typing import Any, cast
 
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 
+GROUP = "leased_group"
+"""Attribute of samples: the number under which their group was leased, whatever functions write into
+``group_index``."""
+
 SampleGroup = list[Any]
 """A group as rollout functions have it: a sample, or a list of siblings, for each episode."""
 
@@ -174,8 +178,8 @@ def number_of(group: object) -> int | None:
         if not first:
             return None
         first = cast("list[object]", first)[0]
-    index = getattr(first, "group_index", None)
-    return index if isinstance(index, int) else None
+    number = getattr(first, GROUP, getattr(first, "group_index", None))
+    return number if isinstance(number, int) else None
 
 
 def pop_first(args: object, rollout_id: object, buffer: list[SampleGroup], number: int) -> list[SampleGroup]:

@@ -201,8 +201,8 @@ class RolloutCalls:
 def placed(groups: Sequence[SampleGroup], drawn: Sequence[int]) -> list[tuple[int, SampleGroup]]:
     """Return the groups that a call has returned with the numbers under which they are leased.
 
-    One whose samples do not say where they come from takes the place of a group that was dropped. Groups
-    beyond those that were drawn are left out.
+    One whose samples do not say where they come from takes the place of a group that was dropped. A group
+    that is returned a second time is left out, and so are those beyond the ones that were drawn.
     """
     left = dict.fromkeys(drawn)
     found: list[tuple[int, SampleGroup]] = []
@@ -212,6 +212,6 @@ def placed(groups: Sequence[SampleGroup], drawn: Sequence[int]) -> list[tuple[in
         if number in left:
             del left[number]
             found.append((number, group))
-        else:
+        elif number not in drawn:
             others.append(group)
     return [*found, *zip(left, others, strict=False)]

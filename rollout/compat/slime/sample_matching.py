@@ -41,11 +41,13 @@ class Match:
     retractions: int
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Answer:
     served: Reply
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int32]
+    owner: int | None = None
+    """Group whose samples hold it: nobody else's may, or it would be trained twice. None: none so far."""
 
 
 class SampledReplies:
@@ -65,16 +67,20 @@ class SampledReplies:
                 self._by_first.setdefault(first, []).append(answer)
                 self._by_place.setdefault((len(served.input_ids), first), []).append(answer)
 
-    def asked_at(self, ids: tuple[int, ...], place: int) -> "list[_Answer]":
+    def asked_at(self, ids: tuple[int, ...], place: int, owner: int | None) -> list[_Answer]:
         """Return the replies that were asked for with the ids before ``place``, and begin as these go on."""
         answers = self._by_place.get((place, ids[place]))
         if answers is None:
             return []
         before = ids[:place]
-        return [answer for answer in answers if answer.served.input_ids == before]
+        return [answer for answer in _free(answers, owner) if answer.served.input_ids == before]
 
-    def beginning_with(self, token: int) -> "Sequence[_Answer]":
-        return self._by_first.get(token, ())
+    def beginning_with(self, token: int, owner: int | None) -> list[_Answer]:
+        return _free(self._by_first.get(token, ()), owner)
+
+
+def _free(answers: Sequence[_Answer], owner: int | None) -> list[_Answer]:
+    return [answer for answer in answers if answer.owner is None or answer.owner == owner]
 
 
 def match_sample(
@@ -83,11 +89,13 @@ def match_sample(
     served: SampledReplies,
     loss_mask: Sequence[int],
     reported: Sequence[float] | None,
+    owner: int | None = None,
 ) -> Match:
     """Return what engines say of ``tokens``, of which those from ``response_start`` may be sampled.
 
-    ``loss_mask`` and ``reported`` (log-probs; None: the hook reports none) cover the response. Raises
-    LogprobsDiffer where a token that shall carry loss has another log-prob than the hook says.
+    ``loss_mask`` and ``reported`` (log-probs; None: the hook reports none) cover the response. ``owner``: the
+    group of the sample, where the replies are those of several: the ones that are found become its own.
+    Raises LogprobsDiffer where a token that shall carry loss has another log-prob than the hook says.
     """
     ids, size, trained = tuple(tokens), len(tokens), np.asarray(loss_mask, np.bool_)
     claimed = None if reported is None else np.asarray(reported, np.float64)
@@ -95,10 +103,10 @@ def match_sample(
     retractions, place = 0, response_start
     while place < size:
         rest = None if claimed is None else claimed[place - response_start :]
-        best = _best(served.asked_at(ids, place), ids, place, rest, is_exact=True)
+        best = _best(served.asked_at(ids, place, owner), ids, place, rest, is_exact=True)
         if trained[place - response_start] and (best is None or not best.is_sure):
             best = max(
-                filter(None, (best, _best(served.beginning_with(ids[place]), ids, place, rest))),
+                filter(None, (best, _best(served.beginning_with(ids[place], owner), ids, place, rest))),
                 key=lambda found: (found.agreed, found.shared),
                 default=None,
             )
@@ -110,6 +118,7 @@ def match_sample(
         match.logprobs_T[place:end] = best.answer.logprobs[:length]
         match.versions_T[place:end] = best.answer.versions[:length]
         retractions += best.answer.served.completion.retractions
+        best.answer.owner = owner
         place = end
     if claimed is not None:
         _check_logprobs(match, response_start, trained, claimed)

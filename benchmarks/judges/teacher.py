@@ -1,0 +1,31 @@
+"""A teacher that stays as it is: an SGLang server of a policy's start, behind the hint."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from slipstream.rollout.engine.process import ServerProcess, ServerSpec
+from slipstream.rollout.network import hold_port, port_of
+
+START_TIMEOUT_S = 300
+
+KEY_VARIABLE = "JUDGES_TEACHER_KEY"
+"""Environment variable of the server's key."""
+
+
+@asynccontextmanager
+async def teaching(policy: Path, log: Path) -> AsyncIterator[str]:
+    """Serve ``policy`` inside the block, and give the URL. Raises EngineStartError."""
+    with hold_port("127.0.0.1") as port:
+        spec = ServerSpec(
+            policy, "float32", "cpu", 1, "127.0.0.1", port_of(port), version=0, seed=0, label="teacher"
+        )
+        server = ServerProcess(spec, log)
+        try:
+            await server.wait_healthy(START_TIMEOUT_S)
+            os.environ[KEY_VARIABLE] = str(server.access.key)
+            yield server.access.url
+        finally:
+            await asyncio.to_thread(server.stop)
