@@ -23,6 +23,9 @@ import httpx
 from slipstream.rollout.endpoint.load import load
 from tests.environment import environment
 
+VERSION = 4
+"""Policy version that the engines serve."""
+
 CONTEXT = 2048
 TEMPERATURE = 0.9
 START_TIMEOUT_S = 120
@@ -343,7 +346,9 @@ class Runner:
                 "reward_key": order.get("reward_key", "reward"),
             }
         )
-        return hook_parts(self._config.model_copy(update={"rollout": rollout}), self._tokenizer)
+        config = self._config.model_copy(update={"rollout": rollout})
+        unused: Any = None  # of functions for whole batches
+        return hook_parts(config, self._tokenizer, unused, lambda: VERSION, unused)
 
 
 def _plain(trajectory: Any) -> dict[str, Any]:
@@ -393,7 +398,7 @@ async def _main(folder: Path, dialect: dict[str, Any]) -> None:
             },
         }
     )
-    async with serve(config, context=CONTEXT, version=lambda: 4, decode=tokenizer.decode) as served:
+    async with serve(config, context=CONTEXT, version=lambda: VERSION, decode=tokenizer.decode) as served:
         runner = Runner(served, tokenizer, config)
 
         async def episode(request: Request) -> JSONResponse:
