@@ -3,10 +3,10 @@
     python -m benchmarks.judges [--seeds 0 1 2] [--ways reward hints both] [--figure docs/judges.png]
 
 Users send problems through the gateway, and say `thanks` or `wrong` of the answers. A scripted judge reads
-that: its votes give scores (`reward`), its hints make the policy its own teacher (`hints`), or both. All of
-them train equally many turns with the same settings, and the judge is down for a third of the time. Held-out
-problems, which no user asks, are asked at temperature 0 before and after, through the same gateway. The lists
-in the last line are gains in percentage points, one for each seed.
+that: its votes give scores (`reward`), a teacher scores the answers behind its hints (`hints`), or both. The
+teacher is the start policy. All of them train equally many turns with the same settings, and the judge is
+down for a third of the time. Held-out problems, which no user asks, are asked at temperature 0 before and
+after, through the same gateway. The lists in the last line are gains in percentage points, one for each seed.
 """
 
 import asyncio
@@ -60,7 +60,8 @@ def main() -> None:
         interval = Interval.of(values)
         print(f"{way}: {interval.mean:+.1f} points, 95 % interval of the mean +- {interval.half:.1f}")
     if chosen.figure is not None:
-        down = f"the judge is down for {DOWN_S:g} of every {PERIOD_S:g} s"
+        down = f"the judge is down for {DOWN_S:g} of every {PERIOD_S:g} s; "
+        down += "the teacher is the start policy behind the hint"
         chosen.figure.write_bytes(draw(outcomes, down))
     print(
         json.dumps(

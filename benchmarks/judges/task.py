@@ -3,8 +3,8 @@
     plain       a3b9c8                             mostly wrong after an 8 or a 9
     with hint   a3b9c8\\n\\n[hint]\\ncarry right      right
 
-Both are in the warm start's demonstrations, so that the policy knows what the hint means. It is its own
-teacher then: behind the hint it scores what it has answered without.
+Both are in the warm start's demonstrations, so that the policy knows what the hint means. As it is then, it
+is the teacher: behind the hint it scores what the policy has answered without.
 """
 
 import random

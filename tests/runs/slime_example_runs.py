@@ -162,7 +162,7 @@ def test_agents_that_return_lists(run_all, inputs):
     }
     for run in run_all(hooks):
         sizes = {len(episode.split()) for episode in stored(run.folder).trajectories.values()}
-        assert max(sizes) > 5 and len(sizes) > 1, "solvers alone, or with rewriters and a selector"
+        assert max(sizes) > 5, "solvers, rewriters and a selector"
 
 
 @pytest.mark.timeout(900)
