@@ -100,7 +100,7 @@ class Evaluated(msgspec.Struct, array_like=True, gc=False):
     """Reason of a failure."""
     reward_parts: RewardParts = ()
     sets: list[EvaluatedSet] = []
-    """Of a whole evaluation."""
+    """A whole evaluation has these, and no reward."""
 
 
 class Status(msgspec.Struct, array_like=True, gc=False):

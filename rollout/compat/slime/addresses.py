@@ -1,4 +1,4 @@
-"""Where hooks find the policy: slime's address of its router, and slime's client for requests to it."""
+"""Sets the address at which hooks find the policy, and makes slime's client for requests to it."""
 
 import inspect
 from urllib.parse import urlsplit

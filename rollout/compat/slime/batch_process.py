@@ -58,7 +58,7 @@ class BatchQuestion(msgspec.Struct, array_like=True, frozen=True):
     episodes: tuple[RecordedEpisode, ...] = ()
     prompts: tuple[EvaluatedPrompt, ...] = ()
     sets: tuple[EvaluatedSet, ...] = ()
-    """Of an evaluation by a function, instead of prompts."""
+    """An evaluation by a function has these instead of prompts."""
     metrics: dict[str, float] = {}
     seconds: float = 0.0
 

@@ -38,10 +38,6 @@ class HookProcess:
         self._turn = asyncio.Lock()
         self._program: ServedProgram | None = None
 
-    @property
-    def is_running(self) -> bool:
-        return self._program is not None
-
     async def ask(self, hook: str, request: bytes, timeout_s: float, limit: str) -> Any:
         """Return what a hook says. Raises HookProcessFailed; the process is ended if it does not answer.
 

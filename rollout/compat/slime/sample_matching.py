@@ -54,14 +54,10 @@ class SampledReplies:
     """The replies among which the tokens of samples are looked for. Made once for many samples."""
 
     def __init__(self, replies: Sequence[Reply]) -> None:
-        self.count = 0
+        self.count = len(replies)
         self._by_first: dict[int, list[_Answer]] = {}
         self._by_place: dict[tuple[int, int], list[_Answer]] = {}
-        self.add(replies)
-
-    def add(self, replies: Iterable[Reply]) -> None:
         for served in replies:
-            self.count += 1
             if served.completion.tokens:
                 first, answer = served.completion.tokens[0], _answer(served)
                 self._by_first.setdefault(first, []).append(answer)
