@@ -21,8 +21,9 @@ import msgspec
 
 from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.routing import PoolStatus, Routing
+from slipstream.rollout.evaluated_set import EvaluatedSet
 from slipstream.rollout.record import UNREADABLE
-from slipstream.rollout.trajectory import EvaluatedSet, PromptFields, RewardParts
+from slipstream.rollout.trajectory import PromptFields, RewardParts
 
 PIECE, ANSWERED, JUDGED = range(3)
 """Kinds of an event: a part of an unfinished episode, a trajectory without its reward, and one with it."""
@@ -99,6 +100,7 @@ class Evaluated(msgspec.Struct, array_like=True, gc=False):
     note: str
     """Reason of a failure."""
     reward_parts: RewardParts = ()
+    is_truncated: bool = False
     sets: list[EvaluatedSet] = []
     """A whole evaluation has these, and no reward."""
 

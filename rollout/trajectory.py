@@ -506,13 +506,3 @@ class Group:
         """Rewards of the episodes that are not dropped, float64."""
         rewards = [trajectory.reward for trajectory in self.trajectories if not trajectory.is_dropped]
         return np.array(rewards, np.float64)
-
-
-class EvaluatedSet(msgspec.Struct, array_like=True, gc=False):
-    """What a function has said of one set of prompts; each list is over its samples."""
-
-    name: str
-    rewards: list[float]
-    lengths: list[int]
-    """Response tokens; 0 where the function has not said."""
-    truncated: list[bool]

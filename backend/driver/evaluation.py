@@ -1,13 +1,15 @@
 """Evaluation: greedy completions of held-out prompts, beside training."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from slipstream.backend.driver.hooked_batches import HookedBatches
 from slipstream.backend.driver.ports import RunListener
 from slipstream.backend.monitor.units import mean
 from slipstream.configs.schema.run import EvalConfig
 from slipstream.rollout.collect.questions import EvaluationTasks
-from slipstream.rollout.trajectory import Prompt, mean_parts
+from slipstream.rollout.evaluated_set import HELD_OUT, EvaluatedSet
+from slipstream.rollout.trajectory import Prompt, mean_parts, prompt_fields
 
 
 class Evaluation:
@@ -39,33 +41,48 @@ class Evaluation:
 
     async def run(self, version: int) -> None:
         """Evaluate, and tell the listener. An evaluation that fails is noted, and the run goes on."""
-        if self._by_function:
-            await self._run_function(version)
+        try:
+            result = await (self._ask_function(version) if self._by_function else self._ask_episodes())
+        except _NotEvaluated as reason:
+            self._listener.note(f"no evaluation of version {version}: {reason}")
             return
+        reward = mean([reward for each in result.sets for reward in each.rewards])
+        length = mean([length for each in result.sets for length in each.lengths])
+        is_logged = False
+        if self._hooks is not None:
+            metrics = {"eval/reward": reward, "eval/response_length": length}
+            is_logged = await self._hooks.has_logged_evaluation(version, result.sets, metrics)
+        self._listener.evaluated(version, reward, length, result.parts, is_logged=is_logged)
+
+    async def _ask_episodes(self) -> "_Result":
+        """Run an episode for each held-out prompt. Raises _NotEvaluated."""
         results = await self._questions.ask(self._prompts)
         rewards = [result.reward for result in results if result.reward is not None]
         if len(rewards) < len(results):
-            failed = next(result for result in results if result.reward is None)
-            self._listener.note(f"no evaluation of version {version}: {failed.note}")
-            return
-        lengths = [result.response_length for result in results]
-        parts = mean_parts(result.reward_parts for result in results)
-        is_logged = False
-        if self._hooks is not None:
-            metrics = {"eval/reward": mean(rewards), "eval/response_length": mean(lengths)}
-            is_logged = await self._hooks.has_logged_evaluation(version, self._prompts, results, metrics)
-        self._listener.evaluated(version, mean(rewards), mean(lengths), parts, is_logged=is_logged)
+            raise _NotEvaluated(next(result.note for result in results if result.reward is None))
+        held_out = EvaluatedSet(
+            HELD_OUT,
+            rewards,
+            [result.response_length for result in results],
+            [result.is_truncated for result in results],
+            [prompt_fields(prompt) for prompt in self._prompts],
+        )
+        return _Result([held_out], mean_parts(result.reward_parts for result in results))
 
-    async def _run_function(self, version: int) -> None:
+    async def _ask_function(self, version: int) -> "_Result":
+        """Have the recipe's function evaluate. Raises _NotEvaluated."""
         result = await self._questions.ask_function(version)
         if not result.sets:
-            self._listener.note(f"no evaluation of version {version}: {result.note}")
-            return
-        rewards = [reward for each in result.sets for reward in each.rewards]
-        lengths = [length for each in result.sets for length in each.lengths]
-        parts = {each.name: mean(each.rewards) for each in result.sets} if len(result.sets) > 1 else {}
-        is_logged = False
-        if self._hooks is not None:
-            metrics = {"eval/reward": mean(rewards), "eval/response_length": mean(lengths)}
-            is_logged = await self._hooks.has_logged_sets(version, result.sets, metrics)
-        self._listener.evaluated(version, mean(rewards), mean(lengths), parts, is_logged=is_logged)
+            raise _NotEvaluated(result.note)
+        several = result.sets if len(result.sets) > 1 else []
+        return _Result(result.sets, {each.name: mean(each.rewards) for each in several})
+
+
+class _NotEvaluated(Exception):
+    """Nothing is known of a version, and why."""
+
+
+class _Result(NamedTuple):
+    sets: list[EvaluatedSet]
+    parts: Mapping[str, float]
+    """Means besides that of the rewards, by the names of their metrics."""

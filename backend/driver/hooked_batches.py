@@ -16,18 +16,16 @@ from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collect.gate import AdmissionGate, ReadyGroup
 from slipstream.rollout.compat.slime.batch_hooks import BatchHooks, TrainingData, batch_hooks
-from slipstream.rollout.compat.slime.batch_process import EvaluatedPrompt, RecordedEpisode
-from slipstream.rollout.messages import Evaluated
-from slipstream.rollout.trajectory import EvaluatedSet, Prompt, prompt_fields
+from slipstream.rollout.compat.slime.batch_process import RecordedEpisode
+from slipstream.rollout.evaluated_set import EvaluatedSet
+from slipstream.rollout.trajectory import prompt_fields
 
 
 class HookedBatches:
     """Asks a recipe's hooks about batches and evaluations. Single event loop. ``close`` it."""
 
-    def __init__(self, hooks: BatchHooks, *, longest_evaluated: int) -> None:
-        """``longest_evaluated``: tokens at which a completion of an evaluation is cut off."""
+    def __init__(self, hooks: BatchHooks) -> None:
         self._hooks = hooks
-        self._longest_evaluated = longest_evaluated
         self._logging: asyncio.Task[bool] | None = None
 
     async def begin(
@@ -51,29 +49,10 @@ class HookedBatches:
         return logging is not None and await logging
 
     async def has_logged_evaluation(
-        self,
-        version: int,
-        prompts: Sequence[Prompt],
-        results: Sequence[Evaluated],
-        metrics: Mapping[str, float],
-    ) -> bool:
-        """Ask the hook. Return True if it has logged an evaluation of which every episode has a reward."""
-        evaluated = [
-            EvaluatedPrompt(
-                prompt_fields(prompt),
-                result.reward or 0.0,
-                result.response_length,
-                result.response_length >= self._longest_evaluated,
-            )
-            for prompt, result in zip(prompts, results, strict=True)
-        ]
-        return await self._hooks.log_evaluation(version, evaluated, dict(metrics))
-
-    async def has_logged_sets(
         self, version: int, sets: Sequence[EvaluatedSet], metrics: Mapping[str, float]
     ) -> bool:
-        """Return whether the hook has logged an evaluation that a function of the recipe has made."""
-        return await self._hooks.log_sets(version, sets, dict(metrics))
+        """Return whether the hook has logged an evaluation."""
+        return await self._hooks.log_evaluation(version, sets, dict(metrics))
 
     async def close(self) -> None:
         """End what is under way."""
@@ -91,12 +70,7 @@ class HookedBatches:
 def hooked_batches(config: RunConfig, logs: Path, note: Callable[[str], None]) -> HookedBatches | None:
     """Return the hooks of a recipe that see whole batches; None: it names none."""
     hooks = batch_hooks(config, logs, note)
-    if hooks is None:
-        return None
-    longest = config.rollout.sampling.max_new_tokens
-    if config.eval is not None and config.eval.max_new_tokens is not None:
-        longest = config.eval.max_new_tokens
-    return HookedBatches(hooks, longest_evaluated=longest)
+    return None if hooks is None else HookedBatches(hooks)
 
 
 def records_of(

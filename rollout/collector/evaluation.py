@@ -13,9 +13,10 @@ from slipstream.rollout.collector.recording import GrowingGenerator
 from slipstream.rollout.engine.growing import GrowingCompletion
 from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.engine.sampling import LiveSampling
+from slipstream.rollout.evaluated_set import EvaluatedSet
 from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.messages import Question
-from slipstream.rollout.trajectory import Completion, EvaluatedSet, Prompt, Trajectory
+from slipstream.rollout.trajectory import Completion, Prompt, Trajectory
 from slipstream.rollout.workflow import WorkflowContext
 
 

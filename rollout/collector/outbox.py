@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from slipstream.rollout.changes import Changes
+from slipstream.rollout.evaluated_set import EvaluatedSet
 from slipstream.rollout.messages import (
     ANSWERED,
     FRAME_BYTES,
@@ -28,7 +29,7 @@ from slipstream.rollout.messages import (
     as_note,
 )
 from slipstream.rollout.record import PieceHeader, checksum, encode
-from slipstream.rollout.trajectory import EvaluatedSet, TrajectoryHeader
+from slipstream.rollout.trajectory import Finish, TrajectoryHeader
 
 FLUSH_S = 0.002
 """Longest time that an event waits for others before they are sent in one frame."""
@@ -155,8 +156,16 @@ class Outbox:
 
     def evaluated(self, task: int, header: TrajectoryHeader) -> None:
         """The result of an evaluation episode, which has been judged."""
-        result = Evaluated(task, header.reward, header.sampled_length, "", header.reward_parts)
-        self._next.evaluated.append(result)
+        self._next.evaluated.append(
+            Evaluated(
+                task,
+                header.reward,
+                header.sampled_length,
+                "",
+                header.reward_parts,
+                is_truncated=header.finish is Finish.LENGTH,
+            )
+        )
         self._due.set()
 
     def evaluated_sets(self, task: int, sets: list[EvaluatedSet]) -> None:

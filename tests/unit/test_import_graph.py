@@ -41,7 +41,7 @@ FLOORS = {
         {"changes", "durable", "garbage", "gpu_environment", "heaps", "linux", "network", "plugins"}
         | {"teacher", "temporary"},
         {"sandbox", "trajectory"},
-        {"control", "conversation", "prompts", "record", "tokenizer"},
+        {"control", "conversation", "evaluated_set", "prompts", "record", "tokenizer"},
         {"programs", "turns"},
         {"engine", "ledger"},
         {"reward"},

@@ -15,8 +15,8 @@ from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collect.gate import ReadyGroup, StoredTrajectory
 from slipstream.rollout.compat.slime.batch_hooks import BatchHooks
 from slipstream.rollout.compat.slime.hook_process import HookProcessFailed
+from slipstream.rollout.evaluated_set import EvaluatedSet
 from slipstream.rollout.linux import children_of
-from slipstream.rollout.messages import Evaluated
 from slipstream.rollout.record import encode_trajectory
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory, joined
 
@@ -90,9 +90,7 @@ def run(model: Path, tmp_path: Path, hooks: dict[str, str], use, timeout_s: floa
     notes: list[str] = []
 
     async def course():
-        hooked = HookedBatches(
-            BatchHooks(config(model, hooks, timeout_s), tmp_path, notes.append), longest_evaluated=8
-        )
+        hooked = HookedBatches(BatchHooks(config(model, hooks, timeout_s), tmp_path, notes.append))
         try:
             return await use(hooked, *made())
         finally:
@@ -149,9 +147,9 @@ def test_a_hook_that_logs_says_whether_ours_is_needed(model, tmp_path):
 
 def test_an_evaluation_can_be_logged_by_a_hook(model, tmp_path):
     async def evaluated(hooked, *_):
-        prompts = [Prompt(0, "a", label="b"), Prompt(1, "c")]
-        results = [Evaluated(0, 1.0, 3, ""), Evaluated(1, 0.0, 8, "")]
-        return await hooked.has_logged_evaluation(4, prompts, results, {"eval/reward": 0.5})
+        prompts = [(0, "a", "b", {}), (1, "c", None, {})]
+        held_out = EvaluatedSet("held_out", [1.0, 0.0], [3, 8], [False, True], prompts)
+        return await hooked.has_logged_evaluation(4, [held_out], {"eval/reward": 0.5})
 
     logged, notes = run(model, tmp_path, {"custom_eval_rollout_log_function": "logs_evaluation"}, evaluated)
     assert logged and not notes

@@ -9,8 +9,8 @@ from slipstream.configs.rules.hooks import read_custom_config
 from slipstream.configs.schema import HooksConfig, RunConfig
 from slipstream.configs.schema.hooks import HOOK_NAMES
 from slipstream.configs.schema.rollout import RolloutConfig
+from slipstream.rollout.evaluated_set import HELD_OUT
 
-HELD_OUT = "held_out"
 """Name of the recipe's evaluation, as slime's data sets have names."""
 
 

@@ -8,14 +8,9 @@ from typing import Any
 import msgspec
 
 from slipstream.configs.schema import RunConfig
-from slipstream.rollout.compat.slime.batch_process import (
-    BatchQuestion,
-    EvaluatedPrompt,
-    HookSetup,
-    RecordedEpisode,
-)
+from slipstream.rollout.compat.slime.batch_process import BatchQuestion, HookSetup, RecordedEpisode
 from slipstream.rollout.compat.slime.hook_process import LOG, HookProcess, HookProcessFailed
-from slipstream.rollout.trajectory import EvaluatedSet
+from slipstream.rollout.evaluated_set import EvaluatedSet
 
 BESIDE_DRIVER = (
     "custom_reward_post_process",
@@ -72,16 +67,9 @@ class BatchHooks:
         )
 
     async def log_evaluation(
-        self, rollout_id: int, prompts: Sequence[EvaluatedPrompt], metrics: dict[str, float]
-    ) -> bool:
-        """Return whether ``custom_eval_rollout_log_function`` says that it has logged the evaluation."""
-        setting = "custom_eval_rollout_log_function"
-        return await self._logged(BatchQuestion(setting, rollout_id, prompts=tuple(prompts), metrics=metrics))
-
-    async def log_sets(
         self, rollout_id: int, sets: Sequence[EvaluatedSet], metrics: dict[str, float]
     ) -> bool:
-        """Return the same of an evaluation by a function."""
+        """Return whether ``custom_eval_rollout_log_function`` says that it has logged the evaluation."""
         setting = "custom_eval_rollout_log_function"
         return await self._logged(BatchQuestion(setting, rollout_id, sets=tuple(sets), metrics=metrics))
 

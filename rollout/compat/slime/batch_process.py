@@ -14,13 +14,14 @@ import msgspec
 
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.compat.slime.alias_path import make_slime_importable
-from slipstream.rollout.compat.slime.arguments import HELD_OUT, SlimeArguments, slime_arguments
+from slipstream.rollout.compat.slime.arguments import SlimeArguments, slime_arguments
 from slipstream.rollout.compat.slime.hook_process import WrongAnswer, serve_answers
 from slipstream.rollout.compat.slime.rebuilt_samples import SampleRebuilder
+from slipstream.rollout.evaluated_set import EvaluatedSet
 from slipstream.rollout.plugins import resolve
 from slipstream.rollout.record import decode_trajectory
 from slipstream.rollout.tokenizer import load_tokenizer
-from slipstream.rollout.trajectory import EvaluatedSet, Group, Prompt, PromptFields, TrajectoryHeader
+from slipstream.rollout.trajectory import Group, Prompt, PromptFields, TrajectoryHeader
 
 
 class HookSetup(msgspec.Struct, array_like=True, frozen=True):
@@ -41,24 +42,13 @@ class RecordedEpisode(msgspec.Struct, array_like=True, frozen=True):
     chunks: bytes
 
 
-class EvaluatedPrompt(msgspec.Struct, array_like=True, frozen=True):
-    """One held-out prompt with what its episode has come to."""
-
-    prompt: PromptFields
-    reward: float
-    response_length: int
-    is_truncated: bool
-
-
 class BatchQuestion(msgspec.Struct, array_like=True, frozen=True):
-    """One call of one hook. A batch has episodes, an evaluation has prompts."""
+    """One call of one hook. A batch has episodes, an evaluation has sets."""
 
     setting: str
     rollout_id: int
     episodes: tuple[RecordedEpisode, ...] = ()
-    prompts: tuple[EvaluatedPrompt, ...] = ()
     sets: tuple[EvaluatedSet, ...] = ()
-    """An evaluation by a function has these instead of prompts."""
     metrics: dict[str, float] = {}
     seconds: float = 0.0
 
@@ -80,7 +70,7 @@ class BatchHooksProcess:
         """Call the hook that the question names, and return what it says as plain data."""
         hook = self._hooks[question.setting]
         if question.setting == "custom_eval_rollout_log_function":
-            data = self._evaluation(question.prompts) if question.prompts else self._sets(question.sets)
+            data = {each.name: self._evaluation(each) for each in question.sets}
             return bool(hook(question.rollout_id, self._args, data, dict(question.metrics)))
         samples = self._samples(question.episodes)
         if question.setting == "custom_rollout_log_function":
@@ -101,24 +91,11 @@ class BatchHooksProcess:
             samples += itertools.chain.from_iterable(self._rebuilder.of_group(group))
         return samples
 
-    def _evaluation(self, prompts: Sequence[EvaluatedPrompt]) -> dict[str, Any]:
-        samples = [self._rebuilder.evaluated(Prompt(*each.prompt), each) for each in prompts]
+    def _evaluation(self, evaluated: EvaluatedSet) -> dict[str, Any]:
         return {
-            HELD_OUT: {
-                "rewards": [each.reward for each in prompts],
-                "truncated": [each.is_truncated for each in prompts],
-                "samples": samples,
-            }
-        }
-
-    def _sets(self, sets: Sequence[EvaluatedSet]) -> dict[str, Any]:
-        return {
-            each.name: {
-                "rewards": each.rewards,
-                "truncated": each.truncated,
-                "samples": [self._rebuilder.of_set(each, number) for number in range(len(each.rewards))],
-            }
-            for each in sets
+            "rewards": evaluated.rewards,
+            "truncated": evaluated.truncated,
+            "samples": self._rebuilder.of_set(evaluated),
         }
 
 

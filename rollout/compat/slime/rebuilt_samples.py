@@ -1,24 +1,14 @@
 """Samples rebuilt from what Slipstream has recorded of episodes."""
 
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.episode_samples import metadata_of
+from slipstream.rollout.evaluated_set import EvaluatedSet
 from slipstream.rollout.plugins import resolve
 from slipstream.rollout.tokenizer import Tokenizer
-from slipstream.rollout.trajectory import UNSAMPLED, EvaluatedSet, Finish, Group, Prompt, Trajectory
-
-
-class EvaluatedResult(Protocol):
-    """What is known of an evaluation episode."""
-
-    @property
-    def reward(self) -> float: ...
-    @property
-    def response_length(self) -> int: ...
-    @property
-    def is_truncated(self) -> bool: ...
+from slipstream.rollout.trajectory import UNSAMPLED, Finish, Group, Prompt, Trajectory
 
 
 class SampleRebuilder:
@@ -52,9 +42,7 @@ class SampleRebuilder:
             group_index=group,
             index=index,
             rollout_id=index,
-            prompt=prompt.prompt,
-            label=prompt.label,
-            metadata=metadata_of(prompt),
+            **_asked(prompt),
             tokens=tokens,
             response=self._tokenizer.decode(tokens[start:]),
             response_length=len(tokens) - start,
@@ -65,28 +53,26 @@ class SampleRebuilder:
             status=statuses.TRUNCATED if trajectory.finish is Finish.LENGTH else statuses.COMPLETED,
         )
 
-    def evaluated(self, prompt: Prompt, result: "EvaluatedResult") -> Any:
-        """Return the sample of an evaluation episode, of which only lengths and rewards are recorded."""
+    def of_set(self, evaluated: EvaluatedSet) -> list[Any]:
+        """Return the samples of an evaluation, of which only lengths and rewards are recorded."""
         statuses = cast("Any", self._sample).Status
-        return self._sample(
-            index=prompt.id,
-            rollout_id=prompt.id,
-            prompt=prompt.prompt,
-            label=prompt.label,
-            metadata=metadata_of(prompt),
-            response_length=result.response_length,
-            reward=result.reward if self._reward_key is None else {self._reward_key: result.reward},
-            status=statuses.TRUNCATED if result.is_truncated else statuses.COMPLETED,
-        )
+        samples: list[Any] = []
+        for number, reward in enumerate(evaluated.rewards):
+            prompt = Prompt(*evaluated.prompts[number]) if evaluated.prompts else None
+            index = number if prompt is None else prompt.id
+            samples.append(
+                self._sample(
+                    index=index,
+                    rollout_id=index,
+                    response_length=evaluated.lengths[number],
+                    reward=reward if self._reward_key is None else {self._reward_key: reward},
+                    status=statuses.TRUNCATED if evaluated.truncated[number] else statuses.COMPLETED,
+                    **({} if prompt is None else _asked(prompt)),
+                )
+            )
+        return samples
 
-    def of_set(self, evaluated: EvaluatedSet, number: int) -> Any:
-        """Return a sample of an evaluation by a function, of which only lengths and rewards are recorded."""
-        statuses = cast("Any", self._sample).Status
-        reward = evaluated.rewards[number]
-        return self._sample(
-            index=number,
-            rollout_id=number,
-            response_length=evaluated.lengths[number],
-            reward=reward if self._reward_key is None else {self._reward_key: reward},
-            status=statuses.TRUNCATED if evaluated.truncated[number] else statuses.COMPLETED,
-        )
+
+def _asked(prompt: Prompt) -> dict[str, Any]:
+    """Return what a sample says of its prompt."""
+    return {"prompt": prompt.prompt, "label": prompt.label, "metadata": metadata_of(prompt)}

@@ -8,8 +8,8 @@ from typing import Any, cast
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
 from slipstream.rollout.compat.slime.episode_samples import WrongReturn, judgement_of_reward
 from slipstream.rollout.compat.slime.function_calls import FunctionCalls
+from slipstream.rollout.evaluated_set import EvaluatedSet
 from slipstream.rollout.plugins import PluginError, resolve
-from slipstream.rollout.trajectory import EvaluatedSet
 
 LONGEST_NAME = 64
 """Characters of the name of a set, which is a part of the name of a metric."""
