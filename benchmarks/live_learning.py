@@ -24,6 +24,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.harness import parser
@@ -31,6 +32,7 @@ from benchmarks.quickstart_users import POLL_S, Conversations, Shuffle, Users, h
 from slipstream.backend.commands.audit import audit_run
 from slipstream.backend.monitor.tables import Columns, rows_table, table_console
 from slipstream.backend.quickstart.task import held_out_set, train_problems
+from slipstream.rollout.linux import PR_SET_PDEATHSIG, prctl
 from slipstream.rollout.network import hold_port, port_of
 
 USERS = 64
@@ -92,7 +94,11 @@ class Served:
         ]
         with self._out.open("w") as out:
             self._process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | {"SGLANG_API_KEY": self._key}
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"SGLANG_API_KEY": self._key},
+                preexec_fn=partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM),  # it ends with the benchmark
             )
 
     @asynccontextmanager
