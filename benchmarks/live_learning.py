@@ -115,16 +115,18 @@ class Served:
         finally:
             await conversations.close()
 
-    def steps(self) -> int:
-        """Return the number of training steps that are done."""
+    def last_step(self) -> dict[str, float]:
+        """Return the metrics of the last training step that is done; none, if there is none yet."""
         with suppress(OSError):
-            return (self.folder / "metrics.jsonl").read_text().count('"train/step"')
-        return 0
+            for line in reversed((self.folder / "metrics.jsonl").read_text().splitlines(keepends=True)):
+                if line.endswith("\n") and "train/step" in (metrics := json.loads(line)):
+                    return metrics
+        return {}
 
     async def trained(self, steps: int) -> None:
         """Wait until so many training steps are done. Raises TimeoutError."""
         async with asyncio.timeout(STEPS_TIMEOUT_S):
-            while self.steps() < steps:
+            while self.last_step().get("train/step", 0) < steps:
                 self.check()
                 await asyncio.sleep(POLL_S)
 

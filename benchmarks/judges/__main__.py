@@ -2,11 +2,12 @@
 
     python -m benchmarks.judges [--seeds 0 1 2] [--ways reward hints both] [--figure docs/judges.png]
 
-Users send problems through the gateway, and say `thanks` or `wrong` of the answers. A scripted judge reads
-that: its votes give scores (`reward`), a teacher scores the answers behind its hints (`hints`), or both. The
-teacher is the start policy. All of them train equally many turns with the same settings, and the judge is
-down for a third of the time. Held-out problems, which no user asks, are asked at temperature 0 before and
-after, through the same gateway. The lists in the last line are gains in percentage points, one for each seed.
+Users send problems through the gateway, say `thanks` or `wrong` of the answers, and explain every other
+`wrong`. A scripted judge reads that: its votes give scores (`reward`), a teacher scores the answers behind
+its hints (`hints`), or both. The teacher is the start policy. All of them get equally many turns of users,
+with the same settings, and the judge is down for a third of the time. Held-out problems, which no user asks,
+are asked at temperature 0 before and after, through the same gateway. The lists in the last line are gains in
+percentage points, one for each seed.
 """
 
 import asyncio
@@ -29,7 +30,8 @@ TABLE: Columns[Outcome] = {
     "after": lambda row: f"{row.after:.1%}",
     "with the hint": lambda row: f"{row.with_hint[0]:.1%} -> {row.with_hint[1]:.1%}",
     "gain, points": lambda row: f"{row.gain:+.1f}",
-    "turns trained": lambda row: f"{row.trained:,}",
+    "turns": lambda row: f"{row.turns:,}",
+    "trained": lambda row: f"{row.trained:,}",
     "questions refused": lambda row: f"{row.refused:.0%}",
     "largest lag": lambda row: row.max_lag,
     "seconds": lambda row: f"{row.seconds:.0f}",
@@ -70,6 +72,7 @@ def main() -> None:
                 "before": [round(row.before, 3) for row in outcomes],
                 "after": [round(row.after, 3) for row in outcomes],
                 "with_hint": [[round(share, 3) for share in row.with_hint] for row in outcomes],
+                "turns": [row.turns for row in outcomes],
                 "turns_trained": [row.trained for row in outcomes],
                 "discrepancies": sum(row.discrepancies for row in outcomes),
                 "seconds": round(time.monotonic() - began, 1),

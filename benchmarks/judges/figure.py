@@ -1,4 +1,4 @@
-"""The figure: what users got right over the turns trained, and held-out problems before and after."""
+"""The figure: what users got right over their turns, and held-out problems before and after."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ def draw(outcomes: Sequence[Outcome], down: str) -> bytes:
     figure = Figure(WIDTH, HEIGHT, "What users say, as votes, as hints, and as both", down)
     entries: list[tuple[Sample, Colour, str]] = [("line", COLOURS[way], NAMES[way]) for way in WAYS]
     figure.legend((MARGIN, 140), entries)
-    turns = max(outcome.trained for outcome in outcomes)
+    turns = max(outcome.turns for outcome in outcomes)
     curves = Chart(figure, 130, TOP, SPLIT - 60, BOTTOM, (0, turns), (0, 100))
     curves.y_axis("right answers, %")
-    curves.x_axis({x: f"{x:,}" for x in range(0, turns + 1, 256)}, "turns trained: answers to users")
+    curves.x_axis({x: f"{x:,}" for x in range(0, turns + 1, 256)}, "turns: answers to users that were judged")
     ends = Chart(figure, SPLIT + 60, TOP, WIDTH - 40, BOTTOM, (-0.5, len(WAYS) - 0.5), (0, 100))
     ends.y_axis("")
     ends.x_axis(dict(enumerate(WAYS)), "held-out problems, before and after")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.judges.server import JudgeServer
-from benchmarks.judges.task import demonstrate, hinted
+from benchmarks.judges.task import demonstrate, explaining, hinted
 from benchmarks.judges.teacher import KEY_VARIABLE, teaching
 from benchmarks.live_learning import Served
 from benchmarks.quickstart_users import POLL_S, Users
@@ -27,8 +27,12 @@ USERS = 64
 HELD_OUT = 300
 """Held-out problems: the standard error of an accuracy is at most 2.9 percentage points."""
 
-BATCH, STEPS = 64, 12
-"""Turns of a training step, and training steps."""
+BATCH = 64
+"""Turns of a training step."""
+
+TURNS = 12 * BATCH
+"""Turns of users, at the end of the first step behind which there are as many: those that are trained, and
+those that a policy which learns from hints alone cannot learn from."""
 
 CONTEXT = 512
 """Tokens of a request to the teacher, at the most."""
@@ -47,7 +51,7 @@ VOTES = 3
 ASK_AGAIN_S = 0.5
 """Seconds until a turn is asked about again whose votes are missing; twice as long each time."""
 
-STEPS_TIMEOUT_S = 400
+TURNS_TIMEOUT_S = 400
 
 REWARD: dict[str, object] = {"type": "reward"}
 TEACHER: dict[str, object] = {"type": "teacher"}
@@ -70,9 +74,11 @@ class Outcome:
     with_hint: tuple[float, float]
     """The same with the hint in the prompt: before and after."""
     curve: tuple[tuple[int, float], ...]
-    """Number of turns trained, and share of the users' answers that were right around that time."""
+    """Number of turns, and share of the users' answers that were right around that time."""
     seconds: float
     """Duration of the training steps."""
+    turns: int
+    """Number of turns of users that were judged, trained or not."""
     trained: int
     """Number of turns that were trained."""
     refused: float
@@ -110,7 +116,7 @@ def judge(way: Way, url: str, teacher: str) -> dict[str, object]:
 
 
 async def learn(root: Path, seed: int, way: Way) -> Outcome:
-    """Serve the policy of a seed to users until it has learned in this way for ``STEPS`` steps."""
+    """Serve the policy of a seed to users until it has learned in this way from ``TURNS`` turns."""
     held_out = held_out_set(seed, HELD_OUT)
     with_hint = [Problem(hinted(problem.prompt), problem.label) for problem in held_out]
     server, start = JudgeServer(), _policy(root, seed)
@@ -119,7 +125,7 @@ async def learn(root: Path, seed: int, way: Way) -> Outcome:
             root,
             f"{way}-{seed}",
             *(f"rollout.batch_size={BATCH}", "live={}", "checkpoint.every=1000"),
-            *(f"run.seed={seed}", f"run.steps={STEPS}", f"model.path={start}"),
+            *(f"run.seed={seed}", f"run.steps={TURNS // BATCH}", f"model.path={start}"),
             f"actor.optimizer={json.dumps(OPTIMIZER)}",
             *(
                 f"judge={json.dumps(judge(way, url, teacher))}",
@@ -130,7 +136,9 @@ async def learn(root: Path, seed: int, way: Way) -> Outcome:
             async with served.conversations() as conversations:
                 before = await conversations.accuracy(held_out, USERS)
                 hinted_before = await conversations.accuracy(with_hint, USERS)
-                users = Users(conversations, train_problems(random.Random(f"users-{seed}")), USERS)
+                problems = train_problems(random.Random(f"users-{seed}"))
+                said = explaining(random.Random(f"words-{seed}"))
+                users = Users(conversations, problems, USERS, said)
                 began = time.monotonic()
                 async with users.talking():
                     marks = await _watched(served, users)
@@ -149,6 +157,7 @@ async def learn(root: Path, seed: int, way: Way) -> Outcome:
         (hinted_before, hinted_after),
         tuple(shares(marks, right)),
         seconds,
+        marks[-1][0],
         audit.turns["trained"],
         server.refused / max(1, server.refused + server.answered),
         audit.max_head_lag or 0,
@@ -157,15 +166,17 @@ async def learn(root: Path, seed: int, way: Way) -> Outcome:
 
 
 async def _watched(served: Served, users: Users) -> list[tuple[int, int]]:
-    """Wait for all steps. Return after each the number of turns trained, and of the answers so far."""
+    """Wait for all turns. Return after each step the number of turns, and of the answers so far."""
     marks = [(0, 0)]
-    async with asyncio.timeout(STEPS_TIMEOUT_S):
-        while (steps := served.steps()) < STEPS:
+    async with asyncio.timeout(TURNS_TIMEOUT_S):
+        while marks[-1][0] < TURNS:
             served.check()
-            if steps * BATCH > marks[-1][0]:
-                marks.append((steps * BATCH, len(users.answers)))
+            metrics = served.last_step()
+            turns = int(metrics.get("live/trained", 0) + metrics.get("live/filtered", 0))
+            if turns > marks[-1][0]:
+                marks.append((turns, len(users.answers)))
             await asyncio.sleep(POLL_S)
-    return [*marks, (STEPS * BATCH, len(users.answers))]
+    return marks
 
 
 WINDOW = 256
@@ -173,9 +184,9 @@ WINDOW = 256
 
 
 def shares(marks: list[tuple[int, int]], right: list[bool]) -> list[tuple[int, float]]:
-    """Return the share of right answers between two marks, at the turns trained in their middle.
+    """Return the share of right answers between two marks, at the turns in their middle.
 
-    ``marks``: turns trained, and answers so far. Marks between which there are too few answers are left out,
+    ``marks``: turns, and answers so far. Marks between which there are too few answers are left out,
     but not the last one.
     """
     kept = marks[:1]

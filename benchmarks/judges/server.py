@@ -1,6 +1,6 @@
 """A judge model as a server of chat completions that is down for a part of the time.
 
-It says what the user's next words say, and has a hint for each turn.
+It says what the user's next words say: whether the answer was right, and the hint where they explain.
 """
 
 import time
@@ -28,9 +28,9 @@ def is_down(seconds: float) -> bool:
 
 def vote_on(messages: Messages) -> str:
     """Return the answer to a question about a turn: a hint, or a score."""
-    if "[HINT_START]" in messages[0]["content"]:
-        return rf"\boxed{{1}} [HINT_START]{HINT}[HINT_END]"
     after = messages[-1]["content"].rpartition(AFTER)[2]
+    if "[HINT_START]" in messages[0]["content"]:
+        return rf"\boxed{{1}} [HINT_START]{HINT}[HINT_END]" if HINT in after else r"\boxed{-1}"
     return r"\boxed{1}" if THANKS in after else r"\boxed{-1}"
 
 

@@ -1,4 +1,4 @@
-"""The policy's start: a bad habit behind plain prompts, and the right way behind a hint.
+"""The policy's start, a bad habit behind plain prompts and the right way behind a hint; and what users say.
 
     plain       a3b9c8                             mostly wrong after an 8 or a 9
     with hint   a3b9c8\\n\\n[hint]\\ncarry right      right
@@ -8,7 +8,9 @@ is the teacher: behind the hint it scores what the policy has answered without.
 """
 
 import random
+from collections.abc import Awaitable, Callable
 
+from benchmarks.quickstart_users import WRONG
 from slipstream.backend.quickstart.task import noisy_demonstration
 from slipstream.rollout.reward.model.hints import HEAD
 
@@ -16,6 +18,10 @@ HINT = "carry right"
 
 HINTED_SHARE = 0.5
 """Share of the demonstrations with the hint."""
+
+
+EXPLAINED_SHARE = 0.5
+"""Share of the wrong answers of which a user says what to do. Others get the word `wrong` alone."""
 
 
 def hinted(prompt: str) -> str:
@@ -28,3 +34,12 @@ def demonstrate(prompt: str, rng: random.Random) -> tuple[str, str]:
     if rng.random() < HINTED_SHARE:
         return hinted(prompt), noisy_demonstration(prompt, rng, habit_rate=0)
     return prompt, noisy_demonstration(prompt, rng)
+
+
+def explaining(rng: random.Random) -> Callable[[str], Awaitable[str]]:
+    """Return what users say in place of the word that is true of an answer: some explain `wrong`."""
+
+    async def said(word: str) -> str:
+        return f"{WRONG}: {HINT}" if word == WRONG and rng.random() < EXPLAINED_SHARE else word
+
+    return said

@@ -1,12 +1,13 @@
 """The benchmark of judges: the start policy learns what a teacher sees; and when the judge is down."""
 
+import asyncio
 import random
 
 import pytest
 
 from benchmarks.judges.run import shares
 from benchmarks.judges.server import DOWN_S, PERIOD_S, is_down, vote_on
-from benchmarks.judges.task import HINT, demonstrate, hinted
+from benchmarks.judges.task import HINT, demonstrate, explaining, hinted
 from slipstream.backend.quickstart import task
 from slipstream.backend.quickstart.tokenizer import build_tokenizer, prompt_text
 from slipstream.rollout.reward.live import JudgedTurn
@@ -31,14 +32,23 @@ def test_demonstrations_are_right_behind_the_hint_and_mostly_wrong_without():
     assert sum(right[False]) / len(right[False]) < 0.2
 
 
-@pytest.mark.parametrize(("word", "score"), [("thanks", 1.0), ("wrong", -1.0)])
-def test_the_judge_says_what_the_user_has_said(word, score):
+def test_some_users_explain_what_was_wrong():
+    said = explaining(random.Random(0))
+    words = [asyncio.run(said("wrong")) for _ in range(100)]
+    assert set(words) == {"wrong", f"wrong: {HINT}"} and 30 < words.count("wrong") < 70
+    assert {asyncio.run(said("thanks")) for _ in range(20)} == {"thanks"}
+
+
+@pytest.mark.parametrize(
+    ("word", "score", "hint"), [("thanks", 1.0, None), ("wrong", -1.0, None), (f"wrong: {HINT}", -1.0, HINT)]
+)
+def test_the_judge_says_what_the_user_has_said(word, score, hint):
     turn = JudgedTurn("s", "k", [], [{"role": "user", "content": "a3b9"}], {"content": "a33b92#2"}, "stop", 9)
     next_state = [{"role": "user", "content": word}]
     vote = read_score(vote_on(ask_score(turn, next_state)))
     assert vote is not None and (vote.score, vote.hint) == (score, None)
     vote = read_hint(vote_on(ask_hint(turn, next_state)))
-    assert vote is not None and (vote.score, vote.hint) == (1.0, HINT)
+    assert vote is not None and (vote.score, vote.hint) == (-1.0 if hint is None else 1.0, hint)
 
 
 def test_the_judge_is_down_for_a_third_of_the_time():
