@@ -13,11 +13,11 @@ class PromptSource(Protocol):
 
     @property
     def position(self) -> int:
-        """Where the next fresh prompt is."""
+        """Place of the next fresh prompt in the sequence, from 0."""
         ...
 
     def draw(self) -> int:
-        """Return where the next fresh prompt is, and go on behind it."""
+        """Return the place of the next fresh prompt, and go on behind it."""
         ...
 
     @property

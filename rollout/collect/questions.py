@@ -46,7 +46,7 @@ class EvaluationTasks:
         return await self._ask([Question(next(self._numbers), prompt_fields(prompt)) for prompt in prompts])
 
     async def ask_function(self, rollout_id: int) -> Evaluated:
-        """Have the recipe's function evaluate by itself, in one collector, and return what it says."""
+        """Ask the recipe's function, in one collector, for a whole evaluation. Return its answer."""
         return (await self._ask([Question(next(self._numbers), None, rollout_id)]))[0]
 
     async def _ask(self, questions: Sequence[Question]) -> list[Evaluated]:

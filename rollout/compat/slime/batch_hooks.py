@@ -24,7 +24,7 @@ SERVE = "slipstream.rollout.compat.slime.batch_process.serve"
 
 
 class TrainingData(msgspec.Struct, frozen=True):
-    """What hooks make of a batch; the lists are over all of its trajectories."""
+    """A batch as hooks want it trained; the lists are over all of its trajectories."""
 
     rewards: list[float]
     masks: list[list[int]] | None = None

@@ -123,7 +123,7 @@ class Response(NamedTuple):
     mask: list[int]
     """1 where the hook wants loss, 0 elsewhere, over the response."""
     logprobs: list[float] | None
-    """What the hook reports of the response; None: nothing."""
+    """Log-probs that the hook reports, over the response; None: it reports none."""
 
 
 def trajectory_of(

@@ -29,7 +29,7 @@ class EpisodeLimit(Protocol):
 
 @dataclass(frozen=True)
 class CallSurroundings:
-    """What calls use of their collector."""
+    """The parts of a collector that calls use."""
 
     endpoint: PolicyEndpoint
     """Serves rollout functions; its completions are trained."""

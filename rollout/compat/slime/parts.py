@@ -1,4 +1,4 @@
-"""What a collector runs in place of its own parts where a recipe names hooks of slime."""
+"""The parts of a collector where a recipe names hooks of slime, in place of its own."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

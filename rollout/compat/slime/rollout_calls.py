@@ -31,12 +31,12 @@ GATHER_S = 0.05
 
 
 class SampledEpisode(NamedTuple):
-    """What a function has made of one episode."""
+    """One episode as a function has made it."""
 
     samples: list[SampleLike]
     """Several: siblings."""
     replies: SampledReplies
-    """What the engines have sampled in the call, of all episodes."""
+    """The replies of the engines to all episodes of the call."""
     untrained: SampledReplies
     """Further replies, which the trainer cannot reproduce."""
 
@@ -66,7 +66,7 @@ class RolloutCalls:
         self._changes = Changes()
         self._rollout_id = -1
         self._replies: list[Reply] = []
-        """Of this call, and of those before from which groups were given back."""
+        """The replies of this call, and of earlier calls from which groups were given back."""
         self._serving: asyncio.Task[None] | None = None
 
     async def episode(self, place: EpisodePlace, make: Callable[[int], SampleLike]) -> SampledEpisode:
