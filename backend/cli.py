@@ -176,6 +176,23 @@ def forget(
             typer.echo(line)
 
 
+@app.command("try", rich_help_panel=LOOK)
+def try_(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    number: Annotated[int, typer.Option("--number", "-n", min=1, max=64, help="Number of episodes.")] = 4,
+    as_json: Json = False,
+) -> None:
+    """Run a few real episodes of a recipe on one engine: texts, rewards, errors. Trains nothing."""
+    with _reported():
+        config = load_recipe(Path(recipe), overrides or [])
+        from slipstream.backend.commands.serve import check_has_prompts
+        from slipstream.backend.commands.tryout import try_recipe
+
+        check_has_prompts(config)
+        try_recipe(config, number, as_json=as_json)
+
+
 @app.command(rich_help_panel=LOOK)
 def check(
     recipe: Recipe, overrides: Overrides = None, model_config: ModelConfig = None, sft: Sft = False

@@ -25,7 +25,8 @@ import uvloop
 
 from slipstream.backend.monitor.trace import TraceLog
 from slipstream.configs.schema import JudgingConfig, PluginConfig, RunConfig, SamplingConfig
-from slipstream.rollout.collector.process import Surroundings, collect_in
+from slipstream.rollout.collector.parts import Surroundings
+from slipstream.rollout.collector.process import collect_in
 from slipstream.rollout.collector.spec import CollectorSpec
 from slipstream.rollout.engine.connection import EngineAddress
 from slipstream.rollout.engine.growing import GrowingCompletion

@@ -1,0 +1,191 @@
+"""A few episodes of a recipe on one engine: inputs, workflow and rewards of a run, without Ray or trainer.
+
+inputs ──► engine (and the judge's own) ──► collector's parts ──► episodes, as they end
+"""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from slipstream.backend.driver.engines import EngineLimits
+from slipstream.backend.driver.inputs import InputError, Inputs, read_inputs
+from slipstream.backend.driver.prepare import prepare_inputs
+from slipstream.backend.driver.run_folder import with_absolute_paths
+from slipstream.configs.installed.environment import has_gpus
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.judge import own_engines
+from slipstream.rollout import gpu_environment
+from slipstream.rollout.collector.parts import episode_parts, surroundings_of
+from slipstream.rollout.collector.time_limit import TimeLimit
+from slipstream.rollout.collector.trial import Trial, TriedEpisode
+from slipstream.rollout.engine.connection import EngineAddress
+from slipstream.rollout.engine.model_limits import context_of, vocabulary_of
+from slipstream.rollout.engine.pool import EnginePool
+from slipstream.rollout.engine.process import EngineStartError, ServerProcess, ServerSpec
+from slipstream.rollout.engine.routing import Routing, ServingEngine
+from slipstream.rollout.network import hold_port, port_of
+from slipstream.rollout.trajectory import Prompt
+
+LOOPBACK = "127.0.0.1"
+
+LOG_LINES = 25
+"""Lines of an engine's log that are shown when it has ended."""
+
+
+@asynccontextmanager
+async def tryout(config: RunConfig, say: Callable[[str], None]) -> AsyncIterator["Tryout"]:
+    """Give a way to try episodes of a recipe. Everything that is started ends with the block.
+
+    ``say``: hears what is being done. Raises InputError, EngineStartError, PrepareFailed, PluginError and
+    JudgeStartFailed.
+    """
+    config = with_absolute_paths(config)
+    await prepare_inputs(config, say)
+    say("reading model and prompts")
+    inputs = read_inputs(config)
+    if not inputs.prompts:
+        raise InputError("data.path: there are no prompts to try: name a file of prompts")
+    async with AsyncExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-try-")))
+        say("starting an engine and the reward")
+        servers = await stack.enter_async_context(_serving(config, inputs, logs))
+        surroundings = await stack.enter_async_context(surroundings_of(config, logs, "try"))
+        limit = TimeLimit(config.rollout.episode_timeout_s)
+        pool = EnginePool(
+            wait_timeout_s=config.rollout.engine.start_timeout_s,
+            isolate_versions=False,
+            most_requests=surroundings.most_requests,
+        )
+        stack.push_async_callback(pool.close)
+        geometry = inputs.spec.geometry
+        parts = await stack.enter_async_context(
+            episode_parts(
+                surroundings,
+                config,
+                pool,
+                limit,
+                vocab_size=geometry.vocab,
+                context=geometry.max_positions,
+                give_up=_give_up,
+            )
+        )
+        policy, judge = servers[0], servers[1:]
+        routing = Routing(
+            number=1,
+            version=0,
+            held=False,
+            limit=config.rollout.max_concurrent,
+            engines=(ServingEngine(policy.address, life=0),),
+            judge=tuple(server.address for server in judge),
+        )
+        pool.follow(routing)
+        surroundings.engines.follow(routing)
+        yield Tryout(inputs, Trial(parts, pool, surroundings.judges, limit), servers)
+
+
+class Tryout:
+    """A recipe of which episodes can be tried."""
+
+    def __init__(self, inputs: Inputs, trial: Trial, servers: "Sequence[_Server]") -> None:
+        self.inputs = inputs
+        self._trial = trial
+        self._servers = servers
+
+    async def episodes(self, number: int) -> AsyncIterator[TriedEpisode]:
+        """Run episodes of prompts that lie evenly over the data, all at once, and give them in their order.
+
+        Raises EngineStartError when an engine ends meanwhile, NoEngine and JudgeStartFailed.
+        """
+        running = [
+            asyncio.create_task(self._trial.run(prompt), name=f"episode of prompt {prompt.id}")
+            for prompt in evenly(self.inputs.prompts, number)
+        ]
+        ends = [asyncio.ensure_future(server.process.wait_exit()) for server in self._servers]
+        try:
+            for each in running:
+                await asyncio.wait({each, *ends}, return_when=asyncio.FIRST_COMPLETED)
+                if not each.done():
+                    raise EngineStartError(
+                        "; ".join(
+                            server.ended()
+                            for server, end in zip(self._servers, ends, strict=True)
+                            if end.done()
+                        )
+                    )
+                yield each.result()
+        finally:
+            for task in (*running, *ends):
+                task.cancel()
+            await asyncio.gather(*running, *ends, return_exceptions=True)
+
+
+def evenly(prompts: Sequence[Prompt], number: int) -> list[Prompt]:
+    """Return ``number`` prompts that lie evenly over all of them, or all if there are no more."""
+    count = min(number, len(prompts))
+    return [prompts[place * len(prompts) // count] for place in range(count)]
+
+
+class _Server(NamedTuple):
+    process: ServerProcess
+    address: EngineAddress
+    log: Path
+
+    def ended(self) -> str:
+        """Return what its user is told when it has ended by itself."""
+        tail = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        return "\n".join([f"{self.address.name} has ended; the end of its log:", *tail])
+
+
+@asynccontextmanager
+async def _serving(config: RunConfig, inputs: Inputs, logs: Path) -> AsyncIterator[list[_Server]]:
+    """Serve the policy, and the judge's own model if it has one, inside. Raises EngineStartError."""
+    device, engine = config.cluster.device, config.rollout.engine
+    on_gpus = device == "gpu" or (device == "auto" and has_gpus())
+    limits = EngineLimits.of(config, inputs.spec.geometry)
+    servers: list[_Server] = []
+    async with AsyncExitStack() as stack:
+
+        def start(name: str, path: Path, dtype: str, ranks: int, args: Mapping[str, object]) -> None:
+            port = port_of(stack.enter_context(hold_port(LOOPBACK)))
+            spec = ServerSpec(
+                path,
+                dtype,
+                "cuda" if on_gpus else "cpu",
+                ranks,
+                LOOPBACK,
+                port,
+                version=0,
+                seed=config.run.seed,
+                args=args,
+                environment=gpu_environment.environment(config, "engines") if on_gpus else {},
+                label="try",
+            )
+            log = logs / f"{name}.log"
+            process = ServerProcess(spec, log)
+            stack.push_async_callback(asyncio.to_thread, process.stop)
+            address = EngineAddress(
+                name,
+                process.access.url,
+                ranks,
+                vocabulary_of(path),
+                context_of(path),
+                limits.request_timeout_s,
+                limits.answer_timeout_s,
+                limits.stream_interval,
+                process.access.key,
+            )
+            servers.append(_Server(process, address, log))
+
+        start("engine-0", config.model.path, config.model.dtype, engine.tensor_parallel, engine.args)
+        if (own := own_engines(config.judge)) is not None:
+            start("judge-engine-0", own.path, own.dtype, own.tensor_parallel, own.args)
+        await asyncio.gather(*(each.process.wait_healthy(engine.start_timeout_s) for each in servers))
+        yield servers
+
+
+def _give_up(reason: str) -> None:
+    """End this process, which runs code that does not end by itself."""
+    raise SystemExit(reason)
