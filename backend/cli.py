@@ -176,6 +176,27 @@ def forget(
             typer.echo(line)
 
 
+@app.command(rich_help_panel=LOOK)
+def init(
+    folder: Annotated[Path, typer.Argument(help="The folder to make.")],
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="Your model, a Hugging Face checkpoint; default: the run makes one."
+        ),
+    ] = None,
+) -> None:
+    """Make a folder with a recipe, a reward and data, which runs as it is."""
+    with _reported():
+        from slipstream.backend.commands.init import init
+
+        for path in init(folder, model):
+            typer.echo(f"wrote {path}")
+        typer.echo(
+            f"\nnext:  cd {folder}\n       slipstream try recipe.yaml\n       slipstream train recipe.yaml"
+        )
+
+
 @app.command("try", rich_help_panel=LOOK)
 def try_(
     recipe: Recipe,

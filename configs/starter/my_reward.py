@@ -1,0 +1,11 @@
+"""How good a response is: 1 or 0, by what stands behind its last '#'."""
+
+
+def score(prompt, response, trajectory):
+    """Return the number that trains, `reward`, and others that are metrics.
+
+    prompt.label, prompt.metadata: the columns of the data. response: the text of the policy.
+    """
+    _, mark, answer = response.rpartition("#")
+    is_right = bool(mark) and answer.strip() == prompt.label
+    return {"reward": float(is_right), "has_answer": float(bool(mark))}
