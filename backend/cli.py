@@ -3,6 +3,7 @@
 Exit codes: 0 done, 1 the work failed or was stopped, 2 the input was wrong.
 """
 
+import json
 import os
 import signal
 import sys
@@ -207,11 +208,34 @@ def try_(
     """Run a few real episodes of a recipe on one engine: texts, rewards, errors. Trains nothing."""
     with _reported():
         config = load_recipe(Path(recipe), overrides or [])
-        from slipstream.backend.commands.serve import check_has_prompts
         from slipstream.backend.commands.tryout import try_recipe
 
-        check_has_prompts(config)
         try_recipe(config, number, as_json=as_json)
+
+
+@app.command("eval", rich_help_panel=LOOK)
+def eval_(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A Hugging Face checkpoint, such as a run's checkpoint-hf.")
+    ],
+    recipe: Recipe,
+    overrides: Overrides = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=FILE", help="A set of prompts; default: the recipe's eval.path."),
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", "-k", min=1, help="Completions of each prompt.")] = 1,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Temperature of the samples; 0: the likeliest tokens.")
+    ] = 0.0,
+    as_json: Json = False,
+) -> None:
+    """Evaluate a checkpoint with the recipe's workflow and reward: the mean over samples, and pass@k."""
+    with _reported():
+        from slipstream.backend.commands.evaluate import evaluate, prompt_sets
+
+        config = load_recipe(Path(recipe), [*(overrides or []), f"model.path={json.dumps(str(checkpoint))}"])
+        evaluate(config, prompt_sets(config, sets or []), samples, temperature, as_json=as_json)
 
 
 @app.command(rich_help_panel=LOOK)

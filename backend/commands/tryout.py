@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -15,7 +16,7 @@ from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.commands.preflight import check_start
 from slipstream.backend.driver.inputs import InputError, Inputs
 from slipstream.backend.driver.prepare import PrepareFailed
-from slipstream.backend.driver.tryout import tryout
+from slipstream.backend.driver.tryout import evenly, tryout
 from slipstream.backend.monitor.tables import pairs_table
 from slipstream.backend.monitor.units import mean
 from slipstream.configs.schema import RunConfig
@@ -36,19 +37,28 @@ def try_recipe(config: RunConfig, number: int, *, as_json: bool = False) -> None
 
     Raises WrongInput when the inputs cannot be used, and Failed when an episode has failed or none could run.
     """
+    if config.data is None:
+        raise WrongInput("data: expected prompts to try: the recipe has none")
     check_start(config)
     printed = Console(highlight=False, soft_wrap=True)
     status = Console(stderr=True, highlight=False)
-    try:
+    with told():
         episodes = asyncio.run(_run(config, number, printed, status, as_json=as_json))
-    except InputError as error:
-        raise WrongInput(str(error)) from None
-    except (EngineStartError, PrepareFailed, PluginError, JudgeStartFailed, NoEngine) as error:
-        raise Failed(f"{type(error).__name__}: {error}") from None
     failed = [episode for episode in episodes if episode.has_failed]
     if failed:
         prompts = ", ".join(str(episode.prompt.id) for episode in failed)
         raise Failed(f"{len(failed)} of {len(episodes)} episodes have failed: prompts {prompts}")
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Raise what keeps episodes from running as WrongInput or Failed."""
+    try:
+        yield
+    except InputError as error:
+        raise WrongInput(str(error)) from None
+    except (EngineStartError, PrepareFailed, PluginError, JudgeStartFailed, NoEngine) as error:
+        raise Failed(f"{type(error).__name__}: {error}") from None
 
 
 async def _run(
@@ -61,7 +71,7 @@ async def _run(
             if not as_json:
                 printed.print(facts(config, tried.inputs))
             spinner.update(f"running {number} episodes")
-            async for episode in tried.episodes(number):
+            async for episode in tried.episodes(evenly(tried.inputs.prompts, number)):
                 episodes.append(episode)
                 if not as_json:
                     printed.print(shown(episode, len(episodes), tokenizer))

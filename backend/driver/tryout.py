@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slipstream.backend.driver.engines import EngineLimits
-from slipstream.backend.driver.inputs import InputError, Inputs, read_inputs
+from slipstream.backend.driver.inputs import Inputs, read_inputs
 from slipstream.backend.driver.prepare import prepare_inputs
 from slipstream.backend.driver.run_folder import with_absolute_paths
 from slipstream.configs.installed.environment import has_gpus
@@ -36,18 +36,19 @@ LOG_LINES = 25
 
 
 @asynccontextmanager
-async def tryout(config: RunConfig, say: Callable[[str], None]) -> AsyncIterator["Tryout"]:
+async def tryout(
+    config: RunConfig, say: Callable[[str], None], *, greedy: bool = False
+) -> AsyncIterator["Tryout"]:
     """Give a way to try episodes of a recipe. Everything that is started ends with the block.
 
-    ``say``: hears what is being done. Raises InputError, EngineStartError, PrepareFailed, PluginError and
-    JudgeStartFailed.
+    ``say``: hears what is being done. ``greedy``: sample the likeliest tokens.
+
+    Raises InputError, EngineStartError, PrepareFailed, PluginError and JudgeStartFailed.
     """
     config = with_absolute_paths(config)
     await prepare_inputs(config, say)
     say("reading model and prompts")
     inputs = read_inputs(config)
-    if not inputs.prompts:
-        raise InputError("data.path: there are no prompts to try: name a file of prompts")
     async with AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slipstream-try-")))
         say("starting an engine and the reward")
@@ -83,25 +84,28 @@ async def tryout(config: RunConfig, say: Callable[[str], None]) -> AsyncIterator
         )
         pool.follow(routing)
         surroundings.engines.follow(routing)
-        yield Tryout(inputs, Trial(parts, pool, surroundings.judges, limit), servers)
+        trial = Trial(parts, pool, surroundings.judges, limit, greedy=greedy)
+        yield Tryout(inputs, trial, servers, at_once=config.rollout.max_concurrent)
 
 
 class Tryout:
     """A recipe of which episodes can be tried."""
 
-    def __init__(self, inputs: Inputs, trial: Trial, servers: "Sequence[_Server]") -> None:
+    def __init__(self, inputs: Inputs, trial: Trial, servers: "Sequence[_Server]", *, at_once: int) -> None:
+        """``at_once``: largest number of episodes that run at one time."""
         self.inputs = inputs
         self._trial = trial
         self._servers = servers
+        self._places = asyncio.Semaphore(at_once)
 
-    async def episodes(self, number: int) -> AsyncIterator[TriedEpisode]:
-        """Run episodes of prompts that lie evenly over the data, all at once, and give them in their order.
+    async def episodes(self, prompts: Sequence[Prompt]) -> AsyncIterator[TriedEpisode]:
+        """Run an episode of each prompt, and give them in their order.
 
         Raises EngineStartError when an engine ends meanwhile, NoEngine and JudgeStartFailed.
         """
         running = [
-            asyncio.create_task(self._trial.run(prompt), name=f"episode of prompt {prompt.id}")
-            for prompt in evenly(self.inputs.prompts, number)
+            asyncio.create_task(self._episode(prompt), name=f"episode of prompt {prompt.id}")
+            for prompt in prompts
         ]
         ends = [asyncio.ensure_future(server.process.wait_exit()) for server in self._servers]
         try:
@@ -120,6 +124,10 @@ class Tryout:
             for task in (*running, *ends):
                 task.cancel()
             await asyncio.gather(*running, *ends, return_exceptions=True)
+
+    async def _episode(self, prompt: Prompt) -> TriedEpisode:
+        async with self._places:
+            return await self._trial.run(prompt)
 
 
 def evenly(prompts: Sequence[Prompt], number: int) -> list[Prompt]:

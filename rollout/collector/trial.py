@@ -39,14 +39,18 @@ class TriedEpisode:
 class Trial:
     """Runs episodes of a recipe. Single event loop."""
 
-    def __init__(self, parts: EpisodeParts, pool: EnginePool, judges: Judges, limit: TimeLimit) -> None:
+    def __init__(
+        self, parts: EpisodeParts, pool: EnginePool, judges: Judges, limit: TimeLimit, *, greedy: bool = False
+    ) -> None:
+        """``greedy``: sample the likeliest tokens, as evaluations do; else as training does."""
         self._parts = parts
         self._limit = limit
         reward, sampling = WorkflowReward(judges, limit), parts.config.rollout.sampling
-        self._context = parts.context(UnrecordedGenerator(pool, greedy=False), reward, sampling)
+        sampled = parts.context(UnrecordedGenerator(pool, greedy=False), reward, sampling)
+        self._context = parts.evaluation_context() if greedy else sampled
 
     async def run(self, prompt: Prompt) -> TriedEpisode:
-        """Return one episode, sampled as in training. Raises NoEngine and JudgeStartFailed."""
+        """Return one episode. Raises NoEngine and JudgeStartFailed."""
         attempts = _Attempts(self._parts.workflow, self._context)
         rollout = self._parts.config.rollout
         episodes = Episodes(attempts, rollout, self._parts.check, self._limit, attempts)

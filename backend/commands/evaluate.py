@@ -1,0 +1,200 @@
+"""``slipstream eval``: what a checkpoint gets on sets of prompts, by a recipe's workflow and reward."""
+
+import asyncio
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from slipstream.backend.commands.outcome import Failed, WrongInput
+from slipstream.backend.commands.preflight import check_start
+from slipstream.backend.commands.tryout import told
+from slipstream.backend.driver.tryout import tryout
+from slipstream.backend.monitor.tables import Columns, rows_table, table_console
+from slipstream.backend.monitor.units import mean
+from slipstream.configs.schema import RunConfig
+from slipstream.rollout.collector.trial import TriedEpisode
+from slipstream.rollout.prompts import PromptError, read_prompts
+from slipstream.rollout.trajectory import Finish, Prompt
+
+PASSED = 1.0
+"""Reward from which a sample passes."""
+
+SHOWN_FAILURES = 3
+"""Failed episodes of which the reason is printed."""
+
+
+@dataclass(frozen=True)
+class SetScore:
+    """What a checkpoint gets on one set."""
+
+    name: str
+    prompts: int
+    samples: int
+    """Of each prompt."""
+    mean: float
+    """Mean reward over all samples: ``avg@k``."""
+    error: float
+    """Standard error of the mean, with prompts as the units that differ."""
+    passes: Mapping[int, float]
+    """``pass@k`` by k: the chance that at least one of k samples passes."""
+    length: float
+    """Mean number of sampled tokens."""
+    cut_off: float
+    """Share of the samples that ended at the limit of tokens."""
+
+
+def prompt_sets(config: RunConfig, named: Sequence[str]) -> dict[str, list[Prompt]]:
+    """Return the prompts of each set by its name. ``named``: NAME=FILE; none: the recipe's held-out prompts.
+
+    Raises WrongInput with everything that is wrong.
+    """
+    files: dict[str, Path] = {}
+    problems: list[str] = []
+    for each in named:
+        name, equals, path = each.partition("=")
+        if not (equals and name and path):
+            problems.append(f"--set {each}: expected NAME=FILE")
+        elif name in files:
+            problems.append(f"--set {each}: there is a set {name} already: give it another name")
+        else:
+            files[name] = Path(path)
+    if not named and config.eval is not None:
+        files["held_out"] = config.eval.path
+    if not named and not files:
+        problems.append("--set: expected NAME=FILE, because the recipe has no eval.path")
+    sets: dict[str, list[Prompt]] = {}
+    for name, path in files.items():
+        try:
+            sets[name] = read_prompts(path)
+        except (PromptError, OSError) as error:
+            problems.append(f"--set {name}: {error}")
+    if problems:
+        raise WrongInput("\n".join(problems))
+    return sets
+
+
+def evaluate(
+    config: RunConfig,
+    sets: Mapping[str, Sequence[Prompt]],
+    samples: int,
+    temperature: float,
+    *,
+    as_json: bool = False,
+) -> None:
+    """Evaluate ``config.model`` and print a table, or one JSON document.
+
+    Raises WrongInput when the inputs cannot be used, and Failed when an episode has none of what it needs.
+    """
+    if samples > 1 and temperature == 0:
+        raise WrongInput(
+            f"--samples {samples} with --temperature 0: all samples of a prompt would be equal; expected a "
+            "temperature above 0, such as 1"
+        )
+    check_start(config)
+    with told():
+        scores = asyncio.run(_evaluate(with_sampling(config, temperature), sets, samples, temperature == 0))
+    if as_json:
+        json.dump({score.name: _plain(score) for score in scores}, sys.stdout, indent=1)
+        print()
+    else:
+        table_console().print(rows_table(str(config.model.path), scores, columns(samples)))
+
+
+def with_sampling(config: RunConfig, temperature: float) -> RunConfig:
+    """Return the recipe with the sampling of its evaluations, and without what only training reads."""
+    sampling = config.rollout.sampling
+    update: dict[str, object] = {"temperature": temperature or sampling.temperature}
+    if config.eval is not None and config.eval.max_new_tokens is not None:
+        update["max_new_tokens"] = config.eval.max_new_tokens
+    rollout = config.rollout.model_copy(update={"sampling": sampling.model_copy(update=update)})
+    return config.model_copy(update={"rollout": rollout, "data": None, "eval": None})
+
+
+async def _evaluate(
+    config: RunConfig, sets: Mapping[str, Sequence[Prompt]], samples: int, greedy: bool
+) -> list[SetScore]:
+    scores: list[SetScore] = []
+    status = Console(stderr=True, highlight=False)
+    with status.status("") as spinner:
+        async with tryout(config, lambda text: spinner.update(escape(text)), greedy=greedy) as tried:
+            for name, prompts in sets.items():
+                total, episodes = len(prompts) * samples, list[TriedEpisode]()
+                asked = [prompt for prompt in prompts for _ in range(samples)]
+                async for episode in tried.episodes(asked):
+                    episodes.append(episode)
+                    spinner.update(escape(f"{name}: {len(episodes):,} of {total:,} episodes"))
+                scores.append(score_of(name, episodes, samples))
+            spinner.update("ending the engine")
+    return scores
+
+
+def score_of(name: str, episodes: Sequence[TriedEpisode], samples: int) -> SetScore:
+    """Return the score of a set. ``episodes``: ``samples`` of each prompt in a row.
+
+    Raises Failed when an episode has no reward: a mean over the others would be of easier prompts.
+    """
+    failed = [episode for episode in episodes if episode.has_failed]
+    if failed:
+        reasons = [f"prompt {each.prompt.id}: {each.failures[-1]}" for each in failed[:SHOWN_FAILURES]]
+        raise Failed("\n".join([f"{name}: {len(failed)} of {len(episodes)} episodes have failed", *reasons]))
+    whole = [episode.trajectory for episode in episodes if episode.trajectory is not None]
+    rewards = [trajectory.reward or 0.0 for trajectory in whole]
+    by_prompt = [rewards[start : start + samples] for start in range(0, len(rewards), samples)]
+    means, count = [mean(values) for values in by_prompt], len(by_prompt)
+    middle = mean(means)
+    spread = math.sqrt(sum((value - middle) ** 2 for value in means) / max(1, count - 1))
+    passing = [sum(value >= PASSED for value in values) for values in by_prompt]
+    return SetScore(
+        name,
+        count,
+        samples,
+        middle,
+        spread / math.sqrt(count),
+        {k: mean([pass_at(k, samples, passed) for passed in passing]) for k in powers_to(samples)},
+        mean([trajectory.header.sampled_length for trajectory in whole]),
+        mean([float(trajectory.finish is Finish.LENGTH) for trajectory in whole]),
+    )
+
+
+def pass_at(k: int, samples: int, passed: int) -> float:
+    """Return the chance that one of k samples passes, drawn from ``samples`` of which ``passed`` do.
+
+    Unbiased: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, equation 1).
+    """
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def powers_to(samples: int) -> list[int]:
+    """Return 1, 2, 4, ... and ``samples``."""
+    return sorted({samples, *(2**power for power in range(samples.bit_length()) if 2**power <= samples)})
+
+
+def columns(samples: int) -> Columns[SetScore]:
+    """Return the columns of the table."""
+    passes = {f"pass@{k}": (lambda row, k=k: f"{row.passes[k]:.3f}") for k in powers_to(samples)}
+    return {
+        "set": lambda row: row.name,
+        "prompts": lambda row: f"{row.prompts:,}",
+        f"avg@{samples}": lambda row: f"{row.mean:.3f} ± {row.error:.3f}",
+        **passes,
+        "tokens": lambda row: f"{row.length:.0f}",
+        "cut off": lambda row: f"{row.cut_off:.1%}",
+    }
+
+
+def _plain(score: SetScore) -> dict[str, object]:
+    return {
+        "prompts": score.prompts,
+        "samples": score.samples,
+        f"avg@{score.samples}": score.mean,
+        "standard_error": score.error,
+        **{f"pass@{k}": value for k, value in score.passes.items()},
+        "tokens": score.length,
+        "cut_off": score.cut_off,
+    }
