@@ -8,12 +8,13 @@ from tempfile import TemporaryDirectory
 import torch
 
 from benchmarks.staleness_study.figure import draw
-from benchmarks.staleness_study.methods import ETAS, REFERENCE, UNBOUNDED, cells
+from benchmarks.staleness_study.methods import ETAS, POSITIVES, REFERENCE, UNBOUNDED, cells
 from benchmarks.staleness_study.report import (
     Results,
     area,
     best,
     changes_table,
+    correlations_table,
     fill_in,
     final,
     lag_table,
@@ -44,6 +45,7 @@ PLAN = (
     (HARSH, list(cells(FIRST, (0, 8)))),
     (GENTLE, list(cells(FIRST, (16,)))),
     (STANDARD, list(cells(CHECKS, (8, 16, 0)))),
+    (STANDARD, list(cells((POSITIVES,), (16, 8, 0)))),
     (STANDARD, list(cells(OTHERS, (4, UNBOUNDED)))),
     (HARSH, list(cells(FIRST, (4, 16)))),
     (STANDARD, list(cells(OTHERS + CHECKS, ETAS))),
@@ -84,7 +86,8 @@ def quick() -> None:
 
 def report() -> None:
     records = list(read_results(RESULTS).values())
-    parts: dict[str, str] = {}
+    by_rate = {setting.lr: Results(records, setting.name, SEEDS) for setting in SETTINGS}
+    parts = {"correlations": correlations_table(by_rate, FIRST)}
     drawn: dict[str, Results] = {}
     for setting in SETTINGS:
         results = Results(records, setting.name, SEEDS)

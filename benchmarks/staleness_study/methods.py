@@ -37,9 +37,13 @@ METHODS: dict[str, tuple[str, ...]] = {
     "dppo": ("actor.objective={type: dppo}", *_BEHAVIOUR_ONLY),
     "cispo": ("actor.objective={type: cispo}", *_BEHAVIOUR_ONLY),
     "negative": ("actor.correction.negative={delta: 1e-4}",),
+    "positives": (),
     "gspo": ("actor.objective={type: gspo}", "actor.averaging=sequence"),
 }
 """Overrides of the quickstart's recipe by method. The recipe is decoupled PPO with weights capped at 5."""
+
+POSITIVES = "positives"
+"""A control of the study, which no recipe has: negative advantages are 0, and their tokens count in means."""
 
 SAME_WHEN_FRESH = frozenset({"naive", "decoupled", "unweighted", "interpolated", "decayed_clip"})
 """Methods with the same loss at lag 0, where mu is pi_old. They share one run."""

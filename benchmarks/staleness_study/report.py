@@ -147,6 +147,40 @@ def lag_table(results: Results) -> str:
     return "\n".join(rows)
 
 
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return Spearman's rank correlation. Equal values share the mean of their ranks."""
+    return float(np.corrcoef(_ranks(first), _ranks(second))[0, 1])
+
+
+def _ranks(values: Sequence[float]) -> np.ndarray:
+    _, place, counts = np.unique(np.asarray(values, float), return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[place]
+
+
+def correlations_table(results: Mapping[float, Results], methods: Sequence[str]) -> str:
+    """Return how the final accuracy of stale cells goes with eta, with lr * eta, and with the measured KL.
+
+    ``results``: by learning rate. Cells are those with a bound above 0; accuracies are means over seeds.
+    """
+    rows = ["| | cells | eta | lr * eta | KL(mu, pi_old) |", "|---|---|---|---|---|"]
+    for names in [*((method,) for method in methods), tuple(methods)]:
+        cells = [
+            (eta, lr * eta, _mean(runs, lambda run: run["kl"]), _mean(runs, final))
+            for lr, result in results.items()
+            for method in names
+            for eta in ETAS
+            if eta > 0 and (runs := result.cell(method, eta))
+        ]
+        *causes, accuracy = zip(*cells, strict=True)
+        figures = " | ".join(f"{rank_correlation(cause, accuracy):+.2f}" for cause in causes)
+        rows.append(f"| {', '.join(f'`{name}`' for name in names)} | {len(cells)} | {figures} |")
+    return "\n".join(rows)
+
+
+def _mean(runs: Mapping[int, Record], measure: Measure) -> float:
+    return float(np.mean([measure(run) for run in runs.values()]))
+
+
 def fill_in(page: str, parts: Mapping[str, str]) -> str:
     """Return ``page`` with new text between each ``<!-- name -->`` and the next ``<!-- end -->``.
 

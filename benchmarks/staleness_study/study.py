@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.staleness_study.methods import config_of, sampled_from
+from benchmarks.staleness_study.methods import POSITIVES, config_of, sampled_from
 from benchmarks.staleness_study.sampler import SampledCompletion, Sampler
 from benchmarks.staleness_study.trainer import StepReport, Trainer
 from benchmarks.staleness_study.warm_start import warm_start
@@ -99,7 +99,12 @@ class Run:
     def __init__(self, setting: Setting, method: str, eta: int, inputs: Inputs) -> None:
         self._setting, self._method, self._eta, self._inputs = setting, method, eta, inputs
         self._config = config_of(method, setting.lr)
-        self.trainer = Trainer(copy.deepcopy(inputs.warm), self._config.actor, seed=inputs.seed)
+        self.trainer = Trainer(
+            copy.deepcopy(inputs.warm),
+            self._config.actor,
+            seed=inputs.seed,
+            positives_only=method == POSITIVES,
+        )
         self._versions = {0: Sampler(self.trainer.policy)}
         """Versions that later steps still sample from."""
         self._symbols = inputs.tokenizer.convert_ids_to_tokens(list(range(len(inputs.tokenizer))))

@@ -55,8 +55,12 @@ class StepReport:
 class Trainer:
     """Trains a transformers model."""
 
-    def __init__(self, policy: Qwen3ForCausalLM, actor: ActorConfig, *, seed: int) -> None:
+    def __init__(
+        self, policy: Qwen3ForCausalLM, actor: ActorConfig, *, seed: int, positives_only: bool = False
+    ) -> None:
+        """``positives_only``: nothing is learned from negative advantages."""
         self.policy, self._actor, self._seed = policy, actor, seed
+        self._least_advantage = 0.0 if positives_only else -torch.inf
         optimizer = actor.optimizer
         self._optimizer = torch.optim.AdamW(
             policy.parameters(),
@@ -90,7 +94,8 @@ class Trainer:
         tokens_N = torch.tensor([trajectory.response_length for trajectory in batch.trajectories])
         reward_N = torch.tensor([trajectory.reward for trajectory in batch.trajectories])
         assert self._actor.estimator is not None
-        return ADVANTAGES[self._actor.estimator](reward_N, torch.from_numpy(batch.group_N), tokens_N)
+        advantage_N = ADVANTAGES[self._actor.estimator](reward_N, torch.from_numpy(batch.group_N), tokens_N)
+        return advantage_N.clamp(min=self._least_advantage)
 
     def _assemble(self, batch: TrainBatch) -> list[list[MicroBatch]]:
         actor = self._actor

@@ -12,6 +12,7 @@ import torch
 from benchmarks.staleness_study.methods import (
     ETAS,
     METHODS,
+    POSITIVES,
     REFERENCE,
     SAME_WHEN_FRESH,
     UNBOUNDED,
@@ -19,7 +20,14 @@ from benchmarks.staleness_study.methods import (
     config_of,
     sampled_from,
 )
-from benchmarks.staleness_study.report import Interval, Results, fill_in, final, levels_table
+from benchmarks.staleness_study.report import (
+    Interval,
+    Results,
+    fill_in,
+    final,
+    levels_table,
+    rank_correlation,
+)
 from benchmarks.staleness_study.sampler import Sampler
 from benchmarks.staleness_study.study import Inputs, Run, Setting, narrow_policy, read_results
 from benchmarks.staleness_study.trainer import Trainer
@@ -221,6 +229,14 @@ def test_the_step_reports_how_far_pi_old_is_from_mu(inputs):
     assert len(stale.grad_norms) == 4
 
 
+def test_the_control_learns_nothing_from_negative_advantages(inputs):
+    both, positives = (Run(SETTING, method, 0, inputs).trainer for method in (REFERENCE, POSITIVES))
+    batch = rewarded(Run(SETTING, REFERENCE, 0, inputs).batch(0))
+    expected_N, found_N = both._advantages(batch), positives._advantages(batch)
+    assert expected_N.min() < 0 < expected_N.max()
+    torch.testing.assert_close(found_N, torch.where(expected_N > 0, expected_N, 0.0))
+
+
 # ---- cells, results, report
 
 
@@ -229,7 +245,7 @@ def test_every_method_is_a_valid_recipe_that_changes_the_actor_alone():
     for method in METHODS:
         config = config_of(method, 1e-4)
         assert config.model_copy(update={"actor": reference.actor}) == reference
-        assert (config.actor == reference.actor) == (method == REFERENCE)
+        assert (config.actor == reference.actor) == (method in (REFERENCE, POSITIVES))
 
 
 def test_every_cell_is_run_once():
@@ -245,6 +261,13 @@ def test_a_finished_run_is_read_back_and_a_torn_line_is_not(inputs, tmp_path: Pa
     path.write_text(json.dumps(record) + "\n" + json.dumps(record)[:40], encoding="utf-8")
     assert read_results(path) == {("test", "decoupled", 1, 3): record}
     assert [step for step, _ in record["accuracy"]] == [0, 3]
+
+
+def test_a_rank_correlation_is_spearmans():
+    assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 25]) == pytest.approx(1 - 6 * 2 / (4 * 15))
+    assert rank_correlation([1, 2, 3], [9, 4, 1]) == pytest.approx(-1)
+    ranks = [1.0, 2.5, 2.5, 4.0], [1.0, 2.0, 3.0, 4.0]
+    assert rank_correlation([0, 5, 5, 7], [1, 2, 3, 4]) == pytest.approx(np.corrcoef(*ranks)[0, 1])
 
 
 def test_an_interval_is_students():
