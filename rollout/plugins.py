@@ -3,7 +3,10 @@
 import difflib
 import importlib
 import inspect
+import os
+import sysconfig
 from collections.abc import Mapping
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a judge process constructs its reward without loading the schema
@@ -68,6 +71,41 @@ def check_args(path: str, factory: object, args: Mapping[str, object], *, given:
     problems += [f"`{name}` is missing" for name in missing]
     if problems:
         raise PluginError(_cannot(path, args, "; ".join(problems)))
+
+
+def place_of(error: BaseException) -> str:
+    """Return the place in user code where an error was raised: ``at FILE:LINE, in FUNCTION``.
+
+    It is the innermost frame that belongs neither to Slipstream nor to a library, of the error itself or of
+    the one that has caused it; empty if there is none.
+    """
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if place := _user_frame(cause.__traceback__):
+            return place
+        inner = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else None
+        cause = inner or cause.__cause__ or cause.__context__
+    return ""
+
+
+def _user_frame(frames: TracebackType | None) -> str:
+    place = ""
+    while frames is not None:
+        code = frames.tb_frame.f_code
+        if not _is_ours(frames.tb_frame.f_globals) and not code.co_filename.startswith(_LIBRARIES):
+            place = f"at {code.co_filename}:{frames.tb_lineno}, in {code.co_name}"
+        frames = frames.tb_next
+    return place
+
+
+_LIBRARIES = ("<", *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
+"""Beginnings of the file names of code that is not the user's."""
+
+
+def _is_ours(module: Mapping[str, object]) -> bool:
+    return str(module.get("__name__", "")).startswith("slipstream.")
 
 
 def _unknown(name: str, known: list[str]) -> str:

@@ -57,19 +57,32 @@ class Prompt:
     """Column `label`: whatever the reward compares with; None where the row has none."""
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     """All other columns of the row, by name."""
+    file: str = field(default="", compare=False, repr=False)
+    """Path of the prompt set; empty for a prompt from elsewhere."""
+    line: int = field(default=0, compare=False, repr=False)
+    """Line of a jsonl file, or row of a parquet file, from 1; 0 for a prompt from elsewhere."""
+
+    @property
+    def reference(self) -> str:
+        """The prompt as messages name it: ``prompt 3 (data/train.jsonl, line 4)``."""
+        if not self.file:
+            return f"prompt {self.id}"
+        row = "row" if self.file.endswith(".parquet") else "line"
+        return f"prompt {self.id} ({self.file}, {row} {self.line})"
 
     def messages(self) -> Messages:
         """Return the prompt as a chat. A text becomes one user message."""
         return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
 
 
-PromptFields = tuple[int, Any, Any, dict[str, Any]]
-"""A prompt as messages between processes hold it: its id, its text or chat, its label and its metadata."""
+PromptFields = tuple[int, Any, Any, dict[str, Any], str, int]
+"""A prompt as messages between processes hold it: its id, its text or chat, its label, its metadata, and the
+file and line that it comes from."""
 
 
 def prompt_fields(prompt: Prompt) -> PromptFields:
     """Return a prompt as messages hold it; ``Prompt(*fields)`` makes it again."""
-    return prompt.id, prompt.prompt, prompt.label, prompt.metadata
+    return prompt.id, prompt.prompt, prompt.label, prompt.metadata, prompt.file, prompt.line
 
 
 class Finish(StrEnum):

@@ -54,7 +54,7 @@ async def tryout(
         say("starting an engine and the reward")
         servers = await stack.enter_async_context(_serving(config, inputs, logs))
         surroundings = await stack.enter_async_context(surroundings_of(config, logs, "try"))
-        limit = TimeLimit(config.rollout.episode_timeout_s)
+        limit = TimeLimit(config.rollout.episode_timeout_s, "rollout.episode_timeout_s")
         pool = EnginePool(
             wait_timeout_s=config.rollout.engine.start_timeout_s,
             isolate_versions=False,

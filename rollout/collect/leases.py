@@ -418,7 +418,7 @@ class Leases:
             raise MalformedFrame(f"group {verdict.group} has {len(stored)} of {self._samples} trajectories")
         complete = ReadyGroup(verdict.group, tuple(stored))
         if (unknown := self._unknown_version(complete.trained_tokens)) is not None:
-            self._fail(group, f"prompt {group.prompt.id}: {unknown}")
+            self._fail(group, f"{group.prompt.reference}: {unknown}")
             return
         self._end(group)
         if not self._gate.is_open(verdict.group):

@@ -15,6 +15,7 @@ from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.rollout.collector.time_limit import TimeLimit
 from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
+from slipstream.rollout.plugins import place_of
 from slipstream.rollout.reward.value import NoNumber, check_parts, number_of
 from slipstream.rollout.teacher import TeacherScores
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory, joined
@@ -66,8 +67,12 @@ class Episodes:
         check: Callable[[object], Trajectory],
         limit: TimeLimit,
         listener: AttemptListener,
+        name: str = "the workflow",
     ) -> None:
-        """``check`` returns a trajectory as it is to be trained, or raises ValueError."""
+        """``check`` returns a trajectory as it is to be trained, or raises ValueError. ``name``: the workflow,
+        as messages name it.
+        """
+        self.name = name
         self._workflow = workflow
         self._attempts = rollout.episode_attempts
         self.check = check
@@ -98,7 +103,7 @@ class Episodes:
                 if host.is_given_up:  # the workflow has not let the cancellation out
                     raise asyncio.CancelledError
                 return trajectory
-        raise EpisodeFailed(f"prompt {prompt.id}: {failure}")
+        raise EpisodeFailed(f"{prompt.reference}: {failure}")
 
     def _whole(self, returned: object) -> Trajectory:
         """Return what a workflow has returned, one trajectory or several, as one. Raises ValueError."""
@@ -115,11 +120,11 @@ class Episodes:
         if isinstance(error, GroupRejected):
             raise error
         if (judging := _within(error, JudgingFailed)) is not None:  # judging has attempts of its own
-            raise EpisodeFailed(f"prompt {prompt.id}: {judging}") from error
+            raise EpisodeFailed(f"{prompt.reference}: {judging}") from error
         task = asyncio.current_task()
         while task is not None and task.cancelling():  # by the workflow itself
             task.uncancel()
-        return describe(error)
+        return blame(self.name, error)
 
 
 def describe(error: BaseException) -> str:
@@ -128,6 +133,12 @@ def describe(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except BaseException as second:
         return f"{type(error).__name__}, which cannot be shown: {type(second).__name__}"
+
+
+def blame(name: str, error: BaseException) -> str:
+    """Return whose code has failed, the place in it, and how: an error as messages show it."""
+    place = place_of(error)
+    return f"{name}, {place}: {describe(error)}" if place else f"{name}: {describe(error)}"
 
 
 def _within(error: BaseException, kind: type[ErrorT]) -> ErrorT | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from slipstream.configs.schema import SamplingConfig
-from slipstream.rollout.collector.episodes import EpisodeFailed, Episodes, describe
+from slipstream.rollout.collector.episodes import EpisodeFailed, Episodes, blame
 from slipstream.rollout.collector.groups import EpisodeJudge, wait_for_end
 from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.collector.recording import GrowingGenerator
@@ -116,8 +116,10 @@ class Evaluations:
             if trajectory.reward is None:
                 judgement = await self._judge.judge(prompt, trajectory)
                 trajectory = trajectory.judged(judgement.reward, judgement.parts)
-        except (EpisodeFailed, JudgingFailed) as error:
+        except EpisodeFailed as error:
             self._failed(question, str(error))
+        except JudgingFailed as error:
+            self._failed(question, f"{prompt.reference}: {error}")
         else:
             self._outbox.evaluated(question.task, trajectory.header)
 
@@ -130,7 +132,7 @@ class Evaluations:
         except (NoEngine, asyncio.CancelledError):
             raise
         except Exception as error:  # user code
-            self._failed(question, describe(error))
+            self._failed(question, blame(self._named(question), error))
         else:
             self._outbox.evaluated_sets(question.task, sets)
 
@@ -141,12 +143,18 @@ class Evaluations:
         if episode.is_given_up:
             return
         if task.cancelled():
-            who = f"prompt {question.prompt[0]}: the workflow" if question.prompt else "the function"
-            self._failed(question, f"{who} has cancelled itself")
+            self._failed(question, f"{self._named(question)} has cancelled itself")
         elif isinstance(error, NoEngine | JudgeStartFailed):
             self._outbox.cannot_go_on(str(error))
         elif error is not None:
-            self._failed(question, "".join(traceback.format_exception(error)))
+            trace = "".join(traceback.format_exception(error))
+            self._failed(question, f"{self._named(question)}: {trace}")
+
+    def _named(self, question: Question) -> str:
+        """Return what failed: the function that evaluates whole sets, or the workflow and its prompt."""
+        if question.prompt is None:
+            return "the function that evaluates (rollout.hooks)"
+        return f"{Prompt(*question.prompt).reference}: {self._episodes.name}"
 
     def _failed(self, question: Question, note: str) -> None:
         self._outbox.evaluation_failed(question.task, note)

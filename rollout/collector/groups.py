@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from slipstream.rollout.collector.episodes import EpisodeFailed, Episodes, describe
+from slipstream.rollout.collector.episodes import EpisodeFailed, Episodes, blame
 from slipstream.rollout.collector.outbox import Outbox
 from slipstream.rollout.control.filters import GroupFilter
 from slipstream.rollout.engine.pool import NoEngine
@@ -105,7 +105,8 @@ class NamedFilter:
         try:
             return self.choice.choose(group)
         except BaseException as error:  # user code
-            raise EpisodeFailed(f"prompt {group.prompt.id}: {self.path}: {describe(error)}") from error
+            reason = blame(f"the group filter {self.path}", error)
+            raise EpisodeFailed(f"{group.prompt.reference}: {reason}") from error
 
 
 class _Running(Generic[RecordT]):
@@ -236,11 +237,12 @@ class GroupCollector(Generic[RecordT]):
         if not group.is_wanted:
             return
         if task.cancelled():
-            self._failed(lease, f"prompt {lease.prompt[0]}: the workflow has cancelled itself")
+            self._failed(lease, f"{_prompt_of(lease)}: {self._episodes.name} has cancelled itself")
         elif isinstance(error := task.exception(), NoEngine | JudgeStartFailed):
             self._outbox.cannot_go_on(str(error))
         elif error is not None:
-            self._failed(lease, "".join(traceback.format_exception(error)))
+            trace = "".join(traceback.format_exception(error))
+            self._failed(lease, f"{_prompt_of(lease)}: {self._episodes.name}: {trace}")
 
     def _released(self, group: _Running[RecordT]) -> None:
         """The engines are done with an episode of the group."""
@@ -297,7 +299,9 @@ class GroupCollector(Generic[RecordT]):
         if self._needs == NOTHING_NEEDED:
             return
         if missing := self._needs.problem(trajectory.teacher, trajectory.loss_mask_T):
-            raise EpisodeFailed(f"prompt {prompt.id}: neither workflow nor reward has given {missing}")
+            raise EpisodeFailed(
+                f"{prompt.reference}: neither {self._episodes.name} nor the reward has given {missing}"
+            )
 
     def _verdict(self, running: _Running[RecordT], prompt: Prompt, trajectories: list[Trajectory]) -> int:
         if self._filter is None:
@@ -345,7 +349,7 @@ class GroupCollector(Generic[RecordT]):
         try:
             judgements = await self._judge.judge_group(prompt, trajectories)
         except JudgingFailed as error:
-            raise EpisodeFailed(f"prompt {prompt.id}: {error}") from error
+            raise EpisodeFailed(f"{prompt.reference}: {error}") from error
         judged: list[Trajectory] = []
         for episode, trajectory, judgement in zip(group.episodes, trajectories, judgements, strict=True):
             if trajectory.reward is None:
@@ -375,7 +379,7 @@ class GroupCollector(Generic[RecordT]):
         try:
             return await self._judge.judge(prompt, trajectory)
         except JudgingFailed as error:
-            raise EpisodeFailed(f"prompt {prompt.id}: {error}") from error
+            raise EpisodeFailed(f"{prompt.reference}: {error}") from error
 
     def _add_judgement(
         self, record: EpisodeRecord, prompt: Prompt, trajectory: Trajectory, judgement: Judgement
@@ -387,7 +391,7 @@ class GroupCollector(Generic[RecordT]):
             if teacher is not None:
                 self._episodes.check(trajectory)
         except ValueError as error:
-            raise EpisodeFailed(f"prompt {prompt.id}: the scores that its reward gave: {error}") from error
+            raise EpisodeFailed(f"{prompt.reference}: the scores that its reward gave: {error}") from error
         record.judged(trajectory, b"" if teacher is None else encode_scores(teacher, replaces=had_scores))
         return trajectory
 
@@ -424,6 +428,10 @@ async def _cancelled(tasks: Collection[asyncio.Task[Trajectory]]) -> None:
             cancelled = error
     if cancelled is not None:
         raise cancelled
+
+
+def _prompt_of(lease: Lease) -> str:
+    return Prompt(*lease.prompt).reference
 
 
 def task_name(group: int) -> str:

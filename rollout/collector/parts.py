@@ -112,6 +112,8 @@ class EpisodeParts:
 
     config: RunConfig
     tokenizer: Tokenizer
+    name: str
+    """The workflow, as messages name it."""
     workflow: Workflow
     check: Callable[[object], Trajectory]
     """Returns a trajectory as it is to be trained. Raises ValueError."""
@@ -189,6 +191,7 @@ async def episode_parts(
         yield EpisodeParts(
             config,
             tokenizer,
+            f"the workflow {source}",
             workflow,
             partial(check, vocab_size=vocab_size, workflow=source),
             hooked.reward or judging,

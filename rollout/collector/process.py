@@ -50,7 +50,7 @@ async def collect(
 async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: RunConfig) -> None:
     """Collect in given surroundings until the connection ends."""
     rollout, judges = config.rollout, surroundings.judges
-    limit, outbox = TimeLimit(rollout.episode_timeout_s), Outbox()
+    limit, outbox = TimeLimit(rollout.episode_timeout_s, "rollout.episode_timeout_s"), Outbox()
     pool = EnginePool(
         wait_timeout_s=rollout.engine.start_timeout_s,
         isolate_versions=config.weights.interrupt == "in_place",
@@ -78,7 +78,7 @@ async def collect_in(surroundings: Surroundings, spec: CollectorSpec, config: Ru
             session.ws_connect(f"/collector/{spec.name}", max_msg_size=LONGEST_FRAME, compress=0)
         )
 
-        episodes = Episodes(parts.workflow, rollout, parts.check, limit, outbox)
+        episodes = Episodes(parts.workflow, rollout, parts.check, limit, outbox, parts.name)
         groups = GroupCollector(
             outbox=outbox,
             record=lambda group, lease, sample, attempt: Recording(

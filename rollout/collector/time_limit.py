@@ -22,8 +22,10 @@ class TimeLimit:
     needs a timer. Single event loop.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, setting: str = "") -> None:
+        """``setting``: the setting with the seconds, for the message of a TimeoutError."""
         self.seconds = seconds
+        self.setting = setting
         self._entered: dict[_Entry, None] = {}
         """Running blocks, in the order in which their time runs out."""
         self._timer: asyncio.TimerHandle | None = None
@@ -134,4 +136,5 @@ class _Entry:
             self._limit._entered.pop(self, None)
         # As in asyncio.timeout: a cancellation that others asked for as well goes on.
         elif task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            raise TimeoutError(f"not done within {self._limit.seconds:g} s") from error
+            setting = f" ({self._limit.setting})" if self._limit.setting else ""
+            raise TimeoutError(f"not done within {self._limit.seconds:g} s{setting}") from error

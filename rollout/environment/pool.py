@@ -32,11 +32,13 @@ class EnvironmentPool:
         limit: int | None = None,
         reset_timeout_s: float = 60.0,
         reset_attempts: int = 3,
+        name: str = "the environment",
     ) -> None:
         """``limit``: largest number of environments at a time; None: as many as there are episodes.
         ``reset_timeout_s``: seconds for each of ``reset_attempts`` attempts at a reset, each of which has a
-        new environment.
+        new environment. ``name``: the environment, as messages name it.
         """
+        self._name = name
         self._make = make
         self._room = None if limit is None else asyncio.Semaphore(limit)
         self._reset_timeout_s = reset_timeout_s
@@ -85,7 +87,7 @@ class EnvironmentPool:
         is_late = isinstance(failure, TimeoutError)
         reason = "took too long" if is_late else f"{type(failure).__name__}: {failure}"
         raise ResetFailed(
-            f"no environment could be reset in {self._reset_attempts} attempts of "
+            f"{self._name} could not be reset in {self._reset_attempts} attempts of "
             f"{self._reset_timeout_s:g} s; the last one: {reason}"
         ) from failure
 

@@ -28,6 +28,10 @@ class ToolError(Exception):
     """Raised by a tool: its message is the result of the call, for the policy to read."""
 
 
+class ToolFailed(RuntimeError):
+    """A tool has raised something else than a ToolError; the message names the tool."""
+
+
 class Tool:
     """A function with a description, and a schema of its parameters made from its annotations."""
 
@@ -40,6 +44,7 @@ class Tool:
                 "let what computes run in a sandbox"
             )
         self.name: str = function.__name__
+        self._path = path
         self._function: Function = function
         self._timeout_s = timeout_s
         self._arguments = create_model(self.name, __config__={"extra": "forbid"}, **_fields(path, function))
@@ -51,7 +56,7 @@ class Tool:
         """The tool as OpenAI's protocol describes it, which chat templates read."""
 
     async def result(self, arguments: str) -> str:
-        """Return the result of a call as text. Raises what the tool raises, but for ToolError."""
+        """Return the result of a call as text. Raises ToolFailed for what the tool raises, but for ToolError."""
         try:
             given = self._arguments.model_validate_json(arguments or "{}")
         except ValidationError as error:
@@ -64,6 +69,8 @@ class Tool:
             return f"error: {error}"
         except TimeoutError:
             return f"error: {self.name} took longer than {self._timeout_s:g} s"
+        except Exception as error:
+            raise ToolFailed(f"the tool {self._path} raised {type(error).__name__}: {error}") from error
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
 
 

@@ -179,7 +179,7 @@ class JudgePool:
             trajectories=trajectories,
             engines=self._engines,
         )
-        reply = await self._ask(f"the group of prompt {prompt.id}", "trajectories", frame)
+        reply = await self._ask(f"the group of {prompt.reference}", "trajectories", frame)
         assert isinstance(reply, GroupScored)
         return [
             Judgement(reward, parts, _scores(teacher, len(trajectory.tokens_T)), turns)

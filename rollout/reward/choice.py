@@ -68,7 +68,7 @@ class Choice:
         letter = str(label).strip().strip("().").upper()
         if len(letter) != 1 or letter not in self._letters:
             raise ValueError(
-                f"prompt {prompt.id} has the label {label!r}, expected one of the letters {self._letters} or "
+                f"{prompt.reference} has the label {label!r}, expected one of the letters {self._letters} or "
                 f"its place, from 0 to {len(self._letters) - 1}"
             )
         return letter

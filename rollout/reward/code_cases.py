@@ -55,7 +55,7 @@ def last_block(response: str) -> str | None:
 def cases_of(prompt: Prompt, column: str) -> list[Case]:
     """Return the cases in the label, or in another column of the prompt. Raises ValueError."""
     value: object = prompt.label if column == "label" else prompt.metadata.get(column)
-    where = f"prompt {prompt.id}: {column}"
+    where = f"{prompt.reference}: {column}"
     if isinstance(value, str):
         value = _from_json(value)
     try:

@@ -18,7 +18,7 @@ class FinalAnswer:
 
     async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
         if prompt.label is None:
-            raise ValueError(f"prompt {prompt.id} has no label to compare with")
+            raise ValueError(f"{prompt.reference} has no label to compare with")
         _, marker, answer = response.partition(self._marker)
         well_formed = marker != "" and self._marker not in answer and trajectory.finish is Finish.STOP
         return float(well_formed and answer.strip() == str(prompt.label).strip())

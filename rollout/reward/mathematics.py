@@ -53,7 +53,7 @@ class MathVerify:
         labels = self._library.parsed(_as_latex(prompt))
         if not labels:
             shown = str(prompt.label)[:LONGEST_LABEL_SHOWN]
-            raise ValueError(f"prompt {prompt.id} has the label {shown!r}, which math-verify cannot read")
+            raise ValueError(f"{prompt.reference} has the label {shown!r}, which math-verify cannot read")
         response = response[-self._longest :]
         if self._boxed_only:
             content = last_boxed(response)
@@ -128,7 +128,7 @@ def _as_latex(prompt: Prompt) -> str:
     label: object = prompt.label
     if isinstance(label, bool) or not isinstance(label, str | int | float):
         raise ValueError(
-            f"prompt {prompt.id} has the label {label!r}, expected a mathematical expression in a text, or a "
+            f"{prompt.reference} has the label {label!r}, expected a mathematical expression in a text, or a "
             "number"
         )
     text = str(label).strip()

@@ -110,11 +110,11 @@ class Remote:
             body = json.dumps(fields, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"prompt {prompt.id} has a label or metadata that JSON does not have: {error}"
+                f"{prompt.reference} has a label or metadata that JSON does not have: {error}"
             ) from None
         if len(body) > self._longest_request:
             raise ValueError(
-                f"prompt {prompt.id} and its response are {len(body)} bytes of JSON, expected at most "
+                f"{prompt.reference} and its response are {len(body)} bytes of JSON, expected at most "
                 f"{self._longest_request} (args: longest_request)"
             )
         return body

@@ -91,7 +91,7 @@ def labels_of(prompt: Prompt) -> Sequence[str]:
     texts = [str(each) for each in labels if isinstance(each, str | int | float)]
     if not texts or any(each is None for each in labels):
         raise ValueError(
-            f"prompt {prompt.id} has the label {label!r}, expected a text to compare with, or a list of them"
+            f"{prompt.reference} has the label {label!r}, expected a text to compare with, or a list of them"
         )
     return texts
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shlex
 import tempfile
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
@@ -76,6 +77,7 @@ class Agent(AgentEpisodes):
         self._run = function if function is not None and _is_async(function) else None
         self._command = command_of(run) if run is not None else tuple(command or ())
         self._is_command = command is not None
+        self._name = f"the agent {run}" if run is not None else f"the agent command {shlex.join(self._command)}"
         self._prompts = OwnedFolder(Path(tempfile.gettempdir()), "prompts")
         weakref.finalize(self, self._prompts.remove)
 
@@ -111,7 +113,7 @@ class Agent(AgentEpisodes):
             Path(path).unlink(missing_ok=True)
         if end.code:
             raise AgentFailed(
-                f"{self._command[0]} has ended with exit code {end.code}: {end.errors[-_LONGEST_NOTE:]}"
+                f"{self._name} has ended with exit code {end.code}: {end.errors[-_LONGEST_NOTE:]}"
             )
         return end
 

@@ -56,11 +56,13 @@ class MultiTurn:
         """
         if wrong := wrong_on_limit(on_limit):
             raise ValueError(wrong[0])
+        make = environment if callable(environment) else _factory(environment)
         self._pool = EnvironmentPool(
-            environment if callable(environment) else _factory(environment),
+            make,
             limit=environments,
             reset_timeout_s=reset_timeout_s,
             reset_attempts=reset_attempts,
+            name=_name_of(environment),
         )
         self._max_turns = max_turns
         self._max_tokens = max_tokens
@@ -123,6 +125,13 @@ class ToolUse(MultiTurn):
         other settings are those of ``MultiTurn``."""
         own = {name: settings.pop(name) for name in ("system", "timeout_s", "most_calls") if name in settings}
         super().__init__(ToolEnvironment(list(tools), parser=parser, **own).another, **settings)
+
+
+def _name_of(environment: str | Mapping[str, Any] | Callable[[], Environment]) -> str:
+    """Return how messages name an environment."""
+    if isinstance(environment, str):
+        return f"the environment {environment}"
+    return f"the environment {environment['path']}" if isinstance(environment, Mapping) else "the environment"
 
 
 def _factory(environment: str | Mapping[str, Any]) -> Callable[[], Environment]:

@@ -91,7 +91,7 @@ class Verifiers(AgentEpisodes):
         task = prompt.metadata.get(TASK)
         if not isinstance(task, int):
             raise AgentFailed(
-                f"prompt {prompt.id} has {task!r} in the column {TASK!r}, expected the number of a task: "
+                f"{prompt.reference} has {task!r} in the column {TASK!r}, expected the number of a task: "
                 "write the prompt set with `python -m slipstream.rollout.workflow.verifiers`"
             )
         variables = program_variables(endpoint)

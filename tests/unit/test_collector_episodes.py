@@ -1,6 +1,7 @@
 """One episode: what user code lets out is a failed attempt; only a sound trajectory passes."""
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -156,7 +157,9 @@ class OfMyOwn(BaseException):
 def test_whatever_a_workflow_raises_is_a_failed_attempt(error, says):
     world = World([error, GOOD])
     assert world.run() is GOOD
-    assert world.listener.failed == [(7, 1, says)]
+    [(prompt, attempt, reason)] = world.listener.failed
+    assert (prompt, attempt) == (7, 1)
+    assert re.fullmatch(rf"the workflow, at {__file__}:\d+, in run: {re.escape(says)}", reason)
     assert world.host.begun == [0, 1]
 
 
@@ -169,7 +172,7 @@ def test_each_attempt_has_a_context_of_its_own():
 
 def test_an_episode_fails_with_its_last_attempt_and_says_why():
     world = World([ValueError("a"), ValueError("b"), ValueError("c")])
-    with pytest.raises(EpisodeFailed, match=r"^prompt 7: ValueError: c$"):
+    with pytest.raises(EpisodeFailed, match=rf"^prompt 7: the workflow, at {__file__}:\d+, in run: ValueError: c$"):
         world.run()
     assert [attempt for _, attempt, _ in world.listener.failed] == [1, 2, 3]
 
@@ -177,13 +180,16 @@ def test_an_episode_fails_with_its_last_attempt_and_says_why():
 def test_an_attempt_that_takes_too_long_has_failed():
     world = World([lambda: asyncio.sleep(1e9), GOOD])
     assert world.run() is GOOD
-    assert world.listener.failed == [(7, 1, "TimeoutError: not done within 60 s")]
+    [(_, _, reason)] = world.listener.failed
+    assert reason.startswith(f"the workflow, at {__file__}:")  # where it was waiting
+    assert reason.endswith("TimeoutError: not done within 60 s")
 
 
 def test_a_trajectory_that_its_completions_contradict_is_a_failed_attempt():
     world = World([GOOD, GOOD], host=Host(refuses=1))
     assert world.run() is GOOD
-    assert world.listener.failed == [(7, 1, "ValueError: contradicted")]
+    [(_, _, reason)] = world.listener.failed
+    assert reason.startswith("the workflow") and reason.endswith("ValueError: contradicted")
 
 
 @pytest.mark.parametrize("error", [NoEngine("none"), JudgeStartFailed("none")])
@@ -354,7 +360,7 @@ def test_it_is_a_failed_attempt():
     world = World([with_(reward=float("nan")), with_(reward=0.5)])
     assert world.run().reward == 0.5
     [(_, _, says)] = world.listener.failed
-    assert says.startswith("ValueError: my.Flow gave no reward")
+    assert "ValueError: my.Flow gave no reward" in says
 
 
 @pytest.mark.parametrize("reward", [1, True, np.float32(1), np.float64(1), np.int64(1), np.array(1.0), None])

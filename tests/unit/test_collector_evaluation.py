@@ -126,12 +126,12 @@ def test_an_episode_that_a_limit_keeps_from_training_is_judged_with_its_whole_le
 @pytest.mark.parametrize(
     ("world", "says"),
     [
-        (World(raises(ValueError("broken"))), "prompt 7: ValueError: broken"),
+        (World(raises(ValueError("broken"))), ": ValueError: broken"),
         (World(judged=lambda: JudgingFailed("in every attempt")), "in every attempt"),
         (World(judged=lambda: JudgesClosed("the judges are gone")), "JudgesClosed: the judges are gone"),
         (World(judged=lambda: ZeroDivisionError("a bug")), "ZeroDivisionError: a bug"),
         (World(judged=lambda: asyncio.CancelledError()), "the workflow has cancelled itself"),
-        (World(raises(asyncio.CancelledError("mine"))), "prompt 7: CancelledError: mine"),
+        (World(raises(asyncio.CancelledError("mine"))), ": CancelledError: mine"),
     ],
 )
 def test_an_episode_that_fails_is_answered_without_a_reward(world, says):

@@ -331,7 +331,8 @@ def test_a_filter_that_raises_fails_the_group_and_is_named(error):
     world.run()
     verdict, note = world.verdict
     assert verdict == FAILED
-    assert f"prompt 7: my.Filter: {type(error).__name__}" in note
+    assert note.startswith(f"prompt 7: the group filter my.Filter, at {__file__}:")
+    assert f", in keep: {type(error).__name__}" in note
 
 
 def test_trajectories_of_which_a_filter_takes_the_loss_are_judged_once_more_before_the_verdict():
@@ -477,15 +478,19 @@ def test_an_episode_that_fails_is_tried_again_and_takes_the_place_of_the_failed_
     world = World(1, Flow({0: ValueError("no")}), attempts=2)
     world.run()
     assert world.verdict[0] == TRAIN
-    assert world.driver.failed == [(7, 1, "ValueError: no")]
+    [(prompt, attempt, reason)] = world.driver.failed
+    assert (prompt, attempt) == (7, 1)
+    assert reason.endswith(": ValueError: no")
     assert world.held(0).trajectory().tokens_T.tolist() == [101, *ideal([101], 12)]
 
 
 def test_a_group_fails_with_the_episode_that_has_no_attempt_left():
     world = World(3, Flow({1: ValueError("a"), 3: ValueError("b")}), attempts=2)
     world.run()
-    assert world.verdict == (FAILED, "prompt 7: ValueError: b")
-    assert [(attempt, text) for _, attempt, text in world.driver.failed] == [
+    verdict, note = world.verdict
+    assert verdict == FAILED
+    assert note.startswith("prompt 7: the workflow") and note.endswith(": ValueError: b")
+    assert [(attempt, text.partition(", in run: ")[2]) for _, attempt, text in world.driver.failed] == [
         (1, "ValueError: a"),
         (2, "ValueError: b"),
     ]
@@ -539,7 +544,7 @@ def test_the_errors_of_user_code_arrive_whatever_they_hold():
     world = World(1, Flow({0: ValueError("\ud83d" * 3), 1: ValueError("x" * 10**6)}), attempts=2)
     world.run()
     assert world.verdict[0] == FAILED
-    assert world.driver.failed[0][2] == "ValueError: " + "\\ud83d" * 3
+    assert world.driver.failed[0][2].endswith("ValueError: " + "\\ud83d" * 3)
     assert len(world.driver.failed[1][2]) < 5000
 
 
@@ -550,7 +555,9 @@ def test_a_workflow_that_cancels_itself_fails_its_group(samples):
 
     world = World(samples, Flow(dict.fromkeys(range(9), cancels)))
     world.run()
-    assert world.verdict == (FAILED, "prompt 7: CancelledError: ")
+    verdict, note = world.verdict
+    assert verdict == FAILED
+    assert note.startswith("prompt 7: the workflow") and note.endswith(": CancelledError: ")
 
 
 def test_a_workflow_that_cancels_itself_and_does_not_wait_any_more_fails_its_group():

@@ -29,7 +29,7 @@ class Unrewarded:
 
     def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
         raise ValueError(
-            f"the hooks have left prompt {prompt.id} without a reward, and the recipe has no rollout.reward"
+            f"the hooks have left {prompt.reference} without a reward, and the recipe has no rollout.reward"
         )
 
 
