@@ -244,10 +244,11 @@ def check(
 ) -> None:
     """Print everything that is wrong with a recipe and its models, or that nothing is."""
     with _reported():
-        from slipstream.backend.commands.check import check, read_recipe
+        from slipstream.backend.commands.check import check, read_recipe, read_supervised
 
-        config = read_recipe(recipe, overrides or [], model_config=model_config, supervised=sft)
-        check(config, weights=model_config is None, supervised=sft)
+        supervised = read_supervised(recipe, overrides or [], model_config=model_config) if sft else None
+        config = supervised.run if supervised else read_recipe(recipe, overrides or [], model_config=model_config)
+        check(config, weights=model_config is None, supervised=supervised)
         typer.echo(f"{recipe}: nothing wrong ({config.run.name}, {config.run.steps} steps)")
 
 

@@ -75,7 +75,8 @@ def expectation(problem: ErrorDetails, field: FieldInfo) -> str:
     if kind == "union_tag_not_found":
         return f"missing; expected {one_of(map(shown, sections))}"
     if kind == "union_tag_invalid":
-        return f"expected {one_of(map(shown, sections))}"
+        near = nearest(str(problem.get("ctx", {}).get("tag", "")), [name for name in sections if name])
+        return f"expected {one_of(map(shown, sections))}" + (f"; did you mean {near!r}?" if near else "")
     if sections:
         is_list = get_origin(field.annotation) is list
         words = f"a list of at least one item, each {_mapping(sections)}" if is_list else _mapping(sections)

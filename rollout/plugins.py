@@ -25,12 +25,31 @@ def resolve(path: str) -> Any:
     module_path, _, name = path.rpartition(".")
     try:
         module = importlib.import_module(module_path)
-    except ImportError as error:
-        raise PluginError(f"{path}: cannot import {module_path}: {error}") from error
+    except ModuleNotFoundError as error:
+        way_out = "install it, add its folder to PYTHONPATH, or correct the path"
+        raise PluginError(f"{path}: cannot import {module_path}: {error}; {way_out}") from error
+    except BaseException as error:  # user code: its import may raise anything, and exit
+        if isinstance(error, GeneratorExit | KeyboardInterrupt):
+            raise
+        raise PluginError(f"{path}: cannot import {module_path}: {raised(error)}") from error
     try:
         return getattr(module, name)
     except AttributeError:
-        raise PluginError(f"{path}: {module_path} has no {name!r}") from None
+        near = difflib.get_close_matches(name, [known for known in vars(module) if known[0] != "_"], n=1)
+        way_out = f"; did you mean {near[0]!r}?" if near else f"; expected a name in {_file_of(module)}"
+        raise PluginError(f"{path}: {module_path} has no {name!r}{way_out}") from None
+
+
+def _file_of(module: object) -> str:
+    return str(getattr(module, "__file__", None) or "it")
+
+
+def raised(error: BaseException) -> str:
+    """Return what user code has raised, and the place: ``it raised KeyError: 'x' at FILE:LINE, in FUNCTION``."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__} at {error.filename}:{error.lineno}: {error.msg}"
+    place = place_of(error)
+    return f"it raised {type(error).__name__}: {error}{' ' if place else ''}{place}"
 
 
 def build(plugin: "PluginConfig") -> Any:
@@ -55,7 +74,7 @@ def check_args(path: str, factory: object, args: Mapping[str, object], *, given:
     argument that is unknown and every one that is missing.
     """
     if not callable(factory):
-        raise PluginError(_cannot(path, args, f"it is of type {type(factory).__name__}, expected a class"))
+        raise PluginError(_cannot(path, args, f"it is of type {type(factory).__name__}, expected a class or a function"))
     try:
         parameters = list(inspect.signature(factory).parameters.values())[given:]
     except (TypeError, ValueError):  # a callable that Python cannot look into
@@ -77,17 +96,18 @@ def place_of(error: BaseException) -> str:
     """Return the place in user code where an error was raised: ``at FILE:LINE, in FUNCTION``.
 
     It is the innermost frame that belongs neither to Slipstream nor to a library, of the error itself or of
-    the one that has caused it; empty if there is none.
+    the one that has caused it; empty if there is none. An error of ours about user code is of its cause.
     """
     seen: set[int] = set()
-    cause: BaseException | None = error
+    place, cause = "", error
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
-        if place := _user_frame(cause.__traceback__):
+        place = _user_frame(cause.__traceback__) or place
+        if place and not type(cause).__module__.startswith("slipstream."):
             return place
         inner = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else None
         cause = inner or cause.__cause__ or cause.__context__
-    return ""
+    return place
 
 
 def _user_frame(frames: TracebackType | None) -> str:

@@ -35,4 +35,10 @@ def load_tokenizer(folder: Path) -> HfTokenizer:
 
     if not any((folder / name).exists() for name in _FILES):
         raise ValueError(f"{folder} has no tokenizer; expected one of {', '.join(_FILES)}")
-    return cast(HfTokenizer, AutoTokenizer.from_pretrained(folder))  # pyright: ignore[reportUnknownMemberType]
+    try:
+        return cast(HfTokenizer, AutoTokenizer.from_pretrained(folder))  # pyright: ignore[reportUnknownMemberType]
+    except Exception as error:  # files of another format, or damaged ones
+        raise ValueError(
+            f"the tokenizer in {folder} cannot be read: {type(error).__name__}: {error}; copy the files "
+            "tokenizer.json and tokenizer_config.json of the model again"
+        ) from error

@@ -18,6 +18,7 @@ from slipstream.configs.installed.environment import has_gpus
 from slipstream.configs.load import load_recipe, load_supervised
 from slipstream.configs.rules.models import MODELS
 from slipstream.configs.schema import RunConfig
+from slipstream.configs.supervised import Supervised
 from slipstream.rollout.compat.slime.checking import hook_problems
 
 NO_INPUTS = "slipstream.backend.simulate.only_simulated"
@@ -48,11 +49,20 @@ def read_recipe(
     model_config: the model's config.json, or its folder, on a machine that has neither model nor prompts.
     supervised: the recipe is one of ``slipstream sft``.
     """
-    if model_config is not None:
-        overrides = [*overrides, *_without_inputs(model_config)]
     if supervised:
-        return load_supervised(Path(recipe), overrides).run
-    return load_recipe(Path(recipe), overrides)
+        return read_supervised(recipe, overrides, model_config=model_config).run
+    return load_recipe(Path(recipe), [*overrides, *_excused(model_config)])
+
+
+def read_supervised(
+    recipe: str, overrides: Sequence[str], *, model_config: Path | None = None
+) -> Supervised:
+    """Load a recipe of ``slipstream sft``. Errors and ``model_config``: as of ``read_recipe``."""
+    return load_supervised(Path(recipe), [*overrides, *_excused(model_config)])
+
+
+def _excused(model_config: Path | None) -> list[str]:
+    return [] if model_config is None else _without_inputs(model_config)
 
 
 def _without_inputs(model_config: Path) -> list[str]:
@@ -64,28 +74,36 @@ def _without_inputs(model_config: Path) -> list[str]:
     return [f"model.path={json.dumps(str(folder))}", f"prepare={NO_INPUTS}"]
 
 
-def check(config: RunConfig, *, weights: bool = True, supervised: bool = False) -> None:
-    """Compare the models of a recipe with its layout, with their files and with the memory of the GPUs, and
-    its hooks with their signatures.
+def check(
+    config: RunConfig, *, weights: bool = True, supervised: Supervised | None = None
+) -> None:
+    """Compare everything that a recipe names with the recipe, with each other and with this machine.
 
-    The code that it names must have the shape that it is asked for, and take the arguments. Raises WrongInput
-    with everything that is wrong. A model that ``prepare`` has yet to make is not checked. weights: compare
-    the tensors in the checkpoints too.
+    Its models must fit its layout, their files and the memory of the GPUs, its tokenizer and chat template its
+    data, every row of which is read, and the code that it names must have the shape that it is asked for. Raises
+    WrongInput with everything that is wrong. What ``prepare`` has yet to make is not checked. weights: compare
+    the tensors in the checkpoints too. supervised: the recipe is this one of ``slipstream sft``.
     """
-    from slipstream.backend.driver.inputs import checkpoint_problems, judge_model_problems, plugin_problems
+    from slipstream.backend.commands.check_data import input_problems
+    from slipstream.backend.commands.machine import machine_problems, host_facts
+    from slipstream.backend.driver.inputs import checkpoint_problems, judge_model_problems
+    from slipstream.backend.driver.plugin_process import imported_plugin_problems
 
-    problems = [*plugin_problems(config), *hook_problems(config), *judge_model_problems(config)]
+    problems = [*imported_plugin_problems(config), *hook_problems(config), *judge_model_problems(config)]
     if (config.model.path / "config.json").exists():
         try:
-            plan = planned(config, supervised=supervised)
+            plan = planned(config, supervised=supervised is not None)
             problems += misfits(config, plan.stages, plan.engine, plan.gpu_memory)
             problems += judge_misfits(config, plan.gpu_memory)
         except WrongInput as error:
             problems.append(str(error))
         if weights:
             problems += checkpoint_problems(config, MODELS)
+    if weights:
+        problems += input_problems(config, supervised)
+        problems += machine_problems(config, host_facts())
     if problems:
-        raise WrongInput("\n".join(problems))
+        raise WrongInput("\n".join(dict.fromkeys(problems)))
 
 
 def planned(config: RunConfig, *, supervised: bool = False) -> Planned:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.backend.cluster.placement import place
+from slipstream.backend.commands.machine import HostFacts, Place, machine_problems, host_facts
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.commands.submit import CONTAINER, IMAGE, container_of
 from slipstream.backend.driver.job_end import SHORTEST_S, seconds_left
@@ -17,6 +19,7 @@ from slipstream.configs.installed.environment import (
     read_record,
 )
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout.gateway.keys import KeysError, keys_file, read_keys
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class StartPlace:
     variables: Mapping[str, str]
     now: float
     """Seconds since the epoch."""
+    machine: HostFacts
 
 
 def start_place() -> StartPlace:
@@ -38,13 +42,23 @@ def start_place() -> StartPlace:
         environment = read_record(Path(sys.prefix))
     except UnreadableRecord as error:
         raise WrongInput(str(error)) from None
-    return StartPlace(visible and has_gpus(), environment, os.environ, time.time())
+    return StartPlace(visible and has_gpus(), environment, os.environ, time.time(), host_facts())
 
 
-def check_start(config: RunConfig, where: StartPlace | None = None) -> None:
-    """Raise WrongInput with every reason why ``config`` cannot be run from here."""
+def check_start(config: RunConfig, where: StartPlace | None = None, *, place: Place = place) -> None:
+    """Raise WrongInput with every reason why ``config`` cannot be run from here.
+
+    ``place``: places what the command starts.
+    """
     where = where or start_place()
-    problems = [*_wrong_kind(config, where), *_wrong_container(config, where), *_no_time(config, where)]
+    problems = [
+        *_wrong_kind(config, where),
+        *_wrong_container(config, where),
+        *_no_time(config, where),
+        *_wrong_address(config, where),
+        *_unreadable_keys(config),
+        *machine_problems(config, where.machine, place),
+    ]
     if problems:
         raise WrongInput("\n".join(problems))
 
@@ -84,6 +98,28 @@ def _wrong_container(config: RunConfig, where: StartPlace) -> Iterator[str]:
 def _words(container: tuple[str, str]) -> str:
     runtime, image = container
     return f"the {runtime} container {image}" if runtime or image else "no container"
+
+
+def _wrong_address(config: RunConfig, where: StartPlace) -> Iterator[str]:
+    address, is_job = where.variables.get("RAY_ADDRESS"), config.cluster.type == "slurm"
+    if is_job and not address:
+        yield (
+            "cluster.type: slurm found, but RAY_ADDRESS is not set, as it is in a job of Slurm: start the job with "
+            '`slipstream submit RECIPE`, or with `sbatch "$(slipstream slurm-script)" RECIPE`'
+        )
+    if not is_job and address:
+        yield (
+            f"cluster.type: local found, but RAY_ADDRESS is set to {address}: unset it to run on this machine, or "
+            "set cluster.type to slurm to run on that cluster"
+        )
+
+
+def _unreadable_keys(config: RunConfig) -> Iterator[str]:
+    if config.gateway is not None:
+        try:
+            read_keys(keys_file(config))
+        except KeysError as error:
+            yield f"gateway.keys: {error}"
 
 
 def _no_time(config: RunConfig, where: StartPlace) -> Iterator[str]:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from slipstream.backend.cluster.placement import place_trainer
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.commands.preflight import check_start
 from slipstream.backend.monitor.progress import Progress, open_progress
@@ -28,7 +29,7 @@ def train(config: RunConfig, *, resume: bool = False, accept_changed_inputs: boo
 
 def sft(supervised: Supervised, *, resume: bool = False, accept_changed_inputs: bool = False) -> Path:
     """Train on examples. Return the folder of the checkpoint. Raises as ``check_start`` and ``attended``."""
-    check_start(supervised.run)
+    check_start(supervised.run, place=place_trainer)
     from slipstream.backend.driver.sft import run_supervised
 
     start = partial(run_supervised, supervised, resume=resume, accept_changes=accept_changed_inputs)

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+from slipstream.backend.cluster.placement import place, place_engines
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.commands.preflight import check_start
 from slipstream.backend.commands.run import attended
@@ -57,7 +58,7 @@ def serve(
 
     Raises as ``check_start`` and ``attended``.
     """
-    check_start(config)
+    check_start(config, place=place if _trains(config) else place_engines)
     attended(config, partial(_serve, config, resume, accept_changed_inputs))
     return read_summary(config.run.folder) if _trains(config) else None
 

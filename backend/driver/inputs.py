@@ -2,8 +2,18 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TypeVar, cast
 
+from slipstream.backend.driver.data_checks import (
+    prompt_checks,
+    template_file_problems,
+    template_problems,
+    writes_prompts,
+)
+from slipstream.backend.driver.plugin_checks import model_of
+from slipstream.backend.driver.plugin_process import imported_plugin_problems
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.hf.index import HfCheckpointError
@@ -15,12 +25,9 @@ from slipstream.configs.schema.judge import own_engines
 from slipstream.rollout import plugins
 from slipstream.rollout.compat.slime.checking import hook_problems
 from slipstream.rollout.control.filters import GroupFilter
-from slipstream.rollout.endpoint.needed import endpoint_problems
 from slipstream.rollout.engine.model_limits import context_of, vocabulary_of
-from slipstream.rollout.judge.named_model import judge_of_turns, named_model
-from slipstream.rollout.prompts import PromptError, read_prompts
-from slipstream.rollout.reward.loading import TURNS, check_judge, load_judge, wants_model
-from slipstream.rollout.reward.model.judge_model import JudgeModel
+from slipstream.rollout.prompts import Check, PromptError, read_prompts
+from slipstream.rollout.reward.loading import load_judge
 from slipstream.rollout.tokenizer import HfTokenizer, load_tokenizer
 from slipstream.rollout.trajectory import Prompt
 from slipstream.rollout.workflow import Workflow
@@ -48,71 +55,84 @@ class Inputs:
 
 def read_inputs(config: RunConfig) -> Inputs:
     """Read and construct what the recipe names. Raises InputError with all problems at once."""
-    problems: list[str] = []
+    rollout, problems = config.rollout, imported_plugin_problems(config)
 
     def attempt(name: str, read: Callable[[], T]) -> T | None:
         try:
             return read()
         except (UnsupportedModel, PromptError, plugins.PluginError, OSError, ValueError) as error:
-            problems.append(f"{name}: {error}")
-            return None
+            problems.extend(f"{name}: {line}" for line in str(error).splitlines())
+        except Exception as error:  # code of the user's
+            problems.append(f"{name}: {plugins.raised(error)}")
+        return None
 
     def plugin(name: str, settings: PluginConfig | None) -> object:
         return attempt(name, lambda: plugins.build(settings)) if settings is not None else None
 
-    rollout = config.rollout
+    workflow = reward = group_filter = None
+    if not problems:  # what cannot be imported is not tried again here
+        workflow = plugin("rollout.workflow", rollout.workflow)
+        reward = attempt("rollout.reward", lambda: _reward(config))
+        group_filter = plugin("rollout.group_filter", rollout.group_filter)
     spec = attempt("model.path", lambda: model_spec(config.model.path))
-    tokenizer = attempt("model.path", lambda: read_tokenizer(config, spec))
-    prompts = attempt("data.path", lambda: _prompts(config))
-    held_out = attempt("eval.path", lambda: _held_out(config))
-    workflow = plugin("rollout.workflow", rollout.workflow)
-    reward = attempt("rollout.reward", lambda: _reward(config))
-    group_filter = plugin("rollout.group_filter", rollout.group_filter)
+    tokenizer = attempt("model.path", lambda: read_tokenizer(config.model.path, spec))
+    if tokenizer is not None:
+        problems += tokenizer_problems(config, tokenizer)
+    context = spec and spec.geometry.max_positions
+    sets = {
+        each.setting: attempt(each.setting, partial(read_prompts, each.path, each.checks(tokenizer, context)))
+        for each in prompt_sets(config)
+    }
     problems += [
-        *endpoint_problems(config),
         *hook_problems(config),
         *checkpoint_problems(config, OTHER_MODELS),
         *judge_model_problems(config),
     ]
-    if problems or spec is None or tokenizer is None or prompts is None or held_out is None:
-        raise InputError("\n".join(problems))
+    if problems or spec is None or tokenizer is None:
+        raise InputError("\n".join(dict.fromkeys(problems)))
     return Inputs(
         spec=spec,
         tokenizer=tokenizer,
-        prompts=prompts,
-        held_out=held_out,
+        prompts=sets.get("data.path") or [],
+        held_out=(sets.get("eval.path") or [])[: config.eval and config.eval.max_prompts],
         workflow=cast(Workflow, workflow),
         reward=reward,
         group_filter=cast(GroupFilter | None, group_filter),
     )
 
 
-def plugin_problems(config: RunConfig) -> list[str]:
-    """Return what is wrong with the code that the recipe names.
+@dataclass(frozen=True)
+class PromptSet:
+    """A prompt set that a recipe names."""
 
-    Modules of the user are imported, and nothing in them is called.
-    """
-    rollout, problems = config.rollout, list[str]()
+    setting: str
+    path: Path
+    config: RunConfig
+    new_tokens: int
+    new_tokens_setting: str
 
-    def attempt(name: str, check: Callable[[], object]) -> None:
-        try:
-            check()
-        except Exception as error:  # modules of the user are imported
-            problems.append(f"{name}: {error}")
-
-    if (reward := rollout.reward) is not None:
-        attempt("rollout.reward", lambda: check_judge(reward.path, reward.args, model=_model(config)))
-        attempt("judge", lambda: _check_model_is_asked(config, reward))
-    if config.live is not None and config.live.train:
-        attempt("judge", lambda: _check_judge_of_turns(config))
-    attempt("rollout.workflow", lambda: _check_plugin(rollout.workflow))
-    if (group_filter := rollout.group_filter) is not None:
-        attempt("rollout.group_filter", lambda: _check_plugin(group_filter))
-    return [*problems, *endpoint_problems(config)]
+    def checks(self, tokenizer: HfTokenizer | None, context: int | None) -> list[Check]:
+        """Return the checks of its rows."""
+        return prompt_checks(self.config, tokenizer, context, self.new_tokens, self.new_tokens_setting)
 
 
-def _check_plugin(settings: PluginConfig) -> None:
-    plugins.check_args(settings.path, plugins.resolve(settings.path), settings.args)
+def prompt_sets(config: RunConfig) -> list[PromptSet]:
+    """Return the prompt sets that a recipe names."""
+    sets, sampling = list[PromptSet](), "rollout.sampling.max_new_tokens"
+    most = config.rollout.sampling.max_new_tokens
+    if config.data is not None:
+        sets.append(PromptSet("data.path", config.data.path, config, most, sampling))
+    if config.eval is not None:
+        own = config.eval.max_new_tokens
+        setting = sampling if own is None else "eval.max_new_tokens"
+        sets.append(PromptSet("eval.path", config.eval.path, config, own or most, setting))
+    return sets
+
+
+def tokenizer_problems(config: RunConfig, tokenizer: HfTokenizer) -> list[str]:
+    """Return what is wrong with the chat templates that the recipe uses."""
+    own = template_problems(tokenizer) if writes_prompts(config) and prompt_sets(config) else []
+    return [*(f"model.path: {reason}" for reason in own), *template_file_problems(config, tokenizer)]
 
 
 def checkpoint_problems(config: RunConfig, settings: Iterable[str]) -> list[str]:
@@ -160,49 +180,24 @@ def judge_model_problems(config: RunConfig) -> list[str]:
     return problems
 
 
-def read_tokenizer(config: RunConfig, spec: ModelSpec | None) -> HfTokenizer:
-    """Return the checkpoint's tokenizer. Raises ValueError, OSError.
+def read_tokenizer(folder: Path, spec: ModelSpec | None) -> HfTokenizer:
+    """Return the tokenizer of a checkpoint. Raises ValueError, OSError.
 
     A tokenizer with ids that the model does not have would end the engines.
     """
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(folder)
     if spec is not None and len(tokenizer) > spec.geometry.vocab:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model {spec.geometry.vocab} "
-            "(vocab_size in config.json)"
+            f"the tokenizer in {folder} has {len(tokenizer)} tokens, the model {spec.geometry.vocab} "
+            "(vocab_size in config.json); expected the tokenizer of this model"
+        )
+    if cast(object, tokenizer.eos_token_id) is None:
+        raise ValueError(
+            f"the tokenizer in {folder} has no end token; expected `eos_token` in tokenizer_config.json"
         )
     return tokenizer
 
 
 def _reward(config: RunConfig) -> object:
     settings = config.rollout.reward
-    return settings and load_judge(settings.path, settings.args, model=_model(config)).plugin
-
-
-def _model(config: RunConfig) -> Callable[[], object] | None:
-    """Return what makes the language model of the recipe; None: it names none."""
-    setup = named_model(config)
-    return setup and (lambda: JudgeModel.of(setup.settings, setup.policy))
-
-
-def _check_judge_of_turns(config: RunConfig) -> None:
-    judge = judge_of_turns(config.judge)
-    check_judge(judge.path, judge.args, (TURNS,), _model(config))
-
-
-def _check_model_is_asked(config: RunConfig, reward: PluginConfig) -> None:
-    """Raise ValueError if only the reward could ask the model, and it does not."""
-    judges_turns = config.live is not None and config.live.train
-    if _model(config) and not judges_turns and not wants_model(plugins.resolve(reward.path)):
-        raise ValueError(
-            f"nobody asks the language model: rollout.reward, {reward.path}, has no parameter `judge_model`; "
-            "leave the section out, or name a reward that asks, such as slipstream.rollout.reward.ModelVotes"
-        )
-
-
-def _prompts(config: RunConfig) -> list[Prompt]:
-    return read_prompts(config.data.path) if config.data else []
-
-
-def _held_out(config: RunConfig) -> list[Prompt]:
-    return read_prompts(config.eval.path)[: config.eval.max_prompts] if config.eval else []
+    return settings and load_judge(settings.path, settings.args, model=model_of(config)).plugin

@@ -23,6 +23,7 @@ from slipstream.backend.cluster.placement import place_trainer
 from slipstream.backend.cluster.rank_group import RankGroup
 from slipstream.backend.cluster.ray_cluster import ray_cluster
 from slipstream.backend.driver.checkpointing import NoHistory, TrainerCheckpoints
+from slipstream.backend.driver.data_checks import example_checks, template_problems
 from slipstream.backend.driver.inputs import HfTokenizer, InputError, read_tokenizer
 from slipstream.backend.driver.job_end import stop_after_s
 from slipstream.backend.driver.prepare import prepare_inputs
@@ -294,15 +295,18 @@ def read_encoded_examples(supervised: Supervised) -> EncodedExamples:
         try:
             return read()
         except (UnsupportedModel, PromptError, OSError, ValueError) as error:
-            problems.append(f"{setting}: {error}")
+            problems.extend(f"{setting}: {line}" for line in str(error).splitlines())
             return None
 
     spec = attempt("model.path", lambda: model_spec(config.model.path))
-    tokenizer = attempt("model.path", lambda: read_tokenizer(config, spec))
+    tokenizer = attempt("model.path", lambda: read_tokenizer(config.model.path, spec))
     assert config.data is not None
-    path = config.data.path
-    examples = attempt("data.path", lambda: read_examples(path, COLUMNS[supervised.learn]))
-    if spec is not None and tokenizer is not None and examples is not None:
+    path, columns = config.data.path, COLUMNS[supervised.learn]
+    if tokenizer is not None:
+        problems += [f"model.path: {reason}" for reason in template_problems(tokenizer)]
+    checks = example_checks(tokenizer, spec and spec.geometry.max_positions, columns)
+    examples = attempt("data.path", lambda: read_examples(path, columns, checks))
+    if not problems and spec is not None and tokenizer is not None and examples is not None:
         encoded = EncodedExamples(config, examples, tokenizer)
         if encoded.longest <= spec.geometry.max_positions:
             return encoded

@@ -72,12 +72,11 @@ def read_prompts(path: Path, checks: Sequence[Check] = ()) -> list[Prompt]:
     return list(checked_prompts(path, checks))
 
 
-def read_examples(path: Path, columns: Sequence[str], checks: Sequence[Check] = ()) -> list[Example]:
-    """Read all prompts of a file, each with a text from every one of ``columns``, in their order.
+def read_examples(path: Path, columns: Sequence[str], checks: Sequence[Check]) -> list[Example]:
+    """Read all prompts of a file, each with what it has in every one of ``columns``, in their order.
 
-    Raises PromptError with every wrong row, and OSError.
+    ``checks``: ``text_in`` of each column among them. Raises PromptError with every wrong row, and OSError.
     """
-    checks = [*checks, *(text_in(column) for column in columns)]
     return [
         Example(prompt, tuple(prompt.metadata[column] for column in columns))
         for prompt in checked_prompts(path, checks)

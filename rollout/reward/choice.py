@@ -61,6 +61,10 @@ class Choice:
         may_be_a_word = letter in "AI" or letter.islower()
         return None if begins_words and (may_be_a_word or not is_sentence) else letter.upper()
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise ValueError for a label that is none of the letters."""
+        self._label(prompt)
+
     def _label(self, prompt: Prompt) -> str:
         label: object = prompt.label
         if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(self._letters):

@@ -77,6 +77,10 @@ class CodeTests:
         self._python_runs = False
         """The command has run in a sandbox once. Until then a program that cannot be run says nothing."""
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise ValueError for a prompt without cases."""
+        cases_of(prompt, self._column)
+
     async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
         """Return the reward. Raises SandboxFailed, and ValueError for a prompt without cases."""
         cases = cases_of(prompt, self._column)[: self._most_cases]

@@ -16,9 +16,13 @@ class FinalAnswer:
             raise ValueError("marker must not be empty")
         self._marker = marker
 
-    async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise ValueError for a prompt without a label."""
         if prompt.label is None:
             raise ValueError(f"{prompt.reference} has no label to compare with")
+
+    async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
+        self.check_prompt(prompt)
         _, marker, answer = response.partition(self._marker)
         well_formed = marker != "" and self._marker not in answer and trajectory.finish is Finish.STOP
         return float(well_formed and answer.strip() == str(prompt.label).strip())

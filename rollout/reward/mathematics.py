@@ -49,6 +49,10 @@ class MathVerify:
         self._longest = longest
         self._library = _Library(strict, float_rounding, timeout_s)
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise ValueError for a label that is no text. Whether math-verify can read it shows only later."""
+        _as_latex(prompt)
+
     def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
         labels = self._library.parsed(_as_latex(prompt))
         if not labels:

@@ -23,6 +23,10 @@ class Exact:
         self._find = answer_finder(answer)
         self._ignore_case = ignore_case
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise ValueError for a prompt without a label to compare with."""
+        labels_of(prompt)
+
     async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
         answer = self._find(response)
         labels = [self._normal(label) for label in labels_of(prompt)]
@@ -51,6 +55,11 @@ class Regex:
             raise ValueError(f"pattern: {pattern!r} is no regular expression: {error}") from error
         self._has_answer = "answer" in self._pattern.groupindex
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise ValueError for a prompt without a label, if the expression has an answer to compare with it."""
+        if self._has_answer:
+            labels_of(prompt)
+
     def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> float:
         if not self._has_answer:
             return float(self._pattern.search(response) is not None)
@@ -71,6 +80,10 @@ class F1:
     def __init__(self, answer: object = "all") -> None:
         """``answer``: where the answer is: ``rollout.reward.answers`` has the forms. None of it: F1 is 0."""
         self._find = answer_finder(answer)
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise ValueError for a prompt without a label to compare with."""
+        labels_of(prompt)
 
     async def score(self, prompt: Prompt, response: str, trajectory: Trajectory) -> dict[str, float]:
         labels = [_words(label) for label in labels_of(prompt)]

@@ -17,6 +17,7 @@ SETTINGS = frozenset({"path", "args", "weight", "key"})
 
 @dataclass(frozen=True)
 class _Part:
+    plugin: object
     call: Callable[..., Any]
     weight: float
     key: str
@@ -63,6 +64,12 @@ class Weighted:
     def score(self) -> Callable[[Prompt, str, Trajectory], Any]:
         """``Reward.score``: a coroutine function if all parts have one."""
         return self._side_by_side if self._overlap else self._one_by_one
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise ValueError for a prompt that a part which says so cannot judge."""
+        for part in self._parts.values():
+            if (check := getattr(part.plugin, "check_prompt", None)) is not None:
+                check(prompt)
 
     async def _side_by_side(self, prompt: Prompt, response: str, trajectory: Trajectory) -> dict[str, float]:
         return await self._finished(self._called(prompt, response, trajectory, concurrent=True))
@@ -140,4 +147,4 @@ def _part(name: str, settings: object, judge_model: object) -> _Part:
         raise ValueError(f"key: found {key!r}, expected the name of a number")
     model = None if judge_model is None else lambda: judge_model
     judge = load_judge(path, cast("Mapping[str, object]", args), (EPISODES,), model)
-    return _Part(judge.call, float(weight), key)
+    return _Part(judge.plugin, judge.call, float(weight), key)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.backend.commands.machine import HostFacts
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.commands.preflight import StartPlace, check_start
 from slipstream.configs.installed import environment
@@ -25,6 +26,7 @@ from tests.environment import ROOT
 from tests.unit.test_rollout_gpu_environment import VALID
 
 NOW = 1_000_000.0
+LARGE = HostFacts(cores=64, memory=2**40, gpus=8, free_disk=lambda folder: 2**50, port_problem=lambda host, port: "")
 
 
 def chosen(venv: Path, asked: str = "", *, nvidia: bool) -> subprocess.CompletedProcess[str]:
@@ -173,9 +175,10 @@ def start(
 ) -> str:
     """Return the refusal of a start; an empty text if there is none."""
     config = RunConfig.model_validate({**VALID, "cluster": cluster})
+    job = {"RAY_ADDRESS": "10.0.0.1:6379"} if cluster["type"] == "slurm" else {}
     installed = InstalledEnvironment(kind, "3.12.1", "") if kind else None  # type: ignore[arg-type]
     try:
-        check_start(config, StartPlace(has_gpus, installed, variables or {}, NOW))
+        check_start(config, StartPlace(has_gpus, installed, {**job, **(variables or {})}, NOW, LARGE))
     except WrongInput as error:
         assert error.exit_code == 2
         return str(error)

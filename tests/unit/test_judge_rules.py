@@ -5,7 +5,8 @@ import json
 import pytest
 import yaml
 
-from slipstream.backend.driver.inputs import judge_model_problems, plugin_problems
+from slipstream.backend.driver.inputs import judge_model_problems
+from slipstream.backend.driver.plugin_checks import plugin_problems
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.load import load_recipe
 from slipstream.configs.schema import CodeJudge, RunConfig

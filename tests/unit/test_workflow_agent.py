@@ -2,7 +2,8 @@
 
 import pytest
 
-from slipstream.backend.driver.inputs import InputError, plugin_problems, read_inputs
+from slipstream.backend.driver.inputs import InputError, read_inputs
+from slipstream.backend.driver.plugin_checks import plugin_problems
 from slipstream.configs.load import load_recipe
 from slipstream.configs.schema import PluginConfig
 from slipstream.rollout import plugins

@@ -1,0 +1,48 @@
+"""What is wrong is told before anything starts, and a failed episode names its culprit: some of each kind.
+
+All of them: ``python -m tests.wrong_inputs``.
+"""
+
+import pytest
+
+from tests.wrong_inputs import data, failing_episodes, machine, models, plugins, recipes, supervised
+from tests.wrong_inputs.episodes import let_fail
+from tests.wrong_inputs.inputs import hand_in
+from tests.wrong_inputs.world import make_model
+
+INPUTS = [
+    *recipes.CASES[:4],
+    *data.CASES,
+    *models.CASES,
+    *plugins.CASES[2:4],
+    *supervised.CASES,
+    *machine.CASES,
+]
+EPISODES = failing_episodes.CASES[::3]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "model"
+    make_model(folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", INPUTS, ids=lambda case: case.name)
+def test_a_wrong_input_is_told_before_anything_starts(case, tmp_path, model):
+    told = hand_in(case, tmp_path / "case", model)
+    assert not told.problems, told.message
+
+
+def test_a_sound_input_is_not_refused(tmp_path, model):
+    case = recipes.CASES[0]
+    sound = type(case)("sound", (), arguments=("check", "FOLDER/recipe.yaml", "rollout.reward=my_sound_plugins.Reward"))
+    assert hand_in(sound, tmp_path / "run", model).problems[0] == "exit code 0"
+    sound = type(case)("sound", (), arguments=("check", "FOLDER/sft.yaml", "--sft"))
+    assert hand_in(sound, tmp_path / "sft", model).problems[0] == "exit code 0"
+
+
+@pytest.mark.parametrize("case", EPISODES, ids=lambda case: case.name)
+def test_a_failing_episode_names_its_culprit(case, tmp_path):
+    told = let_fail(case, tmp_path / "case")
+    assert not told.problems, told.message
