@@ -4,6 +4,7 @@
 # make property-sweep SEEDS=20 N=2000   random schedules of the control core, N for each seed (some minutes)
 # make crash-cases                every known harm to a run once: kills, stops, damage (more than an hour); ONLY="damage"
 # make exactness N=1000 SEED=1    random conversations: is what is trained what the engines have sampled? (some minutes)
+# make wrong-inputs               everything wrong that a user can hand in, and every failing episode, with its message (two minutes)
 # make soak                       memory over hours of a simulated run and ten minutes of a real one
 # make gateway-memory             memory of a gateway and of the driver's live users over 20,000 turns (some minutes)
 # make crash-sweep N=200 SEED=1   kills runs N times, audits and resumes each (about half a minute per kill)
@@ -26,7 +27,7 @@ ENVIRONMENT := configs/environment
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --progress-bar off
 GPU ?=
 
-.PHONY: quickstart test test-others test-runs test-fast test-slime test-verifiers test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness soak gateway-memory staleness-study lint format install clean constraints lock lock-check
+.PHONY: quickstart test test-others test-runs test-fast test-slime test-verifiers test-slow test-other-megatron property-sweep crash-cases crash-sweep crash-live exactness wrong-inputs soak gateway-memory staleness-study lint format install clean constraints lock lock-check
 .DELETE_ON_ERROR:
 
 quickstart: install
@@ -86,6 +87,9 @@ crash-live: install
 
 exactness: install
 	$(BIN)/python -m tests.exactness --conversations $(or $(N),1000) --seed $(or $(SEED),1)
+
+wrong-inputs: install
+	$(BIN)/python -m tests.wrong_inputs
 
 soak: install
 	$(BIN)/python -m tests.crash.soak

@@ -247,7 +247,9 @@ def check(
         from slipstream.backend.commands.check import check, read_recipe, read_supervised
 
         supervised = read_supervised(recipe, overrides or [], model_config=model_config) if sft else None
-        config = supervised.run if supervised else read_recipe(recipe, overrides or [], model_config=model_config)
+        config = (
+            supervised.run if supervised else read_recipe(recipe, overrides or [], model_config=model_config)
+        )
         check(config, weights=model_config is None, supervised=supervised)
         typer.echo(f"{recipe}: nothing wrong ({config.run.name}, {config.run.steps} steps)")
 

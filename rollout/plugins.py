@@ -7,7 +7,7 @@ import os
 import sysconfig
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:  # a judge process constructs its reward without loading the schema
     from slipstream.configs.schema import PluginConfig
@@ -45,7 +45,8 @@ def _file_of(module: object) -> str:
 
 
 def raised(error: BaseException) -> str:
-    """Return what user code has raised, and the place: ``it raised KeyError: 'x' at FILE:LINE, in FUNCTION``."""
+    """Return what user code has raised, and the place: ``it raised KeyError: 'x' at FILE:LINE, in
+    FUNCTION``."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__} at {error.filename}:{error.lineno}: {error.msg}"
     place = place_of(error)
@@ -74,7 +75,9 @@ def check_args(path: str, factory: object, args: Mapping[str, object], *, given:
     argument that is unknown and every one that is missing.
     """
     if not callable(factory):
-        raise PluginError(_cannot(path, args, f"it is of type {type(factory).__name__}, expected a class or a function"))
+        raise PluginError(
+            _cannot(path, args, f"it is of type {type(factory).__name__}, expected a class or a function")
+        )
     try:
         parameters = list(inspect.signature(factory).parameters.values())[given:]
     except (TypeError, ValueError):  # a callable that Python cannot look into
@@ -99,15 +102,22 @@ def place_of(error: BaseException) -> str:
     the one that has caused it; empty if there is none. An error of ours about user code is of its cause.
     """
     seen: set[int] = set()
-    place, cause = "", error
+    place = ""
+    cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
         place = _user_frame(cause.__traceback__) or place
         if place and not type(cause).__module__.startswith("slipstream."):
             return place
-        inner = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else None
-        cause = inner or cause.__cause__ or cause.__context__
+        cause = _first_of(cause) or cause.__cause__ or cause.__context__
     return place
+
+
+def _first_of(error: BaseException) -> BaseException | None:
+    """Return the first error of a group."""
+    if not isinstance(error, BaseExceptionGroup):
+        return None
+    return cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
 
 
 def _user_frame(frames: TracebackType | None) -> str:

@@ -54,9 +54,7 @@ def read_recipe(
     return load_recipe(Path(recipe), [*overrides, *_excused(model_config)])
 
 
-def read_supervised(
-    recipe: str, overrides: Sequence[str], *, model_config: Path | None = None
-) -> Supervised:
+def read_supervised(recipe: str, overrides: Sequence[str], *, model_config: Path | None = None) -> Supervised:
     """Load a recipe of ``slipstream sft``. Errors and ``model_config``: as of ``read_recipe``."""
     return load_supervised(Path(recipe), [*overrides, *_excused(model_config)])
 
@@ -74,18 +72,16 @@ def _without_inputs(model_config: Path) -> list[str]:
     return [f"model.path={json.dumps(str(folder))}", f"prepare={NO_INPUTS}"]
 
 
-def check(
-    config: RunConfig, *, weights: bool = True, supervised: Supervised | None = None
-) -> None:
+def check(config: RunConfig, *, weights: bool = True, supervised: Supervised | None = None) -> None:
     """Compare everything that a recipe names with the recipe, with each other and with this machine.
 
-    Its models must fit its layout, their files and the memory of the GPUs, its tokenizer and chat template its
-    data, every row of which is read, and the code that it names must have the shape that it is asked for. Raises
-    WrongInput with everything that is wrong. What ``prepare`` has yet to make is not checked. weights: compare
-    the tensors in the checkpoints too. supervised: the recipe is this one of ``slipstream sft``.
+    Its models must fit its layout, their files and the memory of the GPUs, its tokenizer and chat template
+    its data, every row of which is read, and the code that it names must have the shape that it is asked for.
+    Raises WrongInput with everything that is wrong. What ``prepare`` has yet to make is not checked. weights:
+    compare the tensors in the checkpoints too. supervised: the recipe is this one of ``slipstream sft``.
     """
     from slipstream.backend.commands.check_data import input_problems
-    from slipstream.backend.commands.machine import machine_problems, host_facts
+    from slipstream.backend.commands.machine import host_facts, machine_problems
     from slipstream.backend.driver.inputs import checkpoint_problems, judge_model_problems
     from slipstream.backend.driver.plugin_process import imported_plugin_problems
 

@@ -14,7 +14,8 @@ from slipstream.rollout.tokenizer import HfTokenizer
 def input_problems(config: RunConfig, supervised: Supervised | None = None) -> list[str]:
     """Return what is wrong with the tokenizer and with each row of the recipe's data.
 
-    Files that ``prepare`` has yet to make are not looked at. ``supervised``: the recipe of ``slipstream sft``.
+    Files that ``prepare`` has yet to make are not looked at. ``supervised``: the recipe of ``slipstream
+    sft``.
     """
     spec = _spec(config)
     tokenizer, problems = _tokenizer(config, spec)

@@ -24,7 +24,8 @@ LEAST_PROCESS = 400 << 20
 """Bytes that an engine or a trainer rank takes on a CPU before it has any weights: the libraries."""
 
 OPTIMIZER = 3
-"""Sizes of the checkpoint that a trainer's state has at least: float32 weights and two moments, of bfloat16."""
+"""Sizes of the checkpoint that a trainer's state has at least: float32 weights and two moments, of
+bfloat16."""
 
 LEAST_DISK = 64 << 20
 """Bytes of disk that the smallest run takes: its ledger, its metrics and its logs."""
@@ -63,8 +64,8 @@ def host_facts() -> HostFacts:
 def machine_problems(config: RunConfig, machine: HostFacts, place: Place | None = None) -> list[str]:
     """Return what the machine cannot hold of a run on it alone (``cluster.type: local``).
 
-    ``place``: the run starts here and now, and with it what ``place`` places. None: it is only looked at, perhaps
-    on a machine without the GPUs that it will have.
+    ``place``: the run starts here and now, and with it what ``place`` places. None: it is only looked at,
+    perhaps on a machine without the GPUs that it will have.
     """
     problems = [*_ports(config, machine), *_disk(config, machine)]
     if config.cluster.type != "local":
@@ -107,8 +108,8 @@ def _memory(config: RunConfig, machine: HostFacts) -> Iterator[str]:
     needed = engines * (LEAST_PROCESS + weights) + ranks * LEAST_PROCESS + (1 + OPTIMIZER) * weights
     if needed > machine.memory:
         yield (
-            f"rollout.engine.count: {words} take at least {needed / GIB:.1f} GiB of memory, and this machine has "
-            f"{machine.memory / GIB:.1f} GiB; use fewer of them, a smaller model, or a larger machine"
+            f"rollout.engine.count: {words} take at least {needed / GIB:.1f} GiB of memory, and this "
+            f"machine has {machine.memory / GIB:.1f} GiB; use fewer, a smaller model, or a larger machine"
         )
 
 
@@ -122,11 +123,13 @@ def _gpus(config: RunConfig, machine: HostFacts, place: Place | None) -> Iterato
 
 
 def _disk(config: RunConfig, machine: HostFacts) -> Iterator[str]:
-    folder = next((path for path in (config.run.root, *config.run.root.absolute().parents) if path.is_dir()), None)
+    folder = next(
+        (path for path in (config.run.root, *config.run.root.absolute().parents) if path.is_dir()), None
+    )
     if folder is None:
         return
     if not os.access(folder, os.W_OK):
-        yield f"run.root: {folder} cannot be written to; expected a folder of yours: set run.root to another one"
+        yield f"run.root: {folder} cannot be written to; expected a folder of yours: set it to another one"
         return
     weights = 0 if config.actor.lora is not None else _weights(config.model.path)
     kept = config.checkpoint.keep_last if config.checkpoint.every else 0
@@ -135,8 +138,8 @@ def _disk(config: RunConfig, machine: HostFacts) -> Iterator[str]:
     if free < needed:
         yield (
             f"run.root: {folder} has {free / GIB:.1f} GiB free, expected at least {needed / GIB:.1f} GiB for "
-            f"{kept} checkpoints (checkpoint.keep_last) and the trained model; free some, or set run.root to a "
-            "folder of a larger disk"
+            f"{kept} checkpoints (checkpoint.keep_last) and the trained model; free some, or set "
+            "run.root to a folder of a larger disk"
         )
 
 
@@ -175,5 +178,6 @@ def _port_problem(host: str, port: int) -> str:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return f"port {port} of {host} is in use, expected a free one"
-        return f"nobody can listen on {host}:{port}: {error.strerror or error}, expected an address of this machine"
+        reason = error.strerror or error
+        return f"nobody can listen on {host}:{port}: {reason}, expected an address of this machine"
     return ""

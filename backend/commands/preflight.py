@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.backend.cluster.placement import place
-from slipstream.backend.commands.machine import HostFacts, Place, machine_problems, host_facts
+from slipstream.backend.commands.machine import HostFacts, Place, host_facts, machine_problems
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.commands.submit import CONTAINER, IMAGE, container_of
 from slipstream.backend.driver.job_end import SHORTEST_S, seconds_left
@@ -104,12 +104,14 @@ def _wrong_address(config: RunConfig, where: StartPlace) -> Iterator[str]:
     address, is_job = where.variables.get("RAY_ADDRESS"), config.cluster.type == "slurm"
     if is_job and not address:
         yield (
-            "cluster.type: slurm found, but RAY_ADDRESS is not set, as it is in a job of Slurm: start the job with "
+            "cluster.type: slurm found, but RAY_ADDRESS is not set, as it is in a job of Slurm: start "
+            "the job with "
             '`slipstream submit RECIPE`, or with `sbatch "$(slipstream slurm-script)" RECIPE`'
         )
     if not is_job and address:
         yield (
-            f"cluster.type: local found, but RAY_ADDRESS is set to {address}: unset it to run on this machine, or "
+            f"cluster.type: local found, but RAY_ADDRESS is set to {address}: unset it to run on this "
+            "machine, or "
             "set cluster.type to slurm to run on that cluster"
         )
 

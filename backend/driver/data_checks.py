@@ -1,7 +1,8 @@
 """Checks of prompt sets against the tokenizer, the chat template and the reward that will meet them.
 
-Every row is read and compared with what its columns must be. The chat template writes one prompt for each order of
-roles, and every prompt that may be too long for the model. Nothing is kept: a set may be larger than the memory.
+Every row is read and compared with what its columns must be. The chat template writes one prompt for each
+order of roles, and every prompt that may be too long for the model. Nothing is kept: a set may be larger
+than the memory.
 """
 
 import json
@@ -28,7 +29,8 @@ MOST_SHAPES = 500
 """Number of different orders of roles with which the chat template is tried."""
 
 MOST_TOKENIZED = 8 << 20
-"""Bytes of prompts that are tokenized to find their lengths. Beyond them only those that are surely too long."""
+"""Bytes of prompts that are tokenized to find their lengths. Beyond them only those that are surely too
+long."""
 
 BYTES_PER_TOKEN = 10
 """More bytes than a token has on average in any text."""
@@ -66,11 +68,14 @@ def prompt_checks(
 
 
 def writes_prompts(config: RunConfig) -> bool:
-    """True if the chat template writes the prompts of the run: neither code of the user's nor an agent does."""
+    """True if the chat template writes the prompts of the run: neither code of the user's nor an agent
+    does."""
     return config.rollout.hooks is None and config.rollout.workflow.path in WRITES_PROMPTS
 
 
-def example_checks(tokenizer: HfTokenizer | None, context: int | None, columns: tuple[str, ...]) -> list[Check]:
+def example_checks(
+    tokenizer: HfTokenizer | None, context: int | None, columns: tuple[str, ...]
+) -> list[Check]:
     """Return the checks of examples for ``slipstream sft``, whose ``columns`` are learned."""
     checks = [text_in(column) for column in columns]
     if tokenizer is not None and tokenizer.chat_template:
@@ -86,7 +91,8 @@ def template_problems(tokenizer: HfTokenizer, template: str | None = None) -> li
     """
     if template is None and not tokenizer.chat_template:
         return [
-            "the tokenizer has no chat template, which writes prompts for the model; expected `chat_template` in "
+            "the tokenizer has no chat template, which writes prompts for the model; expected "
+            "`chat_template` in "
             "tokenizer_config.json, or a file chat_template.jinja beside it"
         ]
     try:
@@ -96,7 +102,8 @@ def template_problems(tokenizer: HfTokenizer, template: str | None = None) -> li
         lines = (template or str(tokenizer.chat_template)).splitlines()
         text = lines[error.lineno - 1].strip()[:80] if 0 < error.lineno <= len(lines) else ""
         return [
-            f"the chat template has a syntax error in line {error.lineno}, {text!r}: {error.message}; correct it in "
+            f"the chat template has a syntax error in line {error.lineno}, {text!r}: {error.message}; "
+            "correct it in "
             "tokenizer_config.json or chat_template.jinja"
         ]
     except Exception:  # it may refuse this chat and take those of the prompt set
@@ -114,7 +121,9 @@ def template_file_problems(config: RunConfig, tokenizer: HfTokenizer) -> list[st
         try:
             template = dialect.chat_template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            reason = f"{dialect.chat_template} cannot be read: {error}; expected a file with a Jinja chat template"
+            reason = (
+                f"{dialect.chat_template} cannot be read: {error}; expected a file with a Jinja chat template"
+            )
             problems.append(f"{section}.chat_template: {reason}")
             continue
         found = template_problems(tokenizer, template)
@@ -146,7 +155,9 @@ class TemplateCheck:
         self._tokenized = 0
         template = str(tokenizer.chat_template)
         self._works = not template_problems(tokenizer)
-        self._names_role: Callable[[str], bool] = lambda role: f"'{role}'" in template or f'"{role}"' in template
+        self._names_role: Callable[[str], bool] = lambda role: (
+            f"'{role}'" in template or f'"{role}"' in template
+        )
 
     def __call__(self, prompt: Prompt) -> str | None:
         """Return what is wrong with a prompt."""
@@ -169,12 +180,15 @@ class TemplateCheck:
         except TemplateError as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             return (
-                f"`prompt`: the chat template refuses a chat with the roles {roles}: {error.message}; change the "
+                f"`prompt`: the chat template refuses a chat with the roles {roles}: {error.message}; "
+                "change the "
                 "chat, or the template (tokenizer_config.json or chat_template.jinja)"
             )
         except Exception as error:  # the template is code of the model's
             roles = ", ".join(str(message["role"]) for message in messages)
-            return f"`prompt`: the chat template fails with the roles {roles}: {type(error).__name__}: {error}"
+            return (
+                f"`prompt`: the chat template fails with the roles {roles}: {type(error).__name__}: {error}"
+            )
         return None if ids else "`prompt`: the chat template makes no token of it"
 
     def _length_problem(self, prompt: Prompt) -> str | None:
@@ -191,10 +205,16 @@ class TemplateCheck:
             tokens = len(self._ids(prompt.messages()))
         except Exception:  # said of the first prompt of its shape
             return None
-        tokens += max((len(self._tokenizer.encode(text, add_special_tokens=False)) + 1 for text in targets), default=0)
+        tokens += max(
+            (len(self._tokenizer.encode(text, add_special_tokens=False)) + 1 for text in targets), default=0
+        )
         if tokens <= self._room.tokens:
             return None
-        what = f"`prompt` and {' or '.join(f'`{name}`' for name in self._columns)} have" if targets else "`prompt` has"
+        what = (
+            f"`prompt` and {' or '.join(f'`{name}`' for name in self._columns)} have"
+            if targets
+            else "`prompt` has"
+        )
         return (
             f"{what} {tokens} tokens, expected at most {self._room.tokens}: {self._room.why} "
             "(max_position_embeddings); shorten it, or leave the row out"
@@ -208,7 +228,9 @@ def _shape(prompt: Prompt) -> tuple[object, ...]:
     """Return what of a prompt a chat template may treat in another way."""
     if isinstance(prompt.prompt, str):
         return ("text",)
-    return tuple((message["role"], type(message.get("content")), *sorted(message)) for message in prompt.prompt)
+    return tuple(
+        (message["role"], type(message.get("content")), *sorted(message)) for message in prompt.prompt
+    )
 
 
 def _bytes(content: object) -> int:
@@ -234,7 +256,9 @@ def _label_check(config: RunConfig) -> Check | None:
         try:
             check_prompt(prompt)
         except ValueError as error:
-            return f"`label`: {str(error).replace(prompt.reference, 'it', 1)} ({reward.path} compares with it)"
+            return (
+                f"`label`: {str(error).replace(prompt.reference, 'it', 1)} ({reward.path} compares with it)"
+            )
         return None
 
     return check

@@ -1,7 +1,7 @@
 """Looks at the code that a recipe names: it can be imported, and has the shape that it is asked for.
 
-Modules of the user are imported, and what comes with Slipstream is constructed; nothing else is called. So these
-checks run in a process of their own where they meet code of the user's (``plugin_process``).
+Modules of the user are imported, and what comes with Slipstream is constructed; nothing else is called. So
+these checks run in a process of their own where they meet code of the user's (``plugin_process``).
 """
 
 import inspect
@@ -80,7 +80,8 @@ def problem_with(code: Named, config: RunConfig) -> str | None:
 
 
 def names_user_code(config: RunConfig) -> bool:
-    """True if the recipe names code that does not come with Slipstream, in the arguments of its plug-ins too."""
+    """True if the recipe names code that does not come with Slipstream, in the arguments of its plug-ins
+    too."""
     rollout = config.rollout
     settings = [config.prepare, rollout.reward, rollout.workflow, rollout.group_filter]
     if config.live is not None and config.live.train:
@@ -192,7 +193,9 @@ def _method_problem(factory: type, method: Method) -> str:
     if method.is_async and not is_async and not hasattr(function, "__wrapped__"):
         return f"`{method.name}` is a plain `def`, expected `{expected}`: what it returns is awaited"
     if not method.is_async and is_async:
-        return f"`{method.name}` is `async def`, expected `{expected}`: a coroutine would always count as true"
+        return (
+            f"`{method.name}` is `async def`, expected `{expected}`: a coroutine would always count as true"
+        )
     return ""
 
 

@@ -5,6 +5,7 @@ recipe ──► [code that it names] ──► process that imports it ──�
                   └── those behind it ◄────────┘ an import that does not end is reported, its process killed
 """
 
+import io
 import json
 import os
 import pickle
@@ -41,7 +42,9 @@ def imported_plugin_problems(config: RunConfig, timeout_s: float = IMPORT_TIMEOU
     return problems
 
 
-def _answers(config: RunConfig, first: int, count: int, timeout_s: float) -> tuple[list[list[str]], str | None]:
+def _answers(
+    config: RunConfig, first: int, count: int, timeout_s: float
+) -> tuple[list[list[str]], str | None]:
     """Return the answers from code ``first`` on, and why there is none about the one behind them."""
     process = subprocess.Popen(
         [sys.executable, "-m", "slipstream.backend.driver.plugin_process", str(os.getpid())],
@@ -65,7 +68,10 @@ def _answers(config: RunConfig, first: int, count: int, timeout_s: float) -> tup
                 return answers, "importing it ends the process: remove what exits or crashes at import"
             answers.append(json.loads(line))
     except queue.Empty:
-        return answers, f"it is not imported within {timeout_s:g} s: do at import only what is needed to import it"
+        return (
+            answers,
+            f"it is not imported within {timeout_s:g} s: do at import only what is needed to import it",
+        )
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -88,7 +94,7 @@ def main(parent: int) -> None:
     config, first = pickle.load(sys.stdin.buffer)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    sys.stdin = open(os.devnull)
+    sys.stdin = io.StringIO()
     print("started", file=answers, flush=True)
     for code in named_code(config)[first:]:
         problem = problem_with(code, config)

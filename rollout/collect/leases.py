@@ -177,7 +177,10 @@ class Leases:
         if group is None or group.collector != name:
             return
         group.blocks += 1
-        reason = f"{group.prompt.reference}: its workflow blocked collector {name}, so that no other episode went on:\n{traceback}"
+        reason = (
+            f"{group.prompt.reference}: its workflow blocked collector {name}, so that no other episode went "
+            f"on:\n{traceback}"
+        )
         self._listener.attempt_failed(group.prompt.id, group.blocks, reason)
         if group.blocks >= BLOCKS:
             self._fail(group, reason)

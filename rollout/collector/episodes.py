@@ -69,8 +69,8 @@ class Episodes:
         listener: AttemptListener,
         name: str = "the workflow",
     ) -> None:
-        """``check`` returns a trajectory as it is to be trained, or raises ValueError. ``name``: the workflow,
-        as messages name it.
+        """``check`` returns a trajectory as it is to be trained, or raises ValueError. ``name``: the
+        workflow, as messages name it.
         """
         self.name = name
         self._workflow = workflow

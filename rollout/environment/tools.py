@@ -56,7 +56,8 @@ class Tool:
         """The tool as OpenAI's protocol describes it, which chat templates read."""
 
     async def result(self, arguments: str) -> str:
-        """Return the result of a call as text. Raises ToolFailed for what the tool raises, but for ToolError."""
+        """Return the result of a call as text. Raises ToolFailed for what the tool raises, but for
+        ToolError."""
         try:
             given = self._arguments.model_validate_json(arguments or "{}")
         except ValidationError as error:

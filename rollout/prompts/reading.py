@@ -27,7 +27,8 @@ Check = Callable[[Prompt], str | None]
 
 
 class PromptError(ValueError):
-    """A prompt file cannot be used. Each line of the message names the file, the line and what was expected."""
+    """A prompt file cannot be used. Each line of the message names the file, the line and what was
+    expected."""
 
 
 class _Problems:
@@ -106,7 +107,11 @@ def checked_prompts(path: Path, checks: Sequence[Check] = ()) -> Iterator[Prompt
     for line, row in _rows(path, problems):
         prompt = _prompt(row, count, str(path), line)
         count += 1
-        reason = prompt if isinstance(prompt, str) else next(filter(None, (check(prompt) for check in checks)), None)
+        reason = (
+            prompt
+            if isinstance(prompt, str)
+            else next(filter(None, (check(prompt) for check in checks)), None)
+        )
         if reason is not None:
             problems.add(line, reason)
         elif isinstance(prompt, Prompt):
@@ -155,7 +160,9 @@ def _columns(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(columns) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise _TwiceNamed(f"`{twice}` is given more than once, and only one of them would count; remove the others")
+        raise _TwiceNamed(
+            f"`{twice}` is given more than once, and only one of them would count; remove the others"
+        )
     return columns
 
 

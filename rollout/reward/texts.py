@@ -56,7 +56,8 @@ class Regex:
         self._has_answer = "answer" in self._pattern.groupindex
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """Raise ValueError for a prompt without a label, if the expression has an answer to compare with it."""
+        """Raise ValueError for a prompt without a label, if the expression has an answer to compare with
+        it."""
         if self._has_answer:
             labels_of(prompt)
 

@@ -77,7 +77,9 @@ class Agent(AgentEpisodes):
         self._run = function if function is not None and _is_async(function) else None
         self._command = command_of(run) if run is not None else tuple(command or ())
         self._is_command = command is not None
-        self._name = f"the agent {run}" if run is not None else f"the agent command {shlex.join(self._command)}"
+        self._name = (
+            f"the agent {run}" if run is not None else f"the agent command {shlex.join(self._command)}"
+        )
         self._prompts = OwnedFolder(Path(tempfile.gettempdir()), "prompts")
         weakref.finalize(self, self._prompts.remove)
 

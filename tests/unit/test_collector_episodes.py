@@ -172,7 +172,9 @@ def test_each_attempt_has_a_context_of_its_own():
 
 def test_an_episode_fails_with_its_last_attempt_and_says_why():
     world = World([ValueError("a"), ValueError("b"), ValueError("c")])
-    with pytest.raises(EpisodeFailed, match=rf"^prompt 7: the workflow, at {__file__}:\d+, in run: ValueError: c$"):
+    with pytest.raises(
+        EpisodeFailed, match=rf"^prompt 7: the workflow, at {__file__}:\d+, in run: ValueError: c$"
+    ):
         world.run()
     assert [attempt for _, attempt, _ in world.listener.failed] == [1, 2, 3]
 

@@ -26,7 +26,9 @@ from tests.environment import ROOT
 from tests.unit.test_rollout_gpu_environment import VALID
 
 NOW = 1_000_000.0
-LARGE = HostFacts(cores=64, memory=2**40, gpus=8, free_disk=lambda folder: 2**50, port_problem=lambda host, port: "")
+LARGE = HostFacts(
+    cores=64, memory=2**40, gpus=8, free_disk=lambda folder: 2**50, port_problem=lambda host, port: ""
+)
 
 
 def chosen(venv: Path, asked: str = "", *, nvidia: bool) -> subprocess.CompletedProcess[str]:

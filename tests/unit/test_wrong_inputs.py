@@ -5,6 +5,9 @@ All of them: ``python -m tests.wrong_inputs``.
 
 import pytest
 
+from slipstream.backend.driver.plugin_process import imported_plugin_problems
+from slipstream.configs.schema import RunConfig
+from tests.unit.test_rollout_gpu_environment import VALID
 from tests.wrong_inputs import data, failing_episodes, machine, models, plugins, recipes, supervised
 from tests.wrong_inputs.episodes import let_fail
 from tests.wrong_inputs.inputs import hand_in
@@ -36,10 +39,22 @@ def test_a_wrong_input_is_told_before_anything_starts(case, tmp_path, model):
 
 def test_a_sound_input_is_not_refused(tmp_path, model):
     case = recipes.CASES[0]
-    sound = type(case)("sound", (), arguments=("check", "FOLDER/recipe.yaml", "rollout.reward=my_sound_plugins.Reward"))
+    sound = type(case)(
+        "sound", (), arguments=("check", "FOLDER/recipe.yaml", "rollout.reward=my_sound_plugins.Reward")
+    )
     assert hand_in(sound, tmp_path / "run", model).problems[0] == "exit code 0"
     sound = type(case)("sound", (), arguments=("check", "FOLDER/sft.yaml", "--sft"))
     assert hand_in(sound, tmp_path / "sft", model).problems[0] == "exit code 0"
+
+
+def test_an_import_that_does_not_end_is_told_with_everything_else(tmp_path, monkeypatch):
+    (tmp_path / "my_hanging.py").write_text("import time\ntime.sleep(1e6)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    rollout = {**VALID["rollout"], "reward": "my_hanging.Reward", "workflow": "my_nothing.Flow"}
+    config = RunConfig.model_validate({**VALID, "rollout": rollout})
+    problems = imported_plugin_problems(config, timeout_s=2.0)
+    assert "rollout.reward: my_hanging.Reward: it is not imported within 2 s" in problems[0]
+    assert "rollout.workflow: my_nothing.Flow: cannot import my_nothing" in problems[-1]
 
 
 @pytest.mark.parametrize("case", EPISODES, ids=lambda case: case.name)

@@ -14,8 +14,8 @@ class WrongInput:
 
     name: str
     says: tuple[str, ...]
-    """Words that the message must have: setting or file, value found, what was expected, the way out. ``FOLDER``
-    stands for the folder of the case."""
+    """Words that the message must have: setting or file, value found, what was expected, the way out.
+    ``FOLDER`` stands for the folder of the case."""
     overrides: tuple[str, ...] = ()
     """Settings that replace the recipe's. ``FOLDER`` stands for the folder of the case."""
     files: dict[str, Content] = field(default_factory=dict[str, Content])

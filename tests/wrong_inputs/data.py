@@ -36,11 +36,20 @@ CASES = (
     ),
     WrongInput(
         "bad JSON in line 7",
-        ("data.path: FOLDER/data.jsonl, line 7: not JSON", "expected one object in each line", '{"prompt": "?"'),
+        (
+            "data.path: FOLDER/data.jsonl, line 7: not JSON",
+            "expected one object in each line",
+            '{"prompt": "?"',
+        ),
         files={"data.jsonl": lines([*ROWS[:6]]) + '{"prompt": "?", "label": \n' + lines([*ROWS[6:]])},
     ),
     _row("no column `prompt`", "found 'label', 'level'", "rename the column", prompt=...),
-    _row("a number for a prompt", "`prompt` is a number", "expected a text or a list of chat messages", prompt=5),
+    _row(
+        "a number for a prompt",
+        "`prompt` is a number",
+        "expected a text or a list of chat messages",
+        prompt=5,
+    ),
     _row("null for a prompt", "`prompt` is null", "expected a text", prompt=None),
     _row("a prompt of white space", "`prompt` is an empty text", "expected a text", prompt="  \n"),
     _row("a list of texts for a prompt", "`prompt`, message 0: it is a text", "`role`", prompt=["1+1=?"]),
@@ -73,7 +82,9 @@ CASES = (
         "a column twice",
         (LINE_3, "`label` is given more than once"),
         files={
-            "data.jsonl": lines([*ROWS[:2]]) + '{"prompt": "?", "label": "1", "label": "2"}\n' + lines([*ROWS[3:]])
+            "data.jsonl": lines([*ROWS[:2]])
+            + '{"prompt": "?", "label": "1", "label": "2"}\n'
+            + lines([*ROWS[3:]])
         },
     ),
     _row(

@@ -1,4 +1,5 @@
-"""Lets an episode fail in a real collector with real judge processes, and takes the message that the driver gets.
+"""Lets an episode fail in a real collector with real judge processes, and takes the message that the driver
+gets.
 
 Engines are a pure function: nothing else is stood in for.
 """
@@ -47,7 +48,9 @@ class EndpointOfNobody:
         async def run(work: Awaitable[object]) -> object:
             return await work
 
-        yield SimpleNamespace(base_url="http://127.0.0.1:9", api_key="key", key_variables=(), limit=None, run=run)
+        yield SimpleNamespace(
+            base_url="http://127.0.0.1:9", api_key="key", key_variables=(), limit=None, run=run
+        )
 
 
 def let_fail(case: FailingEpisode, folder: Path) -> Told:
@@ -102,7 +105,9 @@ async def _collected(case: FailingEpisode, rollout: RolloutConfig, prompt: Promp
         episodes=Episodes(workflow, rollout, checking, limit, outbox, f"the workflow {case.workflow}"),
         judge=Judging(judges, tokenizer),
         samples=2,
-        group_filter=NamedFilter(case.filter, WholeGroups(plugins.resolve(case.filter)())) if case.filter else None,
+        group_filter=NamedFilter(case.filter, WholeGroups(plugins.resolve(case.filter)()))
+        if case.filter
+        else None,
     )
     async with driver.hearing(outbox):
         driver.leases[0] = 1

@@ -1,4 +1,5 @@
-"""Episodes that fail, and the words that name the culprit. Each message also has the prompt, its file and line."""
+"""Episodes that fail, and the words that name the culprit. Each message also has the prompt, its file and
+line."""
 
 import sys
 from dataclasses import dataclass, field
@@ -51,10 +52,18 @@ CASES = (
     _reward("a reward returns NaN", "returns_nan", "it returned nan", "expected a finite number"),
     _reward("a reward returns a text", "returns_text", "'1.0' of type str", "expected a finite number"),
     _reward(
-        "a reward returns a mapping without the key", "returns_other_key", "'accuracy'", "'reward'", "rollout.reward_key"
+        "a reward returns a mapping without the key",
+        "returns_other_key",
+        "'accuracy'",
+        "'reward'",
+        "rollout.reward_key",
     ),
     _reward(
-        "a reward blocks", "blocks", "it took longer than 1 s (rollout.judging.timeout_s)", f'{FILE}", line', "blocks"
+        "a reward blocks",
+        "blocks",
+        "it took longer than 1 s (rollout.judging.timeout_s)",
+        f'{FILE}", line',
+        "blocks",
     ),
     _reward(
         "a reward blocks and ignores SIGTERM",
@@ -81,9 +90,15 @@ CASES = (
         starts=False,
     ),
     _workflow("a workflow raises", "Raises", f"{FILE}:", "in run: ValueError: no level 1"),
-    _workflow("a workflow returns nothing", "ReturnsNothing", "returned NoneType, expected a slipstream.Trajectory"),
-    _workflow("a workflow returns a mapping", "ReturnsDict", "returned dict, expected a slipstream.Trajectory"),
-    _workflow("a workflow samples nothing", "ReturnsPromptAlone", "2 tokens, none of them sampled by the policy"),
+    _workflow(
+        "a workflow returns nothing", "ReturnsNothing", "returned NoneType, expected a slipstream.Trajectory"
+    ),
+    _workflow(
+        "a workflow returns a mapping", "ReturnsDict", "returned dict, expected a slipstream.Trajectory"
+    ),
+    _workflow(
+        "a workflow samples nothing", "ReturnsPromptAlone", "2 tokens, none of them sampled by the policy"
+    ),
     _workflow(
         "a workflow never returns",
         "NeverReturns",
@@ -92,16 +107,28 @@ CASES = (
     ),
     _workflow("a workflow cancels itself", "CancelsItself", f"{FILE}:", "CancelledError"),
     _workflow("a workflow exits", "Leaves", f"{FILE}:", "SystemExit: 4"),
-    _workflow("a workflow returns tokens of nobody's", "TurnedAway", "1000000", "outside the vocabulary of 48"),
     _workflow(
-        "a tool raises", "CallsTool", f"the tool {HERE}.broken_tool raised KeyError: 'x'", f"{FILE}:", "in broken_tool"
+        "a workflow returns tokens of nobody's", "TurnedAway", "1000000", "outside the vocabulary of 48"
+    ),
+    _workflow(
+        "a tool raises",
+        "CallsTool",
+        f"the tool {HERE}.broken_tool raised KeyError: 'x'",
+        f"{FILE}:",
+        "in broken_tool",
     ),
     FailingEpisode(
         "a filter raises",
         (f"the group filter {HERE}.RaisingFilter", f"{FILE}:", "in keep: AttributeError", "scores"),
         filter=f"{HERE}.RaisingFilter",
     ),
-    _turns("an environment cannot be reset", "World", "ConnectionError: no world at port 80", f"{FILE}:", "in reset"),
+    _turns(
+        "an environment cannot be reset",
+        "World",
+        "ConnectionError: no world at port 80",
+        f"{FILE}:",
+        "in reset",
+    ),
     _turns("an environment takes too long", "SlowWorld", "took too long", f"{FILE}:", "in reset"),
     _agent(
         "a command exits",

@@ -6,13 +6,18 @@ REWARD = "class Reward:\n    def score(self, prompt, response, trajectory):\n   
 
 
 def _code(
-    name: str, setting: str, module: str, source: str, *says: str, cls: str = "Mine", args: str = "{}", **more: object
+    name: str,
+    setting: str,
+    module: str,
+    source: str,
+    *says: str,
+    cls: str = "Mine",
+    args: str = "{}",
+    **more: object,
 ) -> WrongInput:
     """Return the case of a module with ``source`` that the recipe names."""
     override = f"{setting}={{path: {module}.{cls}, args: {args}}}"
-    return WrongInput(
-        name, (setting, *says), overrides=(override,), files={f"{module}.py": source}, **more
-    )
+    return WrongInput(name, (setting, *says), overrides=(override,), files={f"{module}.py": source}, **more)
 
 
 CASES = (
@@ -31,7 +36,13 @@ CASES = (
         ("rollout.reward: my_sound_plugins.Rewrd", "has no 'Rewrd'", "did you mean 'Reward'"),
         overrides=("rollout.reward=my_sound_plugins.Rewrd",),
     ),
-    _code("a syntax error", "rollout.reward", "my_syntax", "def score(:\n", "SyntaxError at FOLDER/my_syntax.py:1"),
+    _code(
+        "a syntax error",
+        "rollout.reward",
+        "my_syntax",
+        "def score(:\n",
+        "SyntaxError at FOLDER/my_syntax.py:1",
+    ),
     _code(
         "an import that raises",
         "rollout.reward",
@@ -56,7 +67,9 @@ CASES = (
         "No module named 'a_package_of_nobodys'",
         "install it",
     ),
-    _code("a number for a class", "rollout.reward", "my_number", "Mine = 5\n", "of type int", "expected a class"),
+    _code(
+        "a number for a class", "rollout.reward", "my_number", "Mine = 5\n", "of type int", "expected a class"
+    ),
     _code(
         "a reward without `score`",
         "rollout.reward",
@@ -75,7 +88,8 @@ CASES = (
         "an argument that the reward does not have",
         "rollout.reward",
         "my_arguments",
-        "class Mine:\n    def __init__(self, scale): ...\n    def score(self, prompt, response, trajectory): ...\n",
+        "class Mine:\n    def __init__(self, scale): ...\n"
+        "    def score(self, prompt, response, trajectory): ...\n",
         "`scall` is unknown: did you mean `scale`?",
         "`scale` is missing",
         args="{scall: 1}",
@@ -123,14 +137,20 @@ CASES = (
         "an environment without `step`",
         ("rollout.workflow", "my_world.World", "no method `step`", "async def step(self, action)"),
         overrides=(
-            "rollout.workflow={path: slipstream.rollout.workflow.MultiTurn, args: {environment: my_world.World}}",
+            "rollout.workflow={path: slipstream.rollout.workflow.MultiTurn, "
+            "args: {environment: my_world.World}}",
         ),
-        files={"my_world.py": "class World:\n    async def reset(self, prompt): ...\n    async def close(self): ...\n"},
+        files={
+            "my_world.py": "class World:\n    async def reset(self, prompt): ...\n"
+            "    async def close(self): ...\n"
+        },
     ),
     WrongInput(
         "an agent's function with other parameters",
         ("rollout.workflow", "my_agent.solve", "cannot be called with (base_url, api_key, prompt, metadata)"),
-        overrides=("rollout.workflow={path: slipstream.rollout.workflow.Agent, args: {run: my_agent.solve}}",),
+        overrides=(
+            "rollout.workflow={path: slipstream.rollout.workflow.Agent, args: {run: my_agent.solve}}",
+        ),
         files={"my_agent.py": "def solve(prompt): ...\n"},
     ),
     _code(

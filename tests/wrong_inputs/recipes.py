@@ -24,7 +24,9 @@ CASES = (
         overrides=("run.steps=0", "model.dtyp=float32", "actor.optimizer.lr=-1"),
         count=4,
     ),
-    WrongInput("a recipe that is not there", ("FOLDER/no.yaml", "no such"), arguments=("check", "FOLDER/no.yaml")),
+    WrongInput(
+        "a recipe that is not there", ("FOLDER/no.yaml", "no such"), arguments=("check", "FOLDER/no.yaml")
+    ),
     WrongInput(
         "a recipe that is no YAML",
         ("FOLDER/recipe.yaml", "line 2"),
