@@ -23,6 +23,12 @@ class ProcessGroups(Protocol):
 groups = cast("ProcessGroups", parallel_state)
 
 
+def holds_results() -> bool:
+    """True on one rank of each data-parallel shard: the first of its last stage, which has its results."""
+    is_first = groups.get_tensor_model_parallel_rank() == 0 and groups.get_context_parallel_rank() == 0
+    return groups.is_pipeline_last_stage() and is_first
+
+
 def reports() -> bool:
     """True if this is the one rank whose results go to the driver: the first of the last stage."""
     first_of_tensor = groups.get_tensor_model_parallel_rank() == 0

@@ -14,6 +14,7 @@ from slipstream.backend.objective import kl
 from slipstream.backend.objective.correction import interpolated_logp
 from slipstream.backend.objective.losses import Tokens, token_losses
 from slipstream.backend.objective.statistics import TOP_TOKENS, StepStatistics, token_statistics
+from slipstream.backend.trainer.episode_log import StepLogProbs
 from slipstream.backend.trainer.prepared import PreparedMicroBatch, Scores
 from slipstream.backend.trainer.skipping import Faults, SkippedUpdates, add_faults
 from slipstream.configs.schema import ActorConfig
@@ -43,11 +44,13 @@ def update_policy(
     temperature: float,
     lr: float,
     hooks: "RankHooks | None" = None,
+    logprobs: StepLogProbs | None = None,
 ) -> StepStatistics:
     """Make one optimizer update for each mini-batch, and return the statistics of all of them.
 
     ``hooks``: those of the recipe that decide about losses or see updates; None: it names none.
-    Updates that are not finite are left out, and added to ``skipped``.
+    Updates that are not finite are left out, and added to ``skipped``. ``logprobs`` keeps those that the
+    first mini-batch gives; None: nobody wants them.
     """
     statistics = StepStatistics(lr, named_by_hooks=hooks is not None)
     for number, minibatch in enumerate(minibatches):
@@ -56,6 +59,8 @@ def update_policy(
         if hooks is not None:
             hooks.update_begins(number, trained, lr)
         update = trained.update(policy, [item.micro for item in minibatch], heads, lr)
+        if logprobs is not None and number == 0:
+            logprobs.add(minibatch, [result.logp_M for result in update.results])
         if update.succeeded:
             statistics.add_update([result.statistics for result in update.results], update.grad_norm)
         else:

@@ -35,6 +35,7 @@ from slipstream.backend.megatron.export_plan import export_plan
 from slipstream.backend.megatron.finite import require_finite
 from slipstream.backend.megatron.parallel import RankSpec, initialize
 from slipstream.backend.trainer.checkpointed_rank import CheckpointedRank
+from slipstream.backend.trainer.episode_log import StepLogProbs, open_episode_log
 from slipstream.backend.trainer.learning_rate import learning_rate
 from slipstream.backend.trainer.minibatches import is_recomputed, microbatches_of
 from slipstream.backend.trainer.policy_update import update_policy
@@ -117,12 +118,19 @@ class TrainerRank(CheckpointedRank):
         self._resting = Resting(self._device)
         self._plan = export_plan(config, self._spec)
         self._publisher: Publisher | None = None
+        self._episodes = None
+        if groups.holds_results():
+            self._episodes = open_episode_log(
+                config,
+                writer=self._groups.get_data_parallel_rank(),
+                writers=config.actor.parallel.data,
+            )
 
     # ---- one training step
 
     def train_encoded(self, batch: EncodedBatch) -> dict[str, float] | None:
-        """Train one step, as ``train`` does. Raises CorruptRecord as well."""
-        return self.train(batch.decoded())
+        """Train one step, as ``train`` does, and log its episodes. Raises CorruptRecord as well."""
+        return self._train(batch.decoded(), None if self._episodes is None else StepLogProbs())
 
     def train(self, batch: TrainBatch) -> dict[str, float] | None:
         """Train one step on ``batch``. Return its metrics on the reporting rank, None elsewhere.
@@ -130,6 +138,10 @@ class TrainerRank(CheckpointedRank):
         Raises StalenessViolation if a token that carries loss is outside the bound: the last check before it
         would be trained on.
         """
+        return self._train(batch, None)
+
+    def _train(self, batch: TrainBatch, logprobs: StepLogProbs | None) -> dict[str, float] | None:
+        """Train one step. ``logprobs``: of the step, for the episode log; None: the step is not logged."""
         check_staleness(batch, self._config.rollout.max_head_offpolicyness)
         self._skipped.begin(batch)
         minibatches, metrics = self.microbatches(batch)
@@ -142,10 +154,12 @@ class TrainerRank(CheckpointedRank):
             targets = self._hooks.targets(scores, targets)
         inputs = prepared(minibatches, scores, targets)
         metrics |= self._work_of(batch)
-        metrics |= self._update_policy(inputs)
+        metrics |= self._update_policy(inputs, logprobs)
         metrics |= self._update_critic(inputs)
         self._scorers.follow(self._parameters)
         self.step += 1
+        if self._episodes is not None and logprobs is not None:
+            self._episodes.step_ends(self.step, batch, inputs, logprobs)
         return metrics if self._reports else None
 
     def skipped_updates(self) -> list[SkippedUpdate] | None:
@@ -185,7 +199,9 @@ class TrainerRank(CheckpointedRank):
         tokens = float(sum(trajectory.response_length for trajectory in batch.trajectories))
         return {"train/tflop": flops / 1e12, "train/tokens": tokens}
 
-    def _update_policy(self, inputs: Sequence[Sequence[PreparedMicroBatch]]) -> dict[str, float]:
+    def _update_policy(
+        self, inputs: Sequence[Sequence[PreparedMicroBatch]], logprobs: StepLogProbs | None
+    ) -> dict[str, float]:
         """Update the policy, unless only the critic is trained yet. Return metrics on the last stage."""
         critic = self._config.critic
         if critic is not None and self.step < critic.warmup_steps:
@@ -199,6 +215,7 @@ class TrainerRank(CheckpointedRank):
             temperature=self._config.rollout.sampling.temperature,
             lr=self._learning_rate(self.step),
             hooks=self._hooks,
+            logprobs=logprobs,
         )
         if not self._groups.is_pipeline_last_stage():
             return {}
@@ -274,6 +291,8 @@ class TrainerRank(CheckpointedRank):
         """Write the present weights as an HF checkpoint directory. Raises NotFinite as ``publish`` does."""
         self._require_finite("the weights of the policy", self._parameters)
         write_hf(self._export(), self._spec.path, folder)
+        if self._episodes is not None:  # nothing is trained behind the export
+            self._episodes.flush()
 
     def _export(self) -> Iterator[FlatBucket | None]:
         return export(self._plan, self._parameters, dist.get_rank())

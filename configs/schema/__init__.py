@@ -8,6 +8,7 @@ from slipstream.configs.schema.gateway import GatewayConfig, LimitsConfig
 from slipstream.configs.schema.hooks import HooksConfig
 from slipstream.configs.schema.judge import CodeJudge, Judge, ModelJudge
 from slipstream.configs.schema.live import LiveConfig, LiveJudgingConfig
+from slipstream.configs.schema.log import EpisodeLogConfig, LogConfig
 from slipstream.configs.schema.models import (
     AverageReference,
     CheckpointReference,
@@ -57,6 +58,7 @@ __all__ = [
     "DistributedTransportConfig",
     "EndpointConfig",
     "EngineConfig",
+    "EpisodeLogConfig",
     "EvalConfig",
     "GatewayConfig",
     "HooksConfig",
@@ -68,6 +70,7 @@ __all__ = [
     "LiveConfig",
     "LiveJudgingConfig",
     "LocalCluster",
+    "LogConfig",
     "LoraConfig",
     "ModelConfig",
     "ModelJudge",

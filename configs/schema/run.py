@@ -11,6 +11,7 @@ from slipstream.configs.schema.checkpoint import CheckpointConfig
 from slipstream.configs.schema.gateway import GatewayConfig
 from slipstream.configs.schema.judge import CodeJudge, Judge
 from slipstream.configs.schema.live import LiveConfig
+from slipstream.configs.schema.log import LogConfig
 from slipstream.configs.schema.models import CriticConfig
 from slipstream.configs.schema.plugin import Plugin
 from slipstream.configs.schema.rollout import RolloutConfig
@@ -196,6 +197,7 @@ class RunConfig(Section):
         default=WeightsConfig(), description="Publication and verification of policy versions."
     )
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints of the run.")
+    log: LogConfig = Field(default=LogConfig(), description="Records for people, beside the metrics.")
     cluster: Cluster = Field(default=LocalCluster(), description="Machines that the run uses.")
     simulate: SimulateConfig | None = Field(
         default=None, description="Cost model of `slipstream simulate`; null: its defaults."

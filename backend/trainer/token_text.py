@@ -1,0 +1,66 @@
+"""Tokens as text: whole responses, and the piece of text that each token adds."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+from slipstream.rollout.tokenizer import load_tokenizer
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+"""Stands where bytes are no whole character."""
+
+LONGEST_CHARACTER = 4
+"""Bytes of the longest character in UTF-8, each of which may be a token."""
+
+
+class Decoder(Protocol):
+    """Makes text of token ids, special tokens included."""
+
+    def __call__(self, ids: Sequence[int], /) -> str: ...
+
+
+def load_decoder(model: Path) -> Decoder:
+    """Return the decoder of a model folder. Raises OSError and ValueError.
+
+    A folder with tokenizer.json needs no transformers, whose import takes seconds.
+    """
+    file = model / "tokenizer.json"
+    if file.exists():
+        from tokenizers import Tokenizer
+
+        backend = Tokenizer.from_file(str(file))
+        return lambda ids: backend.decode(list(ids), skip_special_tokens=False)
+    tokenizer = load_tokenizer(model)
+    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+class TokenText:
+    """Decodes pieces of one vocabulary. Each token id is decoded once."""
+
+    def __init__(self, decode: Decoder) -> None:
+        self.decode = decode
+        self._piece = cache(self._decoded)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Return the text that each token adds. A character of several tokens belongs to its first one, and
+        the others have an empty text.
+        """
+        pieces: list[str] = []
+        place = 0
+        while place < len(ids):
+            piece, taken = self._piece(ids[place]), 1
+            if BROKEN in piece:
+                for more in range(2, LONGEST_CHARACTER + 1):
+                    joined = self.decode(ids[place : place + more])
+                    if joined and BROKEN not in joined:
+                        piece, taken = joined, min(more, len(ids) - place)
+                        break
+            pieces += [piece, *[""] * (taken - 1)]
+            place += taken
+        return pieces
+
+    def _decoded(self, token: int) -> str:
+        """Return the text of a token behind another: some tokenizers drop the first space of a text."""
+        twice, once = self.decode((token, token)), self.decode((token,))
+        return twice[len(once) :] if twice.startswith(once) else once
