@@ -348,6 +348,45 @@ def audit(
             raise typer.Exit(Failed.exit_code)
 
 
+@app.command(rich_help_panel=LOOK)
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, also running ones.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The page to write; default: report.html in RUN.")
+    ] = None,
+    audit: Annotated[bool, typer.Option(help="Recount the ledgers, which takes long for long runs.")] = True,
+) -> None:
+    """Write curves, staleness, time and episodes of one run or several as one page of HTML."""
+    with _reported():
+        from slipstream.backend.commands import report as reporting
+
+        typer.echo(reporting.report(runs, out, audit=audit))
+
+
+@app.command(rich_help_panel=LOOK)
+def trace(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("trace.json"),
+) -> None:
+    """Write the timeline of a run's last start for Perfetto (https://ui.perfetto.dev)."""
+    with _reported():
+        from slipstream.backend.commands import trace as tracing
+
+        typer.echo(tracing.write_trace(run, out))
+
+
+@app.command(rich_help_panel=LOOK)
+def watch(
+    run: Annotated[Path, typer.Argument(help="The folder of a run, on any machine that sees it.")],
+    once: Annotated[bool, typer.Option("--once", help="Print what there is now, and end.")] = False,
+) -> None:
+    """Show reward, staleness, queues and the time left of a run, from its files alone. Ends with Ctrl-C."""
+    with _reported():
+        from slipstream.backend.commands import watch as watching
+
+        watching.watch(run, once=once)
+
+
 @app.command(rich_help_panel=RUN)
 def submit(
     recipe: Recipe,

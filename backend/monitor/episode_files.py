@@ -67,7 +67,10 @@ class EpisodeFiles:
         """
         if self._files is None:
             self._files = self._opened(step)
-        lines = [json.dumps({"step": step, **row}, ensure_ascii=False).encode() + b"\n" for row in rows]
+        lines = [
+            json.dumps({"step": step, **row}, ensure_ascii=False).encode(errors="replace") + b"\n"
+            for row in rows
+        ]
         pending: list[bytes] = []
         for line in lines:
             if len(line) > self._max_bytes // PARTS:

@@ -8,7 +8,7 @@ from slipstream.configs.schema.base import Section
 
 
 class EpisodeLogConfig(Section):
-    """Trained episodes as text, which `slipstream report` shows. Trainer ranks write them beside the steps."""
+    """Trained episodes as text, for `slipstream report`. Trainer ranks write them beside their steps."""
 
     share: float = Field(
         default=1.0,

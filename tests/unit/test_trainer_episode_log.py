@@ -203,7 +203,8 @@ def test_fewer_ranks_take_over_the_files_of_more(tmp_path):
 
 def test_a_killed_writer_leaves_whole_lines(tmp_path):
     script = (
-        "import sys\nfrom pathlib import Path\nfrom slipstream.backend.monitor.episode_files import EpisodeFiles\n"
+        "import sys\nfrom pathlib import Path\n"
+        "from slipstream.backend.monitor.episode_files import EpisodeFiles\n"
         "log = EpisodeFiles(Path(sys.argv[1]), writer=0, writers=1, max_bytes=10**8, max_rows=10**6)\n"
         "step = 0\nprint('go', flush=True)\n"
         "while True:\n    step += 1\n    log.append(step, [{'response': 'x' * 5000}] * 20)\n"

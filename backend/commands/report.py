@@ -1,0 +1,82 @@
+"""``slipstream report RUN...``: what run folders hold, as one page of HTML."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from slipstream.backend.commands.audit import audit_run
+from slipstream.backend.commands.outcome import Failed, WrongInput
+from slipstream.backend.monitor.course import read_course
+from slipstream.backend.monitor.metrics import METRICS_FILE
+from slipstream.backend.monitor.report.page import (
+    EPISODE_BYTES,
+    MOST_RUNS,
+    AuditResult,
+    differences,
+    render,
+    run_data,
+)
+from slipstream.rollout.ledger.database import LedgerBusy, LedgerError
+from slipstream.rollout.ledger.recovery import LEDGER
+
+RECIPE = "recipe.yaml"
+
+
+def report(runs: Sequence[Path], out: Path | None, *, audit: bool) -> Path:
+    """Write the page of the runs in ``runs``, and return its path. Runs may be running.
+
+    ``out``: by default report.html in the folder of the first run. Raises WrongInput and Failed.
+    """
+    _check(runs)
+    target = out or runs[0] / "report.html"
+    try:
+        data = [
+            run_data(run, _audited(run) if audit else NOT_AUDITED, episode_bytes=EPISODE_BYTES // len(runs))
+            for run in runs
+        ]
+        for run, entry in zip(runs, data, strict=True):
+            if sum(other["name"] == entry["name"] for other in data) > 1:
+                entry["name"] = str(run)
+        recipes = {entry["name"]: read_course(run).recipe for run, entry in zip(runs, data, strict=True)}
+        page = render(data, differences(recipes) if len(runs) > 1 else [])
+    except OSError as error:
+        raise Failed(f"cannot read {error.filename or 'a run'}: {error.strerror or error}") from error
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        raise Failed(f"cannot write {target}: {error.strerror}; choose another file with -o") from error
+    return target
+
+
+NOT_AUDITED = AuditResult("none", ("not asked for",))
+
+
+def _check(runs: Sequence[Path]) -> None:
+    absent = f"no {METRICS_FILE} or {RECIPE} in it"
+    wrong = [
+        f"{run}: {absent if run.is_dir() else 'no such folder'}; expected the folder of a run, such as "
+        "runs/quickstart"
+        for run in runs
+        if not any((run / name).exists() for name in (METRICS_FILE, RECIPE))
+    ]
+    if len({run.resolve() for run in runs}) < len(runs):
+        wrong.append("a run is named twice; expected different folders")
+    if len(runs) > MOST_RUNS:
+        wrong.append(f"{len(runs)} runs; expected {MOST_RUNS} or fewer on one page")
+    if wrong:
+        raise WrongInput("\n".join(wrong))
+
+
+def _audited(run: Path) -> AuditResult:
+    """Audit a run, unless it is running or has no ledger."""
+    if not (run / LEDGER).exists():
+        return AuditResult("none", ("no ledger",))
+    try:
+        result = audit_run(run, lambda _: None)
+    except LedgerBusy:
+        return AuditResult("none", ("running",))
+    except LedgerError as error:
+        return AuditResult("wrong", (str(error),))
+    return AuditResult("wrong" if result.discrepancies else "clean", result.discrepancies)

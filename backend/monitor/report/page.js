@@ -1,0 +1,337 @@
+"use strict";
+// Everything that a user or a model wrote enters the page as text, never as markup.
+const data = JSON.parse(document.getElementById("data").textContent);
+const runs = data.runs, many = runs.length > 1;
+const $ = (id) => document.getElementById(id);
+const SVG = "http://www.w3.org/2000/svg";
+function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== undefined) node.setAttribute(name, value);
+  }
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
+}
+function svg(tag, attributes = {}, text) {
+  const node = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  if (text !== undefined) node.textContent = text;
+  return node;
+}
+const colour = (i) => `var(--c${i % 8})`;
+function num(value) {
+  if (value === null || value === undefined) return "–";
+  const size = Math.abs(value);
+  if (size >= 1e9) return (value / 1e9).toFixed(1) + "G";
+  if (size >= 1e6) return (value / 1e6).toFixed(1) + "M";
+  if (size >= 1e4) return (value / 1e3).toFixed(1) + "k";
+  if (size >= 100 || Number.isInteger(value)) return String(Math.round(value));
+  return size !== 0 && size < 0.001 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
+}
+function time(s) {
+  if (s < 60) return (s < 10 ? s.toFixed(1) : Math.round(s)) + " s";
+  const m = Math.floor(s / 60), h = Math.floor(m / 60), two = (x) => String(x).padStart(2, "0");
+  return h ? `${h}:${two(m % 60)}:${two(Math.floor(s % 60))}` : `${m}:${two(Math.floor(s % 60))}`;
+}
+function ticks(low, high, most) {
+  const span = high - low || 1;
+  let step = 10 ** Math.floor(Math.log10(span / most));
+  for (const f of [1, 2, 5, 10]) if (span / (step * f) <= most) { step *= f; break; }
+  const all = [];
+  for (let t = Math.ceil(low / step - 1e-9) * step; t <= high + step * 1e-9; t += step) all.push(Number(t.toPrecision(10)));
+  return all;
+}
+const tip = $("tip");
+function showTip(x, y, text) {
+  tip.textContent = text; tip.hidden = false;
+  const w = tip.offsetWidth, page = document.documentElement.clientWidth;
+  tip.style.left = Math.max(4, Math.min(x + 14 + scrollX, page - w - 8)) + "px";
+  tip.style.top = y + 16 + scrollY + "px";
+}
+const hideTip = () => { tip.hidden = true; };
+
+// ---- what the runs came to
+function fact(name, value, sub, kind) {
+  const dd = el("dd", kind ? { class: kind } : {}, value);
+  if (sub) dd.append(" ", el("span", { class: "sub" }, sub));
+  return el("div", {}, el("dt", {}, name), dd);
+}
+runs.forEach((run, i) => {
+  const title = el("h1", {}, many ? el("span", { class: "dot", style: `background:${colour(i)}` }) : null, run.name);
+  const facts = el("dl", { class: "facts" });
+  const kind = { done: "good", failed: "bad", stopped: "warn" }[run.state];
+  facts.append(fact("State", run.state, run.starts > 1 ? `${run.starts} starts` : "", kind));
+  facts.append(fact("Steps", num(run.steps), run.total ? `of ${run.total}` : ""));
+  if (run.held_out) facts.append(fact("Held-out reward", `${num(run.held_out[0])} → ${num(run.held_out[1])}`));
+  if (run.reward !== null) facts.append(fact("Reward", num(run.reward), "last batch"));
+  const lag = run.series["staleness/head_max"];
+  if (lag) facts.append(fact("Largest lag", num(Math.max(...lag.map((p) => p[1]))), run.bound !== null ? `bound ${run.bound}` : ""));
+  if (run.timeline) facts.append(fact("Time", time(run.timeline.seconds), run.starts > 1 ? "since the last start" : "of training"));
+  const audit = { clean: ["clean", "good"], wrong: [`${run.audit.lines.length} wrong`, "bad"], none: ["none", ""] }[run.audit.state];
+  facts.append(fact("Audit", audit[0], run.audit.state === "clean" ? "nothing lost, nothing twice" : run.audit.state === "none" ? run.audit.lines[0] : "", audit[1]));
+  const box = el("div", { class: many ? "run several" : "run" }, title, facts);
+  if (run.audit.state === "wrong") box.append(el("ul", { class: "problems" }, ...run.audit.lines.map((l) => el("li", {}, l))));
+  if (run.log.length && run.state !== "done") box.append(el("details", run.state === "failed" ? { open: "" } : {}, el("summary", {}, "End of driver.log"), el("pre", {}, run.log.join("\n"))));
+  $("runs").append(box);
+});
+
+// ---- curves
+function smooth(points) {
+  if (points.length < 40) return null;
+  const w = Math.max(3, Math.round(points.length / 20));
+  let sum = 0; const out = [], window = [];
+  for (const [x, y] of points) {
+    window.push(y); sum += y;
+    if (window.length > w) sum -= window.shift();
+    out.push([x, sum / window.length]);
+  }
+  return out;
+}
+function chart(spec) {
+  const lines = [];
+  runs.forEach((run, i) => spec.tags.forEach(({ tag, name }, j) => {
+    if (run.series[tag]) lines.push({ points: run.series[tag], colour: colour(many ? i : j * 1), name: many ? (j ? `${run.name}, ${name}` : run.name) : name, labelled: !many || j === 0, dashed: many && j > 0, sparse: tag.startsWith("eval/") });
+  }));
+  if (!lines.length) return null;
+  const W = 360, H = 190, left = 40, right = spec.tags.length + runs.length > 2 ? 78 : 12, top = 10, bottom = 22;
+  const xs = lines.flatMap((l) => l.points.map((p) => p[0])), ys = lines.flatMap((l) => l.points.map((p) => p[1]));
+  const showsBound = spec.tags[0].tag === "staleness/head_max", bounds = showsBound ? [...new Set(runs.map((r) => r.bound).filter((b) => b !== null))] : [];
+  let [x0, x1] = [Math.min(...xs), Math.max(...xs)], [y0, y1] = [Math.min(...ys), Math.max(...ys, ...bounds)];
+  if (y0 >= 0 && y0 < 0.4 * y1) y0 = 0;
+  if (y1 === y0) { y1 += Math.abs(y1) * 0.1 || 1; y0 -= y0 === 0 ? 0 : Math.abs(y0) * 0.1; }
+  if (bounds.includes(y1)) y1 += 0.12 * (y1 - y0);
+  if (x1 === x0) { x0 -= 1; x1 += 1; }
+  const X = (x) => left + (x - x0) / (x1 - x0) * (W - left - right), Y = (y) => H - bottom - (y - y0) / (y1 - y0) * (H - top - bottom);
+  const summary = lines.map((l) => `${l.name} from ${num(l.points[0][1])} to ${num(l.points.at(-1)[1])}`).join("; ");
+  const root = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", tabindex: 0, "aria-label": `${spec.title}, ${spec.unit}, steps ${num(x0)} to ${num(x1)}: ${summary}` });
+  const grid = svg("g", { class: "grid" });
+  for (const t of ticks(y0, y1, 4)) {
+    grid.append(svg("line", { x1: left, x2: W - right, y1: Y(t), y2: Y(t) }), svg("text", { x: left - 6, y: Y(t) + 4, "text-anchor": "end" }, num(t)));
+  }
+  for (const t of ticks(x0, x1, 5)) if (Number.isInteger(t)) grid.append(svg("text", { x: X(t), y: H - 6, "text-anchor": "middle" }, num(t)));
+  root.append(grid);
+  for (const b of bounds) root.append(svg("line", { class: "bound", x1: left, x2: W - right, y1: Y(b), y2: Y(b) }), svg("text", { x: left + 4, y: Y(b) - 4 }, `bound ${b}`));
+  const labels = [];
+  for (const l of lines) {
+    const path = (points) => points.map((p, k) => `${k ? "L" : "M"}${X(p[0]).toFixed(1)} ${Y(p[1]).toFixed(1)}`).join("");
+    const smoothed = l.sparse ? null : smooth(l.points), style = `stroke:${l.colour}`, extra = l.dashed ? " second" : "";
+    if (smoothed) root.append(svg("path", { class: "curve raw", d: path(l.points), style }));
+    root.append(svg("path", { class: "curve" + extra, d: path(smoothed || l.points), style }));
+    if (l.sparse || l.points.length < 3) for (const p of l.points) root.append(svg("circle", { cx: X(p[0]), cy: Y(p[1]), r: 2.6, style: `fill:${l.colour}` }));
+    const last = (smoothed || l.points).at(-1);
+    if (l.labelled) labels.push({ y: Y(last[1]), name: l.name, colour: l.colour });
+  }
+  if (lines.length > 1 && lines.length <= 8) {
+    labels.sort((a, b) => a.y - b.y);
+    for (let k = 1; k < labels.length; k++) labels[k].y = Math.max(labels[k].y, labels[k - 1].y + 13);
+    const over = labels.at(-1).y - (H - bottom + 4);
+    if (over > 0) labels.forEach((l) => { l.y -= over; });
+    for (const l of labels) root.append(svg("text", { class: "label", x: W - right + 5, y: l.y + 4, style: `fill:${l.colour}` }, l.name.length > 13 ? l.name.slice(0, 12) + "…" : l.name));
+  }
+  const hair = svg("line", { class: "hair", y1: top, y2: H - bottom, visibility: "hidden" });
+  root.append(hair);
+  const steps = [...new Set(xs)].sort((a, b) => a - b);
+  let at = steps.length - 1;
+  function read(index, px, py) {
+    at = Math.max(0, Math.min(steps.length - 1, index));
+    const step = steps[at], box = root.getBoundingClientRect();
+    hair.setAttribute("x1", X(step)); hair.setAttribute("x2", X(step)); hair.setAttribute("visibility", "visible");
+    const values = lines.map((l) => { const p = l.points.find((q) => q[0] === step); return p ? `${l.name}  ${num(p[1])}` : null; }).filter(Boolean);
+    showTip(px ?? box.left + X(step) * box.width / W, py ?? box.top + box.height / 2, `step ${step}\n${values.join("\n")}`);
+  }
+  function nearest(event) {
+    const box = root.getBoundingClientRect(), want = x0 + ((event.clientX - box.left) * W / box.width - left) / (W - left - right) * (x1 - x0);
+    let best = 0;
+    steps.forEach((s, k) => { if (Math.abs(s - want) < Math.abs(steps[best] - want)) best = k; });
+    read(best, event.clientX, event.clientY);
+  }
+  const off = () => { hair.setAttribute("visibility", "hidden"); hideTip(); };
+  root.addEventListener("pointermove", nearest); root.addEventListener("pointerleave", off); root.addEventListener("blur", off);
+  root.addEventListener("keydown", (e) => { const d = { ArrowLeft: -1, ArrowRight: 1 }[e.key]; if (d) { e.preventDefault(); read(at + d); } });
+  const note = many ? spec.tags.slice(1).filter(({ tag }) => runs.some((r) => r.series[tag])).map(({ name }) => `dashed: ${name}`).join("") : "";
+  const unit = [note, spec.unit === "1" ? "" : spec.unit].filter(Boolean).join(" · ");
+  const now = lines.length === 1 ? num(lines[0].points.at(-1)[1]) : "";
+  return el("figure", {}, el("figcaption", {}, el("h3", { title: spec.meaning }, spec.title), el("span", { class: "now" }, now ? `${now} ${unit}` : unit)), root);
+}
+const drawn = data.charts.map(chart).filter(Boolean);
+$("charts").append(...(drawn.length ? drawn : [el("p", { class: "quiet" }, "No training step is finished yet.")]));
+
+// ---- pictures as wide as the page: drawn again when its width changes
+const redraws = [];
+function fitted(draw) {
+  const holder = el("div", { class: "strip" });
+  let width = 0;
+  redraws.push(() => { const now = Math.max(300, Math.round(holder.clientWidth)); if (now !== width) { width = now; holder.replaceChildren(draw(now)); } });
+  return { holder, redraw: () => { if (width) holder.replaceChildren(draw(width)); } };
+}
+let waiting = 0;
+addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(() => redraws.forEach((f) => f()), 120); });
+
+// ---- staleness
+runs.forEach((run, i) => {
+  const columns = run.lags;
+  if (!columns.length) { if (!many) $("heat").append(el("p", { class: "quiet" }, "No token is trained yet.")); return; }
+  const top = Math.max(run.bound ?? 0, ...columns.flatMap((c) => Object.keys(c[2]).map(Number)));
+  const picture = fitted((W) => {
+    const left = 28, bottom = 24, row = Math.max(12, Math.min(26, 200 / (top + 1))), H = (top + 1) * row + bottom + 6, w = (W - left) / columns.length;
+    const root = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": `${run.name}: share of trained tokens by lag, for steps ${columns[0][0]} to ${columns.at(-1)[1]}` });
+    for (let lag = 0; lag <= top; lag++) if ((top + 1) * row / (top + 1) > 11 || lag % 5 === 0) root.append(svg("text", { x: left - 8, y: 6 + (top - lag) * row + row / 2 + 4, "text-anchor": "end" }, lag));
+    columns.forEach(([first, last, tokens], k) => {
+      const total = Object.values(tokens).reduce((a, b) => a + b, 0);
+      for (const [lag, n] of Object.entries(tokens)) {
+        const cell = svg("rect", { x: left + k * w, y: 6 + (top - lag) * row, width: Math.max(w - (w > 4 ? 1 : 0), .5), height: row - 1, style: `fill:rgba(var(--heat),${(0.08 + 0.92 * Math.sqrt(n / total)).toFixed(3)})` });
+        cell.addEventListener("pointermove", (e) => showTip(e.clientX, e.clientY, `${first === last ? `step ${first}` : `steps ${first}–${last}`}, lag ${lag}\n${num(n)} tokens, ${(100 * n / total).toFixed(1)} %`));
+        cell.addEventListener("pointerleave", hideTip);
+        root.append(cell);
+      }
+    });
+    const every = Math.ceil(columns.length / Math.max(3, W / 70));
+    columns.forEach((c, k) => { if (k % every === 0) root.append(svg("text", { x: left + (k + .5) * w, y: H - 6, "text-anchor": "middle" }, c[0])); });
+    if (run.bound !== null) root.append(svg("line", { class: "bound", x1: left, x2: W, y1: 5.5 + (top - run.bound) * row, y2: 5.5 + (top - run.bound) * row }));
+    return root;
+  });
+  $("heat").append(many ? el("h3", { style: `color:${colour(i)}` }, run.name) : "", picture.holder);
+});
+
+// ---- time
+const KINDS = [["waits for a batch", "--c1"], ["trains", "--c0"], ["publishes weights", "--c2"], ["something else", "--line"]];
+function timelineOf(run, index) {
+  const t = run.timeline, box = el("div", {});
+  if (many) box.append(el("h3", { style: `color:${colour(index)}` }, run.name));
+  if (!t) { box.append(el("p", { class: "quiet" }, "No step is finished yet.")); return box; }
+  box.append(el("p", { class: "lead" }, `${t.steps.length} steps in ${time(t.seconds)}${run.starts > 1 ? " since the last start" : ""}. Where something stood still, and for how long:`));
+  box.append(el("ul", { class: "bubbles" }, ...t.bubbles.map((b) => el("li", {}, el("b", {}, b.name), ` ${(100 * b.share).toFixed(b.share < .1 ? 1 : 0)} %, ${time(b.seconds)}`, el("div", { class: "bar" }, el("i", { style: `width:${Math.min(100, 100 * b.share).toFixed(2)}%` })), el("small", {}, b.meaning)))));
+  const keys = Object.keys(t.windows).map(Number).sort((a, b) => (b || 1e9) - (a || 1e9));
+  const buttons = keys.map((k) => el("button", { type: "button", "aria-pressed": "false", onclick: () => choose(k) }, k ? `last ${k} steps` : "all steps"));
+  let key = keys.at(-1);
+  const mark = () => buttons.forEach((b, n) => b.setAttribute("aria-pressed", String(keys[n] === key)));
+  function choose(next) { key = next; mark(); picture.redraw(); }
+  const picture = fitted((W) => {
+    const w = t.windows[String(key)], left = 76, lane = 26, names = t.engines, H = lane * (names.length + 1) + 56;
+    const X = (s) => left + (s - w.from) / (w.to - w.from || 1) * (W - left);
+    const root = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": `Timeline of ${run.name}: trainer and ${names.length} engines over ${time(w.to - w.from)}` });
+    const bar = (x, width, y, h, style, text) => {
+      const a = Math.max(X(x), left), z = Math.min(X(x + width), W);
+      if (z - a < 0.05) return;
+      const node = svg("rect", { x: a, y, width: Math.max(z - a, .6), height: h, style });
+      if (text) { node.addEventListener("pointermove", (e) => showTip(e.clientX, e.clientY, text)); node.addEventListener("pointerleave", hideTip); }
+      root.append(node);
+    };
+    root.append(svg("text", { x: left - 8, y: 28, "text-anchor": "end" }, "trainer"));
+    t.steps.forEach(([version, start, wait, train, whole], n) => {
+      if (start + whole < w.from) return;
+      const [from, total] = t.publications[n] ?? [0, 0];
+      bar(start, whole, 12, lane - 3, "fill:var(--line)", `version ${version}: ${time(whole)}`);
+      bar(start, wait, 12, lane - 3, "fill:var(--c1)", `version ${version}: waits ${time(wait)} for a batch`);
+      bar(start + wait, train, 12, lane - 3, "fill:var(--c0)", `version ${version}: trains ${time(train)}`);
+      if (total) bar(from, total, 12, lane - 3, "fill:var(--c2)", `version ${version}: publishes ${time(total)}, engines pause ${time(t.publications[n][2])}`);
+    });
+    names.forEach((name, n) => {
+      const y = 12 + lane * (n + 1), values = w.running[n], most = Math.max(1, ...values), cw = (w.to - w.from) / values.length;
+      root.append(svg("text", { x: left - 8, y: y + 16, "text-anchor": "end" }, name.length > 14 ? name.slice(0, 13) + "…" : name));
+      values.forEach((v, k) => bar(w.from + k * cw, cw, y, lane - 3, `fill:rgba(var(--heat),${(0.06 + 0.94 * v / most).toFixed(3)})`, `${name}: ${num(v)} requests at ${time(w.from + k * cw)}`));
+    });
+    const y = 14 + lane * (names.length + 1);
+    t.publications.forEach(([from, total, stall]) => { if (from + total > w.from && stall) root.append(svg("rect", { x: Math.max(left, X(from + total - stall)), y, width: Math.max(X(from + total) - X(from + total - stall), .8), height: 5, style: "fill:var(--c2)" })); });
+    root.append(svg("text", { x: left - 8, y: y + 7, "text-anchor": "end" }, "pauses"));
+    for (const s of ticks(w.from, w.to, Math.max(3, W / 110))) root.append(svg("text", { x: X(s), y: H - 8, "text-anchor": "middle" }, time(s)));
+    return root;
+  });
+  if (keys.length > 1) box.append(el("div", { class: "controls" }, el("span", { class: "group", role: "group", "aria-label": "Part of the run" }, ...buttons)));
+  box.append(el("div", { class: "legend" }, ...KINDS.map(([name, c]) => el("span", {}, el("i", { style: `background:var(${c})` }), `trainer ${name}`)), el("span", {}, el("i", { style: "background:rgb(var(--heat))" }), "engine: requests under way, fuller is more")), picture.holder);
+  mark();
+  return box;
+}
+runs.forEach((run, i) => $("timeline").append(timelineOf(run, i)));
+redraws.forEach((f) => f());
+
+// ---- episodes
+(function viewer() {
+  const have = runs.map((run, i) => [run, i]).filter(([run]) => run.episodes.length), root = $("viewer");
+  if (!have.length) { root.append(el("p", { class: "quiet" }, "No episode is recorded. A recipe says with log.episodes what is.")); return; }
+  let run, step, group, row, mode = "version";
+  const pick = el("select", { "aria-label": "Run", onchange: () => { open(have[pick.selectedIndex][0]); } }, ...have.map(([r]) => el("option", {}, r.name)));
+  const steps = el("select", { onchange: () => openStep(Number(steps.value)) }), groups = el("select", { onchange: () => openGroup(Number(groups.value)) });
+  const list = el("div", { class: "list", role: "group", "aria-label": "Episodes of the group" }), pane = el("div", {});
+  const modes = [["version", "Policy version"], ["advantage", "Advantage"], ["gap", "Log-prob gap"], ["logprob", "Log-prob"], ["none", "Plain"]];
+  const buttons = modes.map(([key, name]) => el("button", { type: "button", "aria-pressed": String(key === mode), onclick: () => { mode = key; buttons.forEach((b, n) => b.setAttribute("aria-pressed", String(modes[n][0] === key))); show(); } }, name));
+  const count = el("p", { class: "lead" });
+  root.append(count, el("div", { class: "controls" }, have.length > 1 ? el("label", {}, "Run", pick) : null, el("label", {}, "Step", steps), el("label", {}, "Group", groups), el("div", { class: "lbl" }, "Colour of tokens", el("span", { class: "group", role: "group", "aria-label": "Colour of tokens" }, ...buttons))), el("div", { class: "panes" }, list, pane));
+  const options = (select, values, text) => select.replaceChildren(...values.map((v) => el("option", { value: v }, text(v))));
+  function open(next) {
+    run = next;
+    count.textContent = run.episodes.length < run.recorded ? `${run.episodes.length} of ${run.recorded} recorded episodes, spread over all steps; the others are in episodes/ of the run folder.` : `${run.recorded} recorded episodes.`;
+    const all = [...new Set(run.episodes.map((e) => e.step))];
+    options(steps, all, (s) => String(s)); steps.value = String(all.at(-1)); openStep(all.at(-1));
+  }
+  function openStep(next) {
+    step = next;
+    const rows = run.episodes.filter((e) => e.step === step), all = [...new Set(rows.map((e) => e.group))];
+    options(groups, all, (g) => { const rewards = rows.filter((e) => e.group === g).map((e) => e.reward ?? 0); return `${g} · mean reward ${num(rewards.reduce((a, b) => a + b, 0) / rewards.length)}`; });
+    const spread = (g) => { const r = rows.filter((e) => e.group === g).map((e) => e.reward ?? 0); return Math.max(...r) - Math.min(...r); };
+    const first = all.reduce((best, g) => spread(g) > spread(best) ? g : best, all[0]);
+    groups.value = String(first); openGroup(first);
+  }
+  function openGroup(next) {
+    group = next;
+    const rows = run.episodes.filter((e) => e.step === step && e.group === group);
+    list.replaceChildren(...rows.map((e) => el("button", { type: "button", "aria-pressed": "false", onclick: (event) => choose(e, event.currentTarget) }, el("span", {}, `reward ${num(e.reward)}`), el("span", { class: "quiet" }, `lag ${num(e.head_lag)} · ${num(e.response_tokens)} tok`), el("small", {}, e.response.slice(0, 120) || "(empty)"))));
+    choose(rows[0], list.firstChild);
+  }
+  function choose(next, button) {
+    row = next;
+    for (const b of list.children) b.setAttribute("aria-pressed", String(b === button));
+    show();
+  }
+  function shades(values, rgb, most) { return (k) => { const v = values[k]; return v === null || v === undefined ? null : { back: `rgba(var(--${v < 0 ? rgb[1] : rgb[0]}),${Math.min(.6, .6 * Math.abs(v) / most).toFixed(3)})`, text: num(v) }; }; }
+  function show() {
+    const t = row.tokens, n = t.text ? t.text.length : 0, ends = row.spans.map((s) => s[2]);
+    const spanOf = (k) => row.spans[ends.findIndex((e) => k < e)] ?? [null, false, 0];
+    const versions = [...new Set(row.spans.map((s) => s[0]).filter((v) => v !== null))], legend = el("div", { class: "legend" });
+    const largest = (values) => Math.max(1e-6, ...values.filter((v) => v !== null).map(Math.abs));
+    let style = () => null;
+    if (mode === "version") {
+      style = (k) => { const v = spanOf(k)[0]; return v === null ? null : { back: `var(--v${versions.indexOf(v) % 6})`, text: `version ${v}` }; };
+      legend.append(...versions.map((v, k) => el("span", {}, el("i", { style: `background:var(--v${k % 6})` }), `version ${v}`)));
+    } else if (mode === "advantage" && t.advantage) {
+      const most = largest(t.advantage); style = shades(t.advantage, ["plus", "minus"], most);
+      legend.append(el("span", {}, el("i", { style: "background:rgba(var(--plus),.6)" }), `more likely, up to +${num(most)}`), el("span", {}, el("i", { style: "background:rgba(var(--minus),.6)" }), `less likely, down to −${num(most)}`));
+    } else if (mode === "gap" && t.proximal_logprob) {
+      const gap = t.proximal_logprob.map((p, k) => p === null || t.logprob[k] === null ? null : p - t.logprob[k]);
+      const most = Math.max(0.05, largest(gap)); style = shades(gap, ["gap", "minus"], most);
+      legend.append(el("span", {}, el("i", { style: "background:rgba(var(--gap),.6)" }), `trainer gives more than the engine, up to +${num(most)} nats`), el("span", {}, el("i", { style: "background:rgba(var(--minus),.6)" }), "trainer gives less"));
+    } else if (mode === "logprob" && t.logprob) {
+      const most = Math.max(1, largest(t.logprob)); style = shades(t.logprob, ["gap", "gap"], most);
+      legend.append(el("span", {}, el("i", { style: "background:rgba(var(--gap),.6)" }), `unlikely when sampled, down to ${num(-most)} nats`));
+    } else if (mode !== "none") legend.append(el("span", {}, "Not recorded for this episode."));
+    if (row.spans.some((s) => s[0] === null)) legend.append(el("span", {}, el("i", { style: "border:1px solid var(--quiet)" }), "italic: not sampled by the policy"));
+    const text = el("div", { class: "text", tabindex: 0, role: "region", "aria-label": "Response" });
+    let open = null, key = null, shown = 0;
+    for (let k = 0; k < n; k++) {
+      const s = style(k), context = spanOf(k)[0] === null, now = `${context}|${s ? s.back + s.text : ""}`;
+      if (now !== key) { open = el("span", { class: context ? "context" : null, title: s ? s.text : context ? "context" : null }); if (s) open.style.background = s.back; text.append(open); key = now; }
+      open.append(t.text[k]); shown += t.text[k].length;
+    }
+    if (!n) text.append(row.response); else if (shown < row.response.length && ends.at(-1) > n) text.append(el("span", { class: "quiet" }, row.response.slice(shown)));
+    const facts = el("dl", { class: "facts" });
+    facts.append(fact("Reward", num(row.reward)), fact("Advantage", num(row.advantage)), fact("Head lag", num(row.head_lag)), fact("Tokens", num(row.response_tokens), row.trained_tokens < row.response_tokens ? `${row.trained_tokens} trained` : ""), fact("Ended by", row.finish), fact("Trained from", `version ${row.version}`));
+    for (const [name, value] of Object.entries(row.reward_parts ?? {})) facts.append(fact(name, num(value)));
+    pane.replaceChildren(el("h3", {}, "Prompt"), el("div", { class: "text prompt", tabindex: 0, role: "region", "aria-label": "Prompt" }, row.prompt), el("h3", {}, "Response"), legend, text, facts);
+  }
+  open(have[0][0]);
+})();
+
+// ---- recipes
+(function recipes() {
+  const root = $("recipes");
+  if (many) {
+    if (data.differences.length) root.append(el("p", { class: "lead" }, "Settings in which the runs differ."), el("div", { class: "table" }, el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "setting"), ...runs.map((r, i) => el("th", { scope: "col", style: `color:${colour(i)}` }, r.name)))), el("tbody", {}, ...data.differences.map((d) => el("tr", {}, el("th", { scope: "row" }, d.key), ...d.values.map((v) => el("td", {}, v))))))));
+    else root.append(el("p", { class: "lead" }, "The runs have the same recipe but for their names."));
+  }
+  for (const run of runs) {
+    root.append(el("details", {}, el("summary", {}, many ? `Recipe of ${run.name}` : "The whole recipe, with its defaults"), el("pre", {}, run.recipe)));
+    const rows = Object.entries(run.summary);
+    if (rows.length) root.append(el("details", {}, el("summary", {}, many ? `Summary of ${run.name}` : "Summary of the last start"), el("div", { class: "table" }, el("table", {}, el("tbody", {}, ...rows.map(([k, v]) => el("tr", {}, el("th", { scope: "row" }, k), el("td", {}, v))))))));
+  }
+})();

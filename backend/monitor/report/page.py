@@ -1,0 +1,193 @@
+"""The page: what is read of run folders as one JSON document, in a template with its script and style."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+from markupsafe import Markup
+
+from slipstream.backend.monitor.course import Course, read_course
+from slipstream.backend.monitor.report.episodes import choose_episodes
+from slipstream.backend.monitor.report.timeline import read_events, timeline
+from slipstream.backend.monitor.summary import read_summary, summary_rows
+from slipstream.backend.monitor.tags import TAGS
+
+PARTS = Path(__file__).parent
+
+EPISODE_BYTES = 3_000_000
+"""Bytes of episodes on a page, of all its runs together."""
+
+MOST_POINTS = 1000
+"""Points of a curve; of longer ones every n-th is shown, and the last."""
+
+MOST_LAGS_STEPS = 400
+"""Columns of the heat map; neighbouring steps are added up."""
+
+MOST_RUNS = 8
+"""Runs whose colours can be told apart."""
+
+CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    ("Reward", (("reward/mean", "training"), ("eval/reward", "held out"))),
+    ("Head lag", (("staleness/head_max", "largest"), ("staleness/head_mean", "mean"))),
+    ("Token lag", (("staleness/token_mean", "mean"),)),
+    ("Policy loss", (("train/loss", "loss"),)),
+    ("Entropy", (("train/entropy", "entropy"),)),
+    ("Response length", (("rollout/response_length", "mean"),)),
+    (
+        "Tokens per second",
+        (("perf/generate_tokens_per_s", "generated"), ("perf/train_tokens_per_s", "trained")),
+    ),
+    ("Trainer waits", (("perf/trainer_wait_fraction", "share of step"),)),
+    ("Trainer and engine differ", (("mismatch/logprob_abs_mean", "lag 0"),)),
+    ("Effective sample size", (("train/ess", "ESS"),)),
+    ("Clipped tokens", (("train/clip_fraction", "fraction"),)),
+    ("Gradient norm", (("train/grad_norm", "norm"),)),
+    ("KL from the start of the step", (("train/approx_kl", "KL"),)),
+    ("Live users' score", (("live/score_mean", "mean"),)),
+    ("Critic's explained variance", (("critic/explained_variance", "fraction"),)),
+    ("Seconds per step", (("perf/step_s", "step"), ("perf/train_s", "training"))),
+)
+"""Title of each chart, and the tags on it with the names that a single run's curves have."""
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """What the audit of a run has found, for people."""
+
+    state: str
+    """`clean`, `wrong` or `none`."""
+    lines: Sequence[str]
+    """Discrepancies, or why there was no audit."""
+
+
+def run_data(folder: Path, audit: AuditResult, *, episode_bytes: int) -> dict[str, Any]:
+    """Return what a page shows of the run in a folder, as JSON has it. Raises OSError."""
+    course, summary = read_course(folder), read_summary(folder)
+    chosen = choose_episodes(folder, episode_bytes)
+    steps = list(course.steps)
+    return {
+        "name": folder.resolve().name,
+        "state": "running or killed" if summary is None else summary.exit,
+        "steps": steps[-1] if steps else 0,
+        "total": course.total_steps,
+        "starts": course.starts,
+        "bound": course.bound,
+        "summary": {} if summary is None else summary_rows(summary),
+        "series": {tag: _thinned(points) for tag in _tags() if (points := course.series(tag))},
+        "lags": _lag_columns(course.lags()),
+        "timeline": timeline(read_events(folder)),
+        "audit": vars(audit),
+        "recipe": yaml.safe_dump(dict(course.recipe), sort_keys=False, allow_unicode=True),
+        "log": _last_lines(folder / "driver.log") if summary is None or summary.exit == "failed" else [],
+        "episodes": chosen.rows,
+        "recorded": chosen.recorded,
+        **_end(course),
+    }
+
+
+def render(runs: Sequence[Mapping[str, Any]], differences: Sequence[Mapping[str, Any]]) -> str:
+    """Return the page of runs, which ``run_data`` has given."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(PARTS), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    names = ", ".join(str(run["name"]) for run in runs)
+    return environment.get_template("page.html").render(
+        title=names,
+        style=Markup((PARTS / "page.css").read_text(encoding="utf-8")),
+        script=Markup((PARTS / "page.js").read_text(encoding="utf-8")),
+        island=_island({"runs": runs, "charts": _charts(runs), "differences": differences}),
+        made=time.strftime("%Y-%m-%d %H:%M"),
+    )
+
+
+def differences(recipes: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the settings in which recipes differ, with the value of each run, by the runs' names."""
+    flat = {name: dict(_flat(recipe)) for name, recipe in recipes.items()}
+    keys = dict.fromkeys(key for settings in flat.values() for key in settings)
+    rows: list[dict[str, Any]] = []
+    for key in keys:
+        values = [_shown(settings[key]) if key in settings else "-" for settings in flat.values()]
+        if len(set(values)) > 1 and key != "run.name":
+            rows.append({"key": key, "values": values})
+    return rows
+
+
+def _island(data: object) -> Markup:
+    """Return JSON that cannot end the element in which it stands, whatever text is in it."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    # A half of a surrogate pair cannot be encoded.
+    return Markup(text.encode("utf-8", errors="replace").decode("utf-8"))
+
+
+def _charts(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "title": title,
+            "unit": TAGS[tags[0][0]].unit,
+            "meaning": TAGS[tags[0][0]].description,
+            "tags": [{"tag": tag, "name": name} for tag, name in tags],
+        }
+        for title, tags in CHARTS
+        if any(tag in run["series"] for tag, _ in tags for run in runs)
+    ]
+
+
+def _tags() -> list[str]:
+    return [tag for _, tags in CHARTS for tag, _ in tags]
+
+
+def _thinned(points: Sequence[tuple[int, float]]) -> list[list[float]]:
+    every = -(-len(points) // MOST_POINTS)
+    kept = [*points[:-1:every], points[-1]]
+    return [[step, float(f"{value:.5g}")] for step, value in kept]
+
+
+def _lag_columns(lags: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> list[list[Any]]:
+    """Return [first step, last step, {lag: tokens}] of each column of the heat map."""
+    every = max(1, -(-len(lags) // MOST_LAGS_STEPS))
+    columns: list[list[Any]] = []
+    for start in range(0, len(lags), every):
+        part = lags[start : start + every]
+        tokens: dict[int, int] = {}
+        for _, buckets in part:
+            for lag, n in buckets:
+                tokens[lag] = tokens.get(lag, 0) + n
+        columns.append([part[0][0], part[-1][0], tokens])
+    return columns
+
+
+def _end(course: Course) -> dict[str, Any]:
+    """Return the latest reward of training and of the held-out prompts."""
+    rewards, held_out = course.series("reward/mean"), course.series("eval/reward")
+    return {
+        "reward": rewards[-1][1] if rewards else None,
+        "held_out": [held_out[0][1], held_out[-1][1]] if len(held_out) > 1 else None,
+    }
+
+
+def _flat(value: object, path: str = "") -> list[tuple[str, object]]:
+    if isinstance(value, Mapping) and value:
+        return [
+            pair
+            for key, inner in value.items()
+            for pair in _flat(inner, f"{path}.{key}" if path else str(key))
+        ]
+    return [(path, value)]
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _last_lines(path: Path, lines: int = 20) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
+    except OSError:
+        return []
