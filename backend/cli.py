@@ -46,6 +46,9 @@ Overrides = Annotated[
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on with the run of this name where its last process ended.")
 ]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Delete the earlier run of this name, and start anew.")
+]
 AcceptChangedInputs = Annotated[
     bool,
     typer.Option(
@@ -95,7 +98,9 @@ def slipstream(
     """Asynchronous RL training of language models: Megatron trains, SGLang generates, nobody waits."""
 
 
-def _check_options(resume: bool, accept_changed_inputs: bool) -> None:
+def _check_options(resume: bool, accept_changed_inputs: bool, overwrite: bool = False) -> None:
+    if resume and overwrite:
+        raise WrongInput("--resume goes on with a run that --overwrite deletes: expected one of them")
     if accept_changed_inputs and not resume:
         raise WrongInput(
             "--accept-changed-inputs has no meaning without --resume: a new run takes what it gets"
@@ -108,17 +113,20 @@ def train(
     overrides: Overrides = None,
     resume: Resume = False,
     accept_changed_inputs: AcceptChangedInputs = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Run a recipe from its first step to its last."""
     with _reported():
-        _check_options(resume, accept_changed_inputs)
+        _check_options(resume, accept_changed_inputs, overwrite)
         config = load_recipe(Path(recipe), overrides or [])
         from slipstream.backend.commands.run import train
         from slipstream.backend.commands.serve import check_has_prompts
         from slipstream.backend.monitor.summary import print_summary
 
         check_has_prompts(config)
-        summary = train(config, resume=resume, accept_changed_inputs=accept_changed_inputs)
+        summary = train(
+            config, resume=resume, accept_changed_inputs=accept_changed_inputs, overwrite=overwrite
+        )
         print_summary(summary, sys.stdout, name=config.run.name)
 
 
@@ -128,17 +136,20 @@ def serve(
     overrides: Overrides = None,
     resume: Resume = False,
     accept_changed_inputs: AcceptChangedInputs = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Serve a recipe's policy to users, without its prompts, and learn from them if it has a section live.
 
     HOST, PORT, SERVED_MODEL_NAME and PRM_M in the environment replace the recipe's.
     """
     with _reported():
-        _check_options(resume, accept_changed_inputs)
+        _check_options(resume, accept_changed_inputs, overwrite)
         from slipstream.backend.commands import serve as serving
 
         config = serving.load_serving(Path(recipe), overrides or [], os.environ)
-        summary = serving.serve(config, resume=resume, accept_changed_inputs=accept_changed_inputs)
+        summary = serving.serve(
+            config, resume=resume, accept_changed_inputs=accept_changed_inputs, overwrite=overwrite
+        )
         if summary is not None:
             from slipstream.backend.monitor.summary import print_summary
 
@@ -151,14 +162,17 @@ def sft(
     overrides: Overrides = None,
     resume: Resume = False,
     accept_changed_inputs: AcceptChangedInputs = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Train a policy on responses, or a reward model on preferences, and write a Hugging Face checkpoint."""
     with _reported():
-        _check_options(resume, accept_changed_inputs)
+        _check_options(resume, accept_changed_inputs, overwrite)
         supervised = load_supervised(Path(recipe), overrides or [])
         from slipstream.backend.commands.run import sft
 
-        typer.echo(sft(supervised, resume=resume, accept_changed_inputs=accept_changed_inputs))
+        typer.echo(
+            sft(supervised, resume=resume, accept_changed_inputs=accept_changed_inputs, overwrite=overwrite)
+        )
 
 
 @app.command(rich_help_panel=TOOLS)

@@ -1,6 +1,7 @@
 """Runs that a user watches: progress in the terminal, and every end with its exit code."""
 
 import asyncio
+import sys
 from collections.abc import Callable, Coroutine
 from contextlib import closing
 from functools import partial
@@ -10,8 +11,8 @@ from typing import TypeVar
 from slipstream.backend.cluster.placement import place_trainer
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.commands.preflight import check_start
-from slipstream.backend.monitor.progress import Progress, open_progress
-from slipstream.backend.monitor.summary import RunSummary
+from slipstream.backend.monitor.progress import Progress, append_to_log, open_progress
+from slipstream.backend.monitor.summary import RunSummary, print_summary, read_summary
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.supervised import Supervised
 from slipstream.rollout.heaps import keep_few_heaps
@@ -19,21 +20,33 @@ from slipstream.rollout.heaps import keep_few_heaps
 T = TypeVar("T")
 
 
-def train(config: RunConfig, *, resume: bool = False, accept_changed_inputs: bool = False) -> RunSummary:
+def train(
+    config: RunConfig, *, resume: bool = False, accept_changed_inputs: bool = False, overwrite: bool = False
+) -> RunSummary:
     """Run a recipe to its end. Raises as ``check_start`` and ``attended``."""
     check_start(config)
     from slipstream.backend.driver.run import run
 
-    return attended(config, partial(run, config, resume=resume, accept_changes=accept_changed_inputs))
+    return attended(config, partial(run, config, **_options(resume, accept_changed_inputs, overwrite)))
 
 
-def sft(supervised: Supervised, *, resume: bool = False, accept_changed_inputs: bool = False) -> Path:
+def sft(
+    supervised: Supervised,
+    *,
+    resume: bool = False,
+    accept_changed_inputs: bool = False,
+    overwrite: bool = False,
+) -> Path:
     """Train on examples. Return the folder of the checkpoint. Raises as ``check_start`` and ``attended``."""
     check_start(supervised.run, place=place_trainer)
     from slipstream.backend.driver.sft import run_supervised
 
-    start = partial(run_supervised, supervised, resume=resume, accept_changes=accept_changed_inputs)
-    return attended(supervised.run, start)
+    options = _options(resume, accept_changed_inputs, overwrite)
+    return attended(supervised.run, partial(run_supervised, supervised, **options))
+
+
+def _options(resume: bool, accept_changes: bool, overwrite: bool) -> dict[str, bool]:
+    return {"resume": resume, "accept_changes": accept_changes, "overwrite": overwrite}
 
 
 def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None, T]]) -> T:
@@ -51,16 +64,21 @@ def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None
     from slipstream.backend.driver.stop import Stopped
 
     folder = config.run.folder
-    progress = open_progress(config.run.steps)
+    progress = open_progress(config.run.steps, bound=config.rollout.max_head_offpolicyness)
     try:
         with closing(progress), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(start(progress))
     except Stopped:
-        raise Failed(f"stopped; what there is lies in {folder}, and --resume goes on with it") from None
+        stopped = f"stopped; what there is lies in {folder}, and --resume goes on with it"
+        append_to_log(folder, stopped)
+        if (summary := read_summary(folder)) is not None:
+            print_summary(summary, sys.stdout, name=config.run.name)
+        raise Failed(stopped) from None
     except (InputError, PlacementError) as error:
         raise WrongInput(str(error)) from None
     except Exception as error:
         causes = [f"failed: {type(cause).__name__}: {cause}" for cause in _leaves(error)]
+        append_to_log(folder, "\n".join(causes))
         logs = [f"logs: {folder / LOGS}"] if folder.exists() else []
         raise Failed("\n".join([*causes, *logs])) from error
 

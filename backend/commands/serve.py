@@ -52,27 +52,29 @@ def load_serving(recipe: Path, overrides: Sequence[str], variables: Mapping[str,
 
 
 def serve(
-    config: RunConfig, *, resume: bool = False, accept_changed_inputs: bool = False
+    config: RunConfig, *, resume: bool = False, accept_changed_inputs: bool = False, overwrite: bool = False
 ) -> RunSummary | None:
     """Serve until stopped. Return the account of a run that trains.
 
     Raises as ``check_start`` and ``attended``.
     """
     check_start(config, place=place if _trains(config) else place_engines)
-    attended(config, partial(_serve, config, resume, accept_changed_inputs))
+    attended(config, partial(_serve, config, resume, accept_changed_inputs, overwrite))
     return read_summary(config.run.folder) if _trains(config) else None
 
 
-async def _serve(config: RunConfig, resume: bool, accept_changes: bool, progress: Progress) -> None:
+async def _serve(
+    config: RunConfig, resume: bool, accept_changes: bool, overwrite: bool, progress: Progress
+) -> None:
     from slipstream.backend.driver.run import run
     from slipstream.backend.driver.serve import serve
     from slipstream.backend.driver.stop import Stopped
 
     try:
         if _trains(config):
-            await run(config, progress, resume=resume, accept_changes=accept_changes)
+            await run(config, progress, resume=resume, accept_changes=accept_changes, overwrite=overwrite)
         else:
-            await serve(config, progress, resume=resume, accept_changes=accept_changes)
+            await serve(config, progress, resume=resume, accept_changes=accept_changes, overwrite=overwrite)
     except Stopped:
         """This is how the command ends."""
 

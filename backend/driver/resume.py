@@ -10,6 +10,7 @@ from slipstream.backend.checkpoint.manifest import CheckpointRecord
 from slipstream.backend.checkpoint.watermarks import check_watermarks
 from slipstream.backend.driver.inputs import InputError, Inputs
 from slipstream.backend.driver.run_folder import (
+    EarlierRun,
     apply_mode,
     can_resume,
     refuse_without_ledger,
@@ -56,12 +57,18 @@ class RunState:
 
 
 async def open_run(
-    config: RunConfig, inputs: Inputs, progress: Progress, resume: bool, accept_changes: bool = False
+    config: RunConfig,
+    inputs: Inputs,
+    progress: Progress,
+    resume: bool,
+    accept_changes: bool = False,
+    *,
+    overwrite: bool = False,
 ) -> tuple[Path, RunState]:
     """Return the run folder and where the run stands: at its beginning, or where its last process ended.
 
-    ``accept_changes``: go on also with inputs whose content has changed. Raises InputError when the folder
-    cannot be used.
+    ``accept_changes``: go on also with inputs whose content has changed. ``overwrite``: delete an earlier run
+    in the folder, which is refused otherwise. Raises InputError when the folder cannot be used.
     """
     folder = config.run.folder
     with ExitStack() as taken:
@@ -79,7 +86,8 @@ async def open_run(
                 if resume:
                     refuse_without_ledger(folder)
                     progress.note(f"nothing to resume in {folder}: the run starts from the beginning")
-                lease = await start_folder(config, progress)
+                earlier: EarlierRun = "set aside" if resume else "delete" if overwrite else "refuse"
+                lease = await start_folder(config, progress, earlier)
                 taken.callback(lease.release)
                 state = begin(config, inputs, None, lease)
         except (LedgerError, CheckpointError) as error:

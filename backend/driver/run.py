@@ -35,7 +35,7 @@ from slipstream.backend.driver.training import training_loop
 from slipstream.backend.monitor.metrics import MetricsLog
 from slipstream.backend.monitor.progress import Progress
 from slipstream.backend.monitor.recorder import Recorder
-from slipstream.backend.monitor.summary import RunSummary, write_summary
+from slipstream.backend.monitor.summary import SUMMARY_FILE, RunSummary, write_summary
 from slipstream.backend.monitor.trace import TraceLog
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.garbage import OF_RECORDED_EPISODE, look_seldom_for_garbage
@@ -44,31 +44,45 @@ from slipstream.rollout.reward import is_accuracy
 
 
 async def run(
-    config: RunConfig, progress: Progress, *, resume: bool = False, accept_changes: bool = False
+    config: RunConfig,
+    progress: Progress,
+    *,
+    resume: bool = False,
+    accept_changes: bool = False,
+    overwrite: bool = False,
 ) -> RunSummary:
     """Run the recipe to its end. The summary is also written to the run folder.
 
     ``resume``: go on with the run in that folder, if there is one; with ``accept_changes`` also if the
-    content of its inputs has changed.
+    content of its inputs has changed. ``overwrite``: delete it instead. With neither it is refused.
 
     Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail;
     engines, trainer and Ray have ended by then.
     """
     stop = Stop(progress, after_s=stop_after_s(config, os.environ, time.time()))
-    return await stop.run(_run(with_absolute_paths(config), progress, resume, accept_changes, stop))
+    return await stop.run(
+        _run(with_absolute_paths(config), progress, resume, accept_changes, overwrite, stop)
+    )
 
 
 async def _run(
-    config: RunConfig, progress: Progress, resume: bool, accept_changes: bool, stop: Stop
+    config: RunConfig,
+    progress: Progress,
+    resume: bool,
+    accept_changes: bool,
+    overwrite: bool,
+    stop: Stop,
 ) -> RunSummary:
     started = time.monotonic()
     await prepare_inputs(config, progress.phase)
     progress.phase("reading model and prompts")
     inputs = read_inputs(config)
     with permissions(config), ExitStack() as stack:
-        folder, state = await open_run(config, inputs, progress, resume, accept_changes)
+        folder, state = await open_run(config, inputs, progress, resume, accept_changes, overwrite=overwrite)
         stack.enter_context(state.lease.held(stop.fail))
         stack.callback(state.ledger.close)
+        progress.keep_in(folder)
+        (folder / SUMMARY_FILE).unlink(missing_ok=True)
         metrics = MetricsLog(folder)
         stack.callback(metrics.close)
         trace = TraceLog(folder)

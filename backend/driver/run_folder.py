@@ -6,15 +6,18 @@ recipe.yaml       the recipe with every default filled in
 inputs.json       the data sets and the model, by their content: ``identity.py``
 driver.json       the driver that may write here, with driver.term.N: ``rollout/ledger/lease.py``
 ledger.sqlite     what became of every group, unless the run is one of ``slipstream sft``
+driver.log        what the terminal showed
+episodes/         trained episodes as text: ``monitor/episode_files.py``
 checkpoints/, checkpoint-hf/, logs/, metrics.jsonl, trace.jsonl, summary.json
 """
 
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import yaml
 
@@ -28,7 +31,7 @@ from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.base import Section
 from slipstream.rollout.durable import write_durably
 from slipstream.rollout.ledger.database import LedgerBusy
-from slipstream.rollout.ledger.lease import FolderLease, take_lease
+from slipstream.rollout.ledger.lease import FolderLease, take_lease, wait_until_free
 from slipstream.rollout.ledger.locks import lock_problem
 from slipstream.rollout.ledger.recovery import LEDGER
 
@@ -38,6 +41,13 @@ RECIPE = "recipe.yaml"
 LOGS = "logs"
 CHECKPOINT_HF = "checkpoint-hf"
 """The trained policy as an HF checkpoint."""
+
+EarlierRun = Literal["refuse", "delete", "set aside"]
+"""What becomes of a run folder that is there when a run starts from the beginning. ``set aside``: it is
+renamed, which the user is told; for ``--resume`` where there is nothing to go on with."""
+
+OF_A_RUN = (RECIPE, LEDGER, METRICS_FILE, CHECKPOINTS)
+"""What tells the folder of a run from another one, which is never deleted."""
 
 FIXED = ("run.seed", "data.shuffle", "rollout.batch_size", "rollout.n_samples_per_prompt")
 """Settings that give the ledger its meaning: they cannot change when a run is resumed."""
@@ -54,17 +64,18 @@ def write_recipe(config: RunConfig, inputs: KnownInputs) -> None:
     inputs.write(config.run.folder)
 
 
-async def start_folder(config: RunConfig, progress: Progress) -> FolderLease:
-    """Make the run folder, with the recipe in it. The folder of an earlier run is renamed first.
+async def start_folder(config: RunConfig, progress: Progress, earlier: EarlierRun = "refuse") -> FolderLease:
+    """Make the run folder, with the recipe in it. ``earlier``: what becomes of what is in it.
 
-    Return the lease of the new folder. Raises LedgerBusy when a process is running that run, and OSError.
+    Return the lease of the new folder. Raises InputError for an earlier run that is refused, LedgerBusy when
+    a process is running it, and OSError.
     """
     folder = config.run.folder
     inputs = current_inputs(config)
-    if folder.exists():
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
-        earlier = await take_lease(folder, lease_s=config.run.lease_s, say=progress.phase)
-        earlier.release(folder.rename(folder.with_name(f"{folder.name}.{stamp}")))
+    if folder.exists() and not any(folder.iterdir()):
+        folder.rmdir()
+    elif folder.exists():
+        await _make_way(config, progress, earlier)
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir()
@@ -77,6 +88,29 @@ async def start_folder(config: RunConfig, progress: Progress) -> FolderLease:
         (folder / LOGS).mkdir()
         write_recipe(config, inputs)
     return lease
+
+
+async def _make_way(config: RunConfig, progress: Progress, earlier: EarlierRun) -> None:
+    folder = config.run.folder
+    if earlier == "refuse":
+        await wait_until_free(folder, say=progress.phase, lease_s=config.run.lease_s)
+        raise InputError(
+            f"{folder} holds an earlier run, which is left as it is. Go on with it: --resume. Delete it and "
+            "start anew: --overwrite. Start another run beside it: run.name=NAME"
+        )
+    if earlier == "delete" and not any((folder / name).exists() for name in OF_A_RUN):
+        raise InputError(
+            f"{folder} has none of {', '.join(OF_A_RUN)}: it is not the folder of a run and is not deleted. "
+            "Move it away, or choose another run.name"
+        )
+    lease = await take_lease(folder, lease_s=config.run.lease_s, say=progress.phase)
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(folder.stat().st_mtime))
+    moved = folder.rename(folder.with_name(f"{folder.name}.{stamp}"))
+    lease.release(moved)
+    if earlier == "delete":
+        shutil.rmtree(moved)
+    else:
+        progress.note(f"what was in {folder} lies in {moved} now")
 
 
 async def resume_folder(
@@ -152,7 +186,7 @@ def refuse_without_ledger(folder: Path) -> None:
     if CheckpointFolder(folder / CHECKPOINTS, keep_last=1).all():
         raise InputError(
             f"{folder} has checkpoints but no {LEDGER}, which says what they were trained on: "
-            "restore the file, or start anew without --resume (the folder is set aside)"
+            "restore the file, or start anew with --overwrite, which deletes it"
         )
 
 
@@ -195,7 +229,7 @@ def _damaged(path: Path, reason: str) -> InputError:
     return InputError(
         f"cannot resume {path.parent}: {path} is damaged: {reason}; expected the recipe of the run with "
         f"every default filled in. Restore it from a copy ({METRICS_FILE} has one under run/recipe), or "
-        "start anew without --resume (the folder is set aside)"
+        "start anew with --overwrite, which deletes the folder"
     )
 
 

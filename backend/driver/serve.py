@@ -40,11 +40,12 @@ async def serve(
     *,
     resume: bool = False,
     accept_changes: bool = False,
+    overwrite: bool = False,
 ) -> None:
     """Serve until the run is stopped, which raises Stopped. Raises InputError before anything is started."""
     stop = Stop(progress, after_s=stop_after_s(config, os.environ, time.time()))
     absolute = with_absolute_paths(config)
-    await stop.run(_serve(absolute, progress, resume, accept_changes, stop))
+    await stop.run(_serve(absolute, progress, resume, accept_changes, overwrite, stop))
 
 
 async def _serve(
@@ -52,15 +53,17 @@ async def _serve(
     progress: Progress,
     resume: bool,
     accept_changes: bool,
+    overwrite: bool,
     stop: Stop,
 ) -> None:
     await prepare_inputs(config, progress.phase)
     progress.phase("reading the model")
     inputs = read_inputs(config)
     with permissions(config), ExitStack() as stack:
-        folder, state = await open_run(config, inputs, progress, resume, accept_changes)
+        folder, state = await open_run(config, inputs, progress, resume, accept_changes, overwrite=overwrite)
         stack.enter_context(state.lease.held(stop.fail))
         stack.callback(state.ledger.close)
+        progress.keep_in(folder)
         if state.control.step:
             raise InputError(
                 f"{folder} has trained {state.control.step} steps, and without live.train only the policy of "

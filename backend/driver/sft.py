@@ -31,6 +31,7 @@ from slipstream.backend.driver.run_folder import (
     CHECKPOINT_HF,
     LOGS,
     RECIPE,
+    EarlierRun,
     can_resume,
     permissions,
     recipe_text,
@@ -78,29 +79,41 @@ METRICS = (
 
 
 async def run_supervised(
-    supervised: Supervised, progress: Progress, *, resume: bool = False, accept_changes: bool = False
+    supervised: Supervised,
+    progress: Progress,
+    *,
+    resume: bool = False,
+    accept_changes: bool = False,
+    overwrite: bool = False,
 ) -> Path:
     """Train, and return the folder of the HF checkpoint. ``resume``: go on with the run in the run folder;
-    with ``accept_changes`` also if the content of its inputs has changed.
+    with ``accept_changes`` also if the content of its inputs has changed. ``overwrite``: delete it instead.
+    With neither it is refused.
 
     Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail.
     """
     stop = Stop(progress, after_s=stop_after_s(supervised.run, os.environ, time.time()))
     absolute = replace(supervised, run=with_absolute_paths(supervised.run))
-    return await stop.run(_run(absolute, progress, stop, resume, accept_changes))
+    return await stop.run(_run(absolute, progress, stop, resume, accept_changes, overwrite))
 
 
 async def _run(
-    supervised: Supervised, progress: Progress, stop: Stop, resume: bool, accept_changes: bool
+    supervised: Supervised,
+    progress: Progress,
+    stop: Stop,
+    resume: bool,
+    accept_changes: bool,
+    overwrite: bool,
 ) -> Path:
     config = supervised.run
     await prepare_inputs(config, progress.phase)
     progress.phase("reading model and examples")
     examples = read_encoded_examples(supervised)
     with permissions(config), ExitStack() as stack:
-        lease, checkpoint = await open_folder(config, progress, resume, accept_changes)
+        lease, checkpoint = await open_folder(config, progress, resume, accept_changes, overwrite)
         stack.enter_context(lease.held(stop.fail))
         folder = config.run.folder
+        progress.keep_in(folder)
         metrics = MetricsLog(folder)
         stack.callback(metrics.close)
         progress.phase("starting Ray")
@@ -205,7 +218,7 @@ async def _train(
 
 
 async def open_folder(
-    config: RunConfig, progress: Progress, resume: bool, accept_changes: bool
+    config: RunConfig, progress: Progress, resume: bool, accept_changes: bool, overwrite: bool = False
 ) -> tuple[FolderLease, FoundCheckpoint | None]:
     """Return the lease of the run folder and the checkpoint to start from.
 
@@ -223,7 +236,8 @@ async def open_folder(
             progress.note(f"no checkpoint in {folder}: the run starts from the beginning")
         elif resume:
             progress.note(f"nothing to resume in {folder}: the run starts from the beginning")
-        return await start_folder(config, progress), None
+        earlier: EarlierRun = "set aside" if resume else "delete" if overwrite else "refuse"
+        return await start_folder(config, progress, earlier), None
     except (LedgerError, CheckpointError) as error:
         raise InputError(str(error)) from error
     except OSError as error:

@@ -1,12 +1,14 @@
-"""Shows the progress of a run: one live line on a terminal, plain lines in a file."""
+"""Shows the progress of a run: a table that grows above a live line on a terminal, plain lines elsewhere."""
 
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -27,6 +29,57 @@ ETA_STEPS = 20
 
 GAP, MIN_BAR, MAX_BAR = 2, 4, 30
 """Columns between the figures of the live line, and the smallest and largest width of its bar."""
+
+
+DRIVER_LOG = "driver.log"
+
+HEADING_ROWS, CELL = 25, 11
+"""Rows of the table between two headings, and the width of its cells."""
+
+
+def _of(bound: int | None) -> str:
+    return "" if bound is None else f"/{bound}"
+
+
+def _columns(cells: Iterable[str]) -> str:
+    return "".join(f"{cell:>{CELL}}" for cell in cells)
+
+
+class DriverLog:
+    """``driver.log`` of a run folder: the lines of every start. Lines that come before the folder wait."""
+
+    def __init__(self) -> None:
+        self._waiting: list[str] = []
+        self._file: TextIO | None = None
+
+    def open(self, folder: Path) -> None:
+        """Write into ``folder`` from now on. Raises OSError."""
+        self._file = (folder / DRIVER_LOG).open("a", encoding="utf-8", buffering=1)
+        self.write(time.strftime("---- started %Y-%m-%d %H:%M:%S"))
+        waiting, self._waiting = self._waiting, []
+        for line in waiting:
+            self.write(line)
+
+    def write(self, line: str) -> None:
+        """Add a line. A full disk costs the log, not the run."""
+        if self._file is None:
+            self._waiting.append(line)
+            return
+        with suppress(OSError):
+            self._file.write(line + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+
+
+def append_to_log(folder: Path, text: str) -> None:
+    """Add what a run has come to to its log, if it has one."""
+    path = folder / DRIVER_LOG
+    if path.exists():
+        with suppress(OSError), path.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
 
 
 @dataclass(frozen=True)
@@ -62,21 +115,29 @@ class Progress(Protocol):
     def note(self, text: str) -> None:
         """Show a warning or an event, which stays on the screen."""
 
+    def keep_in(self, folder: Path) -> None:
+        """Write a log into the run folder from now on, beginning with what was shown before."""
+
     def close(self) -> None:
         """End the display. The last line stays visible."""
 
 
 def open_progress(
-    total_steps: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    total_steps: int,
+    *,
+    bound: int | None = None,
+    stream: TextIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Progress:
     """Return the display that fits `stream` (default: stderr): live on a terminal, plain lines elsewhere.
 
-    `clock` gives seconds from any origin.
+    `bound`: largest head lag that the recipe allows; None: it has no meaning here. `clock` gives seconds from
+    any origin.
     """
     output: TextIO = stream or sys.stderr
     if output.isatty() and os.environ.get("TERM") != "dumb":
-        return LiveProgress(total_steps, output, clock)
-    return PlainProgress(total_steps, output, clock)
+        return LiveProgress(total_steps, output, clock, bound=bound)
+    return PlainProgress(total_steps, output, clock, bound=bound)
 
 
 class StepTimer:
@@ -107,10 +168,13 @@ class PlainProgress:
         stream: TextIO,
         clock: Callable[[], float],
         *,
+        bound: int | None = None,
         silence_s: float = FIRST_SILENCE_S,
     ) -> None:
         self._total_steps = total_steps
+        self._bound = bound
         self._stream = stream
+        self._log = DriverLog()
         self._clock = clock
         self._silence_s = silence_s
         self._timer = StepTimer(total_steps)
@@ -138,7 +202,7 @@ class PlainProgress:
         if self._evaluation is not None:
             figures.append(f"{self._evaluation} {'-' if held_out is None else str(held_out):>6}")
         figures += [
-            f"lag {head_lag:2d}",
+            f"lag {head_lag:2d}{_of(self._bound)}",
             f"{count(tokens_per_s):>6} tok/s",
             f"left {'-' if left_s is None else clock_face(left_s)}",
         ]
@@ -147,11 +211,16 @@ class PlainProgress:
     def note(self, text: str) -> None:
         self._say(f"note: {text}")
 
+    def keep_in(self, folder: Path) -> None:
+        with self._changed:
+            self._log.open(folder)
+
     def close(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
+        self._log.close()
 
     def _say(self, text: str, *, waiting_for: str | None = None) -> None:
         with self._changed:
@@ -162,7 +231,9 @@ class PlainProgress:
             self._print(text)
 
     def _print(self, text: str) -> None:
-        print(f"{clock_face(self._clock() - self._start):>8}  {text}", file=self._stream, flush=True)
+        line = f"{clock_face(self._clock() - self._start):>8}  {text}"
+        print(line, file=self._stream, flush=True)
+        self._log.write(line)
 
     def _break_silence(self) -> None:
         with self._changed:
@@ -195,13 +266,19 @@ class _Shown:
 class LiveProgress:
     """Redraws one line in place: spinner, step, bar, figures, and the time left or the current phase.
 
-    Notes and everything else that the process prints appear above the line. On a narrow terminal the bar and
-    some figures are left out.
+    Above it a table grows by a row with each step. Notes and everything else that the process prints appear
+    among its rows. On a narrow terminal the bar and some figures are left out.
     """
 
-    def __init__(self, total_steps: int, stream: TextIO, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, total_steps: int, stream: TextIO, clock: Callable[[], float], *, bound: int | None = None
+    ) -> None:
         self._total_steps = total_steps
+        self._bound = bound
         self._clock = clock
+        self._start = self._last_step = clock()
+        self._rows = 0
+        self._log = DriverLog()
         self._timer = StepTimer(total_steps)
         self._shown = _Shown(phase="starting", since=clock())
         self._spinner: Spinner | Text = Spinner("dots", style="cyan")
@@ -218,11 +295,13 @@ class LiveProgress:
 
     def phase(self, text: str) -> None:
         self._shown = replace(self._shown, phase=text, since=self._clock())
+        self._write(text)
 
     def step(
         self, step: int, *, reward: float, head_lag: int, tokens_per_s: float, held_out: HeldOut | None = None
     ) -> None:
         now = self._clock()
+        self._row(step, reward, head_lag, tokens_per_s, held_out, now)
         self._shown = _Shown(
             step=step,
             reward=reward,
@@ -235,10 +314,45 @@ class LiveProgress:
 
     def note(self, text: str) -> None:
         self._console.print(Text(text, style="yellow"))
+        self._write(f"note: {text}")
+
+    def keep_in(self, folder: Path) -> None:
+        self._log.open(folder)
 
     def close(self) -> None:
         self._spinner = Text(" ")
         self._live.stop()
+        self._log.close()
+
+    def _row(
+        self,
+        step: int,
+        reward: float,
+        head_lag: int,
+        tokens_per_s: float,
+        held_out: HeldOut | None,
+        now: float,
+    ) -> None:
+        """Print the row of a step, and the heading again after every HEADING_ROWS of them."""
+        cells = {
+            "step": f"{step}/{self._total_steps}",
+            "reward": units.reward(reward),
+            "held out": "-" if held_out is None else str(held_out),
+            "lag": f"{head_lag}{_of(self._bound)}",
+            "tok/s": count(tokens_per_s),
+            "took": seconds(now - self._last_step),
+            "at": clock_face(now - self._start),
+        }
+        self._last_step = now
+        if self._rows % HEADING_ROWS == 0:
+            self._console.print(Text(_columns(cells), style="dim"), overflow="crop", no_wrap=True)
+        self._rows += 1
+        row = _columns(cells.values())
+        self._console.print(Text(row), overflow="crop", no_wrap=True)
+        self._write("  ".join(f"{name} {value}" for name, value in cells.items()))
+
+    def _write(self, text: str) -> None:
+        self._log.write(f"{clock_face(self._clock() - self._start):>8}  {text}")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         shown = self._shown
@@ -248,7 +362,7 @@ class LiveProgress:
             figures.append(Text(f"reward {units.reward(shown.reward)}", style="green"))
             if shown.held_out is not None:
                 figures.append(Text(f"{shown.held_out.name} {shown.held_out}", style="green"))
-            figures.append(Text(f"lag {shown.head_lag}", style="magenta"))
+            figures.append(Text(f"lag {shown.head_lag}{_of(self._bound)}", style="magenta"))
             figures.append(Text(f"{count(shown.tokens_per_s)} tok/s"))
         waited_s = self._clock() - shown.since
         if shown.phase is not None:

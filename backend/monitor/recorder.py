@@ -218,7 +218,8 @@ class Recorder:
         trained = totals.trajectories > 0
         return RunSummary(
             exit=end,
-            steps=totals.steps,
+            steps=status.step,
+            steps_of_start=totals.steps,
             wall_s=now - self._started,
             training_s=training_s,
             reward_before=self._held_out.get(0),

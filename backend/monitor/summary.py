@@ -78,7 +78,10 @@ class RunSummary(_Strict):
     exit: Literal["done", "failed", "stopped"] = Field(
         description="How the run ended; stopped: by the user or the scheduler."
     )
-    steps: NonNegativeInt = Field(description="Number of finished training steps.")
+    steps: NonNegativeInt = Field(
+        description="Number of training steps behind the last policy, those of earlier starts included."
+    )
+    steps_of_start: NonNegativeInt = Field(description="Number of training steps that this process has done.")
     wall_s: NonNegativeFloat = Field(description="Seconds from start to end, setup and evaluation included.")
     training_s: NonNegativeFloat = Field(
         description="Seconds from the first admission to the end of the last step."
@@ -98,7 +101,7 @@ class RunSummary(_Strict):
     versions: int = Field(description="The last policy version.")
     resumed: NonNegativeInt = Field(
         description="Restarts before this process, of the run or of its trainer alone. All fields but "
-        "groups, turns and versions are about this process."
+        "steps, groups, turns and versions are about this process."
     )
     stall_s_mean: Measured = Field(description="Mean seconds for which generation stood still per version.")
     engine_restarts: NonNegativeInt = Field(description="Number of engines that were restarted.")
@@ -155,8 +158,10 @@ def summary_rows(summary: RunSummary) -> dict[str, str]:
             shown += f" -> {reward(after, is_accuracy=is_accuracy)}  ({change})"
         rows["accuracy" if is_accuracy else "reward"] = shown
     time = f"{seconds(summary.wall_s)} in all, {seconds(summary.training_s)} of training"
-    if summary.steps:
-        time += f", {seconds(summary.training_s / summary.steps)} per step"
+    if summary.steps_of_start:
+        time += f", {seconds(summary.training_s / summary.steps_of_start)} per step"
+    if summary.resumed:
+        time += f"; since the last start, which did {summary.steps_of_start} of the steps"
     rows["time"] = time
     if summary.head_lag_max is not None and summary.head_lag_mean is not None:
         lag = f"head lag {summary.head_lag_max} at most, {summary.head_lag_mean:.2f} on average"
@@ -171,7 +176,7 @@ def summary_rows(summary: RunSummary) -> dict[str, str]:
     rows["throughput"] = throughput
     if summary.trainer_wait_fraction is not None:
         rows["trainer"] = f"waited for batches {summary.trainer_wait_fraction:.0%} of its time"
-    versions = f"{summary.steps} published"
+    versions = f"{summary.steps_of_start} published"
     if summary.stall_s_mean is not None:
         versions += f", generation paused {seconds(summary.stall_s_mean)} for each"
     rows["versions"] = versions

@@ -75,16 +75,18 @@ def config(tmp_path: Path) -> RunConfig:
     return recipe(tmp_path)
 
 
-async def opened(config: RunConfig, resume: bool, accept: bool = False) -> tuple[RunState, list[str]]:
+async def opened(
+    config: RunConfig, resume: bool, accept: bool = False, overwrite: bool = False
+) -> tuple[RunState, list[str]]:
     progress = Silent()
     inputs = SimpleNamespace(prompts=[Prompt(0, "a prompt")])
-    _, state = await open_run(config, inputs, progress, resume, accept)  # type: ignore[arg-type]
+    _, state = await open_run(config, inputs, progress, resume, accept, overwrite=overwrite)  # type: ignore
     return state, progress.notes
 
 
-def live(config: RunConfig, resume: bool = False, accept: bool = False) -> list[str]:
+def live(config: RunConfig, resume: bool = False, accept: bool = False, overwrite: bool = False) -> list[str]:
     """Open the run and close it again. Return what the user is told."""
-    state, notes = asyncio.run(opened(config, resume, accept))
+    state, notes = asyncio.run(opened(config, resume, accept, overwrite))
     state.ledger.close()
     state.lease.release()
     return notes
@@ -157,7 +159,7 @@ def test_a_damaged_recipe_is_refused_with_what_to_do(config: RunConfig, content:
     before = files(config.run.folder)
     with pytest.raises(InputError, match=rf"recipe\.yaml is damaged: .*({reason})") as error:
         live(config, resume=True)
-    assert "metrics.jsonl has one" in str(error.value) and "start anew without --resume" in str(error.value)
+    assert "metrics.jsonl has one" in str(error.value) and "start anew with --overwrite" in str(error.value)
     assert "\n" not in str(error.value)
     assert files(config.run.folder) == before
 
@@ -294,15 +296,48 @@ def test_a_run_is_refused_while_it_is_open_and_nothing_is_changed(config: RunCon
     live(config, resume=True)
 
 
-def test_a_new_run_sets_the_folder_of_an_earlier_one_aside(config: RunConfig):
+def test_a_resume_without_a_ledger_sets_the_folder_aside(config: RunConfig):
     live(config)
-    earlier = files(config.run.folder)
-    live(config)
-    [aside] = [path for path in config.run.folder.parent.iterdir() if path != config.run.folder]
-    assert aside.name.startswith("run.2")
-    assert files(aside)["ledger.sqlite"] == earlier["ledger.sqlite"]
+    folder = config.run.folder
+    (folder / "ledger.sqlite").unlink()
+    (folder / "notes.txt").write_text("mine")
+    [told, *_] = live(config, resume=True)
+    assert "nothing to resume" in told
+    [aside] = [path for path in folder.parent.iterdir() if path != folder]
+    assert aside.name.startswith("run.2") and (aside / "notes.txt").read_text() == "mine"
     driver = look(aside).driver
     assert driver is not None and driver.ended, "a run that was set aside can be resumed under its new name"
+
+
+def test_an_earlier_run_is_refused_with_what_to_do_and_nothing_is_changed(config: RunConfig):
+    live(config)
+    before = files(config.run.folder)
+    with pytest.raises(InputError, match=r"earlier run.*--resume.*--overwrite.*run\.name=NAME"):
+        live(config)
+    assert files(config.run.folder) == before
+    assert [path.name for path in config.run.folder.parent.iterdir()] == ["run"]
+
+
+def test_an_earlier_run_is_deleted_only_when_it_is_asked_for(config: RunConfig):
+    live(config)
+    (config.run.folder / "notes.txt").write_text("of the earlier run")
+    live(config, overwrite=True)
+    assert [path.name for path in config.run.folder.parent.iterdir()] == ["run"]
+    assert not (config.run.folder / "notes.txt").exists()
+    live(config, resume=True)
+
+
+def test_a_folder_that_is_no_run_is_never_deleted(config: RunConfig):
+    config.run.folder.mkdir(parents=True)
+    (config.run.folder / "thesis.tex").write_text("years of work")
+    with pytest.raises(InputError, match="not the folder of a run"):
+        live(config, overwrite=True)
+    assert (config.run.folder / "thesis.tex").exists()
+
+
+def test_an_empty_folder_is_used(config: RunConfig):
+    config.run.folder.mkdir(parents=True)
+    live(config)
 
 
 def test_a_run_that_cannot_be_opened_is_given_back(config: RunConfig):
@@ -381,7 +416,8 @@ def test_a_supervised_run_is_opened_by_one_process_and_given_back(config: RunCon
         again = Silent()
         lease, checkpoint = await open_folder(config, again, True, False)  # type: ignore[arg-type]
         assert checkpoint is None
-        assert again.notes == [f"no checkpoint in {config.run.folder}: the run starts from the beginning"]
+        assert again.notes[0] == f"no checkpoint in {config.run.folder}: the run starts from the beginning"
+        assert again.notes[1].startswith(f"what was in {config.run.folder} lies in ")
         lease.release()
 
     asyncio.run(meet())

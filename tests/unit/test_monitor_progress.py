@@ -6,7 +6,14 @@ from collections.abc import Mapping
 import pytest
 from rich.console import Console
 
-from slipstream.backend.monitor.progress import HeldOut, LiveProgress, PlainProgress, StepTimer, open_progress
+from slipstream.backend.monitor.progress import (
+    HeldOut,
+    LiveProgress,
+    PlainProgress,
+    StepTimer,
+    append_to_log,
+    open_progress,
+)
 from slipstream.backend.monitor.units import clock_face, count, reward, seconds
 
 
@@ -81,6 +88,43 @@ def test_plain_lines_have_no_ansi_even_when_colour_is_forced(monkeypatch):
     a_short_run(open_progress(10, stream=stream, clock=clock), clock, EVALUATIONS)
     assert "\x1b" not in stream.getvalue()
     assert "\r" not in stream.getvalue()
+
+
+def test_the_lag_is_shown_against_its_bound():
+    stream, clock = io.StringIO(), Clock()
+    a_short_run(open_progress(10, bound=4, stream=stream, clock=clock), clock, {})
+    assert "lag  2/4  " in stream.getvalue()
+
+
+def test_a_terminal_keeps_a_row_of_each_step(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream, clock = Terminal(), Clock()
+    a_short_run(open_progress(10, bound=4, stream=stream, clock=clock), clock, EVALUATIONS)
+    written = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    rows = [line.split() for line in written.splitlines() if re.match(r" +(\d+/10|step) +[0r]", line)]
+    assert [row[0] for row in rows] == ["step", "1/10", "2/10", "10/10"]
+    assert rows[1] == ["1/10", "0.100", "31.7%", "1/4", "8.1k", "47", "s", "0:47"]
+    assert rows[2][2] == "-" and rows[2][5:] == ["5.0", "s", "0:52"]
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
+def test_the_run_folder_gets_a_log_of_what_was_shown_from_the_beginning(tmp_path, monkeypatch, stream):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for start in (1, 2):
+        clock = Clock()
+        progress = open_progress(10, stream=stream, clock=clock)
+        progress.phase("reading the model")
+        progress.keep_in(tmp_path)
+        progress.note(f"start {start}")
+        progress.step(1, reward=0.5, head_lag=0, tokens_per_s=10.0)
+        progress.close()
+        append_to_log(tmp_path, "failed: no more")
+    lines = (tmp_path / "driver.log").read_text().splitlines()
+    assert sum(line.startswith("---- started") for line in lines) == 2
+    assert [line.split("  ")[-1] for line in lines if "reading" in line] == ["reading the model"] * 2
+    assert "note: start 2" in lines[-3] and "reward" in lines[-2] and lines[-1] == "failed: no more"
+    assert not any("\x1b" in line for line in lines)
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch):

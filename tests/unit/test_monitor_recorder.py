@@ -243,14 +243,15 @@ def test_the_summary_adds_the_run_up():
     fakes.now = 45.0
     fakes.recorder.evaluated(6, 0.9, 5.0, {})
     fakes.set(counts=GroupCounts(admitted=5, trained=3, filtered=1, failed=1))
-    fakes.set(engine_restarts=1)
+    fakes.set(engine_restarts=1, step=7)
     summary = fakes.recorder.summary("done", fakes.status).model_dump()
     assert summary.pop("groups") == {"admitted": 5, "trained": 3, "filtered": 1, "expired": 0, "failed": 1}
     assert summary.pop("turns") is None
     assert summary == pytest.approx(
         {
             "exit": "done",
-            "steps": 2,
+            "steps": 7,
+            "steps_of_start": 2,
             "wall_s": 45.0,
             "training_s": 20.0,
             "reward_before": 0.1,

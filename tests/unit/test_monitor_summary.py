@@ -19,6 +19,7 @@ from slipstream.backend.monitor.summary import (
 FIELDS = {
     "exit": "done",
     "steps": 100,
+    "steps_of_start": 100,
     "wall_s": 185.0,
     "training_s": 160.0,
     "reward_before": 0.412,
@@ -43,6 +44,7 @@ TURNS = dict.fromkeys(TurnTotals.model_fields, 0)
 EARLY_FAILURE = FIELDS | {
     "exit": "failed",
     "steps": 0,
+    "steps_of_start": 0,
     "training_s": 0.0,
     "reward_after": None,
     "head_lag_max": None,
@@ -214,3 +216,13 @@ def test_a_terminal_gets_a_table(monkeypatch):
     print_summary(RunSummary(**FIELDS), stream, name="quickstart")
     assert "╭" in stream.getvalue()
     assert "41.2% → 87.3%" in stream.getvalue()
+
+
+def test_a_resumed_run_counts_all_of_its_steps_and_says_which_its_times_are_of():
+    stream = io.StringIO()
+    summary = RunSummary(**FIELDS | {"steps_of_start": 40, "resumed": 1})
+    print_summary(summary, stream, name="math")
+    text = stream.getvalue()
+    assert text.startswith("math: done after 100 steps")
+    assert "4.0 s per step; since the last start, which did 40 of the steps" in text
+    assert "40 published" in text

@@ -1,0 +1,51 @@
+"""What ``slipstream watch`` shows of a run, from its files alone."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from slipstream.backend.commands.outcome import WrongInput
+from slipstream.backend.commands.watch import sparkline, view, watch
+from slipstream.backend.monitor.course import read_course
+from tests.unit.run_folders import make_run, metrics_line, recipe, start_line, write_lines
+
+
+def shown(folder, now: float, end: str | None = None) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(view("tiny", read_course(folder), end, now))
+    return console.file.getvalue()
+
+
+def test_reward_lag_against_its_bound_queues_and_time_left_are_shown(tmp_path):
+    lines = [metrics_line(step, step) for step in range(1, 7)]
+    write_lines(tmp_path / "metrics.jsonl", [start_line(recipe()), *lines])
+    text = shown(tmp_path, now=lines[-1]["time"])
+    assert "step 6/12" in text and "0:18 left" in text and "3/4" in text
+    assert "generating 30 > judging 2 > ready 5" in text and "requests: 96/128" in text
+
+
+def test_a_run_that_stands_still_is_said_to(tmp_path):
+    lines = [metrics_line(step, step) for step in range(1, 7)]
+    write_lines(tmp_path / "metrics.jsonl", [start_line(recipe()), *lines])
+    assert "last step 5:00 ago" in shown(tmp_path, now=lines[-1]["time"] + 300)
+
+
+def test_a_run_before_its_first_step_and_one_that_has_ended(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", [start_line(recipe())])
+    assert "no step is finished yet" in shown(tmp_path, now=0.0)
+    assert "failed" in shown(tmp_path, now=0.0, end="failed")
+    make_run(tmp_path, steps=3)
+    assert "done" in shown(tmp_path / "tiny", now=0.0, end="done")
+
+
+def test_what_is_not_a_run_is_refused(tmp_path, capsys):
+    with pytest.raises(WrongInput, match=r"no metrics\.jsonl"):
+        watch(tmp_path, once=True)
+    watch(make_run(tmp_path, steps=2), once=True)
+    assert "step 2/2" in capsys.readouterr().out
+
+
+def test_a_sparkline_rises_with_its_values():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([5.0] * 100) == "▁" * 34 and sparkline([]) == ""
