@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from slipstream.backend.monitor.lines import drop_unfinished_line
 
 EPISODES = "episodes"
@@ -67,10 +69,7 @@ class EpisodeFiles:
         """
         if self._files is None:
             self._files = self._opened(step)
-        lines = [
-            json.dumps({"step": step, **row}, ensure_ascii=False).encode(errors="replace") + b"\n"
-            for row in rows
-        ]
+        lines = [_encoded({"step": step, **row}) for row in rows]
         pending: list[bytes] = []
         for line in lines:
             if len(line) > self._max_bytes // PARTS:
@@ -137,6 +136,14 @@ class EpisodeFiles:
         if own and not own[-1].path.name.startswith(f"{self._writer:04d}-"):
             own.append(_File(self._folder / f"{self._writer:04d}-000000.jsonl", 0, 0, 0))
         return own
+
+
+def _encoded(row: Row) -> bytes:
+    """Return a row as a line; numbers that are not finite become null."""
+    try:
+        return msgspec.json.encode(row) + b"\n"
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n"
 
 
 def _cut(path: Path, step: int) -> int:

@@ -208,7 +208,7 @@ def _on_host(values: Tensor) -> Floats:
 
 
 def episode_row(episode: Episode, text: TokenText, max_tokens: int) -> Mapping[str, Any]:
-    """Return the row of an episode, all values as JSON has them: a number that is not finite is None."""
+    """Return the row of an episode, as JSON has it; NaN stands where a token has no such number."""
     trajectory = episode.trajectory
     ids: list[int] = trajectory.tokens_T.tolist()
     sampled_T = trajectory.versions_T != UNSAMPLED
@@ -246,7 +246,7 @@ def _spans(trajectory: Trajectory, start: int) -> list[list[int | bool | None]]:
 def _tokens(
     episode: Episode, ids: Sequence[int], start: int, text: TokenText, max_tokens: int
 ) -> Mapping[str, Any]:
-    """Return columns with a value for each of the first tokens of the response; None: it has none."""
+    """Return columns with a value for each of the first tokens of the response; NaN: it has none."""
     trajectory = episode.trajectory
     end = min(len(ids), start + max_tokens)
     logprob_T = np.where(trajectory.versions_T != UNSAMPLED, trajectory.logprobs_T, np.nan)
@@ -259,7 +259,8 @@ def _tokens(
             columns[name] = value_T[start:end]
     return {
         "text": text.pieces(ids[start:end]),
-        **{name: [_number(value) for value in column.tolist()] for name, column in columns.items()},
+        # Numbers that are not finite become null in JSON.
+        **{name: np.round(column.astype(np.float64), 4).tolist() for name, column in columns.items()},
     }
 
 

@@ -41,26 +41,33 @@ class TokenText:
     def __init__(self, decode: Decoder) -> None:
         self.decode = decode
         self._piece = cache(self._decoded)
+        self._parts: set[int] = set()
+        """Tokens that are no whole character."""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Return the text that each token adds. A character of several tokens belongs to its first one, and
         the others have an empty text.
         """
-        pieces: list[str] = []
+        pieces = list(map(self._piece, ids))
+        if self._parts.isdisjoint(ids):
+            return pieces
         place = 0
         while place < len(ids):
-            piece, taken = self._piece(ids[place]), 1
-            if BROKEN in piece:
-                for more in range(2, LONGEST_CHARACTER + 1):
+            taken = 1
+            if BROKEN in pieces[place]:
+                for more in range(2, min(LONGEST_CHARACTER, len(ids) - place) + 1):
                     joined = self.decode(ids[place : place + more])
                     if joined and BROKEN not in joined:
-                        piece, taken = joined, min(more, len(ids) - place)
+                        pieces[place : place + more] = [joined, *[""] * (more - 1)]
+                        taken = more
                         break
-            pieces += [piece, *[""] * (taken - 1)]
             place += taken
         return pieces
 
     def _decoded(self, token: int) -> str:
         """Return the text of a token behind another: some tokenizers drop the first space of a text."""
         twice, once = self.decode((token, token)), self.decode((token,))
-        return twice[len(once) :] if twice.startswith(once) else once
+        piece = twice[len(once) :] if twice.startswith(once) else once
+        if BROKEN in piece:
+            self._parts.add(token)
+        return piece

@@ -102,7 +102,7 @@ def test_a_terminal_keeps_a_row_of_each_step(monkeypatch):
     stream, clock = Terminal(), Clock()
     a_short_run(open_progress(10, bound=4, stream=stream, clock=clock), clock, EVALUATIONS)
     written = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
-    rows = [line.split() for line in written.splitlines() if re.match(r" +(\d+/10|step) +[0r]", line)]
+    rows = [line.split() for line in written.splitlines() if re.match(r" +(\d+/10 +[01]|step +r)", line)]
     assert [row[0] for row in rows] == ["step", "1/10", "2/10", "10/10"]
     assert rows[1] == ["1/10", "0.100", "31.7%", "1/4", "8.1k", "47", "s", "0:47"]
     assert rows[2][2] == "-" and rows[2][5:] == ["5.0", "s", "0:52"]
