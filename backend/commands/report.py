@@ -11,6 +11,7 @@ from slipstream.backend.monitor.metrics import METRICS_FILE
 from slipstream.backend.monitor.report.page import (
     EPISODE_BYTES,
     MOST_RUNS,
+    RUNNING,
     AuditResult,
     differences,
     render,
@@ -76,7 +77,7 @@ def _audited(run: Path) -> AuditResult:
     try:
         result = audit_run(run, lambda _: None)
     except LedgerBusy:
-        return AuditResult("none", ("running",))
+        return AuditResult("none", RUNNING)
     except LedgerError as error:
         return AuditResult("wrong", (str(error),))
     return AuditResult("wrong" if result.discrepancies else "clean", result.discrepancies)

@@ -4,6 +4,7 @@ While it trains, nothing of it can be reached by other users of the machine, or 
 """
 
 import json
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slipstream.backend.commands.report import report
+from slipstream.backend.monitor.episode_files import episode_files, read_rows
 from slipstream.backend.quickstart.policy import greedy_accuracy
 from slipstream.backend.quickstart.task import Problem
 from tests.runs.conftest import RunProcess, run_command
@@ -134,3 +137,21 @@ def test_rays_token_stands_on_no_command_line_and_in_no_file_of_the_run(quicksta
     assert token not in seen.command_lines
     files = [path for path in (folder / RUN).rglob("*") if path.is_file()]
     assert [path for path in files if token.encode() in path.read_bytes()] == []
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+def test_every_trained_episode_is_logged_once_and_the_run_is_one_page(quickstart):
+    folder, _ = quickstart
+    run = folder / RUN
+    steps = json.loads((run / "summary.json").read_text())["steps"]
+    rows = [row for path in episode_files(run) for row in read_rows(path)]
+    assert len({(row["step"], row["group"], row["episode"]) for row in rows}) == len(rows) == 128 * steps
+    assert all(row["lags"] and max(lag for lag, _ in row["lags"]) == row["head_lag"] <= 4 for row in rows)
+    assert all("".join(row["tokens"]["text"]) == row["response"] for row in rows)
+    assert any(row["advantage"] > 0 for row in rows)
+    page = report([run], folder / "report.html", audit=True)
+    assert page.stat().st_size < 5e6
+    [island] = re.findall(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    [shown] = json.loads(island)["runs"]
+    assert shown["audit"]["state"] == "clean" and len(shown["timeline"]["steps"]) == steps
+    assert f"step {steps}/{steps}" in (run / "driver.log").read_text()

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 import yaml
@@ -14,7 +14,7 @@ from markupsafe import Markup
 from slipstream.backend.monitor.course import Course, read_course
 from slipstream.backend.monitor.report.episodes import choose_episodes
 from slipstream.backend.monitor.report.timeline import read_events, timeline
-from slipstream.backend.monitor.summary import read_summary, summary_rows
+from slipstream.backend.monitor.summary import SUMMARY_FILE, read_summary, summary_rows
 from slipstream.backend.monitor.tags import TAGS
 
 PARTS = Path(__file__).parent
@@ -65,6 +65,10 @@ class AuditResult:
     """Discrepancies, or why there was no audit."""
 
 
+RUNNING = ("running",)
+"""Why a running run has no audit."""
+
+
 def run_data(folder: Path, audit: AuditResult, *, episode_bytes: int) -> dict[str, Any]:
     """Return what a page shows of the run in a folder, as JSON has it. Raises OSError."""
     course, summary = read_course(folder), read_summary(folder)
@@ -72,7 +76,7 @@ def run_data(folder: Path, audit: AuditResult, *, episode_bytes: int) -> dict[st
     steps = list(course.steps)
     return {
         "name": folder.resolve().name,
-        "state": "running or killed" if summary is None else summary.exit,
+        "state": _state(folder, audit),
         "steps": steps[-1] if steps else 0,
         "total": course.total_steps,
         "starts": course.starts,
@@ -88,6 +92,19 @@ def run_data(folder: Path, audit: AuditResult, *, episode_bytes: int) -> dict[st
         "recorded": chosen.recorded,
         **_end(course),
     }
+
+
+def _state(folder: Path, audit: AuditResult) -> str:
+    """Return how a run has ended, or what is known of one without a summary."""
+    try:
+        summary: object = json.loads((folder / SUMMARY_FILE).read_bytes())
+    except (OSError, ValueError):
+        summary = None
+    if isinstance(summary, dict) and "exit" in summary:
+        return str(cast("dict[str, object]", summary)["exit"])
+    if audit.state == "none":
+        return "running" if audit.lines == RUNNING else "running or killed"
+    return "killed"
 
 
 def render(runs: Sequence[Mapping[str, Any]], differences: Sequence[Mapping[str, Any]]) -> str:
