@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import closing
 from functools import partial
@@ -12,7 +13,13 @@ from slipstream.backend.cluster.placement import place_trainer
 from slipstream.backend.commands.outcome import Failed, WrongInput
 from slipstream.backend.commands.preflight import check_start
 from slipstream.backend.monitor.progress import Progress, append_to_log, open_progress
-from slipstream.backend.monitor.summary import RunSummary, print_summary, read_summary
+from slipstream.backend.monitor.summary import (
+    SUMMARY_FILE,
+    RunSummary,
+    print_summary,
+    read_summary,
+    summary_text,
+)
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.supervised import Supervised
 from slipstream.rollout.heaps import keep_few_heaps
@@ -27,7 +34,9 @@ def train(
     check_start(config)
     from slipstream.backend.driver.run import run
 
-    return attended(config, partial(run, config, **_options(resume, accept_changed_inputs, overwrite)))
+    summary = attended(config, partial(run, config, **_options(resume, accept_changed_inputs, overwrite)))
+    append_to_log(config.run.folder, summary_text(summary, config.run.name))
+    return summary
 
 
 def sft(
@@ -63,22 +72,24 @@ def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None
     from slipstream.backend.driver.run_folder import LOGS
     from slipstream.backend.driver.stop import Stopped
 
-    folder = config.run.folder
+    folder, began = config.run.folder, time.time()
     progress = open_progress(config.run.steps, bound=config.rollout.max_head_offpolicyness)
     try:
         with closing(progress), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(start(progress))
     except Stopped:
         stopped = f"stopped; what there is lies in {folder}, and --resume goes on with it"
-        append_to_log(folder, stopped)
-        if (summary := read_summary(folder)) is not None:
+        append_to_log(folder, stopped, began)
+        summary = read_summary(folder)
+        if summary is not None and (folder / SUMMARY_FILE).stat().st_mtime >= began:
+            append_to_log(folder, summary_text(summary, config.run.name), began)
             print_summary(summary, sys.stdout, name=config.run.name)
         raise Failed(stopped) from None
     except (InputError, PlacementError) as error:
         raise WrongInput(str(error)) from None
     except Exception as error:
         causes = [f"failed: {type(cause).__name__}: {cause}" for cause in _leaves(error)]
-        append_to_log(folder, "\n".join(causes))
+        append_to_log(folder, "\n".join(causes), began)
         logs = [f"logs: {folder / LOGS}"] if folder.exists() else []
         raise Failed("\n".join([*causes, *logs])) from error
 

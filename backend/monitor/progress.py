@@ -74,10 +74,10 @@ class DriverLog:
                 self._file.close()
 
 
-def append_to_log(folder: Path, text: str) -> None:
-    """Add what a run has come to to its log, if it has one."""
+def append_to_log(folder: Path, text: str, since: float = 0.0) -> None:
+    """Add what a start has come to to its log, if it has written one since ``since``, in Unix seconds."""
     path = folder / DRIVER_LOG
-    if path.exists():
+    if path.exists() and path.stat().st_mtime >= since:
         with suppress(OSError), path.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
 

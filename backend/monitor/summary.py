@@ -130,19 +130,29 @@ def read_summary(folder: Path) -> RunSummary | None:
 
 def print_summary(summary: RunSummary, stream: TextIO, *, name: str) -> None:
     """Print the summary of the run `name`: a table on a terminal, plain lines elsewhere."""
-    title = f"{name}: {summary.exit} after {summary.steps} steps"
-    rows = summary_rows(summary)
     if not stream.isatty():
-        width = max(map(len, rows))
-        lines = [title, *(f"  {label:{width}}  {value}" for label, value in rows.items())]
-        print("\n".join(lines), file=stream, flush=True)
+        print(summary_text(summary, name), file=stream, flush=True)
         return
+    rows = summary_rows(summary)
     values = {
         label: Text(value.replace("->", "→"), style="bold" if label in ("accuracy", "reward") else "")
         for label, value in rows.items()
     }
-    heading = Text(title, style=f"bold {EXIT_STYLES[summary.exit]}")
+    heading = Text(_title(summary, name), style=f"bold {EXIT_STYLES[summary.exit]}")
     Console(file=stream, highlight=False).print(pairs_table(heading, values, ROUNDED))
+
+
+def summary_text(summary: RunSummary, name: str) -> str:
+    """Return the summary of the run `name` as plain lines."""
+    rows = summary_rows(summary)
+    width = max(map(len, rows))
+    return "\n".join(
+        [_title(summary, name), *(f"  {label:{width}}  {value}" for label, value in rows.items())]
+    )
+
+
+def _title(summary: RunSummary, name: str) -> str:
+    return f"{name}: {summary.exit} after {summary.steps} steps"
 
 
 def summary_rows(summary: RunSummary) -> dict[str, str]:
