@@ -1,11 +1,18 @@
 """Shared by all tests: a test runs where the GPUs and packages that it needs are, else it is skipped."""
 
+import gc
 import importlib.util
 import os
 import re
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""One thread for the tensors of each process, whose models are tiny: further ones wait for each other on a busy
+core, in this process and in whatever a test starts."""
+
+gc.disable()  # until all modules are imported
 
 DEVICES = Path("/dev")
 
@@ -28,6 +35,12 @@ def lacking(count: int, packages: tuple[str, ...], present: int) -> str | None:
         return f"needs {count} GPU{'s' * (count > 1)}, and {present or 'none'} can be used"
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     return f"needs {' and '.join(absent)} beside the GPU" if absent else None
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage from now on, and never at the million objects that imports have made."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
