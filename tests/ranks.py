@@ -1,12 +1,17 @@
 """``slipstream.backend.cluster.local_ranks`` with the patience of a test, and many jobs in one start."""
 
+import multiprocessing
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from typing import Any, TypeVar
 
 from slipstream.backend.cluster import local_ranks as ranks
 from slipstream.backend.megatron.parallel import RankSpec
 from tests.ports import held_port
+
+PRELOADED = ("slipstream.backend.trainer.preload", "tests.preload")
+"""What ranks share with the process that they are forked from."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -14,6 +19,10 @@ Key = TypeVar("Key", bound=Hashable)
 def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 180, fresh: bool = False
 ) -> list[Any]:
+    if not fresh:
+        # The first start of the process that ranks are forked from decides what it imports.
+        multiprocessing.set_forkserver_preload([*PRELOADED])
+        forkserver.ensure_running()
     return ranks.run_ranks(world_size, function, *args, timeout_s=timeout_s, fresh=fresh)
 
 
