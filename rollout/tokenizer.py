@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from slipstream.rollout.garbage import kept_for_good
 from slipstream.rollout.trajectory import Messages
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -31,7 +32,8 @@ class HfTokenizer(Tokenizer, Protocol):
 
 def load_tokenizer(folder: Path) -> HfTokenizer:
     """Return the tokenizer of a model folder. Raises ValueError, OSError."""
-    from transformers import AutoTokenizer
+    with kept_for_good():
+        from transformers import AutoTokenizer
 
     if not any((folder / name).exists() for name in _FILES):
         raise ValueError(f"{folder} has no tokenizer; expected one of {', '.join(_FILES)}")

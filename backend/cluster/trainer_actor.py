@@ -6,6 +6,7 @@ from pathlib import Path
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout import gpu_environment
 from slipstream.rollout.engine.leftovers import ProcessIdentity, this_process
+from slipstream.rollout.garbage import kept_for_good
 from slipstream.rollout.network import hold_port, port_of, process_group_variables
 from slipstream.rollout.plugins import resolve
 
@@ -49,12 +50,13 @@ class TrainerActor:
         else:
             os.environ.update(gpu_environment.environment(self._config, "trainer"))
         os.environ.update(process_group_variables(self._address()))
-        from slipstream.backend.megatron.parallel import RankSpec
+        with kept_for_good():
+            from slipstream.backend.megatron.parallel import RankSpec
+
+            rank_class = resolve(self._rank_class)
 
         world_size = self._config.actor.parallel.world_size
-        self._instance = resolve(self._rank_class)(
-            self._config, RankSpec(self._rank, world_size, address, port)
-        )
+        self._instance = rank_class(self._config, RankSpec(self._rank, world_size, address, port))
 
     def call(self, verb: str, *arguments: object) -> object:
         """Call the method ``verb`` of the rank."""

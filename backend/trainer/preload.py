@@ -7,14 +7,16 @@ nothing is imported, because torch cannot say whether there is one without touch
 import warnings
 from pathlib import Path
 
+from slipstream.rollout.garbage import kept_for_good
+
 if not Path("/dev/nvidiactl").exists():
-    import torch
+    with kept_for_good(), warnings.catch_warnings(action="ignore"):  # about what is missing for GPUs
+        import torch
 
-    torch.set_num_threads(1)
+        torch.set_num_threads(1)
 
-    from slipstream.backend.megatron.parallel import prepare_imports
+        from slipstream.backend.megatron.parallel import prepare_imports
 
-    with warnings.catch_warnings(action="ignore"):  # about what is missing for training on GPUs
         prepare_imports()
 
         from slipstream.backend.megatron import checkpoint, conversion

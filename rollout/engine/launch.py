@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from slipstream.rollout import plugins
 from slipstream.rollout.engine.key import Key, KeyRequired
 from slipstream.rollout.engine.leftovers import announced, kill_group
+from slipstream.rollout.garbage import kept_for_good
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -135,16 +136,17 @@ def main() -> None:
     threading.Thread(
         target=_die_with_owner, args=(temporary, leftovers), name="die-with-owner", daemon=True
     ).start()
-    from sglang.launch_server import run_server
-    from sglang.srt.server_args import ServerArgs
-    from sglang.srt.utils import kill_process_tree
+    with kept_for_good():
+        from sglang.launch_server import run_server
+        from sglang.srt.server_args import ServerArgs
+        from sglang.srt.utils import kill_process_tree
 
-    if settings["prepare"]:
-        plugins.resolve(settings["prepare"])()
-    if replica:
-        _add_routes(**replica)
-    _require_key(key)
-    _announce_shared_memory(temporary)
+        if settings["prepare"]:
+            plugins.resolve(settings["prepare"])()
+        if replica:
+            _add_routes(**replica)
+        _require_key(key)
+        _announce_shared_memory(temporary)
     store = _open_store()
     try:
         # SGLang needs the key as well, because it calls some of its own routes.

@@ -21,6 +21,7 @@ import psutil
 from slipstream.rollout.engine import cpu
 from slipstream.rollout.engine.key import Key, new_key
 from slipstream.rollout.engine.leftovers import announced, kill_group, members, shared_memory_of
+from slipstream.rollout.garbage import kept_for_good
 from slipstream.rollout.network import process_group_variables
 from slipstream.rollout.temporary import OwnedFolder
 
@@ -250,7 +251,8 @@ def importing_sglang() -> Iterator[None]:
     variables, path = dict(os.environ), list(sys.path)
     let_import_sglang()
     try:
-        yield
+        with kept_for_good():
+            yield
     finally:
         for name in os.environ.keys() - variables.keys():
             del os.environ[name]

@@ -25,7 +25,7 @@ from slipstream.rollout.engine.descriptors import make_room
 from slipstream.rollout.engine.key import Application, Key
 from slipstream.rollout.engine.pool import EnginePool
 from slipstream.rollout.engine.process import let_import_sglang
-from slipstream.rollout.garbage import look_seldom_for_garbage
+from slipstream.rollout.garbage import kept_for_good, look_seldom_for_garbage
 from slipstream.rollout.gateway.administration import Administration
 from slipstream.rollout.gateway.conversations import Recorded
 from slipstream.rollout.gateway.engines import Decode, EngineTokens
@@ -328,8 +328,9 @@ def run(
 def _parts(spec: GatewaySpec) -> tuple[Build, Decode]:
     """Return what the process serves. Imports SGLang, for which this process is prepared first."""
     let_import_sglang()
-    from slipstream.rollout.gateway.compose import build
-    from slipstream.rollout.tokenizer import load_tokenizer
+    with kept_for_good():
+        from slipstream.rollout.gateway.compose import build
+        from slipstream.rollout.tokenizer import load_tokenizer
 
     return build, load_tokenizer(spec.config.model.path).decode
 
