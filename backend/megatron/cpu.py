@@ -11,7 +11,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable, Generator
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -58,9 +58,20 @@ def _stand_in_for_triton_modules() -> None:
 
 
 def _no_compilation() -> None:
-    """jit_fuser is torch.compile: slow to warm up, and it needs a C++ compiler at run time."""
-    from megatron.core import jit
+    """jit_fuser is torch.compile: slow to warm up, and it needs a C++ compiler at run time.
 
+    The first import of Megatron decorates functions with it, before it can be disabled. The decorator alone
+    imports torch's compiler, for a second of a core.
+    """
+
+    def as_it_is(function: Callable[..., Any] | None = None, **options: object) -> Callable[..., Any]:
+        return as_it_is if function is None else function
+
+    compiled, torch.compile = torch.compile, as_it_is
+    try:
+        from megatron.core import jit
+    finally:
+        torch.compile = compiled
     jit.disable_jit_fuser()
 
 
