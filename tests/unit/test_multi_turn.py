@@ -238,7 +238,16 @@ def test_what_cannot_be_a_tool_is_refused_at_once(path, reason):
 
 
 PARSED = """
+import os, sys
+from concurrent.futures import ThreadPoolExecutor
+before = dict(os.environ), list(sys.path)
+from slipstream.rollout.workflow import ToolUse
+workflow = ToolUse(["tests.unit.test_multi_turn.add"], parser="qwen25")
+print("sglang" in sys.modules)
 from slipstream.rollout.environment.parsers import call_parser
+with ThreadPoolExecutor(8) as threads:
+    list(threads.map(lambda _: call_parser("qwen25", []), range(8)))
+print("sglang" in sys.modules, (dict(os.environ), list(sys.path)) == before)
 parameters = {"type": "object", "properties": {}}
 tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
 for name, text in (
@@ -255,10 +264,22 @@ except ValueError as error:
 """
 
 
-def test_sglangs_parsers_read_calls_and_an_unknown_one_is_named_with_those_that_there_are():
-    command = [sys.executable, "-c", PARSED]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=True)
-    *calls, unknown = done.stdout.splitlines()
+@pytest.fixture(scope="module")
+def parsed() -> list[str]:
+    """What a process prints that makes a workflow, imports SGLang and reads calls with its parsers."""
+    done = subprocess.run(
+        [sys.executable, "-c", PARSED],
+        env=environment(CUDA_VISIBLE_DEVICES="0,1"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+def test_sglangs_parsers_read_calls_and_an_unknown_one_is_named_with_those_that_there_are(parsed):
+    *calls, unknown = parsed[2:]
     assert calls == [*["[('add', '{\"a\": 2}')]"] * 3, "[]"]
     assert unknown.startswith("there is no parser of tool calls 'none'; SGLang has ") and "qwen25" in unknown
 
@@ -422,31 +443,9 @@ def test_a_workflow_makes_no_environment_before_an_episode_and_closes_all_at_its
     assert (world.made, world.closed) == (1, 1)
 
 
-IMPORTS = """
-import os, sys
-from concurrent.futures import ThreadPoolExecutor
-before = dict(os.environ), list(sys.path)
-from slipstream.rollout.workflow import ToolUse
-workflow = ToolUse(["tests.unit.test_multi_turn.add"], parser="qwen25")
-print("sglang" in sys.modules)
-from slipstream.rollout.environment.parsers import call_parser
-with ThreadPoolExecutor(8) as threads:
-    list(threads.map(lambda _: call_parser("qwen25", []), range(8)))
-print("sglang" in sys.modules, (dict(os.environ), list(sys.path)) == before)
-"""
-
-
-def test_sglang_is_imported_for_episodes_only_and_changes_nothing_for_other_processes():
+def test_sglang_is_imported_for_episodes_only_and_changes_nothing_for_other_processes(parsed):
     """The driver makes the workflow as well, and what it starts must see its GPUs."""
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTS],
-        env=environment(CUDA_VISIBLE_DEVICES="0,1"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert done.stdout.split() == ["False", "True", "True"]
+    assert parsed[:2] == ["False", "True True"]
 
 
 def test_arguments_that_do_not_fit_are_known_when_the_workflow_is_made():
