@@ -27,8 +27,8 @@ OF_RECORDED_EPISODE = 10
 def kept_for_good() -> Iterator[None]:
     """Look for no garbage inside the block, which imports modules, and never look at what it has made.
 
-    Torch, SGLang and Megatron make hundreds of thousands of objects that stay. To look at them again and again
-    takes a sixth of the time of such an import, and later most of the time of every search.
+    Torch, SGLang and Megatron make hundreds of thousands of objects that stay. To look at them again and
+    again takes a sixth of the time of such an import, and later most of the time of every search.
     """
     gc.disable()
     try:

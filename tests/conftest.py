@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-"""One thread for the tensors of each process, whose models are tiny: further ones wait for each other on a busy
-core, in this process and in whatever a test starts."""
+"""One thread for the tensors of each process, here and in whatever a test starts: models are tiny, and
+further threads wait for each other on a busy core."""
 
 gc.disable()  # until all modules are imported
 
