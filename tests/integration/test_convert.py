@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.backend.checkpoint.folder import CheckpointFolder
 from slipstream.backend.checkpoint.manifest import CheckpointRecord
+from slipstream.backend.commands.convert import LayoutOptions, megatron_to_hf
 from slipstream.backend.megatron import conversion
 from slipstream.backend.megatron.parallel import RankSpec
 from slipstream.bridge.families import spec_of
@@ -252,30 +252,29 @@ def ended(process: subprocess.Popen) -> tuple[int, str, str]:
     return process.returncode, said, wrong
 
 
-@pytest.fixture(scope="module")
-def commands(done: Done) -> Iterator[dict[str, subprocess.Popen]]:
-    """Conversions that run side by side: each keeps one core busy."""
-    model = done.folder / "models" / "tied"
-    processes = {}
-    for trained in TRAINED:
-        run = done.folder / trained
-        (run / "converted").mkdir()
-        out = run / "converted" / "out"
-        processes[trained] = slipstream("megatron-to-hf", run / "checkpoints", out, "--model", model)
-    yield processes
-    for process in processes.values():
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.parametrize("trained", TRAINED)
-def test_the_checkpoints_of_a_run_become_what_the_run_would_export(done: Done, commands, trained: str):
-    run = done.folder / trained
-    code, said, wrong = ended(commands[trained])
-    assert (code, wrong) == (0, "")
-    assert "v00000001" in said
+def assert_converted(run: Path) -> None:
     assert_same(run / "converted" / "out", run / "exported")
     assert [path.name for path in (run / "converted").iterdir()] == ["out"]
+
+
+def test_the_command_makes_of_a_runs_checkpoints_what_the_run_would_export(done: Done):
+    run = done.folder / "all-weights"
+    model, out = done.folder / "models" / "tied", run / "converted" / "out"
+    out.parent.mkdir()
+    command = slipstream("megatron-to-hf", run / "checkpoints", out, "--model", model)
+    code, said, wrong = ended(command)
+    assert (code, wrong) == (0, "")
+    assert "v00000001" in said
+    assert_converted(run)
+
+
+def test_checkpoints_with_adapters_become_what_the_run_would_export(done: Done):
+    run = done.folder / "adapters"
+    model, out = done.folder / "models" / "tied", run / "converted" / "out"
+    out.parent.mkdir()
+    one_rank = LayoutOptions(1, 1, 1, 1, None, None)
+    assert "v00000001" in megatron_to_hf(run / "checkpoints", out, model, one_rank)
+    assert_converted(run)
 
 
 def children(pid: int) -> list[int]:

@@ -284,6 +284,7 @@ def spoil(model: Path) -> None:
     save_file(weights, model / "model.safetensors", {"format": "pt"})
 
 
+@pytest.mark.slow  # test_skipped_updates.py has it without a run, test_driver_skipped.py without a trainer
 def test_a_run_ends_when_too_many_updates_are_not_finite(recipe, tmp_path: Path):
     file = recipe()
     spoil(tmp_path / "model")
