@@ -6,10 +6,14 @@ small CPUs. One thing is better: a process without CUDA can be forked.
 """
 
 import importlib.util
+import json
 import multiprocessing
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from slipstream.configs.installed import package_folder
 
 STAND_INS = Path(__file__).with_name("stand_ins")
 """Folders for the PYTHONPATH of the server's process only: they would break torch.compile elsewhere."""
@@ -44,6 +48,22 @@ def environment(tensor_parallel: int) -> dict[str, str]:
             str(cores[rank % len(cores)]) for rank in range(tensor_parallel)
         )
     return variables
+
+
+def without_other_models(model: Path) -> dict[str, str]:
+    """Return the variable that keeps SGLang from importing its 240 models, of which it serves one.
+
+    It has no effect, and is absent, if no model of SGLang's is called as ``config.json`` says.
+    """
+    folder = package_folder("sglang.srt.models")
+    architectures: list[str] = []
+    with suppress(OSError, ValueError):
+        architectures = json.loads((model / "config.json").read_text()).get("architectures") or []
+    files = sorted(folder.glob("*.py")) if folder and architectures else []
+    needed = [file for file in files if f"class {architectures[0]}(".encode() in file.read_bytes()]
+    if not needed:
+        return {}
+    return {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(file.stem for file in files if file not in needed)}
 
 
 def fork_processes() -> None:

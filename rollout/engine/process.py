@@ -270,4 +270,5 @@ def _environment(spec: ServerSpec) -> dict[str, str]:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.shared_gpus)
     if spec.device == "cpu":
         environment |= cpu.environment(spec.tensor_parallel)
+        environment = cpu.without_other_models(spec.model_path) | environment
     return environment

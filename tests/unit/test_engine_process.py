@@ -168,6 +168,20 @@ def test_several_ranks_on_a_cpu_have_a_core_each_as_far_as_there_are_cores(monke
     assert cpu.environment(3)["SGLANG_CPU_OMP_THREADS_BIND"] == expected
 
 
+def test_an_engine_on_a_cpu_does_not_import_the_models_that_it_does_not_serve(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    [names] = cpu.without_other_models(tmp_path).values()
+    assert "qwen3" not in names.split(",")
+    assert {"llama", "deepseek_v2", "qwen3_moe"} <= set(names.split(","))
+
+
+@pytest.mark.parametrize("content", ['{"architectures": ["Unknown"]}', '{"architectures": null}', "{", None])
+def test_all_models_are_imported_if_it_is_not_known_which_one_is_served(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert cpu.without_other_models(tmp_path) == {}
+
+
 @pytest.mark.parametrize(
     ("origin", "installed"),
     [
