@@ -309,7 +309,7 @@ def cut(folder: Path, to: str) -> CutShort:
     """Kill a rank of a conversion with two ranks, or end the command itself."""
     model = write_model(folder / "model", CONFIG | MODELS["qwen3"], F32)
     command = slipstream("hf-to-megatron", model, folder / "out", "--tensor", 2)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while len(ranks := ranks_of(command.pid)) < 2:
         assert time.monotonic() < deadline
         assert command.poll() is None
