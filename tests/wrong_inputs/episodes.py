@@ -91,7 +91,7 @@ async def _message(case: FailingEpisode, prompt: Prompt, logs: Path) -> str:
 async def _collected(case: FailingEpisode, rollout: RolloutConfig, prompt: Prompt, judges: JudgePool) -> str:
     outbox, driver, engines = Outbox(), HoldingDriver(), PureEngines(chunk_s=0.01)
     tokenizer: Any = build_tokenizer()
-    limit = TimeLimit(1.0, "rollout.episode_timeout_s")
+    limit = TimeLimit(case.timeout_s, "rollout.episode_timeout_s")
     workflow = plugins.build(rollout.workflow)
     checking = partial(check, vocab_size=VOCABULARY, workflow=case.workflow)
     groups = GroupCollector(

@@ -21,6 +21,8 @@ class FailingEpisode:
     workflow: str = f"{HERE}.Sound"
     args: dict[str, object] = field(default_factory=dict[str, object])
     """Arguments of the workflow."""
+    timeout_s: float = 30.0
+    """Time limit of the episode. Short only where it is shown: programs may start slowly."""
     filter: str | None = None
     starts: bool = True
     """False: the reward cannot be constructed, which ends the run before any episode."""
@@ -30,9 +32,9 @@ def _reward(name: str, reward: str, *says: str) -> FailingEpisode:
     return FailingEpisode(name, (f"the reward {HERE}.{reward} has failed", *says), reward=reward)
 
 
-def _workflow(name: str, workflow: str, *says: str) -> FailingEpisode:
+def _workflow(name: str, workflow: str, *says: str, timeout_s: float = 30.0) -> FailingEpisode:
     path = f"{HERE}.{workflow}"
-    return FailingEpisode(name, (f"the workflow {path}", *says), workflow=path)
+    return FailingEpisode(name, (f"the workflow {path}", *says), workflow=path, timeout_s=timeout_s)
 
 
 def _turns(name: str, world: str, *says: str) -> FailingEpisode:
@@ -104,6 +106,7 @@ CASES = (
         "NeverReturns",
         f"{FILE}:",
         "TimeoutError: not done within 1 s (rollout.episode_timeout_s)",
+        timeout_s=1.0,
     ),
     _workflow("a workflow cancels itself", "CancelsItself", f"{FILE}:", "CancelledError"),
     _workflow("a workflow exits", "Leaves", f"{FILE}:", "SystemExit: 4"),
