@@ -273,7 +273,7 @@ def test_what_is_wrong_is_told_at_once(recipe, tmp_path: Path):
     (tmp_path / "other.jsonl").write_text('{"prompt": "a1b2"}\n')
     done = slipstream_sft(recipe(), f"data.path={tmp_path / 'other.jsonl'}")
     assert done.returncode == 2
-    assert "example 1: `response` must be a text" in done.stderr
+    assert "other.jsonl, line 1: there is no column `response`; expected a text" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 
