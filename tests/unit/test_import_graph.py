@@ -40,7 +40,7 @@ FLOORS = {
     "rollout": (
         {"changes", "durable", "garbage", "gpu_environment", "heaps", "linux", "network", "plugins"}
         | {"teacher", "temporary"},
-        {"sandbox", "trajectory"},
+        {"imports", "sandbox", "trajectory"},
         {"control", "conversation", "evaluated_set", "prompts", "record", "tokenizer"},
         {"programs", "turns"},
         {"engine", "ledger"},
