@@ -4,7 +4,6 @@ For the trainer a response is a trajectory with reward 1 that its present policy
 (``configs/supervised.py``). A reward model is trained by ``RewardModelRank`` on pairs of such trajectories.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -43,6 +42,7 @@ from slipstream.backend.driver.run_folder import (
 from slipstream.backend.driver.skipped import SkippedUpdateLimit, skipped_in
 from slipstream.backend.driver.stop import Stop, Stopped
 from slipstream.backend.driver.trainer import RankedTrainer
+from slipstream.backend.monitor.lines import read_lines
 from slipstream.backend.monitor.metrics import METRICS_FILE, MetricsLog
 from slipstream.backend.monitor.progress import Progress
 from slipstream.bridge.families import model_spec
@@ -267,7 +267,7 @@ def _checkpoint_folder(config: RunConfig) -> CheckpointFolder:
 
 def _unused_version(folder: Path, checkpoint: FoundCheckpoint) -> int:
     """Return a number above all that were used: steps behind the checkpoint were logged under theirs."""
-    used = [json.loads(line)["step"] for line in (folder / METRICS_FILE).read_text().splitlines()]
+    used = [record["step"] for record in read_lines(folder / METRICS_FILE)]
     return max([checkpoint.record.version, *used]) + 1
 
 

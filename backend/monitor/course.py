@@ -4,14 +4,14 @@ A run that was resumed has done some steps twice, under different versions. The 
 once: as it was done last.
 """
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 
+from slipstream.backend.monitor.lines import read_lines
 from slipstream.backend.monitor.metrics import METRICS_FILE
 
 Record = Mapping[str, Any]
@@ -65,21 +65,6 @@ class Course:
                 rows = cast("list[list[int]]", buckets)
                 lags.append((step, [(first, n) for first, _, n in rows if n]))
         return lags
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file of lines; the unfinished line of a running writer is skipped.
-
-    Raises OSError.
-    """
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                values = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(values, dict):
-                yield cast("dict[str, Any]", values)
 
 
 def read_course(run: Path) -> Course:

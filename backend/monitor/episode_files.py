@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from slipstream.backend.monitor.lines import drop_unfinished_line
+from slipstream.backend.monitor.lines import drop_unfinished_line, read_lines
 
 EPISODES = "episodes"
 """Folder of the episode log in the run folder."""
@@ -189,14 +189,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         for row in pq.read_table(path).to_pylist():  # pyright: ignore[reportUnknownMemberType]
             yield {**row, "reward_parts": json.loads(row["reward_parts"])}
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                yield row
+    yield from read_lines(path)
 
 
 def episode_files(run: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from slipstream.backend.monitor.course import read_lines
+from slipstream.backend.monitor.lines import read_lines
 from slipstream.backend.monitor.trace import TRACES
 
 Event = Mapping[str, Any]
