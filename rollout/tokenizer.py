@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from slipstream.rollout.garbage import kept_for_good
+from slipstream.rollout.torch_compiler import compiler_put_off
 from slipstream.rollout.trajectory import Messages
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -32,7 +33,7 @@ class HfTokenizer(Tokenizer, Protocol):
 
 def load_tokenizer(folder: Path) -> HfTokenizer:
     """Return the tokenizer of a model folder. Raises ValueError, OSError."""
-    with kept_for_good():
+    with kept_for_good(), compiler_put_off():
         from transformers import AutoTokenizer
 
     if not any((folder / name).exists() for name in _FILES):

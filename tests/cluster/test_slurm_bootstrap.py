@@ -122,6 +122,7 @@ def test_scancel_lets_the_run_save_its_state_while_ray_is_still_up(jobs: Jobs) -
     assert (jobs.folder / "saved").read_text() == "1 signal(s)", result.output
 
 
+@pytest.mark.slow  # scancel sends the same signal
 def test_sigterm_to_the_batch_script_as_before_the_time_limit_lets_the_run_decide(jobs: Jobs) -> None:
     job = jobs.submit({"linger": True, "exit_code": 9}, nodes=1)
     jobs.cluster.wait_for_output(job, "FACTS", JOB_TIMEOUT_S)
@@ -234,6 +235,7 @@ def test_with_apptainer_everything_of_a_job_runs_in_the_image(jobs: Jobs) -> Non
     assert all(program in started for program in ("own_address.py", "wait_for_nodes.py", "contain.py"))
 
 
+@pytest.mark.slow  # the next test starts a container too
 def test_with_pyxis_a_run_in_the_image_gets_one_sigterm_and_saves_its_state(jobs: Jobs) -> None:
     variables = contained(jobs, "pyxis", "srun", SRUN)
     job = jobs.submit({"linger": True, "exit_code": 9}, nodes=1, env=variables)

@@ -20,6 +20,7 @@ from tests.integration.test_megatron_parity import config_for, make_batch, unfus
 from tests.integration.test_trainer_checkpoint import trainer_of
 from tests.models import make_checkpoint, reference_logprobs, reference_model
 from tests.ranks import Job, run_jobs
+from tests.selection import chosen, shortened
 
 pytestmark = pytest.mark.timeout(600)  # one fixture starts the processes of all layouts
 
@@ -86,6 +87,8 @@ RESHARDED = {
     "expert 2, tensor 2 -> expert 2": ("expert 2, tensor 2", CASES["expert 2"]),
 }
 """Where the checkpoint was written, and where it is resumed."""
+KEPT = ("one rank", "tensor 2 + sequence", "pipeline 2", "data 2 distributed", "expert 2 distributed")
+KEPT_RESHARDED = ("pipeline 2 -> tensor 2",)
 
 
 @dataclass
@@ -139,18 +142,22 @@ def models(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(models: Path, tmp_path_factory) -> dict[str, Curve]:
-    folders = {source: tmp_path_factory.mktemp("saved") for source, _ in RESHARDED.values()}
+def trained(models: Path, tmp_path_factory, request) -> dict[str, Curve]:
+    resharded = {name: RESHARDED[name] for name in chosen(request, "layouts")}
+    folders = {source: tmp_path_factory.mktemp("saved") for source, _ in resharded.values()}
+    cases = {name: case for name, case in CASES.items() if name in {*chosen(request, "layout"), *folders}}
     jobs = {
         name: Job(case.ranks, train, (case.config(models), folders.get(name), None))
-        for name, case in CASES.items()
+        for name, case in cases.items()
     } | {
         name: Job(case.ranks, train, (case.config(models), None, folders[source]))
-        for name, (source, case) in RESHARDED.items()
+        for name, (source, case) in resharded.items()
     }
     four = {name: job for name, job in jobs.items() if job.ranks == 4}
     # Every checkpoint is written by two ranks, and read behind that.
-    curves_by_name = run_jobs({name: job for name, job in jobs.items() if name not in four}) | run_jobs(four)
+    curves_by_name = run_jobs({name: job for name, job in jobs.items() if name not in four})
+    if four:
+        curves_by_name |= run_jobs(four)
     trained = {}
     for name, curves in curves_by_name.items():
         [reported] = [curve for curve in curves if curve.loss]
@@ -254,13 +261,13 @@ def check(curve: Curve, reference: Reference) -> None:
         assert np.linalg.norm(curve.weights[name] - value) < 1e-3 * update, name
 
 
-@pytest.mark.parametrize("layout", CASES)
+@pytest.mark.parametrize("layout", shortened(CASES, KEPT))
 def test_five_steps_are_those_of_plain_pytorch(layout: str, trained, references):
     assert len(trained[layout].loss) == STEPS
     check(trained[layout], references[CASES[layout].model])
 
 
-@pytest.mark.parametrize("layouts", RESHARDED)
+@pytest.mark.parametrize("layouts", shortened(RESHARDED, KEPT_RESHARDED))
 def test_a_run_goes_on_at_another_layout_as_if_nothing_had_been(layouts: str, trained, references):
     assert len(trained[layouts].loss) == STEPS - SAVED
     check(trained[layouts], references[RESHARDED[layouts][1].model])

@@ -18,6 +18,7 @@ from slipstream.rollout.trajectory import Trajectory
 from tests.integration.test_megatron_parity import config_for, make_batch, unfused
 from tests.models import make_checkpoint, reference_logprobs, reference_model
 from tests.ranks import Job, run_jobs
+from tests.selection import chosen, shortened
 
 LAYOUTS = {
     "one rank": {},
@@ -25,6 +26,7 @@ LAYOUTS = {
     "pipeline 2": {"pipeline": 2},
     "data 2": {"data": 2},
 }
+KEPT = ("one rank", "tensor 2 + sequence")
 TEMPERATURE = 0.8
 DECAY = 0.7
 CRITIC = {"discount": 0.95, "gae_lambda": 0.9, "value_clip": None}
@@ -413,17 +415,18 @@ def by_hand(paths):
 
 
 @pytest.fixture(scope="module")
-def results(paths):
+def results(paths, request):
     """By layout: what every rank has."""
     jobs = {}
-    for layout, parallel in LAYOUTS.items():
+    for layout in chosen(request, "layout"):
+        parallel = LAYOUTS[layout]
         configs = {name: config_of(paths, parallel, case) for name, case in cases(paths).items()}
         world_size = next(iter(configs.values())).actor.parallel.world_size
         jobs[layout] = Job(world_size, gradients_of, (configs, batch_with_tools()))
     return run_jobs(jobs)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", shortened(LAYOUTS, KEPT))
 def test_gradients_with_other_models_are_those_worked_out_by_hand(results, by_hand, layout: str):
     ranks = results[layout]
     for name, (gradients, of_critic, metrics) in by_hand.items():

@@ -17,6 +17,7 @@ from tests.integration.test_megatron_parity import config_for, make_batch
 from tests.integration.test_trainer_checkpoint import trainer_of
 from tests.models import make_checkpoint
 from tests.ranks import Job, run_jobs
+from tests.selection import chosen, shortened
 
 VOCAB, STEPS, MINIBATCHES = 101, 2, 2
 BUCKET_SIZE = 20_000
@@ -74,6 +75,8 @@ RECOMPUTE = {
     "expert": Case("experts", {"data": 2, "expert": 2}),
 }
 KINDS = ("none", "selective", "full")
+KEPT_OVERLAP = ("tied", "distributed, tied, bfloat16", "experts", "virtual pipeline", "tensor")
+KEPT_RECOMPUTE = ("one rank", "experts", "virtual pipeline")
 
 
 @contextmanager
@@ -173,10 +176,11 @@ def on_ranks(function: Any, configs: dict[Any, RunConfig]) -> dict[Any, list[dic
 
 
 @pytest.fixture(scope="module")
-def overlapped(models) -> dict[Any, list[dict[str, Any]]]:
+def overlapped(models, request) -> dict[Any, list[dict[str, Any]]]:
     """By case and whether it overlaps."""
     configs = {}
-    for name, case in OVERLAP.items():
+    for name in chosen(request, "name"):
+        case = OVERLAP[name]
         overlap = {"overlap_grad_reduce": True, "overlap_param_gather": case.distributed}
         configs |= {(name, True): case.config(models, overlap, "none")}
         configs |= {(name, False): case.config(models, {}, "none")}
@@ -184,14 +188,16 @@ def overlapped(models) -> dict[Any, list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def recomputed(models) -> dict[Any, list[dict[str, Any]]]:
+def recomputed(models, request) -> dict[Any, list[dict[str, Any]]]:
     configs = {
-        (name, kind): case.config(models, {}, kind) for name, case in RECOMPUTE.items() for kind in KINDS
+        (name, kind): RECOMPUTE[name].config(models, {}, kind)
+        for name in chosen(request, "remade")
+        for kind in KINDS
     }
     return on_ranks(train_recomputing, configs)
 
 
-@pytest.mark.parametrize("name", OVERLAP)
+@pytest.mark.parametrize("name", shortened(OVERLAP, KEPT_OVERLAP))
 def test_overlapped_communication_trains_the_same_weights_bit_for_bit(name: str, overlapped):
     for one, other in zip(overlapped[name, True], overlapped[name, False], strict=True):
         # The distributed optimizer adds up the gradient's norm by bucket.
@@ -201,7 +207,7 @@ def test_overlapped_communication_trains_the_same_weights_bit_for_bit(name: str,
             np.testing.assert_array_equal(one["weights"][parameter], value, err_msg=parameter)
 
 
-@pytest.mark.parametrize("name", OVERLAP)
+@pytest.mark.parametrize("name", shortened(OVERLAP, KEPT_OVERLAP))
 def test_gradients_of_all_buckets_are_under_way_before_the_backward_pass_is_over(name: str, overlapped):
     for rank in overlapped[name, True]:
         first, *later = rank["under way"]
@@ -214,7 +220,9 @@ def test_gradients_of_all_buckets_are_under_way_before_the_backward_pass_is_over
         assert not any(map(any, rank["under way"]))
 
 
-@pytest.mark.parametrize("name", [name for name, case in OVERLAP.items() if case.distributed])
+@pytest.mark.parametrize(
+    "name", shortened([name for name, case in OVERLAP.items() if case.distributed], KEPT_OVERLAP)
+)
 def test_weights_of_an_update_are_gathered_by_the_next_forward_pass(name: str, overlapped):
     for rank in overlapped[name, True]:
         assert all(map(all, rank["late"]))
@@ -223,21 +231,21 @@ def test_weights_of_an_update_are_gathered_by_the_next_forward_pass(name: str, o
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-@pytest.mark.parametrize("name", RECOMPUTE)
-def test_recomputed_activations_give_the_same_gradients_and_weights(name: str, kind: str, recomputed):
-    for one, other in zip(recomputed[name, kind], recomputed[name, "none"], strict=True):
+@pytest.mark.parametrize("remade", shortened(RECOMPUTE, KEPT_RECOMPUTE))
+def test_recomputed_activations_give_the_same_gradients_and_weights(remade: str, kind: str, recomputed):
+    for one, other in zip(recomputed[remade, kind], recomputed[remade, "none"], strict=True):
         # Adam makes as much of a tiny gradient as of a large one.
-        for what in ("gradients",) if name == "adapters" else ("gradients", "weights"):
+        for what in ("gradients",) if remade == "adapters" else ("gradients", "weights"):
             assert one[what].keys() == other[what].keys()
             for parameter, value in other[what].items():
                 # With frozen weights the two differ by roundings.
-                tolerance = 1e-5 * np.abs(value).max() if name == "adapters" else 0
+                tolerance = 1e-5 * np.abs(value).max() if remade == "adapters" else 0
                 np.testing.assert_allclose(one[what][parameter], value, 0, tolerance, err_msg=parameter)
 
 
-@pytest.mark.parametrize("name", RECOMPUTE)
-def test_what_is_recomputed_is_computed_twice(name: str, recomputed):
-    for kept, selective, full in zip(*(recomputed[name, kind] for kind in KINDS), strict=True):
+@pytest.mark.parametrize("remade", shortened(RECOMPUTE, KEPT_RECOMPUTE))
+def test_what_is_recomputed_is_computed_twice(remade: str, recomputed):
+    for kept, selective, full in zip(*(recomputed[remade, kind] for kind in KINDS), strict=True):
         layers, attentions = (kept["calls"][kind] for kind in ("TransformerLayer", "PackedAttention"))
         assert layers == attentions > 0
         assert selective["calls"] == {"TransformerLayer": layers, "PackedAttention": 2 * attentions}

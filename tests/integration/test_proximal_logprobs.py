@@ -20,6 +20,7 @@ from tests.integration.test_trainer_checkpoint import own_weights, trainer_of
 from tests.models import make_checkpoint
 from tests.ports import held_port
 from tests.ranks import Job, run_jobs
+from tests.selection import chosen, shortened
 
 VOCAB, TRAJECTORIES = 101, 12
 CASES: dict[str, dict[str, Any]] = {
@@ -47,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "penalty in the reward": {"kl": {"where": "reward", "coefficient": 0.1}, "minibatches": 2},
 }
 """By name: settings of the actor."""
+KEPT = ("one update", "three updates", "tensor 2", "experts", "masks", "without recomputing")
 IN_ADVANCE = {"penalty in the reward": 2, "without recomputing": 0}
 """Number of mini-batches with a forward pass for proximal log-probs, where it is not all but the first."""
 
@@ -113,10 +115,10 @@ def models(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(models: Path) -> dict[tuple[str, bool], list[dict[str, Any]]]:
+def trained(models: Path, request) -> dict[tuple[str, bool], list[dict[str, Any]]]:
     """By case, and whether all is computed in advance: the results of each rank."""
     jobs = {}
-    for case in CASES:
+    for case in chosen(request, "case"):
         config = config_of(case, models)
         for in_advance in (False, True):
             work = [(held_port(), config)]
@@ -124,7 +126,7 @@ def trained(models: Path) -> dict[tuple[str, bool], list[dict[str, Any]]]:
     return {key: [result for [result] in by_rank] for key, by_rank in run_jobs(jobs).items()}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", shortened(CASES, KEPT))
 def test_the_weights_and_the_metrics_are_those_of_a_pass_of_their_own(case: str, trained):
     for rank, separate in zip(trained[case, False], trained[case, True], strict=True):
         assert rank["weights"].keys() == separate["weights"].keys()
@@ -138,7 +140,7 @@ def test_the_weights_and_the_metrics_are_those_of_a_pass_of_their_own(case: str,
         assert metrics[1]["staleness/logprob_abs_mean"] > 0
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", shortened(CASES, KEPT))
 def test_only_later_mini_batches_are_computed_in_advance(case: str, models: Path, trained):
     minibatches = config_of(case, models).actor.minibatches
     later = minibatches - IN_ADVANCE.get(case, minibatches - 1)
@@ -148,7 +150,7 @@ def test_only_later_mini_batches_are_computed_in_advance(case: str, models: Path
             assert separate["passes"] == sum(map(sum, separate["counts"])) > 0
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "experts"])
+@pytest.mark.parametrize("case", shortened([case for case in CASES if case != "experts"], KEPT))
 def test_the_arithmetic_of_a_step_leaves_out_passes_that_are_not_made(case: str, models: Path, trained):
     config = config_of(case, models)
     geometry = model_spec(models / "dense").geometry

@@ -20,6 +20,7 @@ from tests.integration.test_trainer_checkpoint import own_weights, trainer_of
 from tests.models import make_checkpoint
 from tests.ports import held_port
 from tests.ranks import Job, run_jobs
+from tests.selection import chosen, shortened
 
 VOCAB, MINIBATCHES = 101, 3
 NAN, INF = float("nan"), float("inf")
@@ -190,19 +191,24 @@ def models(tmp_path_factory) -> Path:
 
 
 POISONED = {"first mini-batch": 0, "middle mini-batch": 1, "last mini-batch": 2}
+PLACES = [(case, where) for case in CASES for where in POISONED]
+KEPT_PLACES = [(case, list(POISONED)[number % 3]) for number, case in enumerate(CASES)]
+KEPT = ("one rank", "tensor 2, bfloat16", "pipeline 2", "data 2, overlapped", "expert 2")
+REWARDED = ("one rank", "tensor 2, bfloat16", "data 2", "pipeline 2")
+KEPT_REWARDED = ("one rank", "pipeline 2")
 
 
 @pytest.fixture(scope="module")
-def steps(models: Path) -> dict[Any, list[dict[str, Any]]]:
+def steps(models: Path, request) -> dict[Any, list[dict[str, Any]]]:
     """By (case, poisoned mini-batch, poisoned or left out): what each rank has."""
     cases = {}
-    for name, case in CASES.items():
+    for name, where in chosen(request, "case", "where"):
+        case, number = CASES[name], POISONED[where]
         config = case.config(models)
-        for where, number in POISONED.items():
-            place = min(members(config, clean())[number])
-            poisoned = with_logprob(clean(), place, NAN)
-            cases[name, where, "poisoned"] = (case.ranks, after_step, (config, poisoned))
-            cases[name, where, "left out"] = (case.ranks, after_step, (config, clean(), {number}))
+        place = min(members(config, clean())[number])
+        poisoned = with_logprob(clean(), place, NAN)
+        cases[name, where, "poisoned"] = (case.ranks, after_step, (config, poisoned))
+        cases[name, where, "left out"] = (case.ranks, after_step, (config, clean(), {number}))
     return run_cases(cases)
 
 
@@ -218,8 +224,7 @@ def reported(by_rank: list[dict[str, Any]]) -> tuple[dict[str, float], list[Skip
     return metrics, skipped
 
 
-@pytest.mark.parametrize("where", POISONED)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "where"), shortened(PLACES, KEPT_PLACES))
 def test_a_nan_log_prob_costs_only_the_update_of_its_mini_batch(case: str, where: str, steps):
     for poisoned, expected in zip(
         steps[case, where, "poisoned"], steps[case, where, "left out"], strict=True
@@ -230,8 +235,7 @@ def test_a_nan_log_prob_costs_only_the_update_of_its_mini_batch(case: str, where
         assert poisoned["updates later"] == 2 * MINIBATCHES - 1
 
 
-@pytest.mark.parametrize("where", POISONED)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "where"), shortened(PLACES, KEPT_PLACES))
 def test_a_skipped_update_is_counted_and_named_and_leaves_the_metrics_finite(
     case: str, where: str, models: Path, steps
 ):
@@ -254,13 +258,14 @@ def test_a_skipped_update_is_counted_and_named_and_leaves_the_metrics_finite(
 
 
 @pytest.fixture(scope="module")
-def others(models: Path) -> dict[Any, list[dict[str, Any]]]:
+def others(models: Path, request) -> dict[Any, list[dict[str, Any]]]:
     cases = {}
-    for name, case in CASES.items():
+    for name in chosen(request, "spoiled"):
+        case = CASES[name]
         config = case.config(models)
         cases[name, "gradient"] = (case.ranks, after_spoiled_gradient, (config,))
         cases[name, "first left out"] = (case.ranks, after_step, (config, clean(), {0}))
-    for name in ("one rank", "tensor 2, bfloat16", "data 2", "pipeline 2"):
+    for name in chosen(request, "rewarded"):
         config = CASES[name].config(models)
         numbers = {n for n, places in enumerate(members(config, clean())) if places & {4, 5}}
         batch = with_trajectory(clean(), 4, reward=INF)
@@ -269,12 +274,16 @@ def others(models: Path) -> dict[Any, list[dict[str, Any]]]:
     return run_cases(cases)
 
 
-@pytest.mark.parametrize("case", ["one rank", "tensor 2, bfloat16", "data 2", "pipeline 2"])
-def test_an_infinite_reward_costs_the_updates_that_its_group_is_in(case: str, models: Path, others):
-    for poisoned, expected in zip(others[case, "reward"], others[case, "group left out"], strict=True):
+@pytest.mark.parametrize("rewarded", shortened(REWARDED, KEPT_REWARDED))
+def test_an_infinite_reward_costs_the_updates_that_its_group_is_in(rewarded: str, models: Path, others):
+    for poisoned, expected in zip(
+        others[rewarded, "reward"], others[rewarded, "group left out"], strict=True
+    ):
         assert_equal_weights(poisoned["weights"], expected["weights"])
-    numbers = [n for n, places in enumerate(members(CASES[case].config(models), clean())) if places & {4, 5}]
-    metrics, skipped = reported(others[case, "reward"])
+    numbers = [
+        n for n, places in enumerate(members(CASES[rewarded].config(models), clean())) if places & {4, 5}
+    ]
+    metrics, skipped = reported(others[rewarded, "reward"])
     assert metrics["train/skipped_updates"] == len(numbers)
     assert [update.minibatch - 1 for update in skipped] == numbers
     for update in skipped:
@@ -283,15 +292,15 @@ def test_an_infinite_reward_costs_the_updates_that_its_group_is_in(case: str, mo
         assert set(numbers_of) <= {4, 5}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_update_on_all(case: str, others):
-    for spoiled, expected in zip(others[case, "gradient"], others[case, "first left out"], strict=True):
-        assert_equal_weights(spoiled["weights"], expected["weights"])
-        assert spoiled["updates"] == MINIBATCHES - 1
-    metrics, [update] = reported(others[case, "gradient"])
+@pytest.mark.parametrize("spoiled", shortened(CASES, KEPT))
+def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_update_on_all(spoiled: str, others):
+    for actual, expected in zip(others[spoiled, "gradient"], others[spoiled, "first left out"], strict=True):
+        assert_equal_weights(actual["weights"], expected["weights"])
+        assert actual["updates"] == MINIBATCHES - 1
+    metrics, [update] = reported(others[spoiled, "gradient"])
     assert metrics["train/skipped_updates"] == 1
     assert update.trajectories == ()
-    [name] = others[case, "gradient"][-1]["name"]
+    [name] = others[spoiled, "gradient"][-1]["name"]
     assert any(name in parameter for parameter in update.parameters), update.parameters
     assert name in str(update)
 

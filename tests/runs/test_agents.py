@@ -24,6 +24,7 @@ async def ask_twice(base_url: str, api_key: str, prompt: Any, metadata: dict[str
         await policy.chat.completions.create(model="policy", messages=[question, answer, question])  # type: ignore
 
 
+@pytest.mark.slow  # tests/agents has the endpoint, test_resume.py a collector that is lost
 def test_agents_are_trained_and_a_collector_that_is_killed_loses_nothing(
     launch: Callable[..., LaunchedRun], monkeypatch: pytest.MonkeyPatch
 ):

@@ -117,6 +117,7 @@ def vote(messages: list[dict]) -> str:
     return r"\boxed{1}" if THANKS in after else r"\boxed{-1}"
 
 
+@pytest.mark.slow  # test_teacher.py has the policy as its teacher
 @pytest.mark.timeout(300)
 def test_votes_and_hints_of_a_server_and_the_policy_as_teacher_train(launch: Launch, tmp_path: Path):
     key = add_key(tmp_path / "run.keys.json", "ann")
@@ -161,6 +162,7 @@ def test_votes_and_hints_of_a_server_and_the_policy_as_teacher_train(launch: Lau
     assert "# Conversation before the reply" in asked
 
 
+@pytest.mark.slow  # benchmarks/judges runs it for longer
 @pytest.mark.timeout(300)
 def test_a_judge_with_engines_of_its_own_votes_and_teaches_although_its_engine_dies(
     launch: Launch, inputs: Path, tmp_path: Path

@@ -79,6 +79,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.slow  # test_slime_rollout_calls.py has them without engines
 def test_functions_for_whole_batches_collect_and_evaluate_although_their_collector_is_killed(
     launch: Callable[..., LaunchedRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

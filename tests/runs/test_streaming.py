@@ -7,6 +7,7 @@ import pytest
 from benchmarks.streaming.run import Load, measure
 
 
+@pytest.mark.slow  # test_engine_weights.py has updates and a lost engine
 @pytest.mark.timeout(600)
 def test_every_answer_arrives_whole_through_updates_and_the_loss_of_an_engine(tmp_path: Path):
     result = measure(Load("abort", clients=12, updates=3, tokens=100, kills=True), tmp_path)

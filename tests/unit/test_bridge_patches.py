@@ -25,7 +25,7 @@ def versions(draw) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 @given(versions(), st.sampled_from([1, 7, 256, patches.CHUNK]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_a_patch_gives_every_bit_of_the_new_version(case, chunk):
     base, new, itemsize = case
     whole_chunk, patches.CHUNK = patches.CHUNK, chunk

@@ -421,7 +421,7 @@ PATHS = st.one_of(
         st.text(alphabet="abcxyz_-. é\n", min_size=1, max_size=8),
     ),
 )
-QUIET = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUIET = settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def corrupt(data: dict, path: str, value: object) -> None:

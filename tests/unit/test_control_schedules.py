@@ -6,7 +6,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.unit.control_schedules import POLICIES, Schedule
 
-SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None, database=None)
+SETTINGS = settings(max_examples=25, stateful_step_count=40, deadline=None, database=None)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

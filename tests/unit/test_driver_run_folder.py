@@ -34,6 +34,7 @@ from slipstream.rollout.ledger.driver_file import look
 from slipstream.rollout.ledger.lease import Fenced
 from slipstream.rollout.trajectory import Prompt
 from tests.environment import environment
+from tests.selection import shortened
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -491,10 +492,12 @@ def start(tmp_path: Path) -> Iterator:
         process.communicate()
 
 
-@pytest.mark.parametrize(
-    "locks", [("here", "here"), ("here", "here", "nolocks"), ("here", "there", "nolocks")]
-)
-@pytest.mark.parametrize("how", ["resume", "start"])
+LOCKS = (("here", "here"), ("here", "here", "nolocks"), ("here", "there", "nolocks"))
+OPENED = [(how, locks) for how in ("resume", "start") for locks in LOCKS]
+KEPT_OPENED = [("start", LOCKS[0]), ("resume", LOCKS[2])]
+
+
+@pytest.mark.parametrize(("how", "locks"), shortened(OPENED, KEPT_OPENED))
 def test_of_two_processes_that_open_a_run_at_once_one_is_refused_with_exit_code_2(
     config: RunConfig, start, how: str, locks: tuple[str, ...]
 ):

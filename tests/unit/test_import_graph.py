@@ -39,7 +39,7 @@ FLOORS = {
     "bridge": ({"hf"}, {"model"}, {"families", "shards"}, {"publish"}, {"transport"}),
     "rollout": (
         {"changes", "durable", "garbage", "gpu_environment", "heaps", "linux", "network", "plugins"}
-        | {"teacher", "temporary"},
+        | {"teacher", "temporary", "torch_compiler"},
         {"imports", "sandbox", "trajectory"},
         {"control", "conversation", "evaluated_set", "prompts", "record", "tokenizer"},
         {"programs", "turns"},

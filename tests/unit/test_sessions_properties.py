@@ -196,7 +196,7 @@ def check_against_the_engine(gateway: Gateway) -> None:
     assert counted == trained, "each sampled id of a trained turn carries loss on one branch"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data(), TEMPLATES, st.integers(1, 14))
 def test_each_sampled_id_is_trained_once_as_the_engine_sampled_it(data, template, steps):
     gateway = Gateway()

@@ -4,12 +4,15 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.environment import ROOT, environment
 from tests.exactness.__main__ import ALLOWED_GAP, WRONG
 
 CONVERSATIONS = 8
 
 
+@pytest.mark.slow  # tests/unit/test_exactness.py has it with a stand-in for the engine
 def test_what_is_trained_is_what_the_server_has_sampled_and_the_trainer_agrees_about_log_probs():
     command = [sys.executable, "-m", "tests.exactness", "--engine", "real", "--seed", "1"]
     process = subprocess.run(
