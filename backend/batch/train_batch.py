@@ -43,6 +43,10 @@ class TrainBatch:
     given_rewards: tuple[float, ...] | None = None
     """Advantage of each trajectory from its reward, as code of the user's gives it in the place of the
     recipe's. None: the recipe's is found from rewards."""
+    rate_factor: float = 1.0
+    """Factor of the learning rate of this step."""
+    mismatch: float | None = None
+    """Mean of log(pi_old / mu)^2 over tokens of lag 0, as earlier steps have measured it; None: not yet."""
 
     @property
     def episode_N(self) -> npt.NDArray[np.int64]:
@@ -82,6 +86,10 @@ class EncodedBatch:
     response_masks: tuple[tuple[int, ...], ...] | None = None
     """0 where code of the user's takes the loss of a token away: for all trajectories but live ones, their
     tokens from the first sampled one on. None: nowhere."""
+    rate_factor: float = 1.0
+    """As in ``TrainBatch``."""
+    mismatch: float | None = None
+    """As in ``TrainBatch``."""
 
     def decoded(self) -> TrainBatch:
         """Return the trajectories, those of one episode one behind the other. Raises CorruptRecord."""
@@ -110,6 +118,8 @@ class EncodedBatch:
             {int(first[place]): by_turn for place, by_turn in self.turn_advantages.items()},
             np.repeat(np.arange(len(episodes)), counts),
             rewards,
+            self.rate_factor,
+            self.mismatch,
         )
 
 

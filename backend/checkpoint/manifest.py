@@ -3,11 +3,11 @@
 import hashlib
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from slipstream.backend.checkpoint.disk import checksum, synced_checksum
 from slipstream.backend.checkpoint.errors import CheckpointError, describe
@@ -34,6 +34,8 @@ class CheckpointRecord:
     """Numbers of groups, by state."""
     ledger: Watermark | None = None
     """How far the ledger was; None in a run without a ledger."""
+    feedback: Mapping[str, Any] | None = None
+    """What earlier steps have measured for later ones: ``Feedback.state``; None in a supervised run."""
 
 
 class ListedFile(TypedDict):

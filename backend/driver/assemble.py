@@ -174,6 +174,7 @@ def assemble(
         state.ledger,
         listener,
         last_step=state.control.step,
+        feedback=state.feedback,
     )
     questions = EvaluationTasks()
     leases = Leases(
@@ -224,7 +225,9 @@ def assemble(
             trainer,
             weights,
             checkpoints,
-            Rewind(config, inputs, state.ledger, gate, leases, listener.note, turns, state.drawn),
+            Rewind(
+                config, inputs, state.ledger, gate, leases, state.feedback, listener.note, turns, state.drawn
+            ),
             restarts=config.run.trainer_restarts,
             note=listener.note,
         ),

@@ -13,6 +13,7 @@ from slipstream.backend.checkpoint.errors import CheckpointError
 from slipstream.backend.checkpoint.folder import CheckpointFolder, FoundCheckpoint
 from slipstream.backend.checkpoint.manifest import CheckpointRecord, record_digest
 from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.driver.feedback import Feedback
 from slipstream.backend.driver.ports import CheckpointedTrainer, CheckpointListener, RunHistory, RunPosition
 from slipstream.configs.schema import CheckpointConfig
 
@@ -60,8 +61,10 @@ class TrainerCheckpoints:
         history: RunHistory,
         listener: CheckpointListener,
         last_step: int = 0,
+        feedback: Feedback | None = None,
     ) -> None:
-        """``last_step``: step of the checkpoint that the run was restored from."""
+        """``last_step``: step of the checkpoint that the run was restored from. ``feedback``: None in a
+        supervised run."""
         self._config = config
         self._folder = folder
         self._trainer = trainer
@@ -69,6 +72,7 @@ class TrainerCheckpoints:
         self._history = history
         self._listener = listener
         self._last_step = last_step
+        self._feedback = feedback
         self._writing: asyncio.Task[None] | None = None
 
     async def step_done(self, run: RunPosition) -> None:
@@ -131,6 +135,7 @@ class TrainerCheckpoints:
             data_position=run.position,
             counts=asdict(run.counts),
             ledger=self._history.watermark(),
+            feedback=None if self._feedback is None else self._feedback.state(),
         )
         # A driver whose run was taken over must not delete what the new one has begun to write.
         await self._history.flushed()

@@ -8,6 +8,7 @@ from slipstream.backend.checkpoint.errors import CheckpointError, describe
 from slipstream.backend.checkpoint.folder import CHECKPOINTS, CheckpointFolder, FoundCheckpoint
 from slipstream.backend.checkpoint.manifest import CheckpointRecord
 from slipstream.backend.checkpoint.watermarks import check_watermarks
+from slipstream.backend.driver.feedback import Feedback
 from slipstream.backend.driver.inputs import InputError, Inputs
 from slipstream.backend.driver.run_folder import (
     EarlierRun,
@@ -25,7 +26,7 @@ from slipstream.rollout.collect.intake import Intake
 from slipstream.rollout.collect.restored import RestoredGroups, take_up
 from slipstream.rollout.compat.slime.drawn_prompts import DrawnPrompts, drawn_prompts
 from slipstream.rollout.control.core import RolloutControl
-from slipstream.rollout.control.policies import make_control
+from slipstream.rollout.control.policies import admission_policy, make_control
 from slipstream.rollout.control.versions import VersionTree
 from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.ledger.history import history_of
@@ -52,6 +53,8 @@ class RunState:
     """Messages about the restart, for the user."""
     turns: RecoveredTurns
     """Turns of live users."""
+    feedback: Feedback
+    """What earlier steps have measured for later ones."""
     drawn: DrawnPrompts | None = None
     """Prompts of a data source; None: the recipe names none."""
 
@@ -137,8 +140,9 @@ def begin(
         guard=lease.check,
     )
     drawn = drawn_prompts(config)
+    feedback = Feedback.of(config, checkpoint.record.feedback if checkpoint else None)
     collected = restore_collection(
-        config, inputs, ledger, recovered, drawn=drawn, other_prompts=other_prompts
+        config, inputs, ledger, recovered, feedback, drawn=drawn, other_prompts=other_prompts
     )
     notes = [*(checkpoint.warnings if checkpoint else []), *recovered.notes]
     if recovered.epoch:
@@ -153,6 +157,7 @@ def begin(
         recovered.failures,
         notes,
         recovered.live,
+        feedback,
         drawn,
     )
 
@@ -180,6 +185,7 @@ def restore_collection(
     inputs: Inputs,
     ledger: Ledger,
     recovered: Recovered,
+    feedback: Feedback,
     *,
     served: int | None = None,
     drawn: DrawnPrompts | None = None,
@@ -200,6 +206,7 @@ def restore_collection(
         served=served,
         counts=recovered.counts,
         losses=recovered.losses,
+        admission=feedback.admission(admission_policy(rollout)),
     )
     if drawn is not None:
         drawn.go_to(recovered.position)

@@ -12,6 +12,7 @@ of their own.
 from collections.abc import Callable
 from typing import Protocol
 
+from slipstream.backend.driver.feedback import Feedback
 from slipstream.backend.driver.inputs import Inputs
 from slipstream.backend.driver.resume import restore_collection
 from slipstream.configs.schema import RunConfig
@@ -45,6 +46,7 @@ class Rewind:
         ledger: Ledger,
         gate: AdmissionGate,
         leases: Leases,
+        feedback: Feedback,
         note: Callable[[str], None],
         turns: Turns | None = None,
         drawn: DrawnPrompts | None = None,
@@ -55,6 +57,7 @@ class Rewind:
         self._ledger = ledger
         self._gate = gate
         self._leases = leases
+        self._feedback = feedback
         self._note = note
         self._turns = turns
         self._drawn = drawn
@@ -91,6 +94,7 @@ class Rewind:
             self._inputs,
             self._ledger,
             recovered,
+            self._feedback,
             served=self._gate.served,
             drawn=self._drawn,
         )

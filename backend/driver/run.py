@@ -223,6 +223,7 @@ async def _train(
             recorder,
             parts.status,
             partial(_read, state.ledger),
+            state.feedback,
             parts.hooks,
         )
     collecting.cancel()

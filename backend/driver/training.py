@@ -19,6 +19,7 @@ from slipstream.backend.batch.train_batch import EncodedBatch
 from slipstream.backend.cluster.errors import TrainerFailed
 from slipstream.backend.cluster.waits import first_of
 from slipstream.backend.driver.evaluation import Evaluation
+from slipstream.backend.driver.feedback import Feedback
 from slipstream.backend.driver.hooked_batches import HookedBatches
 from slipstream.backend.driver.ports import Checkpoints, ClientT, RunListener
 from slipstream.backend.driver.served_weights import ServedWeights
@@ -41,12 +42,14 @@ async def training_loop(
     listener: RunListener,
     status: Callable[[], RunStatus],
     read: Read,
+    feedback: Feedback,
     hooks: HookedBatches | None = None,
 ) -> None:
     """Train and publish until ``run.steps`` steps are done or the gate was ended.
 
-    ``read`` returns the chunks of trajectories, given their references into the ledger. ``hooks`` see each
-    batch before it is trained; None: the recipe names none.
+    ``read`` returns the chunks of trajectories, given their references into the ledger. ``feedback`` passes
+    on what a step measures to later ones. ``hooks`` see each batch before it is trained; None: the recipe
+    names none.
 
     Raises HookProcessFailed, and TooManySkippedUpdates when the trainer skips more updates than
     ``run.max_skipped_updates``.
@@ -66,7 +69,9 @@ async def training_loop(
                 batch = await encoded(groups, gate, read)
                 if hooks is not None:
                     batch = await _hooked(hooks.begin(batch, groups, gate, waited_s), weights.life)
+                batch = feedback.prepared(batch)
                 advance = await weights.advance(batch, gate.next_version)
+                feedback.observe(batch, advance.metrics)
                 times = StepTimes(wait_s=waited_s, train_s=advance.train_s, step_s=clock() - began)
                 step = TrainedStep(
                     batch.headers,

@@ -67,6 +67,12 @@ TAGS: dict[str, Tag] = {
         "Mean absolute difference of proximal and behaviour log-prob over tokens with a lag above 0: the "
         "effect of staleness and mismatch together. Needs recomputed log-probs.",
     ),
+    "staleness/kl": Tag(
+        "nats",
+        "KL(behaviour, proximal) per token, estimated by mean(w - 1 - log w) with w = proximal / behaviour: "
+        "how far the policy has left the one that sampled the batch. Limited by `actor.drift.kl`. Needs "
+        "recomputed log-probs.",
+    ),
     # rollout
     "rollout/response_length": Tag("tokens", "Mean response length in the batch."),
     "rollout/response_length_max": Tag("tokens", "Largest response length in the batch."),
@@ -399,11 +405,16 @@ TAGS: dict[str, Tag] = {
         "Mean absolute difference of proximal and behaviour log-prob over tokens of lag 0, for which trainer "
         "and engine hold the same weights.",
     ),
+    "mismatch/logprob_square_mean": Tag(
+        "nats^2",
+        "Mean squared difference of proximal and behaviour log-prob over tokens of lag 0. "
+        "`actor.correction.negative` allows for an average of it.",
+    ),
     "mismatch/logprob_abs_max": Tag(
         "nats", "Largest absolute difference of proximal and behaviour log-prob over tokens of lag 0."
     ),
     "mismatch/tokens": Tag(
-        "tokens", "Number of tokens of lag 0 that carry loss, from which the two metrics above are computed."
+        "tokens", "Number of tokens of lag 0 that carry loss, from which the metrics above are computed."
     ),
     # perf
     "perf/checkpoint_stall_s": Tag("s", "Time for which the last checkpoint's copy held up training."),

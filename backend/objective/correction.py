@@ -58,14 +58,26 @@ def left_negative(
     owners: int,
     *,
     delta: float,
+    errors: float | None,
+    mismatch: float | None,
 ) -> Tensor:
-    """True where A < 0 and the trajectory's mean of log(mu / pi) is above ``delta`` (DeepSeek-V3.2, eq. 9).
+    """True where A < 0 and the trajectory's mean of log(mu / pi) is too large (DeepSeek-V3.2, eq. 9).
 
     The paper's pi_old is the inference engine's policy, mu here, and it is compared with the policy being
-    updated: the mask responds to mismatch, staleness and the updates of this step together.
+    updated: the mask responds to mismatch, staleness and the updates of this step together. The paper's
+    threshold is ``delta``, which mismatch alone exceeds: by it, log(mu / pi) has the mean v / 2 and the
+    variance v under mu, v = ``mismatch``, to second order, so that its mean over T tokens exceeds
+    delta + v / 2 + errors * sqrt(v / T) by chance only. Without ``errors`` the threshold is ``delta``. As long
+    as ``mismatch`` is not known, nothing is dropped.
     """
-    gap_T = (behaviour_logp_T - logp_T).detach()
-    return (advantage_T < 0) & (trajectory_mean(gap_T, owner_T, owners) > delta)
+    gap_T = trajectory_mean((behaviour_logp_T - logp_T).detach(), owner_T, owners)
+    is_failure_T = advantage_T < 0
+    if errors is None:
+        return is_failure_T & (gap_T > delta)
+    if mismatch is None:
+        return torch.zeros_like(is_failure_T)
+    tokens_T = trajectory_sum(torch.ones_like(gap_T), owner_T, owners)
+    return is_failure_T & (gap_T > delta + mismatch / 2 + errors * (mismatch / tokens_T).sqrt())
 
 
 def interpolated_logp(logp_T: Tensor, behaviour_logp_T: Tensor, lag_T: Tensor) -> Tensor:

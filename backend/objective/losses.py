@@ -26,6 +26,7 @@ from slipstream.configs.schema.objective import (
     SAPOObjective,
     SequenceCorrection,
     TokenMask,
+    TOPRObjective,
 )
 
 
@@ -43,6 +44,8 @@ class Tokens:
     owner_M: Tensor
     """int64: trajectory of each token, below ``owners``."""
     owners: int
+    mismatch: float | None = None
+    """Mean of log(pi_old / mu)^2 over tokens of lag 0, as earlier steps have measured it; None: not yet."""
 
 
 Weigh = Callable[[PolicyLoss], PolicyLoss]
@@ -92,6 +95,8 @@ def _objective_loss(objective: Objective, x: Tokens, old_M: Tensor) -> PolicyLos
             return weighted.truncated(*inputs, cap=1 + high)
         case AIPOObjective(cap=cap):
             return weighted.truncated(*inputs, cap=cap)
+        case TOPRObjective():
+            return weighted.tapered(*inputs, x.owner_M, x.owners)
         case SAPOObjective(tau_positive=positive, tau_negative=negative):
             return weighted.sapo(*inputs, tau_positive=positive, tau_negative=negative)
         case ReinforceObjective():
@@ -114,7 +119,14 @@ def _dropped(actor: ActorConfig, x: Tokens) -> dict[str, Tensor]:
         dropped["sequence"] = _outside_bounds(sequence, x)
     if negative is not None:
         dropped["negative"] = correction.left_negative(
-            x.logp_M, x.behaviour_logp_M, x.advantage_M, x.owner_M, x.owners, delta=negative.delta
+            x.logp_M,
+            x.behaviour_logp_M,
+            x.advantage_M,
+            x.owner_M,
+            x.owners,
+            delta=negative.delta,
+            errors=negative.errors,
+            mismatch=x.mismatch,
         )
     return dropped
 

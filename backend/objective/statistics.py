@@ -64,8 +64,10 @@ def token_statistics(
     if recomputed:
         fresh_M = tokens.lag_M == 0
         values |= {
+            "drift_kl": torch.expm1(gap_M.clamp(max=LARGEST_LOG_WEIGHT)) - gap_M,
             "fresh": fresh_M.float(),
             "fresh_gap": gap_M.abs() * fresh_M,
+            "fresh_square": gap_M**2 * fresh_M,
             "stale": (~fresh_M).float(),
             "stale_gap": gap_M.abs() * ~fresh_M,
         }
@@ -157,9 +159,12 @@ class StepStatistics:
         metrics |= {name: value / tokens for name, value in total.items() if name.startswith(HOOK)}
         if "capped" in total:
             metrics["train/importance_weight_capped_fraction"] = total["capped"] / tokens
+        if "drift_kl" in total:
+            metrics["staleness/kl"] = total["drift_kl"] / tokens
         if total.get("fresh"):
             metrics |= {
                 "mismatch/logprob_abs_mean": total["fresh_gap"] / total["fresh"],
+                "mismatch/logprob_square_mean": total["fresh_square"] / total["fresh"],
                 "mismatch/logprob_abs_max": total["max/fresh_gap"],
                 "mismatch/tokens": total["fresh"],
             }

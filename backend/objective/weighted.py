@@ -1,9 +1,11 @@
-"""Policy gradients that are weighted by a ratio instead of clipped: CISPO, AIPO, SAPO, REINFORCE."""
+"""Policy gradients that are weighted by a ratio instead of clipped: CISPO, AIPO, TOPR, SAPO,
+REINFORCE.
+"""
 
 import torch
 from torch import Tensor
 
-from slipstream.backend.objective.policy_loss import PolicyLoss, ratio_of
+from slipstream.backend.objective.policy_loss import LOG_RATIO_BOUND, PolicyLoss, ratio_of, trajectory_sum
 
 
 def reinforce(logp_T: Tensor, old_logp_T: Tensor, advantage_T: Tensor) -> PolicyLoss:
@@ -20,6 +22,22 @@ def truncated(logp_T: Tensor, old_logp_T: Tensor, advantage_T: Tensor, *, cap: f
     """
     ratio_T = ratio_of(logp_T, old_logp_T).detach()
     return PolicyLoss(-ratio_T.clamp(max=cap) * advantage_T * logp_T, ratio_T, ratio_T > cap)
+
+
+def tapered(
+    logp_T: Tensor, old_logp_T: Tensor, advantage_T: Tensor, owner_T: Tensor, owners: int
+) -> PolicyLoss:
+    """-sg(w) A log pi with w = 1 where A >= 0, else min(1, product of pi / mu over the trajectory).
+
+    Tapered off-policy REINFORCE (TOPR, arXiv:2503.14286, eq. 8): a success is imitated however old it is, a
+    failure is pushed down as long as the policy would still sample it. ``old_logp_T`` is log mu.
+    """
+    ratio_T = ratio_of(logp_T, old_logp_T).detach()
+    gap_T = trajectory_sum((logp_T - old_logp_T).detach(), owner_T, owners)
+    taper_T = gap_T.clamp(-LOG_RATIO_BOUND, 0).exp()
+    is_failure_T = advantage_T < 0
+    weight_T = torch.where(is_failure_T, taper_T, torch.ones_like(taper_T))
+    return PolicyLoss(-weight_T * advantage_T * logp_T, ratio_T, is_failure_T & (gap_T > 0))
 
 
 def sapo(

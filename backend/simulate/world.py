@@ -8,6 +8,7 @@ from typing import cast
 from slipstream.backend.driver.collection import collection_loop
 from slipstream.backend.driver.devices import Devices, Separate
 from slipstream.backend.driver.evaluation import Evaluation
+from slipstream.backend.driver.feedback import Feedback
 from slipstream.backend.driver.ports import RunPosition
 from slipstream.backend.driver.served_weights import ServedWeights
 from slipstream.backend.driver.training import training_loop
@@ -149,7 +150,15 @@ class World:
             ]
             try:
                 await training_loop(
-                    config.run, gate, weights, _NoCheckpoints(), evaluation, account, status, _read
+                    config.run,
+                    gate,
+                    weights,
+                    _NoCheckpoints(),
+                    evaluation,
+                    account,
+                    status,
+                    _read,
+                    Feedback(),
                 )
             except* StalledRun:
                 self._waiting = clock.waiting(asyncio.get_running_loop())

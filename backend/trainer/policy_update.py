@@ -43,18 +43,20 @@ def update_policy(
     *,
     temperature: float,
     lr: float,
+    mismatch: float | None = None,
     hooks: "RankHooks | None" = None,
     logprobs: StepLogProbs | None = None,
 ) -> StepStatistics:
     """Make one optimizer update for each mini-batch, and return the statistics of all of them.
 
+    ``mismatch``: mean of log(pi_old / mu)^2 over tokens of lag 0, from earlier steps; None: not measured yet.
     ``hooks``: those of the recipe that decide about losses or see updates; None: it names none.
     Updates that are not finite are left out, and added to ``skipped``. ``logprobs`` keeps those that the
     first mini-batch gives; None: nobody wants them.
     """
     statistics = StepStatistics(lr, named_by_hooks=hooks is not None)
     for number, minibatch in enumerate(minibatches):
-        loss = partial(_loss, policy, actor, temperature, number == 0, hooks)
+        loss = partial(_loss, policy, actor, temperature, mismatch, number == 0, hooks)
         heads = [partial(loss, item) for item in minibatch]
         if hooks is not None:
             hooks.update_begins(number, trained, lr)
@@ -74,6 +76,7 @@ def _loss(
     policy: "LanguageModel",
     actor: ActorConfig,
     temperature: float,
+    mismatch: float | None,
     is_first: bool,
     hooks: "RankHooks | None",
     item: PreparedMicroBatch,
@@ -102,6 +105,7 @@ def _loss(
         lag_M=lag_M,
         owner_M=batch.owner_M,
         owners=micro.owners,
+        mismatch=mismatch,
     )
     share_M = batch.share_M
     hooked = None if hooks is None else hooks.loss_of(item)

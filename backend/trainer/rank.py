@@ -154,7 +154,7 @@ class TrainerRank(CheckpointedRank):
             targets = self._hooks.targets(scores, targets)
         inputs = prepared(minibatches, scores, targets)
         metrics |= self._work_of(batch)
-        metrics |= self._update_policy(inputs, logprobs)
+        metrics |= self._update_policy(batch, inputs, logprobs)
         metrics |= self._update_critic(inputs)
         self._scorers.follow(self._parameters)
         self.step += 1
@@ -200,7 +200,10 @@ class TrainerRank(CheckpointedRank):
         return {"train/tflop": flops / 1e12, "train/tokens": tokens}
 
     def _update_policy(
-        self, inputs: Sequence[Sequence[PreparedMicroBatch]], logprobs: StepLogProbs | None
+        self,
+        batch: TrainBatch,
+        inputs: Sequence[Sequence[PreparedMicroBatch]],
+        logprobs: StepLogProbs | None,
     ) -> dict[str, float]:
         """Update the policy, unless only the critic is trained yet. Return metrics on the last stage."""
         critic = self._config.critic
@@ -213,7 +216,8 @@ class TrainerRank(CheckpointedRank):
             self._config.actor,
             self._skipped,
             temperature=self._config.rollout.sampling.temperature,
-            lr=self._learning_rate(self.step),
+            lr=batch.rate_factor * self._learning_rate(self.step),
+            mismatch=batch.mismatch,
             hooks=self._hooks,
             logprobs=logprobs,
         )

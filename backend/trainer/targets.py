@@ -26,7 +26,7 @@ from slipstream.backend.trainer.rewards import (
     turn_rewards,
 )
 from slipstream.configs.schema import ActorConfig, CriticConfig, RunConfig
-from slipstream.configs.schema.advantage import Estimator, ModelScores, TeacherTerm
+from slipstream.configs.schema.advantage import Estimator, ModelScores, RewardTerm, TeacherTerm
 
 
 def find_targets(
@@ -38,10 +38,10 @@ def find_targets(
 ) -> list[Targets]:
     """Return the targets of this rank's micro-batches. Collective over ``group``, the data-parallel ranks."""
     actor = config.actor
-    if actor.estimator is None:
+    if actor.reward_term is None:
         targets = [Targets(torch.zeros(len(micro.target_M)), None) for micro in microbatches]
     else:
-        targets = _reward_targets(config, actor.estimator, batch, microbatches, scores, group)
+        targets = _reward_targets(config, actor.reward_term, batch, microbatches, scores, group)
     return [
         _summed(actor, target, micro, score)
         for target, micro, score in zip(targets, microbatches, scores, strict=True)
@@ -50,7 +50,7 @@ def find_targets(
 
 def _reward_targets(
     config: RunConfig,
-    estimator: Estimator,
+    term: RewardTerm,
     batch: TrainBatch,
     microbatches: Sequence[MicroBatch],
     scores: Sequence[Scores],
@@ -61,13 +61,13 @@ def _reward_targets(
     reward_N = trajectory_rewards(actor, batch)
     turns = None if actor.turns is None else turn_rewards(actor.turns, batch)
     penalties = kl_penalties(actor.kl, microbatches, scores)
-    if estimator == "gae":
+    if term.estimator == "gae":
         assert config.critic is not None
         return _token_targets(config.critic, reward_N, turns, microbatches, scores, penalties, group)
     penalty_N = torch.zeros_like(reward_N)
     if penalties is not None:
         penalty_N = reward_N - penalised(reward_N, microbatches, penalties, group)
-    targets = _trajectory_targets(estimator, batch, reward_N - penalty_N, turns, microbatches)
+    targets = _trajectory_targets(term, batch, reward_N - penalty_N, turns, microbatches)
     if batch.turn_advantages:
         targets = with_live_turns(batch.turn_advantages, penalty_N, microbatches, targets)
     return targets
@@ -128,7 +128,7 @@ def _taught(term: TeacherTerm, micro: MicroBatch, score: Scores) -> _Taught:
 
 
 def _trajectory_targets(
-    estimator: Estimator,
+    term: RewardTerm,
     batch: TrainBatch,
     reward_N: Tensor,
     turns: TurnRewards | None,
@@ -138,7 +138,7 @@ def _trajectory_targets(
     tokens_N = torch.tensor([trajectory.response_length for trajectory in batch.trajectories])
     # Statistics of the batch are about groups of prompts only.
     tokens_N[list(batch.turn_advantages)] = 0
-    advantage_N = _episode_advantages(estimator, batch, reward_N, tokens_N)
+    advantage_N = _episode_advantages(term.estimator, batch, reward_N, tokens_N) + term.shift
     targets: list[Targets] = []
     for micro in microbatches:
         advantage_M = advantage_N[torch.from_numpy(micro.trajectory_M)]

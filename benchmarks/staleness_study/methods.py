@@ -36,7 +36,16 @@ METHODS: dict[str, tuple[str, ...]] = {
     "m2po": ("actor.objective={type: m2po}", *_BEHAVIOUR_ONLY),
     "dppo": ("actor.objective={type: dppo}", *_BEHAVIOUR_ONLY),
     "cispo": ("actor.objective={type: cispo}", *_BEHAVIOUR_ONLY),
-    "negative": ("actor.correction.negative={delta: 1e-4}",),
+    "negative": ("actor.correction.negative={delta: 1e-4, errors: null}",),
+    "negative_relative": ("actor.correction.negative={delta: 1e-4}",),
+    "topr": ("actor.objective={type: topr}", *_BEHAVIOUR_ONLY),
+    "asymmetric": (
+        "actor.objective={type: aipo}",
+        "actor.advantage=[{type: reward, shift: 0.3}]",
+        *_BEHAVIOUR_ONLY,
+    ),
+    "drift": ("actor.drift={kl: 0.01}",),
+    "drift_admission": ("actor.drift={kl: 0.01, slows: admission}",),
     "positives": (),
     "gspo": ("actor.objective={type: gspo}", "actor.averaging=sequence"),
 }

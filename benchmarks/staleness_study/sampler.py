@@ -9,6 +9,7 @@ leave the batch.
 Shapes: B rows, T columns of the cache, H hidden, Q query heads, K key/value heads, D head width, V symbols.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -56,7 +57,10 @@ class Sampler:
     """A copy of the present policy. Later changes of ``policy`` have no effect on it."""
 
     @torch.no_grad()
-    def __init__(self, policy: Qwen3ForCausalLM) -> None:
+    def __init__(self, policy: Qwen3ForCausalLM, dtype: torch.dtype = torch.float32) -> None:
+        """``dtype``: of weights, cache and sums. Log-probs are computed from logits in float32."""
+        self._dtype = dtype
+        policy = copy.deepcopy(policy).to(dtype)
         config = policy.config
         assert config.num_key_value_heads is not None and config.head_dim is not None
         assert config.rope_parameters is not None
@@ -84,7 +88,7 @@ class Sampler:
         half = torch.arange(0, self._width, 2, dtype=torch.float32) / self._width
         theta = cast(float, config.rope_parameters["rope_theta"])
         angles = torch.arange(config.max_position_embeddings)[:, None] / theta ** torch.cat([half, half])
-        self._cos, self._sin = angles.cos(), angles.sin()
+        self._cos, self._sin = angles.cos().to(dtype), angles.sin().to(dtype)
 
     def sample(
         self, prompts: Sequence[Sequence[int]], generator: torch.Generator, *, longest: int
@@ -103,7 +107,10 @@ class Sampler:
         widest = max(map(len, prompts))
         tokens_BT = torch.tensor([[PAD_ID] * (widest - len(row)) + list(row) for row in prompts])
         first_B = torch.tensor([widest - len(row) for row in prompts])
-        cache = _Cache(len(self._layers), len(prompts), self._keys, widest + longest, self._width, first_B)
+        columns = widest + longest
+        cache = _Cache(
+            len(self._layers), len(prompts), self._keys, columns, self._width, first_B, self._dtype
+        )
         row_B = torch.arange(len(prompts))
         ended_B = torch.zeros(len(prompts), dtype=torch.bool)
         sampled_tokens = torch.full((len(prompts), longest), PAD_ID)
@@ -150,7 +157,7 @@ class Sampler:
             gate, up = (self._norm(x, layer.norm_mlp_H) @ layer.gate_up.T).chunk(2, dim=-1)
             x = x + (F.silu(gate) * up) @ layer.down.T
         cache.filled = end
-        return self._norm(x[:, -1], self._norm_H) @ self._embedding_VH.T
+        return (self._norm(x[:, -1], self._norm_H) @ self._embedding_VH.T).float()
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
         """Return [B, t, Q * D] from q [B, t, Q, D], k and v [B, K, T, D] and ``visible`` [B, 1, t, T]."""
@@ -172,11 +179,20 @@ class Sampler:
 class _Cache:
     """Keys and values [B, K, T, D] of every layer. The first ``filled`` columns are in use."""
 
-    def __init__(self, layers: int, rows: int, heads: int, columns: int, width: int, first_B: Tensor) -> None:
+    def __init__(
+        self,
+        layers: int,
+        rows: int,
+        heads: int,
+        columns: int,
+        width: int,
+        first_B: Tensor,
+        dtype: torch.dtype,
+    ) -> None:
         self.filled = 0
         self.first_B = first_B
         """Column of each row's first token, after the padding."""
-        self._parts = [torch.zeros(2, rows, heads, columns, width) for _ in range(layers)]
+        self._parts = [torch.zeros(2, rows, heads, columns, width, dtype=dtype) for _ in range(layers)]
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         end = self.filled + k.shape[2]

@@ -9,10 +9,11 @@ import copy
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,12 +26,20 @@ from benchmarks.staleness_study.warm_start import warm_start
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.quickstart import TRAIN_PROBLEMS, policy, task
 from slipstream.backend.quickstart.tokenizer import build_tokenizer, prompt_text
+from slipstream.configs.schema.drift import DriftConfig
+from slipstream.rollout.control.drift import DriftController, DriftLimits
 from slipstream.rollout.trajectory import Completion, Finish, Span, Trajectory, TrajectoryBuilder
 
 HIDDEN = 64
 """Half of the quickstart's width, for runs in a third of the time."""
 WARM_START_STEPS = 400
 """The quickstart's 300 steps are too few for so narrow a policy."""
+
+
+OVERRATED = 2.5
+OVERRATED_SHARE = 0.25
+"""Mean reward of a wrong answer: 0.625, below the 1 of a right one. Among rewards above a group's mean, those
+of wrong answers weigh more than those of right ones: who learns from them alone learns to be wrong."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,12 @@ class Setting:
     eval_every: int
     held_out: int
     """Number of held-out prompts for the greedy accuracy."""
+    lag: Literal["constant", "uniform"] = "constant"
+    """``uniform``: each prompt of a batch has a lag of its own, evenly from 0 to eta."""
+    judge: Literal["exact", "overrating"] = "exact"
+    """``overrating``: a quarter of the wrong answers is worth ``OVERRATED``, more than a right one."""
+    engine: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the weights and sums that sample. The trainer's is float32."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +120,11 @@ class Run:
             seed=inputs.seed,
             positives_only=method == POSITIVES,
         )
-        self._versions = {0: Sampler(self.trainer.policy)}
-        """Versions that later steps still sample from."""
+        self._drift = drift_controller(self._config.actor.drift, eta)
+        self._oldest = 0
+        self._versions: dict[int, Sampler] = {}
+        """Versions that later steps may still sample from."""
+        self.keep(0)
         self._symbols = inputs.tokenizer.convert_ids_to_tokens(list(range(len(inputs.tokenizer))))
         self._order = np.random.default_rng(inputs.seed).permutation(len(inputs.problems))
 
@@ -118,8 +136,14 @@ class Run:
         for step in range(setting.steps):
             batch = self.batch(step)
             rewards.append(float(np.mean([trajectory.reward or 0.0 for trajectory in batch.trajectories])))
-            lag = step - sampled_from(step, self._eta)
-            reports.append(self.trainer.train(batch, max_lag=lag))
+            factor = self._rate_factor()
+            report = self.trainer.train(batch, max_lag=step - self._oldest, rate_factor=factor)
+            reports.append(report)
+            if self._drift is not None:
+                lags = Counter[int]()
+                for trajectory in batch.trajectories:
+                    lags[step - int(trajectory.versions_T.max())] += trajectory.response_length
+                self._drift.observe(report.rate, factor, lags, report.kl, report.ess)
             self.keep(step + 1)
             if (step + 1) % setting.eval_every == 0 or step + 1 == setting.steps:
                 accuracy.append([step + 1, self._accuracy()])
@@ -135,31 +159,68 @@ class Run:
         }
 
     def batch(self, step: int) -> TrainBatch:
-        """Return the batch of training step ``step``, sampled by the version that eta prescribes."""
+        """Return the batch of training step ``step``, sampled by the versions that eta prescribes."""
         rollout = self._config.rollout
-        version = sampled_from(step, self._eta)
         chosen = np.take(
             self._order, range(step * rollout.batch_size, (step + 1) * rollout.batch_size), mode="wrap"
         )
         problems = [self._inputs.problems[index] for index in chosen]
-        samples = rollout.n_samples_per_prompt
-        group_N = np.repeat(np.arange(len(problems)), samples)
-        prompts = [self._ids(problems[group]) for group in group_N]
+        group_N = np.repeat(np.arange(len(problems)), rollout.n_samples_per_prompt)
+        version_G = self._versions_of(step, len(problems))
         generator = torch.Generator().manual_seed(1_000_003 * self._inputs.seed + step)
-        completions = self._versions[version].sample(
-            prompts, generator, longest=rollout.sampling.max_new_tokens
-        )
+        completions: dict[int, SampledCompletion] = {}
+        for version in sorted(set(version_G)):
+            members = [n for n, group in enumerate(group_N) if version_G[group] == version]
+            prompts = [self._ids(problems[group_N[n]]) for n in members]
+            sampler = self._versions[version]
+            sampled = sampler.sample(prompts, generator, longest=rollout.sampling.max_new_tokens)
+            completions |= zip(members, sampled, strict=True)
         trajectories = [
-            _trajectory(prompt, completion, version, self._is_right(completion, problems[group]))
-            for prompt, completion, group in zip(prompts, completions, group_N, strict=True)
+            _trajectory(
+                self._ids(problems[group]),
+                completions[n],
+                version_G[group],
+                self._reward(completions[n], problems[group], step, n),
+            )
+            for n, group in enumerate(group_N)
         ]
         return TrainBatch(self.trainer.version, tuple(trajectories), group_N)
+
+    def _versions_of(self, step: int, groups: int) -> list[int]:
+        """Return the version that samples each group of a batch."""
+        self._oldest = max(self._oldest, sampled_from(step, self._lag_bound()))
+        if self._setting.lag == "constant":
+            return [self._oldest] * groups
+        lags = np.random.default_rng((self._inputs.seed, step)).integers(0, self._eta, groups, endpoint=True)
+        return [max(0, step - int(lag)) for lag in lags]
+
+    def _lag_bound(self) -> int:
+        """Return eta, or what the drift controller leaves of it."""
+        drift = self._config.actor.drift
+        if self._drift is None or drift is None or drift.slows != "admission":
+            return self._eta
+        return self._drift.batches_in_flight(self._eta + 1) - 1
+
+    def _rate_factor(self) -> float:
+        drift = self._config.actor.drift
+        if self._drift is None or drift is None or drift.slows != "learning_rate":
+            return 1.0
+        return self._drift.rate_factor
 
     def keep(self, version: int) -> None:
         """Keep the newest version to sample from, and drop versions that no later step samples from."""
         oldest = sampled_from(version, self._eta)
-        self._versions[version] = Sampler(self.trainer.policy)
+        engine = getattr(torch, self._setting.engine)
+        self._versions[version] = Sampler(self.trainer.policy, engine)
         self._versions = {known: sampler for known, sampler in self._versions.items() if known >= oldest}
+
+    def _reward(self, completion: SampledCompletion, problem: task.Problem, step: int, number: int) -> float:
+        if self._is_right(completion, problem):
+            return 1.0
+        if self._setting.judge == "exact":
+            return 0.0
+        chance = np.random.default_rng((self._inputs.seed, step, number)).random()
+        return OVERRATED if chance < OVERRATED_SHARE else 0.0
 
     def _accuracy(self) -> float:
         problems = self._inputs.held_out
@@ -177,7 +238,13 @@ class Run:
         return self._inputs.tokenizer(prompt_text(problem.prompt))["input_ids"]
 
 
-def _trajectory(prompt: list[int], completion: SampledCompletion, version: int, is_right: bool) -> Trajectory:
+def drift_controller(drift: DriftConfig | None, eta: int) -> DriftController | None:
+    if drift is None:
+        return None
+    return DriftController(DriftLimits(drift.kl, drift.ess), floor=drift.floor, window=eta)
+
+
+def _trajectory(prompt: list[int], completion: SampledCompletion, version: int, reward: float) -> Trajectory:
     builder = TrajectoryBuilder(prompt)
     builder.add_completion(
         Completion(
@@ -187,13 +254,14 @@ def _trajectory(prompt: list[int], completion: SampledCompletion, version: int, 
             Finish.STOP if completion.ended else Finish.LENGTH,
         )
     )
-    return replace(builder.build(), reward=float(is_right))
+    return replace(builder.build(), reward=reward)
 
 
 def _diagnostics(reports: Sequence[StepReport]) -> dict[str, float]:
     """Return means over the steps of a run, and the largest gradient norm."""
     norms = [norm for report in reports for norm in report.grad_norms]
     values = {
+        "rate": np.mean([report.rate for report in reports]),
         "gap": np.mean([report.gap for report in reports]),
         "kl": np.mean([report.kl for report in reports]),
         "ess": np.mean([report.ess for report in reports]),

@@ -35,10 +35,14 @@ CHUNKS = 2
 
 @dataclass
 class StepReport:
-    """Figures of one training step. The first three compare pi_old with mu, whatever the method uses."""
+    """Figures of one training step. Gaps are between pi_old and mu, whatever the method uses."""
 
+    rate: float
+    """Learning rate."""
     gap: float = 0.0
-    """Mean of abs(log(pi_old / mu)) over the tokens of the first micro-batch, like the next two."""
+    """Mean of abs(log(pi_old / mu)) over the tokens of the first micro-batch, like the next three."""
+    square: float = 0.0
+    """Mean of log(pi_old / mu)^2."""
     kl: float = 0.0
     """KL(mu || pi_old) per token, estimated by exp(x) - 1 - x with x = log(pi_old / mu)."""
     ess: float = 1.0
@@ -71,8 +75,10 @@ class Trainer:
             fused=True,
         )
         self.version = 0
+        self._mismatch: float | None = None
+        """Mean of log(pi_old / mu)^2 in the last batch of lag 0, as the driver keeps it."""
 
-    def train(self, batch: TrainBatch, *, max_lag: int) -> StepReport:
+    def train(self, batch: TrainBatch, *, max_lag: int, rate_factor: float = 1.0) -> StepReport:
         """Train on ``batch`` and move to the next version. Raises StalenessViolation."""
         check_staleness(batch, max_lag)
         self._advantage_N = self._advantages(batch)
@@ -82,20 +88,24 @@ class Trainer:
         if self._actor.recompute_logprobs:
             with torch.no_grad():
                 proximal = {id(micro): self._logp_and_entropy(micro)[0] for micro in every_micro}
+        rate = rate_factor * learning_rate(self._actor.optimizer, self.version, run_steps=1)
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self._actor.optimizer, self.version, run_steps=1)
-        report = StepReport()
+            group["lr"] = rate
+        report = StepReport(rate)
         for minibatch in minibatches:
             self._update(minibatch, proximal, report)
         self.version += 1
+        if not max_lag:
+            self._mismatch = report.square
         return report
 
     def _advantages(self, batch: TrainBatch) -> Tensor:
         tokens_N = torch.tensor([trajectory.response_length for trajectory in batch.trajectories])
         reward_N = torch.tensor([trajectory.reward for trajectory in batch.trajectories])
-        assert self._actor.estimator is not None
-        advantage_N = ADVANTAGES[self._actor.estimator](reward_N, torch.from_numpy(batch.group_N), tokens_N)
-        return advantage_N.clamp(min=self._least_advantage)
+        term = self._actor.reward_term
+        assert term is not None
+        advantage_N = ADVANTAGES[term.estimator](reward_N, torch.from_numpy(batch.group_N), tokens_N)
+        return (advantage_N + term.shift).clamp(min=self._least_advantage)
 
     def _assemble(self, batch: TrainBatch) -> list[list[MicroBatch]]:
         actor = self._actor
@@ -135,6 +145,7 @@ class Trainer:
                 x_M = (tokens.logp_M.detach() - tokens.behaviour_logp_M).double()
                 weight_M = x_M.exp()
                 report.gap = x_M.abs().mean().item()
+                report.square = (x_M**2).mean().item()
                 report.kl = (weight_M - 1 - x_M).mean().item()
                 report.ess = (weight_M.mean() ** 2 / (weight_M**2).mean()).item()
         norm = clip_grad_norm_(self.policy.parameters(), self._actor.optimizer.clip_grad)
@@ -157,6 +168,7 @@ class Trainer:
             lag_M=lag_M,
             owner_M=torch.from_numpy(micro.owner_M),
             owners=micro.owners,
+            mismatch=self._mismatch,
         )
         loss = token_losses(actor, tokens)
         share_M = torch.from_numpy(micro.share_M)

@@ -142,8 +142,8 @@ def masks_need_proximal(config: RunConfig) -> Iterator[Violation]:
                 f"actor.correction.{name}",
                 correction.type,
                 "it masks by proximal / behaviour, and there are no proximal log-probs; "
-                "set actor.recompute_logprobs to true, or leave this out; actor.correction.negative and "
-                "actor.objective.type: dppo do without them",
+                "set actor.recompute_logprobs to true, or leave this out; actor.correction.negative with "
+                "errors: null and actor.objective.type: dppo do without them",
             )
 
 
@@ -155,6 +155,44 @@ def sequence_ratio_keeps_its_tokens(config: RunConfig) -> Iterator[Violation]:
             token.type,
             f"actor.objective.type: {objective.type} gives a sequence one ratio, so single tokens cannot be "
             "masked; use actor.correction.sequence, or an objective that takes its ratio by token",
+        )
+
+
+def negative_needs_a_measured_mismatch(config: RunConfig) -> Iterator[Violation]:
+    actor = config.actor
+    negative = actor.correction.negative
+    if negative is not None and negative.errors is not None and not actor.recompute_logprobs:
+        yield Violation(
+            "actor.correction.negative.errors",
+            negative.errors,
+            "the mismatch between trainer and engine is measured by recomputed log-probs; set "
+            "actor.recompute_logprobs to true, or this to null for a threshold that is delta alone",
+        )
+
+
+def drift_is_measured_and_limited(config: RunConfig) -> Iterator[Violation]:
+    drift = config.actor.drift
+    if drift is None:
+        return
+    if not config.actor.recompute_logprobs:
+        yield Violation(
+            "actor.drift",
+            "set",
+            "the drift is measured by recomputed log-probs; set actor.recompute_logprobs to true, or leave "
+            "this out",
+        )
+    if drift.kl is None and drift.ess is None:
+        yield Violation("actor.drift", "no limit", "set a limit in kl or ess, or leave this out")
+
+
+def shift_is_of_trajectories(config: RunConfig) -> Iterator[Violation]:
+    term = config.actor.reward_term
+    if term is not None and term.shift and term.estimator == "gae":
+        yield Violation(
+            "actor.advantage.shift",
+            term.shift,
+            "it is added to advantages of trajectories, and estimator: gae gives each token its own; leave "
+            "this out, or choose another estimator",
         )
 
 
@@ -253,6 +291,12 @@ RULES = (
         masks_need_proximal,
         ("actor.correction", "actor.recompute_logprobs", "actor.interpolate_logprobs"),
     ),
+    Rule(negative_needs_a_measured_mismatch, ("actor.correction.negative", "actor.recompute_logprobs")),
+    Rule(
+        drift_is_measured_and_limited,
+        ("actor.drift", "actor.recompute_logprobs"),
+    ),
+    Rule(shift_is_of_trajectories, ("actor.advantage",)),
     Rule(sequence_ratio_keeps_its_tokens, ("actor.objective", "actor.correction.token")),
     Rule(overlong_has_a_slope, ("actor.overlong",)),
     Rule(terms_come_once, ("actor.advantage",)),

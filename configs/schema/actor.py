@@ -13,6 +13,7 @@ from slipstream.configs.schema.advantage import (
     TopTokensTerm,
 )
 from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.drift import DriftConfig
 from slipstream.configs.schema.models import KLConfig
 from slipstream.configs.schema.objective import (
     CorrectionConfig,
@@ -176,6 +177,10 @@ class ActorConfig(TrainedConfig):
         description="Estimate the proximal log-probs instead of computing them, by interpolating between "
         "behaviour and current log-probs according to lag (A-3PO). Saves the forward pass that "
         "`recompute_logprobs` makes for every mini-batch but the first.",
+    )
+    drift: DriftConfig | None = Field(
+        default=None,
+        description="Limits on how far the policy may leave the one that sampled its data; null: none.",
     )
     advantage: list[AdvantageTerm] = Field(
         default=[RewardTerm()],

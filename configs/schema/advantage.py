@@ -24,6 +24,12 @@ class RewardTerm(Section):
         "`reinforce_pp_baseline`: reward - group mean, whitened in the same way. `gae`: an advantage per "
         "token from the critic's values, whitened. `reward`: the reward itself.",
     )
+    shift: float = Field(
+        default=0.0,
+        ge=0,
+        description="Added to the advantage of every trajectory. Above 0, successes weigh more than "
+        "failures: the baseline of asymmetric REINFORCE (arXiv:2506.20520), for stale data.",
+    )
 
 
 class TrajectoryScores(Section):

@@ -136,6 +136,17 @@ class AIPOObjective(_Objective):
     cap: float = Field(default=5.0, ge=1, description="Largest ratio pi / mu.")
 
 
+class TOPRObjective(_Objective):
+    """Tapered off-policy REINFORCE: failures are weighted by the ratio pi / mu of their sequence, at most 1.
+
+    Successes have the weight 1 however old they are.
+    """
+
+    type: Literal["topr"] = "topr"
+    against_behaviour: ClassVar[bool] = True
+    decouples: ClassVar[bool] = False
+
+
 class ReinforceObjective(_Objective):
     """Plain policy gradient. The baseline is part of the advantage."""
 
@@ -153,6 +164,7 @@ Objective = Annotated[
     | M2POObjective
     | DPPOObjective
     | AIPOObjective
+    | TOPRObjective
     | ReinforceObjective,
     Field(discriminator="type"),
 ]
@@ -219,7 +231,20 @@ SequenceCorrection = Annotated[GeometricMask | ProductMask | KLMask, Field(discr
 class NegativeMask(Section):
     """Drops sequences with a negative advantage that the policy has left (DeepSeek-V3.2)."""
 
-    delta: float = Field(default=1e-4, gt=0, description="Largest mean of log(mu / pi) over a sequence.")
+    delta: float = Field(
+        default=1e-4,
+        ge=0,
+        description="Largest mean of log(mu / pi) over a sequence, beyond what the mismatch between "
+        "trainer and engine explains.",
+    )
+    errors: float | None = Field(
+        default=2.0,
+        ge=0,
+        description="Standard errors of the mismatch that the mean may be above delta. With v, the mean of "
+        "log(pi_old / mu)^2 over tokens of lag 0, a sequence of T tokens is dropped above delta + v / 2 + "
+        "errors * sqrt(v / T). null: above delta, as DeepSeek-V3.2 does, which under a bfloat16 engine drops "
+        "a quarter of the fresh failures.",
+    )
 
 
 class CorrectionConfig(Section):

@@ -40,10 +40,11 @@ def make_control(
     served: int | None = None,
     counts: GroupCounts | None = None,
     losses: Counter[Loss] | None = None,
+    admission: AdmissionPolicy | None = None,
 ) -> RolloutControl:
     """Build the core of a run of ``steps`` steps whose trainer holds ``version``, one of ``versions``.
 
-    ``served``: version that the engines serve, if it is another one.
+    ``served``: version that the engines serve, if it is another one. ``admission``: None for the recipe's.
     """
     counted = counts or GroupCounts()
     turns = live_places(live, config.batch_size)
@@ -51,7 +52,7 @@ def make_control(
     return RolloutControl(
         groups,
         config.max_head_offpolicyness,
-        admission_policy(config),
+        admission or admission_policy(config),
         consumption_policy(config),
         config.over_sampling,
         versions or VersionTree(),

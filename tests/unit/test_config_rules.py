@@ -92,12 +92,12 @@ def violations(file, *overrides: str) -> dict[str, str]:
                 "actor.use_decoupled_loss",
                 "corrected twice; set this to false, or choose ppo",
             )
-            for type_ in ("m2po", "dppo", "aipo")
+            for type_ in ("m2po", "dppo", "aipo", "topr")
         ),
         (["actor.objective={type: sapo}"], "actor.use_decoupled_loss", "its own gate"),
         *(
             ([f"actor.objective={{type: {type_}}}", "actor.use_decoupled_loss=false"], None, "")
-            for type_ in ("m2po", "dppo", "aipo")
+            for type_ in ("m2po", "dppo", "aipo", "topr")
         ),
         *(
             (
@@ -199,10 +199,31 @@ def violations(file, *overrides: str) -> dict[str, str]:
             [
                 "actor.use_decoupled_loss=false",
                 "actor.recompute_logprobs=false",
-                "actor.correction.negative={}",
+                "actor.correction.negative={errors: null}",
             ],
             None,
             "",
+        ),
+        (
+            [
+                "actor.use_decoupled_loss=false",
+                "actor.recompute_logprobs=false",
+                "actor.correction.negative={}",
+            ],
+            "actor.correction.negative.errors",
+            "measured by recomputed log-probs",
+        ),
+        (["actor.drift={}"], None, ""),
+        (["actor.drift={kl: null}"], "actor.drift", "set a limit in kl or ess"),
+        (
+            ["actor.use_decoupled_loss=false", "actor.recompute_logprobs=false", "actor.drift={}"],
+            "actor.drift",
+            "measured by recomputed log-probs",
+        ),
+        (
+            ["actor.advantage=[{type: reward, shift: 0.1, estimator: gae}]", "critic={}"],
+            "actor.advantage.shift",
+            "choose another estimator",
         ),
         (
             ["actor.objective={type: gspo}", "actor.correction.token={type: mask}"],

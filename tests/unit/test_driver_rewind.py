@@ -79,7 +79,9 @@ class World:
         self.leases = Leases(self.gate, state.ledger, listener, lambda _: 100, samples=1)
         self.collector = Collector(self)
         inputs: Any = SimpleNamespace(prompts=PROMPTS)
-        self.rewind = Rewind(config, inputs, state.ledger, self.gate, self.leases, listener.note)
+        self.rewind = Rewind(
+            config, inputs, state.ledger, self.gate, self.leases, state.feedback, listener.note
+        )
         self.leases.joined("collector", self.collector)
         self.leases.open()
 

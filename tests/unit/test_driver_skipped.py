@@ -8,6 +8,7 @@ import pytest
 
 from slipstream.backend.batch.skipped import SHOWN, FaultyTrajectory, SkippedUpdate
 from slipstream.backend.driver.devices import Separate
+from slipstream.backend.driver.feedback import Feedback
 from slipstream.backend.driver.served_weights import ServedWeights
 from slipstream.backend.driver.skipped import SkippedUpdateLimit, TooManySkippedUpdates
 from slipstream.backend.driver.training import training_loop
@@ -135,7 +136,7 @@ def run_loop(trainer: Trainer, heard: Heard, **settings: int) -> None:
         gate = Gate()
         weights = ServedWeights(trainer, Roster(), Separate(), gate)
         run = RunSection(name="test", steps=6, **settings)
-        await training_loop(run, gate, weights, heard, None, heard, lambda: None, nothing)
+        await training_loop(run, gate, weights, heard, None, heard, lambda: None, nothing, Feedback())
 
     asyncio.run(main())
 

@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.backend.cluster.errors import TrainerFailed
 from slipstream.backend.driver.devices import Separate
+from slipstream.backend.driver.feedback import Feedback
 from slipstream.backend.driver.interrupted import Stock
 from slipstream.backend.driver.served_weights import ServedWeights
 from slipstream.backend.driver.training import training_loop
@@ -158,7 +159,7 @@ class World:
         run = RunSection(name="test", steps=steps)
         gate: Any = self.gate
         await training_loop(
-            run, gate, self.weights, self.checkpoints, None, self.listener, lambda: None, nothing
+            run, gate, self.weights, self.checkpoints, None, self.listener, lambda: None, nothing, Feedback()
         )
 
     async def revive(self, restored: int | None = None) -> None:

@@ -25,7 +25,10 @@ BUDGETS = (17, 100)
 ACTORS = [
     {"objective": {"type": "gspo"}, "averaging": "sequence"},
     {"objective": {"type": "decayed_clip"}, "entropy_bonus": 0.1},
-    {"objective": {"type": "cispo"}, "correction": {"sequence": {"type": "kl", "max": 1.0}, "negative": {}}},
+    {
+        "objective": {"type": "cispo"},
+        "correction": {"sequence": {"type": "kl", "max": 1.0}, "negative": {"errors": None}},
+    },
     {"objective": {"type": "ppo"}, "recompute_logprobs": False, "interpolate_logprobs": True},
     {"objective": {"type": "dppo"}, "use_decoupled_loss": False, "recompute_logprobs": False},
     {"objective": {"type": "m2po"}, "use_decoupled_loss": False, "overlong": {"start": 4, "end": 8}},

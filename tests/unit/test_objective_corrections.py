@@ -86,16 +86,42 @@ def test_only_sequences_of_negative_advantage_that_the_policy_has_left_are_dropp
     gap, owner = case
     of_owner = torch.tensor(data.draw(st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=4, max_size=4)))
     logp = torch.full_like(gap, -1.0)
-    actual = c.left_negative(logp, logp + gap, of_owner[owner], owner, OWNERS, delta=0.1)
+    actual = c.left_negative(
+        logp, logp + gap, of_owner[owner], owner, OWNERS, delta=0.1, errors=None, mismatch=None
+    )
     means = by_sequence(gap, owner, lambda x: float(np.mean(x)))
     for dropped, mean, a in zip(actual.tolist(), means, of_owner[owner].tolist(), strict=True):
         assert dropped == (mean > 0.1 and a < 0) or not far(mean, 0.1)
 
 
+def test_few_fresh_failures_are_dropped_however_large_the_mismatch_is():
+    """log(mu / pi) of an engine that rounds has the mean v / 2 and the variance v under mu."""
+    rng = np.random.default_rng(0)
+    for deviation in (0.003, 0.02, 0.08):
+        for tokens in (20, 300):
+            sequences = 2000
+            gap = rng.normal(deviation**2 / 2, deviation, sequences * tokens).astype(np.float32)
+            owner = torch.arange(sequences).repeat_interleave(tokens)
+            gap, negative = torch.from_numpy(gap), -torch.ones(sequences * tokens)
+
+            def share(errors, v, gap=gap, owner=owner, negative=negative) -> float:
+                zero = torch.zeros_like(gap)
+                dropped = c.left_negative(
+                    zero, gap, negative, owner, sequences, delta=1e-4, errors=errors, mismatch=v
+                )
+                return dropped.float().mean().item()
+
+            assert share(2.0, deviation**2) < 0.04  # 0.023 of a normal distribution
+            assert share(None, deviation**2) > 0.2
+            assert share(2.0, None) == 0
+            left = gap + 4 * deviation / np.sqrt(tokens) + 2e-4
+            assert share(2.0, deviation**2, gap=left) > 0.9
+
+
 def test_the_negative_mask_compares_the_current_policy_with_the_behaviour_policy_not_the_proximal_one():
     owner, advantage = torch.zeros(2, dtype=torch.long), torch.tensor([-1.0, -1.0])
     here, far_away = torch.tensor([-1.0, -1.0]), torch.tensor([-3.0, -3.0])
-    config = ActorConfig.model_validate({"correction": {"negative": {"delta": 0.1}}})
+    config = ActorConfig.model_validate({"correction": {"negative": {"delta": 0.1, "errors": None}}})
 
     def dropped(logp, proximal, behaviour) -> bool:
         x = Tokens(logp, behaviour, proximal, advantage, torch.zeros(2), owner, 1)
@@ -125,7 +151,7 @@ def test_corrections_combine_and_dropped_tokens_have_neither_loss_nor_gradient()
     parts = {
         "token": {"type": "mask", "low": 0.7, "high": 1.4},
         "sequence": {"type": "geometric", "low": 0.97, "high": 1.03},
-        "negative": {"delta": 0.01},
+        "negative": {"delta": 0.01, "errors": None},
     }
     config = ActorConfig.model_validate({"correction": parts})
     loss = token_losses(config, x)

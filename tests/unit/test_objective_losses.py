@@ -13,7 +13,7 @@ from slipstream.backend.objective.policy_loss import LOG_RATIO_BOUND
 from slipstream.configs.schema import ActorConfig, CorrectionConfig
 from slipstream.configs.schema.paths import sections_of
 
-BEHAVIOUR = ("m2po", "dppo", "aipo")
+BEHAVIOUR = ("m2po", "dppo", "aipo", "topr")
 SCHEMA = sections_of(ActorConfig.model_fields["objective"])
 TYPES = sorted(SCHEMA)
 
@@ -79,6 +79,10 @@ def frozen(type_: str, x: dict[str, np.ndarray], s: dict) -> dict:
         return {"old": old, "weight": np.minimum(np.exp(moved), 1 + s["clip_high"])}
     if type_ == "aipo":
         return {"old": old, "weight": np.minimum(np.exp(moved), s["cap"])}
+    if type_ == "topr":
+        owners = [x["owner"] == owner for owner in x["owner"]]
+        products = np.array([math.exp(min(0.0, math.fsum(moved[mine]))) for mine in owners])
+        return {"old": old, "weight": np.where(x["advantage"] < 0, products, 1.0)}
     return {"old": old}
 
 
@@ -100,7 +104,7 @@ def formula(type_: str, logp: np.ndarray, x: dict[str, np.ndarray], s: dict, fix
             mine = x["owner"] == x["owner"][t]
             together = math.exp(np.mean(logp[mine] - fixed["old"][mine]))
             loss = surrogate(together, a, s["clip_low"], s["clip_high"])
-        elif type_ in ("cispo", "aipo"):
+        elif type_ in ("cispo", "aipo", "topr"):
             loss = -fixed["weight"][t] * a * lp
         elif type_ == "sapo":
             tau = s["tau_positive"] if a > 0 else s["tau_negative"]
@@ -123,6 +127,7 @@ SETTINGS = {
     "cispo": [{"clip_high": 0.3}, {"clip_high": 4.0}],
     "aipo": [{"cap": 1.2}, {"cap": 5.0}],
     "sapo": [{"tau_positive": 1.0, "tau_negative": 1.05}, {"tau_positive": 4.0, "tau_negative": 0.3}],
+    "topr": [{}],
     "reinforce": [{}],
     "m2po": [{"threshold": 0.04}, {"threshold": 0.5}],
     "dppo": [

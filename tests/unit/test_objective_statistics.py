@@ -82,9 +82,11 @@ def expected_metrics(parts: list[dict[str, torch.Tensor]], cap: float = 1.5) -> 
         "train/importance_weight_capped_fraction": (weight > cap).mean(),
         "train/ess": weight.sum() ** 2 / (len(weight) * (weight**2).sum()),
         "mismatch/logprob_abs_mean": gap[fresh].mean(),
+        "mismatch/logprob_square_mean": (gap[fresh] ** 2).mean(),
         "mismatch/logprob_abs_max": gap[fresh].max(),
         "mismatch/tokens": fresh.sum(),
         "staleness/logprob_abs_mean": gap[~fresh].mean(),
+        "staleness/kl": (weight - 1 - np.log(weight)).mean(),
     }
 
 
@@ -162,7 +164,7 @@ def test_dropped_tokens_are_counted_by_reason():
     correction = {
         "token": {"type": "mask", "low": 0.8, "high": 1.3},
         "sequence": {"type": "geometric", "low": 0.9, "high": 1.1},
-        "negative": {"delta": 0.1},
+        "negative": {"delta": 0.1, "errors": None},
     }
     actual = metrics_of(statistics_of(x, None, correction=correction))
     weight = (x["proximal"] - x["behaviour"]).double().exp()

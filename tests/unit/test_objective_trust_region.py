@@ -23,6 +23,7 @@ TYPES = (
     "m2po",
     "dppo",
     "aipo",
+    "topr",
     "reinforce",
 )
 PROXIMAL = {"recomputed": (True, False), "interpolated": (False, True), "none": (False, False)}
