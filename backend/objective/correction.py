@@ -67,8 +67,8 @@ def left_negative(
     updated: the mask responds to mismatch, staleness and the updates of this step together. The paper's
     threshold is ``delta``, which mismatch alone exceeds: by it, log(mu / pi) has the mean v / 2 and the
     variance v under mu, v = ``mismatch``, to second order, so that its mean over T tokens exceeds
-    delta + v / 2 + errors * sqrt(v / T) by chance only. Without ``errors`` the threshold is ``delta``. As long
-    as ``mismatch`` is not known, nothing is dropped.
+    delta + v / 2 + errors * sqrt(v / T) by chance only. Without ``errors``, the threshold is ``delta``.
+    Nothing is dropped as long as ``mismatch`` is not known.
     """
     gap_T = trajectory_mean((behaviour_logp_T - logp_T).detach(), owner_T, owners)
     is_failure_T = advantage_T < 0

@@ -1,6 +1,7 @@
 """Settings, seeds and cells of the study: `python -m benchmarks.staleness_study [--quick | --report]`."""
 
 import argparse
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,12 +32,16 @@ STANDARD = Setting("standard", lr=2.5e-4, steps=48, eval_every=8, held_out=300)
 GENTLE = Setting("gentle", lr=1.5e-4, steps=48, eval_every=8, held_out=300)
 HARSH = Setting("harsh", lr=4e-4, steps=48, eval_every=8, held_out=300)
 SETTINGS = (GENTLE, STANDARD, HARSH)
+UNIFORM = replace(STANDARD, name="uniform", lag="uniform")
+OVERRATING = replace(STANDARD, name="overrating", judge="overrating")
+BFLOAT16 = replace(STANDARD, name="bfloat16", engine="bfloat16")
 SEEDS = (0, 1, 2, 3, 4)
 """Learning rates and the number of steps were chosen with other seeds, 100 and 101."""
 
 FIRST = ("naive", "decoupled")
 OTHERS = ("interpolated", "decayed_clip", "m2po", "dppo", "cispo")
 CHECKS = ("unweighted", "negative")
+TAPERED = ("topr", "asymmetric")
 PLAN = (
     (STANDARD, list(cells(FIRST, ETAS))),
     (STANDARD, list(cells(OTHERS, (8, 0)))),
@@ -45,7 +50,18 @@ PLAN = (
     (HARSH, list(cells(FIRST, (0, 8)))),
     (GENTLE, list(cells(FIRST, (16,)))),
     (STANDARD, list(cells(CHECKS, (8, 16, 0)))),
-    (STANDARD, list(cells((POSITIVES,), (16, 8, 0)))),
+    (STANDARD, list(cells(("drift",), (16, 8)))),
+    (OVERRATING, list(cells((REFERENCE, POSITIVES, "negative"), (16, 0)))),
+    (STANDARD, list(cells((POSITIVES, *TAPERED), (16, 8, 0)))),
+    (OVERRATING, list(cells((*TAPERED, "dppo"), (16, 0)))),
+    (BFLOAT16, list(cells(("negative", "negative_relative"), (0,)))),
+    (STANDARD, list(cells(("drift_admission",), (16,)))),
+    (UNIFORM, list(cells((*FIRST, "dppo", "negative"), (16, 8)))),
+    (STANDARD, list(cells((POSITIVES, *TAPERED, "drift"), (4,)))),
+    (HARSH, list(cells((*OTHERS, "negative", POSITIVES, *TAPERED, "drift"), (16,)))),
+    (GENTLE, list(cells((*OTHERS, "negative", POSITIVES, *TAPERED), (16,)))),
+    (HARSH, list(cells((*OTHERS, "negative", POSITIVES, *TAPERED), (4, 0)))),
+    (GENTLE, list(cells((*OTHERS, "negative", POSITIVES, *TAPERED), (4, 0)))),
     (STANDARD, list(cells(OTHERS, (4, UNBOUNDED)))),
     (HARSH, list(cells(FIRST, (4, 16)))),
     (STANDARD, list(cells(OTHERS + CHECKS, ETAS))),

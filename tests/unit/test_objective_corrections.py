@@ -104,7 +104,7 @@ def test_few_fresh_failures_are_dropped_however_large_the_mismatch_is():
             owner = torch.arange(sequences).repeat_interleave(tokens)
             gap, negative = torch.from_numpy(gap), -torch.ones(sequences * tokens)
 
-            def share(errors, v, gap=gap, owner=owner, negative=negative) -> float:
+            def share(errors, v, gap=gap, owner=owner, negative=negative, sequences=sequences) -> float:
                 zero = torch.zeros_like(gap)
                 dropped = c.left_negative(
                     zero, gap, negative, owner, sequences, delta=1e-4, errors=errors, mismatch=v
