@@ -17,7 +17,10 @@ import typer
 from rich.console import Console
 
 from slipstream.backend.commands.outcome import CommandError, Failed, WrongInput
+from slipstream.backend.commands.settings import command_with_settings
 from slipstream.configs.load import load_recipe, load_supervised
+from slipstream.configs.schema import RunConfig
+from slipstream.configs.schema.supervised import SupervisedConfig
 from slipstream.configs.violations import RecipeError
 
 T = TypeVar("T")
@@ -107,7 +110,7 @@ def _check_options(resume: bool, accept_changed_inputs: bool, overwrite: bool = 
         )
 
 
-@app.command(rich_help_panel=RUN)
+@app.command(rich_help_panel=RUN, cls=command_with_settings(RunConfig))
 def train(
     recipe: Recipe,
     overrides: Overrides = None,
@@ -156,7 +159,7 @@ def serve(
             print_summary(summary, sys.stdout, name=config.run.name)
 
 
-@app.command(rich_help_panel=RUN)
+@app.command(rich_help_panel=RUN, cls=command_with_settings(SupervisedConfig))
 def sft(
     recipe: Recipe,
     overrides: Overrides = None,
