@@ -23,7 +23,7 @@ from slipstream.rollout.engine.key import Key
 from slipstream.rollout.engine.routing import PoolStatus, Routing
 from slipstream.rollout.evaluated_set import EvaluatedSet
 from slipstream.rollout.record import UNREADABLE
-from slipstream.rollout.trajectory import PromptFields, RewardParts
+from slipstream.rollout.trajectory import NamedNumbers, PromptFields, RewardParts
 
 PIECE, ANSWERED, JUDGED = range(3)
 """Kinds of an event: a part of an unfinished episode, a trajectory without its reward, and one with it."""
@@ -103,6 +103,7 @@ class Evaluated(msgspec.Struct, array_like=True, gc=False):
     is_truncated: bool = False
     sets: list[EvaluatedSet] = []
     """A whole evaluation has these, and no reward."""
+    metrics: NamedNumbers = ()
 
 
 class Status(msgspec.Struct, array_like=True, gc=False):

@@ -295,6 +295,7 @@ def decode_trajectory(data: bytes | memoryview, header: TrajectoryHeader) -> Tra
             header.siblings,
             header.is_dropped,
             _placed(length, scores) if scores else None,
+            header.metrics,
         )
     except (ValueError, OverflowError) as error:
         raise CorruptRecord(str(error)) from error

@@ -144,8 +144,11 @@ UNSAMPLED = int(np.iinfo(np.int32).min)
 """Version of a token that no policy sampled: prompt, tool output."""
 
 
-RewardParts = tuple[tuple[str, float], ...]
-"""(name, value) of numbers that a reward has given beside the one that trains."""
+NamedNumbers = tuple[tuple[str, float], ...]
+"""(name, value) of each number, each name once."""
+
+RewardParts = NamedNumbers
+"""Numbers that a reward has given beside the one that trains."""
 
 
 Run = tuple[int, bool, int]
@@ -167,6 +170,7 @@ class TrajectoryHeader(msgspec.Struct, array_like=True, frozen=True, gc=False):
     reward_parts: RewardParts = ()
     siblings: tuple[int, ...] = ()
     is_dropped: bool = False
+    metrics: NamedNumbers = ()
 
     @property
     def length(self) -> int:
@@ -252,6 +256,8 @@ class Trajectory:
     teacher: TeacherScores | None = None
     """Log-probs of the tokens under a teacher, for ``actor.advantage`` with terms of a teacher whose scores
     come with the trajectory. None: there are none."""
+    metrics: NamedNumbers = ()
+    """Numbers that the workflow has recorded of the episode (``WorkflowContext.metric``). They train nothing."""
 
     def __post_init__(self) -> None:
         if self.teacher is not None and len(self.teacher) != len(self.tokens_T):
@@ -300,6 +306,7 @@ class Trajectory:
             self.reward_parts,
             tuple(int(end) for end in self.siblings),
             self.is_dropped,
+            self.metrics,
         )
 
     def _runs(self) -> tuple[Run, ...]:
@@ -367,6 +374,7 @@ class Trajectory:
             self.reward_parts,
             is_dropped=self.is_dropped,
             teacher=None if self.teacher is None else self.teacher.part(start, end),
+            metrics=self.metrics,
         )
 
     def turn_T(self) -> npt.NDArray[np.intp]:
@@ -410,7 +418,7 @@ def joined(trajectories: Sequence[Trajectory]) -> Trajectory:
             for start, trajectory in zip([0, *ends], trajectories, strict=False)
             for end, reward in trajectory.turn_rewards
         ),
-        tuple(mean_parts(trajectory.reward_parts for trajectory in trajectories).items()),
+        tuple(means_by_name(trajectory.reward_parts for trajectory in trajectories).items()),
         tuple(ends),
         all(trajectory.is_dropped for trajectory in trajectories),
         _joined_teacher(trajectories, ends),
@@ -426,14 +434,23 @@ def _joined_teacher(trajectories: Sequence[Trajectory], ends: Sequence[int]) -> 
     return placed(ends[-1], parts) if parts else None
 
 
-def mean_parts(parts: Iterable[RewardParts]) -> dict[str, float]:
-    """Return the mean of each part of rewards, over those that have it."""
+def by_name(numbers: Iterable[NamedNumbers]) -> dict[str, list[float]]:
+    """Return the values of each name, over those that have it."""
     values: dict[str, list[float]] = {}
-    for each in parts:
+    for each in numbers:
         for name, value in each:
             values.setdefault(name, []).append(value)
-    # Each is divided before it is added: finite numbers have a finite mean.
-    return {name: sum(value / len(of_part) for value in of_part) for name, of_part in values.items()}
+    return values
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """Return the mean of one or more numbers: it is finite if they are."""
+    return sum(value / len(values) for value in values)
+
+
+def means_by_name(numbers: Iterable[NamedNumbers]) -> dict[str, float]:
+    """Return the mean of the values of each name, over those that have it."""
+    return {name: mean_of(values) for name, values in by_name(numbers).items()}
 
 
 class TrajectoryBuilder:

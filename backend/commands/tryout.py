@@ -26,7 +26,7 @@ from slipstream.rollout.engine.process import EngineStartError
 from slipstream.rollout.judge.errors import JudgeStartFailed
 from slipstream.rollout.plugins import PluginError
 from slipstream.rollout.tokenizer import Tokenizer
-from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory
+from slipstream.rollout.trajectory import UNSAMPLED, Finish, Trajectory, by_name, mean_of
 
 LONGEST_TEXT = 4000
 """Characters of a text that is printed. The middle of a longer one is left out."""
@@ -151,7 +151,8 @@ def _summary(episode: TriedEpisode) -> str:
     words = [f"{trajectory.response_length} tokens", str(trajectory.finish), f"{episode.seconds:.1f} s"]
     reward = "no reward" if trajectory.reward is None else f"reward {trajectory.reward:g}"
     parts = "".join(f", {name} {value:g}" for name, value in trajectory.reward_parts)
-    return f": {reward}{parts}; {', '.join(words)}, judged in {episode.judging_s:.1f} s"
+    metrics = "".join(f", {name} {value:g}" for name, value in trajectory.metrics)
+    return f": {reward}{parts}; {', '.join(words)}{metrics}, judged in {episode.judging_s:.1f} s"
 
 
 def verdict(episodes: Sequence[TriedEpisode], max_new_tokens: int) -> Iterator[str]:
@@ -166,6 +167,8 @@ def verdict(episodes: Sequence[TriedEpisode], max_new_tokens: int) -> Iterator[s
         )
     if len(rewards) > 1 and min(rewards) == max(rewards):
         yield "  all rewards are equal: if those of a group are, there is nothing to learn from it"
+    for name, values in by_name(trajectory.metrics for trajectory in whole).items():
+        yield f"  {name}: {mean_of(values):.3g} on average, {min(values):g} to {max(values):g}"
     cut = sum(trajectory.finish is Finish.LENGTH for trajectory in whole)
     if cut:
         yield f"  {cut} cut off at {max_new_tokens} tokens (rollout.sampling.max_new_tokens)"
@@ -187,6 +190,7 @@ def plain(episode: TriedEpisode, tokenizer: Tokenizer) -> dict[str, Any]:
     return fields | {
         "reward": trajectory.reward,
         "reward_parts": dict(trajectory.reward_parts),
+        "metrics": dict(trajectory.metrics),
         "finish": str(trajectory.finish),
         "response_length": trajectory.response_length,
         "trajectories": [

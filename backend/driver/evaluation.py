@@ -9,7 +9,7 @@ from slipstream.backend.monitor.units import mean
 from slipstream.configs.schema.run import EvalConfig
 from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.evaluated_set import HELD_OUT, EvaluatedSet
-from slipstream.rollout.trajectory import Prompt, mean_parts, prompt_fields
+from slipstream.rollout.trajectory import Prompt, means_by_name, prompt_fields
 
 
 class Evaluation:
@@ -52,7 +52,7 @@ class Evaluation:
         if self._hooks is not None:
             metrics = {"eval/reward": reward, "eval/response_length": length}
             is_logged = await self._hooks.has_logged_evaluation(version, result.sets, metrics)
-        self._listener.evaluated(version, reward, length, result.parts, is_logged=is_logged)
+        self._listener.evaluated(version, reward, length, result.parts, result.metrics, is_logged=is_logged)
 
     async def _ask_episodes(self) -> "_Result":
         """Run an episode for each held-out prompt. Raises _NotEvaluated."""
@@ -67,7 +67,11 @@ class Evaluation:
             [result.is_truncated for result in results],
             [prompt_fields(prompt) for prompt in self._prompts],
         )
-        return _Result([held_out], mean_parts(result.reward_parts for result in results))
+        return _Result(
+            [held_out],
+            means_by_name(result.reward_parts for result in results),
+            means_by_name(result.metrics for result in results),
+        )
 
     async def _ask_function(self, version: int) -> "_Result":
         """Have the recipe's function evaluate. Raises _NotEvaluated."""
@@ -75,7 +79,7 @@ class Evaluation:
         if not result.sets:
             raise _NotEvaluated(result.note)
         several = result.sets if len(result.sets) > 1 else []
-        return _Result(result.sets, {each.name: mean(each.rewards) for each in several})
+        return _Result(result.sets, {each.name: mean(each.rewards) for each in several}, {})
 
 
 class _NotEvaluated(Exception):
@@ -86,3 +90,5 @@ class _Result(NamedTuple):
     sets: list[EvaluatedSet]
     parts: Mapping[str, float]
     """Means besides that of the rewards, by the names of their metrics."""
+    metrics: Mapping[str, float]
+    """Means of what workflows have recorded, by name."""

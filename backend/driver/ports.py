@@ -226,10 +226,11 @@ class RunListener(CollectionListener, CheckpointListener, Protocol):
         reward: float,
         response_length: float,
         parts: Mapping[str, float],
+        metrics: Mapping[str, float],
         *,
         is_logged: bool = False,
     ) -> None:
-        """Held-out prompts were answered greedily, with the mean ``reward`` and the means of its ``parts``.
-        Beside training, some tokens may be of a newer version. ``is_logged``: a hook has logged it.
+        """Held-out prompts were answered greedily, with the mean ``reward``, the means of its ``parts`` and
+        those of the ``metrics`` that workflows have recorded. Beside training, some tokens may be of a newer version. ``is_logged``: a hook has logged it.
         """
         ...

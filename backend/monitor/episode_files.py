@@ -25,6 +25,9 @@ EPISODES = "episodes"
 PARTS = 8
 """Number of files that a writer's budget is spread over: deleting the oldest takes away an eighth."""
 
+NAMED = ("reward_parts", "metrics")
+"""Columns of numbers by name. Files of parquet hold them as JSON."""
+
 _NAME = re.compile(r"(\d+)-(\d+)\.(jsonl|parquet)")
 _STEP = re.compile(rb'\{"step":\s*(\d+)')
 
@@ -176,7 +179,7 @@ def _write_parquet(path: Path, rows: Sequence[Row]) -> None:
 
     unfinished = path.with_suffix(".unfinished")
     # Parts have names of their own in each row, which are no columns.
-    flat = [{**row, "reward_parts": json.dumps(row.get("reward_parts", {}))} for row in rows]
+    flat = [{**row, **{name: json.dumps(row.get(name, {})) for name in NAMED}} for row in rows]
     pq.write_table(pa.Table.from_pylist(flat), unfinished)  # pyright: ignore[reportUnknownMemberType]
     unfinished.replace(path)
 
@@ -187,7 +190,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
         import pyarrow.parquet as pq
 
         for row in pq.read_table(path).to_pylist():  # pyright: ignore[reportUnknownMemberType]
-            yield {**row, "reward_parts": json.loads(row["reward_parts"])}
+            yield {**row, **{name: json.loads(row[name]) for name in NAMED if name in row}}
         return
     yield from read_lines(path)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from slipstream.backend.monitor.live import live_metrics
 from slipstream.backend.monitor.metrics import MetricsLog, Value
+from slipstream.backend.monitor.named import BoundedNames, spread
 from slipstream.backend.monitor.progress import HeldOut, Progress
 from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.backend.monitor.summary import GroupTotals, RunSummary, turn_totals
@@ -20,7 +21,7 @@ from slipstream.backend.objective.names import HOOK
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.core import Loss
 from slipstream.rollout.control.slots import State
-from slipstream.rollout.trajectory import Finish, TrajectoryHeader, mean_parts
+from slipstream.rollout.trajectory import Finish, TrajectoryHeader
 
 SHOWN_FAILURES = 3
 """Number of failed attempts, and of failed groups, that the user is shown. Metrics count all of them, and the
@@ -76,6 +77,10 @@ class Recorder:
         self._last_step = (self._started, 0)
         self._checkpoint_stall: dict[str, float] = {}
         self._shown_groups = 0
+        self._parts = BoundedNames("reward/parts", progress.note)
+        self._episode_metrics = BoundedNames("episode/parts", progress.note)
+        self._eval_parts = BoundedNames("eval/reward_parts", progress.note)
+        self._eval_metrics = BoundedNames("eval/episode_parts", progress.note)
         self._lost: dict[Loss, list[int]] = {loss: [] for loss in Loss}
         """Lengths in tokens of the trajectories lost since the last step."""
 
@@ -94,6 +99,7 @@ class Recorder:
         reward: float,
         response_length: float,
         parts: Mapping[str, float],
+        metrics: Mapping[str, float],
         *,
         is_logged: bool = False,
     ) -> None:
@@ -107,7 +113,8 @@ class Recorder:
             {
                 "eval/reward": reward,
                 **accuracy,
-                **({"eval/reward_parts": parts} if parts else {}),
+                **self._eval_parts.logged(parts),
+                **self._eval_metrics.logged(metrics),
                 "eval/response_length": response_length,
             },
         )
@@ -133,7 +140,8 @@ class Recorder:
     def step(self, step: TrainedStep, status: RunStatus) -> None:
         version, metrics, report, times = step.version, step.metrics, step.report, step.times
         trajectories = step.trajectories
-        rewards = [t.reward for t in trajectories if not t.is_dropped and t.reward is not None]
+        counted = [t for t in trajectories if not t.is_dropped]
+        rewards = [t.reward for t in counted if t.reward is not None]
         now, generated = self._clock(), status.tokens_generated
         then, before = self._last_step
         self._last_step = (now, generated)
@@ -151,6 +159,8 @@ class Recorder:
             version,
             {
                 **({} if step.is_logged else _reward_metrics(rewards, trajectories)),
+                **({} if step.is_logged else self._parts.logged(spread(t.reward_parts for t in counted))),
+                **self._episode_metrics.logged(spread(t.metrics for t in counted)),
                 **staleness,
                 **({} if step.is_logged else _length_metrics(trajectories)),
                 **_status_metrics(status),
@@ -259,8 +269,6 @@ def _reward_metrics(rewards: Sequence[float], trajectories: Sequence[TrajectoryH
     ]
     if turns:
         metrics["reward/turn_mean"] = mean(turns)
-    if parts := mean_parts(trajectory.reward_parts for trajectory in trajectories):
-        metrics["reward/parts"] = parts
     return metrics
 
 

@@ -33,7 +33,14 @@ TAGS: dict[str, Tag] = {
     "reward/parts": Tag(
         "as the reward says",
         "`reward/NAME` for each further number of a reward that returns a mapping: its mean over the "
-        "trajectories of the batch that have it.",
+        "trajectories of the batch that have it. `reward/NAME/min` and `reward/NAME/max` are its extremes.",
+        "parts",
+    ),
+    # episode
+    "episode/parts": Tag(
+        "as the workflow says",
+        "`episode/NAME` for each number that a workflow records: its mean over the episodes of the batch that "
+        "have it. `episode/NAME/min` and `episode/NAME/max` are its extremes.",
         "parts",
     ),
     # eval
@@ -51,6 +58,11 @@ TAGS: dict[str, Tag] = {
         "as the reward says",
         "`eval/reward_NAME` for each further number of a reward that returns a mapping: its mean in the "
         "evaluation.",
+        "parts",
+    ),
+    "eval/episode_parts": Tag(
+        "as the workflow says",
+        "`eval/episode_NAME` for each number that a workflow records: its mean in the evaluation.",
         "parts",
     ),
     "eval/response_length": Tag("tokens", "Mean response length in the evaluation."),

@@ -159,6 +159,7 @@ class Account:
         reward: float,
         response_length: float,
         parts: Mapping[str, float],
+        metrics: Mapping[str, float],
         *,
         is_logged: bool = False,
     ) -> None:

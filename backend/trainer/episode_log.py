@@ -222,6 +222,7 @@ def episode_row(episode: Episode, text: TokenText, max_tokens: int) -> Mapping[s
         "response": text.decode(ids[start:]),
         "reward": _number(trajectory.reward),
         "reward_parts": {name: _number(value) for name, value in trajectory.reward_parts},
+        "metrics": {name: _number(value) for name, value in trajectory.metrics},
         "advantage": _number(float(advantage_M.mean())) if len(advantage_M) else None,
         "finish": str(trajectory.finish),
         "response_tokens": trajectory.sampled_length,

@@ -6,6 +6,7 @@ and SystemExit included, is a failed attempt, never a neutral score.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeVar, cast
 
 import numpy as np
@@ -20,6 +21,7 @@ from slipstream.rollout.reward.value import NoNumber, check_parts, number_of
 from slipstream.rollout.teacher import TeacherScores
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory, joined
 from slipstream.rollout.workflow import GroupRejected, Workflow, WorkflowContext
+from slipstream.rollout.workflow.numbers import EpisodeNumbers
 
 LARGEST_LOGPROB = 1e-3
 """A log-prob above 0 by more than rounding is no log-prob."""
@@ -88,11 +90,12 @@ class Episodes:
         """
         failure = ""
         for attempt in range(self._attempts):
-            context = host.begin(attempt)
+            numbers = EpisodeNumbers()
+            context = replace(host.begin(attempt), numbers=numbers)
             try:
                 with self._limit():
                     trajectory = await self._workflow.run(prompt, context)
-                trajectory = self._whole(trajectory)
+                trajectory = numbers.attached(self._whole(trajectory))
                 host.accept(trajectory)
             except GeneratorExit:  # the event loop is gone
                 raise

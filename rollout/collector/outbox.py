@@ -164,6 +164,7 @@ class Outbox:
                 "",
                 header.reward_parts,
                 is_truncated=header.finish is Finish.LENGTH,
+                metrics=header.metrics,
             )
         )
         self._due.set()

@@ -47,9 +47,14 @@ class Judgement:
     trajectory keeps those that it has."""
 
 
+def is_name(name: str) -> bool:
+    """True if a number may be logged by this name."""
+    return _NAME.fullmatch(name) is not None
+
+
 def is_part_name(name: str) -> bool:
     """True if a further number of a reward may have this name."""
-    return _NAME.fullmatch(name) is not None and name not in RESERVED
+    return is_name(name) and name not in RESERVED
 
 
 def number_of(value: Any) -> float:
@@ -127,7 +132,7 @@ def check_parts(parts: object) -> None:
 
 
 def _name(name: object) -> str:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not is_name(name):
         raise NoNumber(
             f"it returned a mapping with the key {_shown(name)}, expected a name of at most 64 letters, "
             "digits, `_`, `-` and `.`"

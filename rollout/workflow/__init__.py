@@ -1,8 +1,8 @@
 """Workflows: what an episode does. A recipe names one by import path."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, SupportsFloat
 
 from slipstream.configs.schema import SamplingConfig
 from slipstream.rollout.tokenizer import Tokenizer
@@ -12,6 +12,7 @@ from slipstream.rollout.workflow.dialogue import Dialogue
 from slipstream.rollout.workflow.endpoint import PolicyEndpoint
 from slipstream.rollout.workflow.limited import limited
 from slipstream.rollout.workflow.multi_turn import MultiTurn, ToolUse
+from slipstream.rollout.workflow.numbers import EpisodeNumbers
 from slipstream.rollout.workflow.single_turn import SingleTurn
 from slipstream.rollout.workflow.verifiers import Verifiers
 
@@ -101,6 +102,20 @@ class WorkflowContext:
     """Nothing of the episode is trained: it is one of an evaluation, with greedy completions."""
     place: EpisodePlace | None = None
     """None in an evaluation."""
+    numbers: EpisodeNumbers = field(default_factory=EpisodeNumbers)
+    """Numbers recorded so far. Each attempt at an episode begins without any."""
+
+    def metric(self, name: str, value: SupportsFloat) -> None:
+        """Record a number of the episode, such as the tool calls in it. It is shown, and trains nothing.
+
+        Each training step logs the mean, the smallest and the largest value over its episodes that have
+        recorded the name, as ``episode/NAME``, ``episode/NAME/min`` and ``episode/NAME/max``. A name that is
+        recorded again gets the later value.
+
+        Raises MetricError for a value that is not a finite number, for a name of other characters than
+        letters, digits, ``_``, ``-`` and ``.``, and for the 33rd name of an episode.
+        """
+        self.numbers.record(name, value)
 
 
 class Workflow(Protocol):

@@ -19,6 +19,7 @@ from slipstream.rollout.engine.pool import NoEngine
 from slipstream.rollout.judge.errors import JudgeStartFailed, JudgingFailed
 from slipstream.rollout.record import decode_header, decode_trajectory, encode, encode_trajectory
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory
+from slipstream.rollout.workflow.numbers import EpisodeNumbers
 
 PROMPT = Prompt(7, "?")
 GOOD = Trajectory(
@@ -39,6 +40,14 @@ def rollout(**more: object) -> RolloutConfig:
     return RolloutConfig.model_validate(fields | more)
 
 
+@dataclass(frozen=True)
+class Context:
+    """What a workflow gets."""
+
+    attempt: int
+    numbers: EpisodeNumbers = field(default_factory=EpisodeNumbers)
+
+
 @dataclass
 class Host:
     """Whoever runs an episode."""
@@ -50,7 +59,7 @@ class Host:
 
     def begin(self, attempt: int) -> Any:
         self.begun.append(attempt)
-        return f"context {attempt}"
+        return Context(attempt)
 
     def accept(self, trajectory: Trajectory) -> None:
         if self.refuses:
@@ -167,7 +176,7 @@ def test_each_attempt_has_a_context_of_its_own():
     world = World([ValueError(1), ValueError(2), GOOD])
     world.run()
     assert world.host.begun == [0, 1, 2]
-    assert world.contexts == ["context 0", "context 1", "context 2"]
+    assert [context.attempt for context in world.contexts] == [0, 1, 2]
 
 
 def test_an_episode_fails_with_its_last_attempt_and_says_why():

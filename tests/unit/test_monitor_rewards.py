@@ -61,7 +61,15 @@ class Asked(EvaluationTasks):
 
     async def ask(self, prompts: Sequence[Prompt]) -> list[Evaluated]:
         return [
-            Evaluated(prompt.id, await self.reward_of(prompt), 2, "", parts_of(prompt)) for prompt in prompts
+            Evaluated(
+                prompt.id,
+                await self.reward_of(prompt),
+                2,
+                "",
+                parts_of(prompt),
+                metrics=(("calls", prompt.id),),
+            )
+            for prompt in prompts
         ]
 
     async def reward_of(self, prompt: Prompt) -> float:
@@ -88,7 +96,10 @@ def small_run(folder: Path, reward: Reward) -> tuple[RunSummary, list[str], list
         await evaluation.run(0)
         recorder.training_begins(status)
         headers = [
-            trajectory().judged(await asked.reward_of(prompt), parts_of(prompt)).header for prompt in PROMPTS
+            replace(trajectory(), metrics=(("calls", float(prompt.id)),))
+            .judged(await asked.reward_of(prompt), parts_of(prompt))
+            .header
+            for prompt in PROMPTS
         ]
         report = PublishReport(1, bytes_sent=1, stall_s=0.1, total_s=0.2)
         trained = {"train/tokens": 8.0, "train/tflop": 1.0}
@@ -141,6 +152,10 @@ def test_a_run_ends_with_a_summary_whatever_its_rewards_are(tmp_path: Path, rewa
     [trained] = [record for record in records if "reward/mean" in record]
     assert trained["reward/mean"] == pytest.approx(mean)
     assert (trained["reward/place"], trained["reward/bonus"]) == (1.5, 0.5), "means of those that have them"
+    assert (trained["reward/place/min"], trained["reward/place/max"]) == (0.0, 3.0)
+    calls = [trained[f"episode/calls{end}"] for end in ("", "/min", "/max")]
+    assert calls == [1.5, 0.0, 3.0], "what workflows record is logged beside the parts of rewards"
+    assert [each["eval/episode_calls"] for each in evaluations] == [1.5, 1.5]
     assert [(each["eval/reward_place"], each["eval/reward_bonus"]) for each in evaluations] == [
         (1.5, 0.5)
     ] * 2

@@ -316,7 +316,8 @@ redraws.forEach((f) => f());
     if (!n) text.append(row.response); else if (shown < row.response.length && ends.at(-1) > n) text.append(el("span", { class: "quiet" }, row.response.slice(shown)));
     const facts = el("dl", { class: "facts" });
     facts.append(fact("Reward", num(row.reward)), fact("Advantage", num(row.advantage)), fact("Head lag", num(row.head_lag)), fact("Tokens", num(row.response_tokens), row.trained_tokens < row.response_tokens ? `${row.trained_tokens} trained` : ""), fact("Ended by", row.finish), fact("Trained from", `version ${row.version}`));
-    for (const [name, value] of Object.entries(row.reward_parts ?? {})) facts.append(fact(name, num(value)));
+    for (const numbers of [row.reward_parts, row.metrics])
+      for (const [name, value] of Object.entries(numbers ?? {})) facts.append(fact(name, num(value)));
     pane.replaceChildren(el("h3", {}, "Prompt"), el("div", { class: "text prompt", tabindex: 0, role: "region", "aria-label": "Prompt" }, row.prompt), el("h3", {}, "Response"), legend, text, facts);
   }
   open(have[0][0]);

@@ -31,7 +31,10 @@ MOST_LAGS_STEPS = 400
 MOST_RUNS = 8
 """Runs whose colours can be told apart."""
 
-CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+Chart = tuple[str, Sequence[tuple[str, str]]]
+"""Title of a chart, and the tags on it with the names that a single run's curves have."""
+
+CHARTS: tuple[Chart, ...] = (
     ("Reward", (("reward/mean", "training"), ("eval/reward", "held out"))),
     ("Head lag", (("staleness/head_max", "largest"), ("staleness/head_mean", "mean"))),
     ("Token lag", (("staleness/token_mean", "mean"),)),
@@ -52,7 +55,12 @@ CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("Critic's explained variance", (("critic/explained_variance", "fraction"),)),
     ("Seconds per step", (("perf/step_s", "step"), ("perf/train_s", "training"))),
 )
-"""Title of each chart, and the tags on it with the names that a single run's curves have."""
+
+NAMED = (("reward/", "reward: "), ("episode/", "episode: "))
+"""Beginnings of the tags whose names users choose, and of the titles of their charts."""
+
+MOST_NAMED_CHARTS = 24
+"""Number of charts of what users name themselves; TensorBoard shows all."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,13 @@ def run_data(folder: Path, audit: AuditResult, *, episode_bytes: int) -> dict[st
         "starts": course.starts,
         "bound": course.bound,
         "summary": {} if summary is None else summary_rows(summary),
-        "series": {tag: _thinned(points) for tag in _tags() if (points := course.series(tag))},
+        "series": {
+            tag: _thinned(points)
+            for _, tags in (*CHARTS, *named_charts(course))
+            for tag, _ in tags
+            if (points := course.series(tag))
+        },
+        "named": [_chart(title, tags) for title, tags in named_charts(course)],
         "lags": _lag_columns(course.lags()),
         "timeline": timeline(read_events(folder)),
         "audit": vars(audit),
@@ -143,21 +157,37 @@ def _island(data: object) -> Markup:
     return Markup(text.encode("utf-8", errors="replace").decode("utf-8"))
 
 
+def named_charts(course: Course) -> list[Chart]:
+    """Return a chart of each number that rewards and workflows name: its mean and its extremes."""
+    tags = dict.fromkeys(tag for record in course.steps.values() for tag in record)
+    charts: list[Chart] = []
+    for prefix, title in NAMED:
+        for tag in tags:
+            if tag.startswith(prefix) and f"{tag}/min" in tags:
+                lines = ((tag, "mean"), (f"{tag}/min", "smallest"), (f"{tag}/max", "largest"))
+                charts.append((title + tag.removeprefix(prefix), lines))
+    return charts[:MOST_NAMED_CHARTS]
+
+
 def _charts(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    named = {chart["title"]: chart for run in runs for chart in run["named"]}
+    known = [_chart(title, tags) for title, tags in CHARTS]
+    shown = [*known, *named.values()]
     return [
-        {
-            "title": title,
-            "unit": TAGS[tags[0][0]].unit,
-            "meaning": TAGS[tags[0][0]].description,
-            "tags": [{"tag": tag, "name": name} for tag, name in tags],
-        }
-        for title, tags in CHARTS
-        if any(tag in run["series"] for tag, _ in tags for run in runs)
+        chart
+        for chart in shown
+        if any(each["tag"] in run["series"] for each in chart["tags"] for run in runs)
     ]
 
 
-def _tags() -> list[str]:
-    return [tag for _, tags in CHARTS for tag, _ in tags]
+def _chart(title: str, tags: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    tag = TAGS.get(tags[0][0])
+    return {
+        "title": title,
+        "unit": "" if tag is None else tag.unit,
+        "meaning": f"`{tags[0][0]}`" if tag is None else tag.description,
+        "tags": [{"tag": tag, "name": name} for tag, name in tags],
+    }
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[list[float]]:

@@ -11,7 +11,7 @@ from slipstream.rollout.compat.slime.group_samples import GroupSamples, flat
 from slipstream.rollout.judge.errors import JudgingFailed
 from slipstream.rollout.plugins import resolve
 from slipstream.rollout.reward.value import Judgement
-from slipstream.rollout.trajectory import Prompt, Trajectory, mean_parts
+from slipstream.rollout.trajectory import Prompt, Trajectory, means_by_name
 
 LONGEST_WAIT_S = 60.0
 """Seconds between two attempts at the longest."""
@@ -79,4 +79,4 @@ class GroupJudge:
 def _mean(judgements: Sequence[Judgement]) -> Judgement:
     """Return the judgement of an episode: the mean of those of its samples."""
     reward = sum(judgement.reward / len(judgements) for judgement in judgements)
-    return Judgement(reward, tuple(mean_parts(judgement.parts for judgement in judgements).items()))
+    return Judgement(reward, tuple(means_by_name(judgement.parts for judgement in judgements).items()))
