@@ -52,6 +52,22 @@ Resume = Annotated[
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Delete the earlier run of this name, and start anew.")
 ]
+DebugRolloutOnly = Annotated[
+    bool,
+    typer.Option(
+        "--debug-rollout-only",
+        help="Generate, judge and save each batch, without a trainer: in the run folder NAME-rollout-only.",
+    ),
+]
+DebugTrainOnly = Annotated[
+    Path | None,
+    typer.Option(
+        "--debug-train-only",
+        metavar="FOLDER",
+        help="Train on the batches that --debug-rollout-only has saved, without engines: in the run folder "
+        "NAME-train-only.",
+    ),
+]
 AcceptChangedInputs = Annotated[
     bool,
     typer.Option(
@@ -110,6 +126,17 @@ def _check_options(resume: bool, accept_changed_inputs: bool, overwrite: bool = 
         )
 
 
+def _check_halves(resume: bool, debug_rollout_only: bool, debug_train_only: Path | None) -> None:
+    if debug_rollout_only and debug_train_only is not None:
+        raise WrongInput(
+            "--debug-rollout-only has no trainer and --debug-train-only no engines: expected one"
+        )
+    if resume and (debug_rollout_only or debug_train_only is not None):
+        raise WrongInput(
+            "--resume goes on with a whole run: a half begins anew, with --overwrite in its place"
+        )
+
+
 @app.command(rich_help_panel=RUN, cls=command_with_settings(RunConfig))
 def train(
     recipe: Recipe,
@@ -117,11 +144,24 @@ def train(
     resume: Resume = False,
     accept_changed_inputs: AcceptChangedInputs = False,
     overwrite: Overwrite = False,
+    debug_rollout_only: DebugRolloutOnly = False,
+    debug_train_only: DebugTrainOnly = None,
 ) -> None:
     """Run a recipe from its first step to its last."""
     with _reported():
         _check_options(resume, accept_changed_inputs, overwrite)
+        _check_halves(resume, debug_rollout_only, debug_train_only)
         config = load_recipe(Path(recipe), overrides or [])
+        if debug_train_only is not None:
+            from slipstream.backend.commands.halves import train_only
+
+            typer.echo(train_only(config, debug_train_only, overwrite=overwrite))
+            return
+        if debug_rollout_only:
+            from slipstream.backend.commands.halves import rollout_only
+
+            typer.echo(rollout_only(config, overwrite=overwrite))
+            return
         from slipstream.backend.commands.run import train
         from slipstream.backend.commands.serve import check_has_prompts
         from slipstream.backend.monitor.summary import print_summary

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 
-def write_durably(path: Path, content: str, *, draft: str = "tmp", mode: int = 0o666) -> None:
+def write_durably(path: Path, content: str | bytes, *, draft: str = "tmp", mode: int = 0o666) -> None:
     """Replace the file at ``path``. At any instant a reader finds the old file or the new one.
 
     The content is written into a hidden file beside it, which ends in ``draft``, and renamed when it is on
@@ -14,8 +14,8 @@ def write_durably(path: Path, content: str, *, draft: str = "tmp", mode: int = 0
     beside = path.with_name(f".{path.name}.{draft}")
     beside.unlink(missing_ok=True)  # a file that is left there may have other permissions
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        file.write(content)
+    with open(descriptor, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)

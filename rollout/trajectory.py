@@ -257,7 +257,7 @@ class Trajectory:
     """Log-probs of the tokens under a teacher, for ``actor.advantage`` with terms of a teacher whose scores
     come with the trajectory. None: there are none."""
     metrics: NamedNumbers = ()
-    """Numbers that the workflow has recorded of the episode (``WorkflowContext.metric``). They train nothing."""
+    """Numbers that the workflow has recorded of the episode. They train nothing."""
 
     def __post_init__(self) -> None:
         if self.teacher is not None and len(self.teacher) != len(self.tokens_T):

@@ -36,18 +36,18 @@ class Placement:
     """Nodes of the judge's own engines."""
 
 
-def place(nodes: Sequence[Node], config: RunConfig) -> Placement:
+def place(nodes: Sequence[Node], config: RunConfig, *, trains: bool = True) -> Placement:
     """Place trainer ranks on the first nodes and engines on the nodes after them; a single node is shared.
 
     A rank takes one GPU, an engine as many as its tensor-parallel size, on one node. Colocated engines share
     the GPUs of consecutive trainer ranks. The judge's own engines take GPUs that are left. CPUs are not
-    counted. Raises PlacementError.
+    counted. Without ``trains`` there are no ranks, and engines are on all nodes. Raises PlacementError.
     """
     nodes = sorted(nodes, key=_by_address)
     device = _device(nodes, config)
     if config.rollout.engine.colocated:
         return _colocated(nodes, config, device)
-    if config.cluster.type == "slurm":
+    if config.cluster.type == "slurm" and trains:
         first = config.cluster.trainer_nodes or 1
         if len(nodes) <= first:
             raise PlacementError(
@@ -58,7 +58,7 @@ def place(nodes: Sequence[Node], config: RunConfig) -> Placement:
     else:
         trainer_nodes = engine_nodes = list(nodes)
     free = {node.id: node.gpus for node in nodes}
-    trainer = _ranks(trainer_nodes, free, config, device)
+    trainer = _ranks(trainer_nodes, free, config, device) if trains else ()
     engines, size = config.rollout.engine.count, config.rollout.engine.tensor_parallel
     if device == "cpu":
         on_nodes = tuple(engine_nodes[engine % len(engine_nodes)] for engine in range(engines))

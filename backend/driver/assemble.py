@@ -25,7 +25,7 @@ from slipstream.backend.driver.inputs import Inputs
 from slipstream.backend.driver.interrupted import InterruptedUpdates
 from slipstream.backend.driver.judge_engines import judge_supervisor
 from slipstream.backend.driver.live import LiveUsers
-from slipstream.backend.driver.ports import RunListener
+from slipstream.backend.driver.ports import RunListener, RunTrainer
 from slipstream.backend.driver.resume import RunState
 from slipstream.backend.driver.revival import Revival
 from slipstream.backend.driver.rewind import Rewind
@@ -68,7 +68,7 @@ class Parts:
 
     gate: AdmissionGate
     roster: EngineRoster
-    trainer: RankedTrainer
+    trainer: RunTrainer
     weights: ServedWeights[EngineClient]
     supervisor: Supervisor
     controller: ConcurrencyController | None
@@ -116,8 +116,13 @@ def assemble(
     placement: Placement,
     logs: Path,
     listener: RunListener,
+    *,
+    trains: bool = True,
 ) -> Parts:
-    """Make every part. The trainer's actors exist afterwards; nothing else is started."""
+    """Make every part. The trainer's actors exist afterwards; nothing else is started.
+
+    Without ``trains``, batches are saved in the run folder, and there is no trainer.
+    """
     rollout = config.rollout
     turns = live_turns(config, inputs, state) if config.gateway is not None else None
     gate = AdmissionGate(
@@ -138,10 +143,7 @@ def assemble(
         epoch=state.ledger.epoch,
         follow_timeout_s=max(FOLLOW_TIMEOUT_S, patience_s),
     )
-    ranks = RankGroup(
-        partial(create_ranks, config, placement, logs), timeout_s=config.run.step_timeout_s, logs=logs
-    )
-    trainer = RankedTrainer(ranks, step_timeout_s=config.run.step_timeout_s)
+    trainer = _trainer(config, placement, logs) if trains else _batch_saver(config)
     devices = _devices(config, trainer, roster)
     weights = ServedWeights(
         trainer,
@@ -239,6 +241,18 @@ def assemble(
     )
 
 
+def _trainer(config: RunConfig, placement: Placement, logs: Path) -> RunTrainer:
+    timeout_s = config.run.step_timeout_s
+    ranks = RankGroup(partial(create_ranks, config, placement, logs), timeout_s=timeout_s, logs=logs)
+    return RankedTrainer(ranks, step_timeout_s=timeout_s)
+
+
+def _batch_saver(config: RunConfig) -> RunTrainer:
+    from slipstream.backend.driver.batch_saver import BatchSaver  # imports torch
+
+    return BatchSaver(config)
+
+
 def _drawing(config: RunConfig, state: RunState, gate: AdmissionGate, logs: Path) -> Drawing | None:
     if state.drawn is None:
         return None
@@ -315,7 +329,7 @@ class ServedVersion:
         return self.gate.served
 
 
-def _devices(config: RunConfig, trainer: RankedTrainer, roster: EngineRoster) -> Devices:
+def _devices(config: RunConfig, trainer: RunTrainer, roster: EngineRoster) -> Devices:
     interrupt = config.weights.interrupt
     drain_s = config.weights.timeout_s if interrupt == "drain" else None
     if not config.rollout.engine.colocated:

@@ -103,6 +103,19 @@ class CheckpointedTrainer(Protocol):
         ...
 
 
+class RunTrainer(Trainer, RestingTrainer, RestartedTrainer, CheckpointedTrainer, Protocol):
+    """The trainer of a run, from its start to its last export."""
+
+    @property
+    def gpus(self) -> Sequence[Sequence[str]]:
+        """Ids of each rank's GPUs. Empty before ``connect``."""
+        ...
+
+    async def export_hf(self, folder: Path) -> None:
+        """Write the weights as an HF checkpoint directory."""
+        ...
+
+
 class NamedClient(Protocol):
     """An engine that serves."""
 
@@ -231,6 +244,7 @@ class RunListener(CollectionListener, CheckpointListener, Protocol):
         is_logged: bool = False,
     ) -> None:
         """Held-out prompts were answered greedily, with the mean ``reward``, the means of its ``parts`` and
-        those of the ``metrics`` that workflows have recorded. Beside training, some tokens may be of a newer version. ``is_logged``: a hook has logged it.
+        those of the ``metrics`` that workflows have recorded. Beside training, some tokens may be of a newer
+        version. ``is_logged``: a hook has logged it.
         """
         ...

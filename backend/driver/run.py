@@ -50,18 +50,20 @@ async def run(
     resume: bool = False,
     accept_changes: bool = False,
     overwrite: bool = False,
+    trains: bool = True,
 ) -> RunSummary:
     """Run the recipe to its end. The summary is also written to the run folder.
 
     ``resume``: go on with the run in that folder, if there is one; with ``accept_changes`` also if the
     content of its inputs has changed. ``overwrite``: delete it instead. With neither it is refused.
+    Without ``trains``, batches are saved in the place of being trained (``halves.rollout_half``).
 
     Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail;
     engines, trainer and Ray have ended by then.
     """
     stop = Stop(progress, after_s=stop_after_s(config, os.environ, time.time()))
     return await stop.run(
-        _run(with_absolute_paths(config), progress, resume, accept_changes, overwrite, stop)
+        _run(with_absolute_paths(config), progress, resume, accept_changes, overwrite, stop, trains)
     )
 
 
@@ -72,6 +74,7 @@ async def _run(
     accept_changes: bool,
     overwrite: bool,
     stop: Stop,
+    trains: bool,
 ) -> RunSummary:
     started = time.monotonic()
     await prepare_inputs(config, progress.phase)
@@ -105,14 +108,15 @@ async def _run(
             config,
             inputs,
             state,
-            place(nodes, config),
+            place(nodes, config, trains=trains),
             folder / LOGS,
             recorder,
+            trains=trains,
         )
         look_seldom_for_garbage(OF_RECORDED_EPISODE * state.control.capacity * n_samples)
         end: Literal["done", "failed", "stopped"] = "failed"
         try:
-            await _course(config, parts, state, recorder, progress, stop)
+            await _course(config, parts, state, recorder, progress, stop, trains)
             end = "done"
         except (asyncio.CancelledError, Stopped):
             end = "stopped"
@@ -140,7 +144,13 @@ async def _run(
 
 
 async def _course(
-    config: RunConfig, parts: Parts, state: RunState, recorder: Recorder, progress: Progress, stop: Stop
+    config: RunConfig,
+    parts: Parts,
+    state: RunState,
+    recorder: Recorder,
+    progress: Progress,
+    stop: Stop,
+    trains: bool,
 ) -> None:
     """Start or restore, evaluate, train while collecting, evaluate, export.
 
@@ -189,7 +199,7 @@ async def _course(
             progress.phase("training")
             await _train(config, parts, state, recorder, tasks, stop)
             recorder.training_ends()
-            is_done = await _finished(config, parts, progress, stop)
+            is_done = not trains or await _finished(config, parts, progress, stop)
         if parts.turns is not None and config.data is None and not stop.asked:
             parts.turns.training_ends()
             progress.phase("trained to the last step; serving until Ctrl-C or SIGTERM")

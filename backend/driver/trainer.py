@@ -73,6 +73,10 @@ class RankedTrainer:
         """Write the weights as an HF checkpoint directory."""
         await self._ranks.call("writing the HF checkpoint", "export_hf", folder.absolute())
 
+    async def flush(self) -> None:
+        """Write what the ranks write beside their steps."""
+        await self._ranks.call("writing the episode log", "flush")
+
     async def begin_checkpoint(self, folder: Path) -> None:
         await self._ranks.call("starting a checkpoint", "begin_checkpoint", folder.absolute())
 

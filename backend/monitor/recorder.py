@@ -306,14 +306,34 @@ def _status_metrics(status: RunStatus) -> dict[str, Value]:
     }
 
 
+def training_metrics(
+    trajectories: Sequence[TrajectoryHeader], metrics: Mapping[str, float], train_s: float
+) -> dict[str, Value]:
+    """Return the metrics of a training step alone: of its batch and of the trainer."""
+    counted = [t for t in trajectories if not t.is_dropped]
+    rewards = [t.reward for t in counted if t.reward is not None]
+    return {
+        **_reward_metrics(rewards, trajectories),
+        **_length_metrics(trajectories),
+        **_with_parts(metrics),
+        **_speed_metrics(metrics, train_s),
+    }
+
+
+def _speed_metrics(metrics: Mapping[str, float], train_s: float) -> dict[str, Value]:
+    return {
+        "perf/train_s": train_s,
+        "perf/train_tokens_per_s": metrics["train/tokens"] / max(train_s, 1e-9),
+        "perf/train_tflops": metrics["train/tflop"] / max(train_s, 1e-9),
+    }
+
+
 def _performance_metrics(
     metrics: Mapping[str, float], report: PublishReport, times: StepTimes
 ) -> dict[str, Value]:
     return {
         "perf/step_s": times.step_s,
-        "perf/train_s": times.train_s,
-        "perf/train_tokens_per_s": metrics["train/tokens"] / max(times.train_s, 1e-9),
-        "perf/train_tflops": metrics["train/tflop"] / max(times.train_s, 1e-9),
+        **_speed_metrics(metrics, times.train_s),
         "perf/weight_update_s": report.total_s,
         "perf/weight_update_stall_s": report.stall_s,
         "perf/weight_bytes": report.bytes_sent,

@@ -39,8 +39,8 @@ TAGS: dict[str, Tag] = {
     # episode
     "episode/parts": Tag(
         "as the workflow says",
-        "`episode/NAME` for each number that a workflow records: its mean over the episodes of the batch that "
-        "have it. `episode/NAME/min` and `episode/NAME/max` are its extremes.",
+        "`episode/NAME` for each number that a workflow records: its mean over the episodes of the batch "
+        "that have it. `episode/NAME/min` and `episode/NAME/max` are its extremes.",
         "parts",
     ),
     # eval

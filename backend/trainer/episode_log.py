@@ -47,7 +47,8 @@ class Episode:
     """Policy version that the step started from."""
     trajectory: Trajectory
     lag_M: npt.NDArray[np.int32]
-    advantage_M: Floats
+    advantage_M: Floats | None
+    """None: nothing has found advantages."""
     proximal_M: Floats | None
     """Log-probs under the policy that the step started from; None: the recipe does not recompute them."""
 
@@ -101,6 +102,25 @@ class EpisodeLog:
             self.left_out += 1
             if self.left_out.bit_count() == 1:
                 self._note(f"episode log: {self.left_out} steps left out, because writing takes longer")
+
+    def saved(self, step: int, batch: TrainBatch) -> None:
+        """Record a batch that is saved in the place of being trained. Waits while the thread is behind."""
+        numbers = _numbers_in_group(batch)
+        episodes = [
+            Episode(
+                int(batch.group_N[number]),
+                numbers[number],
+                batch.version,
+                trajectory,
+                batch.lag_T(trajectory.versions_T[trajectory.loss_mask_T]),
+                None,
+                None,
+            )
+            for number, trajectory in enumerate(batch.trajectories)
+            if number not in batch.turn_advantages
+            and is_chosen(int(batch.group_N[number]), self._settings.share)
+        ]
+        self._queue.put((step, episodes))
 
     def flush(self) -> None:
         """Wait until everything is written, a minute at most."""
@@ -223,7 +243,7 @@ def episode_row(episode: Episode, text: TokenText, max_tokens: int) -> Mapping[s
         "reward": _number(trajectory.reward),
         "reward_parts": {name: _number(value) for name, value in trajectory.reward_parts},
         "metrics": {name: _number(value) for name, value in trajectory.metrics},
-        "advantage": _number(float(advantage_M.mean())) if len(advantage_M) else None,
+        "advantage": None if advantage_M is None or not len(advantage_M) else _number(advantage_M.mean()),
         "finish": str(trajectory.finish),
         "response_tokens": trajectory.sampled_length,
         "trained_tokens": trajectory.response_length,

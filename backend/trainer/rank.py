@@ -295,7 +295,11 @@ class TrainerRank(CheckpointedRank):
         """Write the present weights as an HF checkpoint directory. Raises NotFinite as ``publish`` does."""
         self._require_finite("the weights of the policy", self._parameters)
         write_hf(self._export(), self._spec.path, folder)
-        if self._episodes is not None:  # nothing is trained behind the export
+        self.flush()  # nothing is trained behind the export
+
+    def flush(self) -> None:
+        """Write the rows of the episode log that wait."""
+        if self._episodes is not None:
             self._episodes.flush()
 
     def _export(self) -> Iterator[FlatBucket | None]:

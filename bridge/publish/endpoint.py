@@ -78,6 +78,11 @@ class EngineEndpoint(Protocol):
     # From files:
     async def load_files(self, folder: Path, *, flush_cache: bool, version: int) -> None: ...
 
+    # No weights at all:
+    async def rename_version(self, version: int) -> None:
+        """Give the weights that the engine holds another version."""
+        ...
+
     # From the replica of the weights beside the engine (``transport.replica``):
     async def replica_version(self) -> int | None:
         """Return the version of the replica; None if it is absent or incomplete."""

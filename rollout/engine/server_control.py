@@ -142,6 +142,10 @@ class ServerControl(EngineConnection):
             {"model_path": str(folder), "flush_cache": flush_cache, "weight_version": str(version)},
         )
 
+    async def rename_version(self, version: int) -> None:
+        """Let tokens that are sampled from now on be of ``version``, with the same weights."""
+        await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
     # ---- the replica: a copy of the weights beside the server
 
     async def replica_version(self) -> int | None:
