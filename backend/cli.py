@@ -117,7 +117,7 @@ def slipstream(
     """Asynchronous RL training of language models: Megatron trains, SGLang generates, nobody waits."""
 
 
-def _check_options(resume: bool, accept_changed_inputs: bool, overwrite: bool = False) -> None:
+def _check_options(resume: bool, accept_changed_inputs: bool, overwrite: bool) -> None:
     if resume and overwrite:
         raise WrongInput("--resume goes on with a run that --overwrite deletes: expected one of them")
     if accept_changed_inputs and not resume:
@@ -460,19 +460,21 @@ def submit(
     supervised: Annotated[bool, typer.Option("--sft", help="Submit `slipstream sft`.")] = False,
     resume: Resume = False,
     accept_changed_inputs: AcceptChangedInputs = False,
+    overwrite: Overwrite = False,
     only_print: Annotated[
         bool, typer.Option("--print", help="Print the command and submit nothing.")
     ] = False,
 ) -> None:
     """Submit a recipe as a Slurm job: its nodes, its container and its time limit."""
     with _reported():
-        _check_options(resume, accept_changed_inputs)
+        _check_options(resume, accept_changed_inputs, overwrite)
         from slipstream.backend.commands import submit as submitting
 
         settings = [*(overrides or []), "cluster.type=slurm"]
         path = Path(recipe)
         config = load_supervised(path, settings).run if supervised else load_recipe(path, settings)
         flags = ["--resume"] * resume + ["--accept-changed-inputs"] * accept_changed_inputs
+        flags += ["--overwrite"] * overwrite
         command, variables = submitting.sbatch_command(
             config,
             "sft" if supervised else "train",

@@ -106,6 +106,7 @@ class Parts:
             trainer_restarts=self.revival.restarts,
             live=None if self.turns is None else self.turns.status(),
             live_requests_running=self.roster.live_in_use,
+            engines_serving=len(self.roster.clients),
         )
 
 

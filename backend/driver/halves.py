@@ -1,4 +1,4 @@
-"""The two halves of a run alone, each on the code of the whole one, for profiling and for finding faults.
+"""The two halves of a run alone, on the code of the whole one, for profiling and debugging.
 
     rollout half: prompts, engines, rewards ──► batches/step-N.safetensors          (``run`` without ``trains``)
     trainer half: batches/step-N.safetensors ──► trainer ranks ──► metrics          (``run_trainer_half``)
@@ -190,8 +190,8 @@ def _problems(config: RunConfig, geometry: Geometry, batch: EncodedBatch) -> lis
     largest = max(int(trajectory.tokens_T.max(initial=0)) for trajectory in decoded.trajectories)
     if largest >= geometry.vocab:
         problems.append(
-            f"token id {largest} found, less than {geometry.vocab} expected: the batch was saved with another "
-            "model than model.path"
+            f"token id {largest} found, less than {geometry.vocab} expected: the batch was saved with "
+            "another model than model.path"
         )
     length = max(len(trajectory.tokens_T) for trajectory in decoded.trajectories)
     if length > geometry.max_positions:

@@ -6,12 +6,13 @@ inputs ──► run folder, ledger ──► Ray ──► assemble ──► s
 import asyncio
 import os
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Literal
 
 from slipstream.backend.checkpoint.errors import describe
 from slipstream.backend.cluster.errors import TrainerFailed
+from slipstream.backend.cluster.node_usage import NodeUsages
 from slipstream.backend.cluster.object_store import batch_bytes
 from slipstream.backend.cluster.placement import place
 from slipstream.backend.cluster.ray_cluster import driver_address, ray_cluster
@@ -35,6 +36,8 @@ from slipstream.backend.driver.training import training_loop
 from slipstream.backend.monitor.metrics import MetricsLog
 from slipstream.backend.monitor.progress import Progress
 from slipstream.backend.monitor.recorder import Recorder
+from slipstream.backend.monitor.sample_episodes import EpisodeSamples
+from slipstream.backend.monitor.side import SideMetrics
 from slipstream.backend.monitor.summary import SUMMARY_FILE, RunSummary, write_summary
 from slipstream.backend.monitor.trace import TraceLog
 from slipstream.configs.schema import RunConfig
@@ -96,6 +99,8 @@ async def _run(
         trajectories = config.rollout.batch_size * n_samples
         largest = batch_bytes(trajectories, inputs.spec.geometry.max_positions)
         nodes = stack.enter_context(ray_cluster(config, batch_bytes=largest, note=progress.note))
+        sources = (NodeUsages(nodes).metrics, EpisodeSamples(folder).metrics)
+        side = stack.enter_context(closing(SideMetrics(sources, progress.note)))
         recorder = Recorder(
             metrics,
             progress,
@@ -103,6 +108,7 @@ async def _run(
             started=started,
             resumed=state.ledger.epoch,
             is_accuracy=bool(inputs.prompts or inputs.held_out) and is_accuracy(inputs.reward),
+            beside=side.latest,
         )
         parts = assemble(
             config,

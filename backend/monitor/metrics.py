@@ -18,7 +18,7 @@ import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import SupportsFloat, SupportsIndex, cast
+from typing import SupportsFloat, SupportsIndex, TypeVar, cast
 
 from slipstream.backend.monitor.lines import drop_unfinished_line
 from slipstream.backend.monitor.tags import TAGS
@@ -26,9 +26,24 @@ from slipstream.backend.monitor.tensorboard import EventWriter, HistogramBucket,
 
 METRICS_FILE = "metrics.jsonl"
 
+ValueT = TypeVar("ValueT")
+
 Value = SupportsFloat | SupportsIndex | str | Iterable[int] | Mapping[int, int] | Mapping[str, float]
 """A number, a markdown text, the integers of a histogram, one by one or with their counts, or numbers by
 name."""
+
+
+OVERVIEW = {
+    "reward/mean": "Overview/1 reward",
+    "eval/reward": "Overview/2 held-out reward",
+    "eval/accuracy": "Overview/2 accuracy",
+    "staleness/head_max": "Overview/3 largest lag",
+    "staleness/token_lag": "Overview/4 lag of tokens",
+    "perf/trainer_wait_fraction": "Overview/5 trainer waits",
+    "perf/generate_tokens_per_s": "Overview/6 tokens generated per second",
+}
+"""Tags that TensorBoard gets twice, and the second name of each: the first cards of its first page, which is
+in the order of names, capital letters first. Programs find each number once."""
 
 
 class MetricsLog:
@@ -46,6 +61,7 @@ class MetricsLog:
         self._lines = path.open("a", encoding="utf-8", buffering=1)
         self._now = 0.0
         descriptions = {name: tag.description for name, tag in TAGS.items()}
+        descriptions |= {shown: descriptions[name] for name, shown in OVERVIEW.items()}
         self._events = EventWriter(folder, clock=lambda: self._now, descriptions=descriptions)
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
@@ -80,8 +96,8 @@ class MetricsLog:
         self._lines.write(json.dumps(record, allow_nan=False) + "\n")
 
         if scalars:
-            self._events.scalars(step, scalars)
-        for name, buckets in histograms.items():
+            self._events.scalars(step, scalars | _overview(scalars))
+        for name, buckets in (histograms | _overview(histograms)).items():
             if buckets:
                 self._events.histogram(step, name, buckets)
         for name, text in texts.items():
@@ -92,6 +108,12 @@ class MetricsLog:
         """Close both files."""
         self._lines.close()
         self._events.close()
+
+
+def _overview(values: Mapping[str, ValueT]) -> dict[str, ValueT]:
+    """Return what TensorBoard shows first. An accuracy takes the place of the held-out reward that it is."""
+    hidden = {"eval/reward"} if "eval/accuracy" in values else set[str]()
+    return {OVERVIEW[name]: value for name, value in values.items() if name in OVERVIEW.keys() - hidden}
 
 
 def _declared_kind(name: str) -> str:

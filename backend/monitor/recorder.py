@@ -56,9 +56,11 @@ class Recorder:
         started: float | None = None,
         resumed: int = 0,
         is_accuracy: bool = False,
+        beside: Callable[[], Mapping[str, Value]] = dict,
     ) -> None:
-        """``started``: when the run began, by ``clock`` in seconds (now, if not given). ``resumed``: earlier
-        starts of the run. ``is_accuracy``: whether the mean of the run's rewards is one.
+        """``beside``: returns what others have to log with a step, by the tags of ``tags.py``. ``started``:
+        when the run began, by ``clock`` in seconds (now, if not given). ``resumed``: earlier starts of the
+        run. ``is_accuracy``: whether the mean of the run's rewards is one.
         """
         self._metrics = metrics
         self._progress = progress
@@ -67,6 +69,7 @@ class Recorder:
         self._resumed = resumed
         self._totals = _Totals()
         self._is_accuracy = is_accuracy
+        self._beside = beside
         self._held_out: dict[int, float] = {}
         """Mean reward of the evaluations, by version."""
         self._unshown: HeldOut | None = None
@@ -173,6 +176,7 @@ class Recorder:
                 **_with_parts(metrics),
                 **_performance_metrics(metrics, report, times),
                 "perf/generate_tokens_per_s": tokens_per_s,
+                **self._beside(),
             },
         )
         self._lost = {loss: [] for loss in Loss}
@@ -297,6 +301,7 @@ def _status_metrics(status: RunStatus) -> dict[str, Value]:
         "rollout/groups_ready": states[State.READY],
         "rollout/requests_running": status.requests_running,
         "rollout/requests_limit": status.requests_limit,
+        "rollout/engines_serving": status.engines_serving,
         "rollout/requests_resent": status.requests_resent,
         "train/step": status.step,
         "perf/engine_restarts": status.engine_restarts,

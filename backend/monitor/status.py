@@ -35,6 +35,7 @@ class RunStatus:
     live_requests_running: int = 0
     """For users."""
     trainer_restarts: int = 0
+    engines_serving: int = 0
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,24 @@ class Tag:
         return f"{self.meaning} [{self.unit}]"
 
 
+_PROCESSES = {
+    "driver": "the threads of the driver",
+    "collectors": "the collectors, their judges and sandboxes",
+    "engines": "the engines' processes, those of the judge included,",
+    "trainer": "the trainer's ranks",
+}
+"""Groups of processes by name, and what their metrics say of them."""
+
+_ON_GPUS = {group: who for group, who in _PROCESSES.items() if group in ("engines", "trainer")}
+
 TAGS: dict[str, Tag] = {
     "run/recipe": Tag("YAML", "The recipe of the run, with all defaults filled in.", "text"),
+    "run/episodes": Tag(
+        "markdown",
+        "Some episodes of a step with reward and lag: the worst, the best and the stalest. From the episode "
+        "log, twice a minute at most.",
+        "text",
+    ),
     # reward
     "reward/mean": Tag("reward", "Mean reward of the trajectories in the batch."),
     "reward/std": Tag("reward", "Standard deviation of the rewards in the batch."),
@@ -117,6 +133,10 @@ TAGS: dict[str, Tag] = {
     "rollout/groups_in_flight": Tag("groups, now", "Number of admitted groups that are not finished."),
     "rollout/requests_running": Tag(
         "requests, now", "Number of requests of rollouts that engines are serving."
+    ),
+    "rollout/engines_serving": Tag(
+        "engines, now",
+        "Number of engines that serve. The others start, have failed, or wait for the current weights.",
     ),
     "rollout/requests_limit": Tag(
         "requests, now",
@@ -462,4 +482,26 @@ TAGS: dict[str, Tag] = {
     "perf/trainer_restarts": Tag(
         "restarts, this process", "Number of times that the trainer was started again from a checkpoint."
     ),
+    # process
+    **{
+        f"process/{group}_cpu_cores": Tag("cores", f"CPU cores that {who} kept busy.")
+        for group, who in _PROCESSES.items()
+    },
+    **{
+        f"process/{group}_memory_gib": Tag(
+            "GiB", f"Memory that {who} have resident, without files and shared memory."
+        )
+        for group, who in _PROCESSES.items()
+    },
+    **{
+        f"process/{group}_gpu_fraction": Tag(
+            "fraction",
+            f"Share of the time in which a kernel ran, mean over the GPUs of {who}. Only with GPUs.",
+        )
+        for group, who in _ON_GPUS.items()
+    },
+    **{
+        f"process/{group}_gpu_memory_gib": Tag("GiB", f"GPU memory of {who}. Only with GPUs.")
+        for group, who in _ON_GPUS.items()
+    },
 }
