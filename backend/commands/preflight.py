@@ -12,6 +12,7 @@ from slipstream.backend.commands.machine import HostFacts, Place, host_facts, ma
 from slipstream.backend.commands.outcome import WrongInput
 from slipstream.backend.commands.submit import CONTAINER, IMAGE, container_of
 from slipstream.backend.driver.job_end import SHORTEST_S, seconds_left
+from slipstream.backend.monitor.trackers.opened import missing_packages
 from slipstream.configs.installed.environment import (
     InstalledEnvironment,
     UnreadableRecord,
@@ -57,6 +58,7 @@ def check_start(config: RunConfig, where: StartPlace | None = None, *, place: Pl
         *_no_time(config, where),
         *_wrong_address(config, where),
         *_unreadable_keys(config),
+        *missing_packages(config),
         *machine_problems(config, where.machine, place),
     ]
     if problems:

@@ -1,7 +1,7 @@
 """The two halves of a run alone, on the code of the whole one, for profiling and debugging.
 
-    rollout half: prompts, engines, rewards ──► batches/step-N.safetensors          (``run`` without ``trains``)
-    trainer half: batches/step-N.safetensors ──► trainer ranks ──► metrics          (``run_trainer_half``)
+    rollout half: prompts, engines, rewards ──► batches/step-N.safetensors      (``run`` without ``trains``)
+    trainer half: batches/step-N.safetensors ──► trainer ranks ──► metrics      (``run_trainer_half``)
 
 The rollout half has no trainer: versions move on, and the weights stay. The trainer half has no engine: the
 policy begins with ``model.path`` and trains on the batches in their order, however they came about.
@@ -37,6 +37,7 @@ from slipstream.backend.driver.trainer import RankedTrainer
 from slipstream.backend.monitor.metrics import MetricsLog
 from slipstream.backend.monitor.progress import Progress
 from slipstream.backend.monitor.recorder import training_metrics
+from slipstream.backend.monitor.trackers.opened import open_trackers
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.model.geometry import Geometry
@@ -121,7 +122,7 @@ async def _run(config: RunConfig, batches: Path, progress: Progress, stop: Stop,
         stack.enter_context(lease.held(stop.fail))
         run = config.run.folder
         progress.keep_in(run)
-        metrics = MetricsLog(run)
+        metrics = MetricsLog(run, open_trackers(config, recipe_text(config), progress.note))
         stack.callback(metrics.close)
         metrics.log(0, {"run/recipe": f"```yaml\n{recipe_text(config)}```"})
         progress.phase("starting Ray")

@@ -40,6 +40,7 @@ from slipstream.backend.monitor.sample_episodes import EpisodeSamples
 from slipstream.backend.monitor.side import SideMetrics
 from slipstream.backend.monitor.summary import SUMMARY_FILE, RunSummary, write_summary
 from slipstream.backend.monitor.trace import TraceLog
+from slipstream.backend.monitor.trackers.opened import open_trackers
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.garbage import OF_RECORDED_EPISODE, look_seldom_for_garbage
 from slipstream.rollout.ledger.writer import Ledger
@@ -89,7 +90,7 @@ async def _run(
         stack.callback(state.ledger.close)
         progress.keep_in(folder)
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
-        metrics = MetricsLog(folder)
+        metrics = MetricsLog(folder, open_trackers(config, recipe_text(config), progress.note))
         stack.callback(metrics.close)
         trace = TraceLog(folder)
         stack.callback(trace.close)

@@ -45,6 +45,7 @@ from slipstream.backend.driver.trainer import RankedTrainer
 from slipstream.backend.monitor.lines import read_lines
 from slipstream.backend.monitor.metrics import METRICS_FILE, MetricsLog
 from slipstream.backend.monitor.progress import Progress
+from slipstream.backend.monitor.trackers.opened import open_trackers
 from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.configs.schema import RunConfig
@@ -114,7 +115,7 @@ async def _run(
         stack.enter_context(lease.held(stop.fail))
         folder = config.run.folder
         progress.keep_in(folder)
-        metrics = MetricsLog(folder)
+        metrics = MetricsLog(folder, open_trackers(config, recipe_text(config), progress.note))
         stack.callback(metrics.close)
         progress.phase("starting Ray")
         trajectories = config.rollout.batch_size * len(COLUMNS[supervised.learn])

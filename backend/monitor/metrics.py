@@ -16,9 +16,10 @@ import math
 import operator
 import reprlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import SupportsFloat, SupportsIndex, TypeVar, cast
+from typing import Protocol, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from slipstream.backend.monitor.lines import drop_unfinished_line
 from slipstream.backend.monitor.tags import TAGS
@@ -31,6 +32,31 @@ ValueT = TypeVar("ValueT")
 Value = SupportsFloat | SupportsIndex | str | Iterable[int] | Mapping[int, int] | Mapping[str, float]
 """A number, a markdown text, the integers of a histogram, one by one or with their counts, or numbers by
 name."""
+
+
+@dataclass(frozen=True)
+class MetricsRecord:
+    """One record, as others get it who show it."""
+
+    step: int
+    """Policy version."""
+    time: float
+    """Unix seconds."""
+    scalars: Mapping[str, float]
+    """They may be infinite or NaN."""
+    histograms: Mapping[str, Sequence[HistogramBucket]]
+
+
+class MetricsSink(Protocol):
+    """Gets the records of a run."""
+
+    def put(self, record: MetricsRecord) -> None:
+        """Take a record. Returns at once, and raises nothing."""
+        ...
+
+    def close(self) -> None:
+        """Pass on what is left, for a bounded time."""
+        ...
 
 
 OVERVIEW = {
@@ -53,11 +79,15 @@ class MetricsLog:
     folder again removes that line. The log must be used from one thread only. `clock` gives Unix seconds.
     """
 
-    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, folder: Path, sinks: Sequence[MetricsSink] = (), *, clock: Callable[[], float] = time.time
+    ) -> None:
+        """``sinks`` get every record as well. They are closed with the log."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS_FILE
         drop_unfinished_line(path)
         self._clock = clock
+        self._sinks = sinks
         self._lines = path.open("a", encoding="utf-8", buffering=1)
         self._now = 0.0
         descriptions = {name: tag.description for name, tag in TAGS.items()}
@@ -103,11 +133,15 @@ class MetricsLog:
         for name, text in texts.items():
             self._events.text(step, name, text)
         self._events.flush()
+        for sink in self._sinks:
+            sink.put(MetricsRecord(step, self._now, scalars, histograms))
 
     def close(self) -> None:
-        """Close both files."""
+        """Close both files, and the sinks."""
         self._lines.close()
         self._events.close()
+        for sink in self._sinks:
+            sink.close()
 
 
 def _overview(values: Mapping[str, ValueT]) -> dict[str, ValueT]:

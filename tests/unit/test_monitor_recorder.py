@@ -129,7 +129,7 @@ def test_a_step_is_logged_with_the_numbers_of_its_groups():
             "rollout/requests_resent": 7,
             "rollout/requests_running": 5,
             "rollout/requests_limit": 6,
-                "rollout/engines_serving": 0,
+            "rollout/engines_serving": 0,
             "train/step": 5,
             "lost/filtered": 1,
             "lost/failed": 1,
