@@ -1,4 +1,4 @@
-"""Takes a picture of TensorBoard's page of one run: reward, accuracy, head lag and the lag of every token.
+"""Takes a picture of TensorBoard's first page of one run, as it opens, or of the charts that are named.
 
     python docs/make_screenshot.py runs/quickstart docs/tensorboard.png
 
@@ -27,7 +27,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-TAGS = ("eval/accuracy", "reward/mean", "staleness/head_max", "staleness/token_lag")
+FIRST_CARDS = 4
+"""Number of charts that must be drawn before the first page is taken."""
 
 TIMEOUT_S = 60.0
 """Longest wait for TensorBoard's server, for a reply of the browser, and for the charts."""
@@ -62,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Take a picture of TensorBoard's page of one run.")
     parser.add_argument("run", type=Path, help="folder of the run, with its event files")
     parser.add_argument("png", type=Path, help="picture to write")
-    parser.add_argument("--tags", nargs="+", default=list(TAGS), help="charts to show")
+    parser.add_argument("--tags", nargs="+", default=[], help="charts to show; default: no filter")
     parser.add_argument("--size", type=int, nargs=2, default=(1240, 840), metavar=("WIDTH", "HEIGHT"))
     parser.add_argument(
         "--scale", type=float, default=1.5, help="pixels of the picture per pixel of the page"
@@ -202,9 +203,10 @@ def draw(browser: Browser, origin: str, tags: list[str], size: tuple[int, int], 
         source=f"if (location.origin !== 'null') localStorage.setItem('_tb_global_settings', {settings})",
     )
     pattern = "|".join(re.escape(tag) for tag in tags)
-    query = urllib.parse.urlencode({"tagFilter": pattern, "smoothing": 0})
+    query = urllib.parse.urlencode({"smoothing": 0} | ({"tagFilter": pattern} if tags else {}))
     browser.call("Page.navigate", url=f"{origin}/?{query}#timeseries")
-    wait_for(lambda: browser.evaluate(DRAWN_CARDS) >= len(tags), f"the charts of {', '.join(tags)}")
+    expected = len(tags) or FIRST_CARDS
+    wait_for(lambda: browser.evaluate(DRAWN_CARDS) >= expected, f"{expected} charts")
     time.sleep(2)  # the axes still move into place
     return base64.b64decode(browser.call("Page.captureScreenshot", format="png")["data"])
 

@@ -65,10 +65,11 @@ class BatchSaver:
 
     def create(self) -> None: ...
 
-    def kill(self) -> None:
-        """Write what waits to be written."""
+    def kill(self) -> None: ...
+
+    async def flush(self) -> None:
         if self._episodes is not None:
-            self._episodes.flush()
+            await asyncio.to_thread(self._episodes.flush)
 
     async def rest(self, *, keep_weights: bool = False) -> None: ...
 

@@ -115,6 +115,10 @@ class RunTrainer(Trainer, RestingTrainer, RestartedTrainer, CheckpointedTrainer,
         """Write the weights as an HF checkpoint directory."""
         ...
 
+    async def flush(self) -> None:
+        """Write what is written beside the steps, such as episodes. Raises TrainerFailed."""
+        ...
+
 
 class NamedClient(Protocol):
     """An engine that serves."""

@@ -206,7 +206,11 @@ async def _course(
             progress.phase("training")
             await _train(config, parts, state, recorder, tasks, stop)
             recorder.training_ends()
-            is_done = not trains or await _finished(config, parts, progress, stop)
+            if trains:
+                is_done = await _finished(config, parts, progress, stop)
+            else:
+                await parts.trainer.flush()
+                is_done = True
         if parts.turns is not None and config.data is None and not stop.asked:
             parts.turns.training_ends()
             progress.phase("trained to the last step; serving until Ctrl-C or SIGTERM")
@@ -263,6 +267,7 @@ async def _finished(config: RunConfig, parts: Parts, progress: Progress, stop: S
         await weights.settled()
         await parts.checkpoints.last(gate)
         if stop.asked:
+            await parts.trainer.flush()
             return True
         if parts.evaluation is not None:
             progress.phase("evaluating the trained policy")

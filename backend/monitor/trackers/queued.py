@@ -79,31 +79,26 @@ class QueuedTracker:
             return
         while not (self._closing.is_set() and self._queue.empty()):
             try:
-                record = self._queue.get(timeout=0.2)
+                self._send(self._queue.get(timeout=0.2))
             except queue.Empty:
                 continue
-            if not self._sent(record):
-                return
         self._attempt(self._tracker.finish)
 
     def _started(self) -> bool:
-        """Connect, however often it takes. Return False if the run ends before."""
+        """Connect, however often it takes. Return False if the last attempt, at the end of the run, fails."""
         while not self._attempt(self._tracker.start):
-            if self._closing.wait(self._retry_s):
+            if self._closing.is_set():
                 return False
+            self._closing.wait(self._retry_s)
         return True
 
-    def _sent(self, record: MetricsRecord) -> bool:
-        """Send a record, again if need be. Return False if the run ends meanwhile."""
-        for is_last in (False, True):
-            if self._attempt(lambda: self._tracker.log(record)):
-                return True
-            if is_last:  # the service answers, but not for this record, or it is still away
-                self.left_out += 1
-            elif self._closing.wait(self._retry_s):
-                self.left_out += 1
-                return False
-        return True
+    def _send(self, record: MetricsRecord) -> None:
+        """Send a record, and again some time later if need be."""
+        if self._attempt(lambda: self._tracker.log(record)):
+            return
+        self._closing.wait(self._retry_s)
+        if not self._attempt(lambda: self._tracker.log(record)):
+            self.left_out += 1
 
     def _attempt(self, call: Callable[[], None]) -> bool:
         try:
