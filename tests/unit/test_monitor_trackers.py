@@ -79,6 +79,9 @@ def test_an_outage_is_told_once_and_its_end_lets_records_through():
     sink = queued(tracker, notes)
     sink.put(record(1))
     sink.put(record(2))
+    deadline = time.monotonic() + 20
+    while tracker.records != [1, 2] and time.monotonic() < deadline:
+        time.sleep(0.01)
     sink.close()
     assert tracker.records == [1, 2]
     [note] = notes

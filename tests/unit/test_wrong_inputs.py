@@ -8,7 +8,7 @@ import pytest
 from slipstream.backend.driver.plugin_process import imported_plugin_problems
 from slipstream.configs.schema import RunConfig
 from tests.unit.test_rollout_gpu_environment import VALID
-from tests.wrong_inputs import data, failing_episodes, machine, models, plugins, recipes, supervised
+from tests.wrong_inputs import data, failing_episodes, logs, machine, models, plugins, recipes, supervised
 from tests.wrong_inputs.episodes import let_fail
 from tests.wrong_inputs.inputs import hand_in
 from tests.wrong_inputs.world import make_model
@@ -20,6 +20,7 @@ INPUTS = [
     *plugins.CASES[2:4],
     *supervised.CASES,
     *machine.CASES,
+    *logs.CASES,
 ]
 EPISODES = failing_episodes.CASES[::3]
 

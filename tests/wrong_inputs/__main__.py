@@ -4,7 +4,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.wrong_inputs import data, failing_episodes, machine, models, plugins, recipes, supervised
+from tests.wrong_inputs import data, failing_episodes, logs, machine, models, plugins, recipes, supervised
 from tests.wrong_inputs.episodes import let_fail
 from tests.wrong_inputs.inputs import hand_in
 from tests.wrong_inputs.world import make_model
@@ -16,6 +16,7 @@ INPUTS = {
     "plug-in": plugins.CASES,
     "sft": supervised.CASES,
     "machine": machine.CASES,
+    "log": logs.CASES,
 }
 
 
