@@ -61,12 +61,15 @@ def _newest_rows(run: Path) -> Iterator[Row]:
 
 def episodes_text(step: int, rows: list[Row]) -> str:
     """Return the worst, the best and the stalest of the episodes of a step as markdown."""
-    chosen = {
-        "lowest reward": min(rows, key=lambda row: row["reward"]),
-        "highest reward": max(rows, key=lambda row: row["reward"]),
-        "largest lag": max(rows, key=lambda row: row.get("head_lag") or 0),
-    }
-    return "\n\n".join([f"**Step {step}**", *(_shown(title, row) for title, row in chosen.items())])
+    worst = min(rows, key=lambda row: row["reward"])
+    best = max(rows, key=lambda row: row["reward"])
+    # Of equally stale ones, an episode that is not shown yet.
+    stalest = max(rows, key=lambda row: (row.get("head_lag") or 0, row is not worst and row is not best))
+    titles: dict[int, str] = {}
+    for title, row in (("lowest reward", worst), ("highest reward", best), ("largest lag", stalest)):
+        titles[id(row)] = f"{titles[id(row)]}, {title}" if id(row) in titles else title
+    shown = [_shown(titles[id(row)], row) for row in rows if id(row) in titles]
+    return "\n\n".join([f"**Step {step}**", *shown])
 
 
 def _shown(title: str, row: Row) -> str:

@@ -12,6 +12,7 @@ class Picky(SingleTurn):
     async def run(self, prompt, context):
         if prompt.id == 0:
             raise LookupError("there is no such page")
+        context.metric("prompt_number", prompt.id)
         return await super().run(prompt, context)
 
 
@@ -39,6 +40,7 @@ def test_episodes_are_shown_and_those_that_fail_name_their_culprit(launch, monke
     assert attempt.startswith("Traceback") and "trial.py" not in attempt
     assert "test_tryout.py" in attempt and "LookupError: there is no such page" in attempt
     assert "by_answer" in third["failures"][-1] and "KeyError: 'answer_idx'" in third["failures"][-1]
+    assert second["metrics"] == {"prompt_number": 1.0}
     [parts] = second["trajectories"]
     assert [part["sampled"] for part in parts] == [False, True]
     assert parts[0]["text"] == "<|user|>a1b1<|assistant|>" and second["response_length"] > 0

@@ -1,6 +1,7 @@
 """Metrics on MLflow: numbers, and the recipe as a file. MLflow has no histograms."""
 
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,9 @@ class MlflowTracker:
         # Its own retries take a quarter of an hour; this tracker has some of its own.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(max(1, round(self._settings.timeout_s))))
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
-        from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
-
-        self._metric, self._client = Metric, MlflowClient(self._settings.tracking_uri)
+        entities: Any = import_module("mlflow.entities")
+        tracking: Any = import_module("mlflow.tracking")
+        self._metric, self._client = entities.Metric, tracking.MlflowClient(self._settings.tracking_uri)
         self._id = tracked_id(self._folder, "mlflow", self._new_run)
         self._client.update_run(self._id, status="RUNNING")
 

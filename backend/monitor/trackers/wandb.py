@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,7 @@ class WandbTracker:
         self._run: Any = None
 
     def start(self) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
-
+        wandb: Any = import_module("wandb")
         settings, self._wandb = self._settings, wandb
         self._run = wandb.init(
             project=settings.project,
