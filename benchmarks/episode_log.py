@@ -3,7 +3,8 @@
     python -m benchmarks.episode_log --episodes 512 --tokens 1024
 
 One rank trains groups of 8 episodes. The first figure is what a training step pays, which copies arrays; the
-second is what the thread pays for text, JSON and files. The driver runs nothing of it.
+second is what the thread pays for text, JSON and files. The driver writes nothing: the last figure is what it
+pays, once a minute, to read some episodes for TensorBoard.
 """
 
 import shutil
@@ -18,6 +19,7 @@ from benchmarks.harness import parser
 from slipstream.backend.batch.micro_batch import assemble
 from slipstream.backend.batch.train_batch import TrainBatch
 from slipstream.backend.monitor.episode_files import EpisodeFiles, episode_files
+from slipstream.backend.monitor.sample_episodes import EpisodeSamples
 from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.backend.trainer.episode_log import StepLogProbs, chosen_episodes, episode_row
 from slipstream.backend.trainer.prepared import PreparedMicroBatch, Scores, Targets
@@ -74,6 +76,9 @@ def main() -> None:
         size = sum(path.stat().st_size for path in episode_files(folder)) / STEPS / 2**20
         inside_ms, beside_ms = (1000 * float(np.median(values)) for values in (inside, beside))
         print(f"{share:5.2f}  {most:11}   {inside_ms:11.1f}   {beside_ms:13.1f}   {size:11.2f}")
+    begin = time.process_time()
+    EpisodeSamples(scratch / "1.0-2048").metrics()
+    print(f"driver: {1000 * (time.process_time() - begin):.1f} ms of CPU to read some episodes")
     shutil.rmtree(scratch)
 
 

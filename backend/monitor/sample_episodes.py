@@ -15,7 +15,7 @@ TAIL_BYTES = 256 * 1024
 LONGEST_TEXT = 2000
 """Characters of a prompt or a response. The middle of a longer one is left out."""
 
-EVERY_S = 30.0
+EVERY_S = 60.0
 """Seconds between two texts: TensorBoard keeps few of them, and the event file all."""
 
 Row = Mapping[str, Any]

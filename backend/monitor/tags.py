@@ -37,7 +37,7 @@ TAGS: dict[str, Tag] = {
     "run/episodes": Tag(
         "markdown",
         "Some episodes of a step with reward and lag: the worst, the best and the stalest. From the episode "
-        "log, twice a minute at most.",
+        "log, once a minute at most.",
         "text",
     ),
     # reward

@@ -45,6 +45,17 @@ def test_a_page_holds_curves_lags_time_and_episodes_and_asks_no_network(tmp_path
     assert not re.search(r'(src|href)="(https?:)?//', text)
 
 
+def test_a_number_that_users_name_has_a_curve_of_its_mean_and_its_extremes(tmp_path):
+    run = make_run(tmp_path)
+    more = {"episode/calls": 2.0, "episode/calls/min": 1.0, "episode/calls/max": 4.0, "reward/plain": 1.0}
+    write_lines(run / "metrics.jsonl", [metrics_line(1, 1, **more), metrics_line(2, 2)])
+    page = island(report([run], None, audit=False))
+    [chart] = [chart for chart in page["charts"] if chart["title"].startswith(("episode:", "reward:"))]
+    assert chart["title"] == "episode: calls"
+    assert [tag["name"] for tag in chart["tags"]] == ["mean", "smallest", "largest"]
+    assert page["runs"][0]["series"]["episode/calls/max"] == [[1, 4.0]]
+
+
 def test_what_models_and_users_wrote_is_data_and_never_markup(tmp_path):
     page = report([make_run(tmp_path, text=HOSTILE)], None, audit=False)
     text = page.read_text()

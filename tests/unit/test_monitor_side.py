@@ -96,8 +96,8 @@ def test_the_newest_step_is_shown_by_its_worst_best_and_stalest_episode(tmp_path
     assert "````\n```good```\n````" in text, "backticks of a response do not end its block"
     with log.open("a") as file:
         file.write(row(3, 1, 0, "new") + '{"step": 4, "unfini')
-    assert samples.metrics() == {}, "not twice within half a minute"
-    now[0] = 31.0
+    assert samples.metrics() == {}, "not twice within a minute"
+    now[0] = 61.0
     assert samples.metrics()["run/episodes"].startswith("**Step 3**")
-    now[0] = 62.0
+    now[0] = 122.0
     assert samples.metrics() == {}, "there is no newer step"
