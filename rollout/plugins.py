@@ -17,6 +17,46 @@ class PluginError(ImportError):
     """An import path of the recipe cannot be imported, or its object cannot be constructed."""
 
 
+class PluginFailed(RuntimeError):
+    """An object that the recipe names has raised, or has returned what cannot be used. The message says which
+    setting names it, where its code is, what was expected and what was found."""
+
+
+class BuiltPlugin:
+    """An object that a recipe names, with the setting that names it: errors about it name both."""
+
+    def __init__(self, setting: str, plugin: "PluginConfig") -> None:
+        """Construct the object. Raises PluginError."""
+        self.setting = setting
+        self.path = plugin.path
+        self.object = build(plugin)
+
+    def call(self, method: str, *args: object) -> object:
+        """Return what the method returns. Raises PluginFailed for whatever it raises."""
+        try:
+            return getattr(self.object, method)(*args)
+        except Exception as error:
+            place = "" if place_of(error) else f" at {place_of_code(getattr(self.object, method))}"
+            raise PluginFailed(f"{self._named(method)}: {raised(error)}{place}") from error
+
+    def wrong(self, method: str, problem: str) -> PluginFailed:
+        """Return the error about something that the method has returned: ``problem`` says what."""
+        place = place_of_code(getattr(self.object, method))
+        return PluginFailed(f"{self._named(method)} at {place} {problem}")
+
+    def _named(self, method: str) -> str:
+        return f"{self.setting}: {self.path}.{method}"
+
+
+def place_of_code(function: object) -> str:
+    """Return where a function or a class is defined: ``FILE:LINE``; its module if it is not in Python."""
+    try:
+        lines = inspect.getsourcelines(inspect.unwrap(cast("Any", function)))[1]
+        return f"{inspect.getsourcefile(inspect.unwrap(cast('Any', function)))}:{lines}"
+    except (TypeError, OSError, ValueError):
+        return str(getattr(function, "__module__", "an unknown place"))
+
+
 def resolve(path: str) -> Any:
     """Return the object at ``package.module.Name``. Raises PluginError.
 
@@ -38,6 +78,11 @@ def resolve(path: str) -> Any:
         near = difflib.get_close_matches(name, [known for known in vars(module) if known[0] != "_"], n=1)
         way_out = f"; did you mean {near[0]!r}?" if near else f"; expected a name in {_file_of(module)}"
         raise PluginError(f"{path}: {module_path} has no {name!r}{way_out}") from None
+
+
+def resolved(paths: Mapping[str, str]) -> dict[str, Any]:
+    """Return the objects at several import paths, by the same names. Raises PluginError."""
+    return {name: resolve(path) for name, path in paths.items()}
 
 
 def _file_of(module: object) -> str:

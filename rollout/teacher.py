@@ -175,7 +175,7 @@ class TeacherNeeds:
         term = actor.teacher_term
         logps = term is not None and actor.teacher_model is None
         tops = actor.top_tokens_term is not None
-        others = actor.reward_term is not None or actor.teacher_model is not None
+        others = any((actor.reward_term, actor.plugin_term, actor.teacher_model))
         return cls(logps, tops, alone=(logps or tops) and not others)
 
     def problem(self, scores: TeacherScores | None, is_trained_T: npt.NDArray[np.bool_]) -> str | None:

@@ -53,6 +53,38 @@ class TrainBatch:
         """Number of each trajectory's episode, int64 [N], ascending from 0."""
         return np.arange(len(self.trajectories)) if self.siblings_N is None else self.siblings_N
 
+    def keeping(self, places: Sequence[int]) -> "TrainBatch":
+        """Return the batch with these of its trajectories alone, in this order.
+
+        ``places``: of each trajectory that is kept, those of one episode one behind the other. The others are
+        not trained.
+        """
+        kept = list(places)
+        new_place = {place: number for number, place in enumerate(kept)}
+        rewards = self.given_rewards
+        return replace(
+            self,
+            trajectories=tuple(self.trajectories[place] for place in kept),
+            group_N=self.group_N[kept],
+            turn_advantages={
+                new_place[place]: by_turn
+                for place, by_turn in self.turn_advantages.items()
+                if place in new_place
+            },
+            siblings_N=_renumbered(self.episode_N[kept]),
+            given_rewards=None if rewards is None else tuple(rewards[place] for place in kept),
+        )
+
+    def rewarded(self, rewards: Sequence[float | None]) -> "TrainBatch":
+        """Return the batch with another reward for each trajectory; None leaves a live one without."""
+        return replace(
+            self,
+            trajectories=tuple(
+                replace(trajectory, reward=reward)
+                for trajectory, reward in zip(self.trajectories, rewards, strict=True)
+            ),
+        )
+
     def lag_T(self, versions_T: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return the lag of each token, given its version. Raises StalenessViolation for unknown versions."""
         if self.lags is None:
@@ -62,6 +94,12 @@ class TrainBatch:
         if unknown:
             raise StalenessViolation(f"no lag is known of the versions {unknown} of tokens that carry loss")
         return np.array([self.lags[int(version)] for version in versions], np.int32)[index_T]
+
+
+def _renumbered(episode_N: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the numbers of episodes as 0, 1, ... in the order in which they come."""
+    is_new_N = np.append(np.zeros(1, np.bool_), episode_N[1:] != episode_N[:-1])
+    return np.cumsum(is_new_N)[: len(episode_N)]
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def place_engines(nodes: Sequence[Node], config: RunConfig) -> Placement:
 
 def _collectors(nodes: Sequence[Node], config: RunConfig) -> tuple[Node, ...]:
     """Place collectors on all nodes in turn. They need no GPU. Without prompts there are none."""
-    if config.data is None and config.eval is None:
+    if not config.has_prompts and config.eval is None:
         return ()
     count = config.rollout.collectors or len(nodes)
     return tuple(nodes[number % len(nodes)] for number in range(count))

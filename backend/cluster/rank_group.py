@@ -12,13 +12,14 @@ from slipstream.backend.cluster.errors import TrainerFailed
 from slipstream.backend.cluster.handles import RankActor, kill
 from slipstream.backend.cluster.waits import Timeout, within
 from slipstream.rollout.engine.leftovers import ProcessIdentity, segments_of_torch, unlink
+from slipstream.rollout.plugins import PluginFailed
 
 T = TypeVar("T")
 
 
-PASSED_ON = (CheckpointError, StalenessViolation)
-"""Errors of a rank that are raised as they are. After the first one the ranks are well. The second one is a
-fault of the run, which no other trainer would mend."""
+PASSED_ON = (CheckpointError, StalenessViolation, PluginFailed)
+"""Errors of a rank that are raised as they are. After the first one the ranks are well. The others are faults
+of the run and of the user's code, which no other trainer would mend."""
 
 
 class RankGroup:

@@ -19,6 +19,7 @@ from slipstream.configs.load import load_recipe, load_supervised
 from slipstream.configs.rules.models import MODELS
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.supervised import Supervised
+from slipstream.rollout import plugins
 from slipstream.rollout.compat.slime.checking import hook_problems
 
 NO_INPUTS = "slipstream.backend.simulate.only_simulated"
@@ -116,15 +117,19 @@ def planned(config: RunConfig, *, supervised: bool = False) -> Planned:
     layers = layer_spec_on_gpus(config.actor, config.model.dtype) if for_gpus else None
     kernels: Kernels = "fused" if on_gpus else "plain"
     try:
-        spec = model_spec(config.model.path)
+        spec = model_spec(config.model.path, plugins.resolved(config.model.families))
         export = export_plan(config, spec, layers=layers)
         stages = trainer_memory(config, export, kernels, runtime=RUNTIME if on_gpus else 0)
         engine = None if supervised else engine_memory(config, spec, _gpu_memory(config))
         return Planned(config, export, stages, engine)
-    except UnsupportedModel as error:
+    except (UnsupportedModel, plugins.PluginError) as error:
         raise WrongInput(f"model.path: {error}") from None
     except UnevenSplit as error:
         raise WrongInput(f"actor.parallel: {error}") from None
+    except Exception as error:
+        if not config.model.families:
+            raise
+        raise WrongInput(f"model.families: {plugins.raised(error)}") from None
 
 
 def _on_gpus(config: RunConfig) -> bool:

@@ -4,10 +4,10 @@ from slipstream.backend.driver.data_checks import data_problems, example_checks,
 from slipstream.backend.driver.inputs import prompt_sets, read_tokenizer, tokenizer_problems
 from slipstream.backend.driver.sft import COLUMNS
 from slipstream.bridge.families import model_spec
-from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.bridge.model.spec import ModelSpec
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.supervised import Supervised
+from slipstream.rollout import plugins
 from slipstream.rollout.tokenizer import HfTokenizer
 
 
@@ -40,8 +40,8 @@ def _spec(config: RunConfig) -> ModelSpec | None:
     if not (config.model.path / "config.json").exists():
         return None
     try:
-        return model_spec(config.model.path)
-    except (UnsupportedModel, OSError):
+        return model_spec(config.model.path, plugins.resolved(config.model.families))
+    except Exception:  # also of a family of the user's
         return None
 
 

@@ -85,7 +85,7 @@ def _trains(config: RunConfig) -> bool:
 
 def check_has_prompts(config: RunConfig) -> None:
     """Raise WrongInput for a recipe that ``slipstream train`` cannot run: it has nothing to train on."""
-    if config.data is None and not _trains(config):
+    if not config.has_prompts and not _trains(config):
         raise WrongInput(
             "data: expected the prompts to train on; `slipstream serve` serves a policy without training it"
         )

@@ -40,7 +40,7 @@ from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.collect.leases import Leases
 from slipstream.rollout.collect.questions import EvaluationTasks
 from slipstream.rollout.collect.server import CollectorServer
-from slipstream.rollout.compat.slime.drawn_prompts import Drawing
+from slipstream.rollout.compat.slime.data_source_process import slime_drawing
 from slipstream.rollout.control.concurrency import ConcurrencyController
 from slipstream.rollout.engine.client import EngineClient
 from slipstream.rollout.engine.key import Key, new_key
@@ -55,6 +55,8 @@ from slipstream.rollout.live.judging import LiveJudging
 from slipstream.rollout.live.status import LiveListener
 from slipstream.rollout.live.turns import LiveTurns
 from slipstream.rollout.messages import SILENCE_S
+from slipstream.rollout.sources.drawn_prompts import Drawing
+from slipstream.rollout.sources.source_process import own_drawing
 from slipstream.rollout.teacher import TeacherNeeds
 from slipstream.rollout.trajectory import Prompt
 
@@ -258,7 +260,8 @@ def _drawing(config: RunConfig, state: RunState, gate: AdmissionGate, logs: Path
     if state.drawn is None:
         return None
     state.drawn.when_ready(gate.prompts_came)
-    return Drawing(config, state.drawn, logs, ahead=state.control.capacity)
+    drawing = slime_drawing if config.rollout.data_source is None else own_drawing
+    return drawing(config, state.drawn, logs, ahead=state.control.capacity)
 
 
 def live_turns(config: RunConfig, inputs: Inputs, state: RunState) -> LiveTurns:

@@ -74,7 +74,9 @@ def read_inputs(config: RunConfig) -> Inputs:
         workflow = plugin("rollout.workflow", rollout.workflow)
         reward = attempt("rollout.reward", lambda: _reward(config))
         group_filter = plugin("rollout.group_filter", rollout.group_filter)
-    spec = attempt("model.path", lambda: model_spec(config.model.path))
+    spec = attempt(
+        "model.path", lambda: model_spec(config.model.path, plugins.resolved(config.model.families))
+    )
     tokenizer = attempt("model.path", lambda: read_tokenizer(config.model.path, spec))
     if tokenizer is not None:
         problems += tokenizer_problems(config, tokenizer)
@@ -144,10 +146,14 @@ def checkpoint_problems(config: RunConfig, settings: Iterable[str]) -> list[str]
     for name in settings:
         if (path := model_folder(config, name)) is not None:
             try:
-                spec = model_spec(path)
+                spec = model_spec(path, plugins.resolved(config.model.families))
                 check_tensors(value_spec(spec) if name == CRITIC else spec)
-            except (UnsupportedModel, HfCheckpointError, OSError) as error:
+            except (UnsupportedModel, HfCheckpointError, plugins.PluginError, OSError) as error:
                 problems.append(f"{name}: {error}")
+            except Exception as error:
+                if not config.model.families:
+                    raise
+                problems.append(f"model.families: {plugins.raised(error)}")
     return problems
 
 

@@ -6,10 +6,12 @@ these checks run in a process of their own where they meet code of the user's (`
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, cast
 
 from slipstream.backend.driver.prepare import input_paths
 from slipstream.configs.schema import PluginConfig, RunConfig
+from slipstream.configs.schema.objective import PluginObjective
 from slipstream.rollout import plugins
 from slipstream.rollout.endpoint.needed import endpoint_problems
 from slipstream.rollout.judge.named_model import judge_of_turns, named_model
@@ -37,6 +39,15 @@ ENVIRONMENT = (
 )
 
 
+FAMILY = (Method("geometry", ("hf",), is_async=False), Method("mappings", ("geometry",), is_async=False))
+DATA_SOURCE = (Method("prompts", ("start", "count"), is_async=False),)
+OBJECTIVE = (Method("loss", ("tokens", "old_logp_M"), is_async=False),)
+ADVANTAGE = (Method("advantage", ("batch", "micro", "scores"), is_async=False),)
+PENALTY = (Method("estimate", ("logp_M", "reference_logp_M"), is_async=False),)
+TRANSFORM = (Method("transform", ("batch",), is_async=False),)
+METRICS = (Method("metrics", ("batch", "trained"), is_async=False),)
+
+
 class Named(NamedTuple):
     """Code that a recipe names."""
 
@@ -59,7 +70,33 @@ def named_code(config: RunConfig) -> list[Named]:
     named.append(Named("rollout.workflow", rollout.workflow.path, _check_workflow))
     if rollout.group_filter is not None:
         named.append(Named("rollout.group_filter", rollout.group_filter.path, _check_filter))
+    named += [
+        Named(setting, settings.path, partial(_check_object, settings, methods))
+        for setting, settings, methods in _objects(config)
+    ]
+    if isinstance(objective := config.actor.objective, PluginObjective):
+        named.append(Named("actor.objective", objective.path, _check_staleness_is_corrected_once))
+    named += [
+        Named(f"model.families.{kind}", path, partial(_check_family, path))
+        for kind, path in config.model.families.items()
+    ]
     return named
+
+
+def _objects(config: RunConfig) -> list[tuple[str, PluginConfig, Sequence[Method]]]:
+    """Return the classes on ranks and beside the driver: setting, class and arguments, methods."""
+    actor, source = config.actor, config.rollout.data_source
+    found: list[tuple[str, PluginConfig, Sequence[Method]]] = []
+    if source is not None:
+        found.append(("rollout.data_source", source, DATA_SOURCE))
+    if isinstance(actor.objective, PluginObjective):
+        found.append(("actor.objective", actor.objective, OBJECTIVE))
+    if actor.plugin_term is not None:
+        found.append(("actor.advantage", actor.plugin_term, ADVANTAGE))
+    if actor.kl is not None and actor.kl.penalty is not None:
+        found.append(("actor.kl.penalty", actor.kl.penalty, PENALTY))
+    found += [(f"actor.transforms[{place}]", each, TRANSFORM) for place, each in enumerate(actor.transforms)]
+    return found + [(f"actor.metrics[{place}]", each, METRICS) for place, each in enumerate(actor.metrics)]
 
 
 def plugin_problems(config: RunConfig) -> list[str]:
@@ -86,6 +123,8 @@ def names_user_code(config: RunConfig) -> bool:
     settings = [config.prepare, rollout.reward, rollout.workflow, rollout.group_filter]
     if config.live is not None and config.live.train:
         settings.append(judge_of_turns(config.judge))
+    settings += [each for _, each, _ in _objects(config)]
+    settings += [PluginConfig(path=path) for path in config.model.families.values()]
     return any(each is not None and is_user_code(each) for each in settings)
 
 
@@ -158,6 +197,47 @@ def _check_filter(config: RunConfig) -> None:
     _check_class(config.rollout.group_filter, FILTER)
 
 
+def _check_object(settings: PluginConfig, methods: Sequence[Method], config: RunConfig) -> None:
+    _check_class(settings, methods)
+
+
+def _check_staleness_is_corrected_once(config: RunConfig) -> None:
+    """Raise ValueError if an objective says of itself what the recipe does not say of it."""
+    objective = config.actor.objective
+    assert isinstance(objective, PluginObjective)
+    stated = getattr(plugins.resolve(objective.path), "corrects_staleness", None)
+    if isinstance(stated, bool) and stated is not objective.corrects_staleness:
+        also = ", and actor.use_decoupled_loss to false" if stated and config.actor.use_decoupled_loss else ""
+        raise ValueError(
+            f"{objective.path} says `corrects_staleness = {stated}`, and the recipe "
+            f"{str(objective.corrects_staleness).lower()}: set actor.objective.corrects_staleness to "
+            f"{str(stated).lower()}{also}"
+        )
+
+
+def _check_family(path: str, config: RunConfig) -> None:
+    family = plugins.resolve(path)
+    problems: list[str] = []
+    for method in FAMILY:
+        function = getattr(family, method.name, None)
+        expected = f"def {method.name}({', '.join(method.parameters)})"
+        if not callable(function):
+            problems.append(f"there is no function `{method.name}`, expected `{expected}`")
+            continue
+        try:
+            inspect.signature(function).bind(*method.parameters)
+        except TypeError as error:
+            place = plugins.place_of_code(function)
+            problems.append(
+                f"`{method.name}{inspect.signature(function)}` cannot be called as `{expected}`: {error} "
+                f"({place})"
+            )
+        except ValueError:  # a callable that Python cannot look into
+            continue
+    if problems:
+        raise plugins.PluginError(f"{path}: {'; '.join(problems)}")
+
+
 def _check_class(settings: PluginConfig, methods: Sequence[Method]) -> None:
     factory = plugins.resolve(settings.path)
     plugins.check_args(settings.path, factory, settings.args)
@@ -181,20 +261,24 @@ def _method_problem(factory: type, method: Method) -> str:
     expected += "".join(f", {name}" for name in method.parameters) + ")"
     function = inspect.getattr_static(factory, method.name, None)
     if function is None:
-        return f"{factory.__name__} has no method `{method.name}`, expected `{expected}`"
+        place = plugins.place_of_code(factory)
+        return f"{factory.__name__} has no method `{method.name}`, expected `{expected}` ({place})"
     if not inspect.isfunction(function):
         return ""
-    signature = inspect.signature(function)
+    signature, place = inspect.signature(function), plugins.place_of_code(function)
     try:
         signature.bind(None, *method.parameters)
     except TypeError as error:
-        return f"`{method.name}{signature}` cannot be called as `{expected}`: {error}"
+        return f"`{method.name}{signature}` cannot be called as `{expected}`: {error} ({place})"
     is_async = inspect.iscoroutinefunction(function)
     if method.is_async and not is_async and not hasattr(function, "__wrapped__"):
-        return f"`{method.name}` is a plain `def`, expected `{expected}`: what it returns is awaited"
+        return (
+            f"`{method.name}` is a plain `def`, expected `{expected}`: what it returns is awaited ({place})"
+        )
     if not method.is_async and is_async:
         return (
-            f"`{method.name}` is `async def`, expected `{expected}`: a coroutine would always count as true"
+            f"`{method.name}` is `async def`, expected `{expected}`: nothing awaits it, and a coroutine would "
+            f"always count as true ({place})"
         )
     return ""
 

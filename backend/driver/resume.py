@@ -24,7 +24,6 @@ from slipstream.configs.schema import RunConfig
 from slipstream.configs.schema.live import live_places
 from slipstream.rollout.collect.intake import Intake
 from slipstream.rollout.collect.restored import RestoredGroups, take_up
-from slipstream.rollout.compat.slime.drawn_prompts import DrawnPrompts, drawn_prompts
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.control.policies import admission_policy, make_control
 from slipstream.rollout.control.versions import VersionTree
@@ -35,6 +34,7 @@ from slipstream.rollout.ledger.recovery import Recovered, open_ledger
 from slipstream.rollout.ledger.turns import RecoveredTurns
 from slipstream.rollout.ledger.writer import Ledger
 from slipstream.rollout.prompts import PromptStream
+from slipstream.rollout.sources.drawn_prompts import DrawnPrompts, drawn_prompts
 
 
 @dataclass(frozen=True)

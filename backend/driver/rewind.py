@@ -18,10 +18,10 @@ from slipstream.backend.driver.resume import restore_collection
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collect.gate import AdmissionGate
 from slipstream.rollout.collect.leases import Leases
-from slipstream.rollout.compat.slime.drawn_prompts import DrawnPrompts
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.ledger.turns import RecoveredTurns
 from slipstream.rollout.ledger.writer import Ledger
+from slipstream.rollout.sources.drawn_prompts import DrawnPrompts
 
 
 class Turns(Protocol):

@@ -211,7 +211,7 @@ async def _course(
             else:
                 await parts.trainer.flush()
                 is_done = True
-        if parts.turns is not None and config.data is None and not stop.asked:
+        if parts.turns is not None and not config.has_prompts and not stop.asked:
             parts.turns.training_ends()
             progress.phase("trained to the last step; serving until Ctrl-C or SIGTERM")
             with stop.by("stopping", parts.gate.end):

@@ -50,6 +50,7 @@ from slipstream.bridge.families import model_spec
 from slipstream.bridge.hf.config import UnsupportedModel
 from slipstream.configs.schema import RunConfig
 from slipstream.configs.supervised import Supervised
+from slipstream.rollout import plugins
 from slipstream.rollout.control.core import GroupCounts
 from slipstream.rollout.ledger.database import LedgerError
 from slipstream.rollout.ledger.lease import FolderLease
@@ -309,11 +310,13 @@ def read_encoded_examples(supervised: Supervised) -> EncodedExamples:
     def attempt(setting: str, read: Callable[[], T]) -> T | None:
         try:
             return read()
-        except (UnsupportedModel, PromptError, OSError, ValueError) as error:
+        except (UnsupportedModel, PromptError, plugins.PluginError, OSError, ValueError) as error:
             problems.extend(f"{setting}: {line}" for line in str(error).splitlines())
             return None
 
-    spec = attempt("model.path", lambda: model_spec(config.model.path))
+    spec = attempt(
+        "model.path", lambda: model_spec(config.model.path, plugins.resolved(config.model.families))
+    )
     tokenizer = attempt("model.path", lambda: read_tokenizer(config.model.path, spec))
     assert config.data is not None
     path, columns = config.data.path, COLUMNS[supervised.learn]

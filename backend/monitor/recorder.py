@@ -17,7 +17,7 @@ from slipstream.backend.monitor.status import RunStatus, StepTimes, TrainedStep
 from slipstream.backend.monitor.summary import GroupTotals, RunSummary, turn_totals
 from slipstream.backend.monitor.trace import TraceLog
 from slipstream.backend.monitor.units import mean
-from slipstream.backend.objective.names import HOOK
+from slipstream.backend.objective.names import BATCH, HOOK
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.control.core import Loss
 from slipstream.rollout.control.slots import State
@@ -256,10 +256,15 @@ class Recorder:
 
 
 def _with_parts(metrics: Mapping[str, float]) -> dict[str, Value]:
-    """Return the metrics of a step, those that hooks name as parts of one."""
-    parts = {name.removeprefix(HOOK): value for name, value in metrics.items() if name.startswith(HOOK)}
-    others: dict[str, Value] = {name: value for name, value in metrics.items() if not name.startswith(HOOK)}
-    return {**others, "hook/parts": parts} if parts else others
+    """Return the metrics of a step, those that code of the user's names as parts of one."""
+    named: dict[str, Value] = {
+        name: value for name, value in metrics.items() if not name.startswith((HOOK, BATCH))
+    }
+    for prefix in (HOOK, BATCH):
+        parts = {name.removeprefix(prefix): n for name, n in metrics.items() if name.startswith(prefix)}
+        if parts:
+            named[f"{prefix}parts"] = parts
+    return named
 
 
 def _reward_metrics(rewards: Sequence[float], trajectories: Sequence[TrajectoryHeader]) -> dict[str, Value]:

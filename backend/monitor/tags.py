@@ -398,6 +398,12 @@ TAGS: dict[str, Tag] = {
         "over the units of `actor.averaging`.",
         "parts",
     ),
+    # batch
+    "batch/parts": Tag(
+        "as the metric says",
+        "`batch/NAME` for each number that the classes of `actor.metrics` return for a training step.",
+        "parts",
+    ),
     # critic
     "critic/loss": Tag(
         "1", "Token mean of half the squared difference of value and return, with the value clip applied."

@@ -4,21 +4,48 @@ With x = log pi - log ref of a token: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x
 (http://joschu.net/blog/kl-approx.html).
 """
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from slipstream.backend.objective.policy_loss import LOG_RATIO_BOUND, ratio_of
 
+
+class ReferencePenalty(Protocol):
+    """A measure of how far the policy is from the reference: any class with this method.
+    ``actor.kl.penalty`` names it, in the place of ``actor.kl.estimator``.
+
+    It runs on trainer ranks of the last pipeline stage, once for each micro-batch: in each optimizer update
+    (``actor.kl.where: loss``), or before the first one (``reward``). Ranks of a tensor- or context-parallel
+    group call it with the same tokens. What it raises ends the run.
+    """
+
+    def estimate(self, logp_M: Tensor, reference_logp_M: Tensor) -> Tensor:
+        """Return one number for each of the M tokens with loss, in nats: float32 [M].
+
+        Both arguments are float32 [M], natural logarithms at the sampling temperature, and M may be 0. With
+        ``where: loss``, ``logp_M`` has a gradient; the result is multiplied by pi / mu and by
+        ``actor.kl.coefficient``, and added to the loss. With ``where: reward``, ``logp_M`` is of the policy
+        that the step starts from, and the result is subtracted from the reward.
+        """
+        ...
+
+
 Estimator = Literal["k1", "k2", "k3"]
 
+Estimate = Callable[[Tensor, Tensor], Tensor]
+"""From log-probs of the policy and of the reference to an estimate per token, [T] each."""
 
-def estimate(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator) -> Tensor:
+
+def estimate(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator | Estimate) -> Tensor:
     """Return one estimate per token, [T].
 
     Over tokens that pi sampled, the means of k1 and k3 are the divergence; the mean of k2 is not.
     """
+    if callable(estimator):
+        return estimator(logp_T, reference_logp_T)
     x_T = logp_T - reference_logp_T
     if estimator == "k1":
         return x_T
@@ -28,7 +55,7 @@ def estimate(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator) -> 
 
 
 def in_loss(
-    logp_T: Tensor, reference_logp_T: Tensor, behaviour_logp_T: Tensor, estimator: Estimator
+    logp_T: Tensor, reference_logp_T: Tensor, behaviour_logp_T: Tensor, estimator: Estimator | Estimate
 ) -> Tensor:
     """Return pi / mu times the estimate, [T] (DeepSeek-V3.2; slime's importance ratio).
 

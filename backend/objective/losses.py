@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import assert_never
+from typing import Protocol, assert_never
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from slipstream.configs.schema.objective import (
     GSPOObjective,
     KLMask,
     M2POObjective,
+    PluginObjective,
     PPOObjective,
     ProductMask,
     ReinforceObjective,
@@ -48,23 +49,52 @@ class Tokens:
     """Mean of log(pi_old / mu)^2 over tokens of lag 0, as earlier steps have measured it; None: not yet."""
 
 
+class TokenObjective(Protocol):
+    """An objective of a user's: any class with this method. ``actor.objective.type: plugin`` names it.
+
+    It runs on every trainer rank of the last pipeline stage, once for each micro-batch of each optimizer
+    update. Ranks of a tensor- or context-parallel group call it with the same tokens, so that it must depend
+    on nothing but its arguments. What it raises ends the run.
+    """
+
+    def loss(self, tokens: Tokens, old_logp_M: Tensor) -> Tensor | PolicyLoss:
+        """Return the loss of each token, which training minimises: float32 [M], on the device of its inputs.
+
+        ``tokens``: the M tokens of a micro-batch that carry loss, in order; M may be 0, and whole
+        trajectories are together. Only ``tokens.logp_M`` has a gradient. ``old_logp_M`` [M], float32: natural
+        logarithms of the probabilities that the ratio is taken to: of the proximal policy, or of the
+        behaviour policy as the recipe says.
+
+        The importance weight of the decoupled loss, ``actor.correction`` and ``actor.averaging`` are applied
+        to what is returned. A ``PolicyLoss`` also says which ratio was taken and where a bound has acted,
+        for the metrics; of a tensor they are pi / pi_old, and nowhere.
+        """
+        ...
+
+
 Weigh = Callable[[PolicyLoss], PolicyLoss]
 """Weighs the losses of tokens in the place of the importance weight and its cap."""
 
+LossOfTokens = Callable[[Tokens, Tensor], PolicyLoss]
+"""A user's objective, of which everything is checked that it returns."""
 
-def token_losses(actor: ActorConfig, x: Tokens, weigh: Weigh | None = None) -> PolicyLoss:
+
+def token_losses(
+    actor: ActorConfig, x: Tokens, weigh: Weigh | None = None, *, own: LossOfTokens | None = None
+) -> PolicyLoss:
     """Return the loss of each token under ``actor.objective``, decoupled and corrected as the recipe says.
 
     Decoupled: w L(pi / pi_old) with w = pi_old / mu (AReaL, arXiv:2505.24298, eq. 5). The importance weight
     corrects for the policy that sampled the token, the objective bounds how far this step moves; each is
     applied once. Otherwise the ratio is taken to pi_old, or to mu if pi_old is unknown. Objectives that are
-    defined with mu always take it to mu. ``weigh``: None for the importance weight w.
+    defined with mu always take it to mu. ``weigh``: None for the importance weight w. ``own``: the
+    objective of ``actor.objective.type: plugin``, else None.
     """
     objective = actor.objective
     old_M = x.proximal_logp_M
     if old_M is None or objective.against_behaviour:
         old_M = x.behaviour_logp_M
-    loss = _objective_loss(objective, x, old_M)
+    loss = _objective_loss(objective, x, old_M) if own is None else own(x, old_M)
     if weigh is not None:
         loss = weigh(loss)
     elif actor.use_decoupled_loss:
@@ -105,6 +135,8 @@ def _objective_loss(objective: Objective, x: Tokens, old_M: Tensor) -> PolicyLos
             return masked.m2po(*inputs, threshold=threshold)
         case DPPOObjective(mask_low=low, mask_high=high, kl=kl):
             return masked.dppo(*inputs, mask_low=low, mask_high=high, kl=kl)
+        case PluginObjective():
+            raise ValueError(f"{objective.path} was not given: the rank makes it")
         case _:
             assert_never(objective)
 

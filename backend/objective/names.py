@@ -2,3 +2,6 @@
 
 HOOK = "hook/"
 """Prefix of the statistics that a user's hooks name. Each is a sum like the others."""
+
+BATCH = "batch/"
+"""Prefix of the metrics that the recipe's ``actor.metrics`` return."""

@@ -67,7 +67,11 @@ def first_recomputed(config: RunConfig) -> int:
     actor, hooks = config.actor, config.rollout.hooks
     if not actor.recompute_logprobs:
         return actor.minibatches
-    in_advantages = actor.teacher_term is not None or (actor.kl is not None and actor.kl.where == "reward")
+    in_advantages = (
+        actor.teacher_term is not None
+        or (actor.plugin_term is not None and actor.plugin_term.needs_logprobs)
+        or (actor.kl is not None and actor.kl.where == "reward")
+    )
     seen = hooks is not None and (hooks.custom_advantage_function or hooks.rollout_data_postprocess)
     return 0 if in_advantages or seen else 1
 

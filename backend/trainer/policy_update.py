@@ -22,6 +22,7 @@ from slipstream.configs.schema import ActorConfig
 if TYPE_CHECKING:  # Megatron can only be imported once the rank has joined its groups
     from slipstream.backend.megatron.packed_model import LanguageModel
     from slipstream.backend.megatron.trained import Trained
+    from slipstream.backend.trainer.plugins import RankPlugins
     from slipstream.backend.trainer.slime.rank_hooks import RankHooks
 
 
@@ -43,20 +44,21 @@ def update_policy(
     *,
     temperature: float,
     lr: float,
+    plugins: "RankPlugins",
     mismatch: float | None = None,
     hooks: "RankHooks | None" = None,
     logprobs: StepLogProbs | None = None,
 ) -> StepStatistics:
     """Make one optimizer update for each mini-batch, and return the statistics of all of them.
 
-    ``mismatch``: mean of log(pi_old / mu)^2 over tokens of lag 0, from earlier steps; None: not measured yet.
-    ``hooks``: those of the recipe that decide about losses or see updates; None: it names none.
-    Updates that are not finite are left out, and added to ``skipped``. ``logprobs`` keeps those that the
-    first mini-batch gives; None: nobody wants them.
+    ``plugins``: what the recipe names by import path. ``mismatch``: mean of log(pi_old / mu)^2 over tokens of
+    lag 0, from earlier steps; None: not measured yet. ``hooks``: those of the recipe that decide about losses
+    or see updates; None: it names none. Updates that are not finite are left out, and added to ``skipped``.
+    ``logprobs`` keeps those that the first mini-batch gives; None: nobody wants them.
     """
     statistics = StepStatistics(lr, named_by_hooks=hooks is not None)
     for number, minibatch in enumerate(minibatches):
-        loss = partial(_loss, policy, actor, temperature, mismatch, number == 0, hooks)
+        loss = partial(_loss, policy, actor, temperature, mismatch, number == 0, plugins, hooks)
         heads = [partial(loss, item) for item in minibatch]
         if hooks is not None:
             hooks.update_begins(number, trained, lr)
@@ -78,6 +80,7 @@ def _loss(
     temperature: float,
     mismatch: float | None,
     is_first: bool,
+    plugins: "RankPlugins",
     hooks: "RankHooks | None",
     item: PreparedMicroBatch,
     hidden: Tensor,
@@ -110,13 +113,14 @@ def _loss(
     share_M = batch.share_M
     hooked = None if hooks is None else hooks.loss_of(item)
     if hooked is None:
-        loss = token_losses(actor, tokens)
+        loss = token_losses(actor, tokens, own=plugins.objective)
         total = (share_M * loss.loss_T).sum()
     else:
-        loss = hooked.kept(token_losses(actor, tokens, hooked.weighing(tokens, share_M)))
+        weigh = hooked.weighing(tokens, share_M)
+        loss = hooked.kept(token_losses(actor, tokens, weigh, own=plugins.objective))
         total = hooked.custom_total(policy, hidden) if hooked.replaces_loss else hooked.total(loss, share_M)
     if hooked is None or not hooked.replaces_loss:
-        total = total + _penalties(actor, scores, share_M, logp_M, entropy_M, behaviour_M)
+        total = total + _penalties(actor, scores, share_M, logp_M, entropy_M, behaviour_M, plugins.penalty)
         if actor.top_tokens_term is not None and divergence_M is not None:
             total = total + actor.top_tokens_term.weight * (share_M * divergence_M).sum()
     measured = token_statistics(
@@ -170,16 +174,17 @@ def _penalties(
     logp_M: Tensor,
     entropy_M: Tensor,
     behaviour_M: Tensor,
+    estimate: kl.Estimate | None,
 ) -> Tensor:
     """Return what the recipe adds to the loss of a micro-batch: its entropy bonus, its penalty for leaving
-    the reference.
+    the reference. ``estimate``: of ``actor.kl.penalty``; None: of ``actor.kl.estimator``.
     """
     total = share_M.new_zeros(())
     if actor.entropy_bonus > 0:
         total = total - actor.entropy_bonus * (share_M * entropy_M).sum()
     if actor.kl is not None and actor.kl.where == "loss":
         assert scores.reference_M is not None
-        kl_M = kl.in_loss(logp_M, scores.reference_M, behaviour_M, actor.kl.estimator)
+        kl_M = kl.in_loss(logp_M, scores.reference_M, behaviour_M, estimate or actor.kl.estimator)
         total = total + actor.kl.coefficient * (share_M * kl_M).sum()
     return total
 

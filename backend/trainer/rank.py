@@ -1,6 +1,7 @@
 """One rank of the trainer: a training step, and the ways out for the weights.
 
 TrainBatch        the trajectories of one step
+    |             changed by the recipe's transforms                              plugins
     |             packed into micro-batches, this rank's of every mini-batch      minibatches
     |             forward passes: proximal log-probs (not of the first
     |             mini-batch, whose update gives them), reference and teacher
@@ -38,6 +39,7 @@ from slipstream.backend.trainer.checkpointed_rank import CheckpointedRank
 from slipstream.backend.trainer.episode_log import StepLogProbs, open_episode_log
 from slipstream.backend.trainer.learning_rate import learning_rate
 from slipstream.backend.trainer.minibatches import is_recomputed, microbatches_of
+from slipstream.backend.trainer.plugins import RankPlugins
 from slipstream.backend.trainer.policy_update import update_policy
 from slipstream.backend.trainer.prepared import PreparedMicroBatch, Scores, Targets, prepared
 from slipstream.backend.trainer.publishing import make_publisher, publish_to
@@ -51,6 +53,7 @@ from slipstream.bridge.publish.report import PublishReport
 from slipstream.bridge.shards.export import export
 from slipstream.bridge.shards.plan import SENDER
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout import plugins
 from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.trajectory import Completion, Finish, Span, TrajectoryBuilder
 
@@ -67,6 +70,7 @@ class TrainerRank(CheckpointedRank):
         self._device = initialize(
             rank, config.actor.parallel, seed=config.run.seed, timeout_s=config.run.step_timeout_s
         )
+        self._plugins = RankPlugins(config)
         self._hooks = _rank_hooks(config, self._device)
         # Megatron can only be imported now.
         from slipstream.backend.megatron import checkpoint, fusions, groups, head, model
@@ -79,7 +83,7 @@ class TrainerRank(CheckpointedRank):
         self._reports = groups.reports()
         self._skipped = SkippedUpdates(self._reports)
         self._require_finite = partial(require_finite, device=self._device)
-        self._spec = model_spec(config.model.path)
+        self._spec = model_spec(config.model.path, plugins.resolved(config.model.families))
         dtype = getattr(torch, config.model.dtype)
         actor = config.actor
         parts = model.build_model(
@@ -143,6 +147,7 @@ class TrainerRank(CheckpointedRank):
     def _train(self, batch: TrainBatch, logprobs: StepLogProbs | None) -> dict[str, float] | None:
         """Train one step. ``logprobs``: of the step, for the episode log; None: the step is not logged."""
         check_staleness(batch, self._config.rollout.max_head_offpolicyness)
+        batch = self._plugins.transformed(batch)
         self._skipped.begin(batch)
         minibatches, metrics = self.microbatches(batch)
         microbatches = list(chain.from_iterable(minibatches))
@@ -160,7 +165,7 @@ class TrainerRank(CheckpointedRank):
         self.step += 1
         if self._episodes is not None and logprobs is not None:
             self._episodes.step_ends(self.step, batch, inputs, logprobs)
-        return metrics if self._reports else None
+        return metrics | self._plugins.measured(batch, metrics) if self._reports else None
 
     def skipped_updates(self) -> list[SkippedUpdate] | None:
         """Return the updates that the last step has skipped, on the reporting rank, None elsewhere."""
@@ -177,7 +182,7 @@ class TrainerRank(CheckpointedRank):
         if not self._groups.is_pipeline_last_stage():
             return [None] * len(microbatches)
         group = self._groups.get_data_parallel_group()
-        targets = find_targets(self._config, batch, microbatches, scores, group)
+        targets = find_targets(self._config, batch, microbatches, scores, group, self._plugins)
         # Before the first micro-batch: a copy in the middle of one makes the host wait.
         columns = [(target.advantage_M, *target.measured.values()) for target in targets]
         moved = iter(self._policy.moved_together(list(chain.from_iterable(columns))))
@@ -217,6 +222,7 @@ class TrainerRank(CheckpointedRank):
             self._skipped,
             temperature=self._config.rollout.sampling.temperature,
             lr=batch.rate_factor * self._learning_rate(self.step),
+            plugins=self._plugins,
             mismatch=batch.mismatch,
             hooks=self._hooks,
             logprobs=logprobs,

@@ -29,6 +29,7 @@ from slipstream.bridge.hf.files import write_hf
 from slipstream.bridge.model.spec import value_spec
 from slipstream.bridge.shards.export import export
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout import plugins
 
 
 class RewardModelRank(CheckpointedRank):
@@ -51,7 +52,7 @@ class RewardModelRank(CheckpointedRank):
         self._reports = groups.reports()
         self._skipped = SkippedUpdates(self._reports)
         self._require_finite = partial(require_finite, device=device)
-        self._spec = value_spec(model_spec(config.model.path))
+        self._spec = value_spec(model_spec(config.model.path, plugins.resolved(config.model.families)))
         dtype = getattr(torch, config.model.dtype)
         parts = model.build_model(self._spec, actor, dtype, device, seed=config.run.seed)
         self._parameters = [model.named_shards(part) for part in parts]

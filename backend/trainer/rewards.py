@@ -109,18 +109,21 @@ def _tokens_by_trajectory(micro: MicroBatch) -> Iterator[tuple[int, np.ndarray]]
 
 
 def kl_penalties(
-    settings: KLConfig | None, microbatches: Sequence[MicroBatch], scores: Sequence[Scores]
+    settings: KLConfig | None,
+    microbatches: Sequence[MicroBatch],
+    scores: Sequence[Scores],
+    estimate: kl.Estimate | None = None,
 ) -> list[Tensor] | None:
     """Return the amount to subtract from the reward at each token, [M] for each micro-batch.
 
-    None if the recipe has no penalty in the reward.
+    None if the recipe has no penalty in the reward. ``estimate``: of ``actor.kl.penalty``.
     """
     if settings is None or settings.where != "reward":
         return None
     penalties: list[Tensor] = []
     for micro, score in zip(microbatches, scores, strict=True):
         assert score.reference_M is not None
-        estimate_M = kl.estimate(old_logp(micro, score), score.reference_M, settings.estimator)
+        estimate_M = kl.estimate(old_logp(micro, score), score.reference_M, estimate or settings.estimator)
         penalties.append(settings.coefficient * estimate_M)
     return penalties
 

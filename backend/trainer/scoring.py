@@ -14,6 +14,7 @@ from slipstream.backend.trainer.minibatches import first_recomputed
 from slipstream.backend.trainer.prepared import Scores
 from slipstream.bridge.families import model_spec
 from slipstream.configs.schema import AverageReference, RunConfig
+from slipstream.rollout import plugins
 
 
 class Scorers:
@@ -32,18 +33,18 @@ class Scorers:
         self._before = before
         self._config = config
         actor, policy_path = config.actor, config.model.path
-        reference = actor.kl and actor.kl.reference
+        reference, families = actor.kl and actor.kl.reference, plugins.resolved(config.model.families)
         self._decay = reference.decay if isinstance(reference, AverageReference) else None
         self._reference = self._teacher = self.critic = None
         if reference is not None:
             path = policy_path if isinstance(reference, AverageReference) else reference.path or policy_path
             self._reference = FrozenModel(
-                model_spec(path), actor, dtype, device, average=self._decay is not None
+                model_spec(path, families), actor, dtype, device, average=self._decay is not None
             )
         if actor.teacher_model is not None:
-            self._teacher = FrozenModel(model_spec(actor.teacher_model.path), actor, dtype, device)
+            self._teacher = FrozenModel(model_spec(actor.teacher_model.path, families), actor, dtype, device)
         if config.critic is not None:
-            spec = model_spec(config.critic.path or policy_path)
+            spec = model_spec(config.critic.path or policy_path, families)
             self.critic = Critic(config.critic, actor, spec, dtype, device, run_steps=config.run.steps)
 
     @property

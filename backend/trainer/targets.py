@@ -16,6 +16,8 @@ from slipstream.backend.objective.advantage import (
     teacher_gap,
     weighted_sum,
 )
+from slipstream.backend.objective.kl import Estimate
+from slipstream.backend.trainer.plugins import RankPlugins
 from slipstream.backend.trainer.prepared import Scores, Targets
 from slipstream.backend.trainer.rewards import (
     TurnRewards,
@@ -35,15 +37,20 @@ def find_targets(
     microbatches: Sequence[MicroBatch],
     scores: Sequence[Scores],
     group: dist.ProcessGroup,
+    plugins: RankPlugins | None = None,
 ) -> list[Targets]:
-    """Return the targets of this rank's micro-batches. Collective over ``group``, the data-parallel ranks."""
+    """Return the targets of this rank's micro-batches. Collective over ``group``, the data-parallel ranks.
+
+    ``plugins``: what the recipe names by import path; None: nothing.
+    """
     actor = config.actor
     if actor.reward_term is None:
         targets = [Targets(torch.zeros(len(micro.target_M)), None) for micro in microbatches]
     else:
-        targets = _reward_targets(config, actor.reward_term, batch, microbatches, scores, group)
+        estimate = plugins and plugins.penalty
+        targets = _reward_targets(config, actor.reward_term, batch, microbatches, scores, group, estimate)
     return [
-        _summed(actor, target, micro, score)
+        _summed(actor, target, micro, score, plugins and plugins.term(batch, micro, score))
         for target, micro, score in zip(targets, microbatches, scores, strict=True)
     ]
 
@@ -55,12 +62,13 @@ def _reward_targets(
     microbatches: Sequence[MicroBatch],
     scores: Sequence[Scores],
     group: dist.ProcessGroup,
+    estimate: Estimate | None,
 ) -> list[Targets]:
-    """Return targets from rewards alone. Collective over ``group``."""
+    """Return targets from rewards alone. Collective over ``group``. ``estimate``: of ``actor.kl.penalty``."""
     actor = config.actor
     reward_N = trajectory_rewards(actor, batch)
     turns = None if actor.turns is None else turn_rewards(actor.turns, batch)
-    penalties = kl_penalties(actor.kl, microbatches, scores)
+    penalties = kl_penalties(actor.kl, microbatches, scores, estimate)
     if term.estimator == "gae":
         assert config.critic is not None
         return _token_targets(config.critic, reward_N, turns, microbatches, scores, penalties, group)
@@ -73,10 +81,12 @@ def _reward_targets(
     return targets
 
 
-def _summed(actor: ActorConfig, rewarded: Targets, micro: MicroBatch, score: Scores) -> Targets:
+def _summed(
+    actor: ActorConfig, rewarded: Targets, micro: MicroBatch, score: Scores, own_M: Tensor | None
+) -> Targets:
     """Return targets with the weighted sum of all terms as the advantage, and the terms as metrics.
 
-    ``rewarded``: targets from rewards.
+    ``rewarded``: targets from rewards. ``own_M``: the term of the user's; None: the recipe has none.
     """
     terms: dict[str, tuple[float, Tensor]] = {}
     measured: dict[str, Tensor] = {}
@@ -89,6 +99,8 @@ def _summed(actor: ActorConfig, rewarded: Targets, micro: MicroBatch, score: Sco
             "teacher_fraction": taught.has_M.float(),
             "teacher_clipped_fraction": taught.clipped_M.float(),
         }
+    if actor.plugin_term is not None and own_M is not None:
+        terms["plugin"] = actor.plugin_term.weight, own_M
     device = terms["teacher"][1].device if "teacher" in terms else rewarded.advantage_M.device
     parts = [(weight, value_M.to(device)) for weight, value_M in terms.values()]
     for name, (weight, value_M) in zip(terms, parts, strict=True):

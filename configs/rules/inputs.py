@@ -25,6 +25,12 @@ PLUGINS = (
     "rollout.workflow",
     "rollout.reward",
     "rollout.group_filter",
+    "rollout.data_source",
+    "actor.objective",
+    "actor.advantage",
+    "actor.kl.penalty",
+    "actor.transforms",
+    "actor.metrics",
     "judge.code",
     "judge.score.prompt",
     "judge.score.parser",
@@ -53,7 +59,7 @@ def run_folder_can_be_made(config: RunConfig) -> Iterator[Violation]:
 def prompts_are_given(config: RunConfig) -> Iterator[Violation]:
     """Only live users can take the place of prompts."""
     live, has_users = config.live, config.gateway is not None
-    if config.data is None and not (has_users and (live is None or not live.train or live.share == 1)):
+    if not config.has_prompts and not (has_users and (live is None or not live.train or live.share == 1)):
         yield Violation(
             "data",
             ABSENT,
@@ -62,12 +68,27 @@ def prompts_are_given(config: RunConfig) -> Iterator[Violation]:
         )
 
 
+def prompts_come_from_one_place(config: RunConfig) -> Iterator[Violation]:
+    rollout = config.rollout
+    if rollout.data_source is None:
+        return
+    if config.data is not None:
+        yield Violation(
+            "rollout.data_source",
+            rollout.data_source.path,
+            "the prompts would come from two places; leave `data` out, or set this to null",
+        )
+    if rollout.hooks is not None and rollout.hooks.data_source is not None:
+        reason = "expected null: rollout.data_source gives the prompts"
+        yield Violation("rollout.hooks.data_source", rollout.hooks.data_source, reason)
+
+
 def reward_is_given(config: RunConfig) -> Iterator[Violation]:
     """Whoever serves live users alone has no episodes."""
     hooks = config.rollout.hooks
     if hooks is not None and (hooks.custom_rm or hooks.rm_type or hooks.custom_generate_function):
         return  # they reward
-    if config.rollout.reward is None and (config.data is not None or config.eval is not None):
+    if config.rollout.reward is None and (config.has_prompts or config.eval is not None):
         yield Violation(
             "rollout.reward",
             ABSENT,
@@ -142,8 +163,9 @@ def _is_importable(package: str) -> bool:
 
 RULES = (
     Rule(run_folder_can_be_made, ("run.name", "run.root")),
-    Rule(prompts_are_given, ("data", "gateway", "live.train", "live.share")),
-    Rule(reward_is_given, ("rollout.reward", "rollout.hooks", "data", "eval")),
+    Rule(prompts_are_given, ("data", "rollout.data_source", "gateway", "live.train", "live.share")),
+    Rule(prompts_come_from_one_place, ("data", "rollout.data_source", "rollout.hooks.data_source")),
+    Rule(reward_is_given, ("rollout.reward", "rollout.hooks", "rollout.data_source", "data", "eval")),
     *(Rule(partial(prompts_have_a_known_format, path=path), (path,)) for path in PROMPTS),
     *(Rule(partial(prompts_exist, path=path), ("prepare", path)) for path in PROMPTS),
     *(Rule(partial(model_exists, path=path), ("prepare", POLICY, path)) for path in (*MODELS, JUDGE)),

@@ -265,6 +265,13 @@ def values_are_of_the_same_rewards(config: RunConfig) -> Iterator[Violation]:
         )
 
 
+def penalty_has_one_estimate(config: RunConfig) -> Iterator[Violation]:
+    kl = config.actor.kl
+    if kl is not None and kl.penalty is not None and "estimator" in kl.model_fields_set:
+        reason = "it has no effect, because actor.kl.penalty estimates the divergence; leave one of them out"
+        yield Violation("actor.kl.estimator", kl.estimator, reason)
+
+
 RULES = (
     Rule(
         decoupled_needs_proximal,
@@ -300,6 +307,7 @@ RULES = (
     Rule(sequence_ratio_keeps_its_tokens, ("actor.objective", "actor.correction.token")),
     Rule(overlong_has_a_slope, ("actor.overlong",)),
     Rule(terms_come_once, ("actor.advantage",)),
+    Rule(penalty_has_one_estimate, ("actor.kl.estimator", "actor.kl.penalty")),
     Rule(critic_is_of_use, ("actor.advantage", "critic")),
     Rule(rewards_reach_the_advantage, ("actor.kl", "actor.advantage", "actor.turns", "actor.overlong")),
     Rule(values_are_of_the_same_rewards, ("actor.advantage", "actor.turns")),

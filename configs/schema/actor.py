@@ -8,6 +8,7 @@ from slipstream.configs.schema.advantage import (
     AdvantageTerm,
     Estimator,
     ModelScores,
+    PluginTerm,
     RewardTerm,
     TeacherTerm,
     TopTokensTerm,
@@ -23,6 +24,7 @@ from slipstream.configs.schema.objective import (
     TurnsConfig,
 )
 from slipstream.configs.schema.optimizer import OptimizerConfig
+from slipstream.configs.schema.plugin import Plugin
 
 LinearLayer = Literal[
     "linear_qkv",
@@ -207,6 +209,17 @@ class ActorConfig(TrainedConfig):
         description="Number of mini-batches, and so of optimizer updates, in a training step.",
     )
 
+    transforms: list[Plugin] = Field(
+        default=[],
+        description="Import paths of classes with the method `transform` of `slipstream.BatchTransform`, "
+        "which change a batch before it is packed, in this order.",
+    )
+    metrics: list[Plugin] = Field(
+        default=[],
+        description="Import paths of classes with the method `metrics` of `slipstream.BatchMetrics`, which "
+        "return further metrics of a training step.",
+    )
+
     @property
     def reward_term(self) -> RewardTerm | None:
         """The term from rewards; None: rewards train nothing."""
@@ -228,6 +241,11 @@ class ActorConfig(TrainedConfig):
         """The teacher that the trainer holds; None: there is none."""
         term = self.teacher_term
         return term.scores if term is not None and isinstance(term.scores, ModelScores) else None
+
+    @property
+    def plugin_term(self) -> PluginTerm | None:
+        """The term that code of the user's computes; None: there is none."""
+        return next((term for term in self.advantage if isinstance(term, PluginTerm)), None)
 
     @property
     def top_tokens_term(self) -> TopTokensTerm | None:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from slipstream.configs.schema.base import PathSetting, Section
+from slipstream.configs.schema.plugin import PluginConfig
 
 Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae", "reward"]
 
@@ -72,4 +73,16 @@ class TopTokensTerm(Section):
     weight: float = Field(default=1.0, gt=0, description=WEIGHT)
 
 
-AdvantageTerm = Annotated[RewardTerm | TeacherTerm | TopTokensTerm, Field(discriminator="type")]
+class PluginTerm(PluginConfig):
+    """A term of your own: a class with the method `advantage` of `slipstream.TokenAdvantage`."""
+
+    type: Literal["plugin"] = "plugin"
+    weight: float = Field(default=1.0, gt=0, description=WEIGHT)
+    needs_logprobs: bool = Field(
+        default=False,
+        description="The term reads the log-probs of the policy that the step starts from: every mini-batch "
+        "gets a forward pass for them.",
+    )
+
+
+AdvantageTerm = Annotated[RewardTerm | TeacherTerm | TopTokensTerm | PluginTerm, Field(discriminator="type")]

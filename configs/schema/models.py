@@ -6,6 +6,7 @@ from pydantic import Field
 
 from slipstream.configs.schema.base import PathSetting, Section
 from slipstream.configs.schema.optimizer import OptimizerConfig
+from slipstream.configs.schema.plugin import Plugin
 
 
 class CheckpointReference(Section):
@@ -45,6 +46,11 @@ class KLConfig(Section):
     estimator: Literal["k1", "k2", "k3"] = Field(
         default="k3",
         description="KL estimate from x = log pi - log ref: k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x.",
+    )
+    penalty: Plugin | None = Field(
+        default=None,
+        description="Import path of a class with the method `estimate` of `slipstream.ReferencePenalty`, "
+        "which takes the place of `estimator`; null: `estimator`.",
     )
     reference: Reference = Field(
         default=CheckpointReference(), description="Model from which the divergence is measured."

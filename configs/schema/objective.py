@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from slipstream.configs.schema.base import Section
+from slipstream.configs.schema.plugin import PluginConfig
 
 
 class _Objective(Section):
@@ -154,6 +155,33 @@ class ReinforceObjective(_Objective):
     bounded: ClassVar[bool] = False
 
 
+class PluginObjective(PluginConfig):
+    """An objective of your own: a class with the method `loss` of `slipstream.TokenObjective`."""
+
+    type: Literal["plugin"] = "plugin"
+    corrects_staleness: bool = Field(
+        default=False,
+        description="The objective takes its ratio to the behaviour policy, which corrects for stale data: "
+        "no importance weight is applied to it. A class may state the same in an attribute of this name.",
+    )
+    bounded: bool = Field(
+        default=False,
+        description="The objective has a trust region: a token that the policy has left loses its gradient, "
+        "or has a capped weight.",
+    )
+    by_sequence: bool = Field(default=False, description="All tokens of a sequence share one ratio.")
+
+    @property
+    def against_behaviour(self) -> bool:
+        """As of the objectives that come with Slipstream."""
+        return self.corrects_staleness
+
+    @property
+    def decouples(self) -> bool:
+        """As of the objectives that come with Slipstream."""
+        return not self.corrects_staleness
+
+
 Objective = Annotated[
     PPOObjective
     | DualClipObjective
@@ -165,7 +193,8 @@ Objective = Annotated[
     | DPPOObjective
     | AIPOObjective
     | TOPRObjective
-    | ReinforceObjective,
+    | ReinforceObjective
+    | PluginObjective,
     Field(discriminator="type"),
 ]
 

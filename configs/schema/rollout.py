@@ -249,6 +249,11 @@ class RolloutConfig(Section):
     judging: JudgingConfig = Field(
         default=JudgingConfig(), description="The processes in which the reward runs."
     )
+    data_source: Plugin | None = Field(
+        default=None,
+        description="Import path of a class with the method `prompts` of `slipstream.DataSource`, which "
+        "gives the prompts to train on in the place of `data`; null: those of `data.path`.",
+    )
     group_filter: Plugin | None = Field(
         default=None,
         description="Import path of a class with the method `keep` of "

@@ -13,7 +13,7 @@ from slipstream.configs.schema.judge import CodeJudge, Judge
 from slipstream.configs.schema.live import LiveConfig
 from slipstream.configs.schema.log import LogConfig
 from slipstream.configs.schema.models import CriticConfig
-from slipstream.configs.schema.plugin import Plugin
+from slipstream.configs.schema.plugin import ImportPath, Plugin
 from slipstream.configs.schema.rollout import RolloutConfig
 from slipstream.configs.schema.simulate import SimulateConfig
 from slipstream.configs.schema.weights import WeightsConfig
@@ -83,6 +83,11 @@ class ModelConfig(Section):
     )
     dtype: Literal["bfloat16", "float32"] = Field(
         default="bfloat16", description="Data type of weights and activations in trainer and engines."
+    )
+    families: dict[str, ImportPath] = Field(
+        default={},
+        description="Model families of your own: the `model_type` of a `config.json`, and the import path of "
+        "a module or object with the functions of `slipstream.bridge.families.Family`.",
     )
 
 
@@ -207,3 +212,8 @@ class RunConfig(Section):
         description="Import path of a function that creates `model.path`, `data.path` and `eval.path`. It is "
         "called before the run if one of them does not exist.",
     )
+
+    @property
+    def has_prompts(self) -> bool:
+        """True if episodes are run on prompts to train on, those of a file or of a data source."""
+        return self.data is not None or self.rollout.data_source is not None

@@ -43,7 +43,7 @@ FLOORS = {
         {"imports", "sandbox", "trajectory"},
         {"control", "conversation", "evaluated_set", "prompts", "record", "tokenizer"},
         {"programs", "turns"},
-        {"engine", "ledger"},
+        {"engine", "ledger", "sources"},
         {"reward"},
         {"judge"},
         {"environment"},

@@ -14,9 +14,9 @@ from slipstream.backend.quickstart.tokenizer import build_tokenizer
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.collect.gate import ReadyGroup, StoredTrajectory
 from slipstream.rollout.compat.slime.batch_hooks import BatchHooks
-from slipstream.rollout.compat.slime.hook_process import HookProcessFailed
 from slipstream.rollout.evaluated_set import EvaluatedSet
 from slipstream.rollout.linux import children_of
+from slipstream.rollout.programs.hook_process import HookProcessFailed
 from slipstream.rollout.record import encode_trajectory
 from slipstream.rollout.trajectory import UNSAMPLED, Finish, Prompt, Trajectory, joined, prompt_fields
 

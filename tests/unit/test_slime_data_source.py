@@ -12,11 +12,12 @@ from slipstream.rollout.collect.intake import Intake
 from slipstream.rollout.collect.journal import NoJournal
 from slipstream.rollout.compat.slime.alias_path import make_slime_importable
 from slipstream.rollout.compat.slime.arguments import SlimeArguments
-from slipstream.rollout.compat.slime.drawn_prompts import FILE, Drawing, DrawnPrompts
-from slipstream.rollout.compat.slime.episode_samples import DRAWN, drawn_onto, fields_of, is_done
-from slipstream.rollout.compat.slime.hook_process import HookProcessFailed
+from slipstream.rollout.compat.slime.data_source_process import slime_drawing
+from slipstream.rollout.compat.slime.episode_samples import drawn_onto, fields_of, is_done
 from slipstream.rollout.control.core import RolloutControl
 from slipstream.rollout.plugins import resolve
+from slipstream.rollout.programs.hook_process import HookProcessFailed
+from slipstream.rollout.sources.drawn_prompts import FILE, DrawnPrompts
 from slipstream.rollout.trajectory import Prompt
 from tests.unit.doubles import Listener
 
@@ -58,7 +59,7 @@ async def drawing(model: Path, root: Path, name: str, *, until: int, take: int =
         prompts.draw()
     drawn = asyncio.Event()
     prompts.when_ready(lambda: drawn.set() if prompts.drawn >= until else None)
-    source = Drawing(settings, prompts, root / "logs", ahead=until - take)
+    source = slime_drawing(settings, prompts, root / "logs", ahead=until - take)
     task = asyncio.create_task(source.run())
     waiting = asyncio.create_task(drawn.wait())
     try:
@@ -75,7 +76,7 @@ async def drawing(model: Path, root: Path, name: str, *, until: int, take: int =
 
 
 def test_what_was_drawn_is_read_again_and_the_source_goes_on_behind_it(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("slipstream.rollout.compat.slime.drawn_prompts.SAVE_EVERY", 3)
+    monkeypatch.setattr("slipstream.rollout.sources.drawn_prompts.SAVE_EVERY", 3)
     first = asyncio.run(drawing(model, tmp_path, "Counting", until=4))
     assert [first.at(position).prompt for position in range(4)] == ["0+1=", "1+1=", "2+1=", "3+1="]
     assert first.at(2).label == "3" and first.at(2).metadata["number"] == 2
@@ -113,7 +114,7 @@ def test_no_group_is_admitted_before_its_prompt_is_there(tmp_path):
         async with asyncio.timeout(10):
             await waiting
         assert gate.may_admit()
-        assert gate.admit().prompt == Prompt(0, "a", None, {DRAWN: []})
+        assert gate.admit().prompt == Prompt(0, "a", None, {})
         assert not gate.may_admit()
 
     asyncio.run(check())

@@ -22,6 +22,7 @@ from slipstream.backend.trainer.slime.loss_hooks import HookedLoss, LossFunction
 from slipstream.backend.trainer.slime.named import NamedHook, load_hooks
 from slipstream.backend.trainer.slime.samples import ContextPlace, Samples
 from slipstream.configs.schema import RunConfig
+from slipstream.rollout import plugins
 from slipstream.rollout.compat.slime.arguments import SlimeArguments, slime_arguments
 from slipstream.rollout.engine.client import EngineAddress
 
@@ -176,7 +177,8 @@ def rank_arguments(config: RunConfig) -> SlimeArguments:
     from slipstream.bridge.model.layout import Layout
 
     args = slime_arguments(config)
-    geometry, actor = model_spec(config.model.path).geometry, config.actor
+    spec = model_spec(config.model.path, plugins.resolved(config.model.families))
+    geometry, actor = spec.geometry, config.actor
     layout = Layout.of(actor.parallel, layer_spec(actor, config.model.dtype))
     dtype = getattr(torch, config.model.dtype)
     megatron = vars(transformer_config(geometry, actor, layout, dtype))

@@ -15,10 +15,10 @@ import msgspec
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.compat.slime.alias_path import make_slime_importable
 from slipstream.rollout.compat.slime.arguments import SlimeArguments, slime_arguments
-from slipstream.rollout.compat.slime.hook_process import WrongAnswer, serve_answers
 from slipstream.rollout.compat.slime.rebuilt_samples import SampleRebuilder
 from slipstream.rollout.evaluated_set import EvaluatedSet
 from slipstream.rollout.plugins import resolve
+from slipstream.rollout.programs.hook_process import WrongAnswer, serve_answers
 from slipstream.rollout.record import decode_trajectory
 from slipstream.rollout.tokenizer import load_tokenizer
 from slipstream.rollout.trajectory import Group, Prompt, PromptFields, TrajectoryHeader

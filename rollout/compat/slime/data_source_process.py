@@ -1,4 +1,4 @@
-"""The process in which a recipe's data source lives. Started by ``drawn_prompts``.
+"""The process in which a recipe's data source lives. Started by ``slime_drawing``.
 
 first request   SourceSetup ──► {"ready": true}
 the others      Draw ──► {"value": groups, each as a row of the file of drawn prompts}
@@ -6,7 +6,8 @@ the others      Draw ──► {"value": groups, each as a row of the file of dr
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -14,8 +15,12 @@ import msgspec
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.compat.slime.alias_path import make_slime_importable
 from slipstream.rollout.compat.slime.arguments import slime_arguments
-from slipstream.rollout.compat.slime.hook_process import WrongAnswer, serve_answers
+from slipstream.rollout.compat.slime.episode_samples import DRAWN
 from slipstream.rollout.plugins import resolve
+from slipstream.rollout.programs.hook_process import LOG, HookProcess, WrongAnswer, serve_answers
+from slipstream.rollout.sources.drawn_prompts import Drawing, DrawnPrompts, SourceRequest
+
+SERVE = "slipstream.rollout.compat.slime.data_source_process.serve"
 
 CHUNK = 1000
 """Groups that are skipped at one time."""
@@ -36,13 +41,6 @@ class SourceSetup(msgspec.Struct, array_like=True, frozen=True):
     """Number under which its state was saved last; None: never."""
     skipped: int
     """Groups that were drawn behind that state: the run has them already."""
-
-
-class SourceRequest(msgspec.Struct, array_like=True, frozen=True):
-    draw: int = 0
-    """Number of groups to draw; 0: none."""
-    save: int | None = None
-    """Number under which to save the state."""
 
 
 class Source:
@@ -89,8 +87,7 @@ class Source:
         row = {
             "prompt": first.prompt,
             "label": first.label,
-            "metadata": dict(first.metadata or {}),
-            "samples": others,
+            "metadata": {**(first.metadata or {}), DRAWN: others},
         }
         try:
             json.dumps(row)
@@ -108,9 +105,24 @@ class Source:
         }
 
 
-def rows_of(value: Sequence[dict[str, Any]]) -> list[bytes]:
-    """Return the lines of groups in the file of drawn prompts."""
-    return [msgspec.json.encode(row) for row in value]
+def slime_drawing(config: RunConfig, prompts: DrawnPrompts, logs: Path, *, ahead: int) -> Drawing:
+    """Return what draws from ``rollout.hooks.data_source``. ``ahead``: as of ``Drawing``."""
+    hooks = config.rollout.hooks
+    assert hooks is not None
+    assert hooks.data_source is not None
+    setup = SourceSetup(
+        config.model_dump_json().encode(), hooks.data_source, prompts.saved, prompts.drawn_behind
+    )
+    batch = max(1, config.rollout.batch_size)
+    return Drawing(
+        HookProcess(SERVE, msgspec.msgpack.encode(setup), logs / LOG),
+        prompts,
+        ahead=ahead,
+        named=f"rollout.hooks.data_source ({hooks.data_source})",
+        timeout_s=hooks.batch_timeout_s,
+        limit="rollout.hooks.batch_timeout_s",
+        save_number=lambda drawn: drawn // batch,
+    )
 
 
 def serve(descriptor: int) -> None:

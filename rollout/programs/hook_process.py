@@ -1,5 +1,5 @@
-"""A process beside the driver in which hooks run: started when it is asked first, with a time limit for each
-question.
+"""A process beside the driver in which code of the user's runs: started when it is asked first, with a time
+limit for each question.
 
 driver's loop ──question──► HookProcess ──frames──► a module's ``serve`` ──► the hook
                                │ too late, ended: the process and all that it has started are killed,

@@ -1,4 +1,4 @@
-"""The prompts of slime's data source, in the order in which it gives them.
+"""The prompts of a data source, in the order in which it gives them.
 
 data source, in a process of its own ──a few ahead──► file of drawn prompts ──at(position)──► groups
 
@@ -13,21 +13,17 @@ from array import array
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from slipstream.configs.schema import RunConfig
 from slipstream.rollout.changes import Changes
-from slipstream.rollout.compat.slime.data_source_process import SourceRequest, SourceSetup, rows_of
-from slipstream.rollout.compat.slime.episode_samples import DRAWN
-from slipstream.rollout.compat.slime.hook_process import LOG, HookProcess
+from slipstream.rollout.programs.hook_process import HookProcess
 from slipstream.rollout.trajectory import Prompt
 
 FILE = "drawn-prompts.jsonl"
 """In the run folder."""
-
-SERVE = "slipstream.rollout.compat.slime.data_source_process.serve"
 
 SAVE_EVERY = 1000
 """Groups after which the state of the data source is saved."""
@@ -36,11 +32,19 @@ CACHED = 4096
 """Prompts that are kept in memory."""
 
 
+class SourceRequest(msgspec.Struct, array_like=True, frozen=True):
+    """What the process of a data source is asked."""
+
+    draw: int = 0
+    """Number of prompts to draw; 0: none."""
+    save: int | None = None
+    """Number under which to save the state of a source that saves it."""
+
+
 class _Row(msgspec.Struct):
     prompt: str | list[dict[str, Any]] = ""
     label: Any = None
     metadata: dict[str, Any] = {}
-    samples: list[dict[str, Any]] = []
     saved: int | None = None
     """Number under which the state behind all groups so far was saved: a row of its own."""
 
@@ -89,7 +93,7 @@ class DrawnPrompts:
     def at(self, position: int) -> Prompt:
         """Return the prompt at a position that was drawn. Raises OSError."""
         row = self._row(position)
-        return Prompt(position, row.prompt, row.label, {**row.metadata, DRAWN: row.samples})
+        return Prompt(position, row.prompt, row.label, row.metadata)
 
     # ---- drawing
 
@@ -165,46 +169,52 @@ class DrawnPrompts:
 def drawn_prompts(config: RunConfig) -> DrawnPrompts | None:
     """Return the prompts of a recipe's data source; None: it names none. Raises OSError and MsgspecError."""
     hooks = config.rollout.hooks
-    return DrawnPrompts(config.run.folder / FILE) if hooks is not None and hooks.data_source else None
+    is_drawn = config.rollout.data_source is not None or (hooks is not None and hooks.data_source)
+    return DrawnPrompts(config.run.folder / FILE) if is_drawn else None
 
 
 class Drawing:
     """Keeps prompts drawn ahead of the groups. ``close`` it."""
 
-    def __init__(self, config: RunConfig, prompts: DrawnPrompts, logs: Path, *, ahead: int) -> None:
-        """``ahead``: number of prompts that are drawn before they are needed."""
-        hooks = config.rollout.hooks
-        assert hooks is not None
-        assert hooks.data_source is not None
-        self._hook = f"rollout.hooks.data_source ({hooks.data_source})"
-        self._timeout_s = hooks.batch_timeout_s
-        self._batch = max(1, config.rollout.batch_size)
+    def __init__(
+        self,
+        process: HookProcess,
+        prompts: DrawnPrompts,
+        *,
+        ahead: int,
+        named: str,
+        timeout_s: float,
+        limit: str,
+        save_number: Callable[[int], int] | None = None,
+    ) -> None:
+        """``ahead``: number of prompts that are drawn before they are needed. ``named``: the source, and
+        ``limit``: the setting behind ``timeout_s``, for messages. ``save_number``: number under which the
+        state behind so many prompts is saved; None: the source has no state to save.
+        """
+        self._process = process
         self._prompts = prompts
         self._ahead = ahead
-        setup = SourceSetup(
-            config.model_dump_json().encode(), hooks.data_source, prompts.saved, prompts.drawn_behind
-        )
-        self._process = HookProcess(SERVE, msgspec.msgpack.encode(setup), logs / LOG)
+        self._named = named
+        self._timeout_s = timeout_s
+        self._limit = limit
+        self._save_number = save_number
 
     async def run(self) -> None:
         """Draw until cancelled. Raises HookProcessFailed and OSError."""
         while True:
             missing = await self._prompts.lacks(self._ahead)
-            rows = await self._ask(SourceRequest(draw=missing))
-            await self._prompts.add(rows_of(rows))
-            if self._prompts.drawn_behind >= SAVE_EVERY:
-                await self._save()
+            rows = cast("list[dict[str, Any]]", await self._ask(SourceRequest(draw=missing)))
+            await self._prompts.add([msgspec.json.encode(row) for row in rows])
+            if self._save_number is not None and self._prompts.drawn_behind >= SAVE_EVERY:
+                number = self._save_number(self._prompts.drawn)
+                await self._ask(SourceRequest(save=number))
+                await self._prompts.note_saved(number)
 
     async def close(self) -> None:
         """End the process of the data source."""
         await self._process.close()
         self._prompts.close()
 
-    async def _save(self) -> None:
-        number = self._prompts.drawn // self._batch
-        await self._ask(SourceRequest(save=number))
-        await self._prompts.note_saved(number)
-
     async def _ask(self, request: SourceRequest) -> Any:
         encoded = msgspec.msgpack.encode(request)
-        return await self._process.ask(self._hook, encoded, self._timeout_s, "rollout.hooks.batch_timeout_s")
+        return await self._process.ask(self._named, encoded, self._timeout_s, self._limit)
