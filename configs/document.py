@@ -11,7 +11,7 @@ YAML is read by the rules of YAML 1.2, not by PyYAML's rules of 1.1: ``1e-5`` is
 # pyright: reportUnknownMemberType=false
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -42,13 +42,26 @@ class Document:
         self.unsure.add(join(*path))
 
 
-def read_document(recipe: Path, overrides: Sequence[str]) -> Document:
-    """Read ``recipe`` and apply ``overrides`` in order."""
+def read_document(recipe: Path | Mapping[str, object], overrides: Sequence[str]) -> Document:
+    """Read ``recipe``, a file or the content of one, and apply ``overrides`` in order."""
     document = Document()
-    document.data = _read_recipe(recipe, document)
+    document.data = _read_recipe(recipe, document) if isinstance(recipe, Path) else _copied(recipe)
     for override in overrides:
         _apply(override, document)
     return document
+
+
+def _copied(recipe: Mapping[str, object]) -> dict[str, object]:
+    """Return a copy that overrides may change. Paths become text, tuples lists: what YAML would have."""
+
+    def plain(value: object) -> object:
+        if isinstance(value, Mapping):
+            return {str(key): plain(each) for key, each in cast("Mapping[object, object]", value).items()}
+        if isinstance(value, list | tuple):
+            return [plain(each) for each in cast("Sequence[object]", value)]
+        return str(value) if isinstance(value, Path) else value
+
+    return {str(key): plain(value) for key, value in recipe.items()}
 
 
 def _read_recipe(recipe: Path, document: Document) -> dict[str, object] | None:

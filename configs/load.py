@@ -30,17 +30,26 @@ from slipstream.configs.violations import ABSENT, RecipeError, Violation, join, 
 
 Root = TypeVar("Root", bound=Section)
 
+IN_PYTHON = Path("the recipe in Python")
+"""Stands for the file of a recipe that has none, in messages."""
 
-def load_recipe(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read ``recipe`` (a file, or the bare name of a recipe in configs/recipes), then apply ``overrides``.
+
+def load_recipe(recipe: Path | Mapping[str, object], overrides: Sequence[str] = ()) -> RunConfig:
+    """Read ``recipe`` (a file, the bare name of a recipe in configs/recipes, or what a file would hold), then
+    apply ``overrides``.
 
     An override is ``dotted.path=value`` with the value in YAML; later ones win. Raises ``RecipeError`` with
     every violation, and nothing else.
     """
-    document = read_document(recipe, overrides)
-    config = _validated(RunConfig, document, recipe)
-    _raise_any([*document.violations, *_check_together(config, document.unsure)], recipe)
+    document, source = read_document(recipe, overrides), recipe if isinstance(recipe, Path) else IN_PYTHON
+    config = _validated(RunConfig, document, source)
+    _raise_any([*document.violations, *_check_together(config, document.unsure)], source)
     return config
+
+
+def check_recipe(config: RunConfig) -> None:
+    """Check a recipe that was built from its sections in Python. Raises ``RecipeError``."""
+    _raise_any(list(_check_together(config, set())), IN_PYTHON)
 
 
 def load_supervised(recipe: Path, overrides: Sequence[str] = ()) -> Supervised:

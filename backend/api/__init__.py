@@ -6,8 +6,11 @@
     slipstream.check(recipe)
     summary = slipstream.train(recipe)
 
-Rewards and workflows are classes of yours that a recipe names by import path; ``Reward`` and ``Workflow`` say
-which method they need. Everything that is not named here is internal and may change.
+``OwnRun`` gives the training loop to you: batches, steps, publications and evaluations by hand.
+
+A recipe names code of yours by import path. The Protocols here say which methods it needs, what they are
+given, and in which process they run (docs/customization.md). Everything that is not named here is internal
+and may change.
 """
 
 from importlib import import_module
@@ -16,36 +19,83 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from slipstream.backend.batch.micro_batch import MicroBatch
+    from slipstream.backend.batch.train_batch import TrainBatch
+    from slipstream.backend.commands.own_run import OwnRun, StepsDone
     from slipstream.backend.monitor.summary import RunSummary
+    from slipstream.backend.objective.kl import ReferencePenalty
+    from slipstream.backend.objective.losses import TokenObjective, Tokens
+    from slipstream.backend.objective.policy_loss import PolicyLoss
+    from slipstream.backend.trainer.prepared import Scores
+    from slipstream.backend.trainer.protocols import BatchMetrics, BatchTransform, TokenAdvantage
+    from slipstream.bridge.families import Family
     from slipstream.configs.schema import RunConfig
+    from slipstream.rollout.control.filters import GroupFilter
     from slipstream.rollout.reward import Reward
+    from slipstream.rollout.sources.source import DataSource
     from slipstream.rollout.teacher import TeacherScores
-    from slipstream.rollout.trajectory import Prompt, Trajectory, TrajectoryBuilder
-    from slipstream.rollout.workflow import Generator, Workflow
+    from slipstream.rollout.trajectory import Group, Prompt, Trajectory, TrajectoryBuilder
+    from slipstream.rollout.workflow import Generator, Workflow, WorkflowContext
 
 __all__ = [
+    "BatchMetrics",
+    "BatchTransform",
+    "DataSource",
+    "Family",
     "Generator",
+    "Group",
+    "GroupFilter",
+    "MicroBatch",
+    "OwnRun",
+    "PolicyLoss",
     "Prompt",
+    "ReferencePenalty",
     "Reward",
+    "RunConfig",
+    "Scores",
+    "StepsDone",
     "TeacherScores",
+    "TokenAdvantage",
+    "TokenObjective",
+    "Tokens",
+    "TrainBatch",
     "Trajectory",
     "TrajectoryBuilder",
     "Workflow",
+    "WorkflowContext",
     "check",
     "load_recipe",
     "train",
 ]
 
 _WHERE = {
+    "BatchMetrics": "slipstream.backend.trainer.protocols",
+    "BatchTransform": "slipstream.backend.trainer.protocols",
+    "DataSource": "slipstream.rollout.sources.source",
+    "Family": "slipstream.bridge.families",
     "Generator": "slipstream.rollout.workflow",
+    "Group": "slipstream.rollout.trajectory",
+    "GroupFilter": "slipstream.rollout.control.filters",
+    "MicroBatch": "slipstream.backend.batch.micro_batch",
+    "OwnRun": "slipstream.backend.commands.own_run",
+    "PolicyLoss": "slipstream.backend.objective.policy_loss",
     "Prompt": "slipstream.rollout.trajectory",
+    "ReferencePenalty": "slipstream.backend.objective.kl",
     "Reward": "slipstream.rollout.reward",
+    "RunConfig": "slipstream.configs.schema",
+    "Scores": "slipstream.backend.trainer.prepared",
+    "StepsDone": "slipstream.backend.commands.own_run",
     "TeacherScores": "slipstream.rollout.teacher",
+    "TokenAdvantage": "slipstream.backend.trainer.protocols",
+    "TokenObjective": "slipstream.backend.objective.losses",
+    "Tokens": "slipstream.backend.objective.losses",
+    "TrainBatch": "slipstream.backend.batch.train_batch",
     "Trajectory": "slipstream.rollout.trajectory",
     "TrajectoryBuilder": "slipstream.rollout.trajectory",
     "Workflow": "slipstream.rollout.workflow",
+    "WorkflowContext": "slipstream.rollout.workflow",
 }
 """Module of each class. Every process of a run imports this package, and most need none of them."""
 
@@ -60,24 +110,33 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
 
 
-def load_recipe(recipe: str | PathLike[str], overrides: "Sequence[str]" = ()) -> "RunConfig":
-    """Read a recipe: a YAML file, or the bare name of one that comes with Slipstream.
+def load_recipe(
+    recipe: "str | PathLike[str] | Mapping[str, object]", overrides: "Sequence[str]" = ()
+) -> "RunConfig":
+    """Read a recipe: a YAML file, the bare name of one that comes with Slipstream, or a dict of what a file
+    would hold.
 
     ``overrides`` are ``dotted.key=value`` with the value in YAML; later ones win. Raises
     ``slipstream.configs.violations.RecipeError``, whose ``violations`` are everything that is wrong.
+
+    A recipe can also be built from the models of ``slipstream.configs.schema``: ``RunConfig(run=..., ...)``.
+    ``check`` and ``train`` compare its settings with each other.
     """
     from slipstream.configs.load import load_recipe
 
-    return load_recipe(Path(recipe), overrides)
+    return load_recipe(Path(recipe) if isinstance(recipe, str | PathLike) else recipe, overrides)
 
 
 def check(recipe: "RunConfig") -> None:
-    """Compare the models that a recipe names with its layout and with their files. Starts nothing.
+    """Compare the models and the code that a recipe names with its layout and their files. Starts nothing.
 
-    Raises ``slipstream.backend.commands.outcome.WrongInput``; its message lists everything that is wrong.
+    Raises ``RecipeError`` for settings that contradict each other, and
+    ``slipstream.backend.commands.outcome.WrongInput``; its message lists everything that is wrong.
     """
     from slipstream.backend.commands.check import check
+    from slipstream.configs.load import check_recipe
 
+    check_recipe(recipe)
     check(recipe)
 
 
@@ -85,12 +144,15 @@ def train(recipe: "RunConfig", *, resume: bool = False, accept_changed_inputs: b
     """Run a recipe from its first step to its last, with progress in the terminal. Return the run's summary.
 
     ``resume``: go on with the run of this name where its last process ended; with ``accept_changed_inputs``
-    also if the content of a data set or of the model has changed. Rewards and workflows must be importable in
-    every process of the run: from the working directory or an installed package.
+    also if the content of a data set or of the model has changed. Code of yours must be importable in every
+    process of the run: from the working directory or an installed package.
 
-    Raises ``WrongInput`` before anything is started, and ``Failed`` when the run has failed or was stopped
-    (both in ``slipstream.backend.commands.outcome``). Nothing that was started is left running.
+    Raises ``RecipeError`` and ``WrongInput`` before anything is started, and ``Failed`` when the run has
+    failed or was stopped (both in ``slipstream.backend.commands.outcome``). Nothing that was started is left
+    running.
     """
     from slipstream.backend.commands.run import train
+    from slipstream.configs.load import check_recipe
 
+    check_recipe(recipe)
     return train(recipe, resume=resume, accept_changed_inputs=accept_changed_inputs)

@@ -4,6 +4,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -64,6 +65,8 @@ def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None
     Raises WrongInput when the inputs or the cluster cannot be used, and Failed, with every
     cause, when the run has failed or was stopped.
     """
+    if _is_in_a_loop():  # as the cells of a notebook are
+        return _beside(partial(attended, config, start))
     keep_few_heaps()
     import uvloop
 
@@ -92,6 +95,20 @@ def attended(config: RunConfig, start: Callable[[Progress], Coroutine[None, None
         append_to_log(folder, "\n".join(causes), began)
         logs = [f"logs: {folder / LOGS}"] if folder.exists() else []
         raise Failed("\n".join([*causes, *logs])) from error
+
+
+def _is_in_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _beside(work: Callable[[], T]) -> T:
+    """Return the result of ``work`` in another thread: a thread has one event loop at a time."""
+    with ThreadPoolExecutor(1, thread_name_prefix="run") as thread:
+        return thread.submit(work).result()
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

@@ -39,13 +39,16 @@ class Evaluation:
         """True if an evaluation is due after training step ``step``, which is not the last one."""
         return self._every > 0 and step % self._every == 0 and step < steps
 
-    async def run(self, version: int) -> None:
-        """Evaluate, and tell the listener. An evaluation that fails is noted, and the run goes on."""
+    async def run(self, version: int) -> float | None:
+        """Evaluate, tell the listener, and return the mean reward.
+
+        An evaluation that fails is noted, the run goes on, and None is returned.
+        """
         try:
             result = await (self._ask_function(version) if self._by_function else self._ask_episodes())
         except _NotEvaluated as reason:
             self._listener.note(f"no evaluation of version {version}: {reason}")
-            return
+            return None
         reward = mean([reward for each in result.sets for reward in each.rewards])
         length = mean([length for each in result.sets for length in each.lengths])
         is_logged = False
@@ -53,6 +56,7 @@ class Evaluation:
             metrics = {"eval/reward": reward, "eval/response_length": length}
             is_logged = await self._hooks.has_logged_evaluation(version, result.sets, metrics)
         self._listener.evaluated(version, reward, length, result.parts, result.metrics, is_logged=is_logged)
+        return reward
 
     async def _ask_episodes(self) -> "_Result":
         """Run an episode for each held-out prompt. Raises _NotEvaluated."""

@@ -276,10 +276,8 @@ def _method_problem(factory: type, method: Method) -> str:
             f"`{method.name}` is a plain `def`, expected `{expected}`: what it returns is awaited ({place})"
         )
     if not method.is_async and is_async:
-        return (
-            f"`{method.name}` is `async def`, expected `{expected}`: nothing awaits it, and a coroutine would "
-            f"always count as true ({place})"
-        )
+        reason = "nothing awaits it, and a coroutine would always count as true"
+        return f"`{method.name}` is `async def`, expected `{expected}`: {reason} ({place})"
     return ""
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from slipstream.backend.batch.skipped import SkippedUpdate
-from slipstream.backend.batch.train_batch import EncodedBatch
+from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
 from slipstream.backend.monitor.status import RunStatus, TrainedStep
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.collect.listener import CollectionListener
@@ -30,7 +30,7 @@ class SkippingTrainer(Protocol):
 class Trainer(SkippingTrainer, Protocol):
     """All trainer ranks as one object. One call at a time: the ranks meet in collectives."""
 
-    async def train(self, batch: EncodedBatch) -> Mapping[str, float]:
+    async def train(self, batch: EncodedBatch | TrainBatch) -> Mapping[str, float]:
         """Train one step. Return its metrics by the tags of ``monitor/tags.py``."""
         ...
 

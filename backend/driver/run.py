@@ -6,7 +6,7 @@ inputs ──► run folder, ledger ──► Ray ──► assemble ──► s
 import asyncio
 import os
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, aclosing, closing
 from functools import partial
 from typing import Literal
 
@@ -21,6 +21,7 @@ from slipstream.backend.driver.collection import collection_loop, keep_collectin
 from slipstream.backend.driver.gateways import announcement
 from slipstream.backend.driver.inputs import read_inputs
 from slipstream.backend.driver.job_end import stop_after_s
+from slipstream.backend.driver.own_loop import OwnLoop
 from slipstream.backend.driver.prepare import prepare_inputs
 from slipstream.backend.driver.resume import RunState, open_run
 from slipstream.backend.driver.run_folder import (
@@ -32,7 +33,7 @@ from slipstream.backend.driver.run_folder import (
 )
 from slipstream.backend.driver.serving import serving_loop
 from slipstream.backend.driver.stop import Stop, Stopped
-from slipstream.backend.driver.training import training_loop
+from slipstream.backend.driver.training import training_loop, training_steps
 from slipstream.backend.monitor.metrics import MetricsLog
 from slipstream.backend.monitor.progress import Progress
 from slipstream.backend.monitor.recorder import Recorder
@@ -55,19 +56,23 @@ async def run(
     accept_changes: bool = False,
     overwrite: bool = False,
     trains: bool = True,
+    own: OwnLoop | None = None,
 ) -> RunSummary:
     """Run the recipe to its end. The summary is also written to the run folder.
 
     ``resume``: go on with the run in that folder, if there is one; with ``accept_changes`` also if the
     content of its inputs has changed. ``overwrite``: delete it instead. With neither it is refused.
-    Without ``trains``, batches are saved in the place of being trained (``halves.rollout_half``).
+    Without ``trains``, batches are saved in the place of being trained (``halves.rollout_half``). ``own``: the
+    loop of somebody who takes the training steps and evaluates; None: ``training_loop``.
 
     Raises InputError before anything is started, Stopped on a signal, and whatever made the run fail;
     engines, trainer and Ray have ended by then.
     """
     stop = Stop(progress, after_s=stop_after_s(config, os.environ, time.time()))
+    if own is not None:
+        own.can_be_stopped_by(stop.ask)
     return await stop.run(
-        _run(with_absolute_paths(config), progress, resume, accept_changes, overwrite, stop, trains)
+        _run(with_absolute_paths(config), progress, resume, accept_changes, overwrite, stop, trains, own)
     )
 
 
@@ -79,6 +84,7 @@ async def _run(
     overwrite: bool,
     stop: Stop,
     trains: bool,
+    own: OwnLoop | None,
 ) -> RunSummary:
     started = time.monotonic()
     await prepare_inputs(config, progress.phase)
@@ -123,7 +129,7 @@ async def _run(
         look_seldom_for_garbage(OF_RECORDED_EPISODE * state.control.capacity * n_samples)
         end: Literal["done", "failed", "stopped"] = "failed"
         try:
-            await _course(config, parts, state, recorder, progress, stop, trains)
+            await _course(config, parts, state, recorder, progress, stop, trains, own)
             end = "done"
         except (asyncio.CancelledError, Stopped):
             end = "stopped"
@@ -158,6 +164,7 @@ async def _course(
     progress: Progress,
     stop: Stop,
     trains: bool,
+    own: OwnLoop | None,
 ) -> None:
     """Start or restore, evaluate, train while collecting, evaluate, export.
 
@@ -196,7 +203,7 @@ async def _course(
             progress.note(announcement(config, os.environ))
         if parts.collectors.count:
             await parts.server.first_collector(config.rollout.engine.start_timeout_s)
-        if evaluation is not None and not state.ledger.epoch:
+        if evaluation is not None and not state.ledger.epoch and own is None:
             progress.phase("evaluating the initial policy")
             await evaluation.run(0)
         recorder.training_begins(parts.status())
@@ -204,10 +211,10 @@ async def _course(
         is_done = False
         while not is_done:
             progress.phase("training")
-            await _train(config, parts, state, recorder, tasks, stop)
+            await _train(config, parts, state, recorder, tasks, stop, own)
             recorder.training_ends()
             if trains:
-                is_done = await _finished(config, parts, progress, stop)
+                is_done = await _finished(config, parts, progress, stop, evaluates=own is None)
             else:
                 await parts.trainer.flush()
                 is_done = True
@@ -230,30 +237,42 @@ async def _course(
 
 
 async def _train(
-    config: RunConfig, parts: Parts, state: RunState, recorder: Recorder, tasks: asyncio.TaskGroup, stop: Stop
+    config: RunConfig,
+    parts: Parts,
+    state: RunState,
+    recorder: Recorder,
+    tasks: asyncio.TaskGroup,
+    stop: Stop,
+    own: OwnLoop | None,
 ) -> None:
     """Train while collecting, until every step is done or the run is asked to end."""
     collecting = tasks.create_task(collection_loop(parts.gate, parts.leases), name="collection")
     with stop.by("stopping behind this step; again to stop at once", parts.gate.end):
-        await training_loop(
+        steps = training_steps(
             config.run,
             parts.gate,
             parts.weights,
             parts.checkpoints,
-            parts.evaluation,
             recorder,
             parts.status,
             partial(_read, state.ledger),
             state.feedback,
             parts.hooks,
         )
+        async with aclosing(steps):
+            if own is None:
+                await training_loop(steps, config.run, parts.gate, parts.evaluation)
+            else:
+                await own.run(steps, parts.gate, parts.evaluation)
     collecting.cancel()
     await asyncio.wait({collecting})
     await parts.leases.close()
 
 
-async def _finished(config: RunConfig, parts: Parts, progress: Progress, stop: Stop) -> bool:
-    """Take the last checkpoint, evaluate and export.
+async def _finished(
+    config: RunConfig, parts: Parts, progress: Progress, stop: Stop, *, evaluates: bool
+) -> bool:
+    """Take the last checkpoint, evaluate if ``evaluates``, and export.
 
     Return False if the trainer has died meanwhile and was restored, so that steps may have to be done again.
     """
@@ -262,18 +281,18 @@ async def _finished(config: RunConfig, parts: Parts, progress: Progress, stop: S
         return True  # the newest checkpoint is all that there is of its state
     try:
         await life.alive()
-        if gate.step < config.run.steps and not stop.asked:
+        if gate.step < config.run.steps and not gate.is_ended:
             return False
         await weights.settled()
         await parts.checkpoints.last(gate)
         if stop.asked:
             await parts.trainer.flush()
             return True
-        if parts.evaluation is not None:
+        if parts.evaluation is not None and evaluates:
             progress.phase("evaluating the trained policy")
             await parts.evaluation.run(gate.version)
         await life.alive()
-        if gate.step < config.run.steps:
+        if gate.step < config.run.steps and not gate.is_ended:
             return False
         progress.phase("writing the trained policy")
         async with weights.trainers_turn():

@@ -14,13 +14,13 @@ start meanwhile, or whose weights were cut off, wait for it.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Generic
 
 from slipstream.backend.batch.skipped import SkippedUpdate
-from slipstream.backend.batch.train_batch import EncodedBatch
+from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
 from slipstream.backend.cluster.errors import TrainerFailed
 from slipstream.backend.driver.devices import Devices, TrainerTurn
 from slipstream.backend.driver.interrupted import InterruptedUpdates
@@ -32,16 +32,33 @@ from slipstream.bridge.publish.report import PublishReport
 from slipstream.rollout.engine.client import EngineAddress
 
 
-@dataclass(frozen=True)
-class Advance:
-    """One training step and the publication of its weights."""
+class TrainedWeights:
+    """One training step, whose weights are to be published."""
 
-    version: int
-    metrics: Mapping[str, float]
-    skipped: Sequence[SkippedUpdate]
-    """Optimizer updates that the step has skipped."""
-    report: PublishReport
-    train_s: float
+    def __init__(
+        self,
+        version: int,
+        metrics: Mapping[str, float],
+        skipped: Sequence[SkippedUpdate],
+        train_s: float,
+        publish: Callable[[], Awaitable[PublishReport]],
+    ) -> None:
+        """``version``: that of the new weights. ``skipped``: optimizer updates that the step has skipped."""
+        self.version = version
+        self.metrics = metrics
+        self.skipped = skipped
+        self.train_s = train_s
+        self._publish = publish
+        self.report: PublishReport | None = None
+        """None until the weights are published."""
+
+    async def publish(self) -> PublishReport:
+        """Bring every serving engine to these weights. Raises TrainerFailed.
+
+        Engines that missed them are condemned; the report names them.
+        """
+        self.report = await self._publish()
+        return self.report
 
 
 class ServedWeights(Generic[ClientT]):
@@ -79,11 +96,14 @@ class ServedWeights(Generic[ClientT]):
             async with self._devices.training():
                 yield
 
-    async def advance(self, batch: EncodedBatch, version: int) -> Advance:
-        """Train one step and bring every serving engine to its result, ``version``.
+    @asynccontextmanager
+    async def trained(
+        self, batch: EncodedBatch | TrainBatch, version: int
+    ) -> AsyncIterator["TrainedWeights"]:
+        """Train one step before the block, which publishes its result as ``version`` (``publish``).
 
-        Engines that missed it are condemned; the report names them. Raises TrainerFailed; the version is
-        published nevertheless if the owner has moved to it.
+        No engine starts to serve before the block has ended. Raises TrainerFailed; the version is published
+        nevertheless if the owner has moved to it.
         """
         async with self._moving:
             async with AsyncExitStack() as verification, self.trainers_turn() as turn:
@@ -91,14 +111,16 @@ class ServedWeights(Generic[ClientT]):
                 metrics = await self._trainer.train(batch)
                 train_s = time.monotonic() - began
                 skipped = await skipped_in(self._trainer, metrics)
-                report = await self._publish_verified(version, verification)
-            report.stall_s += turn.stood_s
-            return Advance(version, metrics, skipped, report, train_s)
+                publish = partial(self._publish_verified, version, verification)
+                weights = TrainedWeights(version, metrics, skipped, train_s, publish)
+                yield weights
+            if weights.report is not None:
+                weights.report.stall_s += turn.stood_s
 
     async def publish_copy(self, version: int) -> None:
         """Bring every serving engine to the weights that the trainer holds, as ``version``.
 
-        Engines that missed it are condemned. Raises TrainerFailed, as ``advance`` does.
+        Engines that missed it are condemned. Raises TrainerFailed.
         """
         async with self._moving, AsyncExitStack() as verification, self.trainers_turn():
             await self._publish_verified(version, verification)

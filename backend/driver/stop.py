@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -68,7 +69,13 @@ class Stop:
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Let Ctrl-C and SIGTERM request the end inside the block."""
+        """Let Ctrl-C and SIGTERM request the end inside the block.
+
+        Signals come to the main thread of a process. A run in another one is asked by its owner.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.ask)

@@ -44,9 +44,10 @@ class RankedTrainer:
         """Return when every rank has answered, behind the calls that came before. Raises TrainerFailed."""
         await self._ranks.call("asking whether the trainer is alive", "checkpoint_done")
 
-    async def train(self, batch: EncodedBatch) -> Mapping[str, float]:
+    async def train(self, batch: EncodedBatch | TrainBatch) -> Mapping[str, float]:
         step = f"the training step from version {batch.version}"
-        return _reported(dict, await self._ranks.call(step, "train_encoded", ray.put(batch)))
+        verb = "train_encoded" if isinstance(batch, EncodedBatch) else "train"
+        return _reported(dict, await self._ranks.call(step, verb, ray.put(batch)))
 
     async def learn(self, batch: TrainBatch) -> Mapping[str, float]:
         """Train one supervised step. Return its metrics."""

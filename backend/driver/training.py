@@ -1,8 +1,11 @@
 """Training: ready groups in, policy versions out.
 
-    gate.batch ──► step_begins ──► weights.advance: train, publish ──► listener.step ──► checkpoint, if due
-        ▲          (journal on disk)        │                                            evaluation, if due
-        └──────── slots are free ◄──────────┘
+    gate.batch ──► step_begins ──► weights: train ──► publish ──► listener.step ──► checkpoint, if due
+        ▲          (journal on disk)                     │                          evaluation, if due
+        └────────────── slots are free ◄─────────────────┘
+
+``training_steps`` yields what becomes of each step. ``training_loop`` takes them all; an own loop
+(``own_loop``) goes from one to the next when its user says so.
 
 The loop waits for nothing but a batch (``run.batch_timeout_s``) and the trainer. Back-pressure on generation
 is the number of slots: they become free when the version trained on their groups is published. Evaluations
@@ -11,11 +14,12 @@ it is restored (``revival``), and goes on from the version that it then holds.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from slipstream.backend.batch.train_batch import EncodedBatch
+from slipstream.backend.batch.train_batch import EncodedBatch, TrainBatch
 from slipstream.backend.cluster.errors import TrainerFailed
 from slipstream.backend.cluster.waits import first_of
 from slipstream.backend.driver.evaluation import Evaluation
@@ -33,68 +37,113 @@ from slipstream.rollout.live.batches import LiveTrajectory
 Read = Callable[[list[bytes]], Awaitable[list[bytes]]]
 
 
+@dataclass(frozen=True)
+class Taken:
+    """A batch that the next step trains on. Whoever steers may send another one back."""
+
+    batch: EncodedBatch
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The batch was trained on, and its version is to be published."""
+
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Published:
+    """The new version is served."""
+
+    version: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The trainer has failed in the step, which is to be done again with another batch."""
+
+    error: TrainerFailed
+
+
+StepEvent = Taken | Trained | Published | Lost
+Steps = AsyncGenerator[StepEvent, "TrainBatch | None"]
+"""Each step as it comes: Taken, Trained and Published, or Lost in the place of one of them."""
+
+
 async def training_loop(
+    steps: Steps, run: RunSection, gate: AdmissionGate, evaluation: Evaluation | None
+) -> None:
+    """Train and publish until ``run.steps`` steps are done or the gate was ended. Raises as ``steps``."""
+    running: list[asyncio.Task[object]] = []
+    async with asyncio.TaskGroup() as evaluations:
+        async for event in steps:
+            is_published = isinstance(event, Published)
+            if is_published and evaluation is not None and evaluation.is_due(gate.step, run.steps):
+                running.append(evaluations.create_task(evaluation.run(event.version)))
+        if gate.is_ended:
+            for task in running:
+                task.cancel()
+
+
+async def training_steps(
     run: RunSection,
     gate: AdmissionGate,
     weights: ServedWeights[ClientT],
     checkpoints: Checkpoints,
-    evaluation: Evaluation | None,
     listener: RunListener,
     status: Callable[[], RunStatus],
     read: Read,
     feedback: Feedback,
     hooks: HookedBatches | None = None,
-) -> None:
-    """Train and publish until ``run.steps`` steps are done or the gate was ended.
+) -> Steps:
+    """Yield what becomes of each step, until ``run.steps`` are done or the gate was ended.
 
     ``read`` returns the chunks of trajectories, given their references into the ledger. ``feedback`` passes
     on what a step measures to later ones. ``hooks`` see each batch before it is trained; None: the recipe
     names none.
 
-    Raises HookProcessFailed, and TooManySkippedUpdates when the trainer skips more updates than
+    Raises HookProcessFailed, PluginFailed, and TooManySkippedUpdates when the trainer skips more updates than
     ``run.max_skipped_updates``.
     """
     clock = asyncio.get_running_loop().time
     skipped = SkippedUpdateLimit(run.max_skipped_updates, listener.note)
-    running: list[asyncio.Task[None]] = []
-    async with asyncio.TaskGroup() as evaluations:
-        while gate.step < run.steps and await _is_trainer_there(weights.life, gate):
-            try:
-                began = clock()
-                groups = await _batch(run, gate, weights.life)
-                if not (groups or gate.live_batch):
-                    break
-                waited_s = clock() - began
-                await gate.step_begins()
-                batch = await encoded(groups, gate, read)
-                if hooks is not None:
-                    batch = await _hooked(hooks.begin(batch, groups, gate, waited_s), weights.life)
-                batch = feedback.prepared(batch)
-                advance = await weights.advance(batch, gate.next_version)
-                feedback.observe(batch, advance.metrics)
-                times = StepTimes(wait_s=waited_s, train_s=advance.train_s, step_s=clock() - began)
-                step = TrainedStep(
-                    batch.headers,
-                    batch.lags or {},
-                    advance.version,
-                    advance.metrics,
-                    advance.report,
-                    times,
-                    is_logged=hooks is not None and await hooks.has_logged(),
-                )
-                listener.step(step, status())
-                skipped.add(gate.step, advance.skipped)
-                await checkpoints.step_done(gate)
-            except TrainerFailed as error:
-                weights.life.fail(error)
-                if gate.is_stepping:
-                    await gate.step_failed(str(error))
-                continue
-            if evaluation is not None and evaluation.is_due(gate.step, run.steps):
-                running.append(evaluations.create_task(evaluation.run(advance.version)))
-        if gate.is_ended:
-            for task in running:
-                task.cancel()
+    while gate.step < run.steps and await _is_trainer_there(weights.life, gate):
+        try:
+            began = clock()
+            groups = await _batch(run, gate, weights.life)
+            if not (groups or gate.live_batch):
+                return
+            waited_s = clock() - began
+            await gate.step_begins()
+            batch = await encoded(groups, gate, read)
+            if hooks is not None:
+                batch = await _hooked(hooks.begin(batch, groups, gate, waited_s), weights.life)
+            batch = feedback.prepared(batch)
+            changed = yield Taken(batch)
+            async with weights.trained(changed or batch, gate.next_version) as trained:
+                feedback.observe(batch, trained.metrics)
+                yield Trained(trained.metrics)
+                report = await trained.publish()
+            times = StepTimes(wait_s=waited_s, train_s=trained.train_s, step_s=clock() - began)
+            step = TrainedStep(
+                batch.headers,
+                batch.lags or {},
+                trained.version,
+                trained.metrics,
+                report,
+                times,
+                is_logged=hooks is not None and await hooks.has_logged(),
+            )
+            listener.step(step, status())
+            skipped.add(gate.step, trained.skipped)
+            await checkpoints.step_done(gate)
+            yield Published(trained.version, trained.metrics)
+        except TrainerFailed as error:
+            weights.life.fail(error)
+            if gate.is_stepping:
+                await gate.step_failed(str(error))
+            yield Lost(error)
 
 
 async def _is_trainer_there(life: TrainerLife, gate: AdmissionGate) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import aclosing
 from functools import partial
 from typing import cast
 
@@ -11,7 +12,7 @@ from slipstream.backend.driver.evaluation import Evaluation
 from slipstream.backend.driver.feedback import Feedback
 from slipstream.backend.driver.ports import RunPosition
 from slipstream.backend.driver.served_weights import ServedWeights
-from slipstream.backend.driver.training import training_loop
+from slipstream.backend.driver.training import training_loop, training_steps
 from slipstream.backend.monitor.status import RunStatus
 from slipstream.backend.simulate import clock
 from slipstream.backend.simulate.account import Account, Outcome
@@ -149,17 +150,11 @@ class World:
                 tasks.create_task(failures.run()),
             ]
             try:
-                await training_loop(
-                    config.run,
-                    gate,
-                    weights,
-                    _NoCheckpoints(),
-                    evaluation,
-                    account,
-                    status,
-                    _read,
-                    Feedback(),
+                steps = training_steps(
+                    config.run, gate, weights, _NoCheckpoints(), account, status, _read, Feedback()
                 )
+                async with aclosing(steps):
+                    await training_loop(steps, config.run, gate, evaluation)
             except* StalledRun:
                 self._waiting = clock.waiting(asyncio.get_running_loop())
                 raise

@@ -9,9 +9,7 @@ class SecondTry:
 
     async def run(self, prompt: Prompt, context: WorkflowContext) -> Trajectory:
         tokenizer = context.tokenizer
-        ids = tokenizer.apply_chat_template(
-            prompt.messages(), add_generation_prompt=True, return_dict=False
-        )
+        ids = tokenizer.apply_chat_template(prompt.messages(), add_generation_prompt=True, return_dict=False)
         builder = TrajectoryBuilder(ids)
         first = await context.generator.generate(builder.tokens, context.sampling)
         builder.add_completion(first)

@@ -3,7 +3,9 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from slipstream.backend.driver.served_weights import ServedWeights, TrainedWeights
 from slipstream.rollout.control.core import Loss
 from slipstream.rollout.engine.client import EngineAddress, EngineClient
 from slipstream.rollout.engine.pool import EnginePool
@@ -101,3 +103,11 @@ class Collector:
 
     def _lagging(self, name: str) -> None:
         self.lags = self.lags or name == self.name
+
+
+async def advance(weights: ServedWeights[Any], version: int) -> TrainedWeights:
+    """Train a step of no batch, and publish it as ``version``."""
+    batch: Any = None
+    async with weights.trained(batch, version) as trained:
+        await trained.publish()
+    return trained

@@ -11,7 +11,7 @@ from slipstream.backend.driver.devices import Separate
 from slipstream.backend.driver.feedback import Feedback
 from slipstream.backend.driver.served_weights import ServedWeights
 from slipstream.backend.driver.skipped import SkippedUpdateLimit, TooManySkippedUpdates
-from slipstream.backend.driver.training import training_loop
+from slipstream.backend.driver.training import training_loop, training_steps
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.run import RunSection
 from slipstream.rollout.collect.gate import ReadyGroup
@@ -136,7 +136,8 @@ def run_loop(trainer: Trainer, heard: Heard, **settings: int) -> None:
         gate = Gate()
         weights = ServedWeights(trainer, Roster(), Separate(), gate)
         run = RunSection(name="test", steps=6, **settings)
-        await training_loop(run, gate, weights, heard, None, heard, lambda: None, nothing, Feedback())
+        steps = training_steps(run, gate, weights, heard, heard, lambda: None, nothing, Feedback())
+        await training_loop(steps, run, gate, None)
 
     asyncio.run(main())
 

@@ -12,13 +12,13 @@ from slipstream.backend.driver.devices import Separate
 from slipstream.backend.driver.feedback import Feedback
 from slipstream.backend.driver.interrupted import Stock
 from slipstream.backend.driver.served_weights import ServedWeights
-from slipstream.backend.driver.training import training_loop
+from slipstream.backend.driver.training import training_loop, training_steps
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.run import RunSection
 from slipstream.rollout.collect.gate import ReadyGroup
 from slipstream.rollout.engine.client import EngineAddress
 from slipstream.rollout.engine.roster import EngineRoster
-from tests.unit.doubles import Collector
+from tests.unit.doubles import Collector, advance
 
 
 @dataclass
@@ -158,9 +158,10 @@ class World:
     async def train(self, steps: int) -> None:
         run = RunSection(name="test", steps=steps)
         gate: Any = self.gate
-        await training_loop(
-            run, gate, self.weights, self.checkpoints, None, self.listener, lambda: None, nothing, Feedback()
+        taken = training_steps(
+            run, gate, self.weights, self.checkpoints, self.listener, lambda: None, nothing, Feedback()
         )
+        await training_loop(taken, run, gate, None)
 
     async def revive(self, restored: int | None = None) -> None:
         """Restore the trainer as soon as it has failed, to ``restored`` or to what it had."""
@@ -264,7 +265,7 @@ def test_engines_whose_weights_were_cut_off_wait_and_the_others_go_on():
         world = world_of("a", "b", "c", stock=stock, dies=("publish",))
         collector = Collector(world.roster)
         with pytest.raises(TrainerFailed):
-            await world.weights.advance(None, 1)  # type: ignore[arg-type]
+            await advance(world.weights, 1)
         assert world.trainer.kills == 1, "nothing of a dying trainer may reach an engine any more"
         assert world.interrupted.asked == [(0, ["a", "b", "c"])]
         assert [client.name for client in world.roster.clients] == ["a"]
@@ -281,7 +282,7 @@ def test_an_engine_that_starts_waits_for_a_trainer():
 
     async def main() -> None:
         world = world_of("a", dies=("nothing",))
-        await world.weights.advance(None, 1)  # type: ignore[arg-type]
+        await advance(world.weights, 1)
         world.weights.life.fail(TrainerFailed("killed"))
         admitted: list[int] = []
         late = asyncio.create_task(
@@ -305,7 +306,7 @@ def test_a_copy_that_the_trainer_does_not_survive_leaves_the_engines_as_any_publ
     async def main() -> None:
         stock = Stock(outdated={"b": "a part has come"})
         world = world_of("a", "b", stock=stock, dies=("publish 6",))
-        await world.weights.advance(None, 5)  # type: ignore[arg-type]
+        await advance(world.weights, 5)
         world.gate.version = 2
         with pytest.raises(TrainerFailed):
             await world.weights.publish_copy(6)

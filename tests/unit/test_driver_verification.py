@@ -6,7 +6,7 @@ import math
 import pytest
 
 from slipstream.backend.driver.devices import Separate
-from slipstream.backend.driver.served_weights import Advance, ServedWeights
+from slipstream.backend.driver.served_weights import ServedWeights, TrainedWeights
 from slipstream.backend.driver.verification import Verifier, WeightsMismatch, probe_text
 from slipstream.bridge.publish.report import PublishReport
 from slipstream.configs.schema.weights import VerifyAlways, VerifyEveryN
@@ -14,6 +14,7 @@ from slipstream.rollout.engine.client import EngineAddress, EngineError, EngineL
 from slipstream.rollout.engine.completion import Aborted
 from slipstream.rollout.engine.roster import EngineRoster
 from slipstream.rollout.trajectory import Prompt
+from tests.unit import doubles
 from tests.unit.doubles import Collector, Policy
 
 EXPECTED = [-1.0, -2.0, -3.0]
@@ -188,9 +189,9 @@ class Trainer:
         return EXPECTED
 
 
-async def advance(weights: ServedWeights) -> Advance:
+async def advance(weights: ServedWeights) -> TrainedWeights:
     """Train a step and publish the next version."""
-    return await weights.advance(None, weights._owner.version + 1)
+    return await doubles.advance(weights, weights._owner.version + 1)
 
 
 async def serving(world: World, *names: str) -> tuple[ServedWeights, EngineRoster, Trainer]:
