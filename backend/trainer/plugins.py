@@ -108,16 +108,12 @@ class _CheckedObjective:
         value = plugin.call("loss", tokens, old_logp_M)
         if isinstance(value, PolicyLoss):
             _checked_tensor(plugin, "loss", value.ratio_T, logp_M.shape, part="`ratio_T`")
-            clipped = cast("object", value.clipped_T)
-            if (
-                not isinstance(clipped, Tensor)
-                or clipped.dtype != torch.bool
-                or clipped.shape != logp_M.shape
-            ):
-                found = _shape(clipped) if isinstance(clipped, Tensor) else _kind(clipped)
-                raise plugin.wrong(
-                    "loss", f"returned `clipped_T` as {found}, expected bool {list(logp_M.shape)}"
-                )
+            clipped, shape = cast("object", value.clipped_T), list(logp_M.shape)
+            is_tensor = isinstance(clipped, Tensor)
+            if not is_tensor or clipped.dtype != torch.bool or clipped.shape != logp_M.shape:
+                found = _shape(clipped) if is_tensor else _kind(clipped)
+                expected = f"expected a tensor of torch.bool, of shape {shape}"
+                raise plugin.wrong("loss", f"returned `clipped_T` as {found}, {expected}")
             loss = value
         else:
             nowhere_M = torch.zeros_like(logp_M, dtype=torch.bool)

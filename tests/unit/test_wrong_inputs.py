@@ -13,11 +13,18 @@ from tests.wrong_inputs.episodes import let_fail
 from tests.wrong_inputs.inputs import hand_in
 from tests.wrong_inputs.world import make_model
 
+OWN_CODE = (
+    "an objective with other parameters",
+    "an objective that corrects for staleness, in a recipe that does so too",
+    "a transform that is async, behind one that is sound",
+    "a family that raises",
+)
 INPUTS = [
     *recipes.CASES[:4],
     *data.CASES,
     *models.CASES,
     *plugins.CASES[2:4],
+    *[case for case in plugins.CASES if case.name in OWN_CODE],
     *supervised.CASES,
     *machine.CASES,
     *logs.CASES,

@@ -4,7 +4,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.wrong_inputs import data, failing_episodes, logs, machine, models, plugins, recipes, supervised
+from tests.wrong_inputs import (
+    data,
+    failing_episodes,
+    failing_plugins,
+    logs,
+    machine,
+    models,
+    plugins,
+    recipes,
+    supervised,
+)
 from tests.wrong_inputs.episodes import let_fail
 from tests.wrong_inputs.inputs import hand_in
 from tests.wrong_inputs.world import make_model
@@ -32,6 +42,12 @@ def main() -> int:
                 result = hand_in(case, folder / str(number), folder / "model")
                 told += not result.problems
                 show(f"{kind}: {case.name}", result.message, result.problems)
+        for case in failing_plugins.CASES:
+            number += 1
+            message = failing_plugins.let_fail(case)
+            problems = tuple(failing_plugins.problems_of(case, message))
+            told += not problems
+            show(f"plug-in at work: {case.name}", message, problems)
         named = 0
         for place, case in enumerate(failing_episodes.CASES):
             result = let_fail(case, folder / f"episode-{place}")

@@ -13,10 +13,14 @@ def _code(
     *says: str,
     cls: str = "Mine",
     args: str = "{}",
+    typed: bool = False,
     **more: object,
 ) -> WrongInput:
-    """Return the case of a module with ``source`` that the recipe names."""
-    override = f"{setting}={{path: {module}.{cls}, args: {args}}}"
+    """Return the case of a module with ``source`` that the recipe names. ``typed``: in a section of several
+    types.
+    """
+    type_ = "type: plugin, " if typed else ""
+    override = f"{setting}={{{type_}path: {module}.{cls}, args: {args}}}"
     return WrongInput(name, (setting, *says), overrides=(override,), files={f"{module}.py": source}, **more)
 
 
@@ -152,6 +156,125 @@ CASES = (
             "rollout.workflow={path: slipstream.rollout.workflow.Agent, args: {run: my_agent.solve}}",
         ),
         files={"my_agent.py": "def solve(prompt): ...\n"},
+    ),
+    _code(
+        "an objective without `loss`",
+        "actor.objective",
+        "my_lossless",
+        "class Mine:\n    def forward(self, tokens): ...\n",
+        "Mine has no method `loss`",
+        "def loss(self, tokens, old_logp_M)",
+        "FOLDER/my_lossless.py:1",
+        typed=True,
+    ),
+    _code(
+        "an objective with other parameters",
+        "actor.objective",
+        "my_loss",
+        "class Mine:\n    def loss(self, logp): ...\n",
+        "cannot be called as `def loss(self, tokens, old_logp_M)`",
+        "FOLDER/my_loss.py:2",
+        typed=True,
+    ),
+    WrongInput(
+        "an objective that corrects for staleness, in a recipe that does so too",
+        (
+            "actor.objective: my_mu.Mine says `corrects_staleness = True`, and the recipe false",
+            "set actor.objective.corrects_staleness to true, and actor.use_decoupled_loss to false",
+        ),
+        overrides=("actor.objective={type: plugin, path: my_mu.Mine}",),
+        files={
+            "my_mu.py": "class Mine:\n    corrects_staleness = True\n    def loss(self, tokens, old_logp_M): ...\n"
+        },
+    ),
+    WrongInput(
+        "an objective of a module that is not there",
+        ("actor.objective", "'my_losses.Mine'", "no Python package 'my_losses'", "PYTHONPATH"),
+        overrides=("actor.objective={type: plugin, path: my_losses.Mine}",),
+    ),
+    WrongInput(
+        "an objective whose importance weight nothing bounds",
+        ("actor.objective.type = 'plugin'", "nothing bounds their effect", "actor.use_decoupled_loss"),
+        overrides=(
+            "actor.objective={type: plugin, path: my_sound_plugins.Reward}",
+            "actor.use_decoupled_loss=false",
+        ),
+    ),
+    WrongInput(
+        "a term of the advantage with other parameters",
+        ("actor.advantage: my_term.Mine", "def advantage(self, batch, micro, scores)", "FOLDER/my_term.py:2"),
+        overrides=("actor.advantage=[{type: plugin, path: my_term.Mine}]",),
+        files={"my_term.py": "class Mine:\n    def advantage(self, rewards): ...\n"},
+    ),
+    _code(
+        "a penalty without `estimate`",
+        "actor.kl.penalty",
+        "my_penalty",
+        "class Mine:\n    def penalty(self, logp, ref): ...\n",
+        "no method `estimate`",
+        "def estimate(self, logp_M, reference_logp_M)",
+    ),
+    WrongInput(
+        "a penalty beside an estimate",
+        ("actor.kl.estimator = 'k1'", "it has no effect", "leave one of them out"),
+        overrides=("actor.kl={estimator: k1, penalty: my_sound_plugins.Reward}",),
+    ),
+    WrongInput(
+        "a transform that is async, behind one that is sound",
+        ("actor.transforms[1]: my_transforms.B", "`transform` is `async def`", "FOLDER/my_transforms.py:5"),
+        overrides=("actor.transforms=[my_transforms.A, my_transforms.B]",),
+        files={
+            "my_transforms.py": "class A:\n    def transform(self, batch): ...\n\nclass B:\n"
+            "    async def transform(self, batch): ...\n"
+        },
+    ),
+    WrongInput(
+        "a metric with an argument that it does not have",
+        ("actor.metrics[0]: my_metric.Mine", "`windw` is unknown: did you mean `window`?"),
+        overrides=("actor.metrics=[{path: my_metric.Mine, args: {windw: 3}}]",),
+        files={
+            "my_metric.py": "class Mine:\n    def __init__(self, window=1): ...\n"
+            "    def metrics(self, batch, trained): ...\n"
+        },
+    ),
+    WrongInput(
+        "a data source without `prompts`",
+        ("rollout.data_source: my_source.Mine", "no method `prompts`", "def prompts(self, start, count)"),
+        overrides=("rollout.data_source=my_source.Mine", "data=null"),
+        files={"my_source.py": "class Mine:\n    def __iter__(self): ...\n"},
+    ),
+    WrongInput(
+        "a data source beside a prompt set",
+        ("rollout.data_source = 'my_sound_plugins.Reward'", "two places", "leave `data` out"),
+        overrides=("rollout.data_source=my_sound_plugins.Reward",),
+    ),
+    WrongInput(
+        "a family without mappings",
+        ("model.families.bert: my_family", "no function `mappings`", "def mappings(geometry)"),
+        overrides=("model.families={bert: my_families.my_family}",),
+        files={
+            "my_families/__init__.py": "",
+            "my_families/my_family.py": "def geometry(hf): ...\n",
+        },
+    ),
+    WrongInput(
+        "a family that raises",
+        ("model.families", "KeyError: 'hidden'", "FOLDER/my_families/my_family.py:2"),
+        overrides=("model.families={qwen3: my_families.my_family}",),
+        files={
+            "my_families/__init__.py": "",
+            "my_families/my_family.py": "def geometry(hf):\n    return hf['hidden']\n"
+            "def mappings(geometry): ...\n",
+        },
+    ),
+    WrongInput(
+        "a family that returns something else",
+        ("model.path", "`geometry` of its family returned NoneType, expected Geometry"),
+        overrides=("model.families={qwen3: my_families.my_family}",),
+        files={
+            "my_families/__init__.py": "",
+            "my_families/my_family.py": "def geometry(hf): ...\ndef mappings(geometry): ...\n",
+        },
     ),
     _code(
         "a `prepare` with other parameters",
