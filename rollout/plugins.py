@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import importlib.util
 import inspect
 import os
 import sysconfig
@@ -81,8 +82,19 @@ def resolve(path: str) -> Any:
 
 
 def resolved(paths: Mapping[str, str]) -> dict[str, Any]:
-    """Return the objects at several import paths, by the same names. Raises PluginError."""
-    return {name: resolve(path) for name, path in paths.items()}
+    """Return the modules or objects at several import paths, by the same names. Raises PluginError."""
+    return {name: resolve_module(path) for name, path in paths.items()}
+
+
+def resolve_module(path: str) -> Any:
+    """Return the module or the object at an import path. Raises PluginError."""
+    package, _, name = path.rpartition(".")
+    parent = resolve(f"{package}.__name__") and importlib.import_module(package)
+    is_module = hasattr(parent, "__path__") and importlib.util.find_spec(path) is not None
+    if hasattr(parent, name) or not is_module:
+        return resolve(path)
+    resolve(f"{path}.__name__")  # whatever its import raises
+    return importlib.import_module(path)
 
 
 def _file_of(module: object) -> str:

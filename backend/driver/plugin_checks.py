@@ -216,7 +216,7 @@ def _check_staleness_is_corrected_once(config: RunConfig) -> None:
 
 
 def _check_family(path: str, config: RunConfig) -> None:
-    family = plugins.resolve(path)
+    family = plugins.resolve_module(path)
     problems: list[str] = []
     for method in FAMILY:
         function = getattr(family, method.name, None)

@@ -184,7 +184,8 @@ CASES = (
         ),
         overrides=("actor.objective={type: plugin, path: my_mu.Mine}",),
         files={
-            "my_mu.py": "class Mine:\n    corrects_staleness = True\n    def loss(self, tokens, old_logp_M): ...\n"
+            "my_mu.py": "class Mine:\n    corrects_staleness = True\n"
+            "    def loss(self, tokens, old_logp_M): ...\n"
         },
     ),
     WrongInput(
@@ -250,7 +251,7 @@ CASES = (
     ),
     WrongInput(
         "a family without mappings",
-        ("model.families.bert: my_family", "no function `mappings`", "def mappings(geometry)"),
+        ("model.families.bert: my_families.my_family", "no function `mappings`", "def mappings(geometry)"),
         overrides=("model.families={bert: my_families.my_family}",),
         files={
             "my_families/__init__.py": "",
@@ -259,21 +260,21 @@ CASES = (
     ),
     WrongInput(
         "a family that raises",
-        ("model.families", "KeyError: 'hidden'", "FOLDER/my_families/my_family.py:2"),
-        overrides=("model.families={qwen3: my_families.my_family}",),
+        ("model.families", "KeyError: 'hidden'", "FOLDER/my_raising_families/my_family.py:2"),
+        overrides=("model.families={qwen3: my_raising_families.my_family}",),
         files={
-            "my_families/__init__.py": "",
-            "my_families/my_family.py": "def geometry(hf):\n    return hf['hidden']\n"
+            "my_raising_families/__init__.py": "",
+            "my_raising_families/my_family.py": "def geometry(hf):\n    return hf['hidden']\n"
             "def mappings(geometry): ...\n",
         },
     ),
     WrongInput(
         "a family that returns something else",
         ("model.path", "`geometry` of its family returned NoneType, expected Geometry"),
-        overrides=("model.families={qwen3: my_families.my_family}",),
+        overrides=("model.families={qwen3: my_other_families.my_family}",),
         files={
-            "my_families/__init__.py": "",
-            "my_families/my_family.py": "def geometry(hf): ...\ndef mappings(geometry): ...\n",
+            "my_other_families/__init__.py": "",
+            "my_other_families/my_family.py": "def geometry(hf): ...\ndef mappings(geometry): ...\n",
         },
     ),
     _code(
